@@ -1,0 +1,216 @@
+"""Layout rules: which parameters an architecture has, by the names of its Hugging Face class.
+
+One small function per family; a rule covers exactly what the tests compare with the real classes. What has no rule is
+refused by name (`UNCLASSED_KEYS`, `LAYOUTS`), never guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memascend.planner.spec import ModelSpec
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]  # (name, shape) pairs
+
+# Configuration keys that imply tensors no rule below knows: refused by the tensor's name.
+UNCLASSED_KEYS = {
+    "kv_lora_rank": "self_attn.kv_a_proj_with_mqa.weight (multi-head latent attention)",
+    "ssm_cfg": "mixer.in_proj.weight (state-space block)",
+    "state_size": "mixer.x_proj.weight (state-space block)",
+    "vision_config": "the vision tower's weights",
+    "num_nextn_predict_layers": "the multi-token-prediction head",
+    "linear_num_value_heads": "linear_attn.in_proj_qkvz.weight (linear attention)",
+}
+
+_BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_OUTSIDE = re.compile(r"embed|wte|wpe|lm_head|norm|ln_f|output")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One parameter. `block` is its transformer block, None for the embedding, the output matrix and the last norm."""
+
+    name: str
+    shape: tuple[int, ...]
+    block: int | None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) >= 2
+
+
+def named_tensors(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[TensorSpec]:
+    """TensorSpecs of any model's named parameters; ValueError names a tensor that is in no block and no known place."""
+    for name, shape in shapes:
+        match = _BLOCK.search(name)
+        if match is None and not _OUTSIDE.search(name):
+            raise ValueError(
+                f"cannot class the tensor {name} {tuple(shape)}: it is in no block (layers.N, h.N, blocks.N) and is "
+                "neither an embedding, an output matrix nor a norm"
+            )
+        yield TensorSpec(name, tuple(shape), int(match.group(1)) if match else None)
+
+
+def _decoder(spec: ModelSpec, block: Callable[[ModelSpec, int], Shapes]) -> list[TensorSpec]:
+    out = [TensorSpec("model.embed_tokens.weight", (spec.vocab, spec.hidden), None)]
+    for index in range(spec.layers):
+        out += [TensorSpec(f"model.layers.{index}.{name}", shape, index) for name, shape in block(spec, index)]
+    out.append(TensorSpec("model.norm.weight", (spec.hidden,), None))
+    if not spec.tied:
+        out.append(TensorSpec("lm_head.weight", (spec.vocab, spec.hidden), None))
+    return out
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool = False) -> Shapes:
+    yield f"{name}.weight", (rows, columns)
+    if bias:
+        yield f"{name}.bias", (rows,)
+
+
+def _attention(spec: ModelSpec, *, qkv_bias: bool, o_bias: bool) -> Shapes:
+    query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    yield from _linear("self_attn.q_proj", query, spec.hidden, qkv_bias)
+    yield from _linear("self_attn.k_proj", key, spec.hidden, qkv_bias)
+    yield from _linear("self_attn.v_proj", key, spec.hidden, qkv_bias)
+    yield from _linear("self_attn.o_proj", spec.hidden, query, o_bias)
+
+
+def _head_norms(spec: ModelSpec) -> Shapes:
+    yield "self_attn.q_norm.weight", (spec.head_dim,)
+    yield "self_attn.k_norm.weight", (spec.head_dim,)
+
+
+def _gated(name: str, hidden: int, inner: int, bias: bool = False) -> Shapes:
+    yield from _linear(f"{name}.gate_proj", inner, hidden, bias)
+    yield from _linear(f"{name}.up_proj", inner, hidden, bias)
+    yield from _linear(f"{name}.down_proj", hidden, inner, bias)
+
+
+def _norms(spec: ModelSpec, *names: str) -> Shapes:
+    for name in names or ("input_layernorm", "post_attention_layernorm"):
+        yield f"{name}.weight", (spec.hidden,)
+
+
+def _flag(spec: ModelSpec, key: str, default: bool = False) -> bool:
+    return bool(spec.config.get(key, default))
+
+
+def _llama(spec: ModelSpec, _: int) -> Shapes:
+    bias = _flag(spec, "attention_bias")
+    yield from _attention(spec, qkv_bias=bias, o_bias=bias)
+    yield from _gated("mlp", spec.hidden, spec.intermediate, _flag(spec, "mlp_bias"))
+    yield from _norms(spec)
+
+
+def _mistral(spec: ModelSpec, _: int) -> Shapes:
+    yield from _attention(spec, qkv_bias=False, o_bias=False)
+    yield from _gated("mlp", spec.hidden, spec.intermediate)
+    yield from _norms(spec)
+
+
+def _qwen2(spec: ModelSpec, _: int) -> Shapes:
+    yield from _attention(spec, qkv_bias=True, o_bias=False)
+    yield from _gated("mlp", spec.hidden, spec.intermediate)
+    yield from _norms(spec)
+
+
+def _qwen3(spec: ModelSpec, _: int) -> Shapes:
+    bias = _flag(spec, "attention_bias")
+    yield from _attention(spec, qkv_bias=bias, o_bias=bias)
+    yield from _head_norms(spec)
+    yield from _gated("mlp", spec.hidden, spec.intermediate)
+    yield from _norms(spec)
+
+
+def _gemma(spec: ModelSpec, _: int) -> Shapes:
+    bias = _flag(spec, "attention_bias")
+    yield from _attention(spec, qkv_bias=bias, o_bias=bias)
+    yield from _gated("mlp", spec.hidden, spec.intermediate)
+    yield from _norms(spec)
+
+
+def _gemma2(spec: ModelSpec, _: int) -> Shapes:
+    bias = _flag(spec, "attention_bias")
+    yield from _attention(spec, qkv_bias=bias, o_bias=bias)
+    yield from _gated("mlp", spec.hidden, spec.intermediate)
+    yield from _norms(
+        spec, "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    )
+
+
+def _phi3(spec: ModelSpec, _: int) -> Shapes:
+    query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    yield from _linear("self_attn.o_proj", spec.hidden, query)
+    yield from _linear("self_attn.qkv_proj", query + 2 * key, spec.hidden)
+    yield from _linear("mlp.gate_up_proj", 2 * spec.intermediate, spec.hidden)
+    yield from _linear("mlp.down_proj", spec.hidden, spec.intermediate)
+    yield from _norms(spec)
+
+
+def _sparse(spec: ModelSpec, index: int) -> bool:
+    """Whether a Qwen MoE block has experts: not where `mlp_only_layers` or `decoder_sparse_step` leave it dense."""
+    step = int(spec.config.get("decoder_sparse_step", 1))
+    return spec.experts > 0 and index not in spec.config.get("mlp_only_layers", []) and (index + 1) % step == 0
+
+
+def _experts(spec: ModelSpec) -> Shapes:
+    yield "mlp.gate.weight", (spec.experts, spec.hidden)
+    for expert in range(spec.experts):
+        yield from _gated(f"mlp.experts.{expert}", spec.hidden, spec.expert_intermediate)
+
+
+def _qwen3_moe(spec: ModelSpec, index: int) -> Shapes:
+    bias = _flag(spec, "attention_bias")
+    yield from _attention(spec, qkv_bias=bias, o_bias=bias)
+    yield from _head_norms(spec)
+    yield from _experts(spec) if _sparse(spec, index) else _gated("mlp", spec.hidden, spec.intermediate)
+    yield from _norms(spec)
+
+
+def _qwen2_moe(spec: ModelSpec, index: int) -> Shapes:
+    yield from _attention(spec, qkv_bias=_flag(spec, "qkv_bias", True), o_bias=False)
+    if _sparse(spec, index):
+        yield from _experts(spec)
+        yield from _gated("mlp.shared_expert", spec.hidden, spec.shared_intermediate)
+        yield "mlp.shared_expert_gate.weight", (1, spec.hidden)
+    else:
+        yield from _gated("mlp", spec.hidden, spec.intermediate)
+    yield from _norms(spec)
+
+
+def _mixtral(spec: ModelSpec, _: int) -> Shapes:
+    yield from _attention(spec, qkv_bias=False, o_bias=False)
+    yield "block_sparse_moe.gate.weight", (spec.experts, spec.hidden)
+    for expert in range(spec.experts):
+        name = f"block_sparse_moe.experts.{expert}"
+        yield f"{name}.w1.weight", (spec.intermediate, spec.hidden)
+        yield f"{name}.w2.weight", (spec.hidden, spec.intermediate)
+        yield f"{name}.w3.weight", (spec.intermediate, spec.hidden)
+    yield from _norms(spec)
+
+
+def _layout(block: Callable[[ModelSpec, int], Shapes]) -> Callable[[ModelSpec], list[TensorSpec]]:
+    return lambda spec: _decoder(spec, block)
+
+
+LAYOUTS: dict[str, Callable[[ModelSpec], list[TensorSpec]]] = {
+    "llama": _layout(_llama),
+    "mistral": _layout(_mistral),
+    "qwen2": _layout(_qwen2),
+    "qwen3": _layout(_qwen3),
+    "gemma": _layout(_gemma),
+    "gemma2": _layout(_gemma2),
+    "phi3": _layout(_phi3),
+    "mixtral": _layout(_mixtral),
+    "qwen2_moe": _layout(_qwen2_moe),
+    "qwen3_moe": _layout(_qwen3_moe),
+}

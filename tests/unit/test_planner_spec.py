@@ -1,0 +1,235 @@
+"""Model specifications: the committed configurations, their tensors and their twins, against the Hugging Face classes."""
+
+import json
+
+import pytest
+import torch
+
+from memascend.planner import known_models, model_spec
+from memascend.planner.layouts import LAYOUTS, named_tensors
+
+# The models' published parameter counts.
+COUNTS = {
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen3-30b-a3b": 30_532_122_624,
+}
+DENSE = sorted(set(COUNTS) - {"qwen3-30b-a3b"})
+# Small members of families that no committed model covers.
+FAMILIES = {
+    "llama-biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-wide-heads": {"model_type": "llama", "head_dim": 32},
+    "llama-mha": {"model_type": "llama", "num_key_value_heads": 4},
+    "mistral": {"model_type": "mistral"},
+    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "gemma": {"model_type": "gemma", "head_dim": 32},
+    "gemma2": {"model_type": "gemma2", "head_dim": 32, "tie_word_embeddings": True},
+    "phi3": {"model_type": "phi3", "pad_token_id": 0},
+}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def hf_parameters(config: dict) -> dict[str, tuple[int, ...]]:
+    transformers = pytest.importorskip("transformers")
+    config = dict(config)
+    built = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(built)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def named(spec) -> dict[str, tuple[int, ...]]:
+    return {tensor.name: tensor.shape for tensor in spec.tensors()}
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    def write(name: str = "toy.json", **keys):
+        path = tmp_path / name
+        path.write_text(json.dumps({**SMALL, **keys}))
+        return path
+
+    return write
+
+
+def test_every_committed_model_has_its_known_count():
+    assert {name: model_spec(name).parameters for name in known_models()} == COUNTS
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_tensors_are_those_of_the_hugging_face_class(name):
+    spec = model_spec(name)
+    assert named(spec) == hf_parameters(spec.hf_config_dict())
+
+
+@pytest.mark.parametrize("k", [2, 8, 16])
+@pytest.mark.parametrize("name", DENSE)
+def test_tensors_of_a_twin_are_those_of_the_hugging_face_class(name, k):
+    twin = model_spec(name).twin(k)
+    assert named(twin) == hf_parameters(twin.hf_config_dict())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_of_other_dense_families(family, config_file):
+    spec = model_spec(config_file(**FAMILIES[family]))
+    assert named(spec) == hf_parameters(spec.hf_config_dict())
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"model_type": "mixtral", "num_local_experts": 4},
+        {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 16, "head_dim": 16},
+        {
+            "model_type": "qwen3_moe",
+            "num_experts": 4,
+            "moe_intermediate_size": 16,
+            "head_dim": 16,
+            "mlp_only_layers": [0],
+        },
+        {
+            "model_type": "qwen2_moe",
+            "num_experts": 4,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 32,
+        },
+    ],
+    ids=["mixtral", "qwen3_moe", "qwen3_moe-one-dense", "qwen2_moe"],
+)
+def test_mixtures_hold_as_many_parameters_as_the_hugging_face_class(keys, config_file):
+    spec = model_spec(config_file(**keys))
+    theirs = hf_parameters(spec.hf_config_dict())
+    assert spec.parameters == sum(torch.Size(shape).numel() for shape in theirs.values())
+    ours = named(spec)  # experts are fused there: everything else must agree name by name
+    assert {n: s for n, s in ours.items() if "expert" not in n and "mlp.gate." not in n and "moe.gate." not in n} == {
+        n: s for n, s in theirs.items() if "expert" not in n and "mlp.gate." not in n
+    }
+
+
+def test_experts_are_listed_one_matrix_each():
+    spec = model_spec("qwen3-30b-a3b")
+    assert sum(tensor.shape == (768, 2048) for tensor in spec.tensors()) == 2 * 128 * 48
+    assert sum(tensor.shape == (2048, 768) for tensor in spec.tensors()) == 128 * 48
+
+
+@pytest.mark.parametrize("k", [2, 4, 8, 16])
+@pytest.mark.parametrize("name", sorted(COUNTS))
+def test_a_twin_has_exactly_one_k_squared_of_every_matrix(name, k):
+    spec = model_spec(name)
+    twin = spec.twin(k)
+    for ours, original in zip(twin.tensors(), spec.tensors(), strict=True):
+        assert (ours.name, ours.block) == (original.name, original.block)
+        router = original.name.endswith("mlp.gate.weight")
+        share = k * k if original.is_matrix and not router else k
+        assert ours.numel * share == original.numel
+    assert (twin.layers, twin.heads, twin.kv_heads, twin.experts) == (
+        spec.layers, spec.heads, spec.kv_heads, spec.experts)  # fmt: skip
+
+
+def test_a_twin_of_a_twin_is_the_twin_of_the_product():
+    spec = model_spec("qwen2.5-7b")
+    assert spec.twin(2).twin(4) == spec.twin(8)
+    assert spec.twin(8).label == "qwen2.5-7b-k8"
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "words"),
+    [
+        ("qwen2.5-7b", 3, "not a power of two"),
+        ("qwen2.5-7b", 0, "not a power of two"),
+        ("qwen2.5-7b", 128, "head_dim 128 / 128 = 1 is odd"),
+        ("qwen2.5-0.5b", 64, "head_dim 64 / 64 = 1 is odd"),
+        ("llama3.1-8b", 512, "vocab_size 128256 is not divisible"),
+        ("qwen2.5-7b", 1024, "hidden_size 3584 is not divisible"),
+    ],
+)
+def test_an_impossible_twin_says_which_size_forbids_it(name, k, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        model_spec(name).twin(k)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "alias", ["qwen2.5-7b", "Qwen2.5-7B", "Qwen/Qwen2.5-7B", "qwen2.5_7b", "QWEN/QWEN2.5-7B"]
+)
+def test_display_and_hub_names_find_the_model(alias):
+    assert model_spec(alias).name == "qwen2.5-7b"
+
+
+def test_hub_names_with_another_spelling_find_the_model():
+    assert model_spec("meta-llama/Llama-3.1-8B").display == "Llama3.1-8B"
+
+
+def test_a_folder_with_a_configuration_is_a_model(config_file):
+    path = config_file("config.json", model_type="qwen2")
+    spec = model_spec(path.parent)
+    assert spec.name == path.parent.name
+    assert spec == model_spec(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("qwen2.5-7", "did you mean qwen2.5-7b"),
+        ("Qwen/Qwen2.5-13B", "Known: llama3.1-8b"),
+        ("no/such/config.json", "cannot read"),
+    ],
+)
+def test_an_unknown_model_is_one_clear_line(name, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        model_spec(name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "kv_a_proj_with_mqa"),
+        ({"model_type": "mamba", "state_size": 16}, "mixer.x_proj"),
+        ({"model_type": "gpt_bigcode"}, "gpt_bigcode"),
+        ({}, "not given"),
+        ({"model_type": "qwen2", "hidden_size": None}, "hidden_size"),
+        ({"model_type": "qwen2", "hidden_size": 66}, "num_attention_heads"),
+        ({"model_type": "qwen2", "num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"model_type": "qwen2", "vocab_size": "many"}, "vocab_size"),
+    ],
+)
+def test_a_configuration_that_cannot_be_classed_is_refused_by_name(keys, words, config_file):
+    with pytest.raises(ValueError, match=words) as caught:
+        model_spec(config_file(**keys))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_broken_configuration_file_is_one_clear_line(tmp_path):
+    path = tmp_path / "broken.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        model_spec(path)
+
+
+def test_the_parameters_of_a_built_model_can_be_classed():
+    shapes = [("model.embed_tokens.weight", (8, 4)), ("transformer.h.3.attn.c_attn.weight", (4, 12))]
+    assert [tensor.block for tensor in named_tensors(shapes)] == [None, 3]
+
+
+def test_a_parameter_in_no_known_place_is_named():
+    with pytest.raises(ValueError, match="cannot class the tensor router_bank.weight"):
+        list(named_tensors([("router_bank.weight", (4, 4))]))
+
+
+def test_every_layout_is_compared_with_a_real_class():
+    compared = {config["model_type"] for config in FAMILIES.values()} | {"mixtral", "qwen3_moe", "qwen2_moe"}
+    assert set(LAYOUTS) == compared
