@@ -1,0 +1,58 @@
+# From a fresh machine (Debian/Ubuntu, Python 3.11 or newer, a C++ compiler) to figures or tests in one command.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV ?= .venv
+CORES ?= all
+PROFILE ?=
+PYTEST ?=
+ifdef CUDA
+CONSTRAINTS ?= constraints-cuda.txt
+EXTRAS ?= cuda,deepspeed,huggingface,test,workflow
+else
+CONSTRAINTS ?= constraints.txt
+EXTRAS ?= deepspeed,huggingface,test,workflow
+endif
+
+IN_VENV := export PATH="$(CURDIR)/$(VENV)/bin:$$PATH";
+SNAKEMAKE := $(IN_VENV) snakemake --cores $(CORES)
+export PYTHON MAX_JOBS MEMASCEND_CACHE NO_SYSTEM_PACKAGES
+
+.PHONY: help setup figures smoke test lint native-tests ops docs clean deepspeed_016
+
+help: ## list the targets
+	@grep -hE '^[a-z_0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z_0-9-]+):.*## (.*)/make \1|\2/' | column -t -s '|'
+	@echo 'words: PROFILE=smoke|quick|full|gpu  CORES=n  PYTEST="-k name --run-slow"  CUDA=1  PYTHON=/path/to/python3'
+
+setup: ## system packages, .venv, pinned dependencies, extension, DeepSpeed's ops; nothing when all is there
+	@workflows/setup/setup.sh $(VENV) $(CONSTRAINTS) $(EXTRAS)
+
+figures: setup ## every exhibit that is built: runs, models, figures/index.html
+	@$(SNAKEMAKE) figures $(if $(PROFILE),--config profile=$(PROFILE))
+
+smoke: setup ## the same in minutes, on the smallest twins
+	@$(SNAKEMAKE) figures --config profile=smoke
+
+test: setup ## all tests but those that are slow or need what this machine lacks
+	@$(IN_VENV) pytest $(PYTEST)
+
+native-tests: setup ## the C++ core without Python, under AddressSanitizer and ThreadSanitizer
+	@$(IN_VENV) $(MAKE) -C tests/native
+
+lint: setup ## ruff, snakefmt, snakemake --lint
+	@$(IN_VENV) ruff check . && ruff format --check . && snakefmt --check Snakefile workflows/rules && snakemake --lint
+
+ops: setup ## DeepSpeed's compiled ops alone (part of setup)
+	@$(IN_VENV) python workflows/setup/build_ops.py
+
+docs: setup ## redraw the pictures in docs/ from the code
+	@$(IN_VENV) python docs/diagrams.py
+
+deepspeed_016: ## the environment of the cross-check with DeepSpeed 0.16.7, in .cache/envs
+	@workflows/setup/setup.sh .cache/envs/$@ constraints-deepspeed-0.16.txt deepspeed,huggingface
+
+clean: ## remove what was built in this checkout (not .venv, results, figures or compiled DeepSpeed ops)
+	@rm -rf build memascend.egg-info memascend/_C*.so .pytest_cache .ruff_cache .hypothesis .cache/setup.log
+	@find . -name __pycache__ -not -path './.venv/*' -not -path './.cache/*' -prune -exec rm -rf {} +

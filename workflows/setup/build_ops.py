@@ -1,0 +1,123 @@
+"""Give the environment DeepSpeed's CPU ops ready made, so that none compiles on first use and pollutes a timing.
+
+DeepSpeed's own route is taken: its source distribution, built into a wheel with DS_BUILD_<OP>=1. The wheel is kept in
+the user's cache under a key of everything that the binaries depend on (DeepSpeed, torch, Python, the processor: they are
+compiled with -march=native), so that another checkout installs it in seconds. Ops compiled on first use cannot be shared
+like this: their build files hold the paths of one environment.
+
+usage: python workflows/setup/build_ops.py     (with the interpreter of the environment; needs torch and deepspeed in it)
+Reads MEMASCEND_CACHE (default: $XDG_CACHE_HOME/memascend or ~/.cache/memascend) and MAX_JOBS (default: one a core).
+"""
+
+import fcntl
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# What a CPU run of ZeRO-3 with NVMe offload loads: name of the op, and the variable that has it built.
+OPS = {
+    "async_io": "DS_BUILD_AIO",
+    "cpu_adam": "DS_BUILD_CPU_ADAM",
+    "deepspeed_shm_comm": "DS_BUILD_SHM_COMM",
+    "pin_memory": "DS_BUILD_PIN_MEMORY",
+}
+CHECK = """
+import sys
+from deepspeed.git_version_info import accelerator_name, installed_ops
+from deepspeed.ops.op_builder.all_ops import ALL_OPS
+wanted = [name for name in sys.argv[1:] if name in ALL_OPS]  # older releases have no pin_memory
+missing = [name for name in wanted if not installed_ops.get(name)]
+if missing or accelerator_name != "cpu":
+    sys.exit("not installed: " + ", ".join(missing or wanted))
+for name in wanted:
+    ALL_OPS[name].load(verbose=False)
+"""
+
+
+def cache_dir() -> Path:
+    """Folder outside the checkout that compiled ops are kept in."""
+    chosen = os.environ.get("MEMASCEND_CACHE")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "memascend"
+
+
+def processor() -> str:
+    """The instruction sets of this processor, as the kernel lists them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
+
+
+def key(deepspeed_version: str) -> str:
+    """Name of the cache folder: everything that the binaries depend on."""
+    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+    torch_version = importlib.metadata.version("torch")
+    python = f"{sys.implementation.cache_tag}"
+    return f"deepspeed-{deepspeed_version}-torch-{torch_version}-{python}-{processor()}-{recipe}"
+
+
+def works() -> str | None:
+    """None when every op loads ready made in a fresh interpreter, otherwise the reason why not."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-c", CHECK, *OPS], capture_output=True, text=True, env=environment)
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
+
+
+def pip(*words: str, env: dict[str, str] | None = None) -> None:
+    """Run pip of this environment; its output goes to ours."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *words]
+    done = subprocess.run(command, env=env)
+    if done.returncode != 0:
+        sys.exit(f"pip ended with {done.returncode}: {' '.join(words)}")
+
+
+def build_wheel(folder: Path, version: str) -> None:
+    """Compile the ops into a wheel that appears in `folder` once it is whole."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+    environment.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
+    environment.update(dict.fromkeys(OPS.values(), "1"))
+    # DeepSpeed's ahead-of-time build of the CPU ops leaves its own -laio out.
+    environment["LDFLAGS"] = f"-Wl,--no-as-needed -laio {os.environ.get('LDFLAGS', '')}".strip()
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        source = ("--no-deps", "--no-build-isolation", "--no-cache-dir", "--no-binary", "deepspeed")
+        pip("wheel", *source, "--wheel-dir", scratch, f"deepspeed=={version}", env=environment)
+        (wheel,) = Path(scratch).glob("deepspeed-*.whl")
+        os.replace(wheel, folder / wheel.name)
+
+
+def main() -> int:
+    if works() is None:
+        print("DeepSpeed's CPU ops are installed")
+        return 0
+    version = importlib.metadata.version("deepspeed")
+    folder = cache_dir() / "ops" / key(version)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    except OSError as error:
+        sys.exit(f"{folder}: {error.strerror}; name a writable folder: MEMASCEND_CACHE=/path make setup")
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not list(folder.glob("deepspeed-*.whl")):
+            print(f"compiling {', '.join(OPS)} into {folder}", flush=True)
+            build_wheel(folder, version)
+        (wheel,) = folder.glob("deepspeed-*.whl")
+        pip("install", "--no-deps", "--force-reinstall", str(wheel))
+    reason = works()
+    if reason is not None:
+        sys.exit(f"DeepSpeed's CPU ops from {wheel} do not load: {reason}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
