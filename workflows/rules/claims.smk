@@ -1,0 +1,20 @@
+# The papers' claims, each with a verdict for each lane.
+
+
+rule claims_table:
+    input:
+        claims=config["claims"],
+        tables=expand(f"{DERIVED}/exhibits/{{exhibit}}.csv", exhibit=BUILT),
+        code=["workflows/scripts/claims.py", "workflows/scripts/tidy.py"],
+    output:
+        table=f"{DERIVED}/claims.csv",
+        page=f"{FIGURES}/claims.html",
+    log:
+        f"{DERIVED}/logs/claims.log",
+    conda:
+        "../envs/memascend.yaml"
+    params:
+        tables=lambda w, input: Path(input.tables[0]).parent,
+    shell:
+        "python -m workflows.scripts.claims --claims {input.claims} --tables {params.tables}"
+        " --out {output.table} --page {output.page} > {log} 2>&1"

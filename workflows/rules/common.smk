@@ -1,0 +1,290 @@
+# Reads and checks the configuration; small helpers for the other rules. Imports nothing of ours.
+import difflib
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import jsonschema
+import yaml
+
+# Rules call `python`: the one that runs Snakemake, whether or not its environment is activated.
+BIN = os.path.dirname(sys.executable)
+shell.prefix(f"export PATH={BIN}:$PATH; ")
+
+# What a measurement depends on; its digest is a parameter of every measuring rule.
+MEASURED_CODE = (
+    "memascend/**/*.py",
+    "memascend/**/*.json",
+    "memascend/csrc/**/*",
+    "baselines/**/*.py",
+)
+MEASURED_SCRIPTS = {
+    "training": (
+        "workflows/scripts/run_training.py",
+        "workflows/scripts/training_child.py",
+        "workflows/scripts/memory_account.py",
+    ),
+    "overflow": (
+        "workflows/scripts/bench_overflow.py",
+        "workflows/scripts/memory_account.py",
+    ),
+}
+# Paper names as typed, where they differ from the registry's.
+PAPER_TARGETS = {"mlpoffload": "mlp-offload"}
+
+
+def stop(message):
+    """End with one clear line and no stack trace."""
+    sys.exit(message)
+
+
+def checked(document, schema_name, where):
+    """The document, after it passed the JSON schema; otherwise one line that names the place and the mend."""
+    schema = json.loads(Path("workflows/schemas", schema_name).read_text())
+    error = jsonschema.exceptions.best_match(
+        jsonschema.Draft202012Validator(schema).iter_errors(document)
+    )
+    if error is None:
+        return document
+    place = "/".join(str(part) for part in error.absolute_path)
+    if error.validator == "additionalProperties":
+        known = list(error.schema["properties"])
+        unknown = next(key for key in error.instance if key not in known)
+        near = difflib.get_close_matches(unknown, known, n=1)
+        hint = (
+            f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        )
+        stop(f"{where}: {place or 'top level'}: unknown key {unknown!r}; {hint}")
+    stop(f"{where}: {place or 'top level'}: {error.message}")
+
+
+def read_yaml(path):
+    try:
+        return yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        stop(f"{path}: cannot be read: {' '.join(str(error).split())}")
+
+
+def training_runs(experiments, profile):
+    """{run id: fields} of the training runs of one profile; groups that share a run share its record."""
+    runs = {}
+    for group in experiments["profiles"][profile]["training"]:
+        group = {**experiments["defaults"], **group}
+        for model, k in group["models"].items():
+            for arm in group["arms"]:
+                for dtype in group["dtypes"]:
+                    for seed in group["seeds"]:
+                        run_id, run = one_training_run(
+                            experiments, group, model, k, arm, dtype, seed
+                        )
+                        known = runs.setdefault(run_id, run)
+                        if {**known, "exhibits": 0} != {**run, "exhibits": 0}:
+                            stop(
+                                f"{config['experiments']}: {profile}: {run_id} is asked for with two settings"
+                            )
+                        known["exhibits"] = sorted(
+                            {*known["exhibits"], *run["exhibits"]}
+                        )
+    return runs
+
+
+def one_training_run(experiments, group, model, k, arm, dtype, seed):
+    if arm not in experiments["arms"]:
+        stop(
+            f"{config['experiments']}: unknown arm {arm!r}; known arms: {', '.join(experiments['arms'])}"
+        )
+    fields = {
+        name: group[name]
+        for name in (
+            "sequence",
+            "batch",
+            "steps",
+            "ranks",
+            "mode",
+            "time_limit_s",
+            "exhibits",
+        )
+    }
+    words = ["train", model, f"k{k}", dtype, arm]
+    words.extend([f"s{seed}"] if seed else [])
+    words.extend([f"r{group['ranks']}"] if group["ranks"] > 1 else [])
+    words.extend(["time"] if group["mode"] == "time" else [])
+    return "-".join(words), {
+        **experiments["arms"][arm],
+        "model": model,
+        "k": k,
+        "dtype": dtype,
+        "seed": seed,
+        **fields,
+    }
+
+
+def code_digest(kind):
+    """Digest of the code that can change a measurement of this kind."""
+    digest = hashlib.sha256()
+    files = {
+        path
+        for pattern in MEASURED_CODE
+        for path in Path(".").glob(pattern)
+        if path.is_file()
+    }
+    for path in sorted(files | {Path(script) for script in MEASURED_SCRIPTS[kind]}):
+        if path.exists():
+            digest.update(b"\0".join([str(path).encode(), path.read_bytes()]))
+    return digest.hexdigest()[:16]
+
+
+def python_of(run):
+    """The interpreter that a run needs; another DeepSpeed lives in an environment of its own."""
+    environment = run.get("environment")
+    return f".cache/envs/{environment}/bin/python" if environment else "python"
+
+
+def environment_of(run):
+    """Input of a run: the interpreter of its environment, where it needs one."""
+    if "environment" not in run:
+        return []
+    if not Path(python_of(run)).exists():
+        stop(
+            f"environment {run['environment']} is missing; make it with: make {run['environment']}"
+        )
+    return python_of(run)
+
+
+def training_arguments(run):
+    """Command-line words of run_training for one run of experiments.yaml."""
+    words = (
+        "system",
+        "arm",
+        "model",
+        "k",
+        "dtype",
+        "sequence",
+        "batch",
+        "steps",
+        "seed",
+        "ranks",
+        "mode",
+    )
+    return " ".join(
+        [
+            *(f"--{word} {run[word]}" for word in words),
+            f"--time-limit {run['time_limit_s']}",
+        ]
+    )
+
+
+def overflow_arguments(bench):
+    """Command-line words of bench_overflow."""
+    numels = " ".join(str(numel) for numel in bench["numels"])
+    return f"--dtypes {' '.join(bench['dtypes'])} --numels {numels} --repeats {bench['repeats']}"
+
+
+def run_named(runs, run_id):
+    """The run of that name in the profile in use."""
+    if run_id not in runs:
+        stop(
+            f"{run_id} is no run of profile {config['profile']}; its runs: {', '.join(runs)}"
+        )
+    return runs[run_id]
+
+
+def planned(entry):
+    """Input function of an exhibit that is not built: naming it ends with the part that it waits for."""
+    return lambda wildcards: stop(
+        f"{entry['id']} is not built yet: it waits for {entry['waits_for']}."
+    )
+
+
+def paper_figures(paper):
+    """Pictures of one paper; a paper of which nothing is built yet ends with what its exhibits wait for."""
+    entries = [entry for entry in EXHIBITS if entry["paper"] == paper]
+    built = [
+        f"{FIGURES}/{entry['id']}.svg"
+        for entry in entries
+        if entry["status"] == "built"
+    ]
+    parts = "; ".join(
+        dict.fromkeys(
+            entry["waits_for"] for entry in entries if entry["status"] == "planned"
+        )
+    )
+    return built or (
+        lambda wildcards: stop(
+            f"{paper}: no exhibit is built yet; they wait for: {parts}."
+        )
+    )
+
+
+def list_planned(targets):
+    """What `figures` could not draw yet: how many of each paper, and where the whole list is."""
+    if targets and not {"figures", "artifact", *PAPERS} & set(targets):
+        return
+    lines = [
+        f"{len(BUILT)} of {len(EXHIBITS)} exhibits are built. Not built yet (snakemake exhibits says what each waits for):"
+    ]
+    for paper in PAPERS:
+        ids = [
+            entry["id"]
+            for entry in EXHIBITS
+            if entry["paper"] == paper and entry["status"] == "planned"
+        ]
+        lines.append(f"  {' '.join(ids)}")
+    print("\n".join(lines))
+
+
+def files_of(*patterns):
+    """Paths that match, sorted."""
+    return sorted(
+        {str(path) for pattern in patterns for path in Path(".").glob(pattern)}
+    )
+
+
+def model_code():
+    """Files that the modelled lane is computed from."""
+    return files_of(
+        "memascend/planner/**/*.py",
+        "memascend/planner/**/*.json",
+        "memascend/memory/*.py",
+        "hardware/**/*.yaml",
+        "workflows/scripts/model_lane.py",
+    )
+
+
+def plot_code():
+    """Files that a picture is drawn by."""
+    return files_of(
+        "workflows/scripts/plot_exhibit.py",
+        "workflows/scripts/tidy.py",
+        "workflows/scripts/plots/*.py",
+    )
+
+
+checked(config, "config.schema.json", "config")
+RAW, DERIVED, PUBLISHED, FIGURES = (
+    config[key] for key in ("raw_dir", "derived_dir", "published_dir", "figures_dir")
+)
+
+EXPERIMENTS = checked(
+    read_yaml(config["experiments"]), "experiments.schema.json", config["experiments"]
+)
+EXHIBITS = checked(
+    read_yaml(config["exhibits"]), "exhibits.schema.json", config["exhibits"]
+)["exhibits"]
+BUILT = [entry["id"] for entry in EXHIBITS if entry["status"] == "built"]
+PAPERS = list(dict.fromkeys(entry["paper"] for entry in EXHIBITS))
+
+RUNS = training_runs(EXPERIMENTS, config["profile"])
+BENCHES = {
+    bench["run_id"]: bench
+    for bench in EXPERIMENTS["profiles"][config["profile"]]["overflow"]
+}
+RECORDS = [f"{RAW}/{run_id}.json" for run_id in [*BENCHES, *RUNS]]
+
+
+wildcard_constraints:
+    exhibit="|".join(BUILT),
+    train_id="train-[a-z0-9._-]+",
+    bench_id="bench-[a-z0-9-]+",

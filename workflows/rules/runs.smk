@@ -1,0 +1,40 @@
+# Measurements: one process, one record, one at a time.
+# `threads: workflow.cores` keeps two of them apart within one call of Snakemake, the flock between two calls.
+
+
+rule training_run:
+    input:
+        environment=lambda w: environment_of(run_named(RUNS, w.train_id)),
+    output:
+        record=f"{RAW}/{{train_id}}.json",
+    log:
+        f"{RAW}/logs/{{train_id}}.log",
+    conda:
+        "../envs/memascend.yaml"
+    threads: workflow.cores
+    params:
+        python=lambda w: python_of(run_named(RUNS, w.train_id)),
+        arguments=lambda w: training_arguments(run_named(RUNS, w.train_id)),
+        lock=f"{RAW}/.machine.lock",
+        code=code_digest("training"),
+    shell:
+        "flock {params.lock} {params.python} -m workflows.scripts.run_training --run-id {wildcards.train_id}"
+        " {params.arguments} --out {output.record} > {log} 2>&1"
+
+
+rule overflow_bench:
+    output:
+        record=f"{RAW}/{{bench_id}}.json",
+    log:
+        f"{RAW}/logs/{{bench_id}}.log",
+    conda:
+        "../envs/memascend.yaml"
+    threads: workflow.cores
+    params:
+        arguments=lambda w: overflow_arguments(run_named(BENCHES, w.bench_id)),
+        time_limit_s=lambda w: run_named(BENCHES, w.bench_id)["time_limit_s"],
+        lock=f"{RAW}/.machine.lock",
+        code=code_digest("overflow"),
+    shell:
+        "flock {params.lock} timeout {params.time_limit_s} python -m workflows.scripts.bench_overflow"
+        " --out {output.record} {params.arguments} > {log} 2>&1"
