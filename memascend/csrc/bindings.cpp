@@ -1,0 +1,353 @@
+// The one file that knows both torch and the core. It converts, and decides nothing.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <c10/core/CPUAllocator.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include <exception>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/clock.h"
+#include "core/errors.h"
+#include "core/file_engine.h"
+#include "core/overflow.h"
+#include "core/pinned.h"
+#include "core/tracking.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using namespace memascend;
+
+// ---------------------------------------------------------------------------------------------- pinned memory
+
+// Leaked on purpose: it is called from tensor deleters, which may run after the interpreter has gone.
+py::function* unregister_callback = nullptr;
+
+bool call_unregister(void* address) {
+  if (unregister_callback == nullptr || !Py_IsInitialized()) {
+    return false;
+  }
+#if PY_VERSION_HEX >= 0x030D0000
+  if (Py_IsFinalizing()) {
+#else
+  if (_Py_IsFinalizing()) {
+#endif
+    return false;
+  }
+  py::gil_scoped_acquire gil;
+  try {
+    (*unregister_callback)(reinterpret_cast<std::uintptr_t>(address));
+    return true;
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable("unregistering pinned memory");
+    return false;
+  }
+}
+
+py::dict as_dict(const PinnedBlock& block) {
+  py::dict out;
+  out["id"] = block.id;
+  out["address"] = block.address;
+  out["requested_bytes"] = block.requested_bytes;
+  out["reserved_bytes"] = block.reserved_bytes;
+  out["locked"] = block.locked;
+  out["born_ns"] = block.born_ns;
+  return out;
+}
+
+std::pair<at::Tensor, py::dict> pinned_empty(std::int64_t numel, const py::object& dtype, std::int64_t reserved_bytes,
+                                             bool lock, bool require_lock) {
+  if (!THPDtype_Check(dtype.ptr())) {
+    throw py::type_error("pinned_empty: dtype must be a torch.dtype");
+  }
+  const at::ScalarType type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+  const auto item_bytes = static_cast<std::int64_t>(c10::elementSize(type));
+  PinnedBlock block;
+  {
+    py::gil_scoped_release no_gil;
+    block = PinnedRegistry::instance().allocate(numel * item_bytes, reserved_bytes, lock, require_lock);
+  }
+  // The lambda is held by the storage: it runs once, after the last view has gone, with or without the GIL.
+  at::Tensor tensor = at::from_blob(
+      reinterpret_cast<void*>(block.address), {numel},
+      [](void* data) { PinnedRegistry::instance().release(reinterpret_cast<std::uintptr_t>(data)); },
+      at::TensorOptions().dtype(type).device(at::kCPU));
+  return {tensor, as_dict(block)};
+}
+
+py::list drain_pinned_events() {
+  py::list out;
+  for (const PinnedEvent& event : PinnedRegistry::instance().drain_events()) {
+    py::dict item = as_dict(event.block);
+    item["kind"] = event.is_free ? "free" : "alloc";
+    item["t_ns"] = event.t_ns;
+    out.append(std::move(item));
+  }
+  return out;
+}
+
+py::list live_pinned_blocks() {
+  py::list out;
+  for (const PinnedBlock& block : PinnedRegistry::instance().live()) {
+    out.append(as_dict(block));
+  }
+  return out;
+}
+
+void set_unregister_callback(py::function callback) {
+  unregister_callback = new py::function(std::move(callback));
+  PinnedRegistry::instance().set_unregister_hook(call_unregister);
+}
+
+// --------------------------------------------------------------------------------------------- overflow check
+
+FloatFormat format_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return FloatFormat::kFloat32;
+    case at::kHalf:
+      return FloatFormat::kFloat16;
+    case at::kBFloat16:
+      return FloatFormat::kBFloat16;
+    default:
+      throw py::value_error(std::string("overflow check: dtype ") + c10::toString(tensor.scalar_type()) +
+                            " is not supported: use float32, float16 or bfloat16");
+  }
+}
+
+bool tensor_has_overflow(const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided || !tensor.device().is_cpu()) {
+    throw py::value_error("overflow check: the fused check reads dense CPU tensors: use has_overflow_aminmax for a " +
+                          tensor.device().str() + " tensor");
+  }
+  const FloatFormat format = format_of(tensor);
+  if (tensor.numel() == 0) {
+    return false;
+  }
+  const void* data = tensor.const_data_ptr();
+  const int threads = at::get_num_threads();
+  if (tensor.is_non_overlapping_and_dense()) {  // contiguous, or a permutation of it: one run of memory
+    return has_overflow(data, tensor.numel(), format, threads);
+  }
+  return has_overflow_strided(data, tensor.sizes().vec(), tensor.strides().vec(), format, threads);
+}
+
+at::Tensor has_overflow_op(const at::Tensor& tensor) {
+  return at::scalar_tensor(tensor_has_overflow(tensor), at::TensorOptions().dtype(at::kBool));
+}
+
+at::Tensor has_overflow_meta(const at::Tensor& tensor) { return at::empty({}, tensor.options().dtype(at::kBool)); }
+
+// ------------------------------------------------------------------------------------------------ file engine
+
+py::tuple as_tuple(const IoFailure& failure) {
+  return py::make_tuple(failure.op == IoOp::kRead ? "read" : "write", failure.path, failure.offset, failure.expected,
+                        failure.got, failure.error, failure.reason);
+}
+
+std::uint64_t submit(FileEngine& engine, IoOp op, const at::Tensor& tensor, std::string path, std::int64_t offset) {
+  if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided || !tensor.is_contiguous()) {
+    throw py::value_error("file engine: " + path + ": give a contiguous CPU tensor (got " + tensor.toString() +
+                          (tensor.is_contiguous() ? "" : ", not contiguous") + ")");
+  }
+  void* data = op == IoOp::kRead ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
+  return engine.submit(op, data, static_cast<std::int64_t>(tensor.nbytes()), std::move(path), offset,
+                       std::make_shared<at::Tensor>(tensor));
+}
+
+py::tuple wait_all(FileEngine& engine) {
+  IoWaitResult result;
+  {
+    py::gil_scoped_release no_gil;
+    result = engine.wait();
+  }
+  py::list failures;
+  for (const IoFailure& failure : result.failures) {
+    failures.append(as_tuple(failure));
+  }
+  return py::make_tuple(result.completed, failures);
+}
+
+py::dict counters(const FileEngine& engine) {
+  const IoCounters counted = engine.counters();
+  py::dict out;
+  out["bytes_read"] = counted.bytes_read;
+  out["bytes_written"] = counted.bytes_written;
+  out["ops"] = counted.ops;
+  out["bounced_bytes"] = counted.bounced_bytes;
+  out["buffered_bytes"] = counted.buffered_bytes;
+  return out;
+}
+
+// Joining the workers may take as long as the requests in flight: others should run meanwhile.
+struct ReleasingDeleter {
+  void operator()(FileEngine* engine) const {
+    {
+      py::gil_scoped_release no_gil;
+      engine->shutdown();
+    }
+    delete engine;  // drops the references to tensors, with the GIL
+  }
+};
+
+void bind_file_engine(py::module_& module) {
+  py::class_<FileEngine, std::unique_ptr<FileEngine, ReleasingDeleter>>(module, "FileEngine")
+      .def(py::init<int, std::int64_t>(), py::arg("threads"), py::arg("block_bytes"))
+      .def("read", [](FileEngine& self, const at::Tensor& tensor, std::string path,
+                      std::int64_t offset) { return submit(self, IoOp::kRead, tensor, std::move(path), offset); })
+      .def("write", [](FileEngine& self, const at::Tensor& tensor, std::string path,
+                       std::int64_t offset) { return submit(self, IoOp::kWrite, tensor, std::move(path), offset); })
+      .def("wait", &wait_all)
+      .def("shutdown", &FileEngine::shutdown, py::call_guard<py::gil_scoped_release>())
+      .def("counters", &counters)
+      .def_property_readonly("pending", &FileEngine::pending)
+      .def_property_readonly("bounce_buffer_bytes", &FileEngine::bounce_buffer_bytes);
+}
+
+// ----------------------------------------------------------------------------------------- tracking allocator
+
+void free_tracked(void* pointer) {
+  c10::profiledCPUMemoryReporter().Delete(pointer);
+  TrackingHeap::instance().deallocate(pointer);
+}
+
+// Takes the place of PyTorch's CPU allocator. Blocks that the stock one has handed out keep their own deleter.
+struct TrackingAllocator final : c10::Allocator {
+  c10::DataPtr allocate(std::size_t bytes) override {
+    void* data = nullptr;
+    try {
+      data = TrackingHeap::instance().allocate(bytes);
+    } catch (const Error& error) {
+      c10::profiledCPUMemoryReporter().OutOfMemory(bytes);
+      TORCH_CHECK(false, error.what());
+    }
+    c10::profiledCPUMemoryReporter().New(data, bytes);
+    return {data, data, &free_tracked, at::Device(at::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_tracked; }
+  void copy_data(void* destination, const void* source, std::size_t bytes) const override {
+    default_copy_data(destination, source, bytes);
+  }
+};
+
+constexpr std::uint8_t kAllocatorPriority = 10;  // the stock allocator has 0
+
+TrackingAllocator& tracking_allocator() {
+  static auto* allocator = new TrackingAllocator();  // never destroyed: the registration keeps its address
+  return *allocator;
+}
+
+const char* role_name(Role role) { return role == Role::kDevice ? "device" : "host"; }
+
+void set_role(const std::string& role) {
+  if (role != "host" && role != "device") {
+    throw py::value_error("tracking allocator: unknown role '" + role + "': use 'host' or 'device'");
+  }
+  TrackingHeap::instance().set_role(role == "device" ? Role::kDevice : Role::kHost);
+}
+
+py::dict as_dict(const TrackedBlock& block) {
+  py::dict out;
+  out["id"] = block.id;
+  out["address"] = block.address;
+  out["bytes"] = block.bytes;
+  out["role"] = role_name(block.role);
+  out["born_ns"] = block.born_ns;
+  return out;
+}
+
+py::list drain_tracking_events() {
+  const std::vector<TrackingEvent> events = TrackingHeap::instance().drain_events();
+  py::list out;
+  for (const TrackingEvent& event : events) {
+    out.append(py::make_tuple(event.is_free ? "free" : "alloc", event.block.id, event.block.address, event.block.bytes,
+                              role_name(event.block.role), event.t_ns));
+  }
+  return out;
+}
+
+py::list live_tracked_blocks() {
+  py::list out;
+  for (const TrackedBlock& block : TrackingHeap::instance().live()) {
+    out.append(as_dict(block));
+  }
+  return out;
+}
+
+py::dict tracking_totals() {
+  const TrackingTotals totals = TrackingHeap::instance().totals();
+  py::dict out;
+  for (const Role role : {Role::kHost, Role::kDevice}) {
+    const auto index = static_cast<std::size_t>(role);
+    out[(std::string(role_name(role)) + "_live_bytes").c_str()] = totals.live_bytes[index];
+    out[(std::string(role_name(role)) + "_peak_bytes").c_str()] = totals.peak_bytes[index];
+  }
+  out["dropped_events"] = totals.dropped_events;
+  return out;
+}
+
+void bind_tracking(py::module_& module) {
+  module.def("tracking_allocator_install",
+             [] { c10::SetAllocator(at::kCPU, &tracking_allocator(), kAllocatorPriority); });
+  module.def("tracking_allocator_uninstall",
+             [] { c10::SetAllocator(at::kCPU, c10::GetDefaultCPUAllocator(), kAllocatorPriority); });
+  module.def("tracking_allocator_installed", [] { return c10::GetAllocator(at::kCPU) == &tracking_allocator(); });
+  module.def("tracking_allocator_set_role", &set_role);
+  module.def("tracking_allocator_role", [] { return role_name(TrackingHeap::instance().role()); });
+  module.def("tracking_allocator_events", &drain_tracking_events);
+  module.def("tracking_allocator_live", &live_tracked_blocks);
+  module.def("tracking_allocator_totals", &tracking_totals);
+  module.def("tracking_allocator_reset_peaks", [] { TrackingHeap::instance().reset_peaks(); });
+  module.attr("TRACKED_FROM_BYTES") = kTrackedFromBytes;
+}
+
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) {
+      std::rethrow_exception(pointer);
+    }
+  } catch (const Error& error) {
+    PyObject* type = error.kind() == ErrorKind::kInvalidArgument ? PyExc_ValueError
+                     : error.kind() == ErrorKind::kOutOfMemory   ? PyExc_MemoryError
+                                                                 : PyExc_RuntimeError;
+    PyErr_SetString(type, error.what());
+  }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.doc() = "Native parts of memascend; use the Python modules that wrap them.";
+  py::register_exception_translator(&translate);
+
+  module.def("pinned_empty", &pinned_empty, py::arg("numel"), py::arg("dtype"), py::arg("reserved_bytes"),
+             py::arg("lock"), py::arg("require_lock"));
+  module.def("pinned_contains", [](std::uintptr_t address, std::int64_t bytes) {
+    return PinnedRegistry::instance().contains(address, bytes);
+  });
+  module.def("pinned_events", &drain_pinned_events);
+  module.def("pinned_live", &live_pinned_blocks);
+  module.def("pinned_mark_registered", [](std::uint64_t id) { PinnedRegistry::instance().mark_registered(id); });
+  module.def("pinned_set_unregister_callback", &set_unregister_callback);
+  module.def("host_memory_bytes", &host_memory_bytes);
+  module.def("memlock_limit_bytes", &memlock_limit_bytes);
+  module.attr("PAGE_BYTES") = kPageBytes;
+
+  module.def("has_overflow", &tensor_has_overflow);
+  module.def("simd_level", [] { return simd_level_name(best_simd_level()); });
+
+  bind_file_engine(module);
+  bind_tracking(module);
+}
+
+TORCH_LIBRARY(memascend, library) { library.def("has_overflow(Tensor self) -> Tensor"); }
+TORCH_LIBRARY_IMPL(memascend, CPU, library) { library.impl("has_overflow", &has_overflow_op); }
+TORCH_LIBRARY_IMPL(memascend, Meta, library) { library.impl("has_overflow", &has_overflow_meta); }

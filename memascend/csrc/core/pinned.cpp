@@ -1,0 +1,221 @@
+#include "pinned.h"
+
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <string>
+
+#include "clock.h"
+#include "errors.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // Linux 5.14
+#endif
+
+namespace memascend {
+namespace {
+
+// Value in bytes of a "Name:  123 kB" line of a /proc file; -1 if the file or the line is not there.
+std::int64_t proc_kib_line(const char* path, const std::string& name) {
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    if (line.compare(0, name.size(), name) == 0) {
+      return std::strtoll(line.c_str() + name.size(), nullptr, 10) * 1024;
+    }
+  }
+  return -1;
+}
+
+std::int64_t cgroup_limit_bytes() {
+  for (const char* path : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
+    std::ifstream file(path);
+    std::int64_t limit = 0;
+    if (file >> limit && limit > 0) {  // "max" does not parse: no limit
+      return limit;
+    }
+  }
+  return std::numeric_limits<std::int64_t>::max();
+}
+
+std::string mib(std::int64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
+
+// Small blocks skip the question: reading /proc for each of hundreds of them costs more than it can save.
+constexpr std::int64_t kAskKernelFromBytes = std::int64_t{64} << 20;
+
+void check_sizes(std::int64_t requested, std::int64_t reserved) {
+  if (requested <= 0) {
+    throw Error(ErrorKind::kInvalidArgument,
+                "pinned allocation of " + std::to_string(requested) + " bytes: ask for at least one byte");
+  }
+  if (reserved < requested || reserved % kPageBytes != 0) {
+    throw Error(ErrorKind::kInvalidArgument, "pinned allocation reserves " + std::to_string(reserved) + " bytes for " +
+                                                 std::to_string(requested) +
+                                                 " requested: reserve whole 4096-byte pages, at least the request");
+  }
+  if (const std::int64_t ram = host_memory_bytes(); reserved > ram) {
+    throw Error(ErrorKind::kOutOfMemory, "pinned allocation of " + mib(reserved) + " is more than the " + mib(ram) +
+                                             " of RAM: use a smaller model, more ranks or a smaller sub-group");
+  }
+  if (reserved >= kAskKernelFromBytes) {
+    const std::int64_t available = proc_kib_line("/proc/meminfo", "MemAvailable:");
+    if (available >= 0 && reserved > available) {
+      throw Error(ErrorKind::kOutOfMemory, "pinned allocation of " + mib(reserved) + " is more than the " +
+                                               mib(available) +
+                                               " of RAM that is free now: end other programs or use a smaller model");
+    }
+  }
+}
+
+void touch_pages(void* address, std::int64_t bytes) {
+  if (madvise(address, static_cast<std::size_t>(bytes), MADV_POPULATE_WRITE) == 0) {
+    return;
+  }
+  auto* page = static_cast<volatile char*>(address);
+  for (std::int64_t offset = 0; offset < bytes; offset += kPageBytes) {
+    page[offset] = 0;
+  }
+}
+
+std::string lock_refused(std::int64_t reserved, int error) {
+  const std::int64_t limit = memlock_limit_bytes();
+  const std::int64_t held = std::max<std::int64_t>(0, proc_kib_line("/proc/self/status", "VmLck:"));
+  return "cannot lock " + mib(reserved) + " of memory (" + std::strerror(error) + "; " + mib(held) +
+         " locked already, limit " + (limit < 0 ? std::string("none") : mib(limit)) +
+         "): raise the limit (ulimit -l, or memlock in limits.conf), or allow unlocked pages with require_lock=False";
+}
+
+void fork_prepare() { PinnedRegistry::instance().lock_for_fork(); }
+void fork_done() { PinnedRegistry::instance().unlock_after_fork(); }
+
+}  // namespace
+
+std::int64_t host_memory_bytes() {
+  static const std::int64_t bytes = std::min<std::int64_t>(
+      static_cast<std::int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE), cgroup_limit_bytes());
+  return bytes;
+}
+
+std::int64_t memlock_limit_bytes() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) {
+    return -1;
+  }
+  return static_cast<std::int64_t>(limit.rlim_cur);
+}
+
+PinnedRegistry& PinnedRegistry::instance() {
+  static PinnedRegistry* registry = [] {
+    pthread_atfork(fork_prepare, fork_done, fork_done);
+    return new PinnedRegistry();
+  }();
+  return *registry;
+}
+
+PinnedBlock PinnedRegistry::allocate(std::int64_t requested_bytes, std::int64_t reserved_bytes, bool lock,
+                                     bool require_lock) {
+  check_sizes(requested_bytes, reserved_bytes);
+  const auto length = static_cast<std::size_t>(reserved_bytes);
+  void* address = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (address == MAP_FAILED) {
+    throw Error(ErrorKind::kOutOfMemory, "cannot map " + mib(reserved_bytes) + " for a pinned buffer (" +
+                                             std::strerror(errno) + "): end other programs or use a smaller model");
+  }
+  const bool locked = lock && mlock(address, length) == 0;
+  if (lock && !locked && require_lock) {
+    const int error = errno;
+    munmap(address, length);
+    throw Error(ErrorKind::kOutOfMemory, lock_refused(reserved_bytes, error));
+  }
+  if (!locked) {
+    touch_pages(address, reserved_bytes);
+  }
+  std::lock_guard<std::mutex> guard(mutex_);
+  const PinnedBlock block{next_id_++,    reinterpret_cast<std::uintptr_t>(address),
+                          requested_bytes, reserved_bytes,
+                          locked,          false,
+                          monotonic_ns(),  getpid()};
+  blocks_.emplace(block.address, block);
+  log(false, block, block.born_ns);
+  return block;
+}
+
+bool PinnedRegistry::release(std::uintptr_t address) noexcept {
+  PinnedBlock block;
+  UnregisterHook hook = nullptr;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    const auto found = blocks_.find(address);
+    if (found == blocks_.end()) {
+      return false;
+    }
+    block = found->second;
+    blocks_.erase(found);
+    hook = unregister_hook_;
+  }
+  void* pointer = reinterpret_cast<void*>(address);
+  // A forked child inherits the mapping but not the driver's registration, which is the parent's to undo.
+  if (block.registered && block.owner_pid == getpid() && !(hook != nullptr && hook(pointer))) {
+    return true;
+  }
+  munmap(pointer, static_cast<std::size_t>(block.reserved_bytes));  // unlocks too
+  std::lock_guard<std::mutex> guard(mutex_);
+  log(true, block, monotonic_ns());
+  return true;
+}
+
+bool PinnedRegistry::contains(std::uintptr_t address, std::int64_t bytes) const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  auto after = blocks_.upper_bound(address);
+  if (after == blocks_.begin() || bytes < 0) {
+    return false;
+  }
+  const PinnedBlock& block = std::prev(after)->second;
+  const std::uintptr_t end = block.address + static_cast<std::uintptr_t>(block.reserved_bytes);
+  return address < end && static_cast<std::uintptr_t>(bytes) <= end - address;
+}
+
+std::vector<PinnedBlock> PinnedRegistry::live() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  std::vector<PinnedBlock> blocks;
+  blocks.reserve(blocks_.size());
+  for (const auto& [address, block] : blocks_) {
+    blocks.push_back(block);
+  }
+  return blocks;
+}
+
+std::vector<PinnedEvent> PinnedRegistry::drain_events() {
+  std::vector<PinnedEvent> drained;
+  std::lock_guard<std::mutex> guard(mutex_);
+  drained.swap(events_);
+  return drained;
+}
+
+void PinnedRegistry::mark_registered(std::uint64_t id) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  for (auto& [address, block] : blocks_) {
+    if (block.id == id) {
+      block.registered = true;
+      return;
+    }
+  }
+  throw Error(ErrorKind::kInvalidArgument, "no live pinned block has id " + std::to_string(id));
+}
+
+void PinnedRegistry::set_unregister_hook(UnregisterHook hook) noexcept {
+  std::lock_guard<std::mutex> guard(mutex_);
+  unregister_hook_ = hook;
+}
+
+void PinnedRegistry::log(bool is_free, const PinnedBlock& block, std::int64_t t_ns) {
+  events_.push_back(PinnedEvent{is_free, block, t_ns});
+}
+
+}  // namespace memascend

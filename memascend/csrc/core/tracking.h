@@ -1,0 +1,81 @@
+// A heap that keeps an account of its large blocks and can serve the device's role from memory of its own kind.
+//
+// On a machine without a GPU the tensors that a GPU would hold live in host memory too. While the role is "device",
+// large blocks come from shared anonymous mappings, which the kernel counts apart (RssShmem) from everything that
+// plays the host's role (RssAnon): so the two can be told apart in a real run without trusting our own account.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace memascend {
+
+enum class Role : std::uint8_t { kHost = 0, kDevice = 1 };
+
+// Blocks from this size on are booked; smaller ones (many, short-lived, a fraction of a per cent of the bytes) are not.
+inline constexpr std::size_t kTrackedFromBytes = 32 * 1024;
+// Stock PyTorch aligns CPU tensors to 64 bytes (c10/core/alignment.h); kernels may rely on it.
+inline constexpr std::size_t kTensorAlignment = 64;
+
+struct TrackedBlock {
+  std::uint64_t id = 0;
+  std::uintptr_t address = 0;
+  std::size_t bytes = 0;
+  Role role = Role::kHost;
+  std::int64_t born_ns = 0;
+};
+
+struct TrackingEvent {
+  bool is_free = false;
+  TrackedBlock block;
+  std::int64_t t_ns = 0;
+};
+
+struct TrackingTotals {
+  std::array<std::int64_t, 2> live_bytes{};  // by Role
+  std::array<std::int64_t, 2> peak_bytes{};
+  std::int64_t dropped_events = 0;
+};
+
+// Thread-safe; a freed device block is unmapped at once (no cache: resident memory must follow the account).
+class TrackingHeap {
+ public:
+  static TrackingHeap& instance();  // never destroyed: tensors may outlive static destruction
+
+  // At least `bytes` bytes, 64-aligned, uninitialised; nullptr for zero. Throws Error(kOutOfMemory).
+  [[nodiscard]] void* allocate(std::size_t bytes);
+  // Frees what `allocate` returned, whatever the role is by now.
+  void deallocate(void* pointer) noexcept;
+
+  void set_role(Role role) noexcept { role_.store(role, std::memory_order_relaxed); }
+  [[nodiscard]] Role role() const noexcept { return role_.load(std::memory_order_relaxed); }
+
+  [[nodiscard]] std::vector<TrackingEvent> drain_events();
+  [[nodiscard]] std::vector<TrackedBlock> live() const;
+  [[nodiscard]] TrackingTotals totals() const;
+  void reset_peaks();
+
+  void lock_for_fork() { mutex_.lock(); }
+  void unlock_after_fork() { mutex_.unlock(); }
+
+ private:
+  [[nodiscard]] std::atomic<std::uint32_t>& neighbours(std::uintptr_t address) noexcept;
+  void book(void* pointer, std::size_t bytes, Role role);
+  void log(bool is_free, const TrackedBlock& block, std::int64_t t_ns);
+
+  std::atomic<Role> role_{Role::kHost};
+  // How many booked blocks hash to each bucket: freeing a small block reads one counter instead of taking the lock.
+  std::array<std::atomic<std::uint32_t>, 4096> booked_{};
+  mutable std::mutex mutex_;
+  std::unordered_map<std::uintptr_t, TrackedBlock> blocks_;
+  std::vector<TrackingEvent> events_;
+  TrackingTotals totals_;
+  std::uint64_t next_id_ = 1;
+};
+
+}  // namespace memascend

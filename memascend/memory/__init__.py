@@ -1,0 +1,1 @@
+"""Host memory: page-locked allocators, buffer pools, the ledger, and the allocator that tells roles apart."""

@@ -1,0 +1,236 @@
+"""Pools of parameter buffers: one size for all tensors (the baseline), or sized from the model (MemAscend).
+
+A pool owns page-locked memory cut into slots. A tensor that streams through host memory leases a slot and returns it.
+`MonolithicBufferPool` makes every slot as large as the largest tensor, as ZeRO-Infinity does; `AdaptiveBufferPool` has
+a class of slots for each size in the model (MemAscend, adaptive buffer pool), as many as are in flight at once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from memascend.memory.pinned import Allocator
+
+OWNER = "parameter_pool"
+# O_DIRECT wants 512-aligned memory; DeepSpeed aligns its swap buffers to 1024 bytes.
+DEFAULT_ALIGNMENT_BYTES = 512
+
+
+@dataclass(frozen=True)
+class PoolClass:
+    """`count` buffers for tensors of `numel` elements."""
+
+    name: str
+    numel: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.numel < 1 or self.count < 1:
+            raise ValueError(f"pool class {self.name!r}: numel {self.numel}, count {self.count}: both must be positive")
+
+
+@dataclass(frozen=True, eq=False)
+class Lease:
+    """A slot held under `key`. `tensor` has exactly the elements asked for; `slot_tensor` those of `slot_numel` (or the
+    whole aligned slot), for transfers in aligned lengths. Both are views of the pool's memory."""
+
+    key: Hashable
+    tensor: torch.Tensor
+    slot_tensor: torch.Tensor
+    class_name: str
+
+
+def adaptive_pool_classes(
+    block_numels: Sequence[Sequence[int]], outside_numels: Sequence[int], blocks_in_flight: int = 1
+) -> list[PoolClass]:
+    """Classes for a model, largest first (MemAscend, adaptive buffer pool).
+
+    `block_numels`: for each transformer block the sizes of its streamed tensors; `outside_numels`: sizes of those
+    outside (embeddings, head), one buffer each. A size gets as many buffers as the block that has most of it, times
+    `blocks_in_flight`. For a dense model in 16 bits the sum is 2E + N (3 FF + 2 KV + 2 QO).
+    """
+    if blocks_in_flight < 1:
+        raise ValueError(f"blocks in flight: {blocks_in_flight}: use at least one")
+    most: Counter[int] = Counter()
+    for block in block_numels:
+        for numel, multiplicity in Counter(block).items():
+            most[numel] = max(most[numel], multiplicity)
+    counts = Counter({numel: multiplicity * blocks_in_flight for numel, multiplicity in most.items()})
+    counts.update(outside_numels)
+    return [PoolClass(f"numel-{numel}", numel, counts[numel]) for numel in sorted(counts, reverse=True)]
+
+
+class _Slots:
+    """The buffers of one class: all of one capacity, handed out last in, first out (the warmest in the caches)."""
+
+    def __init__(self, pool_class: PoolClass, buffers: Iterable[torch.Tensor]) -> None:
+        self.pool_class = pool_class
+        self.free = list(buffers)[::-1]
+        self.capacity = self.free[0].numel()
+
+
+class BufferPool:
+    """Lease and return of slots. Thread-safe. Built by the two subclasses.
+
+    Counters: `fallbacks`, leases served by a larger class because the tensor's size has none of its own or the aligned
+    length does not fit it, or, with `borrow`, because its class was used up; `denials`, leases refused.
+    """
+
+    def __init__(self, slots: Sequence[_Slots], dtype: torch.dtype, total_bytes: int, any_size: bool) -> None:
+        """`any_size`: the one class is for tensors of every size, so a smaller tensor is not a fallback."""
+        self.dtype = dtype
+        self.total_bytes = total_bytes
+        self.fallbacks = 0
+        self.denials = 0
+        self._any_size = any_size
+        self._slots = sorted(slots, key=lambda s: s.capacity)
+        self._capacities = [s.capacity for s in self._slots]
+        self._by_numel = {s.pool_class.numel: i for i, s in enumerate(self._slots)}
+        self._held: dict[Hashable, tuple[Lease, int, torch.Tensor]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def classes(self) -> list[PoolClass]:
+        """Smallest first."""
+        return [s.pool_class for s in self._slots]
+
+    def lease(self, key: Hashable, numel: int, slot_numel: int | None = None, *, borrow: bool = False) -> Lease | None:
+        """A slot for `numel` elements under `key`, or None if its class has none free.
+
+        The class is that of the tensor's size; a size without one, or an aligned length `slot_numel` beyond it, goes to
+        the nearest larger class. With `borrow` any larger class may help out when that is used up: for a caller that
+        cannot wait, at the price of starving larger tensors.
+        Raises ValueError for sizes that no class fits, a `slot_numel` under `numel`, and a key that holds a slot.
+        """
+        needed = self._needed(numel, slot_numel)
+        with self._lock:
+            if key in self._held:
+                raise ValueError(f"buffer pool: {key!r} holds a buffer already: release it before the next lease")
+            home, exact = self._home(numel, needed)
+            chosen = next((i for i in self._candidates(home, borrow) if self._slots[i].free), None)
+            if chosen is None:
+                self.denials += 1
+                return None
+            self.fallbacks += not exact or chosen != home
+            slot = self._slots[chosen].free.pop()
+            shown = slot if slot_numel is None else slot.narrow(0, 0, slot_numel)
+            lease = Lease(key, slot.narrow(0, 0, numel), shown, self._slots[chosen].pool_class.name)
+            self._held[key] = (lease, chosen, slot)
+            return lease
+
+    def release(self, key: Hashable) -> None:
+        """Give the slot back, by its key or by the Lease. Raises ValueError for a key that holds none (returned
+        already, or never leased here) and for a lease that is not the one held under its key."""
+        lease = key if isinstance(key, Lease) else None
+        key = lease.key if lease is not None else key
+        with self._lock:
+            held = self._held.get(key)
+            if held is None:
+                raise ValueError(f"buffer pool: {key!r} holds no buffer: returned already, or never leased here")
+            if lease is not None and held[0] is not lease:
+                raise ValueError(f"buffer pool: this lease of {key!r} is stale or another pool's: return the one held")
+            del self._held[key]
+            self._slots[held[1]].free.append(held[2])
+
+    def holders(self) -> dict[Hashable, Lease]:
+        """Who holds a slot now."""
+        with self._lock:
+            return {key: lease for key, (lease, _, _) in self._held.items()}
+
+    def free_count(self, numel: int | None = None) -> int:
+        """Free slots in all, or in the class that serves tensors of `numel` elements."""
+        with self._lock:
+            if numel is None:
+                return sum(len(s.free) for s in self._slots)
+            home, _ = self._home(numel, self._needed(numel, None))
+            return len(self._slots[home].free)
+
+    def _needed(self, numel: int, slot_numel: int | None) -> int:
+        if numel < 1:
+            raise ValueError(f"buffer pool: a tensor of {numel} elements needs no buffer")
+        if slot_numel is not None and slot_numel < numel:
+            raise ValueError(f"buffer pool: aligned length {slot_numel} is less than the tensor's {numel} elements")
+        needed = slot_numel or numel
+        if needed > self._capacities[-1]:
+            raise ValueError(
+                f"buffer pool: a tensor of {needed} elements fits no class, the largest holds {self._capacities[-1]}: "
+                "size the pool from the model that is trained (adaptive_pool_classes)"
+            )
+        return needed
+
+    def _home(self, numel: int, needed: int) -> tuple[int, bool]:
+        """Index of the class that serves such a tensor, and whether it is the tensor's own."""
+        own = self._by_numel.get(numel)
+        if own is not None and self._capacities[own] >= needed:
+            return own, True
+        return bisect.bisect_left(self._capacities, needed), self._any_size
+
+    def _candidates(self, home: int, borrow: bool) -> range:
+        return range(home, len(self._slots) if borrow else home + 1)
+
+
+def _aligned_numel(numel: int, dtype: torch.dtype, alignment_bytes: int) -> int:
+    """`numel` rounded up so that the next slot starts on the alignment."""
+    if alignment_bytes < 1 or alignment_bytes % dtype.itemsize:
+        raise ValueError(f"alignment of {alignment_bytes} bytes: use a multiple of the {dtype.itemsize}-byte item")
+    step = alignment_bytes // dtype.itemsize
+    return -(-numel // step) * step
+
+
+class MonolithicBufferPool(BufferPool):
+    """`count` buffers of one size, the largest tensor's, for all tensors alike (ZeRO-Infinity).
+
+    `separate=True`: each buffer is an allocation of its own, rounded by itself, which is what the published totals
+    describe; `separate=False`: one allocation for all, DeepSpeed's literal behaviour.
+    """
+
+    def __init__(
+        self,
+        buffer_numel: int,
+        count: int,
+        dtype: torch.dtype,
+        allocator: Allocator,
+        separate: bool,
+        alignment_bytes: int = DEFAULT_ALIGNMENT_BYTES,
+    ) -> None:
+        pool_class = PoolClass("monolithic", buffer_numel, count)
+        capacity = _aligned_numel(buffer_numel, dtype, alignment_bytes)
+        if separate:
+            arenas = [allocator.allocate(capacity, dtype, name=f"pool-{i}", owner=OWNER) for i in range(count)]
+            buffers = arenas
+        else:
+            arenas = [allocator.allocate(capacity * count, dtype, name="pool", owner=OWNER)]
+            buffers = [arenas[0].narrow(0, i * capacity, capacity) for i in range(count)]
+        super().__init__([_Slots(pool_class, buffers)], dtype, capacity * count * dtype.itemsize, any_size=True)
+
+
+class AdaptiveBufferPool(BufferPool):
+    """Slots by size class in one allocation; total = sum over classes of count x aligned size."""
+
+    def __init__(
+        self,
+        classes: Sequence[PoolClass],
+        dtype: torch.dtype,
+        allocator: Allocator,
+        alignment_bytes: int = DEFAULT_ALIGNMENT_BYTES,
+    ) -> None:
+        if not classes:
+            raise ValueError("adaptive pool without classes: build them by adaptive_pool_classes")
+        repeated = [numel for numel, times in Counter(c.numel for c in classes).items() if times > 1]
+        if repeated:
+            raise ValueError(f"adaptive pool: several classes of {repeated[0]} elements: merge them into one")
+        capacities = [_aligned_numel(c.numel, dtype, alignment_bytes) for c in classes]
+        total = sum(capacity * c.count for capacity, c in zip(capacities, classes, strict=True))
+        arena = allocator.allocate(total, dtype, name="pool", owner=OWNER)
+        slots, start = [], 0
+        for pool_class, capacity in zip(classes, capacities, strict=True):
+            buffers = [arena.narrow(0, start + i * capacity, capacity) for i in range(pool_class.count)]
+            start += capacity * pool_class.count
+            slots.append(_Slots(pool_class, buffers))
+        super().__init__(slots, dtype, total * dtype.itemsize, any_size=False)

@@ -1,0 +1,24 @@
+"""Builds the native extension `memascend._C` ahead of time. Metadata and dependencies are in pyproject.toml.
+
+No CUDA toolkit is needed: the driver is reached through `torch.cuda.cudart()`. The instruction set is the compiler's
+baseline; functions that use AVX2 or AVX-512 carry a target attribute and are chosen at run time, so that one binary
+runs on every x86-64 machine.
+"""
+
+import os
+from glob import glob
+
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+os.environ.setdefault("MAX_JOBS", "2")
+
+extension = CppExtension(
+    name="memascend._C",
+    sources=["memascend/csrc/bindings.cpp", *sorted(glob("memascend/csrc/core/*.cpp"))],
+    depends=sorted(glob("memascend/csrc/core/*.h")),
+    extra_compile_args=["-O3", "-g0", "-std=c++20", "-fopenmp", "-Wall"],
+    extra_link_args=["-fopenmp"],
+)
+
+setup(ext_modules=[extension], cmdclass={"build_ext": BuildExtension})
