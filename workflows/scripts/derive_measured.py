@@ -1,7 +1,8 @@
 """Run records to the measured lane's tidy table.
 
-Bytes of a twin are given twice: as measured, and, under the metric's name with `` (x k^2)``, at the original's size. Runs that
-differ in nothing but the seed are joined by the median. A record that does not fit its schema stops the derivation.
+Bytes of a twin are given twice: as measured, and, under the metric's name with `` (x k^2)``, at the original's size.
+Runs that differ in nothing but the seed are joined by the median. A record that does not fit its
+schema stops the derivation.
 """
 
 from __future__ import annotations
@@ -21,9 +22,33 @@ import pandas as pd
 from workflows.scripts import tidy
 from workflows.scripts.tidy import AS_PUBLISHED, DENSE, GIB, MEMASCEND, SCALED
 
-RUN_COLUMNS = ["key", "run_id", "kind", "status", "series", "model", "k", "dtype", "ranks", "seed", "steps", "commit", "dirty",
-               "started_at", "host", "cpu", "cores", "memory_gib", "locked", "explained_share", "loss_checksum", "last_loss",
-               "master_weights_sha256", "seconds_per_step", "shims"]
+RUN_COLUMNS = [
+    "key",
+    "run_id",
+    "kind",
+    "status",
+    "series",
+    "model",
+    "k",
+    "dtype",
+    "ranks",
+    "seed",
+    "steps",
+    "commit",
+    "dirty",
+    "started_at",
+    "host",
+    "cpu",
+    "cores",
+    "memory_gib",
+    "locked",
+    "explained_share",
+    "loss_checksum",
+    "last_loss",
+    "master_weights_sha256",
+    "seconds_per_step",
+    "shims",
+]
 # Ledger owner -> component of Fig. 8. What is not named here is shown as other host buffers.
 COMPONENTS = {
     "parameter_pool": "parameter buffer pool",
@@ -98,7 +123,7 @@ class Run:
         return self.record["memory"][field]
 
     def components(self) -> dict[str, int]:
-        """Bytes at the ledger's peak by component of Fig. 8; the allocator's surplus over the request is its own component."""
+        """Bytes at the ledger's peak by component of Fig. 8; an allocator's surplus is one of them."""
         out = dict.fromkeys(FIG08_METRICS, 0)
         for entry in self.record["ledger"]:
             if entry["role"] == "host" and entry.get("at_peak", False):
@@ -108,7 +133,9 @@ class Run:
 
     def owned(self, owner: str) -> int:
         """Bytes requested by the owner's host buffers that live at the peak."""
-        entries = (e for e in self.record["ledger"] if e["owner"] == owner and e["role"] == "host" and e.get("at_peak", False))
+        entries = (
+            e for e in self.record["ledger"] if e["owner"] == owner and e["role"] == "host" and e.get("at_peak", False)
+        )
         return sum(e["requested_bytes"] for e in entries)
 
 
@@ -125,15 +152,26 @@ def load(paths: list[Path]) -> list[dict[str, Any]]:
     return records
 
 
-def row(exhibit: str, series: str, metric: str, value: float | str, unit: str, testbed: str, source: str, **more: Any) -> dict[str, Any]:
+def row(
+    exhibit: str, series: str, metric: str, value: float | str, unit: str, testbed: str, source: str, **more: Any
+) -> dict[str, Any]:
     """One row of the measured lane."""
     value = value if isinstance(value, str) else f"{value:.9g}"
-    return {"exhibit_id": exhibit, "series": series, "metric": metric, "value": value, "unit": unit, "lane": "measured",
-            "testbed": testbed, "source": source, **more}
+    return {
+        "exhibit_id": exhibit,
+        "series": series,
+        "metric": metric,
+        "value": value,
+        "unit": unit,
+        "lane": "measured",
+        "testbed": testbed,
+        "source": source,
+        **more,
+    }
 
 
 def run_row(exhibit: str, run: Run, metric: str, value: float | str, unit: str, **more: Any) -> dict[str, Any]:
-    return row(exhibit, run.series, metric, value, unit, run.testbed, run.record["key"], **{"model": run.model, **more})
+    return {**row(exhibit, run.series, metric, value, unit, run.testbed, run.record["key"]), "model": run.model, **more}
 
 
 def byte_rows(exhibit: str, run: Run, metric: str, nbytes: float, **more: Any) -> Iterator[dict[str, Any]]:
@@ -158,6 +196,7 @@ def peak_rows(exhibit: str, runs: list[Run]) -> Iterator[dict[str, Any]]:
 
 def pairs(runs: list[Run]) -> Iterator[tuple[Run, Run]]:
     """(as published, MemAscend) runs that differ in nothing else."""
+
     def same(run: Run) -> tuple:
         return run.testbed, run.dtype, run.record["seed"], run.record["sequence"], run.record["batch"]
 
@@ -226,7 +265,9 @@ def fig13(runs: list[Run]) -> Iterator[dict[str, Any]]:
 
 
 def tab02(runs: list[Run]) -> Iterator[dict[str, Any]]:
-    chosen = [r for r in runs if r.model in TABLE2_MODELS and r.series in (AS_PUBLISHED, tidy.ZERO_OFFLOAD, tidy.ALL_IN_GPU)]
+    chosen = [
+        r for r in runs if r.model in TABLE2_MODELS and r.series in (AS_PUBLISHED, tidy.ZERO_OFFLOAD, tidy.ALL_IN_GPU)
+    ]
     yield from peak_rows("memascend-tab02", chosen)
 
 
@@ -247,8 +288,17 @@ def fig03(runs: list[Run], benches: list[dict[str, Any]]) -> Iterator[dict[str, 
     for bench in benches:
         for point in bench["points"]:
             if point["dtype"] == "fp32":
-                yield row(exhibit, METHODS[point["method"]], "overflow check latency", 1e3 * median(point["seconds"]), "ms",
-                          bench["host"]["name"], bench["key"], x_name="elements", x_value=str(point["numel"]))
+                yield row(
+                    exhibit,
+                    METHODS[point["method"]],
+                    "overflow check latency",
+                    1e3 * median(point["seconds"]),
+                    "ms",
+                    bench["host"]["name"],
+                    bench["key"],
+                    x_name="elements",
+                    x_value=str(point["numel"]),
+                )
 
 
 def check_timeline(exhibit: str, run: Run) -> Iterator[dict[str, Any]]:
@@ -261,20 +311,32 @@ def check_timeline(exhibit: str, run: Run) -> Iterator[dict[str, Any]]:
         peak = (flat + run.memory("overflow_spike_bytes")) / flat
         yield run_row(exhibit, run, "peak relative to tensor", peak, "x", x_name="step", x_value="isinf")
     steps = 1e3 * median(run.record.get("overflow_check_seconds") or [0.0])
-    yield run_row(exhibit, run, "overflow check latency", steps, "ms", x_name="gradient elements", x_value=str(flat // 4))
+    yield run_row(
+        exhibit, run, "overflow check latency", steps, "ms", x_name="gradient elements", x_value=str(flat // 4)
+    )
     if not events:
         return
     begin, live = events[0][0], 0
     for t, delta in [(begin, 0), *events]:
         live += delta
-        yield run_row(exhibit, run, "live tensors relative to the flat buffer", 1 + live / flat, "x", x_name="time in ms",
-                      x_value=f"{1e3 * (t - begin):.3f}")
+        yield run_row(
+            exhibit,
+            run,
+            "live tensors relative to the flat buffer",
+            1 + live / flat,
+            "x",
+            x_name="time in ms",
+            x_value=f"{1e3 * (t - begin):.3f}",
+        )
     yield from resident_rows(exhibit, run, begin, events[-1][0], flat)
 
 
 def last_check(record: dict[str, Any]) -> list[tuple[float, int]]:
     """(second, change in bytes) of the temporaries of the last overflow check, in order."""
-    entries = sorted((e for e in record["ledger"] if e["owner"] == "overflow_check" and e["died_s"] is not None), key=lambda e: e["born_s"])
+    entries = sorted(
+        (e for e in record["ledger"] if e["owner"] == "overflow_check" and e["died_s"] is not None),
+        key=lambda e: e["born_s"],
+    )
     if not entries:
         return []
     first = len(entries) - 1
@@ -303,20 +365,40 @@ def resident_rows(exhibit: str, run: Run, begin: float, end: float, flat: int) -
     window = window.iloc[:: max(1, len(window) // 400)]
     for sample in window.itertuples():
         relative = 1 + (sample.rss_anon + sample.rss_file - level) / flat
-        yield run_row(exhibit, run, "resident memory relative to the flat buffer", relative, "x", x_name="time in ms",
-                      x_value=f"{1e3 * (sample.t_s - begin):.3f}")
+        yield run_row(
+            exhibit,
+            run,
+            "resident memory relative to the flat buffer",
+            relative,
+            "x",
+            x_name="time in ms",
+            x_value=f"{1e3 * (sample.t_s - begin):.3f}",
+        )
 
 
 def bench_memory(benches: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Extra memory of each way to check, as a multiple of the checked buffer."""
     size = {"fp32": 4, "fp16": 2, "bf16": 2}
     for bench in benches:
-        largest = max(p["numel"] for p in bench["points"] if p["dtype"] == "fp32") if any(p["dtype"] == "fp32" for p in bench["points"]) else 0
+        largest = (
+            max(p["numel"] for p in bench["points"] if p["dtype"] == "fp32")
+            if any(p["dtype"] == "fp32" for p in bench["points"])
+            else 0
+        )
         for point in bench["points"]:
             if point["dtype"] == "fp32" and point["numel"] == largest and point["method"] != "sum":
                 factor = point["extra_bytes"] / (largest * size["fp32"])
-                yield row("memascend-fig13", METHODS[point["method"]], "extra memory relative to the buffer", factor, "x",
-                          bench["host"]["name"], bench["key"], x_name="elements", x_value=str(largest))
+                yield row(
+                    "memascend-fig13",
+                    METHODS[point["method"]],
+                    "extra memory relative to the buffer",
+                    factor,
+                    "x",
+                    bench["host"]["name"],
+                    bench["key"],
+                    x_name="elements",
+                    x_value=str(largest),
+                )
 
 
 def machine(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -336,19 +418,33 @@ def machine(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         }
         for exhibit in ("memascend-tab03", "memascend-tab05"):
             for component, text in parts.items():
-                yield row(exhibit, f"This machine ({host['name']})", "specification", text, "text", host["name"], record["key"],
-                          x_name="component", x_value=component)
+                yield row(
+                    exhibit,
+                    f"This machine ({host['name']})",
+                    "specification",
+                    text,
+                    "text",
+                    host["name"],
+                    record["key"],
+                    x_name="component",
+                    x_value=component,
+                )
 
 
 def derive(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every row of the measured lane."""
     training = [Run(r, r["_path"]) for r in records if r["kind"] == "training"]
     benches = [r for r in records if r["kind"] == "bench-overflow" and r["status"] == "ok"]
-    paired = [r for r in training if r.series not in (tidy.ZERO_OFFLOAD, tidy.ALL_IN_GPU) and r.model not in TABLE2_MODELS[:2]]
+    paired = [
+        r for r in training if r.series not in (tidy.ZERO_OFFLOAD, tidy.ALL_IN_GPU) and r.model not in TABLE2_MODELS[:2]
+    ]
     fp16, bf16 = ([r for r in paired if r.dtype == dtype] for dtype in ("fp16", "bf16"))
     rows = [*fig03(fp16, benches), *fig04(fp16), *fig08(fp16), *fig11(fp16), *fig13(fp16), *bench_memory(benches)]
     for exhibit, runs in (("memascend-fig15", fp16), ("memascend-fig21", bf16)):
-        rows += [*peak_rows(exhibit, runs), *reduction_rows(exhibit, runs, "reduction", lambda r: r.memory("host_peak_net_bytes"))]
+        rows += [
+            *peak_rows(exhibit, runs),
+            *reduction_rows(exhibit, runs, "reduction", lambda r: r.memory("host_peak_net_bytes")),
+        ]
     rows += [*tab02([r for r in training if r.dtype == "fp16"]), *machine(records)]
     return join_seeds(rows)
 
@@ -371,16 +467,27 @@ def join_seeds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def run_summary(record: dict[str, Any]) -> dict[str, Any]:
     """What a figure's footer and the report say of a run."""
     host = record["host"]
-    out = {**{name: record.get(name, "") for name in RUN_COLUMNS}, "host": host["name"], "cpu": host["cpu"], "cores": host["cores"],
-           "memory_gib": f"{host['memory_bytes'] / GIB:.1f}", "dirty": str(record["dirty"]).lower()}
+    out = {
+        **{name: record.get(name, "") for name in RUN_COLUMNS},
+        "host": host["name"],
+        "cpu": host["cpu"],
+        "cores": host["cores"],
+        "memory_gib": f"{host['memory_bytes'] / GIB:.1f}",
+        "dirty": str(record["dirty"]).lower(),
+    }
     if record["kind"] != "training":
         return out
     run = Run(record, record["_path"])
     steps = [p["seconds"] for p in record.get("phases", []) if re.fullmatch(r"step(?!1-)\d+-.*", p["name"])]
-    out |= {"series": run.series, "model": run.model, "k": run.k, "shims": " ".join(record.get("shims", [])),
-            "last_loss": (record.get("losses") or [""])[-1],
-            "seconds_per_step": f"{sum(steps) / (record['steps'] - 1):.2f}" if steps and record["steps"] > 1 else "",
-            "locked": str(any(e.get("locked") for e in record.get("ledger", []))).lower()}
+    out |= {
+        "series": run.series,
+        "model": run.model,
+        "k": run.k,
+        "shims": " ".join(record.get("shims", [])),
+        "last_loss": (record.get("losses") or [""])[-1],
+        "seconds_per_step": f"{sum(steps) / (record['steps'] - 1):.2f}" if steps and record["steps"] > 1 else "",
+        "locked": str(any(e.get("locked") for e in record.get("ledger", []))).lower(),
+    }
     if run.ok:
         out["explained_share"] = f"{run.memory('ledger_explained_share'):.4f}"
     return out

@@ -1,4 +1,4 @@
-"""The tidy table between data and pictures: its columns, how it is read and written, and the names that all scripts share."""
+"""The tidy table between data and pictures: its columns, how it is read and written, and names that scripts share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,20 @@ import jsonschema
 import pandas as pd
 from referencing import Registry, Resource
 
-COLUMNS = ["exhibit_id", "subfigure", "series", "model", "x_name", "x_value", "metric", "value", "unit", "lane", "testbed", "source"]
+COLUMNS = [
+    "exhibit_id",
+    "subfigure",
+    "series",
+    "model",
+    "x_name",
+    "x_value",
+    "metric",
+    "value",
+    "unit",
+    "lane",
+    "testbed",
+    "source",
+]
 LANES = ("published", "author", "modelled", "measured")
 GIB = 2**30
 SCALED = " (x k^2)"  # suffix of a metric: a twin's bytes times k^2, that is, at the original's size

@@ -1,0 +1,1 @@
+"""One folder a system: policy, configuration and description. Mechanisms live in ``memascend``."""

@@ -1,0 +1,36 @@
+"""ZeRO-Infinity: DeepSpeed ZeRO-3 with parameters and optimizer on NVMe, as published and as it is today."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baselines.protocol import RunSpec, Sizes, describe_folder, nvme_offload, zero3_config
+
+_PARTS = {
+    "as_published": {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "chain", "aio": "memascend"},
+    "as_published_one_tensor": {
+        "pinned": "power_of_two",
+        "pool": "monolithic",
+        "overflow": "chain",
+        "aio": "memascend",
+    },
+    "aminmax": {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "aminmax", "aio": "memascend"},
+    "today": {"pinned": "stock", "pool": "stock", "overflow": "stock", "aio": "stock"},
+}
+
+
+class ZeroInfinity:
+    name = "zero_infinity"
+    arms = tuple(_PARTS)
+
+    def describe(self) -> dict[str, Any]:
+        return describe_folder(self.name)
+
+    def parts(self, arm: str) -> dict[str, str]:
+        return dict(_PARTS[arm])
+
+    def deepspeed_config(self, run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
+        return zero3_config(run, *nvme_offload(run, sizes, nvme_path))
+
+
+SYSTEM = ZeroInfinity()

@@ -1,0 +1,119 @@
+"""The accelerator seen by DeepSpeed while memascend is enabled: pinning goes to our allocator.
+
+Public hook: ``deepspeed.accelerator.set_accelerator``. The class is made from the live accelerator's class, so that
+everything else (CUDA streams, dtype support, op builders) stays DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Protocol
+
+import torch
+
+from memascend.memory.pinned import is_pinned
+
+
+class PinnedAllocator(Protocol):
+    """What the hooks need of an allocator (memascend.memory.pinned)."""
+
+    name: str
+
+    def allocate(
+        self, numel: int, dtype: torch.dtype, *, name: str, owner: str, role: str = "host"
+    ) -> torch.Tensor: ...
+
+
+# DeepSpeed function (qualified name) that asks for a buffer -> ledger owner. Found by name, never by line.
+_OWNER_BY_FUNCTION = {
+    "AsyncPartitionedParameterSwapper._configure_aio": "parameter_pool",
+    "AsyncPartitionedParameterSwapper.reserve_partitioned_swap_space": "swap_out_buffer",
+    "SwapBufferManager.__init__": "optimizer_buffers",
+    "DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer": "gradient_flat_buffer",
+    "DeepSpeedZeroOptimizer_Stage3._create_param_groups_fp16_flat_cpu_memory": "parameter_flat_buffer",
+    "DeepSpeedZeroOptimizer_Stage3.initialize_optimizer_states": "in_memory_optimizer",
+    "Init._partition_param": "small_parameters",
+}
+
+
+def calling_owner(depth: int = 2, limit: int = 6) -> str:
+    """Ledger owner of the DeepSpeed function that is asking for memory (looks up to ``limit`` frames out)."""
+    frame = sys._getframe(depth)
+    first = frame.f_code.co_qualname
+    for _ in range(limit):
+        qualname = frame.f_code.co_qualname.split(".<locals>")[0]
+        if qualname in _OWNER_BY_FUNCTION:
+            return _OWNER_BY_FUNCTION[qualname]
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return first
+
+
+def pinning_accelerator(stock: Any, allocator: PinnedAllocator) -> Any:
+    """An accelerator like ``stock`` whose ``pin_memory`` family uses ``allocator``."""
+    stock_class = type(stock)
+
+    def pin(tensor: torch.Tensor, shape: Any, owner: str) -> torch.Tensor:
+        pinned = allocator.allocate(max(1, tensor.numel()), tensor.dtype, name=owner, owner=owner)
+        return pinned[: tensor.numel()].view(shape)
+
+    class PinningAccelerator(stock_class):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            self.__dict__.update(stock.__dict__)
+
+        def pin_memory(self, tensor, *args, make_copy: bool = True, match_shape: bool = True, **kwargs):
+            if tensor.numel() == 0:
+                return tensor
+            out = pin(tensor, tensor.shape if match_shape else (tensor.numel(),), calling_owner())
+            if make_copy:
+                out.copy_(tensor.reshape(out.shape))
+            return out
+
+        def pin_empty(self, *size, dtype, device="cpu"):
+            shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+            out = allocator.allocate(max(1, shape.numel()), dtype, name=calling_owner(), owner=calling_owner())
+            return out[: shape.numel()].view(shape)
+
+        def pin_empty_like(self, tensor, device="cpu", dtype=None):
+            return self.pin_empty(tensor.shape, dtype=dtype or tensor.dtype)
+
+        def unpin_memory(self, tensor):
+            return None  # freed with its last view
+
+        def is_pinned(self, tensor):
+            return is_pinned(tensor) or super().is_pinned(tensor)
+
+    PinningAccelerator.__name__ = f"MemAscend{stock_class.__name__}"
+    return PinningAccelerator()
+
+
+def watching_accelerator(stock: Any, ledger: Any) -> Any:
+    """An accelerator like ``stock`` that pins as DeepSpeed does and notes each pinned request in ``ledger``.
+
+    On the CPU DeepSpeed's default backend pins nothing: the tensor that was passed in is itself the buffer.
+    """
+    stock_class = type(stock)
+
+    class WatchingAccelerator(stock_class):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            self.__dict__.update(stock.__dict__)
+
+        def pin_memory(self, tensor, *args, **kwargs):
+            out = super().pin_memory(tensor, *args, **kwargs)
+            owner = calling_owner()
+            allocator = "torch (pageable)" if out.data_ptr() == tensor.data_ptr() else "deepspeed pinned"
+            ledger.record(
+                name=owner,
+                owner=owner,
+                role="host",
+                allocator=allocator,
+                requested_bytes=out.nbytes,
+                reserved_bytes=out.untyped_storage().nbytes(),
+                address=out.data_ptr(),
+                locked=False,
+            )
+            return out
+
+    WatchingAccelerator.__name__ = f"Watching{stock_class.__name__}"
+    return WatchingAccelerator()

@@ -1,0 +1,231 @@
+"""The asynchronous I/O module that DeepSpeed's swappers load (``OpBuilder._loaded_ops["async_io"]``).
+
+Two of them. :class:`FileAioModule` is ours: the file engine of ``memascend.storage`` and the allocator of
+``memascend.memory``. :class:`MeteredAioModule` is DeepNVMe with counters and ledger entries around it, and with the
+one repair without which a twin trains wrongly: reads into addresses that are not 512-aligned go through an aligned
+buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memascend.memory.ledger import Ledger
+from memascend.memory.pinned import is_pinned
+from memascend.storage.file_engine import FileEngine
+
+from .accelerator import PinnedAllocator, calling_owner
+
+_DIRECT_IO_ALIGNMENT = 512  # bytes; O_DIRECT's limit for address, length and offset
+
+
+@dataclass
+class IoCounters:
+    """Bytes that the swappers moved since the last reset; one instance per process."""
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    reads: int = 0
+    writes: int = 0
+    realigned_reads: int = 0
+
+    def count(self, *, read: bool, nbytes: int) -> None:
+        if read:
+            self.bytes_read += nbytes
+            self.reads += 1
+        else:
+            self.bytes_written += nbytes
+            self.writes += 1
+
+    def reset(self) -> None:
+        self.bytes_read = self.bytes_written = self.reads = self.writes = self.realigned_reads = 0
+
+
+class FileAioModule:
+    """Stands where the compiled ``async_io`` module stands; ``aio_handle`` makes handles on our file engine."""
+
+    def __init__(self, allocator: PinnedAllocator, counters: IoCounters) -> None:
+        self._allocator, self._counters = allocator, counters
+
+    def aio_handle(
+        self,
+        block_size: int = 1 << 20,
+        queue_depth: int = 128,
+        single_submit: bool = False,
+        overlap_events: bool = False,
+        intra_op_parallelism: int = 1,
+    ) -> FileAioHandle:
+        return FileAioHandle(
+            self._allocator,
+            self._counters,
+            block_size,
+            queue_depth,
+            single_submit,
+            overlap_events,
+            intra_op_parallelism,
+        )
+
+
+class FileAioHandle:
+    """DeepNVMe's handle surface over :class:`FileEngine`: any address and length, every completion audited.
+
+    Ownership: tensors from ``new_cpu_locked_tensor`` live until their last view; ``free_cpu_locked_tensor`` does nothing.
+    Errors: :class:`memascend.storage.file_engine.StorageError` from ``wait`` (a failed write is never called done).
+    """
+
+    def __init__(
+        self,
+        allocator: PinnedAllocator,
+        counters: IoCounters,
+        block_size: int,
+        queue_depth: int,
+        single_submit: bool,
+        overlap_events: bool,
+        intra_op_parallelism: int,
+    ) -> None:
+        self._allocator, self._counters = allocator, counters
+        self._block_size, self._queue_depth = block_size, queue_depth
+        self._single_submit, self._overlap_events = single_submit, overlap_events
+        self._parallelism = intra_op_parallelism
+        self._engine = FileEngine(threads=max(2, intra_op_parallelism), block_bytes=block_size)
+
+    def get_block_size(self) -> int:
+        return self._block_size
+
+    def get_queue_depth(self) -> int:
+        return self._queue_depth
+
+    def get_single_submit(self) -> bool:
+        return self._single_submit
+
+    def get_overlap_events(self) -> bool:
+        return self._overlap_events
+
+    def get_intra_op_parallelism(self) -> int:
+        return self._parallelism
+
+    def get_alignment(self) -> int:
+        return self._parallelism * _DIRECT_IO_ALIGNMENT
+
+    def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        self._counters.count(read=True, nbytes=buffer.nbytes)
+        self._engine.async_read(buffer, str(filename), file_offset)
+        return 0
+
+    def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        self._counters.count(read=False, nbytes=buffer.nbytes)
+        self._engine.async_write(buffer, str(filename), file_offset)
+        return 0
+
+    def wait(self) -> int:
+        return self._engine.wait()
+
+    def sync_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        self.async_pread(buffer, filename, file_offset)
+        return self.wait()
+
+    def sync_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        self.async_pwrite(buffer, filename, file_offset)
+        return self.wait()
+
+    def pread(
+        self, buffer: torch.Tensor, filename: str, validate: bool, asynchronous: bool, file_offset: int = 0
+    ) -> int:
+        self.async_pread(buffer, filename, file_offset)
+        return 0 if asynchronous else self.wait()
+
+    def pwrite(
+        self, buffer: torch.Tensor, filename: str, validate: bool, asynchronous: bool, file_offset: int = 0
+    ) -> int:
+        self.async_pwrite(buffer, filename, file_offset)
+        return 0 if asynchronous else self.wait()
+
+    def read(self, buffer: torch.Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
+        self.sync_pread(buffer, filename, file_offset)
+        return 0
+
+    def write(self, buffer: torch.Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
+        self.sync_pwrite(buffer, filename, file_offset)
+        return 0
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        if num_elem == 0:  # the swapper's own pool, which a pool of ours replaces
+            return torch.empty(0, dtype=example_tensor.dtype)
+        owner = calling_owner()
+        return self._allocator.allocate(int(num_elem), example_tensor.dtype, name=owner, owner=owner)
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        return is_pinned(tensor)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return is_pinned(tensor)
+
+
+class MeteredAioModule:
+    """DeepNVMe's own module, with counters, ledger entries and the realignment repair around each handle."""
+
+    def __init__(self, stock: Any, ledger: Ledger, counters: IoCounters) -> None:
+        self._stock, self._ledger, self._counters = stock, ledger, counters
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    def aio_handle(self, *args: Any, **kwargs: Any) -> MeteredAioHandle:
+        return MeteredAioHandle(self._stock.aio_handle(*args, **kwargs), self._ledger, self._counters)
+
+
+class MeteredAioHandle:
+    """See :class:`MeteredAioModule`. Behaves as the stock handle in all but the reads it realigns."""
+
+    def __init__(self, stock: Any, ledger: Ledger, counters: IoCounters) -> None:
+        self._stock, self._ledger, self._counters = stock, ledger, counters
+        self._realigned: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._entry_by_address: dict[int, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        self._counters.count(read=True, nbytes=buffer.nbytes)
+        if buffer.data_ptr() % _DIRECT_IO_ALIGNMENT == 0:
+            return self._stock.async_pread(buffer, filename, file_offset)
+        self._counters.realigned_reads += 1
+        aligned = self._stock.new_cpu_locked_tensor(buffer.numel(), buffer)[: buffer.numel()]
+        self._realigned.append((aligned, buffer))
+        return self._stock.async_pread(aligned, filename, file_offset)
+
+    def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        self._counters.count(read=False, nbytes=buffer.nbytes)
+        return self._stock.async_pwrite(buffer, filename, file_offset)
+
+    def wait(self) -> int:
+        count = self._stock.wait()
+        for aligned, target in self._realigned:
+            target.copy_(aligned)
+            self._stock.free_cpu_locked_tensor(aligned)
+        self._realigned.clear()
+        return count
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        owner = calling_owner()
+        tensor = self._stock.new_cpu_locked_tensor(num_elem, example_tensor)
+        self._entry_by_address[tensor.data_ptr()] = self._ledger.record(
+            name=owner,
+            owner=owner,
+            role="host",
+            allocator="deepspeed posix_memalign+mlock",
+            requested_bytes=tensor.nbytes,
+            reserved_bytes=tensor.nbytes,
+            address=tensor.data_ptr(),
+            locked=True,
+        )
+        return tensor
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        entry = self._entry_by_address.pop(tensor.data_ptr(), None)
+        if entry is not None:
+            self._ledger.close(entry)
+        return self._stock.free_cpu_locked_tensor(tensor)

@@ -1,0 +1,96 @@
+"""What DeepSpeed's CPU accelerator needs before it trains correctly; the same for every system, listed in each record.
+
+None of this concerns a GPU. Each shim is a context that restores what it replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Undo = Callable[[], None]
+
+
+def clone_after_gather() -> Undo:
+    """One rank: ``NoGather(Coalesced)Handle`` aliases the swap buffer on the CPU, which is reused while it is read.
+
+    ``.to(device)`` copies on a GPU and aliases on the CPU; cloning restores the GPU's meaning. Without it stock
+    DeepSpeed trains wrongly and reports no error.
+    """
+    from deepspeed.runtime.zero import partition_parameters as module
+
+    stock_single, stock_many = module.NoGatherHandle.__init__, module.NoGatherCoalescedHandle.__init__
+
+    def single(self: Any, param: Any) -> None:
+        stock_single(self, param)
+        param.data = param.data.clone()
+
+    def many(self: Any, params: Any) -> None:
+        stock_many(self, params)
+        for param in params:
+            param.data = param.data.clone()
+
+    module.NoGatherHandle.__init__, module.NoGatherCoalescedHandle.__init__ = single, many
+
+    def undo() -> None:
+        module.NoGatherHandle.__init__, module.NoGatherCoalescedHandle.__init__ = stock_single, stock_many
+
+    return undo
+
+
+class _LinearInFp32(torch.autograd.Function):
+    """``F.linear`` of fp16 tensors with products in fp32 (PyTorch's CPU fp16 products are some 800 times slower)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):  # x (..., in), weight (out, in), bias (out) or None -> (..., out)
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        y = x.float() @ weight.float().t()
+        return (y + bias.float() if bias is not None else y).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        g = grad.float()
+        grad_x = (g @ weight.float()).to(x.dtype)
+        rows = g.reshape(-1, g.shape[-1])
+        grad_w = (rows.t() @ x.float().reshape(-1, x.shape[-1])).to(weight.dtype)
+        grad_b = rows.sum(0).to(weight.dtype) if ctx.has_bias else None
+        return grad_x, grad_w, grad_b
+
+
+def fp16_products_in_fp32() -> Undo:
+    """Keep fp16 storage and rounding of results; compute the products of ``F.linear`` in fp32. fp16 on the CPU only."""
+    stock = torch.nn.functional.linear
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if x.dtype == torch.float16 and x.device.type == "cpu":
+            return _LinearInFp32.apply(x, weight, bias)
+        return stock(x, weight, bias)
+
+    torch.nn.functional.linear = linear
+
+    def undo() -> None:
+        torch.nn.functional.linear = stock
+
+    return undo
+
+
+def allow_fp16_on_cpu(accelerator_class: type) -> Undo:
+    """DeepSpeed refuses fp16 on a CPU without AVX512-FP16; storage and semantics work all the same."""
+    stock = accelerator_class.is_fp16_supported
+    stock_dtypes = accelerator_class.supported_dtypes
+
+    def supported_dtypes(self: Any) -> list[torch.dtype]:
+        return list({*stock_dtypes(self), torch.float16})
+
+    accelerator_class.is_fp16_supported = lambda self: True
+    accelerator_class.supported_dtypes = supported_dtypes
+
+    def undo() -> None:
+        accelerator_class.is_fp16_supported = stock
+        accelerator_class.supported_dtypes = stock_dtypes
+
+    return undo

@@ -1,0 +1,241 @@
+"""``enable`` and ``disable``: every change to DeepSpeed in one place, found by name and signature, undone in reverse.
+
+The hooks (evidence: tried on DeepSpeed 0.16.7 to 0.19.8):
+
+====================  ==============================================================  =========================
+what                  where                                                           how sure
+====================  ==============================================================  =========================
+I/O module            ``OpBuilder._loaded_ops["async_io"]``                           semi-private
+pinned allocation     ``deepspeed.accelerator.set_accelerator``                       public
+parameter swapper     ``partition_parameters.AsyncPartitionedParameterSwapper``       module global
+overflow check        ``stage3.DeepSpeedZeroOptimizer_Stage3``                        module global
+====================  ==============================================================  =========================
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from memascend.memory.ledger import Ledger
+from memascend.memory.pinned import PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator
+
+from . import cpu_shims
+from .aio import FileAioModule, IoCounters, MeteredAioModule
+from .parts import Parts, parts_from_config, validate_deepspeed_config
+
+TRIED_VERSIONS = ("0.19.8",)
+
+
+@dataclass
+class Enabled:
+    """What is switched on in this process. ``ledger`` holds every host buffer, ``io`` the bytes the swappers moved."""
+
+    parts: Parts
+    ledger: Ledger
+    io: IoCounters
+    shims: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+
+_active: Enabled | None = None
+
+
+def enable(
+    ds_config: dict[str, Any],
+    *,
+    pinned: str | None = None,
+    pool: str | None = None,
+    overflow: str | None = None,
+    aio: str | None = None,
+    blocks_in_flight: int | None = None,
+    ledger: Ledger | None = None,
+    minimum_swap_bytes: int | None = None,
+    gather_clone: bool = True,
+) -> Enabled:
+    """Put MemAscend's parts into DeepSpeed. Call before ``deepspeed.zero.Init`` and ``deepspeed.initialize``.
+
+    Args:
+        ds_config: the DeepSpeed configuration; its section ``"memascend"`` chooses parts, keywords override it.
+        pinned, pool, overflow, aio: see :class:`Parts`. Default: all of MemAscend.
+        blocks_in_flight: N of MemAscend IV-B, transformer blocks whose weights may be in host memory at once.
+        ledger: account to write to; a new one by default.
+        minimum_swap_bytes: replaces DeepSpeed's hard-coded 1 MiB below which tensors stay in memory (twins scale it).
+        gather_clone: False leaves out the CPU repair of the gather; only for the negative control of the tests.
+    Raises:
+        ValueError: one line that names the key and the mend. RuntimeError: already enabled, or a hook that is gone.
+    """
+    global _active
+    if _active is not None:
+        raise RuntimeError("memascend is enabled already; call memascend.disable() first")
+    parts, n_blocks = parts_from_config(
+        ds_config,
+        {"pinned": pinned, "pool": pool, "overflow": overflow, "aio": aio, "blocks_in_flight": blocks_in_flight},
+    )
+    validate_deepspeed_config(ds_config, parts)
+    state = Enabled(parts=parts, ledger=ledger or Ledger(), io=IoCounters())
+    try:
+        _install(state, ds_config, n_blocks, minimum_swap_bytes, gather_clone)
+    except BaseException:
+        _roll_back(state)
+        raise
+    _active = state
+    return state
+
+
+def disable() -> None:
+    """Undo :func:`enable`. Engines that were built meanwhile keep their parts until they are gone."""
+    global _active
+    if _active is not None:
+        _roll_back(_active)
+        _active = None
+
+
+def active() -> Enabled | None:
+    """What is enabled now, or None."""
+    return _active
+
+
+def _roll_back(state: Enabled) -> None:
+    while state._undo:
+        state._undo.pop()()
+
+
+def _install(
+    state: Enabled, ds_config: dict[str, Any], n_blocks: int, minimum_swap_bytes: int | None, gather_clone: bool
+) -> None:
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero import partition_parameters, stage3
+
+    from .optimizer import checked_optimizer_class
+
+    if deepspeed.__version__ not in TRIED_VERSIONS:
+        state.warnings.append(
+            f"DeepSpeed {deepspeed.__version__} has not been tried with memascend "
+            f"(tried: {', '.join(TRIED_VERSIONS)}); hooks were found by name and signature"
+        )
+    parts = state.parts
+    if get_accelerator().device_name() == "cpu":
+        _install_cpu_shims(state, ds_config, gather_clone)
+    allocator = _allocator(parts, state.ledger)
+    _check_signature(stage3.DeepSpeedZeroOptimizer_Stage3.__init__, ["self", "module"])
+    for method in ("has_overflow", "_configure_tensor_swapping", "_model_parallel_all_reduce"):
+        _check_method(stage3.DeepSpeedZeroOptimizer_Stage3, method)
+    optimizer_class = checked_optimizer_class(stage3.DeepSpeedZeroOptimizer_Stage3, parts.overflow, minimum_swap_bytes)
+    _replace(state, stage3, "DeepSpeedZeroOptimizer_Stage3", optimizer_class)
+    if minimum_swap_bytes is not None:
+        state.shims.append(f"minimum-swap-bytes={minimum_swap_bytes}")
+    _check_signature(
+        partition_parameters.AsyncPartitionedParameterSwapper.__init__, ["self", "ds_config", "model_dtype"]
+    )
+    if allocator is None:
+        _install_stock(state, partition_parameters, minimum_swap_bytes)
+        return
+    from .accelerator import pinning_accelerator
+    from .param_swapper import pooled_swapper_class
+
+    _replace(
+        state,
+        partition_parameters,
+        "AsyncPartitionedParameterSwapper",
+        pooled_swapper_class(parts.pool, allocator, n_blocks, minimum_swap_bytes),
+    )
+    _replace_loaded_op(state, FileAioModule(allocator, state.io))
+    _replace_accelerator(state, pinning_accelerator(get_accelerator(), allocator))
+
+
+def _install_stock(state: Enabled, partition_parameters: Any, minimum_swap_bytes: int | None) -> None:
+    """Today's DeepSpeed: nothing replaced, only watched (counters, ledger) and scaled (twins)."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    from .accelerator import watching_accelerator
+
+    stock_swapper = partition_parameters.AsyncPartitionedParameterSwapper
+
+    class ScaledSwapper(stock_swapper):  # type: ignore[misc, valid-type]
+        def _configure_aio(self, ds_config: Any) -> None:
+            super()._configure_aio(ds_config)
+            if minimum_swap_bytes is not None:
+                self.min_aio_bytes = minimum_swap_bytes
+
+    _replace(state, partition_parameters, "AsyncPartitionedParameterSwapper", ScaledSwapper)
+    _replace_loaded_op(state, MeteredAioModule(AsyncIOBuilder().load(verbose=False), state.ledger, state.io))
+    state.shims.append("aligned-reads")
+    _replace_accelerator(state, watching_accelerator(get_accelerator(), state.ledger))
+
+
+def _install_cpu_shims(state: Enabled, ds_config: dict[str, Any], gather_clone: bool) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    if gather_clone:
+        state._undo.append(cpu_shims.clone_after_gather())
+        state.shims.append("gather-clone")
+    if (ds_config.get("fp16") or {}).get("enabled"):
+        state._undo.append(cpu_shims.allow_fp16_on_cpu(type(get_accelerator())))
+        state._undo.append(cpu_shims.fp16_products_in_fp32())
+        state.shims += ["fp16-allowed-on-cpu", "fp16-products-in-fp32"]
+        zero = ds_config.get("zero_optimization") or {}
+        if zero.get("memory_efficient_linear", True):
+            raise ValueError(
+                "fp16 on the CPU needs zero_optimization.memory_efficient_linear=false, or DeepSpeed replaces "
+                "the linear layer whose products are computed in fp32; set it to false"
+            )
+
+
+def _allocator(parts: Parts, ledger: Ledger) -> Any:
+    if parts.pinned == "stock":
+        return None
+    return (PowerOfTwoPinnedAllocator if parts.pinned == "power_of_two" else PageAlignedPinnedAllocator)(ledger=ledger)
+
+
+def _check_signature(function: Callable[..., Any], leading: list[str]) -> None:
+    found = list(inspect.signature(function).parameters)[: len(leading)]
+    if found != leading:
+        raise RuntimeError(
+            f"memascend: hook {function.__qualname__} has arguments {found}, expected {leading}; this DeepSpeed "
+            f"is not one of {', '.join(TRIED_VERSIONS)}"
+        )
+
+
+def _check_method(owner: type, name: str) -> None:
+    if not callable(getattr(owner, name, None)):
+        raise RuntimeError(
+            f"memascend: hook {owner.__qualname__}.{name} is gone; this DeepSpeed is not one of "
+            f"{', '.join(TRIED_VERSIONS)}"
+        )
+
+
+def _replace(state: Enabled, module: Any, name: str, value: Any) -> None:
+    stock = getattr(module, name)
+    setattr(module, name, value)
+    state._undo.append(lambda: setattr(module, name, stock))
+
+
+def _replace_loaded_op(state: Enabled, module: Any) -> None:
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    loaded = OpBuilder._loaded_ops
+    missing = object()
+    stock = loaded.get("async_io", missing)
+    loaded["async_io"] = module
+
+    def undo() -> None:
+        if stock is missing:
+            loaded.pop("async_io", None)
+        else:
+            loaded["async_io"] = stock
+
+    state._undo.append(undo)
+
+
+def _replace_accelerator(state: Enabled, accelerator: Any) -> None:
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    stock = get_accelerator()
+    set_accelerator(accelerator)
+    state._undo.append(lambda: set_accelerator(stock))

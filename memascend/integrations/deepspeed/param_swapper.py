@@ -1,0 +1,274 @@
+"""The parameter swapper over a buffer pool of ours (MemAscend IV-B, Fig. 6).
+
+Hook: module global ``partition_parameters.AsyncPartitionedParameterSwapper``. The swapper is built before any parameter
+exists, so the pool is made in two stages: while ``zero.Init`` partitions parameters one by one, a single staging buffer
+suffices; when the ZeRO-3 optimizer is built, the module is known and :meth:`adopt_module` makes the pool.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
+    AsyncPartitionedParameterSwapper,
+    PartitionedParamStatus,
+)
+from deepspeed.runtime.swap_tensor.utils import swap_in_tensors
+
+from memascend.memory.pools import (
+    DEFAULT_ALIGNMENT_BYTES,
+    AdaptiveBufferPool,
+    BufferPool,
+    MonolithicBufferPool,
+    adaptive_pool_classes,
+)
+
+from .accelerator import PinnedAllocator
+
+log = logging.getLogger("memascend")
+
+
+def pooled_swapper_class(
+    pool_kind: str, allocator: PinnedAllocator, blocks_in_flight: int, minimum_swap_bytes: int | None
+) -> type:
+    """A swapper class bound to this process's choices (DeepSpeed constructs it itself)."""
+
+    class PooledParameterSwapper(_PooledParameterSwapper):
+        _pool_kind, _allocator = pool_kind, allocator
+        _blocks_in_flight, _minimum_swap_bytes = blocks_in_flight, minimum_swap_bytes
+
+    return PooledParameterSwapper
+
+
+class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
+    _pool_kind: str
+    _allocator: PinnedAllocator
+    _blocks_in_flight: int
+    _minimum_swap_bytes: int | None
+
+    def _configure_aio(self, ds_config: Any) -> None:
+        """Everything of the stock method but the one big tensor at its end."""
+        real_count = ds_config.zero_config.offload_param.buffer_count
+        config = ds_config.zero_config.offload_param
+        object.__setattr__(config, "buffer_count", 0)
+        try:
+            super()._configure_aio(ds_config)
+        finally:
+            object.__setattr__(config, "buffer_count", real_count)
+        self.param_buffer_count = real_count
+        self.buffers = None
+        # Our engine takes any length; 512-aligned slots keep direct I/O free of copies.
+        self.aligned_bytes = DEFAULT_ALIGNMENT_BYTES
+        self.numel_alignment = self.aligned_bytes // self.swap_element_size
+        self.aligned_elements_per_buffer = self._io_aligned_numel(self.elements_per_buffer)
+        if self._minimum_swap_bytes is not None:
+            self.min_aio_bytes = self._minimum_swap_bytes
+        self.pool: BufferPool | None = None
+        self._staging: torch.Tensor | None = None
+        self._prefetched: dict[int, Any] = {}
+        self._reserved: list[str] = []
+        self.denied_prefetches = 0
+        self.evicted_prefetches = 0
+        if self._pool_kind != "adaptive":
+            self.pool = MonolithicBufferPool(
+                self.aligned_elements_per_buffer,
+                real_count,
+                self.dtype,
+                self._allocator,
+                separate=self._pool_kind == "monolithic_separate",
+            )
+
+    def adopt_module(self, module: torch.nn.Module) -> None:
+        """Size the adaptive pool from the partitioned parameters of ``module``; frees the staging buffer."""
+        if self.pool is not None:
+            return
+        blocks, outside = swapped_numels_by_block(module, self)
+        classes = adaptive_pool_classes(blocks, outside, self._blocks_in_flight)
+        self.pool = AdaptiveBufferPool(classes, self.dtype, self._allocator)
+        self._staging = None
+        log.info(
+            "memascend: adaptive pool of %d bytes: %s",
+            self.pool.total_bytes,
+            ", ".join(f"{c.count} x {c.numel}" for c in classes),
+        )
+
+    # -- what DeepSpeed asks of a swapper ---------------------------------------------------------------------------
+
+    def available_swap_in_buffers(self) -> int:
+        return 1 if self.pool is None else self.pool.free_count()
+
+    def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
+        """Buffer for the first partition of ``param`` (1-D, ``numel`` elements); written out and released at once."""
+        self.param_id_to_numel[param.ds_id] = numel
+        slot = self._lease(param.ds_id, numel)
+        if slot is None:
+            slot = self._lease_or_evict(param.ds_id, numel, keep=())
+        self.param_id_to_buffer_id[param.ds_id] = param.ds_id
+        self.param_id_to_swap_buffer[param.ds_id] = slot
+        return slot.narrow(0, 0, numel)
+
+    def _allocate_and_return_buffers_for_swap_in(
+        self, params: list[Any]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        compute, swap = [], []
+        for param in params:
+            numel = self.param_id_to_numel[param.ds_id]
+            slot = self._lease_or_evict(param.ds_id, numel, keep={p.ds_id for p in params})
+            self.param_id_to_buffer_id[param.ds_id] = param.ds_id
+            self.param_id_to_swap_buffer[param.ds_id] = slot
+            compute.append(slot.narrow(0, 0, numel))
+            swap.append(slot)
+        return compute, swap
+
+    def swap_in(
+        self, params: list[Any], async_op: bool = True, swap_in_buffers: list[torch.Tensor] | None = None
+    ) -> None:
+        """Read ``params``. A prefetch (``async_op``) takes those for which there is room and leaves the rest."""
+        unique = list({p.ds_id: p for p in params}.values())
+        if async_op and swap_in_buffers is None:
+            unique = [p for p in unique if p.ds_id not in self.param_id_to_swap_buffer]
+            self._prefetch(unique)
+            return
+        super_params = [p for p in unique if p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE]
+        if swap_in_buffers is None:
+            self.synchronize_reads_if_needed(unique)
+            compute, swap_in_buffers = self._allocate_and_return_buffers_for_swap_in(super_params)
+            numel = sum(t.numel() for t in compute)
+        else:
+            numel = sum(t.numel() for t in swap_in_buffers)
+        swap_in_tensors(self.aio_read_handle, swap_in_buffers, self._get_swap_paths(super_params))
+        self._update_inflight_swap_in(super_params, swap_in_buffers, numel)
+        if not async_op:
+            self.synchronize_reads()
+
+    def synchronize_reads_if_needed(self, params: list[Any]) -> None:
+        if any(p.ds_tensor.status == PartitionedParamStatus.INFLIGHT for p in params):
+            self.synchronize_reads()
+
+    def _prefetch(self, params: list[Any]) -> None:
+        chosen, buffers = [], []
+        for param in params:
+            slot = self._lease(param.ds_id, self.param_id_to_numel[param.ds_id])
+            if slot is None:
+                self.denied_prefetches += 1
+                continue
+            self.param_id_to_buffer_id[param.ds_id] = param.ds_id
+            self.param_id_to_swap_buffer[param.ds_id] = slot
+            chosen.append(param)
+            buffers.append(slot)
+        if chosen:
+            swap_in_tensors(self.aio_read_handle, buffers, self._get_swap_paths(chosen))
+            self._update_inflight_swap_in(chosen, buffers, sum(self.param_id_to_numel[p.ds_id] for p in chosen))
+
+    def _update_inflight_swap_in(
+        self, params: list[Any], swap_in_buffers: list[torch.Tensor], inflight_numel: int
+    ) -> None:
+        super()._update_inflight_swap_in(params, swap_in_buffers, inflight_numel)
+        self._prefetched.update({p.ds_id: p for p in params})
+
+    def swap_into_buffer(self, param: Any, dest_buffer: torch.Tensor) -> None:
+        """Read ``param`` into a buffer of the caller's; our engine takes any address and length, so no copy."""
+        assert param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE, (
+            f"param {param.ds_id} is already available"
+        )
+        self.synchronize_reads()
+        numel = self.param_id_to_numel[param.ds_id]
+        self.aio_read_handle.async_pread(dest_buffer.narrow(0, 0, numel), self.get_path(param, must_exist=True), 0)
+        assert self.aio_read_handle.wait() == 1
+
+    def remove_partition_and_release_buffers(self, params: list[Any]) -> None:
+        for param in params:
+            if param.ds_id in self.param_id_to_buffer_id and self.pool is not None:
+                self.pool.release(param.ds_id)
+            self._prefetched.pop(param.ds_id, None)
+        self.available_buffer_ids = []
+        super().remove_partition_and_release_buffers(params)
+        self.available_buffer_ids = []
+
+    def reserve_available_buffers(self) -> list[torch.Tensor]:
+        """All free buffers (``fast_init`` only; refused with the adaptive pool, see parts.py)."""
+        if not isinstance(self.pool, MonolithicBufferPool):
+            raise ValueError(
+                "fast_init is not possible with the adaptive pool; set offload_optimizer.fast_init to false"
+            )
+        self._reserved = [f"reserved-{i}" for i in range(self.pool.free_count())]
+        leases = [self.pool.lease(key, self.aligned_elements_per_buffer) for key in self._reserved]
+        return [lease.slot_tensor for lease in leases if lease is not None]
+
+    def release_reserved_buffers(self) -> None:
+        for key in self._reserved:
+            self.pool.release(key)
+        self._reserved = []
+
+    # -- the pool ---------------------------------------------------------------------------------------------------
+
+    def _lease(self, key: int, numel: int) -> torch.Tensor | None:
+        slot_numel = self._io_aligned_numel(numel)
+        if self.pool is None:
+            return self._staging_buffer(key, slot_numel)
+        lease = self.pool.lease(key, numel, slot_numel)
+        return None if lease is None else lease.slot_tensor.narrow(0, 0, slot_numel)
+
+    def _staging_buffer(self, key: int, slot_numel: int) -> torch.Tensor:
+        if self.param_id_to_buffer_id:
+            raise RuntimeError(
+                f"memascend: parameter {next(iter(self.param_id_to_buffer_id))} still holds the staging buffer "
+                f"while parameter {key} is partitioned; construct the model under deepspeed.zero.Init"
+            )
+        if self._staging is None or self._staging.numel() < slot_numel:
+            self._staging = None
+            self._staging = self._allocator.allocate(
+                slot_numel, self.dtype, name="staging buffer", owner="parameter_pool"
+            )
+        return self._staging.narrow(0, 0, slot_numel)
+
+    def _lease_or_evict(self, key: int, numel: int, keep: Any) -> torch.Tensor:
+        """A slot for a read that must not fail: gives up prefetched parameters that nobody uses yet."""
+        slot = self._lease(key, numel)
+        if slot is not None:
+            return slot
+        self.synchronize_reads()
+        for param in reversed(list(self._prefetched.values())):
+            idle = (
+                param.ds_tensor.status == PartitionedParamStatus.AVAILABLE and param.ds_status.name == "NOT_AVAILABLE"
+            )
+            if param.ds_id in keep or not idle:
+                continue
+            self.remove_partition_and_release_buffers([param])
+            self.evicted_prefetches += 1
+            slot = self._lease(key, numel)
+            if slot is not None:
+                return slot
+        held = [(k, lease.tensor.numel()) for k, lease in self.pool.holders().items()]
+        holders = ", ".join(f"{k} ({n} elements)" for k, n in held)
+        raise RuntimeError(
+            f"memascend: no buffer of {numel} elements for parameter {key}: all are held by {holders}; "
+            "raise memascend.blocks_in_flight or lower stage3_max_reuse_distance"
+        )
+
+
+def swapped_numels_by_block(module: torch.nn.Module, swapper: Any) -> tuple[list[list[int]], list[int]]:
+    """Partition sizes (elements) of the parameters on NVMe: per repeated block, and those outside of any block.
+
+    Blocks are the members of the module's ``ModuleList`` with the most swapped elements (an HF decoder's layers).
+    """
+    numels = {
+        id(p): p.ds_tensor.ds_numel
+        for p in module.parameters()
+        if getattr(p, "nvme_swapper", None) is swapper
+        and p.ds_tensor.final_location is not None
+        and str(getattr(p.ds_tensor.final_location, "value", p.ds_tensor.final_location)) == "nvme"
+    }
+
+    def inside(part: torch.nn.Module) -> list[int]:
+        return [numels[id(p)] for p in part.parameters() if id(p) in numels]
+
+    lists = [m for m in module.modules() if isinstance(m, torch.nn.ModuleList)]
+    best = max(lists, key=lambda m: sum(inside(m)), default=None)
+    if best is None:
+        return [], list(numels.values())
+    in_blocks = {id(p) for p in best.parameters()}
+    outside = [n for key, n in numels.items() if key not in in_blocks]
+    return [inside(block) for block in best], outside

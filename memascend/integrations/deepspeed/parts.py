@@ -1,0 +1,99 @@
+"""Which parts stand in which place of DeepSpeed: the choices, their presets and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+CONFIG_KEY = "memascend"  # the key in the DeepSpeed JSON
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """One choice for each place where MemAscend (sections IV-B to IV-D) differs from ZeRO-Infinity.
+
+    pinned: page-locked allocator of every host buffer. ``stock`` is whatever this DeepSpeed does,
+        ``power_of_two`` PyTorch's CachingHostAllocator rounding (the papers' baseline), ``exact`` IV-C.
+    pool: parameter buffer pool. ``monolithic_separate`` is nine embedding-sized buffers, each pinned by itself
+        (what the paper's totals describe), ``monolithic`` the same in one tensor (DeepSpeed 0.16), ``adaptive`` IV-B.
+    overflow: ``chain`` is isinf().any() then isnan().any(), ``aminmax`` one torch.aminmax, ``fused`` IV-D.
+    aio: ``stock`` is DeepNVMe, ``memascend`` our file engine (any address, any length, every completion audited).
+    """
+
+    pinned: Literal["stock", "power_of_two", "exact"] = "exact"
+    pool: Literal["stock", "monolithic_separate", "monolithic", "adaptive"] = "adaptive"
+    overflow: Literal["stock", "chain", "aminmax", "fused"] = "fused"
+    aio: Literal["stock", "memascend"] = "memascend"
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"memascend.{name}: {getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}"
+                )
+        if (self.pinned == "stock") != (self.aio == "stock"):
+            raise ValueError(
+                f"memascend: pinned={self.pinned!r} with aio={self.aio!r} makes no sense: DeepNVMe copies every buffer "
+                "that it did not allocate through a second buffer; set both to 'stock' or neither"
+            )
+        if self.pinned == "stock" and self.pool != "stock":
+            raise ValueError(
+                f"memascend: pool={self.pool!r} needs an allocator of ours; set pinned to 'exact' or 'power_of_two'"
+            )
+        if self.pinned != "stock" and self.pool == "stock":
+            raise ValueError("memascend: pool='stock' with our allocator is pool='monolithic'; name it so")
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "pinned": ("stock", "power_of_two", "exact"),
+    "pool": ("stock", "monolithic_separate", "monolithic", "adaptive"),
+    "overflow": ("stock", "chain", "aminmax", "fused"),
+    "aio": ("stock", "memascend"),
+}
+
+TODAY = Parts(pinned="stock", pool="stock", overflow="stock", aio="stock")
+AS_PUBLISHED = Parts(pinned="power_of_two", pool="monolithic_separate", overflow="chain")
+AS_PUBLISHED_ONE_TENSOR = replace(AS_PUBLISHED, pool="monolithic")
+MEMASCEND = Parts()
+
+
+def parts_from_config(ds_config: dict[str, Any], overrides: dict[str, Any]) -> tuple[Parts, int]:
+    """Read ``ds_config["memascend"]`` (optional) and keyword overrides -> (parts, blocks in flight N)."""
+    section = dict(ds_config.get(CONFIG_KEY) or {})
+    section.update({k: v for k, v in overrides.items() if v is not None})
+    section.pop("enabled", None)
+    blocks_in_flight = section.pop("blocks_in_flight", 1)
+    unknown = sorted(set(section) - set(_CHOICES))
+    if unknown:
+        known = ", ".join([*_CHOICES, "blocks_in_flight", "enabled"])
+        raise ValueError(f'"{CONFIG_KEY}": unknown key {unknown[0]!r} in the DeepSpeed config; known keys: {known}')
+    if not isinstance(blocks_in_flight, int) or blocks_in_flight < 1:
+        raise ValueError(
+            f'"{CONFIG_KEY}.blocks_in_flight" must be a whole number of at least 1, got {blocks_in_flight!r}'
+        )
+    return Parts(**section), blocks_in_flight
+
+
+def validate_deepspeed_config(ds_config: dict[str, Any], parts: Parts) -> None:
+    """Refuse, with the mend, what cannot work. Called before anything is patched."""
+    zero = ds_config.get("zero_optimization") or {}
+    if zero.get("stage") != 3:
+        raise ValueError(
+            f"memascend needs ZeRO stage 3, got zero_optimization.stage={zero.get('stage')!r}; set it to 3"
+        )
+    param = zero.get("offload_param") or {}
+    fast_init = (zero.get("offload_optimizer") or {}).get("fast_init")
+    if parts.pool == "adaptive" and param.get("device") == "nvme" and fast_init:
+        raise ValueError(
+            "offload_optimizer.fast_init needs every pool buffer to hold the largest sub-group, which is what the "
+            "adaptive pool removes; set fast_init to false or memascend.pool to 'monolithic'"
+        )
+    for section in ("offload_param", "offload_optimizer"):
+        offload = zero.get(section) or {}
+        if offload.get("device") == "nvme" and not offload.get("nvme_path"):
+            raise ValueError(
+                f"zero_optimization.{section}.device is 'nvme' but nvme_path is missing; name a folder on the SSD"
+            )

@@ -1,0 +1,93 @@
+"""Models, tokenizer and text by transformers and tokenizers, from what is on the machine: no hub, no download.
+
+The text is the source of Python's standard library, which every installation has; the tokenizer is trained on it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def standard_library_text(limit_bytes: int = 24_000_000) -> list[str]:
+    """Sources of the standard library in sorted order, without tests and packages; at most ``limit_bytes``."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"}
+    texts, total = [], 0
+    for path in sorted(root.rglob("*.py")):
+        if skip & set(path.relative_to(root).parts):
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        texts.append(text)
+        total += len(text)
+        if total >= limit_bytes:
+            break
+    if not texts:
+        raise ValueError(f"no Python sources under {root}; install the standard library's sources")
+    return texts
+
+
+def token_file(cache_dir: Path, vocabulary: int, tokens: int = 2_000_000) -> Path:
+    """``.npy`` of int32 token ids (1-D) of the standard library's text under a byte-level BPE trained on it.
+
+    ``vocabulary``: upper bound of the ids. Made once for each vocabulary and kept in ``cache_dir`` with its tokenizer.
+    """
+    out = cache_dir / f"stdlib-bpe{vocabulary}.npy"
+    if out.exists():
+        return out
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    texts = standard_library_text()
+    tokenizer.train_from_iterator(texts[:400], trainer)
+    ids: list[int] = []
+    for encoding in tokenizer.encode_batch_fast(texts):
+        ids += [0, *encoding.ids]
+        if len(ids) >= tokens:
+            break
+    tokenizer.save(str(cache_dir / f"stdlib-bpe{vocabulary}.json"))
+    _write_atomically(out, np.asarray(ids[:tokens], dtype=np.int32))
+    return out
+
+
+def _write_atomically(path: Path, array: np.ndarray) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".npy")
+    with os.fdopen(handle, "wb") as f:
+        np.save(f, array)
+    os.replace(name, path)
+
+
+def batches(tokens: np.ndarray, sequence: int, batch: int, ranks: int, rank: int, step: int) -> np.ndarray:
+    """Input ids of one step, int64 of shape (batch, sequence): consecutive windows, every rank its own."""
+    first = (step * ranks + rank) * batch * sequence
+    wrapped = np.arange(first, first + batch * sequence) % (len(tokens) - 1)
+    return np.asarray(tokens[wrapped], dtype=np.int64).reshape(batch, sequence)
+
+
+def causal_lm(config: dict[str, Any], *, gradient_checkpointing: bool) -> Any:
+    """A causal language model of ``config`` (a dict as in ``config.json``), randomly initialised."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {k: v for k, v in json.loads(json.dumps(config)).items() if k != "architectures"}
+    model_config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model_config.use_cache = False
+    model = AutoModelForCausalLM.from_config(model_config, attn_implementation="sdpa")
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    return model

@@ -1,0 +1,105 @@
+"""enable() validates before it touches anything, and disable() gives stock DeepSpeed back."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+pytestmark = pytest.mark.deepspeed
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "fp16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "memory_efficient_linear": False, "offload_param": {"device": "cpu"}},
+}
+
+
+def places():
+    import torch
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder.builder import OpBuilder
+    from deepspeed.runtime.zero import partition_parameters, stage3
+
+    return {
+        "swapper": partition_parameters.AsyncPartitionedParameterSwapper,
+        "optimizer": stage3.DeepSpeedZeroOptimizer_Stage3,
+        "op": OpBuilder._loaded_ops.get("async_io"),
+        "accelerator": get_accelerator(),
+        "linear": torch.nn.functional.linear,
+        "gather": partition_parameters.NoGatherHandle.__init__,
+        "fp16": type(get_accelerator()).is_fp16_supported,
+    }
+
+
+def test_disable_restores_every_hook():
+    import memascend
+
+    before = places()
+    memascend.enable(CONFIG)
+    assert places()["optimizer"] is not before["optimizer"]
+    assert places()["linear"] is not before["linear"]
+    memascend.disable()
+    assert places() == before
+
+
+def test_enabling_twice_is_refused():
+    import memascend
+
+    memascend.enable(CONFIG)
+    try:
+        with pytest.raises(RuntimeError, match="already"):
+            memascend.enable(CONFIG)
+    finally:
+        memascend.disable()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"zero_optimization": {"stage": 2}}, "stage 3"),
+        ({"memascend": {"poool": "adaptive"}}, "poool"),
+        ({"memascend": {"pool": "huge"}}, "huge"),
+        ({"memascend": {"pinned": "stock"}}, "no sense"),
+        ({"memascend": {"blocks_in_flight": 0}}, "at least 1"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme_path"),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_param": {"device": "nvme", "nvme_path": "x"},
+                    "offload_optimizer": {"device": "cpu", "fast_init": True},
+                }
+            },
+            "fast_init",
+        ),
+        ({"zero_optimization": {"stage": 3}}, "memory_efficient_linear"),
+    ],
+)
+def test_bad_configurations_are_refused_in_one_line_and_change_nothing(change, message):
+    import memascend
+
+    before = places()
+    with pytest.raises(ValueError, match=message) as caught:
+        memascend.enable(CONFIG | change)
+    assert "\n" not in str(caught.value)
+    assert places() == before
+
+
+def test_a_pinned_tensor_of_the_accelerator_is_pinned_and_exact():
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    import memascend
+
+    state = memascend.enable(CONFIG)
+    try:
+        pinned = get_accelerator().pin_memory(torch.arange(5000, dtype=torch.float32))
+        assert get_accelerator().is_pinned(pinned)
+        assert pinned.data_ptr() % 4096 == 0
+        assert torch.equal(pinned, torch.arange(5000, dtype=torch.float32))
+        [entry] = state.ledger.live()
+        assert entry.reserved_bytes - 5000 * 4 <= 4095
+    finally:
+        memascend.disable()

@@ -1,0 +1,48 @@
+"""The ledger explains the measured host peak, and each MemAscend part takes away what the paper says it does."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.deepspeed
+
+
+def held(record, owner):
+    return sum(e["reserved_bytes"] for e in record["ledger"] if e["at_peak"] and e["owner"] == owner)
+
+
+@pytest.mark.parametrize(("system", "arm"), [("zero_infinity", "as_published"), ("memascend", "memascend")])
+def test_locked_buffers_are_what_the_kernel_locks(runs, system, arm):
+    memory = runs.record(system, arm)["memory"]
+    assert memory["locked_bytes"] == pytest.approx(memory["locked_buffers_bytes"], rel=0.02)
+
+
+def test_no_ledger_entry_is_called_other(runs):
+    assert not [e for e in runs.record("memascend", "memascend")["ledger"] if "other" in e["owner"]]
+
+
+def test_the_chain_needs_one_and_a_quarter_times_the_gradient_buffer(runs):
+    record = runs.record("zero_infinity", "as_published")
+    requested = next(
+        e["requested_bytes"] for e in record["ledger"] if e["owner"] == "gradient_flat_buffer" and e["at_peak"]
+    )
+    assert record["memory"]["overflow_spike_bytes"] == pytest.approx(1.25 * requested, rel=0.01)
+
+
+def test_the_fused_check_needs_no_memory(runs):
+    assert runs.record("memascend", "memascend")["memory"]["overflow_spike_bytes"] == 0
+
+
+def test_power_of_two_rounding_holds_more_than_was_asked_for(runs):
+    entries = [e for e in runs.record("zero_infinity", "as_published")["ledger"] if e["allocator"] == "power_of_two"]
+    assert entries
+    assert all(
+        e["reserved_bytes"] == 1 << (e["requested_bytes"] - 1).bit_length() or e["reserved_bytes"] == 4096
+        for e in entries
+    )
+
+
+def test_the_adaptive_pool_is_smaller_than_nine_embeddings(runs):
+    published, ours = runs.record("zero_infinity", "as_published"), runs.record("memascend", "memascend")
+    assert held(ours, "parameter_pool") < 0.4 * held(published, "parameter_pool")
+    assert ours["memory"]["host_peak_net_bytes"] < published["memory"]["host_peak_net_bytes"]

@@ -1,0 +1,59 @@
+"""MemAscend's parts must not change training: same losses, same master weights, to the last bit.
+
+The reference is ZeRO-3 with CPU offload, in which no swap buffer takes part: two NVMe runs can agree and both be wrong.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.deepspeed
+
+NVME_ARMS = [("zero_infinity", "today"), ("zero_infinity", "as_published"), ("memascend", "memascend")]
+
+
+@pytest.fixture(scope="module")
+def reference(runs):
+    return runs.record("zero_offload", "today")
+
+
+@pytest.mark.parametrize(("system", "arm"), NVME_ARMS)
+def test_losses_and_master_weights_equal_the_cpu_offload_reference(runs, reference, system, arm):
+    record = runs.record(system, arm)
+    assert record["losses"] == reference["losses"]
+    assert record["master_weights_sha256"] == reference["master_weights_sha256"]
+
+
+def test_at_least_ten_steps_are_applied_and_none_is_skipped(reference):
+    assert reference["skipped_steps"] == 0
+    assert len(set(reference["losses"])) >= 10
+
+
+def test_without_the_gather_clone_stock_deepspeed_trains_wrongly(runs, reference):
+    """The negative control: if this were equal, the comparison could not find a buffer reused while it is read."""
+    record = runs.record("zero_infinity", "today", "--no-gather-clone")
+    assert record["losses"] != reference["losses"]
+    assert "gather-clone" not in record["shims"]
+
+
+def test_bf16_equals_its_own_reference(runs):
+    options = ("--dtype", "bf16", "--steps", "4")
+    reference = runs.record("zero_offload", "today", *options)
+    record = runs.record("memascend", "memascend", *options)
+    assert record["losses"] == reference["losses"]
+    assert record["master_weights_sha256"] == reference["master_weights_sha256"]
+    assert record["overflow_check_seconds"] == []  # DeepSpeed checks fp16 alone
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_their_own_reference(runs):
+    options = ("--ranks", "2", "--k", "32", "--steps", "3")
+    reference = runs.record("zero_offload", "today", *options)
+    record = runs.record("memascend", "memascend", *options)
+    assert record["losses"] == reference["losses"]
+
+
+def test_parameters_really_live_on_the_device(runs):
+    record = runs.record("memascend", "memascend")
+    assert record["parameters_on_nvme"] >= 7 * 28  # seven matrices in each of 28 blocks
+    assert min(record["io"]["read_bytes_per_step"]) > 16 * record["twin"]["parameters"]

@@ -1,0 +1,289 @@
+"""Decide the papers' claims: one verdict for each lane, ``reproduced``, ``deviates`` or ``not checkable here``.
+
+The form of a claim is described at the top of ``workflows/config/claims.yaml``. Each lane is computed from its own rows
+alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from workflows.scripts import tidy
+
+LANES = ("modelled", "measured")
+REPRODUCED, DEVIATES, NOT_CHECKABLE = "reproduced", "deviates", "not checkable here"
+JOINS = {"mean": mean, "max": max, "min": min}
+TWIN = re.compile(r"-k(\d+)(-r\d+)?$")
+
+
+class Missing(Exception):
+    """The rows that a claim needs are not in this lane's table; the message says which."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A line of claims.csv."""
+
+    claim_id: str
+    exhibit_id: str
+    lane: str
+    verdict: str
+    value: str
+    expected: str
+    tolerance: str
+    unit: str
+    reason: str
+    testbed: str
+    sentence: str
+
+
+def twin_k(testbed: str) -> int:
+    """The factor of a twin's testbed ``<host>/<model>-k<k>``; 1 for a full-size one."""
+    found = TWIN.search(testbed)
+    return int(found[1]) if found else 1
+
+
+def select(rows: pd.DataFrame, selector: dict[str, Any]) -> pd.Series:
+    """The one row that matches; of several twins on one host the largest, with one rank."""
+    unknown = [column for column in selector if column not in tidy.COLUMNS]
+    if unknown:
+        raise tidy.TableError(f"claims: selector {selector}: {unknown[0]!r} is no column of the tidy table")
+    mask = pd.Series(True, index=rows.index)
+    for column, value in selector.items():
+        mask &= rows[column] == str(value)
+    found = rows[mask & ~rows["testbed"].str.contains(r"-r\d+$")]
+    if found.empty:
+        raise Missing("no row with " + ", ".join(f"{column} {value}" for column, value in selector.items()))
+    if len(found) > 1:
+        factor = found["testbed"].map(twin_k)
+        hosts = found["testbed"].str.split("/").str[0]
+        found = found[factor == factor.min()]
+        if len(found) > 1 or hosts.nunique() > 1:
+            raise tidy.TableError(
+                f"claims: selector {selector} is ambiguous: it matches {len(found)} rows of one twin or several hosts"
+            )
+    return found.iloc[0]
+
+
+class Computation:
+    """The value of one claim in one lane; remembers the testbeds it read."""
+
+    def __init__(self, rows: pd.DataFrame, claim: dict[str, Any], twin_scale: bool) -> None:
+        self.rows, self.claim, self.twin_scale = rows, claim, twin_scale
+        self.testbeds: list[str] = []
+
+    def value(self) -> float:
+        over = self.claim.get("over")
+        if over is None:
+            return self._once({})
+        ((column, values),) = over.items()
+        results, missing = [], []
+        for value in values:
+            try:
+                results.append(self._once({column: value}))
+            except Missing:
+                missing.append(str(value))
+        if missing:
+            raise Missing(f"no rows for {', '.join(missing)}")
+        return JOINS[self.claim["join"]](results)
+
+    def _once(self, fixed: dict[str, Any]) -> float:
+        compute = self.claim["compute"]
+        number = {name: self._operand(compute[name], fixed) for name in compute if name != "operation"}
+        match compute["operation"]:
+            case "value":
+                return number["of"]
+            case "ratio":
+                return number["of"] / number["to"]
+            case "difference":
+                return number["of"] - number["minus"]
+            case "percent":
+                return 100 * number["of"] / number["to"]
+            case "reduction_percent":
+                return 100 * (1 - number["to"] / number["from"])
+        raise tidy.TableError(f"claims: {self.claim['id']}: unknown operation {compute['operation']!r}")
+
+    def _operand(self, selectors: Any, fixed: dict[str, Any]) -> float:
+        return sum(
+            self._number({**selector, **fixed})
+            for selector in (selectors if isinstance(selectors, list) else [selectors])
+        )
+
+    def _number(self, selector: dict[str, Any]) -> float:
+        found = select(self.rows, selector)
+        number = tidy.numeric(found["value"])
+        if number is None:
+            raise Missing(f"{found['series']}, {found['model']}: {found['value']}")
+        if found["testbed"] not in self.testbeds:
+            self.testbeds.append(found["testbed"])
+        return number * (twin_k(found["testbed"]) ** 2 if self.twin_scale else 1)
+
+
+def bounds(claim: dict[str, Any], lane: dict[str, Any]) -> tuple[float, float, str]:
+    """(lowest, highest, expected as text) of an accepted value, the tolerance included; open ends are infinite."""
+    source = lane if "expected" in lane or "expected_range" in lane else claim
+    if "expected_range" in source:
+        low, high = (
+            float(end) if end is not None else sign * float("inf")
+            for end, sign in zip(source["expected_range"], (-1, 1), strict=True)
+        )
+        text = f"{low:g} to {high:g}".replace("-inf to", "at most").replace(" to inf", " or more")
+    else:
+        low = high = float(source["expected"])
+        text = f"{low:g}"
+    ((kind, amount),) = lane["tolerance"].items()
+    margins = [
+        abs(end) * amount / 100 if kind == "relative_percent" and abs(end) != float("inf") else amount
+        for end in (low, high)
+    ]
+    return low - margins[0], high + margins[1], text
+
+
+def tolerance_text(lane: dict[str, Any], unit: str) -> str:
+    ((kind, amount),) = lane["tolerance"].items()
+    if kind == "relative_percent":
+        return f"{amount:g} %"
+    return f"{amount:g} {'points' if unit == '%' else unit}"
+
+
+def decide(claim: dict[str, Any], lane_name: str, table: pd.DataFrame) -> Verdict:
+    """The verdict of one claim in one lane of its exhibit's table."""
+    lane = claim["lanes"][lane_name]
+    common = {
+        "claim_id": claim["id"],
+        "exhibit_id": claim["exhibit_id"],
+        "lane": lane_name,
+        "unit": claim["unit"],
+        "sentence": claim["sentence"],
+    }
+    if "not_checkable" in lane:
+        expected = str(claim.get("expected", claim.get("expected_range", "")))
+        return Verdict(
+            **common,
+            verdict=NOT_CHECKABLE,
+            value="",
+            expected=expected,
+            tolerance="",
+            reason=lane["not_checkable"],
+            testbed="",
+        )
+    low, high, expected = bounds(claim, lane)
+    tolerance = tolerance_text(lane, claim["unit"])
+    computation = Computation(table[table["lane"] == lane_name], claim, lane.get("scale") == "twin")
+    try:
+        value = computation.value()
+    except Missing as missing:
+        return Verdict(
+            **common,
+            verdict=NOT_CHECKABLE,
+            value="",
+            expected=expected,
+            tolerance=tolerance,
+            reason=f"not in this lane: {missing}",
+            testbed="",
+        )
+    verdict = REPRODUCED if low - 1e-12 <= value <= high + 1e-12 else DEVIATES
+    return Verdict(
+        **common,
+        verdict=verdict,
+        value=f"{value:.6g}",
+        expected=expected,
+        tolerance=tolerance,
+        reason=lane.get("why", ""),
+        testbed=" ".join(computation.testbeds),
+    )
+
+
+def decide_all(claims: list[dict[str, Any]], tables: Path) -> list[Verdict]:
+    """Both lanes of every claim; tables are ``<tables>/<exhibit id>.csv``."""
+    read: dict[str, pd.DataFrame] = {}
+    out = []
+    for claim in claims:
+        exhibit = claim["exhibit_id"]
+        if exhibit not in read:
+            read[exhibit] = tidy.read_table(tables / f"{exhibit}.csv")
+        out += [decide(claim, lane, read[exhibit]) for lane in LANES]
+    return out
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Claims and verdicts</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+body{{font:15px/1.5 system-ui,sans-serif;max-width:75rem;margin:2rem auto;padding:0 1rem;color:#222}}
+.wide{{overflow-x:auto}}table{{border-collapse:collapse;width:100%}}
+th,td{{text-align:left;vertical-align:top;padding:.35rem .6rem;border-bottom:1px solid #ddd}}
+td.n{{text-align:right;white-space:nowrap}}.v{{white-space:nowrap;font-weight:600}}
+.reproduced{{color:#00674f}}.deviates{{color:#b34700}}.not{{color:#666;font-weight:400}}small{{color:#555}}
+</style></head><body>
+<h1>Claims and verdicts</h1>
+<p>{summary} Tolerances were committed before the first run that they judge. <a href="index.html">All exhibits</a></p>
+{sections}
+</body></html>
+"""
+
+
+def verdict_rows(verdicts: list[Verdict]) -> str:
+    """HTML rows, one a claim and lane; also used by the report."""
+    cells = []
+    for v in verdicts:
+        value = f"{float(v.value):.4g} {v.unit}" if v.value else ""
+        tolerance = f"± {v.tolerance}" if v.tolerance else ""
+        columns = (
+            f"<td>{html.escape(v.sentence)}<br><small>{html.escape(v.claim_id)}</small></td>",
+            f"<td>{v.lane}<br><small>{html.escape(v.testbed)}</small></td>",
+            f"<td class=n>{html.escape(value)}</td>",
+            f"<td class=n>{html.escape(f'{v.expected} {v.unit}')}<br><small>{html.escape(tolerance)}</small></td>",
+            f"<td class='v {v.verdict.split()[0]}'>{v.verdict}</td>",
+            f"<td><small>{html.escape(v.reason)}</small></td>",
+        )
+        cells.append(f"<tr>{''.join(columns)}</tr>")
+    head = "<tr><th>The paper says</th><th>Lane</th><th>Value</th><th>Expected</th><th>Verdict</th><th>Note</th></tr>"
+    return f"<div class=wide><table>{head}{''.join(cells)}</table></div>"
+
+
+def page(verdicts: list[Verdict]) -> str:
+    """The claims as one HTML page without outside resources."""
+    count = Counter((v.lane, v.verdict) for v in verdicts)
+    summary = " ".join(
+        f"{lane.capitalize()}: "
+        + ", ".join(f"{count[lane, word]} {word}" for word in (REPRODUCED, DEVIATES, NOT_CHECKABLE))
+        + "."
+        for lane in LANES
+    )
+    sections = []
+    for exhibit in dict.fromkeys(v.exhibit_id for v in verdicts):
+        mine = [v for v in verdicts if v.exhibit_id == exhibit]
+        sections.append(f"<h2 id='{exhibit}'><a href='index.html#{exhibit}'>{exhibit}</a></h2>{verdict_rows(mine)}")
+    return PAGE.format(summary=summary, sections="\n".join(sections))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--claims", type=Path, required=True, help="workflows/config/claims.yaml")
+    parser.add_argument("--tables", type=Path, required=True, help="folder of the exhibits' tidy tables")
+    parser.add_argument("--out", type=Path, required=True, help="claims.csv")
+    parser.add_argument("--page", type=Path, required=True, help="claims.html")
+    args = parser.parse_args()
+    try:
+        document = yaml.safe_load(args.claims.read_text())
+        tidy.check(document, "claims.schema.json", str(args.claims))
+        verdicts = decide_all(document["claims"], args.tables)
+        tidy.write_table([asdict(v) for v in verdicts], args.out, [f.name for f in fields(Verdict)])
+        tidy.atomically(args.page, lambda path: path.write_text(page(verdicts)))
+    except (tidy.TableError, OSError, yaml.YAMLError) as error:
+        tidy.fail(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""From samples, allocation events and idle readings to the memory section of a run record (DESIGN, Words: Host peak).
+
+* host resident = RssAnon + RssFile: device-role blocks are shared mappings, which the kernel counts apart (RssShmem).
+* baseline = host resident when idle after the last step, minus the host buffers that the ledger holds then.
+* host peak net = largest host resident over the steady steps (from the second on) minus the baseline.
+* ledger peak = largest sum of host entries alive at one instant in the same window, from allocation events alone.
+"""
+
+from __future__ import annotations
+
+import bisect
+from pathlib import Path
+from typing import Any
+
+TORCH_OWNERS_OF_DEVICE = {"reduce_bucket", "persistent_parameters"}
+
+
+def sum_of_status(pids: list[int]) -> tuple[int, ...] | None:
+    """(rss, anon, file, shmem, locked) in bytes, summed over processes; None when one is gone."""
+    total = [0, 0, 0, 0, 0]
+    for pid in pids:
+        try:
+            text = Path(f"/proc/{pid}/status").read_text()
+        except OSError:
+            return None
+        values = _lines(text, ("VmRSS", "RssAnon", "RssFile", "RssShmem", "VmLck"))
+        if values is None:
+            return None
+        total = [a + b for a, b in zip(total, values, strict=True)]
+    return tuple(total)
+
+
+def sum_of_pss(pids: list[int]) -> tuple[int, ...] | None:
+    """As :func:`sum_of_status` with pages shared by several ranks counted once (proportional set size)."""
+    total = [0, 0, 0, 0, 0]
+    for pid in pids:
+        try:
+            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        except OSError:
+            return None
+        values = _lines(text, ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem", "Locked"))
+        if values is None:
+            return None
+        total = [a + b for a, b in zip(total, values, strict=True)]
+    return tuple(total)
+
+
+def _lines(text: str, names: tuple[str, ...]) -> list[int] | None:
+    found = {}
+    for line in text.splitlines():
+        name, colon, rest = line.partition(":")
+        if colon and name in names:
+            found[name] = int(rest.split()[0]) * 1024
+    return [found[n] for n in names] if len(found) == len(names) else None
+
+
+def thin(samples: list[tuple], window_s: float) -> list[tuple]:
+    """The largest sample (by resident size) of each window."""
+    out: list[tuple] = []
+    for row in samples:
+        if out and row[0] - out[-1][0] < window_s and int(row[0] / window_s) == int(out[-1][0] / window_s):
+            if row[1] > out[-1][1]:
+                out[-1] = row
+        else:
+            out.append(row)
+    return out
+
+
+def account(results: list[dict[str, Any]], samples: list[tuple]) -> dict[str, Any]:
+    """``memory`` and ``ledger`` of a record. Several ranks: sums over ranks (samples are already summed)."""
+    ledgers = [_rank_ledger(r) for r in results]
+    entries = [e for ledger in ledgers for e in ledger]
+    begin = max(_first_steady(r) for r in results)
+    end = max(r["phases"][-1]["end_s"] for r in results)
+    steady = [s for s in samples if begin <= s[0] <= end]
+    startup = [s for s in samples if s[0] < min(_training_begin(r) for r in results)]
+    idle = [r["idle"][-1] for r in results]
+    live_when_idle = sum(_live(ledger, reading["at_s"]) for ledger, reading in zip(ledgers, idle, strict=True))
+    idle_host = sum(i["status"]["RssAnon"] + i["status"]["RssFile"] for i in idle)
+    baseline = idle_host - live_when_idle
+    host_peak = max((s[2] + s[3] for s in steady), default=0)
+    ledger_peak, at = _peak(entries, begin, end)
+    net = host_peak - baseline
+    first = [s for s in samples if min(_training_begin(r) for r in results) <= s[0] < begin]
+    memory = {
+        "floor_bytes": sum(r["floor"]["RssAnon"] + r["floor"]["RssFile"] for r in results),
+        "baseline_bytes": baseline,
+        "idle_bytes": idle_host,
+        "locked_bytes": max((s[5] for s in steady), default=0),
+        "raw_peak_bytes": max((s[1] for s in steady), default=0),
+        "kernel_hwm_training_bytes": sum(
+            max(p["hwm_bytes"] for p in r["phases"] if p["name"].startswith("step")) for r in results
+        ),
+        "kernel_hwm_startup_bytes": sum(
+            max(p["hwm_bytes"] for p in r["phases"] if p["name"].startswith("init")) for r in results
+        ),
+        "startup_peak_bytes": max((s[1] for s in startup), default=0),
+        "startup_host_peak_bytes": max((s[2] + s[3] for s in startup), default=0),
+        "first_step_host_peak_bytes": max((s[2] + s[3] for s in first), default=0),
+        "host_peak_bytes": host_peak,
+        "host_peak_net_bytes": net,
+        "device_peak_bytes": max((s[4] for s in steady), default=0),
+        "ledger_peak_bytes": ledger_peak,
+        "ledger_explained_share": ledger_peak / net if net > 0 else 0.0,
+        "ledger_live_idle_bytes": live_when_idle,
+        "overflow_spike_bytes": _spike(ledgers, results),
+        "locked_buffers_bytes": sum(e["reserved_bytes"] for e in entries if e["locked"] and _alive(e, idle[0]["at_s"])),
+    }
+    start = samples[0][0] if samples else 0.0
+    return {"memory": memory, "ledger": [_relative(e, start, at) for e in entries if e["reserved_bytes"] >= 4096]}
+
+
+def _training_begin(result: dict[str, Any]) -> float:
+    return next(p["begin_s"] for p in result["phases"] if p["name"] == "step1-forward")
+
+
+def _first_steady(result: dict[str, Any]) -> float:
+    """The second step's begin, since the first makes the Adam states; the first when there is only one."""
+    names = [p["name"] for p in result["phases"]]
+    name = "step2-forward" if "step2-forward" in names else "step1-forward"
+    return next(p["begin_s"] for p in result["phases"] if p["name"] == name)
+
+
+def _rank_ledger(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Entries of one rank: those that our allocators wrote, and torch's own blocks from the allocation events."""
+    entries = [dict(e) for e in result["ledger"]]
+    known = {e["address"] for e in entries if e["allocator"].startswith("torch")}
+    named: dict[str, str] = {}
+    for reading in result["idle"]:
+        named |= reading["named"]
+    checks = result["overflow_checks"]
+    phases = result["phases"]
+    begins = [p["begin_s"] for p in phases]
+    for block in _blocks(result["tracked_events"]):
+        if block["role"] != "host" or block["address"] in known:
+            continue
+        owner = _owner(block, named, checks, phases, begins)
+        role = "device" if owner in TORCH_OWNERS_OF_DEVICE else "host"
+        entries.append(
+            {
+                "name": owner,
+                "owner": owner,
+                "role": role,
+                "allocator": "torch (pageable)",
+                "requested_bytes": block["bytes"],
+                "reserved_bytes": block["bytes"],
+                "touched_bytes": None,
+                "address": block["address"],
+                "locked": False,
+                "born_s": block["born_s"],
+                "died_s": block["died_s"],
+            }
+        )
+    return _closed_by_block(entries, result["tracked_events"])
+
+
+def _blocks(events: list[list[Any]]) -> list[dict[str, Any]]:
+    """Pair (kind, id, address, bytes, role, t_ns) events into blocks with birth and death."""
+    alive: dict[int, dict[str, Any]] = {}
+    out = []
+    for kind, block_id, address, nbytes, role, t_ns in events:
+        if kind == "alloc":
+            block = {"address": address, "bytes": nbytes, "role": role, "born_s": t_ns / 1e9, "died_s": None}
+            alive[block_id] = block
+            out.append(block)
+        elif block_id in alive:
+            alive.pop(block_id)["died_s"] = t_ns / 1e9
+    return out
+
+
+def _closed_by_block(entries: list[dict[str, Any]], events: list[list[Any]]) -> list[dict[str, Any]]:
+    """A pageable torch tensor that a hook noted dies with its block."""
+    deaths = {(b["address"]): b["died_s"] for b in _blocks(events) if b["died_s"] is not None}
+    for e in entries:
+        if (
+            e["allocator"].startswith("torch")
+            and e["died_s"] is None
+            and e["address"] in deaths
+            and deaths[e["address"]] > e["born_s"]
+        ):
+            e["died_s"] = deaths[e["address"]]
+    return entries
+
+
+def _owner(
+    block: dict[str, Any],
+    named: dict[str, str],
+    checks: list[dict[str, Any]],
+    phases: list[dict[str, Any]],
+    begins: list[float],
+) -> str:
+    if block["died_s"] is None and str(block["address"]) in named:
+        return named[str(block["address"])]
+    if any(c["begin_s"] <= block["born_s"] <= c["end_s"] for c in checks):
+        return "overflow_check"
+    position = bisect.bisect_right(begins, block["born_s"]) - 1
+    if position >= 0 and block["born_s"] <= phases[position]["end_s"]:
+        name = phases[position]["name"]
+        return "optimizer_step_temporaries" if name.endswith("optimizer") else f"{name.split('-')[-1]}_temporaries"
+    return "between_phases"
+
+
+def _alive(entry: dict[str, Any], t: float) -> bool:
+    return entry["born_s"] <= t and (entry["died_s"] is None or entry["died_s"] > t)
+
+
+def _live(entries: list[dict[str, Any]], t: float) -> int:
+    return sum(e["reserved_bytes"] for e in entries if e["role"] == "host" and _alive(e, t))
+
+
+def _peak(entries: list[dict[str, Any]], begin: float, end: float) -> tuple[int, float]:
+    """Largest sum of host entries alive in the window, and when."""
+    changes = []
+    for e in entries:
+        if e["role"] != "host" or e["born_s"] > end or (e["died_s"] is not None and e["died_s"] < begin):
+            continue
+        changes.append((max(e["born_s"], begin), 1, e["reserved_bytes"]))
+        if e["died_s"] is not None and e["died_s"] <= end:
+            changes.append((e["died_s"], 0, -e["reserved_bytes"]))
+    total = best = 0
+    at = begin
+    for t, _, delta in sorted(changes):
+        total += delta
+        if total > best:
+            best, at = total, t
+    return best, at
+
+
+def peak_of_events(events: list[list[Any]]) -> int:
+    """Largest sum of bytes alive at once among blocks born in ``events``."""
+    alive: dict[int, int] = {}
+    total = best = 0
+    for kind, block_id, _, nbytes, _, _ in events:
+        if kind == "alloc":
+            alive[block_id] = nbytes
+            total += nbytes
+            best = max(best, total)
+        else:
+            total -= alive.pop(block_id, 0)
+    return best
+
+
+def _spike(ledgers: list[list[dict[str, Any]]], results: list[dict[str, Any]]) -> int:
+    """Largest sum of the overflow check's temporaries alive at once, summed over ranks."""
+    total = 0
+    for ledger, result in zip(ledgers, results, strict=True):
+        temporaries = [e for e in ledger if e["owner"] == "overflow_check"]
+        checks = result["overflow_checks"]
+        total += _peak(temporaries, checks[0]["begin_s"], checks[-1]["end_s"])[0] if checks else 0
+    return total
+
+
+def _relative(entry: dict[str, Any], start: float, peak_at: float) -> dict[str, Any]:
+    out = dict(entry)
+    out["at_peak"] = entry["role"] == "host" and _alive(entry, peak_at)
+    out["born_s"] = round(entry["born_s"] - start, 6)
+    out["died_s"] = None if entry["died_s"] is None else round(entry["died_s"] - start, 6)
+    return out

@@ -1,0 +1,91 @@
+"""Panels of bars that several exhibits share."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from workflows.scripts.plots import rows, style
+from workflows.scripts.tidy import AS_PUBLISHED, MEMASCEND
+
+
+def grouped(axis: Axes, table: pd.DataFrame, metric: str, decimals: int = 1) -> None:
+    """A group for each model; in it a bar for each series and lane that any model has."""
+    table = table[(table["metric"] == metric) & table["model"].isin(rows.ORDER)]
+    models, pairs = rows.models_of(table), bars_of(table)
+    width = 0.84 / max(1, len(pairs))
+    for i, (series, lane) in enumerate(pairs):
+        at, heights = [], []
+        for position, model in enumerate(models):
+            height = rows.value(table, series=series, lane=lane, model=model)
+            if height is not None:
+                at.append(position + (i - (len(pairs) - 1) / 2) * width)
+                heights.append(height)
+        drawn = axis.bar(at, heights, 0.86 * width, **style.surface(lane, style.colour(series)))
+        style.label_bars(axis, drawn, [f"{h:.{decimals}f}" if h else "0" for h in heights])
+    axis.set_xticks(range(len(models)), models)
+    axis.set_xlim(-0.55, len(models) - 0.45)
+    axis.margins(y=0.16)
+    axis.set_ylim(bottom=0)
+
+
+def bars_of(table: pd.DataFrame) -> list[tuple[str, str]]:
+    """(series, lane) pairs in drawing order."""
+    present = set(zip(table["series"], table["lane"], strict=True))
+    return [(s, lane) for s in rows.series_of(table) for lane in style.LANE_ORDER if (s, lane) in present]
+
+
+def reductions(axis: Axes, table: pd.DataFrame, metric: str, printed_average: float | None) -> None:
+    """Reduction from as published to MemAscend, for each model and lane; the paper's average as a dashed line."""
+    table = table[table["metric"] == metric]
+    models = [m for m in rows.models_of(table) if m in set(table["model"])]
+    lanes = [lane for lane in style.LANE_ORDER if lane in set(table["lane"])]
+    width = 0.8 / max(1, len(lanes))
+    for i, lane in enumerate(lanes):
+        at, heights = [], []
+        for position, model in enumerate(models):
+            before, after = (rows.value(table, series=s, lane=lane, model=model) for s in (AS_PUBLISHED, MEMASCEND))
+            if before and after is not None:
+                at.append(position + (i - (len(lanes) - 1) / 2) * width)
+                heights.append(100 * (1 - after / before))
+        drawn = axis.bar(at, heights, 0.86 * width, **style.surface(lane, style.colour(MEMASCEND)))
+        style.label_bars(axis, drawn, [f"{h:.1f}" for h in heights])
+    average_line(axis, printed_average)
+    axis.set_xticks(range(len(models)), [m.replace("-", "-\n", 1) for m in models])
+    axis.set_xlim(-0.55, len(models) - 0.45)
+    axis.margins(y=0.2)
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel("reduction (%)")
+
+
+def average_line(axis: Axes, value: float | None) -> None:
+    """The average that the paper prints."""
+    if value is not None:
+        axis.axhline(value, color=style.BLACK, linewidth=1.0, linestyle=(0, (4, 3)), zorder=0.5)
+        axis.annotate(
+            f"paper's average {value:g} %",
+            (1, value),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            fontsize=7,
+            ha="right",
+            va="bottom",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85},
+        )
+
+
+def amount_and_reduction(
+    table: pd.DataFrame, metric: str, unit_label: str, average_metric: str, decimals: int = 1
+) -> Figure:
+    """Left the amounts for each model, right the reduction."""
+    figure, (left, right) = style.canvas(2, width=10.4, height=4.3, ratios=[2.6, 1])
+    data = rows.comparable(table)
+    grouped(left, data, metric, decimals)
+    left.set_ylabel(unit_label)
+    average = rows.value(data, lane="published", metric=average_metric)
+    reductions(right, data, metric, average)
+    shown = data[data["metric"] == metric]
+    style.legend(figure, {s: style.colour(s) for s in rows.series_of(shown)}, list(shown["lane"]))
+    return figure

@@ -1,0 +1,93 @@
+"""MemAscend Fig. 3: memory through ZeRO-Infinity's gradient overflow check, and how long the check takes."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from workflows.scripts.plots import rows, style
+from workflows.scripts.tidy import AS_PUBLISHED, GIB, numeric
+
+LIVE, RESIDENT = "live tensors relative to the flat buffer", "resident memory relative to the flat buffer"
+
+
+def draw(table: pd.DataFrame) -> Figure:
+    """Left the timeline of the check inside a training step, right its time against the number of elements."""
+    figure, (left, right) = style.canvas(2, width=10.0, height=4.3, ratios=[1.45, 1])
+    table = table.assign(number=table["value"].map(numeric), at=table["x_value"].map(numeric))
+    timeline(left, table)
+    latency(right, table)
+    return figure
+
+
+def timeline(axis: Axes, table: pd.DataFrame) -> None:
+    live, resident = (table[(table["metric"] == m) & table["number"].notna()] for m in (LIVE, RESIDENT))
+    for series in rows.series_of(pd.concat([live, resident])):
+        fill = style.colour(series)
+        mine = live[live["series"] == series].sort_values("at", kind="stable")
+        seen = resident[resident["series"] == series].sort_values("at")
+        axis.plot(seen["at"], seen["number"], color=fill, linewidth=0.9, marker=".", markersize=3, alpha=0.75)
+        if len(mine):
+            axis.step(mine["at"], mine["number"], where="post", color=fill, linewidth=2.0)
+    for name, kind in (("isinf", "peak relative to tensor"), ("isnan", "further memory peak")):
+        printed = table[(table["lane"] == "published") & (table["metric"] == kind) & (table["x_value"] == name)]
+        if len(printed):
+            level = printed["number"].iloc[0]
+            axis.axhline(level, color=style.BLACK, linewidth=0.9, linestyle=(0, (4, 3)))
+            axis.annotate(
+                f"paper, {name}: {level:g}×",
+                (0.995, level),
+                xycoords=("axes fraction", "data"),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="right",
+                fontsize=7,
+            )
+    handles = [
+        Line2D([], [], color=style.colour(s), linewidth=2, label=s) for s in rows.series_of(pd.concat([live, resident]))
+    ]
+    handles += [
+        Line2D([], [], color="#555555", linewidth=2, label="live tensors (allocation events)"),
+        Line2D([], [], color="#555555", linewidth=0.9, marker=".", markersize=4, label="host resident (sampled)"),
+    ]
+    axis.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.01), ncols=2, frameon=False, fontsize=7.5)
+    axis.set_xlabel("time since the check began (ms)")
+    axis.set_ylabel("memory / gradient flat buffer (×)")
+    axis.set_ylim(0.9, 2.5)
+
+
+def latency(axis: Axes, table: pd.DataFrame) -> None:
+    mine = table[
+        (table["metric"] == "overflow check latency") & (table["lane"] == "measured") & (table["x_name"] == "elements")
+    ]
+    names = {AS_PUBLISHED: "isinf/isnan chain", "MemAscend": "fused check"}
+    for series in rows.series_of(mine):
+        line = mine[mine["series"] == series].sort_values("at")
+        axis.plot(
+            line["at"],
+            line["number"],
+            marker="o",
+            markersize=4,
+            color=style.colour(series),
+            label=names.get(series, series),
+            linestyle=":" if series.startswith("tensor.sum") else "-",
+        )
+    printed = table[(table["lane"] == "published") & (table["metric"] == "overflow check latency")]
+    flat = table[(table["lane"] == "published") & (table["metric"] == "gradient flat buffer")]
+    if len(printed) and len(flat):
+        elements = flat["number"].iloc[0] * GIB / 4
+        axis.plot(
+            [elements],
+            [printed["number"].iloc[0]],
+            marker="o",
+            markersize=6,
+            markerfacecolor="white",
+            markeredgecolor=style.VERMILION,
+            linestyle="none",
+            label="paper, 8B on C1",
+        )
+    axis.set(xscale="log", yscale="log", xlabel="gradient elements (fp32)", ylabel="time of one check (ms)")
+    axis.grid(visible=True, axis="both", which="major")
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.01), ncols=2, frameon=False, fontsize=7.5)

@@ -1,0 +1,13 @@
+"""MemAscend Table V: hardware configuration 3, with the machine that measured beside them."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from workflows.scripts.plots import specs
+
+
+def draw(table: pd.DataFrame) -> Figure:
+    """The table as a figure."""
+    return specs.draw(table)

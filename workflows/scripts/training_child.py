@@ -1,0 +1,290 @@
+"""One rank of one measured training run, in its own process. Started by ``run_training``; not for people.
+
+Reads a job file (JSON), trains, and writes a result file (JSON): phases with CLOCK_MONOTONIC times, the kernel's
+high-water mark of each, allocation events, losses, the hash of the master weights, I/O volume. The parent samples this
+process's memory meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def read_status() -> dict[str, int]:
+    """``/proc/self/status`` memory lines, in bytes."""
+    wanted = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem", "VmLck")
+    out = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name in wanted:
+            out[name] = int(rest.split()[0]) * 1024
+    return out
+
+
+def host_resident(status: dict[str, int]) -> int:
+    """Resident bytes that do not play the device's role (device-role blocks are shared mappings)."""
+    return status["RssAnon"] + status["RssFile"]
+
+
+class Phases:
+    """Names what runs when; resets the kernel's high-water mark at each start and reads it at the end."""
+
+    def __init__(self, set_role: Any, track_memory: bool) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._set_role, self._track = set_role, track_memory
+
+    @contextlib.contextmanager
+    def __call__(self, name: str, role: str):
+        self._set_role(role)
+        self._reset_high_water_mark()
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            end = time.monotonic()
+            self._set_role("host")
+            self.rows.append(
+                {
+                    "name": name,
+                    "role": role,
+                    "begin_s": begin,
+                    "end_s": end,
+                    "seconds": end - begin,
+                    "hwm_bytes": read_status()["VmHWM"],
+                }
+            )
+
+    def _reset_high_water_mark(self) -> None:
+        if self._track:
+            with contextlib.suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")
+
+
+def prepare_imports(job: dict[str, Any]) -> None:
+    """Import everything and load the compiled ops before anything is measured."""
+    import torch
+
+    torch.set_num_threads(job["threads"])
+    torch.manual_seed(job["seed"])
+    import deepspeed
+    import torch._dynamo
+    import transformers
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+    from transformers import AutoModelForCausalLM  # noqa: F401
+
+    transformers.logging.set_verbosity_error()
+    deepspeed.utils.logging.set_log_level_from_string("error")
+    CPUAdamBuilder().load(verbose=False)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+
+
+def trim_heap() -> None:
+    """Give freed heap back, so that the idle reading shows what is held."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+class Run:
+    """A training run from a job dict; ``result`` is what goes to the result file."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.job = job
+        self.result: dict[str, Any] = {"losses": [], "skipped_steps": 0, "io_steps": []}
+        self.memory_mode = job["mode"] == "memory"
+
+    def execute(self) -> dict[str, Any]:
+        job, result = self.job, self.result
+        prepare_imports(job)
+        import memascend
+        from memascend.memory import tracking
+
+        trim_heap()
+        result["floor"] = read_status()
+        if self.memory_mode:
+            tracking.install()
+        set_role = tracking.set_role if self.memory_mode else (lambda role: None)
+        self.phases = Phases(set_role, self.memory_mode)
+        self.enabled = memascend.enable(
+            job["deepspeed_config"],
+            **job["parts"],
+            minimum_swap_bytes=job["minimum_swap_bytes"],
+            gather_clone=job["gather_clone"],
+        )
+        result["shims"] = self.enabled.shims
+        self.engine = self._build()
+        self._watch_overflow_check(set_role)
+        self._train()
+        self._finish()
+        return result
+
+    def _build(self) -> Any:
+        import deepspeed
+        import torch
+
+        from memascend.integrations.huggingface import causal_lm
+
+        job = self.job
+        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[job["dtype"]]
+        with (
+            self.phases("init-model", "device"),
+            deepspeed.zero.Init(config_dict_or_path=job["deepspeed_config"], dtype=dtype),
+        ):
+            model = causal_lm(job["model_config"], gradient_checkpointing=job["gradient_checkpointing"])
+        with self.phases("init-engine", "host"):
+            engine, *_ = deepspeed.initialize(
+                model=model, model_parameters=model.parameters(), config=job["deepspeed_config"]
+            )
+        self._note_partitions(engine)
+        return engine
+
+    def _note_partitions(self, engine: Any) -> None:
+        names = {p: n for n, p in engine.module.named_parameters()}
+        on_nvme = [
+            names[p]
+            for p in engine.module.parameters()
+            if str(getattr(p.ds_tensor.final_location, "value", p.ds_tensor.final_location)) == "nvme"
+        ]
+        self.result["parameters"] = sum(p.ds_numel for p in engine.module.parameters())
+        self.result["parameters_on_nvme"] = len(on_nvme)
+        self.result["parameter_tensors"] = len(names)
+        expected = self.job["deepspeed_config"]["zero_optimization"]["offload_param"]["device"] == "nvme"
+        if expected and not on_nvme:
+            raise RuntimeError(
+                "no parameter is on NVMe: offload_param.max_in_cpu kept all of them in memory; set it to 0"
+            )
+
+    def _watch_overflow_check(self, set_role: Any) -> None:
+        """Time stamps around the check; its temporaries belong to the host."""
+        optimizer = self.engine.optimizer
+        check = optimizer.has_overflow
+        self.result["overflow_checks"] = []
+
+        def watched(*args: Any, **kwargs: Any) -> bool:
+            set_role("host")
+            begin = time.monotonic()
+            found = check(*args, **kwargs)
+            self.result["overflow_checks"].append({"begin_s": begin, "end_s": time.monotonic(), "overflow": found})
+            return found
+
+        optimizer.has_overflow = watched
+
+    def _train(self) -> None:
+        import numpy as np
+        import torch
+
+        from memascend.integrations.huggingface import batches
+
+        job, result = self.job, self.result
+        tokens = np.load(job["token_file"], mmap_mode="r")
+        for step in range(job["steps"]):
+            ids = torch.from_numpy(batches(tokens, job["sequence"], job["batch"], job["ranks"], job["rank"], step))
+            self.enabled.io.reset()
+            with self.phases(f"step{step + 1}-forward", "device"):
+                loss = self.engine(input_ids=ids, labels=ids).loss
+            result["losses"].append(loss.detach().float().item())
+            with self.phases(f"step{step + 1}-backward", "device"):
+                self.engine.backward(loss)
+            del loss
+            with self.phases(f"step{step + 1}-optimizer", "host"):
+                self.engine.step()
+            result["io_steps"].append(vars(self.enabled.io).copy())
+            if self.memory_mode and step + 1 in (1, job["steps"]):
+                self._read_idle(f"after-step{step + 1}")
+        result["skipped_steps"] = int(self.engine.skipped_steps)
+
+    def _read_idle(self, name: str) -> None:
+        from memascend.memory.ledger import verify_by_address
+
+        trim_heap()
+        time.sleep(0.05)
+        self.result.setdefault("idle", []).append(
+            {
+                "name": name,
+                "at_s": time.monotonic(),
+                "status": read_status(),
+                "named": self._named_addresses(),
+                "disagreeing": [c.entry.name for c in verify_by_address(self.enabled.ledger.live()) if not c.agrees],
+            }
+        )
+
+    def _named_addresses(self) -> dict[str, str]:
+        """Addresses of torch blocks that DeepSpeed holds in host memory, by owner."""
+        optimizer, named = self.engine.optimizer, {}
+
+        def note(tensor: Any, owner: str) -> None:
+            if tensor is not None and tensor.numel():
+                named[str(tensor.untyped_storage().data_ptr())] = owner
+
+        for tensor in optimizer.fp32_partitioned_groups_flat:
+            note(tensor.detach(), "in_memory_optimizer")
+            if tensor.grad is not None:
+                note(tensor.grad, "initial_gradient")
+            for state in optimizer.optimizer.state.get(tensor, {}).values():
+                if hasattr(state, "numel"):
+                    note(state, "adam_states")
+        for tensor in optimizer.param_groups_fp16_flat_cpu_memory:
+            note(tensor, "parameter_flat_buffer")
+        note(optimizer.grad_partitions_flat_buffer, "gradient_flat_buffer")
+        for bucket in optimizer.ipg_buckets.values():
+            note(bucket.buffer, "reduce_bucket")
+        for parameter in self.engine.module.parameters():
+            note(parameter.ds_tensor, "small_parameters")
+            note(parameter.data, "persistent_parameters")
+        return named
+
+    def _finish(self) -> None:
+        from memascend.memory import tracking
+
+        if self.memory_mode:
+            self.result["tracked_events"] = [list(e) for e in tracking.events()]
+            self.result["dropped_events"] = tracking.dropped_events()
+        self.result["ledger"] = self.enabled.ledger.to_json()
+        self.result["phases"] = self.phases.rows
+        if self.job["hash_master_weights"]:
+            self.result["master_weights_sha256"] = self._hash_master_weights()
+        swapper = next(
+            (p.nvme_swapper for p in self.engine.module.parameters() if getattr(p, "nvme_swapper", None)), None
+        )
+        for name in ("denied_prefetches", "evicted_prefetches"):
+            self.result[name] = getattr(swapper, name, 0)
+
+    def _hash_master_weights(self) -> str:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self.engine.module.named_parameters()):
+            value = safe_get_full_fp32_param(parameter)
+            digest.update(name.encode())
+            digest.update(value.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--result", required=True)
+    args = parser.parse_args()
+    job = json.loads(Path(args.job).read_text())
+    try:
+        result = Run(job).execute()
+    except MemoryError as error:
+        result = {"status": "oom", "reason": str(error)}
+    temporary = Path(args.result + ".partial")
+    temporary.write_text(json.dumps(result))
+    os.replace(temporary, args.result)
+    sys.stdout.flush()
+    os._exit(0)  # the engine's teardown may touch swap files that the parent removes
+
+
+if __name__ == "__main__":
+    main()
