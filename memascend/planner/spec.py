@@ -85,7 +85,8 @@ class ModelSpec:
         for field in _TWIN_SIZES:
             size = getattr(self, field)
             if size % k:
-                raise ValueError(f"{self.label} has no twin at k = {k}: {_HF_KEYS[field]} {size} is not divisible by it")
+                key = _HF_KEYS[field]
+                raise ValueError(f"{self.label} has no twin at k = {k}: {key} {size} is not divisible by it")
         if (self.head_dim // k) % 2:
             raise ValueError(
                 f"{self.label} has no twin at k = {k}: head_dim {self.head_dim} / {k} = {self.head_dim // k} is odd, "
@@ -118,14 +119,16 @@ def model_spec(name_or_path: str | Path) -> ModelSpec:
     a missing or impossible size, or an architecture with a tensor that we cannot class.
     """
     path = Path(name_or_path)
-    if path.is_dir() or path.suffix == ".json":
-        return _from_file(path / "config.json" if path.is_dir() else path)
+    if path.suffix == ".json" or (path / "config.json").is_file():
+        return _from_file(path if path.suffix == ".json" else path / "config.json")
     wanted = _normalise(str(name_or_path))
     for name in known_models():
         config = _committed(name)
         extra = config["_memascend"]
         if wanted in {_normalise(name), _normalise(extra["display"]), _normalise(extra["hub"])}:
             return spec_from_config(config, name=name, display=extra["display"])
+    if path.is_dir():
+        raise ValueError(f"the folder {path} holds no config.json")
     raise ValueError(_unknown(str(name_or_path)))
 
 
@@ -173,7 +176,7 @@ def _from_file(path: Path) -> ModelSpec:
     except ValueError as error:
         raise ValueError(f"the model configuration {path} is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"the model configuration {path} is not a JSON object")  # noqa: TRY004 (the user's file)
+        raise ValueError(f"the model configuration {path} is not a JSON object")
     name = path.stem if path.name != "config.json" else path.resolve().parent.name
     return spec_from_config(config, name=name, display=name)
 

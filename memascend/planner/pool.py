@@ -1,0 +1,82 @@
+"""Which tensors stream through the parameter buffer pool, and how large either pool is for a model.
+
+A run asks its modules, a plan its specification; both hand element counts to the same pool classes in
+`memascend.memory.pools`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from memascend.planner.layouts import TensorSpec
+
+# DeepSpeed keeps a partition under 1 MiB in host memory for good (max(MIN_AIO_BYTES, block_size) in its swappers).
+# For a twin it is divided by k^2, as every threshold in bytes is.
+SWAP_THRESHOLD_BYTES = 1 << 20
+# "2 embedding" of MemAscend IV-B: buffers that the baseline holds beside those of its blocks, tied or not.
+OUTSIDE_BUFFERS = 2
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """Elements of each rank's partition of the tensors that live on the SSD: block by block, and those outside."""
+
+    blocks: tuple[tuple[int, ...], ...]
+    outside: tuple[int, ...]
+    resident: tuple[TensorSpec, ...]  # too small to be worth a transfer: they stay in host memory
+
+    @property
+    def largest(self) -> int:
+        return max(self.outside + tuple(numel for block in self.blocks for numel in block))
+
+    def monolithic_count(self, blocks_in_flight: int = 1) -> int:
+        """Uniform buffers of the baseline: 2 + N x (matrices of the fullest block), 9 for a dense model and N = 1."""
+        return OUTSIDE_BUFFERS + blocks_in_flight * max((len(block) for block in self.blocks), default=0)
+
+
+def partition_numel(numel: int, ranks: int) -> int:
+    """Elements of one rank's share of a tensor (ZeRO-3 pads the last one)."""
+    return -(-numel // ranks)
+
+
+def streamed(
+    tensors: Sequence[TensorSpec], *, element_bytes: int, ranks: int = 1, threshold_bytes: float = SWAP_THRESHOLD_BYTES
+) -> Streamed:
+    """Split a model's tensors into those that stream and those that stay.
+
+    Raises ValueError where nothing is large enough to stream: then there is nothing to plan a pool for.
+    """
+    blocks: dict[int, list[int]] = {}
+    outside: list[int] = []
+    resident: list[TensorSpec] = []
+    for tensor in tensors:
+        share = partition_numel(tensor.numel, ranks)
+        if share * element_bytes < threshold_bytes:
+            resident.append(tensor)
+        elif tensor.block is None:
+            outside.append(share)
+        else:
+            blocks.setdefault(tensor.block, []).append(share)
+    if not blocks and not outside:
+        raise ValueError(
+            f"no tensor reaches the swap threshold of {threshold_bytes:.0f} bytes a rank: this model has nothing to "
+            "stream; use fewer ranks or keep it in memory"
+        )
+    return Streamed(tuple(tuple(block) for block in blocks.values()), tuple(outside), tuple(resident))
+
+
+def sub_groups(tensors: Iterable[TensorSpec], size: int, ranks: int = 1) -> list[int]:
+    """Elements a rank of each optimizer sub-group, in order.
+
+    DeepSpeed closes a group once the partitions in it reach `size` elements (stage3, _create_fp16_sub_groups), so the
+    largest one is up to `size` plus the largest tensor. With size 1 every tensor is a group of its own.
+    """
+    groups: list[int] = []
+    share = 0
+    for tensor in tensors:
+        share += partition_numel(tensor.numel, ranks)
+        if share >= size:
+            groups.append(share)
+            share = 0
+    return [*groups, share] if share else groups
