@@ -155,7 +155,17 @@ def write_trace(path: Path, record: dict[str, Any]) -> None:
         for i in range(850, 1000):
             t = i / 100
             live = sum(e["reserved_bytes"] for e in checks if e["born_s"] <= t < e["died_s"])
-            out.writerow([f"{t:.4f}", "step2-optimizer", 10**9 + live, 9 * 10**8 + live, 10**8, 0, 10**8])
+            out.writerow(
+                [
+                    f"{t:.4f}",
+                    "step2-optimizer" if i >= 900 else "step2-backward",
+                    10**9 + live,
+                    9 * 10**8 + live,
+                    10**8,
+                    0,
+                    10**8,
+                ]
+            )
 
 
 def write_records(folder: Path, records: list[dict[str, Any]]) -> list[Path]:

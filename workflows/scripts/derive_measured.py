@@ -304,31 +304,51 @@ def fig03(runs: list[Run], benches: list[dict[str, Any]]) -> Iterator[dict[str, 
 def check_timeline(exhibit: str, run: Run) -> Iterator[dict[str, Any]]:
     """Memory relative to the flat buffer through the last check: from the ledger's events, and as the kernel saw it."""
     flat = run.owned("gradient_flat_buffer")
-    events = last_check(run.record)
     if not flat:
         return
     if run.series == AS_PUBLISHED:
         peak = (flat + run.memory("overflow_spike_bytes")) / flat
         yield run_row(exhibit, run, "peak relative to tensor", peak, "x", x_name="step", x_value="isinf")
-    steps = 1e3 * median(run.record.get("overflow_check_seconds") or [0.0])
-    yield run_row(
-        exhibit, run, "overflow check latency", steps, "ms", x_name="gradient elements", x_value=str(flat // 4)
-    )
-    if not events:
+    seconds = run.record.get("overflow_check_seconds") or [0.0]
+    elements = {"x_name": "gradient elements", "x_value": str(flat // 4)}
+    yield run_row(exhibit, run, "overflow check latency", 1e3 * median(seconds), "ms", **elements)
+    trace = read_trace(run)
+    events = last_check(run.record)
+    begin, end = (events[0][0], events[-1][0]) if events else without_temporaries(trace, seconds[-1])
+    if begin is None:
         return
-    begin, live = events[0][0], 0
-    for t, delta in [(begin, 0), *events]:
+    live, levels = 0, {-1e-3: 0, **({} if events else {end - begin: 0})}
+    for t, delta in events:
         live += delta
-        yield run_row(
-            exhibit,
-            run,
-            "live tensors relative to the flat buffer",
-            1 + live / flat,
-            "x",
-            x_name="time in ms",
-            x_value=f"{1e3 * (t - begin):.3f}",
-        )
-    yield from resident_rows(exhibit, run, begin, events[-1][0], flat)
+        levels[t - begin] = live
+    for t, level in levels.items():
+        at = {"x_name": "time in ms", "x_value": f"{1e3 * t:.3f}"}
+        yield run_row(exhibit, run, "live tensors relative to the flat buffer", 1 + level / flat, "x", **at)
+    yield from resident_rows(exhibit, run, trace, (begin, end), flat)
+
+
+def without_temporaries(trace: pd.DataFrame, seconds: float) -> tuple[float | None, float]:
+    """When a check that allocates nothing ran: it opens the last step's optimizer phase."""
+    phases = [p for p in trace["phase"] if p.endswith("-optimizer")]
+    if not phases:
+        return None, 0.0
+    begin = float(trace.loc[trace["phase"] == phases[-1], "t_s"].iloc[0])
+    return begin, begin + seconds
+
+
+def read_trace(run: Run) -> pd.DataFrame:
+    """The run's memory samples; an empty table where the run kept none."""
+    path = run.path.with_suffix(".trace.csv")
+    columns = list(tidy.validator("trace.schema.json").schema["properties"])
+    if not path.exists():
+        return pd.DataFrame(columns=columns)
+    trace = pd.read_csv(path, keep_default_na=False)
+    missing = [column for column in columns if column not in trace.columns]
+    if missing:
+        raise tidy.TableError(f"{path}: column {missing[0]} is missing (trace.schema.json)")
+    if len(trace):
+        tidy.check(trace.iloc[0].to_dict(), "trace.schema.json", str(path))
+    return trace
 
 
 def last_check(record: dict[str, Any]) -> list[tuple[float, int]]:
@@ -347,33 +367,21 @@ def last_check(record: dict[str, Any]) -> list[tuple[float, int]]:
     return sorted(changes)
 
 
-def resident_rows(exhibit: str, run: Run, begin: float, end: float, flat: int) -> Iterator[dict[str, Any]]:
+def resident_rows(
+    exhibit: str, run: Run, trace: pd.DataFrame, span: tuple[float, float], flat: int
+) -> Iterator[dict[str, Any]]:
     """The sampled host-resident memory around the check, its level before the check taken as 1."""
-    path = run.path.with_suffix(".trace.csv")
-    if not path.exists():
-        return
-    trace = pd.read_csv(path, keep_default_na=False)
-    if trace.empty:
-        return
-    tidy.check(trace.iloc[0].to_dict(), "trace.schema.json", str(path))
+    begin, end = span
     margin = 0.25 * (end - begin) + 0.02
     window = trace[(trace["t_s"] >= begin - margin) & (trace["t_s"] <= end + margin)]
     before = window[window["t_s"] < begin]
     if before.empty:
         return
     level = (before["rss_anon"] + before["rss_file"]).iloc[-1]
-    window = window.iloc[:: max(1, len(window) // 400)]
-    for sample in window.itertuples():
+    for sample in window.iloc[:: max(1, len(window) // 400)].itertuples():
         relative = 1 + (sample.rss_anon + sample.rss_file - level) / flat
-        yield run_row(
-            exhibit,
-            run,
-            "resident memory relative to the flat buffer",
-            relative,
-            "x",
-            x_name="time in ms",
-            x_value=f"{1e3 * (sample.t_s - begin):.3f}",
-        )
+        at = {"x_name": "time in ms", "x_value": f"{1e3 * (sample.t_s - begin):.3f}"}
+        yield run_row(exhibit, run, "resident memory relative to the flat buffer", relative, "x", **at)
 
 
 def bench_memory(benches: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,26 @@ def provenance(table: pd.DataFrame, runs: pd.DataFrame) -> dict[str, str]:
     out = {}
     for lane in (lane for lane in tidy.LANES if lane in set(table["lane"])):
         mine = table[table["lane"] == lane]
-        testbeds = sorted({t for t in mine["testbed"] if t and not t.endswith("/twins")})
-        out[lane] = ", ".join(testbeds)
+        out[lane] = ", ".join(places(sorted({t for t in mine["testbed"] if t and not t.endswith("/twins")})))
         if lane == "measured":
             keys = {key for source in mine["source"] for key in source.split()}
             out[lane] += measured_when(runs[runs["key"].isin(keys)])
     return out
+
+
+def places(testbeds: list[str]) -> list[str]:
+    """Testbeds as a reader wants them: the paper's configurations, the twins of a host, a machine."""
+    configurations = [t.removeprefix("paper-") for t in testbeds if t.startswith("paper-")]
+    twins: dict[str, list[str]] = {}
+    for testbed in (t for t in testbeds if "/" in t):
+        host, twin = testbed.split("/", 1)
+        twins.setdefault(host, []).append(
+            re.sub(r"-k(\d+)(?:-r(\d+))?$", r" k=\1 ranks=\2", twin).removesuffix(" ranks=")
+        )
+    out = ["the paper's text" + (f" (configuration {', '.join(configurations)})" if configurations else "")]
+    out = out if any(t.startswith("paper") for t in testbeds) else []
+    out += [f"twins on {host} ({'; '.join(names)})" for host, names in twins.items()]
+    return out + [t for t in testbeds if "/" not in t and not t.startswith("paper") and t not in twins]
 
 
 def measured_when(runs: pd.DataFrame) -> str:
@@ -53,8 +68,8 @@ def measured_when(runs: pd.DataFrame) -> str:
 
 
 def footer(origins: dict[str, str]) -> str:
-    names = {"paper": "the paper's text"}
-    return "   |   ".join(f"{lane}: {names.get(origin, origin)}" for lane, origin in origins.items())
+    """The line under the axes."""
+    return "   |   ".join(f"{lane}: {origin}" for lane, origin in origins.items())
 
 
 def not_measured(table: pd.DataFrame) -> list[str]:

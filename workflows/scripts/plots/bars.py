@@ -23,7 +23,7 @@ def grouped(axis: Axes, table: pd.DataFrame, metric: str, decimals: int = 1) -> 
                 at.append(position + (i - (len(pairs) - 1) / 2) * width)
                 heights.append(height)
         drawn = axis.bar(at, heights, 0.86 * width, **style.surface(lane, style.colour(series)))
-        style.label_bars(axis, drawn, [f"{h:.{decimals}f}" if h else "0" for h in heights])
+        style.label_bars(axis, drawn, [f"{h:.{decimals}f}" if h else "0" for h in heights], style.colour(series))
     axis.set_xticks(range(len(models)), models)
     axis.set_xlim(-0.55, len(models) - 0.45)
     axis.margins(y=0.16)
@@ -50,11 +50,12 @@ def reductions(axis: Axes, table: pd.DataFrame, metric: str, printed_average: fl
                 at.append(position + (i - (len(lanes) - 1) / 2) * width)
                 heights.append(100 * (1 - after / before))
         drawn = axis.bar(at, heights, 0.86 * width, **style.surface(lane, style.colour(MEMASCEND)))
-        style.label_bars(axis, drawn, [f"{h:.1f}" for h in heights])
+        style.label_inside(axis, drawn, [f"{h:.1f}" for h in heights])
     average_line(axis, printed_average)
     axis.set_xticks(range(len(models)), [m.replace("-", "-\n", 1) for m in models])
     axis.set_xlim(-0.55, len(models) - 0.45)
-    axis.margins(y=0.2)
+    axis.tick_params(axis="x", labelsize=7.5)
+    axis.margins(y=0.08)
     axis.set_ylim(bottom=0)
     axis.set_ylabel("reduction (%)")
 
@@ -62,18 +63,8 @@ def reductions(axis: Axes, table: pd.DataFrame, metric: str, printed_average: fl
 def average_line(axis: Axes, value: float | None) -> None:
     """The average that the paper prints."""
     if value is not None:
-        axis.axhline(value, color=style.BLACK, linewidth=1.0, linestyle=(0, (4, 3)), zorder=0.5)
-        axis.annotate(
-            f"paper's average {value:g} %",
-            (1, value),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            fontsize=7,
-            ha="right",
-            va="bottom",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85},
-        )
+        axis.axhline(value, color=style.BLACK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=3)
+        axis.set_title(f"dashed: the paper's average, {value:g} %", fontsize=8, loc="right")
 
 
 def amount_and_reduction(

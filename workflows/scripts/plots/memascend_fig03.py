@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,6 +13,8 @@ from workflows.scripts.plots import rows, style
 from workflows.scripts.tidy import AS_PUBLISHED, GIB, numeric
 
 LIVE, RESIDENT = "live tensors relative to the flat buffer", "resident memory relative to the flat buffer"
+
+HEAD_INCHES = 0.1
 
 
 def draw(table: pd.DataFrame) -> Figure:
@@ -30,14 +34,17 @@ def timeline(axis: Axes, table: pd.DataFrame) -> None:
         seen = resident[resident["series"] == series].sort_values("at")
         axis.plot(seen["at"], seen["number"], color=fill, linewidth=0.9, marker=".", markersize=3, alpha=0.75)
         if len(mine):
-            axis.step(mine["at"], mine["number"], where="post", color=fill, linewidth=2.0)
+            axis.step(mine["at"], mine["number"], where="post", **line(series))
     for name, kind in (("isinf", "peak relative to tensor"), ("isnan", "further memory peak")):
         printed = table[(table["lane"] == "published") & (table["metric"] == kind) & (table["x_value"] == name)]
         if len(printed):
             level = printed["number"].iloc[0]
+            modelled = table[(table["lane"] == "modelled") & (table["metric"] == "peak relative to tensor")]
+            modelled = modelled.loc[modelled["x_value"] == name, "number"]
+            text = f"{name}: paper {level:g}×" + (f", planner {modelled.iloc[0]:.3g}×" if len(modelled) else "")
             axis.axhline(level, color=style.BLACK, linewidth=0.9, linestyle=(0, (4, 3)))
             axis.annotate(
-                f"paper, {name}: {level:g}×",
+                text,
                 (0.995, level),
                 xycoords=("axes fraction", "data"),
                 xytext=(0, 2),
@@ -45,9 +52,7 @@ def timeline(axis: Axes, table: pd.DataFrame) -> None:
                 ha="right",
                 fontsize=7,
             )
-    handles = [
-        Line2D([], [], color=style.colour(s), linewidth=2, label=s) for s in rows.series_of(pd.concat([live, resident]))
-    ]
+    handles = [Line2D([], [], label=s, **line(s)) for s in rows.series_of(pd.concat([live, resident]))]
     handles += [
         Line2D([], [], color="#555555", linewidth=2, label="live tensors (allocation events)"),
         Line2D([], [], color="#555555", linewidth=0.9, marker=".", markersize=4, label="host resident (sampled)"),
@@ -56,6 +61,12 @@ def timeline(axis: Axes, table: pd.DataFrame) -> None:
     axis.set_xlabel("time since the check began (ms)")
     axis.set_ylabel("memory / gradient flat buffer (×)")
     axis.set_ylim(0.9, 2.5)
+
+
+def line(series: str) -> dict[str, Any]:
+    """Today's DeepSpeed allocates as the paper's baseline does: drawn in dashes, so that both are seen."""
+    dashes = {"linestyle": (0, (2, 1.5))} if series.startswith("ZeRO-Infinity (DeepSpeed") else {}
+    return {"color": style.colour(series), "linewidth": 2.0, **dashes}
 
 
 def latency(axis: Axes, table: pd.DataFrame) -> None:

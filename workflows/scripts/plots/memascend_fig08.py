@@ -17,7 +17,9 @@ PARTS = {
     "process overhead": style.BLACK,
     "other host buffers": style.YELLOW,
 }
-SHORT = {AS_PUBLISHED: "ZeRO-Infinity\n(as published)", MEMASCEND: "MemAscend", MINIMUM: "theoretical\nminimum"}
+HEAD_INCHES = 0.8
+SHOWN_GIB = 0.02  # thinner slices cannot be seen
+SHORT = {AS_PUBLISHED: "ZeRO-Infinity\nas published", MEMASCEND: "MemAscend", MINIMUM: "theoretical\nminimum"}
 
 
 def draw(table: pd.DataFrame) -> Figure:
@@ -31,7 +33,9 @@ def draw(table: pd.DataFrame) -> Figure:
         start = position
         for series in (s for s in [*rows.series_of(mine)] if s in wanted(mine)):
             total = stack(axis, mine[mine["series"] == series], lane, position)
-            ticks.append((position, SHORT.get(series, series.replace(" (", "\n("))))
+            ticks.append(
+                (position, SHORT.get(series, series.removeprefix("ZeRO-Infinity (").rstrip(")").replace(" ", "\n")))
+            )
             axis.annotate(
                 f"{total:.1f}", (position, total), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8
             )
@@ -41,12 +45,22 @@ def draw(table: pd.DataFrame) -> Figure:
     axis.set_xticks([p for p, _ in ticks], [name for _, name in ticks], fontsize=7.5)
     for middle, lane in middles:
         axis.annotate(
-            lane, (middle, 1.02), xycoords=("data", "axes fraction"), ha="center", fontsize=8.5, fontweight="bold"
+            "measured × k²" if lane == "measured" else lane,
+            (middle, 1.02),
+            xycoords=("data", "axes fraction"),
+            ha="center",
+            fontsize=8.5,
+            fontweight="bold",
         )
     axis.set_ylabel("peak system memory, Qwen2.5-7B (GiB)")
     axis.margins(y=0.1)
     axis.set_ylim(bottom=0)
-    style.legend(figure, {name: fill for name, fill in PARTS.items() if name in set(data["metric"])}, lanes, columns=4)
+    style.legend(
+        figure,
+        {name: fill for name, fill in PARTS.items() if name in set(data.loc[data["number"] > SHOWN_GIB, "metric"])},
+        lanes,
+        columns=4,
+    )
     return figure
 
 
@@ -71,7 +85,7 @@ def stack(axis, mine: pd.DataFrame, lane: str, position: float) -> float:
     bottom = 0.0
     for metric, fill in PARTS.items():
         height = rows.value(mine, metric=metric)
-        if height and height > 0.02:
+        if height and height > SHOWN_GIB:
             axis.bar([position], [height], 0.72, bottom=[bottom], **style.surface(lane, fill))
             if height > 6:
                 axis.text(

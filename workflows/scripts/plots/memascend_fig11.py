@@ -11,5 +11,9 @@ from workflows.scripts.plots.bars import amount_and_reduction
 def draw(table: pd.DataFrame) -> Figure:
     """Pools on the left, reduction on the right."""
     return amount_and_reduction(
-        table, "parameter buffer pool", "parameter buffer pool (GiB)", "average pool reduction", decimals=2
+        table,
+        "parameter buffer pool",
+        "parameter buffer pool (GiB; measured × k²)",
+        "average pool reduction",
+        decimals=2,
     )

@@ -22,13 +22,13 @@ def draw(table: pd.DataFrame) -> Figure:
     )
     data = rows.comparable(table)
     bars.grouped(axes[0], data, "overflow check overhead")
-    axes[0].set_ylabel("extra memory of the overflow check (GiB)")
+    axes[0].set_ylabel("extra memory of the check (GiB; measured × k²)")
     shown = data[(data["metric"] == "overflow check overhead") & data["model"].isin(rows.ORDER)]
     series = rows.series_of(shown)
     lanes = set(shown["lane"])
     if len(factors):
         ways(axes[1], rows.comparable(factors), rows.value(data, lane="published", metric="overflow check headroom"))
-        lanes.add("measured")
+        lanes |= {"measured", "published"}
         series += [s for s in rows.series_of(factors) if s not in series]
     style.legend(figure, {s: style.colour(s) for s in series}, list(lanes))
     return figure

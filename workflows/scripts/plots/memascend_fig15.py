@@ -10,4 +10,6 @@ from workflows.scripts.plots.bars import amount_and_reduction
 
 def draw(table: pd.DataFrame) -> Figure:
     """Peaks on the left, reduction on the right."""
-    return amount_and_reduction(table, "peak system memory", "peak system memory (GiB)", "average reduction")
+    return amount_and_reduction(
+        table, "peak system memory", "peak system memory (GiB; measured × k²)", "average reduction"
+    )

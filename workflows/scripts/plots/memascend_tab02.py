@@ -15,6 +15,8 @@ LANES = {"published": "published", "modelled": "modelled", "measured": "measured
 METRIC = "peak system memory"
 SHOWN_AS_DEVIATION = 5.0  # percent: beyond this a cell is coloured
 
+HEAD_INCHES = 0.1
+
 
 def draw(table: pd.DataFrame) -> Figure:
     """A row for each size and lane; deviations from the printed value beside the numbers."""

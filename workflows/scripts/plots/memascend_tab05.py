@@ -7,6 +7,8 @@ from matplotlib.figure import Figure
 
 from workflows.scripts.plots import specs
 
+HEAD_INCHES = 0.1
+
 
 def draw(table: pd.DataFrame) -> Figure:
     """The table as a figure."""

@@ -131,6 +131,16 @@ def finish(figure: Figure, footer: str, head_inches: float = 0.5) -> None:
     figure.text(0.012, 0.06 / height, "\n".join(lines), fontsize=6.8, color="#555555", va="bottom", linespacing=1.35)
 
 
-def label_bars(axis: Axes, bars: Any, texts: list[str]) -> None:
-    """Values above bars, upright so that neighbours do not meet."""
-    axis.bar_label(bars, texts, rotation=90, padding=3, fontsize=7, color="#222222")
+def label_bars(axis: Axes, bars: Any, texts: list[str], zero_colour: str = "#222222") -> None:
+    """Values above bars, upright so that neighbours do not meet; a bar of no height shows its colour in the text."""
+    labels = axis.bar_label(bars, texts, rotation=90, padding=3, fontsize=7, color="#222222")
+    for label, text in zip(labels, texts, strict=True):
+        if text == "0":
+            label.set_color(zero_colour)
+            label.set_fontweight("bold")
+
+
+def label_inside(axis: Axes, bars: Any, texts: list[str]) -> None:
+    """Values in the middle of bars, where a line crosses their tops."""
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.9}
+    axis.bar_label(bars, texts, label_type="center", rotation=90, fontsize=7, color="#222222", bbox=box)

@@ -28,7 +28,7 @@ def draw_table(
     heads = [wrap_cell(text, n) for text, n in zip(head, wrap, strict=True)]
     heights = [line * max(text.count("\n") + 1 for text in row) + pad for row in [heads, *wrapped]]
     total = sum(heights) + 0.1
-    figure, (axis,) = style.canvas(1, width=width_inches, height=total + 0.85)
+    figure, (axis,) = style.canvas(1, width=width_inches, height=total + 0.5)
     axis.set(xlim=(0, sum(widths)), ylim=(total, 0))
     axis.axis("off")
     starts = [sum(widths[:i]) for i in range(len(widths))]
