@@ -56,4 +56,6 @@ def test_two_ranks_equal_their_own_reference(runs):
 def test_parameters_really_live_on_the_device(runs):
     record = runs.record("memascend", "memascend")
     assert record["parameters_on_nvme"] >= 7 * 28  # seven matrices in each of 28 blocks
-    assert min(record["io"]["read_bytes_per_step"]) > 16 * record["twin"]["parameters"]
+    # Each step after the first (which has no Adam states yet) reads 16 B a parameter of states and gradients and
+    # 2 B for forward and for backward each, except what stays under DeepSpeed's swap limit.
+    assert min(record["io"]["read_bytes_per_step"][1:]) > 19 * record["twin"]["parameters"]

@@ -2,7 +2,7 @@
 
 Two of them. :class:`FileAioModule` is ours: the file engine of ``memascend.storage`` and the allocator of
 ``memascend.memory``. :class:`MeteredAioModule` is DeepNVMe with counters and ledger entries around it, and with the
-one repair without which a twin trains wrongly: reads into addresses that are not 512-aligned go through an aligned
+one repair without which a twin trains wrongly: reads whose address or length is not 512-aligned go through an aligned
 buffer.
 """
 
@@ -72,7 +72,7 @@ class FileAioModule:
 class FileAioHandle:
     """DeepNVMe's handle surface over :class:`FileEngine`: any address and length, every completion audited.
 
-    Ownership: tensors from ``new_cpu_locked_tensor`` live until their last view; ``free_cpu_locked_tensor`` does nothing.
+    Ownership: tensors from ``new_cpu_locked_tensor`` live until their last view, whatever is called.
     Errors: :class:`memascend.storage.file_engine.StorageError` from ``wait`` (a failed write is never called done).
     """
 
@@ -190,10 +190,12 @@ class MeteredAioHandle:
 
     def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
         self._counters.count(read=True, nbytes=buffer.nbytes)
-        if buffer.data_ptr() % _DIRECT_IO_ALIGNMENT == 0:
+        if buffer.data_ptr() % _DIRECT_IO_ALIGNMENT == 0 and buffer.nbytes % _DIRECT_IO_ALIGNMENT == 0:
             return self._stock.async_pread(buffer, filename, file_offset)
         self._counters.realigned_reads += 1
-        aligned = self._stock.new_cpu_locked_tensor(buffer.numel(), buffer)[: buffer.numel()]
+        step = self._stock.get_alignment() // buffer.element_size()
+        numel = -(-buffer.numel() // step) * step  # DeepSpeed pads what it writes, so the file is long enough
+        aligned = self._stock.new_cpu_locked_tensor(numel, buffer)
         self._realigned.append((aligned, buffer))
         return self._stock.async_pread(aligned, filename, file_offset)
 
@@ -204,7 +206,7 @@ class MeteredAioHandle:
     def wait(self) -> int:
         count = self._stock.wait()
         for aligned, target in self._realigned:
-            target.copy_(aligned)
+            target.copy_(aligned[: target.numel()])
             self._stock.free_cpu_locked_tensor(aligned)
         self._realigned.clear()
         return count
