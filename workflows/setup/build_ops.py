@@ -1,11 +1,11 @@
 """Give the environment DeepSpeed's CPU ops ready made, so that none compiles on first use and pollutes a timing.
 
 DeepSpeed's own route is taken: its source distribution, built into a wheel with DS_BUILD_<OP>=1. The wheel is kept in
-the user's cache under a key of everything that the binaries depend on (DeepSpeed, torch, Python, the processor: they are
-compiled with -march=native), so that another checkout installs it in seconds. Ops compiled on first use cannot be shared
-like this: their build files hold the paths of one environment.
+the user's cache under a key of everything that the binaries depend on (DeepSpeed, torch, Python, and the processor,
+since they are compiled with -march=native), so that another checkout installs it in seconds. Ops compiled on first use
+cannot be shared like this: their build files hold the paths of one environment.
 
-usage: python workflows/setup/build_ops.py     (with the interpreter of the environment; needs torch and deepspeed in it)
+usage: python workflows/setup/build_ops.py     (by the interpreter of the environment, which has torch and deepspeed)
 Reads MEMASCEND_CACHE (default: $XDG_CACHE_HOME/memascend or ~/.cache/memascend) and MAX_JOBS (default: one a core).
 """
 
@@ -62,8 +62,7 @@ def key(deepspeed_version: str) -> str:
     """Name of the cache folder: everything that the binaries depend on."""
     recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
     torch_version = importlib.metadata.version("torch")
-    python = f"{sys.implementation.cache_tag}"
-    return f"deepspeed-{deepspeed_version}-torch-{torch_version}-{python}-{processor()}-{recipe}"
+    return f"deepspeed-{deepspeed_version}-torch-{torch_version}-{sys.implementation.cache_tag}-{processor()}-{recipe}"
 
 
 def works() -> str | None:
@@ -111,11 +110,11 @@ def main() -> int:
         if not list(folder.glob("deepspeed-*.whl")):
             print(f"compiling {', '.join(OPS)} into {folder}", flush=True)
             build_wheel(folder, version)
-        (wheel,) = folder.glob("deepspeed-*.whl")
-        pip("install", "--no-deps", "--force-reinstall", str(wheel))
+        source = ("--no-index", "--find-links", str(folder))
+        pip("install", "--no-deps", "--force-reinstall", *source, f"deepspeed=={version}")
     reason = works()
     if reason is not None:
-        sys.exit(f"DeepSpeed's CPU ops from {wheel} do not load: {reason}")
+        sys.exit(f"DeepSpeed's CPU ops do not load: {reason}; remove {folder} and try again")
     return 0
 
 

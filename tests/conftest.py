@@ -1,0 +1,49 @@
+"""What a machine must have for a marked test; without it the test is skipped, and says why."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+# No test downloads anything: configurations are committed, weights are initialised, text is the standard library.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+NUMA_NODES = Path("/sys/devices/system/node")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow")
+
+
+def gpu_missing() -> str | None:
+    """Why tests marked gpu cannot run here, or None."""
+    import torch
+
+    return None if torch.cuda.is_available() else "no CUDA device"
+
+
+def numa_missing() -> str | None:
+    """Why tests marked numa_vm cannot run here, or None."""
+    nodes = len(list(NUMA_NODES.glob("node[0-9]*")))
+    return None if nodes > 1 else f"{nodes} NUMA node here, and not inside the emulated guest"
+
+
+def deepspeed_missing() -> str | None:
+    """Why tests marked deepspeed cannot run here, or None."""
+    found = importlib.util.find_spec("deepspeed")
+    return None if found else "DeepSpeed is not installed (make setup)"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reasons = {
+        "slow": lambda: None if config.getoption("--run-slow") else "slow; runs with --run-slow",
+        "gpu": gpu_missing,
+        "numa_vm": numa_missing,
+        "deepspeed": deepspeed_missing,
+    }
+    for mark, missing in reasons.items():
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        reason = missing() if marked else None
+        for item in marked if reason else []:
+            item.add_marker(pytest.mark.skip(reason=reason))

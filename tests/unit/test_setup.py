@@ -1,0 +1,146 @@
+"""The set-up: what pyproject.toml asks for is pinned, the pins agree, and the steps of setup.sh do what they say."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SETUP = ROOT / "workflows/setup/setup.sh"
+CONSTRAINTS = ["constraints.txt", "constraints-deepspeed-0.16.txt", "constraints-cuda.txt"]
+# Pins in which the other environments differ from the usual one, and why they exist.
+OVERRIDES = {
+    "constraints-deepspeed-0.16.txt": {"deepspeed"},
+    "constraints-cuda.txt": {"datasets", "fsspec", "huggingface-hub", "transformers"},
+}
+# Import names of distributions that are called otherwise.
+DISTRIBUTIONS = {"yaml": "pyyaml"}
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins(file: str) -> dict[str, str]:
+    """{canonical name: version} of a constraint file in which every line is an exact pin."""
+    lines = [line for line in (ROOT / file).read_text().splitlines() if line and not line.startswith("#")]
+    parts = [line.split("==") for line in lines]
+    assert all(len(part) == 2 and part[1].strip() == part[1] != "" for part in parts), f"{file}: not an exact pin"
+    names = [canonical(name) for name, _ in parts]
+    assert len(set(names)) == len(names), f"{file}: a package is pinned twice"
+    return dict(zip(names, (version for _, version in parts), strict=True))
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def asked_for(*extras: str) -> set[str]:
+    """Canonical names that pyproject.toml asks for, with these extras."""
+    metadata = project()["project"]
+    words = list(metadata["dependencies"])
+    for extra in extras:
+        words += metadata["optional-dependencies"][extra]
+    return {canonical(re.match(r"[\w.-]+", word).group(0)) for word in words}
+
+
+@pytest.mark.parametrize(
+    ("file", "extras"),
+    [
+        ("constraints.txt", ("deepspeed", "huggingface", "test", "workflow")),
+        ("constraints-deepspeed-0.16.txt", ("deepspeed", "huggingface")),
+        ("constraints-cuda.txt", ("cuda", "deepspeed", "huggingface", "test", "workflow")),
+    ],
+)
+def test_every_dependency_is_pinned(file, extras):
+    assert asked_for(*extras) - set(pins(file)) == set()
+
+
+@pytest.mark.parametrize("file", CONSTRAINTS)
+def test_torch_is_pinned_without_a_local_suffix(file):
+    assert re.fullmatch(r"[0-9.]+", pins(file)["torch"])
+
+
+@pytest.mark.parametrize(("file", "differ"), OVERRIDES.items())
+def test_the_other_environments_differ_only_where_they_must(file, differ):
+    usual, other = pins("constraints.txt"), pins(file)
+    assert {name for name in usual if other.get(name) != usual[name]} == differ
+
+
+def test_the_build_uses_the_pinned_torch():
+    (torch,) = [word for word in project()["build-system"]["requires"] if word.startswith("torch")]
+    assert pins("constraints.txt")["torch"].startswith(torch.removeprefix("torch==").removesuffix(".*"))
+
+
+def test_the_library_declares_what_it_imports():
+    declared = asked_for("deepspeed", "huggingface")
+    imported = set()
+    for path in (ROOT / "memascend").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(node.module.split(".")[0])
+    outside = imported - set(sys.stdlib_module_names) - {"memascend"}
+    assert {canonical(DISTRIBUTIONS.get(name, name)) for name in outside} - declared == set()
+
+
+def test_cuda_extras_are_not_asked_for_elsewhere():
+    cuda = {canonical(name) for name in project()["project"]["optional-dependencies"]["cuda"]}
+    assert cuda.isdisjoint(asked_for("deepspeed", "huggingface", "test", "workflow"))
+    assert cuda.isdisjoint(pins("constraints.txt"))
+
+
+def run_setup(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """setup.sh in a folder of its own; system packages are never installed from a test."""
+    env = {**os.environ, "NO_SYSTEM_PACKAGES": "1", **environment}
+    return subprocess.run([SETUP, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+
+
+def one_line(done: subprocess.CompletedProcess[str]) -> str:
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode != 0
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_a_missing_constraint_file_is_named(tmp_path):
+    assert "nothing-here.txt" in one_line(run_setup(tmp_path, ".venv", "nothing-here.txt", "test"))
+
+
+def test_a_python_that_is_too_old_ends_in_one_line(tmp_path):
+    (tmp_path / "pins.txt").touch()
+    line = one_line(run_setup(tmp_path, ".venv", "pins.txt", "test", PYTHON="/nowhere/python2"))
+    assert "python3-venv" in line or "Python 3.11" in line
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_a_missing_compiler_ends_in_the_command_that_installs_it(tmp_path):
+    (tmp_path / "pins.txt").touch()
+    line = one_line(run_setup(tmp_path, ".venv", "pins.txt", "test", CXX="no-such-compiler"))
+    assert "apt-get install" in line
+    assert "g++" in line
+
+
+def test_a_failed_step_shows_its_error_and_leaves_no_stamp(tmp_path):
+    """A torch that does not exist: pip's own words come through, and the next call tries again."""
+    (tmp_path / "pins.txt").write_text("torch==0.0.0\n")
+    (tmp_path / "environment/bin").mkdir(parents=True)
+    (tmp_path / "environment/bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "environment/bin/python").chmod(0o755)
+    done = run_setup(tmp_path, "environment", "pins.txt", "test", PIP_NO_INDEX="1", PIP_FIND_LINKS="", PIP_DRY_RUN="1")
+    assert done.returncode != 0
+    assert "torch" in done.stderr
+    assert "torch failed; the whole output is in .cache/setup.log" in done.stderr
+    assert not list((tmp_path / "environment/.memascend-stamps").iterdir())
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/version"), reason="needs procfs, where root cannot write either")
+def test_a_read_only_checkout_ends_in_one_line(tmp_path):
+    (tmp_path / "pins.txt").touch()
+    assert "not writable (/proc)" in one_line(run_setup(Path("/proc"), ".venv", str(tmp_path / "pins.txt"), "test"))
