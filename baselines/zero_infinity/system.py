@@ -15,6 +15,7 @@ _PARTS = {
         "aio": "memascend",
     },
     "aminmax": {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "aminmax", "aio": "memascend"},
+    "today_016": {"pinned": "power_of_two", "pool": "stock", "overflow": "stock", "aio": "memascend"},
     "today": {"pinned": "stock", "pool": "stock", "overflow": "stock", "aio": "stock"},
 }
 

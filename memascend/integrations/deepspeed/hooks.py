@@ -26,7 +26,7 @@ from . import cpu_shims
 from .aio import FileAioModule, IoCounters, MeteredAioModule
 from .parts import Parts, parts_from_config, validate_deepspeed_config
 
-TRIED_VERSIONS = ("0.19.8",)
+TRIED_VERSIONS = ("0.16.7", "0.19.8")
 
 
 @dataclass
@@ -138,12 +138,12 @@ def _install(
     from .accelerator import pinning_accelerator
     from .param_swapper import pooled_swapper_class
 
-    _replace(
-        state,
-        partition_parameters,
-        "AsyncPartitionedParameterSwapper",
-        pooled_swapper_class(parts.pool, allocator, n_blocks, minimum_swap_bytes),
+    swapper = (
+        _scaled_swapper_class(partition_parameters, minimum_swap_bytes)
+        if parts.pool == "stock"
+        else pooled_swapper_class(parts.pool, allocator, n_blocks, minimum_swap_bytes)
     )
+    _replace(state, partition_parameters, "AsyncPartitionedParameterSwapper", swapper)
     _replace_loaded_op(state, FileAioModule(allocator, state.io))
     _replace_accelerator(state, pinning_accelerator(get_accelerator(), allocator))
 
@@ -155,18 +155,23 @@ def _install_stock(state: Enabled, partition_parameters: Any, minimum_swap_bytes
 
     from .accelerator import watching_accelerator
 
-    stock_swapper = partition_parameters.AsyncPartitionedParameterSwapper
+    scaled = _scaled_swapper_class(partition_parameters, minimum_swap_bytes)
+    _replace(state, partition_parameters, "AsyncPartitionedParameterSwapper", scaled)
+    _replace_loaded_op(state, MeteredAioModule(AsyncIOBuilder().load(verbose=False), state.ledger, state.io))
+    state.shims.append("aligned-reads")
+    _replace_accelerator(state, watching_accelerator(get_accelerator(), state.ledger))
 
-    class ScaledSwapper(stock_swapper):  # type: ignore[misc, valid-type]
+
+def _scaled_swapper_class(partition_parameters: Any, minimum_swap_bytes: int | None) -> type:
+    """DeepSpeed's own swapper, with the twin's limit below which tensors stay in memory."""
+
+    class ScaledSwapper(partition_parameters.AsyncPartitionedParameterSwapper):
         def _configure_aio(self, ds_config: Any) -> None:
             super()._configure_aio(ds_config)
             if minimum_swap_bytes is not None:
                 self.min_aio_bytes = minimum_swap_bytes
 
-    _replace(state, partition_parameters, "AsyncPartitionedParameterSwapper", ScaledSwapper)
-    _replace_loaded_op(state, MeteredAioModule(AsyncIOBuilder().load(verbose=False), state.ledger, state.io))
-    state.shims.append("aligned-reads")
-    _replace_accelerator(state, watching_accelerator(get_accelerator(), state.ledger))
+    return ScaledSwapper
 
 
 def _install_cpu_shims(state: Enabled, ds_config: dict[str, Any], gather_clone: bool) -> None:

@@ -14,8 +14,9 @@ class Parts:
 
     pinned: page-locked allocator of every host buffer. ``stock`` is whatever this DeepSpeed does,
         ``power_of_two`` PyTorch's CachingHostAllocator rounding (the papers' baseline), ``exact`` IV-C.
-    pool: parameter buffer pool. ``monolithic_separate`` is nine embedding-sized buffers, each pinned by itself
-        (what the paper's totals describe), ``monolithic`` the same in one tensor (DeepSpeed 0.16), ``adaptive`` IV-B.
+    pool: parameter buffer pool. ``stock`` is DeepSpeed's own swapper and pool, ``monolithic_separate`` nine
+        embedding-sized buffers, each pinned by itself (what the paper's totals describe), ``monolithic`` the same in
+        one tensor (DeepSpeed 0.16), ``adaptive`` IV-B.
     overflow: ``chain`` is isinf().any() then isnan().any(), ``aminmax`` one torch.aminmax, ``fused`` IV-D.
     aio: ``stock`` is DeepNVMe, ``memascend`` our file engine (any address, any length, every completion audited).
     """
@@ -40,8 +41,6 @@ class Parts:
             raise ValueError(
                 f"memascend: pool={self.pool!r} needs an allocator of ours; set pinned to 'exact' or 'power_of_two'"
             )
-        if self.pinned != "stock" and self.pool == "stock":
-            raise ValueError("memascend: pool='stock' with our allocator is pool='monolithic'; name it so")
 
     def as_dict(self) -> dict[str, str]:
         return asdict(self)
