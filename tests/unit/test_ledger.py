@@ -94,9 +94,7 @@ def test_peak_measures_differ_and_unknown_ones_are_refused():
 
 
 @given(
-    st.lists(
-        st.tuples(st.integers(0, 50), st.one_of(st.none(), st.integers(0, 30)), st.integers(0, 1000)), max_size=30
-    )
+    st.lists(st.tuples(st.integers(0, 50), st.one_of(st.none(), st.integers(0, 30)), st.integers(0, 1000)), max_size=30)
 )
 def test_peak_agrees_with_looking_at_every_instant(spans):
     ledger = Ledger()

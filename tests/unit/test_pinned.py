@@ -250,7 +250,7 @@ class FakeDriver:
         return self.register_code
 
     def cudaHostUnregister(self, address):
-        assert address in {m for m in mapped_starts()}, "unregistered after it was unmapped"
+        assert address in mapped_starts(), "unregistered after it was unmapped"
         self.calls.append(("unregister", address))
         return 0
 
@@ -289,7 +289,7 @@ def test_cuda_registers_the_whole_block_once_and_unregisters_before_the_free(dri
 def test_cuda_refusal_is_an_error_and_leaks_nothing(driver):
     driver.register_code = 2
     before = live_addresses()
-    with pytest.raises(RuntimeError, match="cudaHostRegister .* failed with code 2: raise"):
+    with pytest.raises(RuntimeError, match=r"cudaHostRegister .* failed with code 2: raise"):
         allocate(PageAlignedPinnedAllocator(lock=False))
     gc.collect()
     assert live_addresses() == before

@@ -1,0 +1,318 @@
+"""Buffer pools: against a simple model, under threads, and the closed form of MemAscend Fig. 11."""
+
+import itertools
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from memascend.memory.ledger import Ledger
+from memascend.memory.pinned import CountingAllocator, PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator
+from memascend.memory.pools import AdaptiveBufferPool, MonolithicBufferPool, PoolClass, adaptive_pool_classes
+
+HALF = torch.float16
+
+
+def real():
+    return PageAlignedPinnedAllocator(lock=False)
+
+
+def adaptive(*classes: tuple[int, int], dtype=HALF, allocator=None, **options):
+    named = [PoolClass(f"c{numel}", numel, count) for numel, count in classes]
+    return AdaptiveBufferPool(named, dtype, allocator or real(), **options)
+
+
+def byte_range(tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
+# ------------------------------------------------------------------------------------------------ sizing
+
+
+def test_classes_take_the_most_that_one_block_has_of_each_size():
+    classes = adaptive_pool_classes([[10, 20, 20], [10, 10, 20]], [], blocks_in_flight=1)
+    assert {c.numel: c.count for c in classes} == {10: 2, 20: 2}
+
+
+def test_classes_multiply_by_blocks_in_flight_but_not_the_outside():
+    classes = adaptive_pool_classes([[10, 20]], [100, 100, 50], blocks_in_flight=3)
+    assert [(c.numel, c.count) for c in classes] == [(100, 2), (50, 1), (20, 3), (10, 3)]
+
+
+def test_a_size_inside_and_outside_adds_up():
+    classes = adaptive_pool_classes([[10]], [10], blocks_in_flight=2)
+    assert [(c.numel, c.count) for c in classes] == [(10, 3)]
+    assert len({c.name for c in classes}) == len(classes)
+
+
+@given(st.lists(st.lists(st.integers(1, 9), max_size=8), max_size=5), st.lists(st.integers(1, 9)), st.integers(1, 4))
+def test_classes_hold_any_run_of_blocks_in_flight(blocks, outside, in_flight):
+    counts = Counter({c.numel: c.count for c in adaptive_pool_classes(blocks, outside, in_flight)})
+    for start in range(len(blocks)):
+        needed = Counter(outside)
+        for block in blocks[start : start + in_flight]:
+            needed.update(block)
+        assert all(counts[numel] >= count for numel, count in needed.items())
+
+
+# Hidden, intermediate, KV width, vocabulary of the Hugging Face configurations; pools in GiB from Fig. 8 (7B) and
+# section III-A (32B, whose figures the paper prints there), MemAscend.
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "kv", "vocab", "monolithic_gib", "adaptive_gib"),
+    [(3584, 18944, 512, 152064, 9.14, 2.46), (5120, 27648, 1024, 152064, 13.05, 3.81)],
+)
+def test_pools_of_real_models_equal_the_closed_form(hidden, intermediate, kv, vocab, monolithic_gib, adaptive_gib):
+    embedding, query, key = vocab * hidden, hidden * hidden, kv * hidden
+    feed_forward = intermediate * hidden
+    block = [query, key, key, query, feed_forward, feed_forward, feed_forward]
+    counting = CountingAllocator("page_aligned")
+    small = AdaptiveBufferPool(adaptive_pool_classes([block] * 3, [embedding, embedding]), HALF, counting)
+    assert small.total_bytes == 2 * (2 * embedding + 3 * feed_forward + 2 * key + 2 * query)
+    large = MonolithicBufferPool(embedding, 9, HALF, counting, separate=True)
+    assert large.total_bytes == 2 * 9 * embedding
+    assert round(small.total_bytes / 2**30, 2) == pytest.approx(adaptive_gib, abs=0.005)
+    assert round(large.total_bytes / 2**30, 2) == pytest.approx(monolithic_gib, abs=0.005)
+
+
+def test_separate_buffers_round_up_one_by_one():
+    totals = {}
+    for separate in (True, False):
+        ledger = Ledger()
+        pool = MonolithicBufferPool(9 << 10, 9, HALF, CountingAllocator("power_of_two", ledger), separate)
+        totals[separate] = sum(e.reserved_bytes for e in ledger.live())
+        assert len(ledger.live()) == (9 if separate else 1)
+        assert {e.owner for e in ledger.live()} == {"parameter_pool"}
+        assert pool.total_bytes == 9 * (18 << 10)
+    assert totals == {True: 9 * (32 << 10), False: 256 << 10}
+
+
+def test_adaptive_pool_is_one_allocation_freed_after_the_last_lease():
+    ledger = Ledger()
+    pool = adaptive((100, 2), (10, 3), allocator=PageAlignedPinnedAllocator(ledger, lock=False))
+    (entry,) = ledger.live()
+    assert entry.requested_bytes == pool.total_bytes == 2 * 512 + 3 * 512
+    lease = pool.lease("k", 100)
+    del pool
+    assert len(ledger.live()) == 1
+    del lease
+    assert ledger.live() == []
+
+
+# ------------------------------------------------------------------------------------------------ leases
+
+
+def test_lease_has_the_exact_tensor_and_the_aligned_slot():
+    pool = adaptive((1000, 1), alignment_bytes=1024)
+    lease = pool.lease("k", 1000, slot_numel=1024)
+    assert (lease.tensor.shape, lease.slot_tensor.shape, lease.class_name) == ((1000,), (1024,), "c1000")
+    assert lease.tensor.data_ptr() == lease.slot_tensor.data_ptr()
+    assert lease.tensor.dtype == HALF
+    pool.release("k")
+    assert pool.lease("k", 1000).slot_tensor.numel() == 1024
+
+
+@pytest.mark.parametrize("alignment", [512, 1024, 4096])
+def test_slots_are_aligned_and_do_not_overlap(alignment):
+    pool = adaptive((999, 3), (77, 5), (1, 2), alignment_bytes=alignment)
+    leases = [pool.lease((numel, i), numel) for numel, count in ((999, 3), (77, 5), (1, 2)) for i in range(count)]
+    ranges = sorted(byte_range(lease.slot_tensor) for lease in leases)
+    assert all(begin % alignment == 0 for begin, _ in ranges)
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))
+    assert pool.free_count() == 0
+
+
+def test_used_up_class_denies_and_counts_it():
+    pool = adaptive((100, 1), (1000, 1))
+    assert pool.lease("a", 100) is not None
+    assert pool.lease("b", 100) is None
+    assert (pool.denials, pool.fallbacks) == (1, 0)
+    assert pool.free_count(100) == 0
+    assert pool.free_count(1000) == pool.free_count() == 1
+
+
+def test_borrow_takes_a_larger_slot_and_says_so():
+    pool = adaptive((100, 1), (1000, 1), (500, 1))
+    pool.lease("a", 100)
+    lease = pool.lease("b", 100, borrow=True)
+    assert (lease.class_name, lease.tensor.numel()) == ("c500", 100)
+    assert pool.fallbacks == 1
+    pool.release("b")
+    assert pool.free_count(500) == 1
+
+
+def test_size_without_a_class_falls_to_the_nearest_larger():
+    pool = adaptive((100, 1), (1000, 1), (500, 1))
+    assert pool.lease("a", 101 * 3).class_name == "c500"
+    assert pool.fallbacks == 1
+    assert pool.lease("b", 400) is None  # the nearest larger class is used up, and nobody said borrow
+    assert pool.fallbacks == 1
+
+
+def test_aligned_length_beyond_the_class_falls_to_a_larger_one():
+    pool = adaptive((256, 1), (1000, 1))
+    assert pool.lease("a", 256, slot_numel=512).class_name == "c1000"
+    assert pool.fallbacks == 1
+
+
+def test_monolithic_pool_serves_all_sizes_without_fallbacks():
+    for separate in (True, False):
+        pool = MonolithicBufferPool(1000, 2, HALF, real(), separate)
+        assert pool.lease("a", 3).class_name == "monolithic"
+        assert pool.lease("b", 1000).tensor.numel() == 1000
+        assert pool.lease("c", 5) is None
+        assert (pool.fallbacks, pool.denials, pool.free_count(7)) == (0, 1, 0)
+
+
+def test_too_large_tensor_says_what_to_do():
+    pool = adaptive((100, 1))
+    with pytest.raises(ValueError, match="5000 elements fits no class, the largest holds 256: size the pool"):
+        pool.lease("a", 5000)
+
+
+def test_wrong_returns_and_leases_are_refused():
+    pool, other = adaptive((100, 2)), adaptive((100, 2))
+    lease = pool.lease("a", 100)
+    with pytest.raises(ValueError, match="'a' holds a buffer already"):
+        pool.lease("a", 100)
+    with pytest.raises(ValueError, match="'b' holds no buffer"):
+        pool.release("b")
+    with pytest.raises(ValueError, match="holds no buffer"):
+        other.release(lease)
+    foreign = other.lease("a", 100)
+    with pytest.raises(ValueError, match="stale or another pool's"):
+        pool.release(foreign)
+    pool.release(lease)
+    with pytest.raises(ValueError, match="returned already"):
+        pool.release("a")
+    again = pool.lease("a", 100)
+    with pytest.raises(ValueError, match="stale"):
+        pool.release(lease)
+    assert pool.holders() == {"a": again}
+    with pytest.raises(ValueError, match="needs no buffer"):
+        pool.lease("z", 0)
+    with pytest.raises(ValueError, match="less than the tensor's 100"):
+        pool.lease("z", 100, slot_numel=99)
+
+
+def test_wrong_pools_are_refused():
+    with pytest.raises(ValueError, match="without classes"):
+        AdaptiveBufferPool([], HALF, real())
+    with pytest.raises(ValueError, match="several classes of 10 elements"):
+        adaptive((10, 1), (10, 2))
+    with pytest.raises(ValueError, match="both must be positive"):
+        PoolClass("x", 10, 0)
+    with pytest.raises(ValueError, match="use a multiple of the 4-byte item"):
+        adaptive((10, 1), dtype=torch.float32, alignment_bytes=510)
+    with pytest.raises(ValueError, match="blocks in flight: 0"):
+        adaptive_pool_classes([[1]], [], 0)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """The pool against the simplest model of it: a multiset of free class sizes and a dict of holders."""
+
+    @initialize(sizes=st.dictionaries(st.sampled_from([5, 300, 301, 2000]), st.integers(1, 3), min_size=1))
+    def build(self, sizes):
+        self.pool = adaptive(*sizes.items())
+        self.free = dict(sizes)
+        self.held = {}
+        self.total = sum(sizes.values())
+
+    @staticmethod
+    def capacity(numel):
+        return -(-numel // 256) * 256
+
+    def home(self, numel):
+        if numel in self.free:
+            return numel
+        fitting = [size for size in self.free if self.capacity(size) >= numel]
+        return min(fitting, key=self.capacity, default=None)
+
+    @rule(key=st.integers(0, 9), numel=st.sampled_from([1, 5, 257, 300, 301, 1500, 2000, 5000]), borrow=st.booleans())
+    def lease(self, key, numel, borrow):
+        if key in self.held or self.home(numel) is None:
+            with pytest.raises(ValueError, match="buffer pool"):
+                self.pool.lease(key, numel, borrow=borrow)
+            return
+        # Two classes may share a capacity (300 and 301 both take 512): any of them is the nearest.
+        own = self.capacity(self.home(numel))
+        lease = self.pool.lease(key, numel, borrow=borrow)
+        if lease is None:
+            ours = [self.home(numel)] if numel in self.free else []
+            if borrow:
+                ours = [size for size in self.free if self.capacity(size) > own]
+            assert all(self.free[size] == 0 for size in ours)
+            return
+        size = int(lease.class_name[1:])
+        assert self.free[size] > 0
+        assert self.capacity(size) == own or (borrow and self.capacity(size) > own)
+        assert numel not in self.free or size == numel or borrow
+        self.free[size] -= 1
+        lease.tensor.fill_(key)
+        self.held[key] = (size, lease)
+
+    @rule(key=st.integers(0, 9), by_lease=st.booleans())
+    def release(self, key, by_lease):
+        if key not in self.held:
+            with pytest.raises(ValueError, match="holds no buffer"):
+                self.pool.release(key)
+            return
+        size, lease = self.held.pop(key)
+        assert bool((lease.tensor == key).all())  # nobody else wrote into it
+        self.pool.release(lease if by_lease else key)
+        self.free[size] += 1
+
+    @invariant()
+    def counts_agree(self):
+        if not hasattr(self, "pool"):
+            return
+        assert self.pool.free_count() == sum(self.free.values()) == self.total - len(self.held)
+        assert set(self.pool.holders()) == set(self.held)
+        ranges = sorted(byte_range(lease.slot_tensor) for _, lease in self.held.values())
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))
+
+
+TestPoolAgainstModel = PoolMachine.TestCase
+TestPoolAgainstModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_threads_never_share_a_slot():
+    pool = adaptive((64, 3), (640, 2), dtype=torch.int32)
+    torn = []
+
+    def work(mark):
+        for step in range(300):
+            numel = 64 if step % 2 else 640
+            lease = pool.lease((mark, step), numel, borrow=step % 3 == 0)
+            if lease is None:
+                continue
+            lease.tensor.fill_(mark)
+            if not bool((lease.tensor == mark).all()):
+                torn.append((mark, step))
+            pool.release(lease)
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torn == []
+    assert pool.free_count() == 5
+    assert pool.holders() == {}
+
+
+def test_pool_on_a_counting_allocator_takes_no_memory_and_leases_too():
+    ledger = Ledger()
+    pool = adaptive((1 << 40, 2), allocator=CountingAllocator("page_aligned", ledger))
+    assert pool.lease("a", 1 << 40).tensor.device.type == "meta"
+    assert ledger.peak_bytes() == pool.total_bytes == 2 << 41
+
+
+def test_power_of_two_policy_is_the_allocators_not_the_pools():
+    ledger = Ledger()
+    pool = adaptive((3000, 1), allocator=PowerOfTwoPinnedAllocator(ledger, lock=False))
+    (entry,) = ledger.live()
+    assert (pool.total_bytes, entry.requested_bytes, entry.reserved_bytes) == (6144, 6144, 8192)
