@@ -35,11 +35,11 @@ figures: setup ## every exhibit that is built: runs, models, figures/index.html
 smoke: setup ## the same in minutes, on the smallest twins
 	@$(SNAKEMAKE) figures --config profile=smoke
 
-test: setup ## all tests but those that are slow or need what this machine lacks
+test: setup native-tests ## all tests but those that are slow or need what this machine lacks
 	@$(IN_VENV) pytest $(PYTEST)
 
 native-tests: setup ## the C++ core without Python, under AddressSanitizer and ThreadSanitizer
-	@$(IN_VENV) $(MAKE) -C tests/native
+	@$(MAKE) -s -j $$(nproc) -C tests/native
 
 lint: setup ## ruff, snakefmt, snakemake --lint
 	@$(IN_VENV) ruff check . && ruff format --check . && snakefmt --check Snakefile workflows/rules && snakemake --lint
