@@ -1,0 +1,155 @@
+"""Exhibits, claims and published numbers: that they are complete, well-formed and agree with each other."""
+
+import csv
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "workflows" / "config"
+EXHIBITS = {e["id"]: e for e in yaml.safe_load((CONFIG / "exhibits.yaml").read_text())["exhibits"]}
+CLAIMS = yaml.safe_load((CONFIG / "claims.yaml").read_text())["claims"]
+BUILT = {"fig03", "fig04", "fig08", "fig11", "fig13", "fig15", "fig21", "tab02", "tab03", "tab05"}
+PAPERS = {"memascend": 29, "lohan": 45, "mlpoffload": 21, "cxl": 18, "ssdtrain": 17}
+LANES = ["published", "author", "modelled", "measured"]
+COLUMNS = [
+    *("paper", "exhibit", "subfigure", "series", "model", "x_name", "x_value", "metric", "value", "unit"),
+    *("quote", "note", "exhibit_id", "lane"),
+]
+OPERANDS = {
+    "value": {"of"},
+    "ratio": {"of", "to"},
+    "difference": {"of", "minus"},
+    "percent": {"of", "to"},
+    "reduction_percent": {"from", "to"},
+}
+TIDY = {"subfigure", "series", "model", "x_name", "x_value", "metric"}
+
+
+def published() -> list[dict[str, str]]:
+    rows = []
+    for path in sorted((ROOT / "results" / "published").glob("*.csv")):
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            assert reader.fieldnames == COLUMNS, path.name
+            rows += [{**row, "_file": path.stem} for row in reader]
+    return rows
+
+
+PUBLISHED = published()
+
+
+def test_all_exhibits_of_the_five_papers_are_there():
+    assert len(EXHIBITS) == 130
+    assert Counter(e["paper"] for e in EXHIBITS.values()) == PAPERS
+
+
+def test_the_list_names_each_id_once():
+    text = (CONFIG / "exhibits.yaml").read_text()
+    assert len(re.findall(r"^- id: ", text, re.MULTILINE)) == len(EXHIBITS)
+
+
+@pytest.mark.parametrize("exhibit", EXHIBITS.values(), ids=EXHIBITS)
+def test_an_exhibit_is_built_or_says_what_it_waits_for(exhibit):
+    assert set(exhibit) == {"id", "paper", "number", "title", "kind", "status", "waits_for", "lanes"}
+    assert exhibit["id"].startswith(f"{exhibit['paper']}-")
+    assert exhibit["lanes"] == [lane for lane in LANES if lane in exhibit["lanes"]]
+    if exhibit["status"] == "built":
+        assert exhibit["waits_for"] is None
+        assert exhibit["lanes"]
+    else:
+        assert exhibit["status"] == "planned"
+        assert len(exhibit["waits_for"]) > 10
+
+
+def test_the_exhibits_of_this_round_are_built():
+    built = {e["id"].removeprefix("memascend-") for e in EXHIBITS.values() if e["status"] == "built"}
+    assert built >= BUILT
+
+
+def test_published_rows_name_registered_exhibits_of_their_own_paper():
+    for row in PUBLISHED:
+        assert row["lane"] == "published"
+        assert row["quote"]
+        assert row["_file"].replace("_", "") == row["paper"]
+        if row["exhibit_id"]:
+            assert EXHIBITS[row["exhibit_id"]]["paper"] == row["paper"]
+
+
+def test_published_is_a_lane_exactly_where_the_text_states_something():
+    stated = {row["exhibit_id"] for row in PUBLISHED} - {""}
+    assert stated == {e["id"] for e in EXHIBITS.values() if "published" in e["lanes"]}
+
+
+def test_claim_ids_are_unique_and_start_with_their_exhibit():
+    assert len({claim["id"] for claim in CLAIMS}) == len(CLAIMS)
+    for claim in CLAIMS:
+        assert claim["id"].startswith(claim["exhibit_id"] + "-")
+        assert EXHIBITS[claim["exhibit_id"]]["status"] == "built"
+
+
+def test_every_built_exhibit_with_a_modelled_lane_has_claims():
+    claimed = {claim["exhibit_id"] for claim in CLAIMS}
+    assert claimed == {e["id"] for e in EXHIBITS.values() if e["status"] == "built" and "modelled" in e["lanes"]}
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=[claim["id"] for claim in CLAIMS])
+def test_a_claim_has_the_documented_form(claim):
+    required = {"id", "exhibit_id", "sentence", "quote", "unit", "compute", "lanes"}
+    assert required <= set(claim) <= required | {"over", "join", "expected", "expected_range"}
+    assert ("expected" in claim) != ("expected_range" in claim)
+    assert ("over" in claim) == ("join" in claim)
+    compute = claim["compute"]
+    assert set(compute) - {"operation"} == OPERANDS[compute["operation"]]
+    for name in OPERANDS[compute["operation"]]:
+        selectors = compute[name] if isinstance(compute[name], list) else [compute[name]]
+        for selector in selectors:
+            assert set(selector) <= TIDY
+            assert "metric" in selector
+    assert set(claim["lanes"]) == {"modelled", "measured"}
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=[claim["id"] for claim in CLAIMS])
+def test_a_lane_has_a_tolerance_or_a_reason(claim):
+    for lane in claim["lanes"].values():
+        if "not_checkable" in lane:
+            assert set(lane) == {"not_checkable"}
+            assert len(lane["not_checkable"]) > 20
+            continue
+        assert set(lane) <= {"tolerance", "expected", "expected_range", "why", "scale"}
+        ((kind, amount),) = lane["tolerance"].items()
+        assert kind in ("absolute", "relative_percent")
+        assert amount >= 0
+        assert ("expected" in lane or "expected_range" in lane) == ("why" in lane)
+
+
+def test_the_quotes_of_claims_are_printed_in_the_published_table():
+    """A claim's words and a published row's words overlap: both were found in the paper's text."""
+
+    def plain(text: str) -> str:
+        return re.sub(r"[^a-z0-9.%]+", "", text.lower().replace("times", ""))
+
+    quotes = [plain(row["quote"]) for row in PUBLISHED if row["paper"] == "memascend"]
+    for claim in CLAIMS:
+        mine = plain(claim["quote"])
+        assert any(mine in quote or quote in mine for quote in quotes), claim["id"]
+
+
+def test_expected_values_are_printed_numbers():
+    """The expected value of a claim occurs among the published values of its exhibit, or is a stated derivation."""
+    derived = {
+        "memascend-fig08-pinned-rounding",  # 24.90 - 1.63
+        "memascend-fig08-pinned-memascend",  # 1.63 minus the process
+        "memascend-fig11-equal-pools",
+        "memascend-fig13-fused-adds-nothing",
+    }
+    values = {}
+    for row in PUBLISHED:
+        values.setdefault(row["exhibit_id"], set()).add(row["value"])
+    for claim in CLAIMS:
+        if "expected" in claim and claim["id"] not in derived:
+            numbers = {float(v) for v in values[claim["exhibit_id"]] if re.fullmatch(r"[\d.]+", v)}
+            assert claim["expected"] in numbers, claim["id"]
