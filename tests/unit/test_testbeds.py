@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from hardware import probe
-from hardware.registry import FOLDER, check, load_testbed, known_testbeds
+from hardware.registry import FOLDER, check, known_testbeds, load_testbed
 
 ROOT = Path(__file__).parents[2]
 # Testbed -> (paper's CSV, series, exhibit) whose cells it repeats.

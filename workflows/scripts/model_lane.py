@@ -37,10 +37,8 @@ Row = dict[str, Any]
 def row(exhibit: str, metric: str, value: float | str, unit: str, source: str, **cells: str) -> Row:
     """One row of the tidy table; numbers with nine significant digits."""
     shown = value if isinstance(value, str) else f"{value:.9g}"
-    return {"exhibit_id": exhibit, "metric": metric, "value": shown, "unit": unit, "lane": "modelled"} | {
-        "source": source,
-        **cells,
-    }
+    own = {"exhibit_id": exhibit, "metric": metric, "value": shown, "unit": unit, "lane": "modelled", "source": source}
+    return dict.fromkeys(tidy.COLUMNS, "") | own | cells
 
 
 def planned(exhibit: str, made: Plan, metric: str, nbytes: float, testbed: str, **cells: str) -> Row:
