@@ -148,7 +148,7 @@ def bench(number: int) -> dict[str, Any]:
 
 def write_trace(path: Path, record: dict[str, Any]) -> None:
     """Resident memory sampled every 10 ms through the last check."""
-    checks = [e for e in record["ledger"] if e["owner"] == "overflow_check"]
+    checks = [e for e in record.get("ledger", []) if e["owner"] == "overflow_check"]
     with path.open("w", newline="") as f:
         out = csv.writer(f)
         out.writerow(["t_s", "phase", "rss", "rss_anon", "rss_file", "rss_shmem", "locked"])

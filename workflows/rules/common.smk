@@ -213,7 +213,7 @@ def paper_figures(paper):
     )
     return built or (
         lambda wildcards: stop(
-            f"{paper}: no exhibit is built yet; they wait for: {parts}."
+            f"{PAPER_TARGETS.get(paper, paper)}: no exhibit is built yet; they wait for: {parts}."
         )
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import html
+import math
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
@@ -129,24 +130,29 @@ class Computation:
         return number * (twin_k(found["testbed"]) ** 2 if self.twin_scale else 1)
 
 
-def bounds(claim: dict[str, Any], lane: dict[str, Any]) -> tuple[float, float, str]:
-    """(lowest, highest, expected as text) of an accepted value, the tolerance included; open ends are infinite."""
+def expected_ends(claim: dict[str, Any], lane: dict[str, Any]) -> tuple[float, float]:
+    """(lowest, highest) accepted value before the tolerance; an open end is infinite."""
     source = lane if "expected" in lane or "expected_range" in lane else claim
-    if "expected_range" in source:
-        low, high = (
-            float(end) if end is not None else sign * float("inf")
-            for end, sign in zip(source["expected_range"], (-1, 1), strict=True)
-        )
-        text = f"{low:g} to {high:g}".replace("-inf to", "at most").replace(" to inf", " or more")
-    else:
-        low = high = float(source["expected"])
-        text = f"{low:g}"
-    ((kind, amount),) = lane["tolerance"].items()
-    margins = [
-        abs(end) * amount / 100 if kind == "relative_percent" and abs(end) != float("inf") else amount
-        for end in (low, high)
-    ]
-    return low - margins[0], high + margins[1], text
+    if "expected" in source:
+        return float(source["expected"]), float(source["expected"])
+    low, high = source["expected_range"]
+    return (-math.inf if low is None else float(low)), (math.inf if high is None else float(high))
+
+
+def expected_text(low: float, high: float) -> str:
+    """An expectation as a reader wants it."""
+    if low == high:
+        return f"{low:g}"
+    if math.isinf(low):
+        return f"at most {high:g}"
+    return f"{low:g} or more" if math.isinf(high) else f"{low:g} to {high:g}"
+
+
+def widened(low: float, high: float, tolerance: dict[str, float]) -> tuple[float, float]:
+    """Both ends moved outwards by the tolerance."""
+    ((kind, amount),) = tolerance.items()
+    margins = [abs(end) * amount / 100 if kind == "relative_percent" else amount for end in (low, high)]
+    return low - margins[0], high + margins[1]
 
 
 def tolerance_text(lane: dict[str, Any], unit: str) -> str:
@@ -159,49 +165,22 @@ def tolerance_text(lane: dict[str, Any], unit: str) -> str:
 def decide(claim: dict[str, Any], lane_name: str, table: pd.DataFrame) -> Verdict:
     """The verdict of one claim in one lane of its exhibit's table."""
     lane = claim["lanes"][lane_name]
-    common = {
-        "claim_id": claim["id"],
-        "exhibit_id": claim["exhibit_id"],
-        "lane": lane_name,
-        "unit": claim["unit"],
-        "sentence": claim["sentence"],
-    }
+    low, high = expected_ends(claim, lane)
+    common = {name: claim[name] for name in ("exhibit_id", "unit", "sentence")}
+    common |= {"claim_id": claim["id"], "lane": lane_name, "expected": expected_text(low, high)}
+    undecided = {**common, "verdict": NOT_CHECKABLE, "value": "", "testbed": ""}
     if "not_checkable" in lane:
-        expected = str(claim.get("expected", claim.get("expected_range", "")))
-        return Verdict(
-            **common,
-            verdict=NOT_CHECKABLE,
-            value="",
-            expected=expected,
-            tolerance="",
-            reason=lane["not_checkable"],
-            testbed="",
-        )
-    low, high, expected = bounds(claim, lane)
-    tolerance = tolerance_text(lane, claim["unit"])
+        return Verdict(**undecided, tolerance="", reason=lane["not_checkable"])
+    common["tolerance"] = tolerance_text(lane, claim["unit"])
+    low, high = widened(low, high, lane["tolerance"])
     computation = Computation(table[table["lane"] == lane_name], claim, lane.get("scale") == "twin")
     try:
         value = computation.value()
     except Missing as missing:
-        return Verdict(
-            **common,
-            verdict=NOT_CHECKABLE,
-            value="",
-            expected=expected,
-            tolerance=tolerance,
-            reason=f"not in this lane: {missing}",
-            testbed="",
-        )
+        return Verdict(**undecided, tolerance=common["tolerance"], reason=f"not in this lane: {missing}")
     verdict = REPRODUCED if low - 1e-12 <= value <= high + 1e-12 else DEVIATES
-    return Verdict(
-        **common,
-        verdict=verdict,
-        value=f"{value:.6g}",
-        expected=expected,
-        tolerance=tolerance,
-        reason=lane.get("why", ""),
-        testbed=" ".join(computation.testbeds),
-    )
+    testbeds = " ".join(computation.testbeds)
+    return Verdict(**common, verdict=verdict, value=f"{value:.6g}", reason=lane.get("why", ""), testbed=testbeds)
 
 
 def decide_all(claims: list[dict[str, Any]], tables: Path) -> list[Verdict]:

@@ -20,12 +20,21 @@ def published_rows(folder: Path, exhibit: str) -> pd.DataFrame:
     named = rows["x_name"].eq("config")
     rows["testbed"] = ("paper-" + rows["x_value"]).where(named, "paper")
     rows["source"] = rows["quote"]
-    return rows.reindex(columns=tidy.COLUMNS).fillna("")
+    return rows.reindex(columns=tidy.COLUMNS, fill_value="")
 
 
 def lane_rows(path: Path, exhibit: str) -> pd.DataFrame:
     table = tidy.read_table(path)
     return table[table["exhibit_id"] == exhibit]
+
+
+def assemble(exhibit: str, published: Path, *lanes: Path) -> pd.DataFrame:
+    """The published rows, then those of each lane's table."""
+    parts = [published_rows(published, exhibit), *(lane_rows(path, exhibit) for path in lanes)]
+    table = pd.concat(parts, ignore_index=True)
+    if table.empty:
+        raise tidy.TableError(f"{exhibit}: no lane has a row; check the id against workflows/config/exhibits.yaml")
+    return table
 
 
 def main() -> None:
@@ -37,16 +46,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     try:
-        parts = [
-            published_rows(args.published, args.exhibit),
-            *(lane_rows(p, args.exhibit) for p in (args.modelled, args.measured)),
-        ]
-        table = pd.concat(parts, ignore_index=True)
-        if table.empty:
-            raise tidy.TableError(
-                f"{args.exhibit}: no lane has a row; check the id against workflows/config/exhibits.yaml"
-            )
-        tidy.write_table(table, args.out)
+        tidy.write_table(assemble(args.exhibit, args.published, args.modelled, args.measured), args.out)
     except (tidy.TableError, OSError, KeyError) as error:
         tidy.fail(error)
 

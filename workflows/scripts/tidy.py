@@ -87,7 +87,8 @@ def read_table(path: Path) -> pd.DataFrame:
 def write_table(rows: pd.DataFrame | Iterable[dict[str, Any]], path: Path, columns: list[str] = COLUMNS) -> None:
     """Write rows (columns that a row lacks are left empty), atomically."""
     table = rows if isinstance(rows, pd.DataFrame) else pd.DataFrame(list(rows))
-    table = table.reindex(columns=columns).fillna("")
+    table = table.reindex(columns=columns).astype(object)
+    table = table.where(table.notna(), "")
     atomically(path, lambda temporary: table.to_csv(temporary, index=False, lineterminator="\n"))
 
 

@@ -14,16 +14,15 @@ def grouped(axis: Axes, table: pd.DataFrame, metric: str, decimals: int = 1) -> 
     """A group for each model; in it a bar for each series and lane that any model has."""
     table = table[(table["metric"] == metric) & table["model"].isin(rows.ORDER)]
     models, pairs = rows.models_of(table), bars_of(table)
-    width = 0.84 / max(1, len(pairs))
-    for i, (series, lane) in enumerate(pairs):
-        at, heights = [], []
-        for position, model in enumerate(models):
-            height = rows.value(table, series=series, lane=lane, model=model)
-            if height is not None:
-                at.append(position + (i - (len(pairs) - 1) / 2) * width)
-                heights.append(height)
-        drawn = axis.bar(at, heights, 0.86 * width, **style.surface(lane, style.colour(series)))
-        style.label_bars(axis, drawn, [f"{h:.{decimals}f}" if h else "0" for h in heights], style.colour(series))
+    heights = {(m, s, lane): rows.value(table, series=s, lane=lane, model=m) for m in models for s, lane in pairs}
+    present = {m: [pair for pair in pairs if heights[m, *pair] is not None] for m in models}
+    width = 0.84 / max(1, *map(len, present.values()))
+    for position, model in enumerate(models):
+        for i, (series, lane) in enumerate(present[model]):
+            at, height = position + (i - (len(present[model]) - 1) / 2) * width, heights[model, series, lane]
+            fill = style.colour(series)
+            drawn = axis.bar([at], [height], 0.86 * width, **style.surface(lane, fill))
+            style.label_bars(axis, drawn, [f"{height:.{decimals}f}" if height else "0"], fill)
     axis.set_xticks(range(len(models)), models)
     axis.set_xlim(-0.55, len(models) - 0.45)
     axis.margins(y=0.16)

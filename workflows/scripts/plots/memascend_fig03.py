@@ -18,10 +18,11 @@ HEAD_INCHES = 0.1
 
 
 def draw(table: pd.DataFrame) -> Figure:
-    """Left the timeline of the check inside a training step, right its time against the number of elements."""
-    figure, (left, right) = style.canvas(2, width=10.0, height=4.3, ratios=[1.45, 1])
+    """The check inside a training step, the planner's account of its steps, and its time against the elements."""
+    figure, (left, middle, right) = style.canvas(3, width=12.4, height=4.3, ratios=[1.5, 1, 1])
     table = table.assign(number=table["value"].map(numeric), at=table["x_value"].map(numeric))
     timeline(left, table)
+    steps(middle, table)
     latency(right, table)
     return figure
 
@@ -67,6 +68,23 @@ def line(series: str) -> dict[str, Any]:
     """Today's DeepSpeed allocates as the paper's baseline does: drawn in dashes, so that both are seen."""
     dashes = {"linestyle": (0, (2, 1.5))} if series.startswith("ZeRO-Infinity (DeepSpeed") else {}
     return {"color": style.colour(series), "linewidth": 2.0, **dashes}
+
+
+def steps(axis: Axes, table: pd.DataFrame) -> None:
+    """Live tensors after each step of the check, by the planner, relative to the flat buffer."""
+    modelled = table[(table["lane"] == "modelled") & (table["series"] == AS_PUBLISHED)]
+    live = modelled[modelled["metric"] == "live tensors"]
+    flat = modelled.loc[modelled["metric"] == "gradient flat buffer", "number"]
+    axis.set_ylim(0, 2.5)
+    axis.set_ylabel("live tensors / gradient flat buffer (×)")
+    if live.empty or flat.empty:
+        axis.annotate("no row in the modelled lane", (0.5, 0.5), xycoords="axes fraction", ha="center", color="#888888")
+        return
+    heights = (live["number"] / flat.iloc[0]).tolist()
+    drawn = axis.bar(range(len(heights)), heights, 0.7, **style.surface("modelled", style.colour(AS_PUBLISHED)))
+    axis.bar_label(drawn, [f"{h:.2f}" for h in heights], padding=2, fontsize=7)
+    axis.set_xticks(range(len(heights)), live["x_value"].tolist(), rotation=35, ha="right", fontsize=7.5)
+    axis.set_title(f"modelled (planner): {live['model'].iloc[0]}, as published", fontsize=8)
 
 
 def latency(axis: Axes, table: pd.DataFrame) -> None:

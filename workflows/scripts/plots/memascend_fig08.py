@@ -16,6 +16,7 @@ PARTS = {
     "overflow check overhead": style.PURPLE,
     "process overhead": style.BLACK,
     "other host buffers": style.YELLOW,
+    "not in the ledger": "#D9D9D9",
 }
 HEAD_INCHES = 0.8
 SHOWN_GIB = 0.02  # thinner slices cannot be seen
@@ -24,7 +25,7 @@ SHORT = {AS_PUBLISHED: "ZeRO-Infinity\nas published", MEMASCEND: "MemAscend", MI
 
 def draw(table: pd.DataFrame) -> Figure:
     """A stack for each system and lane, the total on top."""
-    figure, (axis,) = style.canvas(1, width=9.4, height=4.8)
+    figure, (axis,) = style.canvas(1, width=11.0, height=4.8)
     data = with_minimum(rows.comparable(table[table["model"] == "Qwen2.5-7B"]))
     position, ticks, middles = 0.0, [], []
     lanes = [lane for lane in style.LANE_ORDER if lane in set(data["lane"])]

@@ -43,21 +43,24 @@ def cell(table: pd.DataFrame, model: str, series: str, lane: str) -> Cell:
         return Cell("not measured" if lane == "measured" else "not stated", "#888888")
     if number is None:
         return Cell(text)
-    device = device_memory(mine, lane)
+    rest = outcome(mine, lane)
     if lane == "published":
         return Cell(f"{number:.2f}", bold=True)
     if numeric(printed) is None:
-        return Cell(f"{number:.2f}{device}")
+        return Cell(f"{number:.2f}{rest}")
     off = 100 * (number / float(printed) - 1)
-    return Cell(
-        f"{number:.2f}  ({off:+.1f} %){device}", style.VERMILION if abs(off) > SHOWN_AS_DEVIATION else "#222222"
-    )
+    return Cell(f"{number:.2f}  ({off:+.1f} %){rest}", style.VERMILION if abs(off) > SHOWN_AS_DEVIATION else "#222222")
 
 
-def device_memory(mine: pd.DataFrame, lane: str) -> str:
-    """What the GPU would have to hold, where the modelled lane says so."""
-    found = mine[(mine["lane"] == lane) & (mine["metric"] == "peak device memory")]["value"]
-    return f"\nGPU: {float(found.iloc[0]):.1f} GiB" if len(found) and lane == "modelled" else ""
+def outcome(mine: pd.DataFrame, lane: str) -> str:
+    """Where the lane says so: why the model does not fit, and what the GPU would have to hold."""
+    lines = []
+    for metric, form in (("outcome", "N/A ({})"), ("peak device memory", "GPU: {:.1f} GiB")):
+        found = mine[(mine["lane"] == lane) & (mine["metric"] == metric)]["value"]
+        if len(found) and lane == "modelled" and found.iloc[0] != "fits":
+            number = numeric(found.iloc[0])
+            lines.append(form.format(found.iloc[0] if number is None else number))
+    return "".join(f"\n{line}" for line in lines)
 
 
 def text_of(found: pd.DataFrame) -> str:

@@ -39,13 +39,14 @@ LANE_TEXT = {
 def colour(series: str) -> str:
     """Colour of a system, the same in every figure."""
     if series.startswith("ZeRO-Infinity (DeepSpeed"):
-        return ORANGE
+        return YELLOW if "0.16" in series else ORANGE
+    if "aminmax" in series:
+        return PURPLE
     for start, value in (
         ("ZeRO-Infinity", VERMILION),
         ("MemAscend", BLUE),
         ("ZeRO-Offload", GREEN),
         ("All in GPU", SKY),
-        ("torch.aminmax", PURPLE),
         ("theoretical minimum", GREY),
     ):
         if series.startswith(start):

@@ -1,0 +1,149 @@
+"""From run records to the measured lane."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from workflow_fixtures import bench, full_set, training, write_records
+
+from workflows.scripts import derive_measured, tidy
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def rows_of(records: list[dict], tmp_path: Path) -> pd.DataFrame:
+    loaded = derive_measured.load(write_records(tmp_path, records))
+    return pd.DataFrame(derive_measured.derive(loaded)).reindex(columns=tidy.COLUMNS, fill_value="").fillna("")
+
+
+def number(table: pd.DataFrame, **where: str) -> float:
+    for column, value in where.items():
+        table = table[table[column] == value]
+    assert len(table) == 1, table
+    return float(table["value"].iloc[0])
+
+
+def test_a_twins_bytes_are_given_raw_and_at_the_originals_size(tmp_path: Path) -> None:
+    record = training("Qwen2.5-7B", "as_published", "fp16", 1)
+    table = rows_of([record], tmp_path)
+    where = {"exhibit_id": "memascend-fig15", "series": tidy.AS_PUBLISHED}
+    raw = number(table, metric="peak system memory", **where)
+    assert raw == pytest.approx(record["memory"]["host_peak_net_bytes"] / tidy.GIB)
+    assert number(table, metric="peak system memory (x k^2)", **where) == pytest.approx(64 * raw)
+
+
+def test_the_components_and_what_the_ledger_lacks_add_up_to_the_peak(tmp_path: Path) -> None:
+    record = training("Qwen2.5-7B", "as_published", "fp16", 1)
+    record["memory"]["host_peak_net_bytes"] += 5_000_000
+    table = rows_of([record], tmp_path)
+    mine = table[(table["exhibit_id"] == "memascend-fig08") & (table["series"] == tidy.AS_PUBLISHED)]
+    parts = [*derive_measured.FIG08_METRICS, "not in the ledger"]
+    total = sum(number(mine, metric=metric) for metric in parts)
+    assert total == pytest.approx(number(mine, metric="peak system memory"))
+    assert number(mine, metric="not in the ledger") == pytest.approx(5_000_000 / tidy.GIB)
+
+
+def test_rounding_by_the_allocator_is_pinned_memory_overhead(tmp_path: Path) -> None:
+    record = training("Qwen2.5-7B", "as_published", "bf16", 1)
+    surplus = sum(e["reserved_bytes"] - e["requested_bytes"] for e in record["ledger"])
+    components = derive_measured.Run(record, tmp_path / "x.json").components()
+    assert components["pinned memory overhead"] == surplus > 0
+
+
+def test_a_device_entry_and_one_that_is_dead_at_the_peak_do_not_count(tmp_path: Path) -> None:
+    record = training("Qwen2.5-7B", "memascend", "fp16", 1)
+    before = derive_measured.Run(record, tmp_path / "x.json").components()
+    for change in ({"role": "device"}, {"at_peak": False}):
+        record["ledger"].append({**record["ledger"][0], **change})
+    assert derive_measured.Run(record, tmp_path / "x.json").components() == before
+
+
+def test_reduction_and_average(tmp_path: Path) -> None:
+    table = rows_of(full_set(), tmp_path)
+    mine = table[(table["exhibit_id"] == "memascend-fig15") & (table["series"] == tidy.MEMASCEND)]
+    singles = [number(mine, metric="reduction", model=model) for model in tidy.DENSE]
+    assert number(mine, metric="average reduction") == pytest.approx(sum(singles) / 4)
+
+
+def test_the_average_waits_for_all_four_models(tmp_path: Path) -> None:
+    records = [training("Qwen2.5-7B", arm, "fp16", i) for i, arm in enumerate(("as_published", "memascend"))]
+    table = rows_of(records, tmp_path)
+    assert "average reduction" not in set(table["metric"])
+
+
+def test_seeds_are_joined_by_the_median(tmp_path: Path) -> None:
+    records = [training("Qwen2.5-7B", "memascend", "fp16", seed, seed=seed) for seed in range(3)]
+    for record, extra in zip(records, (0, 1 << 20, 50 << 20), strict=True):
+        record["memory"]["host_peak_net_bytes"] += extra
+    table = rows_of(records, tmp_path)
+    mine = table[(table["exhibit_id"] == "memascend-fig15") & (table["metric"] == "peak system memory")]
+    assert number(mine) == pytest.approx(records[1]["memory"]["host_peak_net_bytes"] / tidy.GIB)
+    assert len(mine["source"].iloc[0].split()) == 3
+
+
+def test_a_run_out_of_memory_is_a_result(tmp_path: Path) -> None:
+    record = training("Llama3.2-1B", "zero_offload", "fp16", 1)
+    for field in ("memory", "ledger", "losses", "phases"):
+        del record[field]
+    record["status"] = "oom"
+    table = rows_of([record], tmp_path)
+    mine = table[(table["exhibit_id"] == "memascend-tab02")]
+    assert list(mine["value"]) == ["N/A (out of memory)"]
+
+
+def test_the_timeline_is_that_of_the_last_check_and_peaks_at_its_spike(tmp_path: Path) -> None:
+    records = [training("Qwen2.5-7B", arm, "fp16", i) for i, arm in enumerate(("as_published", "memascend"))]
+    table = rows_of(records, tmp_path)
+    live = table[table["metric"] == "live tensors relative to the flat buffer"].assign(
+        x=lambda t: t["value"].astype(float)
+    )
+    assert live.loc[live["series"] == tidy.AS_PUBLISHED, "x"].max() == pytest.approx(2.25, abs=1e-3)
+    assert live.loc[live["series"] == tidy.AS_PUBLISHED, "x_value"].astype(float).max() == pytest.approx(600, abs=1)
+    assert set(live.loc[live["series"] == tidy.MEMASCEND, "x"]) == {1.0}
+    resident = table[table["metric"] == "resident memory relative to the flat buffer"]
+    assert resident["value"].astype(float).max() == pytest.approx(2.25, abs=1e-3)
+
+
+def test_the_benchmark_gives_medians_and_relative_memory(tmp_path: Path) -> None:
+    table = rows_of([bench(1)], tmp_path)
+    chain = table[(table["metric"] == "overflow check latency") & (table["series"] == tidy.AS_PUBLISHED)]
+    assert number(chain, x_value="1000000") == pytest.approx(1.05 * 4e-9 * 1e6 * 1e3)
+    assert number(table, metric="extra memory relative to the buffer", series=tidy.AS_PUBLISHED) == 1.25
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"schema_version": 2}, "schema_version"),
+        ({"status": "crash"}, "status"),
+        ({"key": "abc"}, "key"),
+        ({"memory": {}}, "memory"),
+    ],
+)
+def test_a_record_that_breaks_the_schema_is_refused_with_its_place(tmp_path: Path, change: dict, place: str) -> None:
+    paths = write_records(tmp_path, [training("Qwen2.5-7B", "memascend", "fp16", 1) | change])
+    with pytest.raises(tidy.TableError, match=place):
+        derive_measured.load(paths)
+
+
+def test_an_entry_called_other_is_refused(tmp_path: Path) -> None:
+    record = training("Qwen2.5-7B", "memascend", "fp16", 1)
+    record["ledger"][0]["owner"] = "other"
+    with pytest.raises(tidy.TableError, match="ledger/0/owner"):
+        derive_measured.load(write_records(tmp_path, [record]))
+
+
+def test_half_a_record_ends_the_program_with_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "train-x.json"
+    path.write_text(json.dumps(training("Qwen2.5-7B", "memascend", "fp16", 1))[:500])
+    words = ["-m", "workflows.scripts.derive_measured", "--records", str(path), "--out", str(tmp_path / "out.csv")]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out.csv").exists()

@@ -1,0 +1,72 @@
+"""What the profiles measure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from workflows.scripts import tidy
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTS = yaml.safe_load((ROOT / "workflows/config/experiments.yaml").read_text())
+PROFILES = EXPERIMENTS["profiles"]
+
+
+def groups(profile: str) -> list[dict]:
+    return [*PROFILES[profile]["training"], *PROFILES[profile]["overflow"]]
+
+
+def test_the_file_fits_its_schema() -> None:
+    tidy.check(EXPERIMENTS, "experiments.schema.json", "experiments.yaml")
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": {}}, {"dtypes": ["fp8"]}, {"models": {"qwen2.5-7b": 3}}, {"time_limit_s": 0}]
+)
+def test_the_schema_refuses_a_group_that_cannot_work(change: dict) -> None:
+    broken = json.loads(json.dumps(EXPERIMENTS))
+    broken["profiles"]["smoke"]["training"][0] |= change
+    with pytest.raises(tidy.TableError, match="profiles/smoke/training/0"):
+        tidy.check(broken, "experiments.schema.json", "experiments.yaml")
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_built_exhibit_has_a_run_in_every_profile(profile: str) -> None:
+    registry = yaml.safe_load((ROOT / "workflows/config/exhibits.yaml").read_text())["exhibits"]
+    measured = {e["id"] for e in registry if e["status"] == "built" and "measured" in e["lanes"]}
+    assert measured <= {exhibit for group in groups(profile) for exhibit in group["exhibits"]}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_an_exhibit_named_by_a_group_is_in_the_registry(profile: str) -> None:
+    registry = {e["id"] for e in yaml.safe_load((ROOT / "workflows/config/exhibits.yaml").read_text())["exhibits"]}
+    assert {exhibit for group in groups(profile) for exhibit in group["exhibits"]} <= registry
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_models_are_committed_and_arms_are_described(profile: str) -> None:
+    for group in PROFILES[profile]["training"]:
+        assert set(group["models"]) <= set(tidy.DISPLAY)
+        assert set(group["arms"]) <= set(EXPERIMENTS["arms"])
+    for arm in EXPERIMENTS["arms"].values():
+        described = yaml.safe_load((ROOT / "baselines" / arm["system"] / "system.yaml").read_text())["arms"]
+        assert arm["arm"] in described or "environment" in arm
+
+
+def test_quick_runs_ten_applied_steps_on_the_7b_twin_in_all_arms_and_the_reference() -> None:
+    seven = [g for g in PROFILES["quick"]["training"] if "qwen2.5-7b" in g["models"] and "fp16" in g["dtypes"]]
+    assert any(
+        {"as_published", "today", "memascend", "zero_offload"} <= set(g["arms"])
+        and g["steps"] >= 10
+        and g["models"]["qwen2.5-7b"] == 8
+        for g in seven
+    )
+
+
+def test_schemas_are_themselves_valid() -> None:
+    for path in (ROOT / "workflows/schemas").glob("*.schema.json"):
+        jsonschema.Draft202012Validator.check_schema(json.loads(path.read_text()))

@@ -1,0 +1,105 @@
+"""Every exhibit draws, from a full table and from a poor one, and the same table gives the same picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+import yaml
+from conftest import built_exhibits
+
+from workflows.scripts import claims, plot_exhibit, report, tidy
+from workflows.scripts.plots import rows, style
+
+ROOT = Path(__file__).resolve().parents[2]
+REGISTRY = yaml.safe_load((ROOT / "workflows/config/exhibits.yaml").read_text())["exhibits"]
+
+
+def drawn(folder: Path, exhibit: str):
+    table = tidy.read_table(folder / "exhibits" / f"{exhibit}.csv")
+    runs = pd.read_csv(folder / "runs.csv", dtype=str, keep_default_na=False)
+    figure = plot_exhibit.draw(exhibit, table, plot_exhibit.footer(plot_exhibit.provenance(table, runs)))
+    figure.canvas.draw()
+    return figure
+
+
+@pytest.mark.parametrize("exhibit", built_exhibits())
+@pytest.mark.parametrize("amount", ["full", "smoke"])
+def test_draws_and_keeps_its_text_inside(request: pytest.FixtureRequest, amount: str, exhibit: str) -> None:
+    figure = drawn(request.getfixturevalue(amount), exhibit)
+    frame = figure.bbox
+    texts = [t for t in figure.findobj(matplotlib.text.Text) if t.get_visible() and t.get_text().strip()]
+    boxes = [(t.get_text(), t.get_window_extent()) for t in texts]
+    assert len(boxes) > 5
+    ticks = {label.get_text() for axis in figure.axes for label in (*axis.get_xticklabels(), *axis.get_yticklabels())}
+    cut = [text for text, box in boxes if text not in ticks and not frame.padded(2).fully_containsx(box.x0)]
+    cut += [text for text, box in boxes if text not in ticks and not frame.padded(2).fully_containsx(box.x1)]
+    assert not cut
+    plt.close(figure)
+
+
+@pytest.mark.parametrize("exhibit", built_exhibits())
+def test_the_line_under_the_axes_names_commit_and_date_of_the_records(full: Path, exhibit: str) -> None:
+    figure = drawn(full, exhibit)
+    text = " ".join(t.get_text() for t in figure.texts)
+    assert "commit c0ffee12" in text
+    assert "2026-01-02" in text
+    assert "measured: " in text
+    plt.close(figure)
+
+
+def test_the_same_table_gives_the_same_bytes(full: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        plot_exhibit.save(drawn(full, "memascend-fig11"), tmp_path / name)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+    assert (tmp_path / "one.pdf").read_bytes() == (tmp_path / "two.pdf").read_bytes()
+
+
+def test_a_caption_names_what_was_not_measured(smoke: Path) -> None:
+    entry = next(e for e in REGISTRY if e["id"] == "memascend-fig15")
+    table = tidy.read_table(smoke / "exhibits/memascend-fig15.csv")
+    text = plot_exhibit.caption(entry, "Prose.", table, {"measured": "twins"})
+    assert "not measured in this profile: Llama3.1-8B, Qwen2.5-14B, Qwen2.5-32B" in text
+
+
+def test_lanes_look_different_and_systems_keep_their_colour() -> None:
+    looks = [tuple(sorted(style.surface(lane, "#123456").items())) for lane in ("published", "modelled", "measured")]
+    assert len(set(looks)) == 3
+    names = [
+        tidy.AS_PUBLISHED,
+        "ZeRO-Infinity (DeepSpeed 0.19.8)",
+        tidy.MEMASCEND,
+        tidy.ZERO_OFFLOAD,
+        tidy.ALL_IN_GPU,
+        "torch.aminmax",
+    ]
+    assert len({style.colour(name) for name in names}) == len(names)
+    assert style.colour("ZeRO-Infinity") == style.colour(tidy.AS_PUBLISHED)
+
+
+def test_measured_bars_stand_at_the_originals_size(full: Path) -> None:
+    data = rows.comparable(tidy.read_table(full / "exhibits/memascend-fig15.csv"))
+    measured, printed = (
+        rows.value(data, lane=lane, model="Qwen2.5-7B", series=tidy.MEMASCEND, metric="peak system memory")
+        for lane in ("measured", "published")
+    )
+    assert measured == pytest.approx(printed, rel=0.1)
+
+
+def test_the_report_shows_each_exhibit_and_needs_nothing_from_outside(full: Path, tmp_path: Path) -> None:
+    document = yaml.safe_load((ROOT / "workflows/config/claims.yaml").read_text())
+    verdicts = claims.decide_all(document["claims"], full / "exhibits")
+    for exhibit in built_exhibits():
+        (tmp_path / f"{exhibit}.md").write_text(f"**{exhibit}.** Prose & more.\n\n- measured: here\n")
+    text = report.page(REGISTRY, tmp_path, verdicts)
+    assert all(f"src='{exhibit}.svg'" in text and f"href='{exhibit}.csv'" in text for exhibit in built_exhibits())
+    assert "http" not in text
+    assert all(entry["id"] in text for entry in REGISTRY)
+
+
+def test_the_report_says_which_exhibit_is_not_drawn(tmp_path: Path) -> None:
+    with pytest.raises(tidy.TableError, match="memascend-fig03 is not drawn yet"):
+        report.page(REGISTRY, tmp_path, [])
