@@ -65,6 +65,7 @@ struct Faults {
   std::atomic<int> refuse_direct_open{0};
   std::atomic<int> refuse_direct_transfer{0};
   std::atomic<int> fail_close{0};
+  std::atomic<int> partial_blocks_past_the_cache{0};
   std::atomic<int> calls{0};
   std::atomic<int> open_files{0};
   std::atomic<int> most_open_files{0};
@@ -73,7 +74,7 @@ struct Faults {
 void reset_faults() {
   faults.max_bytes = 1 << 30;
   faults.interrupt_every = faults.fail_call = faults.fail_errno = faults.refuse_direct_open = 0;
-  faults.refuse_direct_transfer = faults.fail_close = faults.calls = faults.open_files = faults.most_open_files = 0;
+  faults.refuse_direct_transfer = faults.fail_close = faults.partial_blocks_past_the_cache = faults.calls = faults.open_files = faults.most_open_files = 0;
 }
 
 int faulty_open(const char* path, int flags, mode_t mode) {
@@ -91,8 +92,11 @@ int faulty_open(const char* path, int flags, mode_t mode) {
   return fd;
 }
 
-bool inject(int fd) {
+bool inject(int fd, std::size_t bytes, off_t offset) {
   const int call = ++faults.calls;
+  if ((fcntl(fd, F_GETFL) & O_DIRECT) && (bytes % 4096 != 0 || offset % 4096 != 0)) {
+    ++faults.partial_blocks_past_the_cache;
+  }
   if (faults.interrupt_every && call % faults.interrupt_every == 0) {
     errno = EINTR;
     return true;
@@ -111,10 +115,10 @@ bool inject(int fd) {
 // A partial direct transfer must still be legal for the kernel: where it is not, the kernel answers EINVAL, and that
 // is one of the things that the engine has to live with.
 ssize_t faulty_pread(int fd, void* data, std::size_t bytes, off_t offset) {
-  return inject(fd) ? -1 : ::pread(fd, data, std::min(bytes, static_cast<std::size_t>(faults.max_bytes)), offset);
+  return inject(fd, bytes, offset) ? -1 : ::pread(fd, data, std::min(bytes, static_cast<std::size_t>(faults.max_bytes)), offset);
 }
 ssize_t faulty_pwrite(int fd, const void* data, std::size_t bytes, off_t offset) {
-  return inject(fd) ? -1 : ::pwrite(fd, data, std::min(bytes, static_cast<std::size_t>(faults.max_bytes)), offset);
+  return inject(fd, bytes, offset) ? -1 : ::pwrite(fd, data, std::min(bytes, static_cast<std::size_t>(faults.max_bytes)), offset);
 }
 int faulty_close(int fd) {
   --faults.open_files;
@@ -164,6 +168,16 @@ TEST(file_engine_any_address_length_and_offset) {
   round_trips(engine, folder, "kernel");
   CHECK(engine.counters().bytes_read == engine.counters().bytes_written);
   CHECK(engine.counters().bounced_bytes > 0);
+}
+
+// A page that is written partly past the page cache and partly through it can be torn by the cache's write-back.
+TEST(file_engine_passes_the_cache_in_whole_pages_only) {
+  Folder folder;
+  reset_faults();
+  FileEngine engine(3, kBlock, kFaulty);
+  round_trips(engine, folder, "counted");
+  CHECK(faults.calls > 0 && faults.partial_blocks_past_the_cache == 0);
+  CHECK(engine.counters().buffered_bytes < engine.counters().bytes_written);
 }
 
 TEST(file_engine_partial_transfers_are_continued) {
