@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from workflow_fixtures import bench, full_set, training, write_records
+from workflow_fixtures import bench, full_set, probed, training, write_records
 
 from workflows.scripts import derive_measured, tidy
 
@@ -147,3 +147,16 @@ def test_half_a_record_ends_the_program_with_one_line(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out.csv").exists()
+
+
+def test_the_probed_machine_stands_in_both_tables(tmp_path: Path) -> None:
+    table = rows_of([probed(1)], tmp_path)
+    assert set(table["exhibit_id"]) == {"memascend-tab03", "memascend-tab05"}
+    mine = table[table["exhibit_id"] == "memascend-tab05"].set_index("x_value")["value"]
+    assert dict(mine) == {
+        "CPU": "Example CPU, 2 cores",
+        "CPU Memory": "16 GiB",
+        "PCIe": "not visible",
+        "GPU": "none",
+        "SSD": "1 × virtual drive (0.275 TB)",
+    }

@@ -146,6 +146,20 @@ def bench(number: int) -> dict[str, Any]:
     return {**header("bench-overflow-test", "bench-overflow", number), "points": points}
 
 
+def probed(number: int) -> dict[str, Any]:
+    drive = {"model": "virtual drive", "count": 1, "capacity_tb": 0.2749}
+    testbed = {
+        "cpu": "Example CPU",
+        "sockets": 1,
+        "cores": 2,
+        "memory_gib": 16,
+        "pcie": None,
+        "gpus": [],
+        "ssds": [drive],
+    }
+    return {**header("testbed-local", "testbed", number), "testbed": testbed}
+
+
 def write_trace(path: Path, record: dict[str, Any]) -> None:
     """Resident memory sampled every 10 ms through the last check."""
     checks = [e for e in record.get("ledger", []) if e["owner"] == "overflow_check"]
@@ -186,14 +200,14 @@ def full_set() -> list[dict[str, Any]]:
     runs += [(m, a, "bf16") for m in MODELS for a in ("as_published", "memascend")]
     runs += [("Qwen2.5-7B", a, "fp16") for a in ("today", "zero_offload")]
     runs += [(m, a, "fp16") for m in SMALL for a in ("as_published", "zero_offload")]
-    return [bench(1), *(training(m, a, d, 2 + i) for i, (m, a, d) in enumerate(runs))]
+    return [bench(1), probed(0), *(training(m, a, d, 2 + i) for i, (m, a, d) in enumerate(runs))]
 
 
 def smoke_set() -> list[dict[str, Any]]:
     """What the smoke profile measures: one model."""
     runs = [("Qwen2.5-7B", a, d) for d in ("fp16", "bf16") for a in ("as_published", "memascend")]
     runs += [("Llama3.2-1B", a, "fp16") for a in ("as_published", "zero_offload")]
-    return [bench(1), *(training(m, a, d, 2 + i) for i, (m, a, d) in enumerate(runs))]
+    return [bench(1), probed(0), *(training(m, a, d, 2 + i) for i, (m, a, d) in enumerate(runs))]
 
 
 def modelled_rows() -> list[dict[str, str]]:

@@ -281,7 +281,7 @@ BENCHES = {
     bench["run_id"]: bench
     for bench in EXPERIMENTS["profiles"][config["profile"]]["overflow"]
 }
-RECORDS = [f"{RAW}/{run_id}.json" for run_id in [*BENCHES, *RUNS]]
+RECORDS = [f"{RAW}/{run_id}.json" for run_id in ["testbed-local", *BENCHES, *RUNS]]
 
 
 wildcard_constraints:

@@ -38,3 +38,14 @@ rule overflow_bench:
     shell:
         "flock {params.lock} timeout {params.time_limit_s} python -m workflows.scripts.bench_overflow"
         " --out {output.record} {params.arguments} > {log} 2>&1"
+
+
+rule machine:
+    output:
+        record=f"{RAW}/testbed-local.json",
+    log:
+        f"{RAW}/logs/testbed-local.log",
+    conda:
+        "../envs/memascend.yaml"
+    shell:
+        "python -m workflows.scripts.probe_record --run-id testbed-local --out {output.record} > {log} 2>&1"

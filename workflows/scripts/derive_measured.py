@@ -410,33 +410,31 @@ def bench_memory(benches: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def machine(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The machine that measured, in the columns of Tables III and V."""
-    seen = set()
-    for record in sorted(records, key=lambda r: r["started_at"]):
-        host = record["host"]
-        if host["name"] in seen:
-            continue
-        seen.add(host["name"])
+    """The probed machine, in the rows of Tables III and V."""
+    for record in (r for r in records if r["kind"] == "testbed"):
+        name, probed = record["host"]["name"], record["testbed"]
+        sockets = f"{probed['sockets']} × " if (probed["sockets"] or 1) > 1 else ""
         parts = {
-            "CPU": f"{host['cpu']} ({host['cores']} logical cores)",
-            "CPU Memory": f"{host['memory_bytes'] / GIB:.1f} GiB",
-            "PCIe": host.get("pcie", "not used"),
-            "GPU": host.get("gpu", "none used"),
-            "SSD": host.get("ssd", "not recorded"),
+            "CPU": f"{sockets}{probed['cpu']}, {probed['cores']} cores",
+            "CPU Memory": f"{probed['memory_gib']:g} GiB",
+            "PCIe": probed["pcie"] or "not visible",
+            "GPU": listed(probed["gpus"], "memory_gib", "GiB") or "none",
+            "SSD": listed(probed["ssds"], "capacity_tb", "TB") or "none visible",
         }
         for exhibit in ("memascend-tab03", "memascend-tab05"):
             for component, text in parts.items():
-                yield row(
-                    exhibit,
-                    f"This machine ({host['name']})",
-                    "specification",
-                    text,
-                    "text",
-                    host["name"],
-                    record["key"],
-                    x_name="component",
-                    x_value=component,
-                )
+                at = {"x_name": "component", "x_value": component}
+                series = f"This machine ({name})"
+                yield row(exhibit, series, "specification", text, "text", name, record["key"], **at)
+
+
+def listed(devices: list[dict[str, Any]], size: str, unit: str) -> str:
+    """Devices as the paper's tables write them: count, model, size."""
+    texts = []
+    for device in devices:
+        amount = f" ({device[size]:.3g} {unit})" if device.get(size) else ""
+        texts.append(f"{device.get('count') or 1} × {device['model']}{amount}")
+    return ", ".join(texts)
 
 
 def derive(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,27 @@
+"""The machine that measures, probed, as a run record of kind ``testbed``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hardware.probe import probe
+from workflows.scripts import provenance, tidy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    try:
+        record = provenance.record_header(args.run_id, "testbed") | {"testbed": probe()}
+        record["key"] = provenance.record_key(record)
+        tidy.check(record, "record.schema.json", args.run_id)
+        provenance.write_json_atomically(args.out, record)
+    except (OSError, ValueError) as error:
+        tidy.fail(error)
+
+
+if __name__ == "__main__":
+    main()
