@@ -90,7 +90,8 @@ def zero3_config(run: RunSpec, offload_param: dict[str, Any], offload_optimizer:
 
     ``initial_scale_power`` is 8 so that no step is skipped for overflow; the check runs all the same.
     ``stage3_max_reuse_distance`` is 0: with more, live parameters hold their swap buffers and the pool runs out.
-    ``sub_group_size`` is small, so that the largest sub-group is the largest tensor, as the papers' totals imply.
+    ``sub_group_size`` is small, so that the largest sub-group is the largest tensor, as the papers' totals imply
+    (DeepSpeed counts a rank's partitions, hence the division by ranks).
     """
     return {
         "train_micro_batch_size_per_gpu": run.batch,
@@ -108,7 +109,7 @@ def zero3_config(run: RunSpec, offload_param: dict[str, Any], offload_optimizer:
             "overlap_comm": False,
             "contiguous_gradients": True,
             "reduce_bucket_size": scaled(5e8, run.k),
-            "sub_group_size": scaled(6.4e7, run.k),
+            "sub_group_size": scaled(6.4e7 / run.ranks, run.k),
             "stage3_prefetch_bucket_size": scaled(5e7, run.k),
             "stage3_max_live_parameters": scaled(1e9, run.k),
             "stage3_max_reuse_distance": 0,

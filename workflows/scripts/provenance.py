@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import tempfile
 import time
 from functools import lru_cache
@@ -29,16 +28,9 @@ NOT_IN_KEY = ("key", "commit", "dirty", "started_at", "wall_s")
 
 
 def cache_dir() -> Path:
-    """Per-user cache (``MEMASCEND_CACHE``, else XDG): compiled DeepSpeed ops, tokenizers."""
+    """Per-user cache (``MEMASCEND_CACHE``, else XDG): tokenizers and their text."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(os.environ.get("MEMASCEND_CACHE") or Path(base) / "memascend")
-
-
-def ops_dir(cache: Path) -> Path:
-    """Folder of DeepSpeed's compiled ops for the versions in use."""
-    deepspeed, torch = importlib.metadata.version("deepspeed"), importlib.metadata.version("torch").split("+")[0]
-    python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    return cache / "torch_extensions" / f"deepspeed-{deepspeed}-torch-{torch}-{python}"
 
 
 def record_header(run_id: str, kind: str) -> dict[str, Any]:

@@ -56,6 +56,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children and their swap files go too
     try:
         return run(args)
     except (ValueError, OSError) as error:
@@ -108,6 +109,8 @@ def _numel(shape: Any) -> int:
 
 
 def _require_space(swap: Path, parameters: int) -> None:
+    if swap.exists() and {p.name for p in swap.iterdir()} - {"zero_stage_3"}:
+        raise ValueError(f"{swap} holds files that are not swap files; move them, or name another folder with --nvme")
     try:
         swap.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -155,7 +158,7 @@ def _train(
     port = _free_port()
     started = time.monotonic()
     for rank in range(args.ranks):
-        environment = _environment(cache, rank, args.ranks, port, threads)
+        environment = _environment(rank, args.ranks, port, threads)
         log = (work / f"rank{rank}.log").open("w")
         children.append(
             subprocess.Popen(
@@ -191,7 +194,7 @@ def _train(
     }
 
 
-def _environment(cache: Path, rank: int, ranks: int, port: int, threads: int) -> dict[str, str]:
+def _environment(rank: int, ranks: int, port: int, threads: int) -> dict[str, str]:
     return {
         **os.environ,
         **MALLOC,
@@ -203,7 +206,6 @@ def _environment(cache: Path, rank: int, ranks: int, port: int, threads: int) ->
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(threads),
-        "TORCH_EXTENSIONS_DIR": str(provenance.ops_dir(cache)),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONHASHSEED": "0",

@@ -14,6 +14,7 @@ import gc
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -70,10 +71,27 @@ class Phases:
                 Path("/proc/self/clear_refs").write_text("5")
 
 
+def die_with_parent() -> None:
+    """Be killed when the parent is (prctl PR_SET_PDEATHSIG), so that no trainer is left behind."""
+    ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)
+
+
+def require_compiled_ops() -> None:
+    """DeepSpeed compiles missing ops on first use, for minutes and inside the measurement."""
+    from deepspeed.git_version_info import installed_ops
+
+    missing = [op for op in ("async_io", "cpu_adam") if not installed_ops.get(op)]
+    if missing:
+        raise RuntimeError(
+            f"DeepSpeed's ops {', '.join(missing)} are not compiled here; run: make setup"
+        )
+
+
 def prepare_imports(job: dict[str, Any]) -> None:
     """Import everything and load the compiled ops before anything is measured."""
     import torch
 
+    require_compiled_ops()
     torch.set_num_threads(job["threads"])
     torch.manual_seed(job["seed"])
     import deepspeed
@@ -274,6 +292,7 @@ def main() -> int:
     parser.add_argument("--job", required=True)
     parser.add_argument("--result", required=True)
     args = parser.parse_args()
+    die_with_parent()
     job = json.loads(Path(args.job).read_text())
     try:
         result = Run(job).execute()
