@@ -8,13 +8,14 @@ import pytest
 from workflow_fixtures import full_set, modelled_rows, smoke_set, write_records
 
 from workflows.scripts import derive_measured, exhibit_table, tidy
+from workflows.scripts.records import load
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def build(folder: Path, records: list[dict]) -> Path:
     """Records, derived lanes and exhibit tables in ``folder``."""
-    loaded = derive_measured.load(write_records(folder / "raw", records))
+    loaded = load(write_records(folder / "raw", records))
     tidy.write_table(derive_measured.derive(loaded), folder / "measured.csv")
     tidy.write_table(map(derive_measured.run_summary, loaded), folder / "runs.csv", derive_measured.RUN_COLUMNS)
     tidy.write_table(modelled_rows(), folder / "modelled.csv")

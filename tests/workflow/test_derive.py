@@ -12,12 +12,13 @@ import pytest
 from workflow_fixtures import bench, full_set, probed, training, write_records
 
 from workflows.scripts import derive_measured, tidy
+from workflows.scripts.records import FIG08_METRICS, Run, load
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def rows_of(records: list[dict], tmp_path: Path) -> pd.DataFrame:
-    loaded = derive_measured.load(write_records(tmp_path, records))
+    loaded = load(write_records(tmp_path, records))
     return pd.DataFrame(derive_measured.derive(loaded)).reindex(columns=tidy.COLUMNS, fill_value="").fillna("")
 
 
@@ -42,7 +43,7 @@ def test_the_components_and_what_the_ledger_lacks_add_up_to_the_peak(tmp_path: P
     record["memory"]["host_peak_net_bytes"] += 5_000_000
     table = rows_of([record], tmp_path)
     mine = table[(table["exhibit_id"] == "memascend-fig08") & (table["series"] == tidy.AS_PUBLISHED)]
-    parts = [*derive_measured.FIG08_METRICS, "not in the ledger"]
+    parts = [*FIG08_METRICS, "not in the ledger"]
     total = sum(number(mine, metric=metric) for metric in parts)
     assert total == pytest.approx(number(mine, metric="peak system memory"))
     assert number(mine, metric="not in the ledger") == pytest.approx(5_000_000 / tidy.GIB)
@@ -51,16 +52,16 @@ def test_the_components_and_what_the_ledger_lacks_add_up_to_the_peak(tmp_path: P
 def test_rounding_by_the_allocator_is_pinned_memory_overhead(tmp_path: Path) -> None:
     record = training("Qwen2.5-7B", "as_published", "bf16", 1)
     surplus = sum(e["reserved_bytes"] - e["requested_bytes"] for e in record["ledger"])
-    components = derive_measured.Run(record, tmp_path / "x.json").components()
+    components = Run(record, tmp_path / "x.json").components()
     assert components["pinned memory overhead"] == surplus > 0
 
 
 def test_a_device_entry_and_one_that_is_dead_at_the_peak_do_not_count(tmp_path: Path) -> None:
     record = training("Qwen2.5-7B", "memascend", "fp16", 1)
-    before = derive_measured.Run(record, tmp_path / "x.json").components()
+    before = Run(record, tmp_path / "x.json").components()
     for change in ({"role": "device"}, {"at_peak": False}):
         record["ledger"].append({**record["ledger"][0], **change})
-    assert derive_measured.Run(record, tmp_path / "x.json").components() == before
+    assert Run(record, tmp_path / "x.json").components() == before
 
 
 def test_reduction_and_average(tmp_path: Path) -> None:
@@ -128,14 +129,14 @@ def test_the_benchmark_gives_medians_and_relative_memory(tmp_path: Path) -> None
 def test_a_record_that_breaks_the_schema_is_refused_with_its_place(tmp_path: Path, change: dict, place: str) -> None:
     paths = write_records(tmp_path, [training("Qwen2.5-7B", "memascend", "fp16", 1) | change])
     with pytest.raises(tidy.TableError, match=place):
-        derive_measured.load(paths)
+        load(paths)
 
 
 def test_an_entry_called_other_is_refused(tmp_path: Path) -> None:
     record = training("Qwen2.5-7B", "memascend", "fp16", 1)
     record["ledger"][0]["owner"] = "other"
     with pytest.raises(tidy.TableError, match="ledger/0/owner"):
-        derive_measured.load(write_records(tmp_path, [record]))
+        load(write_records(tmp_path, [record]))
 
 
 def test_half_a_record_ends_the_program_with_one_line(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ rule measured:
         records=RECORDS,
         code=[
             "workflows/scripts/derive_measured.py",
+            "workflows/scripts/records.py",
             "workflows/scripts/tidy.py",
             "workflows/schemas/record.schema.json",
+            "workflows/schemas/ledger.schema.json",
         ],
     output:
         table=f"{DERIVED}/measured.csv",

@@ -8,11 +8,9 @@ schema stops the derivation.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import pandas as pd
 
 from workflows.scripts import tidy
+from workflows.scripts.records import Run, last_check, load, read_trace, without_temporaries
 from workflows.scripts.tidy import AS_PUBLISHED, DENSE, GIB, MEMASCEND, SCALED
 
 RUN_COLUMNS = [
@@ -49,15 +48,6 @@ RUN_COLUMNS = [
     "seconds_per_step",
     "shims",
 ]
-# Ledger owner -> component of Fig. 8. What is not named here is shown as other host buffers.
-COMPONENTS = {
-    "parameter_pool": "parameter buffer pool",
-    "gradient_flat_buffer": "gradient flat buffer",
-    "optimizer_buffers": "optimizer-state and swap-out buffers",
-    "swap_out_buffer": "optimizer-state and swap-out buffers",
-    "overflow_check": "overflow check overhead",
-}
-FIG08_METRICS = (*dict.fromkeys(COMPONENTS.values()), "pinned memory overhead", "other host buffers")
 PEAKS = {  # metric -> field of the record's memory section
     "peak system memory": "host_peak_net_bytes",
     "raw resident peak": "raw_peak_bytes",
@@ -74,82 +64,6 @@ METHODS = {  # bench-overflow method -> series
 }
 TABLE2_MODELS = ("Llama3.2-1B", "Llama3.2-3B", "Llama3.1-8B")
 FAILED = {"oom": "N/A (out of memory)", "timeout": "N/A (time-out)"}
-
-
-@dataclass(frozen=True)
-class Run:
-    """A training record, with the names that tables use."""
-
-    record: dict[str, Any]
-    path: Path
-
-    @property
-    def ok(self) -> bool:
-        return self.record["status"] == "ok" and "memory" in self.record
-
-    @property
-    def series(self) -> str:
-        system, arm = self.record["system"], self.record["arm"]
-        if system == "zero_offload":
-            return tidy.ZERO_OFFLOAD
-        if system == "all_in_gpu":
-            return tidy.ALL_IN_GPU
-        if system == "memascend":
-            return MEMASCEND if arm == "memascend" else f"MemAscend ({arm})"
-        if arm == "as_published":
-            return AS_PUBLISHED
-        version = self.record["versions"].get("deepspeed", "version unknown")
-        return f"ZeRO-Infinity (DeepSpeed {version})" if arm.startswith("today") else f"ZeRO-Infinity ({arm})"
-
-    @property
-    def model(self) -> str:
-        return tidy.DISPLAY.get(self.record["model"], self.record["model"])
-
-    @property
-    def k(self) -> int:
-        return self.record["twin"]["k"]
-
-    @property
-    def dtype(self) -> str:
-        return self.record["dtype"]
-
-    @property
-    def testbed(self) -> str:
-        ranks = f"-r{self.record['ranks']}" if self.record["ranks"] > 1 else ""
-        return f"{self.record['host']['name']}/{self.record['model']}-k{self.k}{ranks}"
-
-    def memory(self, field: str) -> int:
-        """Bytes of a field of the memory section."""
-        return self.record["memory"][field]
-
-    def components(self) -> dict[str, int]:
-        """Bytes at the ledger's peak by component of Fig. 8; an allocator's surplus is one of them."""
-        out = dict.fromkeys(FIG08_METRICS, 0)
-        for entry in self.record["ledger"]:
-            if entry["role"] == "host" and entry.get("at_peak", False):
-                out[COMPONENTS.get(entry["owner"], "other host buffers")] += entry["requested_bytes"]
-                out["pinned memory overhead"] += entry["reserved_bytes"] - entry["requested_bytes"]
-        return out
-
-    def owned(self, owner: str) -> int:
-        """Bytes requested by the owner's host buffers that live at the peak."""
-        entries = (
-            e for e in self.record["ledger"] if e["owner"] == owner and e["role"] == "host" and e.get("at_peak", False)
-        )
-        return sum(e["requested_bytes"] for e in entries)
-
-
-def load(paths: list[Path]) -> list[dict[str, Any]]:
-    """Records that fit the schema, each with its file's path under ``_path``."""
-    records = []
-    for path in paths:
-        try:
-            record = json.loads(path.read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise tidy.TableError(f"{path}: not a readable record: {error}; delete it and run again") from None
-        tidy.check(record, "record.schema.json", str(path))
-        records.append({**record, "_path": path})
-    return records
 
 
 def row(
@@ -325,46 +239,6 @@ def check_timeline(exhibit: str, run: Run) -> Iterator[dict[str, Any]]:
         at = {"x_name": "time in ms", "x_value": f"{1e3 * t:.3f}"}
         yield run_row(exhibit, run, "live tensors relative to the flat buffer", 1 + level / flat, "x", **at)
     yield from resident_rows(exhibit, run, trace, (begin, end), flat)
-
-
-def without_temporaries(trace: pd.DataFrame, seconds: float) -> tuple[float | None, float]:
-    """When a check that allocates nothing ran: it opens the last step's optimizer phase."""
-    phases = [p for p in trace["phase"] if p.endswith("-optimizer")]
-    if not phases:
-        return None, 0.0
-    begin = float(trace.loc[trace["phase"] == phases[-1], "t_s"].iloc[0])
-    return begin, begin + seconds
-
-
-def read_trace(run: Run) -> pd.DataFrame:
-    """The run's memory samples; an empty table where the run kept none."""
-    path = run.path.with_suffix(".trace.csv")
-    columns = list(tidy.validator("trace.schema.json").schema["properties"])
-    if not path.exists():
-        return pd.DataFrame(columns=columns)
-    trace = pd.read_csv(path, keep_default_na=False)
-    missing = [column for column in columns if column not in trace.columns]
-    if missing:
-        raise tidy.TableError(f"{path}: column {missing[0]} is missing (trace.schema.json)")
-    if len(trace):
-        tidy.check(trace.iloc[0].to_dict(), "trace.schema.json", str(path))
-    return trace
-
-
-def last_check(record: dict[str, Any]) -> list[tuple[float, int]]:
-    """(second, change in bytes) of the temporaries of the last overflow check, in order."""
-    entries = sorted(
-        (e for e in record["ledger"] if e["owner"] == "overflow_check" and e["died_s"] is not None),
-        key=lambda e: e["born_s"],
-    )
-    if not entries:
-        return []
-    first = len(entries) - 1
-    while first > 0 and entries[first]["born_s"] - entries[first - 1]["died_s"] < 1.0:
-        first -= 1  # the checks of two steps lie seconds apart, the temporaries of one do not
-    mine = entries[first:]
-    changes = [(e["born_s"], e["reserved_bytes"]) for e in mine] + [(e["died_s"], -e["reserved_bytes"]) for e in mine]
-    return sorted(changes)
 
 
 def resident_rows(
