@@ -12,7 +12,7 @@ import pytest
 from workflow_fixtures import bench, full_set, probed, training, write_records
 
 from workflows.scripts import derive_measured, tidy
-from workflows.scripts.records import FIG08_METRICS, Run, load
+from workflows.scripts.records import FIG08_METRICS, Run, last_check, load
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -161,3 +161,13 @@ def test_the_probed_machine_stands_in_both_tables(tmp_path: Path) -> None:
         "GPU": "none",
         "SSD": "1 × virtual drive (0.275 TB)",
     }
+
+
+def test_the_last_check_is_told_from_one_that_ended_shortly_before(tmp_path: Path) -> None:
+    record = training("Qwen2.5-7B", "as_published", "fp16", 1)
+    for entry in record["ledger"]:
+        if entry["owner"] == "overflow_check" and entry["born_s"] < 9:
+            entry["born_s"], entry["died_s"] = entry["born_s"] + 3.2, entry["died_s"] + 3.2
+    changes = last_check(record)
+    assert len(changes) == 6
+    assert changes[0][0] == 9.0

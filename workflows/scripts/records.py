@@ -125,15 +125,11 @@ def read_trace(run: Run) -> pd.DataFrame:
 
 def last_check(record: dict[str, Any]) -> list[tuple[float, int]]:
     """(second, change in bytes) of the temporaries of the last overflow check, in order."""
-    entries = sorted(
-        (e for e in record["ledger"] if e["owner"] == "overflow_check" and e["died_s"] is not None),
-        key=lambda e: e["born_s"],
-    )
+    entries = [e for e in record["ledger"] if e["owner"] == "overflow_check" and e["died_s"] is not None]
     if not entries:
         return []
-    first = len(entries) - 1
-    while first > 0 and entries[first]["born_s"] - entries[first - 1]["died_s"] < 1.0:
-        first -= 1  # the checks of two steps lie seconds apart, the temporaries of one do not
-    mine = entries[first:]
-    changes = [(e["born_s"], e["reserved_bytes"]) for e in mine] + [(e["died_s"], -e["reserved_bytes"]) for e in mine]
+    end, seconds = max(e["died_s"] for e in entries), (record.get("overflow_check_seconds") or [0.0])[-1]
+    mine = [e for e in entries if e["born_s"] >= end - 1.05 * seconds - 1e-3]
+    changes = [(e["born_s"], e["reserved_bytes"]) for e in mine]
+    changes += [(e["died_s"], -e["reserved_bytes"]) for e in mine]
     return sorted(changes)

@@ -39,17 +39,13 @@ def reductions(axis: Axes, table: pd.DataFrame, metric: str, printed_average: fl
     """Reduction from as published to MemAscend, for each model and lane; the paper's average as a dashed line."""
     table = table[table["metric"] == metric]
     models = [m for m in rows.models_of(table) if m in set(table["model"])]
-    lanes = [lane for lane in style.LANE_ORDER if lane in set(table["lane"])]
-    width = 0.8 / max(1, len(lanes))
-    for i, lane in enumerate(lanes):
-        at, heights = [], []
-        for position, model in enumerate(models):
-            before, after = (rows.value(table, series=s, lane=lane, model=model) for s in (AS_PUBLISHED, MEMASCEND))
-            if before and after is not None:
-                at.append(position + (i - (len(lanes) - 1) / 2) * width)
-                heights.append(100 * (1 - after / before))
-        drawn = axis.bar(at, heights, 0.86 * width, **style.surface(lane, style.colour(MEMASCEND)))
-        style.label_inside(axis, drawn, [f"{h:.1f}" for h in heights])
+    percent = {m: percents(table, m) for m in models}
+    width = 0.8 / max(1, *map(len, percent.values()))
+    for position, model in enumerate(models):
+        for i, (lane, height) in enumerate(percent[model].items()):
+            at = position + (i - (len(percent[model]) - 1) / 2) * width
+            drawn = axis.bar([at], [height], 0.86 * width, **style.surface(lane, style.colour(MEMASCEND)))
+            style.label_inside(axis, drawn, [f"{height:.1f}"])
     average_line(axis, printed_average)
     axis.set_xticks(range(len(models)), [m.replace("-", "-\n", 1) for m in models])
     axis.set_xlim(-0.55, len(models) - 0.45)
@@ -57,6 +53,16 @@ def reductions(axis: Axes, table: pd.DataFrame, metric: str, printed_average: fl
     axis.margins(y=0.08)
     axis.set_ylim(bottom=0)
     axis.set_ylabel("reduction (%)")
+
+
+def percents(table: pd.DataFrame, model: str) -> dict[str, float]:
+    """Lane -> reduction in percent, for the lanes that have both systems."""
+    out = {}
+    for lane in style.LANE_ORDER:
+        before, after = (rows.value(table, series=s, lane=lane, model=model) for s in (AS_PUBLISHED, MEMASCEND))
+        if before and after is not None:
+            out[lane] = 100 * (1 - after / before)
+    return out
 
 
 def average_line(axis: Axes, value: float | None) -> None:

@@ -19,7 +19,7 @@ PARTS = {
     "not in the ledger": "#D9D9D9",
 }
 HEAD_INCHES = 0.8
-SHOWN_GIB = 0.02  # thinner slices cannot be seen
+SHOWN_GIB = 0.2  # thinner slices cannot be seen
 SHORT = {AS_PUBLISHED: "ZeRO-Infinity\nas published", MEMASCEND: "MemAscend", MINIMUM: "theoretical\nminimum"}
 
 
