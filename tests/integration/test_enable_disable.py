@@ -103,3 +103,14 @@ def test_a_pinned_tensor_of_the_accelerator_is_pinned_and_exact():
         assert entry.reserved_bytes - 5000 * 4 <= 4095
     finally:
         memascend.disable()
+
+
+def test_the_default_that_keeps_parameters_in_memory_is_warned_about(tmp_path):
+    import memascend
+
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = CONFIG | {"zero_optimization": CONFIG["zero_optimization"] | {"offload_param": offload}}
+    try:
+        assert any("max_in_cpu" in warning for warning in memascend.enable(config).warnings)
+    finally:
+        memascend.disable()

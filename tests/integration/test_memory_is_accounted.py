@@ -17,6 +17,12 @@ def test_locked_buffers_are_what_the_kernel_locks(runs, system, arm):
     assert memory["locked_bytes"] == pytest.approx(memory["locked_buffers_bytes"], rel=0.02)
 
 
+@pytest.mark.parametrize(("system", "arm"), [("zero_infinity", "as_published"), ("memascend", "memascend")])
+def test_the_ledger_explains_the_measured_peak(runs, system, arm):
+    """Even of the smallest twin, whose buffers are a few MiB in a process of 450 MiB."""
+    assert runs.record(system, arm)["memory"]["ledger_explained_share"] == pytest.approx(1.0, abs=0.08)
+
+
 def test_no_ledger_entry_is_called_other(runs):
     assert not [e for e in runs.record("memascend", "memascend")["ledger"] if "other" in e["owner"]]
 

@@ -1,8 +1,9 @@
 """From samples, allocation events and idle readings to the memory section of a run record (DESIGN, Words: Host peak).
 
 * host resident = RssAnon + RssFile: device-role blocks are shared mappings, which the kernel counts apart (RssShmem).
-* baseline = host resident when idle after the last step, minus the host buffers that the ledger holds then.
-* host peak net = largest host resident over the steady steps (from the second on) minus the baseline.
+* baseline = host resident when idle after the warm-up (two steps), minus the host buffers that the ledger holds then.
+* host peak net = largest host resident over the steady steps, which come later, minus the baseline: what grows then
+  and is in no ledger entry counts against the explained share.
 * ledger peak = largest sum of host entries alive at one instant in the same window, from allocation events alone.
 """
 
@@ -74,18 +75,20 @@ def account(results: list[dict[str, Any]], samples: list[tuple]) -> dict[str, An
     end = max(r["phases"][-1]["end_s"] for r in results)
     steady = [s for s in samples if begin <= s[0] <= end]
     startup = [s for s in samples if s[0] < min(_training_begin(r) for r in results)]
-    idle = [r["idle"][-1] for r in results]
+    idle, end_idle = [r["idle"][0] for r in results], [r["idle"][-1] for r in results]
     live_when_idle = sum(_live(ledger, reading["at_s"]) for ledger, reading in zip(ledgers, idle, strict=True))
-    idle_host = sum(i["status"]["RssAnon"] + i["status"]["RssFile"] for i in idle)
+    idle_host = sum(_host(i["status"]) for i in idle)
     baseline = idle_host - live_when_idle
     host_peak = max((s[2] + s[3] for s in steady), default=0)
     ledger_peak, at = _peak(entries, begin, end)
     net = host_peak - baseline
     first = [s for s in samples if min(_training_begin(r) for r in results) <= s[0] < begin]
     memory = {
-        "floor_bytes": sum(r["floor"]["RssAnon"] + r["floor"]["RssFile"] for r in results),
+        "floor_bytes": sum(_host(r["floor"]) for r in results),
         "baseline_bytes": baseline,
         "idle_bytes": idle_host,
+        "idle_end_bytes": sum(_host(i["status"]) for i in end_idle),
+        "idle_end_trimmed_bytes": sum(_host(i["trimmed"]) for i in end_idle),
         "locked_bytes": max((s[5] for s in steady), default=0),
         "raw_peak_bytes": max((s[1] for s in steady), default=0),
         "kernel_hwm_training_bytes": sum(
@@ -96,7 +99,7 @@ def account(results: list[dict[str, Any]], samples: list[tuple]) -> dict[str, An
         ),
         "startup_peak_bytes": max((s[1] for s in startup), default=0),
         "startup_host_peak_bytes": max((s[2] + s[3] for s in startup), default=0),
-        "first_step_host_peak_bytes": max((s[2] + s[3] for s in first), default=0),
+        "warm_up_host_peak_bytes": max((s[2] + s[3] for s in first), default=0),
         "host_peak_bytes": host_peak,
         "host_peak_net_bytes": net,
         "device_peak_bytes": max((s[4] for s in steady), default=0),
@@ -110,15 +113,19 @@ def account(results: list[dict[str, Any]], samples: list[tuple]) -> dict[str, An
     return {"memory": memory, "ledger": [_relative(e, start, at) for e in entries if e["reserved_bytes"] >= 4096]}
 
 
+def _host(status: dict[str, int]) -> int:
+    """Resident bytes that do not play the device's role."""
+    return status["RssAnon"] + status["RssFile"]
+
+
 def _training_begin(result: dict[str, Any]) -> float:
     return next(p["begin_s"] for p in result["phases"] if p["name"] == "step1-forward")
 
 
 def _first_steady(result: dict[str, Any]) -> float:
-    """The second step's begin, since the first makes the Adam states; the first when there is only one."""
-    names = [p["name"] for p in result["phases"]]
-    name = "step2-forward" if "step2-forward" in names else "step1-forward"
-    return next(p["begin_s"] for p in result["phases"] if p["name"] == name)
+    """Begin of the first step after the warm-up; of the only step when there is one."""
+    begins = {p["name"]: p["begin_s"] for p in result["phases"]}
+    return begins.get(f"step{result['warm_up_steps'] + 1}-forward", begins["step1-forward"])
 
 
 def _rank_ledger(result: dict[str, Any]) -> list[dict[str, Any]]:

@@ -32,9 +32,9 @@ def read_status() -> dict[str, int]:
     return out
 
 
-def host_resident(status: dict[str, int]) -> int:
-    """Resident bytes that do not play the device's role (device-role blocks are shared mappings)."""
-    return status["RssAnon"] + status["RssFile"]
+def warm_up_steps(steps: int) -> int:
+    """Steps before the steady state: the first makes the Adam states, the second the prefetcher's records."""
+    return min(2, max(1, steps - 1))
 
 
 class Phases:
@@ -82,9 +82,7 @@ def require_compiled_ops() -> None:
 
     missing = [op for op in ("async_io", "cpu_adam") if not installed_ops.get(op)]
     if missing:
-        raise RuntimeError(
-            f"DeepSpeed's ops {', '.join(missing)} are not compiled here; run: make setup"
-        )
+        raise RuntimeError(f"DeepSpeed's ops {', '.join(missing)} are not compiled here; run: make setup")
 
 
 def prepare_imports(job: dict[str, Any]) -> None:
@@ -216,20 +214,24 @@ class Run:
             with self.phases(f"step{step + 1}-optimizer", "host"):
                 self.engine.step()
             result["io_steps"].append(vars(self.enabled.io).copy())
-            if self.memory_mode and step + 1 in (1, job["steps"]):
-                self._read_idle(f"after-step{step + 1}")
+            if self.memory_mode and step + 1 in (warm_up_steps(job["steps"]), job["steps"]):
+                self._read_idle(f"after-step{step + 1}", last=step + 1 == job["steps"])
+        result["warm_up_steps"] = warm_up_steps(job["steps"])
         result["skipped_steps"] = int(self.engine.skipped_steps)
 
-    def _read_idle(self, name: str) -> None:
+    def _read_idle(self, name: str, last: bool) -> None:
         from memascend.memory.ledger import verify_by_address
 
-        trim_heap()
         time.sleep(0.05)
+        status, at_s = read_status(), time.monotonic()
+        if last:
+            trim_heap()  # only now: a step does not trim the heap either
         self.result.setdefault("idle", []).append(
             {
                 "name": name,
-                "at_s": time.monotonic(),
-                "status": read_status(),
+                "at_s": at_s,
+                "status": status,
+                "trimmed": read_status(),
                 "named": self._named_addresses(),
                 "disagreeing": [c.entry.name for c in verify_by_address(self.enabled.ledger.live()) if not c.agrees],
             }

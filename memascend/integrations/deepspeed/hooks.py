@@ -15,6 +15,7 @@ overflow check        ``stage3.DeepSpeedZeroOptimizer_Stage3``                  
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,7 @@ class Enabled:
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
 
+log = logging.getLogger("memascend")
 _active: Enabled | None = None
 
 
@@ -118,6 +120,14 @@ def _install(
             f"DeepSpeed {deepspeed.__version__} has not been tried with memascend "
             f"(tried: {', '.join(TRIED_VERSIONS)}); hooks were found by name and signature"
         )
+    offload_param = (ds_config.get("zero_optimization") or {}).get("offload_param") or {}
+    if offload_param.get("device") == "nvme" and "max_in_cpu" not in offload_param:
+        state.warnings.append(
+            "zero_optimization.offload_param.max_in_cpu is not set: DeepSpeed's default keeps up to 1e9 parameters in "
+            "memory for good while the pool stays allocated; set it to 0"
+        )
+    for warning in state.warnings:
+        log.warning("memascend: %s", warning)
     parts = state.parts
     if get_accelerator().device_name() == "cpu":
         _install_cpu_shims(state, ds_config, gather_clone)
