@@ -12,6 +12,7 @@ Reads MEMASCEND_CACHE (default: $XDG_CACHE_HOME/memascend or ~/.cache/memascend)
 import fcntl
 import hashlib
 import importlib.metadata
+import inspect
 import os
 import platform
 import subprocess
@@ -60,7 +61,7 @@ def processor() -> str:
 
 def key(deepspeed_version: str) -> str:
     """Name of the cache folder: everything that the binaries depend on."""
-    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+    recipe = hashlib.sha256(f"{OPS}{inspect.getsource(build_wheel)}".encode()).hexdigest()[:8]
     torch_version = importlib.metadata.version("torch")
     return f"deepspeed-{deepspeed_version}-torch-{torch_version}-{sys.implementation.cache_tag}-{processor()}-{recipe}"
 
@@ -80,6 +81,14 @@ def pip(*words: str, env: dict[str, str] | None = None) -> None:
         sys.exit(f"pip ended with {done.returncode}: {' '.join(words)}")
 
 
+def compiler_without_debug_information(folder: Path) -> Path:
+    """A stand-in for the compiler that undoes DeepSpeed's -g: the same machine code in two thirds of the time."""
+    compiler = folder / "g++"
+    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "g++")} "$@" -g0\n')
+    compiler.chmod(0o755)
+    return compiler
+
+
 def build_wheel(folder: Path, version: str) -> None:
     """Compile the ops into a wheel that appears in `folder` once it is whole."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
@@ -88,6 +97,7 @@ def build_wheel(folder: Path, version: str) -> None:
     # DeepSpeed's ahead-of-time build of the CPU ops leaves its own -laio out.
     environment["LDFLAGS"] = f"-Wl,--no-as-needed -laio {os.environ.get('LDFLAGS', '')}".strip()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        environment["CXX"] = str(compiler_without_debug_information(Path(scratch)))
         source = ("--no-deps", "--no-build-isolation", "--no-cache-dir", "--no-binary", "deepspeed")
         pip("wheel", *source, "--wheel-dir", scratch, f"deepspeed=={version}", env=environment)
         (wheel,) = Path(scratch).glob("deepspeed-*.whl")
