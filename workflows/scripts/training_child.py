@@ -32,6 +32,17 @@ def read_status() -> dict[str, int]:
     return out
 
 
+def read_proportional() -> dict[str, int]:
+    """``/proc/self/smaps_rollup`` under the names of :func:`read_status`: pages shared by several ranks count once."""
+    names = {"Pss_Anon": "RssAnon", "Pss_File": "RssFile", "Pss_Shmem": "RssShmem"}
+    out = {}
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name in names:
+            out[names[name]] = int(rest.split()[0]) * 1024
+    return out
+
+
 def warm_up_steps(steps: int) -> int:
     """Steps before the steady state: the first makes the Adam states, the second the prefetcher's records."""
     return min(2, max(1, steps - 1))
@@ -223,7 +234,7 @@ class Run:
         from memascend.memory.ledger import verify_by_address
 
         time.sleep(0.05)
-        status, at_s = read_status(), time.monotonic()
+        status, at_s = self._resident_now(), time.monotonic()
         if last:
             trim_heap()  # only now: a step does not trim the heap either
         self.result.setdefault("idle", []).append(
@@ -231,11 +242,22 @@ class Run:
                 "name": name,
                 "at_s": at_s,
                 "status": status,
-                "trimmed": read_status(),
+                "trimmed": self._resident_now(),
                 "named": self._named_addresses(),
                 "disagreeing": [c.entry.name for c in verify_by_address(self.enabled.ledger.live()) if not c.agrees],
             }
         )
+
+    def _resident_now(self) -> dict[str, int]:
+        """Resident bytes; with several ranks proportional ones, read at one barrier, as the parent samples them."""
+        if self.job["ranks"] == 1:
+            return read_status()
+        import torch.distributed
+
+        torch.distributed.barrier()
+        now = read_proportional()
+        torch.distributed.barrier()
+        return now
 
     def _named_addresses(self) -> dict[str, str]:
         """Addresses of torch blocks that DeepSpeed holds in host memory, by owner."""
