@@ -9,16 +9,20 @@
 
 #include <exception>
 #include <memory>
+#include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "core/adamw.h"
 #include "core/clock.h"
 #include "core/errors.h"
 #include "core/file_engine.h"
 #include "core/overflow.h"
 #include "core/pinned.h"
 #include "core/tracking.h"
+#include "core/unscale.h"
 
 namespace py = pybind11;
 
@@ -145,6 +149,130 @@ at::Tensor has_overflow_op(const at::Tensor& tensor) {
 }
 
 at::Tensor has_overflow_meta(const at::Tensor& tensor) { return at::empty({}, tensor.options().dtype(at::kBool)); }
+
+std::uint64_t read_all_bytes(const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.device().is_cpu() && tensor.is_contiguous(), "read_all: give a contiguous CPU tensor");
+  return read_all(tensor.const_data_ptr(), static_cast<std::int64_t>(tensor.nbytes()), at::get_num_threads());
+}
+
+// ------------------------------------------------------------------------------------ unscale, norm and overflow
+
+// Errors cross the dispatcher as torch's own types, which need no GIL and no translator of ours.
+template <class Body>
+void with_torch_errors(const Body& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    TORCH_CHECK_VALUE(error.kind() != ErrorKind::kInvalidArgument, error.what());
+    TORCH_CHECK(false, error.what());
+  }
+}
+
+FloatFormat checked_format(const char* op, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, op, ": ", name, " is sparse: give a dense tensor");
+  const at::ScalarType type = tensor.scalar_type();
+  TORCH_CHECK_VALUE(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, op, ": ", name, " has dtype ",
+                    type, ": use float32, float16 or bfloat16");
+  return type == at::kFloat ? FloatFormat::kFloat32 : type == at::kHalf ? FloatFormat::kFloat16 : FloatFormat::kBFloat16;
+}
+
+using NormAndOverflow = std::tuple<at::Tensor, at::Tensor>;
+
+void check_unscale(const at::Tensor& grad, const at::Tensor& out) {
+  constexpr const char* kOp = "unscale_norm_overflow";
+  const FloatFormat in_format = checked_format(kOp, "grad", grad);
+  const FloatFormat out_format = checked_format(kOp, "out", out);
+  TORCH_CHECK_VALUE(grad.sizes() == out.sizes(), kOp, ": grad has shape ", grad.sizes(), ", out ", out.sizes());
+  TORCH_CHECK_VALUE(out_format == FloatFormat::kFloat32 || out_format == in_format, kOp,
+                    ": out is float32 or has the dtype of grad");
+  const bool dense = grad.is_same(out) ? grad.is_non_overlapping_and_dense() : grad.is_contiguous() && out.is_contiguous();
+  TORCH_CHECK_VALUE(dense, kOp, ": the gradient is not one dense run of memory: give a contiguous tensor");
+}
+
+NormAndOverflow unscale(const at::Tensor& grad, double inverse_scale, const at::Tensor& out) {
+  check_unscale(grad, out);
+  UnscaleResult result{};
+  with_torch_errors([&] {
+    result = unscale_norm_overflow(grad.const_data_ptr(), format_of(grad), out.mutable_data_ptr(), format_of(out),
+                                   grad.numel(), inverse_scale, at::get_num_threads());
+  });
+  return {at::scalar_tensor(result.sum_squares, at::TensorOptions().dtype(at::kDouble)),
+          at::scalar_tensor(result.overflow, at::TensorOptions().dtype(at::kBool))};
+}
+
+NormAndOverflow unscale_in_place(at::Tensor& grad, double inverse_scale) { return unscale(grad, inverse_scale, grad); }
+
+NormAndOverflow unscale_to(const at::Tensor& grad, double inverse_scale, at::Tensor& out) {
+  TORCH_CHECK_VALUE(!grad.is_alias_of(out), "unscale_norm_overflow: out shares memory with grad: use the in-place form");
+  return unscale(grad, inverse_scale, out);
+}
+
+NormAndOverflow unscale_result_meta(const at::Tensor& like) {
+  return {at::empty({}, like.options().dtype(at::kDouble)), at::empty({}, like.options().dtype(at::kBool))};
+}
+
+NormAndOverflow unscale_in_place_meta(at::Tensor& grad, double) {
+  check_unscale(grad, grad);
+  return unscale_result_meta(grad);
+}
+
+NormAndOverflow unscale_to_meta(const at::Tensor& grad, double, at::Tensor& out) {
+  check_unscale(grad, out);
+  return unscale_result_meta(grad);
+}
+
+// ------------------------------------------------------------------------------------------------------ AdamW
+
+void check_adamw_tensor(const char* name, const at::Tensor& tensor, const at::Tensor& param) {
+  TORCH_CHECK_VALUE(tensor.sizes() == param.sizes(), "adamw: ", name, " has shape ", tensor.sizes(), ", param ",
+                    param.sizes());
+  (void)checked_format("adamw", name, tensor);
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), "adamw: ", name, " is not contiguous");
+}
+
+void check_adamw(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg,
+                 const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& half_copy) {
+  check_adamw_tensor("param", param, param);
+  check_adamw_tensor("grad", grad, param);
+  check_adamw_tensor("exp_avg", exp_avg, param);
+  check_adamw_tensor("exp_avg_sq", exp_avg_sq, param);
+  const at::ScalarType state = param.scalar_type();
+  TORCH_CHECK_VALUE(state != at::kHalf && exp_avg.scalar_type() == state && exp_avg_sq.scalar_type() == state,
+                    "adamw: param, exp_avg and exp_avg_sq are all float32 or all bfloat16, not ", state, ", ",
+                    exp_avg.scalar_type(), ", ", exp_avg_sq.scalar_type());
+  if (half_copy) {
+    check_adamw_tensor("half_copy", *half_copy, param);
+    TORCH_CHECK_VALUE(half_copy->scalar_type() != at::kFloat, "adamw: half_copy is float16 or bfloat16, not float32");
+  }
+}
+
+void adamw_op(at::Tensor& param, const at::Tensor& grad, at::Tensor& exp_avg, at::Tensor& exp_avg_sq,
+              const std::optional<at::Tensor>& half_copy, std::int64_t step, double lr, double beta1, double beta2,
+              double eps, double weight_decay, double grad_scale, std::int64_t seed, std::int64_t element_offset) {
+  check_adamw(param, grad, exp_avg, exp_avg_sq, half_copy);
+  AdamWTensors tensors{param.mutable_data_ptr(),
+                       grad.const_data_ptr(),
+                       exp_avg.mutable_data_ptr(),
+                       exp_avg_sq.mutable_data_ptr(),
+                       nullptr,
+                       format_of(param),
+                       format_of(grad),
+                       CopyFormat::kNone,
+                       param.numel()};
+  if (half_copy && half_copy->numel() > 0) {
+    tensors.copy = half_copy->mutable_data_ptr();
+    tensors.copy_format = half_copy->scalar_type() == at::kHalf ? CopyFormat::kFloat16 : CopyFormat::kBFloat16;
+  }
+  const AdamWOptions options{step, lr,         beta1,          beta2, eps, weight_decay, grad_scale,
+                             static_cast<std::uint64_t>(seed), element_offset};
+  with_torch_errors([&] { adamw(tensors, options, at::get_num_threads()); });
+}
+
+void adamw_meta(at::Tensor& param, const at::Tensor& grad, at::Tensor& exp_avg, at::Tensor& exp_avg_sq,
+                const std::optional<at::Tensor>& half_copy, std::int64_t, double, double, double, double, double,
+                double, std::int64_t, std::int64_t) {
+  check_adamw(param, grad, exp_avg, exp_avg_sq, half_copy);
+}
 
 // ------------------------------------------------------------------------------------------------ file engine
 
@@ -341,13 +469,32 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("memlock_limit_bytes", &memlock_limit_bytes);
   module.attr("PAGE_BYTES") = kPageBytes;
 
-  module.def("has_overflow", &tensor_has_overflow);
+  module.def("has_overflow", &tensor_has_overflow, py::call_guard<py::gil_scoped_release>());
+  module.def("read_all", &read_all_bytes, py::call_guard<py::gil_scoped_release>());
   module.def("simd_level", [] { return simd_level_name(best_simd_level()); });
 
   bind_file_engine(module);
   bind_tracking(module);
 }
 
-TORCH_LIBRARY(memascend, library) { library.def("has_overflow(Tensor self) -> Tensor"); }
-TORCH_LIBRARY_IMPL(memascend, CPU, library) { library.impl("has_overflow", &has_overflow_op); }
-TORCH_LIBRARY_IMPL(memascend, Meta, library) { library.impl("has_overflow", &has_overflow_meta); }
+TORCH_LIBRARY(memascend, library) {
+  library.def("has_overflow(Tensor self) -> Tensor");
+  library.def("unscale_norm_overflow_(Tensor(a!) grad, float inverse_scale) -> (Tensor, Tensor)");
+  library.def("unscale_norm_overflow(Tensor grad, float inverse_scale, Tensor(a!) out) -> (Tensor, Tensor)");
+  library.def(
+      "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? half_copy=None, *, "
+      "int step, float lr, float beta1, float beta2, float eps, float weight_decay, float grad_scale=1.0, int seed=0, "
+      "int element_offset=0) -> ()");
+}
+TORCH_LIBRARY_IMPL(memascend, CPU, library) {
+  library.impl("has_overflow", &has_overflow_op);
+  library.impl("unscale_norm_overflow_", &unscale_in_place);
+  library.impl("unscale_norm_overflow", &unscale_to);
+  library.impl("adamw_", &adamw_op);
+}
+TORCH_LIBRARY_IMPL(memascend, Meta, library) {
+  library.impl("has_overflow", &has_overflow_meta);
+  library.impl("unscale_norm_overflow_", &unscale_in_place_meta);
+  library.impl("unscale_norm_overflow", &unscale_to_meta);
+  library.impl("adamw_", &adamw_meta);
+}

@@ -3,13 +3,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <numeric>
 
 #include "errors.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "simd_x86.h"
+#include "threads.h"
 
 namespace memascend {
 namespace {
@@ -17,10 +14,13 @@ namespace {
 // Between two looks at the shared flag a thread scans this much: small enough to stop early, large enough to stream.
 constexpr std::int64_t kChunkBytes = 256 * 1024;
 
+// A block is scanned without a look at what was found.
+constexpr std::int64_t kBlockBytes = 4096;
+
 template <typename Word>
 bool scan_portable(const void* data, std::int64_t count, Word mask) {
   const auto* words = static_cast<const Word*>(data);
-  constexpr std::int64_t kBlock = 1024;
+  constexpr std::int64_t kBlock = kBlockBytes / sizeof(Word);
   for (std::int64_t begin = 0; begin < count; begin += kBlock) {
     const std::int64_t end = std::min(count, begin + kBlock);
     unsigned found = 0;
@@ -34,26 +34,47 @@ bool scan_portable(const void* data, std::int64_t count, Word mask) {
   return false;
 }
 
+std::uint64_t read_portable(const void* data, std::int64_t bytes) {
+  const auto* cursor = static_cast<const char*>(data);
+  std::uint64_t all = 0;
+  for (std::int64_t i = 0; i + 8 <= bytes; i += 8) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, cursor + i, 8);
+    all |= word;
+  }
+  for (std::int64_t i = bytes / 8 * 8; i < bytes; ++i) {
+    all |= static_cast<unsigned char>(cursor[i]);
+  }
+  return all;
+}
+
 #if defined(__x86_64__)
 
 #define MEMASCEND_TARGET(features) __attribute__((target(features)))
 
+// The vector kernels keep the largest exponent: one AND (which loads) and one MAX a vector, no branch in a block. With
+// the sign masked away the signed maximum is the unsigned one, and the value is not finite exactly if it equals the
+// mask. Four maxima, so that no instruction waits for the one before.
+
 MEMASCEND_TARGET("avx2")
-bool scan_avx2(const void* data, std::int64_t bytes, std::uint32_t mask, int word_bytes) {
-  const auto* cursor = static_cast<const char*>(data);
+inline __m256i max256(__m256i a, __m256i b, bool wide) { return wide ? _mm256_max_epi32(a, b) : _mm256_max_epi16(a, b); }
+
+template <bool kWide>
+MEMASCEND_TARGET("avx2")
+bool scan_avx2(const char* data, std::int64_t bytes, std::uint32_t mask) {
   const __m256i wanted = _mm256_set1_epi32(static_cast<int>(mask));
-  const std::int64_t vectors = bytes / 32;
-  constexpr std::int64_t kBlock = 64;
-  for (std::int64_t begin = 0; begin < vectors; begin += kBlock) {
-    const std::int64_t end = std::min(vectors, begin + kBlock);
-    __m256i found = _mm256_setzero_si256();
-    for (std::int64_t i = begin; i < end; ++i) {
-      const __m256i value = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(cursor + 32 * i));
-      const __m256i exponent = _mm256_and_si256(value, wanted);
-      found = _mm256_or_si256(found, word_bytes == 4 ? _mm256_cmpeq_epi32(exponent, wanted)
-                                                     : _mm256_cmpeq_epi16(exponent, wanted));
+  for (std::int64_t begin = 0; begin < bytes; begin += kBlockBytes) {
+    const std::int64_t end = std::min(bytes, begin + kBlockBytes);
+    __m256i most[4] = {};
+    for (std::int64_t i = begin; i < end; i += 128) {
+      for (int k = 0; k < 4; ++k) {
+        const __m256i value = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + i + 32 * k));
+        most[k] = max256(most[k], _mm256_and_si256(value, wanted), kWide);
+      }
     }
-    if (_mm256_movemask_epi8(found) != 0) {
+    const __m256i all = max256(max256(most[0], most[1], kWide), max256(most[2], most[3], kWide), kWide);
+    const __m256i hit = kWide ? _mm256_cmpeq_epi32(all, wanted) : _mm256_cmpeq_epi16(all, wanted);
+    if (_mm256_movemask_epi8(hit) != 0) {
       return true;
     }
   }
@@ -61,27 +82,57 @@ bool scan_avx2(const void* data, std::int64_t bytes, std::uint32_t mask, int wor
 }
 
 MEMASCEND_TARGET("avx512f,avx512bw")
-bool scan_avx512(const void* data, std::int64_t bytes, std::uint32_t mask, int word_bytes) {
-  const auto* cursor = static_cast<const char*>(data);
+inline __m512i max512(__m512i a, __m512i b, bool wide) { return wide ? _mm512_max_epi32(a, b) : _mm512_max_epi16(a, b); }
+
+template <bool kWide>
+MEMASCEND_TARGET("avx512f,avx512bw")
+bool scan_avx512(const char* data, std::int64_t bytes, std::uint32_t mask) {
   const __m512i wanted = _mm512_set1_epi32(static_cast<int>(mask));
-  const std::int64_t vectors = bytes / 64;
-  constexpr std::int64_t kBlock = 32;
-  for (std::int64_t begin = 0; begin < vectors; begin += kBlock) {
-    const std::int64_t end = std::min(vectors, begin + kBlock);
-    std::uint64_t found = 0;
-    for (std::int64_t i = begin; i < end; ++i) {
-      const __m512i value = _mm512_loadu_si512(cursor + 64 * i);
-      const __m512i exponent = _mm512_and_si512(value, wanted);
-      found |= word_bytes == 4 ? _mm512_cmpeq_epi32_mask(exponent, wanted) : _mm512_cmpeq_epi16_mask(exponent, wanted);
+  for (std::int64_t begin = 0; begin < bytes; begin += kBlockBytes) {
+    const std::int64_t end = std::min(bytes, begin + kBlockBytes);
+    __m512i most[4] = {};
+    for (std::int64_t i = begin; i < end; i += 256) {
+      for (int k = 0; k < 4; ++k) {
+        most[k] = max512(most[k], _mm512_and_si512(_mm512_loadu_si512(data + i + 64 * k), wanted), kWide);
+      }
     }
-    if (found != 0) {
+    const __m512i all = max512(max512(most[0], most[1], kWide), max512(most[2], most[3], kWide), kWide);
+    if ((kWide ? _mm512_cmpeq_epi32_mask(all, wanted) : _mm512_cmpeq_epi16_mask(all, wanted)) != 0) {
       return true;
     }
   }
   return false;
 }
 
+MEMASCEND_TARGET("avx2")
+std::uint64_t read_avx2(const char* data, std::int64_t bytes) {
+  __m256i all[4] = {};
+  for (std::int64_t i = 0; i < bytes; i += 128) {
+    for (int k = 0; k < 4; ++k) {
+      all[k] = _mm256_or_si256(all[k], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + i + 32 * k)));
+    }
+  }
+  const __m256i one = _mm256_or_si256(_mm256_or_si256(all[0], all[1]), _mm256_or_si256(all[2], all[3]));
+  return static_cast<std::uint64_t>(_mm256_extract_epi64(one, 0) | _mm256_extract_epi64(one, 1) |
+                                    _mm256_extract_epi64(one, 2) | _mm256_extract_epi64(one, 3));
+}
+
+MEMASCEND_TARGET("avx512f")
+std::uint64_t read_avx512(const char* data, std::int64_t bytes) {
+  __m512i all[4] = {};
+  for (std::int64_t i = 0; i < bytes; i += 256) {
+    for (int k = 0; k < 4; ++k) {
+      all[k] = _mm512_or_si512(all[k], _mm512_loadu_si512(data + i + 64 * k));
+    }
+  }
+  const __m512i one = _mm512_or_si512(_mm512_or_si512(all[0], all[1]), _mm512_or_si512(all[2], all[3]));
+  return static_cast<std::uint64_t>(_mm512_reduce_or_epi64(one));
+}
+
 #endif
+
+// Bytes of an unrolled step; what is left behind the last whole step is done word by word.
+std::int64_t step_bytes(SimdLevel level) { return level == SimdLevel::kAvx512 ? 256 : 128; }
 
 struct Layout {
   int word_bytes;
@@ -106,38 +157,44 @@ bool scan_words(const void* data, std::int64_t count, const Layout& layout) {
              : scan_portable<std::uint16_t>(data, count, static_cast<std::uint16_t>(layout.mask));
 }
 
-// One thread's piece: whole vectors by the widest instructions, the rest word by word.
+// One thread's piece: whole steps by the widest instructions, the rest word by word.
 bool scan(const char* data, std::int64_t count, const Layout& layout, SimdLevel level) {
+  std::int64_t whole = 0;
 #if defined(__x86_64__)
-  const std::int64_t bytes = count * layout.word_bytes;
-  const std::int64_t vector_bytes = level == SimdLevel::kAvx512 ? 64 : 32;
-  const std::int64_t whole = level == SimdLevel::kPortable ? 0 : bytes / vector_bytes * vector_bytes;
-  if (level == SimdLevel::kAvx512 && scan_avx512(data, whole, layout.mask, layout.word_bytes)) {
-    return true;
+  if (level != SimdLevel::kPortable) {
+    const bool wide = layout.word_bytes == 4;
+    whole = count * layout.word_bytes / step_bytes(level) * step_bytes(level);
+    const auto kernel = level == SimdLevel::kAvx512 ? (wide ? scan_avx512<true> : scan_avx512<false>)
+                                                    : (wide ? scan_avx2<true> : scan_avx2<false>);
+    if (kernel(data, whole, layout.mask)) {
+      return true;
+    }
   }
-  if (level == SimdLevel::kAvx2 && scan_avx2(data, whole, layout.mask, layout.word_bytes)) {
-    return true;
-  }
-  return scan_words(data + whole, count - whole / layout.word_bytes, layout);
 #else
   (void)level;
-  return scan_words(data, count, layout);
 #endif
+  return scan_words(data + whole, count - whole / layout.word_bytes, layout);
+}
+
+std::uint64_t read_piece(const char* data, std::int64_t bytes, SimdLevel level) {
+  std::int64_t whole = 0;
+  std::uint64_t all = 0;
+#if defined(__x86_64__)
+  if (level != SimdLevel::kPortable) {
+    whole = bytes / step_bytes(level) * step_bytes(level);
+    all = level == SimdLevel::kAvx512 ? read_avx512(data, whole) : read_avx2(data, whole);
+  }
+#else
+  (void)level;
+#endif
+  return all | read_portable(data + whole, bytes - whole);
 }
 
 void check(const void* data, std::int64_t count, int threads, SimdLevel level) {
   if (count < 0 || (count > 0 && data == nullptr)) {
     throw Error(ErrorKind::kInvalidArgument, "overflow check: no data for " + std::to_string(count) + " elements");
   }
-  if (threads < 1) {
-    throw Error(ErrorKind::kInvalidArgument,
-                "overflow check: " + std::to_string(threads) + " threads: use at least one");
-  }
-  if (level > best_simd_level()) {
-    throw Error(ErrorKind::kInvalidArgument,
-                "overflow check: this processor has no " + simd_level_name(level) + ": use " +
-                    simd_level_name(best_simd_level()));
-  }
+  require_runnable("overflow check", level, threads);
 }
 
 struct Dimension {
@@ -195,57 +252,31 @@ bool walk(const char* data, const std::vector<Dimension>& dimensions, std::size_
 
 }  // namespace
 
-SimdLevel best_simd_level() {
-#if defined(__x86_64__)
-  static const SimdLevel level = [] {
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) {
-      return SimdLevel::kAvx512;
-    }
-    return __builtin_cpu_supports("avx2") ? SimdLevel::kAvx2 : SimdLevel::kPortable;
-  }();
-  return level;
-#else
-  return SimdLevel::kPortable;
-#endif
-}
-
-std::string simd_level_name(SimdLevel level) {
-  switch (level) {
-    case SimdLevel::kAvx512:
-      return "avx512";
-    case SimdLevel::kAvx2:
-      return "avx2";
-    case SimdLevel::kPortable:
-      break;
-  }
-  return "portable";
-}
-
 bool has_overflow(const void* data, std::int64_t count, FloatFormat format, int threads, SimdLevel level) {
   check(data, count, threads, level);
   const Layout layout = layout_of(format);
   const auto* bytes = static_cast<const char*>(data);
   const std::int64_t chunk = kChunkBytes / layout.word_bytes;
-  const std::int64_t chunks = (count + chunk - 1) / chunk;
-  const int team = static_cast<int>(std::min<std::int64_t>(threads, chunks));
-  if (team <= 1) {
-    for (std::int64_t i = 0; i < chunks; ++i) {
-      if (scan(bytes + i * chunk * layout.word_bytes, std::min(chunk, count - i * chunk), layout, level)) {
-        return true;
-      }
-    }
-    return false;
-  }
   std::atomic<bool> found{false};
-#pragma omp parallel for num_threads(team) schedule(static)
-  for (std::int64_t i = 0; i < chunks; ++i) {
-    if (!found.load(std::memory_order_relaxed) &&
-        scan(bytes + i * chunk * layout.word_bytes, std::min(chunk, count - i * chunk), layout, level)) {
+  parallel_chunks((count + chunk - 1) / chunk, threads, [&](std::int64_t i) {
+    if (scan(bytes + i * kChunkBytes, std::min(chunk, count - i * chunk), layout, level)) {
       found.store(true, std::memory_order_relaxed);
+      return false;
     }
-  }
+    return true;
+  });
   return found.load();
+}
+
+std::uint64_t read_all(const void* data, std::int64_t bytes, int threads, SimdLevel level) {
+  check(data, bytes, threads, level);
+  const auto* cursor = static_cast<const char*>(data);
+  std::atomic<std::uint64_t> all{0};
+  parallel_chunks((bytes + kChunkBytes - 1) / kChunkBytes, threads, [&](std::int64_t i) {
+    all |= read_piece(cursor + i * kChunkBytes, std::min(kChunkBytes, bytes - i * kChunkBytes), level);
+    return true;
+  });
+  return all.load();
 }
 
 bool has_overflow_strided(const void* data, std::vector<std::int64_t> sizes, std::vector<std::int64_t> strides,

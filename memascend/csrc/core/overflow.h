@@ -5,20 +5,13 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 #include <vector>
+
+#include "simd.h"
 
 namespace memascend {
 
-enum class FloatFormat { kFloat32, kFloat16, kBFloat16 };
-
-enum class SimdLevel { kPortable, kAvx2, kAvx512 };
-
-// Best level of this processor, found once.
-[[nodiscard]] SimdLevel best_simd_level();
-[[nodiscard]] std::string simd_level_name(SimdLevel level);
-
-// `count` elements that lie one after the other. Uses up to `threads` OpenMP threads, which all stop soon after one
+// `count` elements that lie one after the other. Uses up to `threads` threads, which all stop soon after one
 // of them has found something. Throws Error(kInvalidArgument) for a negative count, a null pointer or threads < 1,
 // and for a level that this processor lacks.
 [[nodiscard]] bool has_overflow(const void* data, std::int64_t count, FloatFormat format, int threads,
@@ -27,5 +20,9 @@ enum class SimdLevel { kPortable, kAvx2, kAvx512 };
 // The same over a strided tensor (strides in elements, not negative); dimensions may be in any order.
 [[nodiscard]] bool has_overflow_strided(const void* data, std::vector<std::int64_t> sizes,
                                         std::vector<std::int64_t> strides, FloatFormat format, int threads);
+
+// Reads every byte and does nothing else (ORs the words together): the read limit that the check is measured against.
+[[nodiscard]] std::uint64_t read_all(const void* data, std::int64_t bytes, int threads,
+                                     SimdLevel level = best_simd_level());
 
 }  // namespace memascend

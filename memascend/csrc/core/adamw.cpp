@@ -1,0 +1,214 @@
+#include "adamw.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+
+#include "errors.h"
+#include "simd_portable.h"
+#include "threads.h"
+
+namespace memascend {
+namespace {
+
+// 64 KiB of each fp32 tensor: long enough for the prefetchers, short enough to share out evenly.
+constexpr std::int64_t kChunkGroups = 512;
+constexpr std::int64_t kNowhere = std::numeric_limits<std::int64_t>::max();
+
+void require(bool good, const std::string& message) {
+  if (!good) {
+    throw Error(ErrorKind::kInvalidArgument, "adamw: " + message);
+  }
+}
+
+void check(const AdamWTensors& t, const AdamWOptions& o) {
+  require(t.count >= 0, std::to_string(t.count) + " elements");
+  require(t.count == 0 || (t.param && t.grad && t.momentum && t.variance), "no data");
+  require(t.count == 0 || (t.copy != nullptr) == (t.copy_format != CopyFormat::kNone), "a copy needs a format");
+  require(t.state_format != FloatFormat::kFloat16, "float16 states are not supported: use float32 or bfloat16");
+  require(o.step >= 1, "step " + std::to_string(o.step) + ": steps are counted from one");
+  require(o.element_offset >= 0, "element offset " + std::to_string(o.element_offset) + " is negative");
+  require(std::isfinite(o.lr) && o.lr >= 0, "learning rate " + std::to_string(o.lr) + ": use zero or more");
+  require(o.beta1 >= 0 && o.beta1 < 1, "beta1 " + std::to_string(o.beta1) + " is outside [0, 1)");
+  require(o.beta2 >= 0 && o.beta2 < 1, "beta2 " + std::to_string(o.beta2) + " is outside [0, 1)");
+  require(std::isfinite(o.epsilon) && o.epsilon >= 0, "epsilon " + std::to_string(o.epsilon) + ": use zero or more");
+  require(std::isfinite(o.weight_decay) && o.weight_decay >= 0,
+          "weight decay " + std::to_string(o.weight_decay) + ": use zero or more");
+  require(std::isfinite(o.grad_scale), "gradient scale " + std::to_string(o.grad_scale) + " is not finite");
+}
+
+AdamWFactors factors_of(const AdamWOptions& o) {
+  const auto step = static_cast<double>(o.step);
+  AdamWFactors f{};
+  f.grad_scale = static_cast<float>(o.grad_scale);
+  f.one_minus_beta1 = static_cast<float>(1 - o.beta1);
+  f.beta2 = static_cast<float>(o.beta2);
+  f.one_minus_beta2 = static_cast<float>(1 - o.beta2);
+  f.inverse_root_correction2 = static_cast<float>(1 / std::sqrt(1 - std::pow(o.beta2, step)));
+  f.epsilon = static_cast<float>(o.epsilon);
+  f.decay = static_cast<float>(1 - o.lr * o.weight_decay);
+  f.step_size = static_cast<float>(o.lr / (1 - std::pow(o.beta1, step)));
+  for (std::uint32_t round = 0; round < kPhiloxRounds; ++round) {  // the constants are Philox's Weyl sequences
+    f.round_key[round][0] = static_cast<std::uint32_t>(o.seed) + round * 0x9E3779B9u;
+    f.round_key[round][1] = static_cast<std::uint32_t>(o.seed >> 32) + round * 0xBB67AE85u;
+  }
+  f.step_low = static_cast<std::uint32_t>(o.step);
+  f.step_high = static_cast<std::uint32_t>(static_cast<std::uint64_t>(o.step) >> 32);
+  return f;
+}
+
+float value_at(const void* data, FloatFormat format, std::int64_t i) {
+  if (format == FloatFormat::kFloat32) {
+    return static_cast<const float*>(data)[i];
+  }
+  const std::uint16_t half = static_cast<const std::uint16_t*>(data)[i];
+  return format == FloatFormat::kFloat16 ? float_of_f16(half) : float_of(static_cast<std::uint32_t>(half) << 16);
+}
+
+// The step over one thread's chunk, or over a part of a group in a group of its own.
+class Step {
+ public:
+  Step(const AdamWTensors& tensors, const AdamWOptions& options, SimdLevel level)
+      : t_(tensors),
+        offset_(options.element_offset),
+        factors_(factors_of(options)),
+        kernel_(simd_kernels(level).adamw[t_.state_format == FloatFormat::kFloat32 ? 0 : 1]
+                                         [static_cast<int>(t_.grad_format)][static_cast<int>(t_.copy_format)]) {}
+
+  // Elements [begin, begin + 32 * groups); offset + begin is a multiple of 32.
+  void whole(std::int64_t begin, std::int64_t groups) {
+    const AdamWPiece piece{at(t_.param, begin, state_bytes()),
+                           at(t_.grad, begin, grad_bytes()),
+                           at(t_.momentum, begin, state_bytes()),
+                           at(t_.variance, begin, state_bytes()),
+                           t_.copy == nullptr ? nullptr : at(t_.copy, begin, 2),
+                           (offset_ + begin) / kGroup,
+                           groups};
+    const std::int64_t bad = kernel_(factors_, piece);
+    if (bad >= 0) {
+      note(begin + bad * kGroup);
+    }
+  }
+
+  // Less than a group, at the place in it that the elements have in the whole tensor.
+  void part(std::int64_t begin, std::int64_t count) {
+    alignas(64) char param[kGroup * 4] = {}, momentum[kGroup * 4] = {}, variance[kGroup * 4] = {};
+    alignas(64) char grad[kGroup * 4], copy[kGroup * 2];
+    for (std::int64_t i = 0; i < kGroup; ++i) {  // a gradient of one keeps the padding finite
+      put_one(grad + i * grad_bytes());
+    }
+    const std::int64_t place = (offset_ + begin) % kGroup;
+    const auto state = static_cast<std::size_t>(count * state_bytes());
+    std::memcpy(param + place * state_bytes(), at(t_.param, begin, state_bytes()), state);
+    std::memcpy(momentum + place * state_bytes(), at(t_.momentum, begin, state_bytes()), state);
+    std::memcpy(variance + place * state_bytes(), at(t_.variance, begin, state_bytes()), state);
+    std::memcpy(grad + place * grad_bytes(), at(t_.grad, begin, grad_bytes()),
+                static_cast<std::size_t>(count * grad_bytes()));
+    if (kernel_(factors_, {param, grad, momentum, variance, copy, (offset_ + begin) / kGroup, 1}) >= 0) {
+      note(begin);
+      return;
+    }
+    std::memcpy(at(t_.param, begin, state_bytes()), param + place * state_bytes(), state);
+    std::memcpy(at(t_.momentum, begin, state_bytes()), momentum + place * state_bytes(), state);
+    std::memcpy(at(t_.variance, begin, state_bytes()), variance + place * state_bytes(), state);
+    if (t_.copy != nullptr) {
+      std::memcpy(at(t_.copy, begin, 2), copy + place * 2, static_cast<std::size_t>(count * 2));
+    }
+  }
+
+  // Throws if a group was left out.
+  void report(const AdamWOptions& options) const {
+    const std::int64_t begin = first_bad_.load();
+    if (begin == kNowhere) {
+      return;
+    }
+    const std::int64_t end = std::min(t_.count, begin + kGroup - (offset_ + begin) % kGroup);
+    const std::string when = " before step " + std::to_string(options.step);
+    for (std::int64_t i = begin; i < end; ++i) {
+      for (const auto& [name, data, format] : {Named{"parameter", t_.param, t_.state_format},
+                                               Named{"gradient", t_.grad, t_.grad_format},
+                                               Named{"momentum", t_.momentum, t_.state_format},
+                                               Named{"variance", t_.variance, t_.state_format}}) {
+        const float value = value_at(data, format, i);
+        if (!std::isfinite(value)) {
+          fail(name + std::string(" is ") + std::to_string(value), i, when + advice(data == t_.grad));
+        }
+      }
+      if (value_at(t_.variance, t_.state_format, i) < 0) {
+        fail("variance is negative", i, when + advice(false));
+      }
+    }
+    fail("the update is not finite near", begin,
+         " in step " + std::to_string(options.step) + ": gradients are too large for float32, or epsilon is zero");
+  }
+
+ private:
+  struct Named {
+    const char* name;
+    const void* data;
+    FloatFormat format;
+  };
+
+  template <class Pointer>
+  static Pointer at(Pointer data, std::int64_t element, std::int64_t bytes) {
+    using Bytes = std::conditional_t<std::is_same_v<Pointer, const void*>, const char*, char*>;
+    return static_cast<Bytes>(data) + element * bytes;
+  }
+  [[nodiscard]] std::int64_t state_bytes() const { return format_bytes(t_.state_format); }
+  [[nodiscard]] std::int64_t grad_bytes() const { return format_bytes(t_.grad_format); }
+
+  void put_one(char* to) const {
+    const std::uint32_t one = t_.grad_format == FloatFormat::kFloat32   ? 0x3F800000u
+                              : t_.grad_format == FloatFormat::kFloat16 ? 0x3C00u
+                                                                        : 0x3F80u;
+    std::memcpy(to, &one, static_cast<std::size_t>(grad_bytes()));  // little-endian: the low half comes first
+  }
+
+  void note(std::int64_t begin) {
+    std::int64_t known = first_bad_.load();
+    while (begin < known && !first_bad_.compare_exchange_weak(known, begin)) {
+    }
+  }
+
+  static std::string advice(bool gradient) {
+    return gradient ? ": check gradients for overflow and skip the step" : ": restore the state from a checkpoint";
+  }
+  [[noreturn]] void fail(const std::string& what, std::int64_t i, const std::string& rest) const {
+    throw Error(ErrorKind::kState, "adamw: " + what + " at element " + std::to_string(offset_ + i) + rest +
+                                       " (elements near it are unchanged, others are updated)");
+  }
+
+  const AdamWTensors& t_;
+  const std::int64_t offset_;
+  const AdamWFactors factors_;
+  const AdamWKernel kernel_;
+  std::atomic<std::int64_t> first_bad_{kNowhere};
+};
+
+}  // namespace
+
+void adamw(const AdamWTensors& tensors, const AdamWOptions& options, int threads, SimdLevel level) {
+  check(tensors, options);
+  require_runnable("adamw", level, threads);
+  Step step(tensors, options, level);
+  const std::int64_t head = std::min(tensors.count, (kGroup - options.element_offset % kGroup) % kGroup);
+  const std::int64_t groups = (tensors.count - head) / kGroup;
+  const std::int64_t rest = (tensors.count - head) % kGroup;
+  if (head > 0) {
+    step.part(0, head);
+  }
+  parallel_chunks((groups + kChunkGroups - 1) / kChunkGroups, threads, [&](std::int64_t chunk) {
+    const std::int64_t first = chunk * kChunkGroups;
+    step.whole(head + first * kGroup, std::min(kChunkGroups, groups - first));
+    return true;
+  });
+  if (rest > 0) {
+    step.part(head + groups * kGroup, rest);
+  }
+  step.report(options);
+}
+
+}  // namespace memascend

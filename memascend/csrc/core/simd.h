@@ -1,0 +1,25 @@
+// What the arithmetic kernels share: number formats, and the instruction sets that are chosen between at run time.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace memascend {
+
+enum class FloatFormat { kFloat32, kFloat16, kBFloat16 };
+
+[[nodiscard]] constexpr std::int64_t format_bytes(FloatFormat format) {
+  return format == FloatFormat::kFloat32 ? 4 : 2;
+}
+
+// kAvx2 needs FMA and F16C too, kAvx512 the subsets F, BW, DQ and VL: what every processor since 2013 and 2017 has.
+enum class SimdLevel { kPortable, kAvx2, kAvx512 };
+
+// Best level of this processor, found once.
+[[nodiscard]] SimdLevel best_simd_level();
+[[nodiscard]] std::string simd_level_name(SimdLevel level);
+
+// Throws Error(kInvalidArgument), beginning with `what`, for a level that this processor lacks and for threads < 1.
+void require_runnable(const char* what, SimdLevel level, int threads);
+
+}  // namespace memascend

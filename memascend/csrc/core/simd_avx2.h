@@ -1,0 +1,182 @@
+// 16 lanes in two AVX2 registers (with FMA and F16C). Include behind the target pragma.
+#pragma once
+
+#include <cstdint>
+
+#include "simd_kernels.h"
+#include "simd_x86.h"
+
+namespace memascend {
+namespace {
+
+struct Avx2 {
+  struct Floats {
+    __m256 low, high;
+  };
+  struct Words {
+    __m256i low, high;
+  };
+  using Halves = __m256i;
+  struct Doubles {
+    __m256d part[8];
+  };
+  struct Pair {
+    Words low, high;  // of the group's first and last 16 elements
+  };
+  struct Noise {
+    Pair param, momentum, variance;
+  };
+
+  static Floats set(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+  static Floats load_f32(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+  static Floats load_f16(const std::uint16_t* p) { return widen_f16(load_halves(p)); }
+  static Floats load_bf16(const std::uint16_t* p) { return widen(load_halves(p)); }
+  static void store_f32(float* p, Floats a) {
+    _mm256_storeu_ps(p, a.low);
+    _mm256_storeu_ps(p + 8, a.high);
+  }
+  static void store_f16(std::uint16_t* p, Floats a) { store_halves(p, to_f16(a)); }
+  static void store_bf16(std::uint16_t* p, Floats a) { store_halves(p, to_bf16(a)); }
+  static void store_pair(std::uint16_t* p, Halves low, Halves high, bool stream) {
+    auto* out = reinterpret_cast<__m256i*>(p);
+    if (stream) {
+      _mm256_stream_si256(out, low);
+      _mm256_stream_si256(out + 1, high);
+    } else {
+      _mm256_storeu_si256(out, low);
+      _mm256_storeu_si256(out + 1, high);
+    }
+  }
+  static void fence() { _mm_sfence(); }
+
+  static Floats sub(Floats a, Floats b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+  static Floats mul(Floats a, Floats b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+  static Floats div(Floats a, Floats b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
+  static Floats sqrt(Floats a) { return {_mm256_sqrt_ps(a.low), _mm256_sqrt_ps(a.high)}; }
+  static Floats fma(Floats a, Floats b, Floats c) {
+    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+  }
+  // Zero times a number is zero, but NaN if the number is infinite or NaN.
+  template <class... More>
+  static bool any_not_finite(Floats first, More... rest) {
+    const Floats zero = set(0);
+    Floats sum = mul(first, zero);
+    ((sum = fma(rest, zero, sum)), ...);
+    const __m256 both = _mm256_add_ps(sum.low, sum.high);
+    return _mm256_movemask_ps(_mm256_cmp_ps(both, both, _CMP_UNORD_Q)) != 0;
+  }
+
+  static Halves to_f16(Floats a) {
+    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return _mm256_set_m128i(_mm256_cvtps_ph(a.high, kNearest), _mm256_cvtps_ph(a.low, kNearest));
+  }
+  static Halves to_bf16(Floats a) { return cut({nearest(a.low), nearest(a.high)}); }
+  static Floats widen_f16(Halves a) {
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(a)), _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1))};
+  }
+  static Floats widen(Halves a) {
+    return {widen_eight(_mm256_castsi256_si128(a)), widen_eight(_mm256_extracti128_si256(a, 1))};
+  }
+  static Halves round(Floats a, Words random) {
+    return cut({_mm256_add_epi32(_mm256_castps_si256(a.low), random.low),
+                _mm256_add_epi32(_mm256_castps_si256(a.high), random.high)});
+  }
+  static void store_rounded(std::uint16_t* p, Floats low, Floats high, const Pair& random) {
+    store_pair(p, round(low, random.low), round(high, random.high), false);
+  }
+
+  // As in simd_avx512.h, four blocks at a time.
+  static Pair philox(std::uint64_t first_block, const AdamWFactors& f) {
+    const Four a = philox_four(first_block, f);
+    const Four b = philox_four(first_block + 4, f);
+    return {{a.low, b.low}, {a.high, b.high}};
+  }
+  static Noise split(const Pair& words) {
+    const __m256i mask = _mm256_set1_epi32(0xFFFF);
+    const auto low = [&](Words w) -> Words { return {_mm256_and_si256(w.low, mask), _mm256_and_si256(w.high, mask)}; };
+    const auto high = [](Words w) -> Words { return {_mm256_srli_epi32(w.low, 16), _mm256_srli_epi32(w.high, 16)}; };
+    const auto both = [](Words a, Words b) -> Words {
+      return {_mm256_xor_si256(a.low, b.low), _mm256_xor_si256(a.high, b.high)};
+    };
+    const Pair param{low(words.low), low(words.high)};
+    const Pair variance{high(words.low), high(words.high)};
+    return {param, {both(param.low, variance.low), both(param.high, variance.high)}, variance};
+  }
+
+  static Doubles zero_sums() {
+    Doubles sums;
+    for (__m256d& part : sums.part) {
+      part = _mm256_setzero_pd();
+    }
+    return sums;
+  }
+  static void add_squares(Doubles& sums, Floats low, Floats high) {
+    add_square(sums.part, low.low);
+    add_square(sums.part + 2, low.high);
+    add_square(sums.part + 4, high.low);
+    add_square(sums.part + 6, high.high);
+  }
+  static double total(const Doubles& sums) {
+    __m256d left[8];
+    for (int k = 0; k < 8; ++k) {
+      left[k] = sums.part[k];
+    }
+    for (int half = 4; half > 0; half /= 2) {
+      for (int k = 0; k < half; ++k) {
+        left[k] = _mm256_add_pd(left[k], left[k + half]);
+      }
+    }
+    const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(left[0]), _mm256_extractf128_pd(left[0], 1));
+    return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+  }
+
+ private:
+  struct Four {
+    __m256i low, high;  // words 0 and 1 of four blocks, interleaved; words 2 and 3
+  };
+
+  static Four philox_four(std::uint64_t first_block, const AdamWFactors& f) {
+    __m256i c0 = _mm256_add_epi64(_mm256_set1_epi64x(static_cast<long long>(first_block)), _mm256_set_epi64x(3, 2, 1, 0));
+    __m256i c1 = _mm256_srli_epi64(c0, 32);
+    __m256i c2 = _mm256_set1_epi32(static_cast<int>(f.step_low));
+    __m256i c3 = _mm256_set1_epi32(static_cast<int>(f.step_high));
+    for (const auto& key : f.round_key) {
+      const __m256i a = _mm256_mul_epu32(c0, _mm256_set1_epi64x(0xD2511F53u));
+      const __m256i b = _mm256_mul_epu32(c2, _mm256_set1_epi64x(0xCD9E8D57u));
+      const __m256i k0 = _mm256_set1_epi32(static_cast<int>(key[0]));
+      const __m256i k1 = _mm256_set1_epi32(static_cast<int>(key[1]));
+      c0 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(b, 32), c1), k0);
+      c2 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(a, 32), c3), k1);
+      c1 = b;
+      c3 = a;
+    }
+    return {join(c0, c1), join(c2, c3)};
+  }
+  static __m256i join(__m256i even, __m256i odd) { return _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA); }
+  static Halves load_halves(const std::uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  static void store_halves(std::uint16_t* p, Halves a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
+  static __m256 widen_eight(__m128i halves) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+  }
+  static __m256i nearest(__m256 a) {
+    const __m256i bits = _mm256_castps_si256(a);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(rounded, quiet, nan);
+  }
+  static Halves cut(Words bits) {
+    const __m256i packed = _mm256_packus_epi32(_mm256_srli_epi32(bits.low, 16), _mm256_srli_epi32(bits.high, 16));
+    return _mm256_permute4x64_epi64(packed, 0xD8);
+  }
+  static void add_square(__m256d* sums, __m256 eight) {
+    const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(eight));
+    const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(eight, 1));
+    sums[0] = _mm256_fmadd_pd(low, low, sums[0]);
+    sums[1] = _mm256_fmadd_pd(high, high, sums[1]);
+  }
+};
+
+}  // namespace
+}  // namespace memascend

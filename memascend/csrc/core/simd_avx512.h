@@ -1,0 +1,141 @@
+// 16 lanes in one AVX-512 register (F, BW, DQ, VL). Include behind the target pragma.
+#pragma once
+
+#include <cstdint>
+
+#include "simd_kernels.h"
+#include "simd_x86.h"
+
+namespace memascend {
+namespace {
+
+struct Avx512 {
+  using Floats = __m512;
+  using Words = __m512i;
+  using Halves = __m256i;
+  struct Doubles {
+    __m512d part[4];
+  };
+  struct Pair {
+    Words low, high;  // of the group's first and last 16 elements
+  };
+  struct Noise {
+    Pair param, momentum, variance;
+  };
+
+  static Floats set(float value) { return _mm512_set1_ps(value); }
+  static Floats load_f32(const float* p) { return _mm512_loadu_ps(p); }
+  static Floats load_f16(const std::uint16_t* p) { return widen_f16(load_halves(p)); }
+  static Floats load_bf16(const std::uint16_t* p) { return widen(load_halves(p)); }
+  static void store_f32(float* p, Floats a) { _mm512_storeu_ps(p, a); }
+  static void store_f16(std::uint16_t* p, Floats a) { store_halves(p, to_f16(a)); }
+  static void store_bf16(std::uint16_t* p, Floats a) { store_halves(p, to_bf16(a)); }
+  static void store_pair(std::uint16_t* p, Halves low, Halves high, bool stream) {
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    if (stream) {
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(p), both);
+    } else {
+      _mm512_storeu_si512(p, both);
+    }
+  }
+  static void fence() { _mm_sfence(); }
+
+  static Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+  static Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+  static Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+  static Floats sqrt(Floats a) { return _mm512_sqrt_ps(a); }
+  static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+  // Zero times a number is zero, but NaN if the number is infinite or NaN.
+  template <class... More>
+  static bool any_not_finite(Floats first, More... rest) {
+    const __m512 zero = _mm512_setzero_ps();
+    __m512 sum = _mm512_mul_ps(first, zero);
+    ((sum = _mm512_fmadd_ps(rest, zero, sum)), ...);
+    return _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q) != 0;
+  }
+
+  static Halves to_f16(Floats a) { return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  // Not vcvtneps2bf16, which takes subnormal numbers for zero.
+  static Halves to_bf16(Floats a) {
+    const __m512i bits = _mm512_castps_si512(a);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    const __m512i kept = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16));
+  }
+  static Floats widen_f16(Halves a) { return _mm512_cvtph_ps(a); }
+  static Floats widen(Halves a) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(a), 16)); }
+  static Halves round(Floats a, Words random) {
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(a), random), 16));
+  }
+  static void store_rounded(std::uint16_t* p, Floats low, Floats high, const Pair& random) {
+    const __m512i a = _mm512_add_epi32(_mm512_castps_si512(low), random.low);
+    const __m512i b = _mm512_add_epi32(_mm512_castps_si512(high), random.high);
+    _mm512_storeu_si512(p, _mm512_permutex2var_epi16(a, odd_halves(), b));
+  }
+
+  // Words in the low halves of 64-bit lanes, since the 32-bit multiply takes those and gives 64 bits; what is in the
+  // high halves is ignored by it.
+  static Pair philox(std::uint64_t first_block, const AdamWFactors& f) {
+    const __m512i lanes = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);
+    __m512i c0 = _mm512_add_epi64(_mm512_set1_epi64(static_cast<long long>(first_block)), lanes);
+    __m512i c1 = _mm512_srli_epi64(c0, 32);
+    __m512i c2 = _mm512_set1_epi32(static_cast<int>(f.step_low));
+    __m512i c3 = _mm512_set1_epi32(static_cast<int>(f.step_high));
+    constexpr int kXor3 = 0x96;
+    for (const auto& key : f.round_key) {
+      const __m512i a = _mm512_mul_epu32(c0, _mm512_set1_epi64(0xD2511F53u));
+      const __m512i b = _mm512_mul_epu32(c2, _mm512_set1_epi64(0xCD9E8D57u));
+      const __m512i k0 = _mm512_set1_epi32(static_cast<int>(key[0]));
+      const __m512i k1 = _mm512_set1_epi32(static_cast<int>(key[1]));
+      c0 = _mm512_ternarylogic_epi32(_mm512_srli_epi64(b, 32), c1, k0, kXor3);
+      c2 = _mm512_ternarylogic_epi32(_mm512_srli_epi64(a, 32), c3, k1, kXor3);
+      c1 = b;
+      c3 = a;
+    }
+    return {join(c0, c1), join(c2, c3)};
+  }
+  static Noise split(const Pair& words) {
+    const __m512i mask = _mm512_set1_epi32(0xFFFF);
+    const Pair param{_mm512_and_si512(words.low, mask), _mm512_and_si512(words.high, mask)};
+    const Pair variance{_mm512_srli_epi32(words.low, 16), _mm512_srli_epi32(words.high, 16)};
+    return {param,
+            {_mm512_xor_si512(param.low, variance.low), _mm512_xor_si512(param.high, variance.high)},
+            variance};
+  }
+
+  static Doubles zero_sums() { return {{_mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd()}}; }
+  static void add_squares(Doubles& sums, Floats low, Floats high) {
+    add_square(sums.part[0], _mm512_castps512_ps256(low));
+    add_square(sums.part[1], _mm512_extractf32x8_ps(low, 1));
+    add_square(sums.part[2], _mm512_castps512_ps256(high));
+    add_square(sums.part[3], _mm512_extractf32x8_ps(high, 1));
+  }
+  static double total(const Doubles& sums) {
+    const __m512d eight = _mm512_add_pd(_mm512_add_pd(sums.part[0], sums.part[2]), _mm512_add_pd(sums.part[1], sums.part[3]));
+    const __m256d four = _mm256_add_pd(_mm512_castpd512_pd256(eight), _mm512_extractf64x4_pd(eight, 1));
+    const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+  }
+
+ private:
+  static __m512i odd_halves() {
+    alignas(64) static constexpr std::uint16_t kIndex[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
+                                                             23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
+                                                             45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+    return _mm512_load_si512(kIndex);
+  }
+  static Words join(__m512i even, __m512i odd) {
+    return _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+  }
+  static Halves load_halves(const std::uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  static void store_halves(std::uint16_t* p, Halves a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
+  static void add_square(__m512d& sum, __m256 eight) {
+    const __m512d wide = _mm512_cvtps_pd(eight);
+    sum = _mm512_fmadd_pd(wide, wide, sum);
+  }
+};
+
+}  // namespace
+}  // namespace memascend

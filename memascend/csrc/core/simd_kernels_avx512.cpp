@@ -1,0 +1,25 @@
+#if defined(__x86_64__)
+
+// Headers of the library come first: what they define inline must not be compiled for more than the baseline.
+#include <cstdint>
+#include <string>
+
+#include "simd_kernels.h"
+#include "simd_x86.h"
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#include "simd_avx512.h"
+#include "simd_kernels_template.h"
+
+namespace memascend {
+
+const SimdKernels& simd_kernels_avx512() {
+  static constexpr SimdKernels kernels = make_kernels<Avx512>();
+  return kernels;
+}
+
+}  // namespace memascend
+#pragma GCC pop_options
+
+#endif

@@ -1,0 +1,205 @@
+// 16 lanes in plain C++: what every other instruction set must agree with, bit for bit.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "simd_kernels.h"
+
+namespace memascend {
+namespace {
+
+inline std::uint32_t bits_of(float value) {
+  std::uint32_t bits = 0;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline float float_of(std::uint32_t bits) {
+  float value = 0;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline float float_of_f16(std::uint16_t half) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000u) << 16;
+  const std::uint32_t rest = half & 0x7FFFu;
+  if (rest >= 0x7C00u) {  // infinite, or not a number: quiet
+    return float_of(sign | 0x7F800000u | (rest & 0x3FFu) << 13 | (rest > 0x7C00u ? 0x400000u : 0u));
+  }
+  if (rest < 0x400u) {
+    return float_of(sign | bits_of(static_cast<float>(rest) * 0x1p-24f));
+  }
+  return float_of(sign | ((rest << 13) + (112u << 23)));
+}
+
+// Nearest, ties to even.
+inline std::uint16_t f16_of(float value) {
+  const std::uint32_t bits = bits_of(value);
+  const std::uint32_t sign = bits >> 16 & 0x8000u;
+  const std::uint32_t rest = bits & 0x7FFFFFFFu;
+  if (rest > 0x7F800000u) {
+    return static_cast<std::uint16_t>(sign | 0x7E00u | (rest >> 13 & 0x1FFu));
+  }
+  if (rest >= 0x47800000u) {  // 65536 and more
+    return static_cast<std::uint16_t>(sign | 0x7C00u);
+  }
+  if (rest < 0x38800000u) {  // subnormal: the sum's last bits are the result's, rounded by the addition
+    return static_cast<std::uint16_t>(sign | (bits_of(float_of(rest) + 0.5f) - bits_of(0.5f)));
+  }
+  return static_cast<std::uint16_t>(sign | ((rest - (112u << 23) + 0xFFFu + (rest >> 13 & 1u)) >> 13));
+}
+
+// Nearest, ties to even.
+inline std::uint16_t bf16_of(float value) {
+  const std::uint32_t bits = bits_of(value);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) {
+    return static_cast<std::uint16_t>(bits >> 16 | 0x40u);
+  }
+  return static_cast<std::uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+}
+
+struct Portable {
+  struct Floats {
+    float lane[16];
+  };
+  struct Words {
+    std::uint32_t lane[16];
+  };
+  struct Halves {
+    std::uint16_t lane[16];
+  };
+  struct Doubles {
+    double lane[32];
+  };
+  struct Pair {
+    Words low, high;  // of the group's first and last 16 elements
+  };
+  struct Noise {
+    Pair param, momentum, variance;
+  };
+
+  template <class Result, class Make>
+  static Result each(Make make) {
+    Result out;
+    for (int k = 0; k < 16; ++k) {
+      out.lane[k] = make(k);
+    }
+    return out;
+  }
+
+  static Floats set(float value) {
+    return each<Floats>([&](int) { return value; });
+  }
+  static Floats load_f32(const float* p) {
+    return each<Floats>([&](int k) { return p[k]; });
+  }
+  static Floats load_f16(const std::uint16_t* p) {
+    return each<Floats>([&](int k) { return float_of_f16(p[k]); });
+  }
+  static Floats load_bf16(const std::uint16_t* p) {
+    return each<Floats>([&](int k) { return float_of(static_cast<std::uint32_t>(p[k]) << 16); });
+  }
+  static void store_f32(float* p, const Floats& a) { std::memcpy(p, a.lane, sizeof a.lane); }
+  static void store_f16(std::uint16_t* p, const Floats& a) { std::memcpy(p, to_f16(a).lane, 32); }
+  static void store_bf16(std::uint16_t* p, const Floats& a) { std::memcpy(p, to_bf16(a).lane, 32); }
+  static void store_pair(std::uint16_t* p, const Halves& low, const Halves& high, bool) {
+    std::memcpy(p, low.lane, 32);
+    std::memcpy(p + 16, high.lane, 32);
+  }
+  static void fence() {}
+
+  static Floats sub(const Floats& a, const Floats& b) {
+    return each<Floats>([&](int k) { return a.lane[k] - b.lane[k]; });
+  }
+  static Floats mul(const Floats& a, const Floats& b) {
+    return each<Floats>([&](int k) { return a.lane[k] * b.lane[k]; });
+  }
+  static Floats div(const Floats& a, const Floats& b) {
+    return each<Floats>([&](int k) { return a.lane[k] / b.lane[k]; });
+  }
+  static Floats sqrt(const Floats& a) {
+    return each<Floats>([&](int k) { return std::sqrt(a.lane[k]); });
+  }
+  static Floats fma(const Floats& a, const Floats& b, const Floats& c) {
+    return each<Floats>([&](int k) { return std::fma(a.lane[k], b.lane[k], c.lane[k]); });
+  }
+  template <class... More>
+  static bool any_not_finite(const More&... floats) {
+    bool bad = false;
+    for (const Floats* one : {&floats...}) {
+      for (const float value : one->lane) {
+        bad |= (bits_of(value) & 0x7F800000u) == 0x7F800000u;
+      }
+    }
+    return bad;
+  }
+
+  static Halves to_f16(const Floats& a) {
+    return each<Halves>([&](int k) { return f16_of(a.lane[k]); });
+  }
+  static Halves to_bf16(const Floats& a) {
+    return each<Halves>([&](int k) { return bf16_of(a.lane[k]); });
+  }
+  static Floats widen_f16(const Halves& a) { return load_f16(a.lane); }
+  static Floats widen(const Halves& a) { return load_bf16(a.lane); }
+  static Halves round(const Floats& a, const Words& random) {
+    return each<Halves>([&](int k) { return static_cast<std::uint16_t>((bits_of(a.lane[k]) + random.lane[k]) >> 16); });
+  }
+  static void store_rounded(std::uint16_t* p, const Floats& low, const Floats& high, const Pair& random) {
+    store_pair(p, round(low, random.low), round(high, random.high), false);
+  }
+
+  static Pair philox(std::uint64_t first_block, const AdamWFactors& f) {
+    Pair out;
+    for (int k = 0; k < 8; ++k) {
+      const std::uint64_t block = first_block + static_cast<std::uint64_t>(k);
+      std::uint32_t c[4] = {static_cast<std::uint32_t>(block), static_cast<std::uint32_t>(block >> 32), f.step_low,
+                            f.step_high};
+      for (const auto& key : f.round_key) {
+        const std::uint64_t a = static_cast<std::uint64_t>(c[0]) * 0xD2511F53u;
+        const std::uint64_t b = static_cast<std::uint64_t>(c[2]) * 0xCD9E8D57u;
+        const std::uint32_t next[4] = {static_cast<std::uint32_t>(b >> 32) ^ c[1] ^ key[0],
+                                       static_cast<std::uint32_t>(b),
+                                       static_cast<std::uint32_t>(a >> 32) ^ c[3] ^ key[1],
+                                       static_cast<std::uint32_t>(a)};
+        std::memcpy(c, next, sizeof c);
+      }
+      for (int odd = 0; odd < 2; ++odd) {
+        out.low.lane[2 * k + odd] = c[odd];
+        out.high.lane[2 * k + odd] = c[2 + odd];
+      }
+    }
+    return out;
+  }
+  static Noise split(const Pair& words) {
+    const auto part = [&](auto take) -> Pair {
+      return {each<Words>([&](int k) { return take(words.low.lane[k]); }),
+              each<Words>([&](int k) { return take(words.high.lane[k]); })};
+    };
+    return {part([](std::uint32_t w) { return w & 0xFFFFu; }), part([](std::uint32_t w) { return (w ^ w >> 16) & 0xFFFFu; }),
+            part([](std::uint32_t w) { return w >> 16; })};
+  }
+
+  static Doubles zero_sums() { return {}; }
+  static void add_squares(Doubles& sums, const Floats& low, const Floats& high) {
+    for (int k = 0; k < 16; ++k) {  // a product of two floats is exact in double: fused or not is the same
+      sums.lane[k] += static_cast<double>(low.lane[k]) * static_cast<double>(low.lane[k]);
+      sums.lane[16 + k] += static_cast<double>(high.lane[k]) * static_cast<double>(high.lane[k]);
+    }
+  }
+  static double total(const Doubles& sums) {
+    double left[32];
+    std::memcpy(left, sums.lane, sizeof left);
+    for (int half = 16; half > 0; half /= 2) {
+      for (int k = 0; k < half; ++k) {
+        left[k] += left[k + half];
+      }
+    }
+    return left[0];
+  }
+};
+
+}  // namespace
+}  // namespace memascend

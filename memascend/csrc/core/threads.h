@@ -1,0 +1,16 @@
+// One small pool for all kernels. The caller works too, and chunks are claimed one by one, so that a helper that wakes
+// late, or a core that somebody else is using, costs little.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+namespace memascend {
+
+// Calls body(i) once for every i in [0, chunks), on the caller and at most `threads - 1` helpers, and returns when all
+// calls have returned. A body that returns false stops the rest: chunks not yet claimed are not run. Bodies must not
+// throw. The order and the thread of a chunk are not defined. Where the pool is already in use (by another thread, or
+// because a body calls this again) the caller works alone. Safe after fork: the child starts helpers of its own.
+void parallel_chunks(std::int64_t chunks, int threads, const std::function<bool(std::int64_t)>& body);
+
+}  // namespace memascend
