@@ -18,7 +18,8 @@ extension = CppExtension(
     sources=["memascend/csrc/bindings.cpp", *sorted(glob("memascend/csrc/core/*.cpp"))],
     depends=sorted(glob("memascend/csrc/core/*.h")),
     # Without contraction a*b+c is what it says, so that every instruction set gives the same bits.
-    extra_compile_args=["-O3", "-g0", "-std=c++20", "-ffp-contract=off", "-Wall"],
+    extra_compile_args=["-O3", "-g0", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-Wall"],
+    extra_link_args=["-fopenmp"],
 )
 
 setup(ext_modules=[extension], cmdclass={"build_ext": BuildExtension})

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from memascend.planner import Plan
 
 # Subcommands of the design that are later parts: named, so that nobody looks for a typo.
-NOT_BUILT = ("bench", "doctor", "storage", "train")
+NOT_BUILT = ("doctor", "storage", "train")
 _GIB = 2**30
 
 
@@ -48,11 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     if arguments and arguments[0] in NOT_BUILT:
-        raise ValueError(f"'{arguments[0]}' is not built yet; what there is: plan")
+        raise ValueError(f"'{arguments[0]}' is not built yet; what there is: bench, plan")
     parser = _Parser(prog="memascend", description="Full-parameter fine-tuning where host memory is scarce.")
     parser.add_argument("--version", action="version", version=f"memascend {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=_Parser)
     _add_plan(commands)
+    _add_bench(commands)
     return parser.parse_args(arguments)
 
 
@@ -72,6 +73,17 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--dtype", default="fp16", help="fp16 (default) or bf16, which needs no overflow check")
     parser.add_argument("--json", action="store_true", help="machine-readable: components and the whole ledger")
     parser.set_defaults(run=_plan)
+
+
+def _add_bench(commands: Any) -> None:
+    from memascend.bench.command import add_benchmarks
+
+    parser = commands.add_parser(
+        "bench",
+        help="each part against its peers and its limit, in the same run",
+        description="Alternating rounds; medians with quartiles. Keep the machine free of other work meanwhile.",
+    )
+    add_benchmarks(parser.add_subparsers(dest="part", required=True, metavar="part", parser_class=_Parser), _count)
 
 
 def _count(text: str) -> int:

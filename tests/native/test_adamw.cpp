@@ -187,7 +187,7 @@ TEST(adamw_stochastic_rounding_has_no_bias) {
   }
 }
 
-// The words of Philox4x32 are pinned through what they do: a zero state takes the gradient's bits plus the noise.
+// The words themselves are pinned by the Python tests, against the papers.
 TEST(adamw_noise_is_a_function_of_seed_step_and_element) {
   const auto run = [](std::uint64_t seed, std::int64_t step, std::int64_t offset) {
     Case one(FloatFormat::kBFloat16, FloatFormat::kBFloat16, CopyFormat::kNone, 500);

@@ -88,14 +88,51 @@ def test_slices_and_threads_change_no_bit(dtype, grad_dtype, numel, offset, cuts
     assert all(torch.equal(a, b) for a, b in zip(whole, sliced))
 
 
-def philox4x32_7(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int]:
-    """Written from the paper (Salmon et al., SC'11), independent of the code under test."""
-    c, k, mask = list(counter), list(key), 0xFFFFFFFF
-    for _ in range(7):
-        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [b >> 32 ^ c[1] ^ k[0], b & mask, a >> 32 ^ c[3] ^ k[1], a & mask]
-        k = [(k[0] + 0x9E3779B9) & mask, (k[1] + 0xBB67AE85) & mask]
-    return c
+def times(a: int, b: int) -> int:
+    """Product in GF(2^8) by x^8 + x^4 + x^3 + x + 1 (FIPS 197, 4.2)."""
+    out = 0
+    while b:
+        out ^= a * (b & 1)
+        a, b = (a << 1) ^ (0x11B * (a >> 7)), b >> 1
+    return out
+
+
+def s_box(value: int) -> int:
+    """FIPS 197, 5.1.1: the inverse, then the affine map."""
+    inverse = next((i for i in range(256) if times(value, i) == 1), 0)
+    turned = [inverse << n | inverse >> (8 - n) for n in range(5)]
+    return (turned[0] ^ turned[1] ^ turned[2] ^ turned[3] ^ turned[4] ^ 0x63) & 0xFF
+
+
+S_BOX = [s_box(value) for value in range(256)]
+
+
+def ars5(counter: tuple[int, int], key: tuple[int, int]) -> list[int]:
+    """Written from the paper (Salmon et al., SC'11) and FIPS 197, independent of the code under test. Four words."""
+    mask = 2**64 - 1
+    keys = [
+        (((key[0] + r * 0x9E3779B97F4A7C15) & mask) | ((key[1] + r * 0xBB67AE8584CAA73B) & mask) << 64).to_bytes(
+            16, "little"
+        )
+        for r in range(6)
+    ]
+    state = [a ^ b for a, b in zip((counter[0] | counter[1] << 64).to_bytes(16, "little"), keys[0])]
+    for round_number in range(1, 6):
+        state = [S_BOX[state[(i + 4 * (i % 4)) % 16]] for i in range(16)]
+        if round_number < 5:
+            state = [
+                times(state[i], 2)
+                ^ times(state[i // 4 * 4 + (i + 1) % 4], 3)
+                ^ state[i // 4 * 4 + (i + 2) % 4]
+                ^ state[i // 4 * 4 + (i + 3) % 4]
+                for i in range(16)
+            ]
+        state = [a ^ b for a, b in zip(state, keys[round_number])]
+    return [int.from_bytes(bytes(state[i : i + 4]), "little") for i in (0, 4, 8, 12)]
+
+
+def test_the_reference_box_is_that_of_aes():
+    assert [S_BOX[0x00], S_BOX[0x01], S_BOX[0x53], S_BOX[0xFF]] == [0x63, 0x7C, 0xED, 0x16]  # FIPS 197, figure 7
 
 
 def test_stochastic_rounding_takes_the_words_that_the_page_says():
@@ -106,11 +143,7 @@ def test_stochastic_rounding_takes_the_words_that_the_page_says():
     adamw_(param, grad, exp_avg, exp_avg_sq, step=step, lr=0.0, betas=(0.0, 0.0), seed=seed, element_offset=offset)
     for i in range(numel):
         e = offset + i
-        block = 8 * (e // 32) + e % 16 // 2
-        words = philox4x32_7(
-            (block & 0xFFFFFFFF, block >> 32, step & 0xFFFFFFFF, step >> 32), (seed & 0xFFFFFFFF, seed >> 32)
-        )
-        word = words[e % 2 + (2 if e % 32 >= 16 else 0)]
+        word = ars5((e // 4, step), (seed, 0))[e % 4]
         low, high = word & 0xFFFF, word >> 16
         for state, exact, noise in [(exp_avg, grad[i], low ^ high), (exp_avg_sq, grad[i] * grad[i], high)]:
             bits = (exact.view(torch.int32).item() + noise) >> 16

@@ -51,12 +51,11 @@ AdamWFactors factors_of(const AdamWOptions& o) {
   f.epsilon = static_cast<float>(o.epsilon);
   f.decay = static_cast<float>(1 - o.lr * o.weight_decay);
   f.step_size = static_cast<float>(o.lr / (1 - std::pow(o.beta1, step)));
-  for (std::uint32_t round = 0; round < kPhiloxRounds; ++round) {  // the constants are Philox's Weyl sequences
-    f.round_key[round][0] = static_cast<std::uint32_t>(o.seed) + round * 0x9E3779B9u;
-    f.round_key[round][1] = static_cast<std::uint32_t>(o.seed >> 32) + round * 0xBB67AE85u;
+  for (std::uint64_t round = 0; round <= kArsRounds; ++round) {  // Weyl sequences; the constants are those of the paper
+    f.round_key[round][0] = o.seed + round * 0x9E3779B97F4A7C15u;
+    f.round_key[round][1] = round * 0xBB67AE8584CAA73Bu;
   }
-  f.step_low = static_cast<std::uint32_t>(o.step);
-  f.step_high = static_cast<std::uint32_t>(static_cast<std::uint64_t>(o.step) >> 32);
+  f.step = static_cast<std::uint64_t>(o.step);
   return f;
 }
 

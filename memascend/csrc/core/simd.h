@@ -12,7 +12,8 @@ enum class FloatFormat { kFloat32, kFloat16, kBFloat16 };
   return format == FloatFormat::kFloat32 ? 4 : 2;
 }
 
-// kAvx2 needs FMA and F16C too, kAvx512 the subsets F, BW, DQ and VL: what every processor since 2013 and 2017 has.
+// kAvx2 needs FMA, F16C and AES too (Intel since 2013, AMD since 2015), kAvx512 the subsets F, BW, DQ and VL and vector
+// AES (Ice Lake, Zen 4).
 enum class SimdLevel { kPortable, kAvx2, kAvx512 };
 
 // Best level of this processor, found once.

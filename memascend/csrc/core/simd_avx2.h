@@ -1,4 +1,4 @@
-// 16 lanes in two AVX2 registers (with FMA and F16C). Include behind the target pragma.
+// 16 lanes in two AVX2 registers (with FMA, F16C and AES). Include behind the target pragma.
 #pragma once
 
 #include <cstdint>
@@ -85,11 +85,22 @@ struct Avx2 {
     store_pair(p, round(low, random.low), round(high, random.high), false);
   }
 
-  // As in simd_avx512.h, four blocks at a time.
-  static Pair philox(std::uint64_t first_block, const AdamWFactors& f) {
-    const Four a = philox_four(first_block, f);
-    const Four b = philox_four(first_block + 4, f);
-    return {{a.low, b.low}, {a.high, b.high}};
+  static Pair random_words(std::uint64_t first_block, const AdamWFactors& f) {
+    __m128i block[8];
+    for (std::uint64_t k = 0; k < 8; ++k) {
+      block[k] = _mm_xor_si128(
+          _mm_set_epi64x(static_cast<long long>(f.step), static_cast<long long>(first_block + k)), key(f, 0));
+    }
+    for (int round = 1; round < kArsRounds; ++round) {
+      for (__m128i& one : block) {
+        one = _mm_aesenc_si128(one, key(f, round));
+      }
+    }
+    for (__m128i& one : block) {
+      one = _mm_aesenclast_si128(one, key(f, kArsRounds));
+    }
+    return {{_mm256_set_m128i(block[1], block[0]), _mm256_set_m128i(block[3], block[2])},
+            {_mm256_set_m128i(block[5], block[4]), _mm256_set_m128i(block[7], block[6])}};
   }
   static Noise split(const Pair& words) {
     const __m256i mask = _mm256_set1_epi32(0xFFFF);
@@ -131,28 +142,9 @@ struct Avx2 {
   }
 
  private:
-  struct Four {
-    __m256i low, high;  // words 0 and 1 of four blocks, interleaved; words 2 and 3
-  };
-
-  static Four philox_four(std::uint64_t first_block, const AdamWFactors& f) {
-    __m256i c0 = _mm256_add_epi64(_mm256_set1_epi64x(static_cast<long long>(first_block)), _mm256_set_epi64x(3, 2, 1, 0));
-    __m256i c1 = _mm256_srli_epi64(c0, 32);
-    __m256i c2 = _mm256_set1_epi32(static_cast<int>(f.step_low));
-    __m256i c3 = _mm256_set1_epi32(static_cast<int>(f.step_high));
-    for (const auto& key : f.round_key) {
-      const __m256i a = _mm256_mul_epu32(c0, _mm256_set1_epi64x(0xD2511F53u));
-      const __m256i b = _mm256_mul_epu32(c2, _mm256_set1_epi64x(0xCD9E8D57u));
-      const __m256i k0 = _mm256_set1_epi32(static_cast<int>(key[0]));
-      const __m256i k1 = _mm256_set1_epi32(static_cast<int>(key[1]));
-      c0 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(b, 32), c1), k0);
-      c2 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(a, 32), c3), k1);
-      c1 = b;
-      c3 = a;
-    }
-    return {join(c0, c1), join(c2, c3)};
+  static __m128i key(const AdamWFactors& f, int round) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(f.round_key[round]));
   }
-  static __m256i join(__m256i even, __m256i odd) { return _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA); }
   static Halves load_halves(const std::uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   static void store_halves(std::uint16_t* p, Halves a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
   static __m256 widen_eight(__m128i halves) {

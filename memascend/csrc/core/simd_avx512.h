@@ -1,4 +1,4 @@
-// 16 lanes in one AVX-512 register (F, BW, DQ, VL). Include behind the target pragma.
+// 16 lanes in one AVX-512 register (F, BW, DQ, VL, VAES). Include behind the target pragma.
 #pragma once
 
 #include <cstdint>
@@ -75,26 +75,18 @@ struct Avx512 {
     _mm512_storeu_si512(p, _mm512_permutex2var_epi16(a, odd_halves(), b));
   }
 
-  // Words in the low halves of 64-bit lanes, since the 32-bit multiply takes those and gives 64 bits; what is in the
-  // high halves is ignored by it.
-  static Pair philox(std::uint64_t first_block, const AdamWFactors& f) {
-    const __m512i lanes = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);
-    __m512i c0 = _mm512_add_epi64(_mm512_set1_epi64(static_cast<long long>(first_block)), lanes);
-    __m512i c1 = _mm512_srli_epi64(c0, 32);
-    __m512i c2 = _mm512_set1_epi32(static_cast<int>(f.step_low));
-    __m512i c3 = _mm512_set1_epi32(static_cast<int>(f.step_high));
-    constexpr int kXor3 = 0x96;
-    for (const auto& key : f.round_key) {
-      const __m512i a = _mm512_mul_epu32(c0, _mm512_set1_epi64(0xD2511F53u));
-      const __m512i b = _mm512_mul_epu32(c2, _mm512_set1_epi64(0xCD9E8D57u));
-      const __m512i k0 = _mm512_set1_epi32(static_cast<int>(key[0]));
-      const __m512i k1 = _mm512_set1_epi32(static_cast<int>(key[1]));
-      c0 = _mm512_ternarylogic_epi32(_mm512_srli_epi64(b, 32), c1, k0, kXor3);
-      c2 = _mm512_ternarylogic_epi32(_mm512_srli_epi64(a, 32), c3, k1, kXor3);
-      c1 = b;
-      c3 = a;
+  static Pair random_words(std::uint64_t first_block, const AdamWFactors& f) {
+    const __m512i numbers = _mm512_set_epi64(0, 3, 0, 2, 0, 1, 0, 0);
+    const __m512i both = _mm512_broadcast_i64x2(
+        _mm_set_epi64x(static_cast<long long>(f.step), static_cast<long long>(first_block)));
+    const __m512i counter = _mm512_add_epi64(both, numbers);
+    __m512i low = _mm512_xor_si512(counter, key(f, 0));
+    __m512i high = _mm512_xor_si512(_mm512_add_epi64(counter, _mm512_set_epi64(0, 4, 0, 4, 0, 4, 0, 4)), key(f, 0));
+    for (int round = 1; round < kArsRounds; ++round) {
+      low = _mm512_aesenc_epi128(low, key(f, round));
+      high = _mm512_aesenc_epi128(high, key(f, round));
     }
-    return {join(c0, c1), join(c2, c3)};
+    return {_mm512_aesenclast_epi128(low, key(f, kArsRounds)), _mm512_aesenclast_epi128(high, key(f, kArsRounds))};
   }
   static Noise split(const Pair& words) {
     const __m512i mask = _mm512_set1_epi32(0xFFFF);
@@ -126,8 +118,8 @@ struct Avx512 {
                                                              45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
     return _mm512_load_si512(kIndex);
   }
-  static Words join(__m512i even, __m512i odd) {
-    return _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+  static __m512i key(const AdamWFactors& f, int round) {
+    return _mm512_broadcast_i64x2(_mm_loadu_si128(reinterpret_cast<const __m128i*>(f.round_key[round])));
   }
   static Halves load_halves(const std::uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   static void store_halves(std::uint16_t* p, Halves a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }

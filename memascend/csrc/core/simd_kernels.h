@@ -11,8 +11,8 @@ namespace memascend {
 // Elements of a group. Kernels do whole groups; what is less is done in a group of its own, padded.
 constexpr std::int64_t kGroup = 32;
 
-// Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC'11), table 2: seven rounds pass all of BigCrush.
-constexpr int kPhiloxRounds = 7;
+// Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC'11): ARS with five rounds passes all of BigCrush.
+constexpr int kArsRounds = 5;
 
 // One AdamW step in the numbers that a kernel needs.
 struct AdamWFactors {
@@ -24,9 +24,8 @@ struct AdamWFactors {
   float epsilon;
   float decay;      // 1 - lr * weight_decay
   float step_size;  // lr / (1 - beta1^step)
-  std::uint32_t round_key[kPhiloxRounds][2];  // of the random numbers: from the seed
-  std::uint32_t step_low;
-  std::uint32_t step_high;
+  std::uint64_t round_key[kArsRounds + 1][2];  // of the random numbers: from the seed
+  std::uint64_t step;
 };
 
 // `groups` whole groups; the first is the `first_group`-th of the whole tensor. `copy` may be null.

@@ -8,7 +8,7 @@
 #include "simd_x86.h"
 
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
+#pragma GCC target("avx2,fma,f16c,aes")
 #include "simd_avx2.h"
 #include "simd_kernels_template.h"
 

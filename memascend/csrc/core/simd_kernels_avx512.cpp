@@ -8,7 +8,7 @@
 #include "simd_x86.h"
 
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,aes,vaes")
 #include "simd_avx512.h"
 #include "simd_kernels_template.h"
 

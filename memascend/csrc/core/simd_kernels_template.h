@@ -2,10 +2,10 @@
 // file for each instruction set, behind that file's target pragma: so everything here has internal linkage.
 //
 // Stochastic rounding. fp32 to bf16 adds a uniform 16-bit number to the bits and cuts the low half off: the result is
-// the neighbour above with the probability that makes the expectation exact. Element e of the whole tensor takes one word
-// of Philox4x32-7 (Salmon et al., SC'11) with the seed as key and the counter (8 * (e / 32) + e % 16 / 2 as 64 bits, step
-// as 64 bits): word e % 2 where e % 32 < 16, word 2 + e % 2 where not. Its low half rounds the parameter, its high half
-// the variance, and the exclusive or of the two the momentum: all three are uniform, and any two of them independent.
+// the neighbour above with the probability that makes the expectation exact. Element e of the whole tensor takes word
+// e % 4 of the ARS-5 block (Salmon et al., SC'11: five rounds of AES, one instruction each) with the counter (e / 4, step)
+// and the key (seed, 0), all of 64 bits. Its low half rounds the parameter, its high half the variance, and the exclusive
+// or of the two the momentum: all three are uniform, and any two of them independent.
 // Nothing else enters, so slices, threads and instruction sets change no bit.
 
 #include <cstdint>
@@ -90,7 +90,7 @@ std::int64_t adamw(const AdamWFactors& factors, const AdamWPiece& given) {
       V::store_f32(static_cast<float*>(piece.variance) + i, low.variance);
       V::store_f32(static_cast<float*>(piece.variance) + i + 16, high.variance);
     } else {
-      const auto words = V::philox(static_cast<std::uint64_t>(piece.first_group + group) * 8, f);
+      const auto words = V::random_words(static_cast<std::uint64_t>(piece.first_group + group) * 8, f);
       const auto noise = V::split(words);
       const auto put = [&](void* data, typename V::Floats a, typename V::Floats b, const typename V::Pair& random) {
         V::store_rounded(static_cast<std::uint16_t*>(data) + i, a, b, random);

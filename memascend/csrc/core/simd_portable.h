@@ -60,6 +60,74 @@ inline std::uint16_t bf16_of(float value) {
   return static_cast<std::uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 }
 
+// One AES block, as the instructions have it: byte 0 is the lowest.
+struct Block {
+  std::uint8_t byte[16];
+};
+
+constexpr std::uint8_t times_two(std::uint8_t a) { return static_cast<std::uint8_t>(a << 1 ^ (a & 0x80 ? 0x1B : 0)); }
+
+struct SBox {
+  std::uint8_t of[256] = {};
+};
+
+// FIPS 197: the inverse in GF(2^8), then an affine map. 3 generates the field, and 0xF6 is its inverse.
+constexpr SBox make_s_box() {
+  SBox box;
+  std::uint8_t p = 1;
+  std::uint8_t q = 1;
+  do {
+    p = static_cast<std::uint8_t>(p ^ times_two(p));
+    q = static_cast<std::uint8_t>(q ^ q << 1);
+    q = static_cast<std::uint8_t>(q ^ q << 2);
+    q = static_cast<std::uint8_t>(q ^ q << 4);
+    q = static_cast<std::uint8_t>(q & 0x80 ? q ^ 0x09 : q);
+    const unsigned twice = q | static_cast<unsigned>(q) << 8;
+    box.of[p] = static_cast<std::uint8_t>(q ^ twice >> 7 ^ twice >> 6 ^ twice >> 5 ^ twice >> 4 ^ 0x63);
+  } while (p != 1);
+  box.of[0] = 0x63;
+  return box;
+}
+
+inline constexpr SBox kSBox = make_s_box();
+
+inline Block xored(Block block, const std::uint64_t (&key)[2]) {
+  std::uint8_t bytes[16];
+  std::memcpy(bytes, key, 16);
+  for (int i = 0; i < 16; ++i) {
+    block.byte[i] ^= bytes[i];
+  }
+  return block;
+}
+
+inline Block substituted_and_shifted(const Block& in) {
+  Block out;
+  for (int i = 0; i < 16; ++i) {
+    out.byte[i] = kSBox.of[in.byte[(i + 4 * (i % 4)) % 16]];
+  }
+  return out;
+}
+
+inline Block mixed(const Block& in) {
+  Block out;
+  for (int i = 0; i < 16; ++i) {
+    const auto at = [&](int row) { return in.byte[i / 4 * 4 + (i + row) % 4]; };
+    out.byte[i] = static_cast<std::uint8_t>(times_two(at(0)) ^ times_two(at(1)) ^ at(1) ^ at(2) ^ at(3));
+  }
+  return out;
+}
+
+inline Block ars(std::uint64_t counter, const AdamWFactors& f) {
+  Block block;
+  std::memcpy(block.byte, &counter, 8);
+  std::memcpy(block.byte + 8, &f.step, 8);
+  block = xored(block, f.round_key[0]);
+  for (int round = 1; round < kArsRounds; ++round) {
+    block = xored(mixed(substituted_and_shifted(block)), f.round_key[round]);
+  }
+  return xored(substituted_and_shifted(block), f.round_key[kArsRounds]);
+}
+
 struct Portable {
   struct Floats {
     float lane[16];
@@ -151,25 +219,12 @@ struct Portable {
     store_pair(p, round(low, random.low), round(high, random.high), false);
   }
 
-  static Pair philox(std::uint64_t first_block, const AdamWFactors& f) {
+  static Pair random_words(std::uint64_t first_block, const AdamWFactors& f) {
     Pair out;
-    for (int k = 0; k < 8; ++k) {
-      const std::uint64_t block = first_block + static_cast<std::uint64_t>(k);
-      std::uint32_t c[4] = {static_cast<std::uint32_t>(block), static_cast<std::uint32_t>(block >> 32), f.step_low,
-                            f.step_high};
-      for (const auto& key : f.round_key) {
-        const std::uint64_t a = static_cast<std::uint64_t>(c[0]) * 0xD2511F53u;
-        const std::uint64_t b = static_cast<std::uint64_t>(c[2]) * 0xCD9E8D57u;
-        const std::uint32_t next[4] = {static_cast<std::uint32_t>(b >> 32) ^ c[1] ^ key[0],
-                                       static_cast<std::uint32_t>(b),
-                                       static_cast<std::uint32_t>(a >> 32) ^ c[3] ^ key[1],
-                                       static_cast<std::uint32_t>(a)};
-        std::memcpy(c, next, sizeof c);
-      }
-      for (int odd = 0; odd < 2; ++odd) {
-        out.low.lane[2 * k + odd] = c[odd];
-        out.high.lane[2 * k + odd] = c[2 + odd];
-      }
+    for (std::uint64_t k = 0; k < 8; ++k) {
+      const Block block = ars(first_block + k, f);
+      Words& half = k < 4 ? out.low : out.high;
+      std::memcpy(half.lane + 4 * (k % 4), block.byte, 16);
     }
     return out;
   }

@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "simd_x86.h"
 
@@ -24,23 +25,48 @@ void relax() {
 #endif
 }
 
-struct Job {
-  const std::function<bool(std::int64_t)>* body;
-  std::int64_t chunks;
+// Chunks of one thread's share, claimed from the front: by the thread, and by those that are done with theirs.
+struct alignas(64) Share {
   std::atomic<std::int64_t> next{0};
-  std::atomic<bool> stopped{false};
+  std::int64_t end = 0;
+};
+
+// Every thread streams through a share of its own: two that read side by side in one get a fifth less bandwidth
+// (measured on 120 MB).
+class Job {
+ public:
+  Job(const std::function<bool(std::int64_t)>& body, std::int64_t chunks, int threads)
+      : body_(body), shares_(static_cast<std::size_t>(threads)) {
+    for (int i = 0; i < threads; ++i) {
+      shares_[static_cast<std::size_t>(i)].next = chunks * i / threads;
+      shares_[static_cast<std::size_t>(i)].end = chunks * (i + 1) / threads;
+    }
+  }
 
   void work() {
-    while (!stopped.load(std::memory_order_relaxed)) {
-      const std::int64_t chunk = next.fetch_add(1, std::memory_order_relaxed);
-      if (chunk >= chunks) {
+    const std::size_t own = joined_.fetch_add(1, std::memory_order_relaxed);
+    for (std::size_t i = 0; i < shares_.size(); ++i) {
+      work_on(shares_[(own + i) % shares_.size()]);
+    }
+  }
+
+ private:
+  void work_on(Share& share) {
+    while (!stopped_.load(std::memory_order_relaxed)) {
+      const std::int64_t chunk = share.next.fetch_add(1, std::memory_order_relaxed);
+      if (chunk >= share.end) {
         return;
       }
-      if (!(*body)(chunk)) {
-        stopped.store(true, std::memory_order_relaxed);
+      if (!body_(chunk)) {
+        stopped_.store(true, std::memory_order_relaxed);
       }
     }
   }
+
+  const std::function<bool(std::int64_t)>& body_;
+  std::vector<Share> shares_;
+  std::atomic<std::size_t> joined_{0};
+  std::atomic<bool> stopped_{false};
 };
 
 class Pool {
@@ -121,15 +147,33 @@ Pool& pool() {
   return *current;
 }
 
+// Where this is compiled with OpenMP, torch's workers are ours too (one libgomp in the process): beside helpers of our
+// own they would spin on the cores that those wait for, which was measured to halve the bandwidth. A forked child has
+// none of them, and libgomp would wait for them for ever.
+bool openmp_is_usable() {
+#if defined(_OPENMP)
+  static std::atomic<bool> forked{false};
+  static const bool once = pthread_atfork(nullptr, nullptr, [] { forked = true; }) == 0;
+  return once && !forked;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 
 void parallel_chunks(std::int64_t chunks, int threads, const std::function<bool(std::int64_t)>& body) {
   if (chunks <= 0) {
     return;
   }
-  Job job{&body, chunks};
-  const auto helpers = static_cast<int>(std::min<std::int64_t>(threads, chunks)) - 1;
-  if (helpers < 1 || !pool().run(job, helpers)) {
+  const auto workers = static_cast<int>(std::clamp<std::int64_t>(chunks, 1, std::max(1, threads)));
+  Job job(body, chunks, workers);
+  if (workers == 1) {
+    job.work();
+  } else if (openmp_is_usable()) {
+#pragma omp parallel num_threads(workers)
+    job.work();
+  } else if (!pool().run(job, workers - 1)) {
     job.work();
   }
 }

@@ -1,0 +1,124 @@
+"""`memascend bench {overflow,adamw,pinned,pool} [--json] [--out FILE]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_Count = Callable[[str], int]
+
+
+def add_benchmarks(parts: Any, count: _Count) -> None:
+    """Add one parser for each part; `count` reads a positive whole number. Nothing heavy is imported here."""
+    for name, run, text, numels in (
+        (
+            "overflow",
+            _overflow,
+            "overflow check: share of the read limit, times faster than the chain",
+            "1000000,30000000",
+        ),
+        ("adamw", _adamw, "AdamW: times faster than DeepSpeedCPUAdam and torch, and the roofline", "1000000,30000000"),
+        ("pinned", _pinned, "pinned memory: exact against power of two", None),
+        ("pool", _pool, "buffer pool: adaptive against monolithic", None),
+    ):
+        parser = parts.add_parser(name, help=text)
+        parser.add_argument("--json", action="store_true", help="every round, machine-readable")
+        parser.add_argument("--out", type=Path, help="write the same JSON to this file")
+        parser.add_argument("--repeats", type=count, default=7, help="rounds (default 7)")
+        if numels:
+            parser.add_argument("--numels", default=numels, help=f"elements, separated by commas (default {numels})")
+        if name == "overflow":
+            parser.add_argument("--dtypes", default="fp32,fp16,bf16", help="separated by commas (default all three)")
+        if name == "pinned":
+            parser.add_argument("--mib", default="33,130,260", help="sizes in MiB, separated by commas")
+        if name == "pool":
+            parser.add_argument("--model", default="qwen2.5-7b", help="sizes of its tensors (default qwen2.5-7b)")
+        parser.set_defaults(run=_runner(run, count))
+
+
+def _runner(run: Callable[..., tuple[dict[str, Any], list[str]]], count: _Count) -> Callable[..., str]:
+    def run_and_write(options: argparse.Namespace) -> str:
+        if options.out is not None and not options.out.parent.is_dir():
+            raise ValueError(f"--out {options.out}: there is no folder {options.out.parent}")
+        result, lines = run(options, count)
+        text = json.dumps(result, indent=1)
+        if options.out is not None:
+            partial = options.out.with_name(f".{options.out.name}.{os.getpid()}")
+            partial.write_text(text + "\n")
+            partial.replace(options.out)
+        return text if options.json else "\n".join(lines)
+
+    return run_and_write
+
+
+def _counts(option: str, text: str, count: _Count) -> list[int]:
+    try:
+        return [count(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{option}: {error}") from None
+
+
+def _show(ratio: dict[str, float]) -> str:
+    return f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+
+
+def _overflow(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
+    from memascend.bench import overflow
+
+    dtypes = options.dtypes.split(",")
+    unknown = [name for name in dtypes if name not in overflow.DTYPES]
+    if unknown:
+        raise ValueError(f"--dtypes: unknown {unknown[0]!r}: use {', '.join(overflow.DTYPES)}")
+    result = overflow.measure(dtypes, _counts("--numels", options.numels, count), options.repeats)
+    lines = ["share of the read limit (fastest reader), and times faster; medians with quartiles"]
+    for row in result["summary"]:
+        others = ", ".join(f"{name} {_show(ratio)}" for name, ratio in row["times_faster_than"].items())
+        lines.append(
+            f"{row['dtype']} {row['numel']:>11,}: {_show(row['share_of_limit'])} of {row['limit_gb_s']:.1f} GB/s"
+            f" ({row['limit']}); {others}"
+        )
+    return result, lines
+
+
+def _adamw(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
+    from memascend.bench import adamw
+
+    result = adamw.measure(_counts("--numels", options.numels, count), options.repeats)
+    lines = ["one step; limit: bytes over the bandwidth of the fastest in-place loop; medians with quartiles"]
+    lines += [f"without {peer}: {reason}" for peer, reason in result["missing"].items()]
+    for row in result["summary"]:
+        others = ", ".join(f"{_show(ratio)} x {name}" for name, ratio in row["times_faster_than"].items())
+        lines.append(
+            f"{row['numel']:>11,} {row['method']:<28} {row['seconds']['median'] * 1e3:8.2f} ms, limit"
+            f" {row['limit_seconds'] * 1e3:8.2f} ms ({row['limit_gb_s']:.0f} GB/s); {others}"
+        )
+    return result, lines
+
+
+def _pinned(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
+    from memascend.bench import buffers
+
+    result = buffers.measure_pinned([mib << 20 for mib in _counts("--mib", options.mib, count)], options.repeats)
+    lines = ["bytes reserved over bytes asked for, and seconds to allocate, lock and free"]
+    for row in result["summary"]:
+        lines.append(
+            f"{row['requested_bytes'] >> 20:>6} MiB {row['method']:<13} {row['reserved_share']:.3f} x,"
+            f" {row['seconds']['median'] * 1e3:.1f} ms{'' if row['locked'] else ' (touched, not locked)'}"
+        )
+    return result, lines
+
+
+def _pool(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
+    from memascend.bench import buffers
+
+    result = buffers.measure_pool(options.model, options.repeats)
+    lines = [f"{options.model}: bytes of the pool at fp16 with one block in flight, and time of a lease and return"]
+    for row in result["summary"]:
+        lines.append(
+            f"  {row['method']:<22} {row['reserved_bytes'] / 2**30:8.2f} GiB, {row['seconds']['median'] * 1e6:.2f} us"
+        )
+    return result, lines

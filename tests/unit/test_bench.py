@@ -1,0 +1,98 @@
+"""The benchmarks as commands: what they record, not how fast anything is."""
+
+import json
+
+import pytest
+
+from memascend.bench.rounds import alternate, ratios, spread
+from memascend.cli import main
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    status = main(["bench", *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_spread_and_paired_ratios():
+    assert vars(spread([4.0, 1.0, 3.0, 2.0, 5.0])) == {"median": 3.0, "low": 2.0, "high": 4.0}
+    assert vars(spread([7.0])) == {"median": 7.0, "low": 7.0, "high": 7.0}
+    assert ratios([2.0, 20.0, 200.0], [1.0, 10.0, 100.0]).median == 2.0  # what slows a round cancels
+
+
+def test_rounds_time_every_way_once_after_a_call_that_is_not_timed():
+    calls = []
+    seconds = alternate({name: lambda name=name: calls.append(name) for name in "abc"}, 4)
+    assert {name: len(taken) for name, taken in seconds.items()} == {"a": 4, "b": 4, "c": 4}
+    assert calls[::2] == calls[1::2]
+    assert len({tuple(calls[i : i + 6]) for i in range(0, 24, 6)}) > 1  # the order changes
+    with pytest.raises(ValueError, match="at least one"):
+        alternate({}, 0)
+
+
+def test_overflow_records_every_reader_and_writes_the_same_json(capsys, tmp_path):
+    out = tmp_path / "record.json"
+    status, text, _ = run(
+        capsys, "overflow", "--dtypes", "fp32,bf16", "--numels", "5000", "--repeats", "2", "--json", "--out", str(out)
+    )
+    made = json.loads(text)
+    assert status == 0
+    assert json.loads(out.read_text()) == made
+    assert {p["method"] for p in made["points"]} == {"fused", "sum", "read_loop", "aminmax", "isfinite", "chain"}
+    assert all(len(p["seconds"]) == 2 for p in made["points"])
+    assert {p["bytes"] for p in made["points"] if p["dtype"] == "bf16"} == {10_000}
+    for row in made["summary"]:
+        assert row["limit"] in ("sum", "read_loop", "aminmax")
+        assert row["share_of_limit"] == row["times_faster_than"][row["limit"]]
+
+
+@pytest.mark.deepspeed
+def test_adamw_states_the_limit_and_both_peers(capsys):
+    _, text, _ = run(capsys, "adamw", "--numels", "4096", "--repeats", "1", "--json")
+    made = json.loads(text)
+    assert made["missing"] == {}
+    assert {row["method"] for row in made["summary"]} == {"fp32", "fp32_half_gradient_and_copy", "bf16"}
+    for row in made["summary"]:
+        assert set(row["times_faster_than"]) == {"deepspeed", "torch_fused"}
+        per_element = 14 if row["method"] == "bf16" else 28
+        assert row["limit_seconds"] == pytest.approx(4096 * per_element / row["limit_gb_s"] / 1e9)
+
+
+def test_adamw_without_deepspeed_says_so(capsys, monkeypatch):
+    from memascend.bench import adamw
+
+    monkeypatch.setattr(adamw, "_PEERS", "memascend.no_such_peers")
+    _, text, _ = run(capsys, "adamw", "--numels", "4096", "--repeats", "1")
+    assert "without deepspeed: not installed" in text
+
+
+def test_pinned_compares_what_is_reserved(capsys):
+    _, text, _ = run(capsys, "pinned", "--mib", "3", "--repeats", "1", "--json")
+    shares = {row["method"]: row["reserved_share"] for row in json.loads(text)["summary"]}
+    assert shares == {"page_aligned": 1.0, "power_of_two": pytest.approx(4 / 3)}
+
+
+def test_pool_counts_by_the_code_of_a_run(capsys):
+    _, text, _ = run(capsys, "pool", "--model", "llama3.2-1b", "--repeats", "1", "--json")
+    taken = {row["method"]: row["reserved_bytes"] for row in json.loads(text)["summary"]}
+    embedding = 128_256 * 2048 * 2
+    assert taken["monolithic, separate"] == 9 * 2**29  # 501 MiB rounds to 512, nine times
+    assert taken["monolithic"] >= 9 * embedding
+    assert taken["adaptive"] < taken["monolithic"] / 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["overflow", "--numels", "5,x"], "'x' is not a positive whole number"),
+        (["overflow", "--dtypes", "fp64"], "unknown 'fp64': use fp32, fp16, bf16"),
+        (["adamw", "--repeats", "0"], "'0' is not a positive whole number"),
+        (["pool", "--out", "no/such/folder/record.json"], "there is no folder"),
+        (["nvme"], "invalid choice"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, arguments, says):
+    status, out, err = run(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
