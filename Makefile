@@ -50,8 +50,8 @@ ops: setup ## DeepSpeed's compiled ops alone (part of setup)
 docs: setup ## redraw the pictures in docs/ from the code
 	@$(IN_VENV) python docs/diagrams.py
 
-deepspeed_016: ## the environment of the cross-check with DeepSpeed 0.16.7, in .cache/envs
-	@workflows/setup/setup.sh .cache/envs/$@ constraints-deepspeed-0.16.txt deepspeed,huggingface
+deepspeed_016: ## the papers' releases (DeepSpeed 0.16.7, transformers 4.51), in .cache/envs
+	@workflows/setup/setup.sh .cache/envs/$@ constraints-deepspeed-0.16.txt papers
 
 clean: ## remove what was built in this checkout (not .venv, results, figures or compiled DeepSpeed ops)
 	@rm -rf build memascend.egg-info memascend/_C*.so .pytest_cache .ruff_cache .hypothesis .cache/setup.log

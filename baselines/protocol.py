@@ -35,10 +35,14 @@ class RunSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What a configuration needs to know of the model: elements of the largest tensor, and of all tensors together."""
+    """What a configuration needs to know of the model, in elements of one rank's partitions.
+
+    ``pool_buffers``: buffers of the baseline's pool, 2 + the matrices of a block (9 if dense, 390 with 128 experts).
+    """
 
     largest_tensor: int
     parameters: int
+    pool_buffers: int
 
 
 class System(Protocol):
@@ -132,7 +136,7 @@ def zero3_config(run: RunSpec, offload_param: dict[str, Any], offload_optimizer:
 
 
 def nvme_offload(run: RunSpec, sizes: Sizes, nvme_path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parameter and optimizer offload to NVMe: nine buffers of the embedding's size, five optimizer buffers.
+    """Parameter and optimizer offload to NVMe: buffers of the embedding's size, five optimizer buffers.
 
     ``max_in_cpu`` is 0: its default of 1e9 silently keeps every parameter of a small model in memory.
     """
@@ -140,8 +144,8 @@ def nvme_offload(run: RunSpec, sizes: Sizes, nvme_path: str) -> tuple[dict[str, 
         "device": "nvme",
         "nvme_path": nvme_path,
         "pin_memory": True,
-        "buffer_count": 9,
-        "buffer_size": -(-sizes.largest_tensor // run.ranks),
+        "buffer_count": sizes.pool_buffers,
+        "buffer_size": sizes.largest_tensor,
         "max_in_cpu": 0,
     }
     optimizer = {

@@ -5,10 +5,12 @@ The text is the source of Python's standard library, which every installation ha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sysconfig
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,28 @@ def batches(tokens: np.ndarray, sequence: int, batch: int, ranks: int, rank: int
     return np.asarray(tokens[wrapped], dtype=np.int64).reshape(batch, sequence)
 
 
+@contextlib.contextmanager
+def _initialised_with(std: float) -> Iterator[None]:
+    """Linear and embedding weights drawn from N(0, std^2) as transformers does, biases zero.
+
+    Under ``deepspeed.zero.Init`` a module's weights are partitioned as soon as it is constructed, so transformers' own
+    initialisation, which comes after, finds nothing to fill.
+    """
+    import torch
+
+    def normal(module: Any) -> None:
+        torch.nn.init.normal_(module.weight, std=std)
+        if getattr(module, "bias", None) is not None:
+            torch.nn.init.zeros_(module.bias)
+
+    stock = torch.nn.Linear.reset_parameters, torch.nn.Embedding.reset_parameters
+    torch.nn.Linear.reset_parameters = torch.nn.Embedding.reset_parameters = normal
+    try:
+        yield
+    finally:
+        torch.nn.Linear.reset_parameters, torch.nn.Embedding.reset_parameters = stock
+
+
 def causal_lm(config: dict[str, Any], *, gradient_checkpointing: bool) -> Any:
     """A causal language model of ``config`` (a dict as in ``config.json``), randomly initialised."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -86,8 +110,9 @@ def causal_lm(config: dict[str, Any], *, gradient_checkpointing: bool) -> Any:
     settings = {k: v for k, v in json.loads(json.dumps(config)).items() if k != "architectures"}
     model_config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model_config.use_cache = False
-    model = AutoModelForCausalLM.from_config(model_config, attn_implementation="sdpa")
+    with _initialised_with(model_config.initializer_range):
+        model = AutoModelForCausalLM.from_config(model_config, attn_implementation="sdpa")
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     model.train()
     return model

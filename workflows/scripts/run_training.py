@@ -20,6 +20,7 @@ from typing import Any
 
 from baselines.protocol import RunSpec, Sizes, load_system, scaled
 from memascend.planner import model_spec
+from memascend.planner.pool import streamed
 from workflows.scripts import memory_account, provenance
 
 MIB = 1 << 20
@@ -72,10 +73,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--sequence must be at least 2; --steps, --batch and --ranks at least 1")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     swap = Path(args.nvme).absolute() / args.run_id
-    sizes = Sizes(
-        largest_tensor=max(_numel(t.shape) for t in twin.tensors()),
-        parameters=sum(_numel(t.shape) for t in twin.tensors()),
-    )
+    sizes = _sizes(twin, args)
     _require_space(swap, sizes.parameters)
     config = system.deepspeed_config(spec, sizes, str(swap))
     with tempfile.TemporaryDirectory(prefix="memascend-run-") as work:
@@ -99,6 +97,16 @@ def run(args: argparse.Namespace) -> int:
         f"{record.get('memory', {}).get('host_peak_net_bytes', 0) / MIB:.1f} MiB"
     )
     return 0
+
+
+def _sizes(twin: Any, args: argparse.Namespace) -> Sizes:
+    tensors = twin.tensors()
+    flow = streamed(tensors, element_bytes=2, ranks=args.ranks, threshold_bytes=scaled(MIB, args.k))
+    return Sizes(
+        largest_tensor=flow.largest,
+        parameters=sum(_numel(t.shape) for t in tensors),
+        pool_buffers=flow.monolithic_count(),
+    )
 
 
 def _numel(shape: Any) -> int:
@@ -288,6 +296,7 @@ def _results(args: argparse.Namespace, outcome: dict[str, Any]) -> dict[str, Any
         "parameters_on_nvme": first["parameters_on_nvme"],
         "denied_prefetches": first["denied_prefetches"],
         "evicted_prefetches": first["evicted_prefetches"],
+        "released_gathered": first["released_gathered"],
         "phases": [{k: p[k] for k in ("name", "role", "seconds", "hwm_bytes")} for p in first["phases"]],
         "overflow_check_seconds": [c["end_s"] - c["begin_s"] for c in first["overflow_checks"]],
         "io": {

@@ -12,7 +12,9 @@ import contextlib
 import ctypes
 import gc
 import hashlib
+import inspect
 import json
+import logging
 import os
 import signal
 import sys
@@ -110,7 +112,7 @@ def prepare_imports(job: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM  # noqa: F401
 
     transformers.logging.set_verbosity_error()
-    deepspeed.utils.logging.set_log_level_from_string("error")
+    deepspeed.utils.logger.setLevel(logging.ERROR)
     CPUAdamBuilder().load(verbose=False)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
@@ -277,8 +279,10 @@ class Run:
         for tensor in optimizer.param_groups_fp16_flat_cpu_memory:
             note(tensor, "parameter_flat_buffer")
         note(optimizer.grad_partitions_flat_buffer, "gradient_flat_buffer")
-        for bucket in optimizer.ipg_buckets.values():
+        for bucket in getattr(optimizer, "ipg_buckets", {}).values():
             note(bucket.buffer, "reduce_bucket")
+        of_016 = "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer"
+        note(getattr(optimizer, of_016, None), "reduce_bucket")
         for parameter in self.engine.module.parameters():
             note(parameter.ds_tensor, "small_parameters")
             note(parameter.data, "persistent_parameters")
@@ -297,12 +301,20 @@ class Run:
         swapper = next(
             (p.nvme_swapper for p in self.engine.module.parameters() if getattr(p, "nvme_swapper", None)), None
         )
-        for name in ("denied_prefetches", "evicted_prefetches"):
+        for name in ("denied_prefetches", "evicted_prefetches", "released_gathered"):
             self.result[name] = getattr(swapper, name, 0)
+
+    def _mend_reading_of_016(self) -> None:
+        """DeepSpeed 0.16 reads swapped master weights by a call that leaves an argument out."""
+        for name in ("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"):
+            call = getattr(self.engine.optimizer, name)
+            if inspect.signature(call).parameters["timer_names"].default is inspect.Parameter.empty:
+                setattr(self.engine.optimizer, name, lambda i, timer_names=None, call=call: call(i, set()))
 
     def _hash_master_weights(self) -> str:
         from deepspeed.utils import safe_get_full_fp32_param
 
+        self._mend_reading_of_016()
         digest = hashlib.sha256()
         for name, parameter in sorted(self.engine.module.named_parameters()):
             value = safe_get_full_fp32_param(parameter)

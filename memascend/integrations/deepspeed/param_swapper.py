@@ -67,10 +67,11 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
             self.min_aio_bytes = self._minimum_swap_bytes
         self.pool: BufferPool | None = None
         self._staging: torch.Tensor | None = None
-        self._prefetched: dict[int, Any] = {}
+        self._swapped_in: dict[int, Any] = {}
         self._reserved: list[str] = []
         self.denied_prefetches = 0
         self.evicted_prefetches = 0
+        self.released_gathered = 0
         if self._pool_kind != "adaptive":
             self.pool = MonolithicBufferPool(
                 self.aligned_elements_per_buffer,
@@ -166,7 +167,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         self, params: list[Any], swap_in_buffers: list[torch.Tensor], inflight_numel: int
     ) -> None:
         super()._update_inflight_swap_in(params, swap_in_buffers, inflight_numel)
-        self._prefetched.update({p.ds_id: p for p in params})
+        self._swapped_in.update({p.ds_id: p for p in params})
 
     def swap_into_buffer(self, param: Any, dest_buffer: torch.Tensor) -> None:
         """Read ``param`` into a buffer of the caller's; our engine takes any address and length, so no copy."""
@@ -182,7 +183,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         for param in params:
             if param.ds_id in self.param_id_to_buffer_id and self.pool is not None:
                 self.pool.release(param.ds_id)
-            self._prefetched.pop(param.ds_id, None)
+            self._swapped_in.pop(param.ds_id, None)
         self.available_buffer_ids = []
         super().remove_partition_and_release_buffers(params)
         self.available_buffer_ids = []
@@ -225,22 +226,26 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         return self._staging.narrow(0, 0, slot_numel)
 
     def _lease_or_evict(self, key: int, numel: int, keep: Any) -> torch.Tensor:
-        """A slot for a read that must not fail: gives up prefetched parameters that nobody uses yet."""
+        """A slot for a read that must not fail.
+
+        Where the class is used up, parameters give up theirs: first those that are gathered (the device has its copy,
+        so the host's is done with: MemAscend IV-A), then prefetched ones that nobody uses yet.
+        """
         slot = self._lease(key, numel)
         if slot is not None:
             return slot
         self.synchronize_reads()
-        for param in reversed(list(self._prefetched.values())):
-            idle = (
-                param.ds_tensor.status == PartitionedParamStatus.AVAILABLE and param.ds_status.name == "NOT_AVAILABLE"
-            )
-            if param.ds_id in keep or not idle:
-                continue
-            self.remove_partition_and_release_buffers([param])
-            self.evicted_prefetches += 1
-            slot = self._lease(key, numel)
-            if slot is not None:
-                return slot
+        for status in ("AVAILABLE", "NOT_AVAILABLE"):
+            for param in reversed(list(self._swapped_in.values())):
+                in_memory = param.ds_tensor.status == PartitionedParamStatus.AVAILABLE
+                if param.ds_id in keep or not in_memory or param.ds_status.name != status:
+                    continue
+                self.remove_partition_and_release_buffers([param])
+                self.released_gathered += status == "AVAILABLE"
+                self.evicted_prefetches += status == "NOT_AVAILABLE"
+                slot = self._lease(key, numel)
+                if slot is not None:
+                    return slot
         held = [(k, lease.tensor.numel()) for k, lease in self.pool.holders().items()]
         holders = ", ".join(f"{k} ({n} elements)" for k, n in held)
         raise RuntimeError(
