@@ -7,6 +7,7 @@ another system.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,8 +49,11 @@ class Sizes:
 class System(Protocol):
     """A way of training. ``arms`` are its named variants."""
 
-    name: str
-    arms: tuple[str, ...]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def arms(self) -> tuple[str, ...]: ...
 
     def describe(self) -> dict[str, Any]:
         """``system.yaml`` as a dict: label, paper, what is on, what is simulated."""
@@ -64,9 +68,26 @@ class System(Protocol):
         ...
 
 
-def describe_folder(name: str) -> dict[str, Any]:
-    """``baselines/<name>/system.yaml``."""
-    return yaml.safe_load((_FOLDER / name / "system.yaml").read_text())
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedSystem:
+    """A system that is DeepSpeed with parts of ours or its own: a table of arms, and how to configure a run."""
+
+    name: str
+    parts_by_arm: dict[str, dict[str, str]]
+    configure: Callable[[RunSpec, Sizes, str], dict[str, Any]]
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return tuple(self.parts_by_arm)
+
+    def describe(self) -> dict[str, Any]:
+        return yaml.safe_load((_FOLDER / self.name / "system.yaml").read_text())
+
+    def parts(self, arm: str) -> dict[str, str]:
+        return dict(self.parts_by_arm[arm])
+
+    def deepspeed_config(self, run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
+        return self.configure(run, sizes, nvme_path)
 
 
 def system_names() -> list[str]:

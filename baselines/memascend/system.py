@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from baselines.protocol import RunSpec, Sizes, describe_folder, nvme_offload, zero3_config
+from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, zero3_config
 
 _ALL = {"pinned": "exact", "pool": "adaptive", "overflow": "fused", "aio": "memascend"}
 _PARTS = {
@@ -15,18 +15,8 @@ _PARTS = {
 }
 
 
-class MemAscend:
-    name = "memascend"
-    arms = tuple(_PARTS)
-
-    def describe(self) -> dict[str, Any]:
-        return describe_folder(self.name)
-
-    def parts(self, arm: str) -> dict[str, str]:
-        return dict(_PARTS[arm])
-
-    def deepspeed_config(self, run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
-        return zero3_config(run, *nvme_offload(run, sizes, nvme_path))
+def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
+    return zero3_config(run, *nvme_offload(run, sizes, nvme_path))
 
 
-SYSTEM = MemAscend()
+SYSTEM = DeepSpeedSystem(name="memascend", parts_by_arm=_PARTS, configure=_configure)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from baselines.protocol import RunSpec, Sizes, describe_folder, nvme_offload, zero3_config
+from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, zero3_config
 
 _PARTS = {
     "as_published": {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "chain", "aio": "memascend"},
@@ -20,21 +20,11 @@ _PARTS = {
 }
 
 
-class ZeroInfinity:
-    name = "zero_infinity"
-    arms = tuple(_PARTS)
-
-    def describe(self) -> dict[str, Any]:
-        return describe_folder(self.name)
-
-    def parts(self, arm: str) -> dict[str, str]:
-        return dict(_PARTS[arm])
-
-    def deepspeed_config(self, run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
-        param, optimizer = nvme_offload(run, sizes, nvme_path)
-        if run.arm == "today_016":
-            param["buffer_size"] += 512  # 0.16 asserts that a tensor is smaller than its buffer, not equal to it
-        return zero3_config(run, param, optimizer)
+def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
+    param, optimizer = nvme_offload(run, sizes, nvme_path)
+    if run.arm == "today_016":
+        param["buffer_size"] += 512  # 0.16 asserts that a tensor is smaller than its buffer, not equal to it
+    return zero3_config(run, param, optimizer)
 
 
-SYSTEM = ZeroInfinity()
+SYSTEM = DeepSpeedSystem(name="zero_infinity", parts_by_arm=_PARTS, configure=_configure)

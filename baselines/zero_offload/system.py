@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from baselines.protocol import RunSpec, Sizes, describe_folder, zero3_config
+from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, zero3_config
 
 _STOCK = {"pinned": "stock", "pool": "stock", "overflow": "stock", "aio": "stock"}
 
 
-class ZeroOffload:
-    name = "zero_offload"
-    arms = ("today",)
-
-    def describe(self) -> dict[str, Any]:
-        return describe_folder(self.name)
-
-    def parts(self, arm: str) -> dict[str, str]:
-        return dict(_STOCK)
-
-    def deepspeed_config(self, run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
-        return zero3_config(run, {"device": "cpu", "pin_memory": True}, {"device": "cpu", "pin_memory": True})
+def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
+    in_memory = {"device": "cpu", "pin_memory": True}
+    return zero3_config(run, dict(in_memory), dict(in_memory))
 
 
-SYSTEM = ZeroOffload()
+SYSTEM = DeepSpeedSystem(name="zero_offload", parts_by_arm={"today": _STOCK}, configure=_configure)

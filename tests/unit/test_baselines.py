@@ -1,0 +1,52 @@
+"""Every folder in baselines/ describes and configures the arms that it offers."""
+
+import pytest
+
+from baselines.protocol import RunSpec, Sizes, load_system, scaled, system_names
+from memascend.integrations.deepspeed import Parts
+
+SIZES = Sizes(largest_tensor=1000, parameters=10_000, pool_buffers=9)
+ARMS = [(name, arm) for name in system_names() for arm in load_system(name).arms]
+
+
+def run_of(system: str, arm: str, **changes) -> RunSpec:
+    fields = {"run_id": "r", "model": "m", "k": 8, "dtype": "fp16", "sequence": 32, "batch": 1, "steps": 3, "seed": 0}
+    return RunSpec(system=system, arm=arm, **(fields | {"ranks": 1} | changes))
+
+
+@pytest.mark.parametrize("name", system_names())
+def test_every_arm_is_described_and_every_description_is_an_arm(name):
+    assert set(load_system(name).describe()["arms"]) == set(load_system(name).arms)
+
+
+@pytest.mark.parametrize(("name", "arm"), ARMS)
+def test_the_parts_of_every_arm_can_stand_together(name, arm):
+    Parts(**load_system(name, arm).parts(arm))
+
+
+@pytest.mark.parametrize(("name", "arm"), ARMS)
+def test_every_arm_keeps_the_settings_without_which_a_twin_trains_wrongly(name, arm):
+    zero = load_system(name).deepspeed_config(run_of(name, arm), SIZES, "/somewhere")["zero_optimization"]
+    assert zero["stage3_max_reuse_distance"] == 0
+    assert zero["memory_efficient_linear"] is False
+    assert zero["offload_param"]["device"] == "cpu" or zero["offload_param"]["max_in_cpu"] == 0
+
+
+def test_arms_of_one_comparison_differ_in_parts_alone():
+    published, ours = (
+        load_system(name).deepspeed_config(run_of(name, arm), SIZES, "/somewhere")
+        for name, arm in (("zero_infinity", "as_published"), ("memascend", "memascend"))
+    )
+    assert published == ours
+
+
+def test_thresholds_shrink_with_the_square_of_the_divisor():
+    assert scaled(1 << 20, 8) == (1 << 20) // 64
+    assert scaled(3, 8) == 1
+
+
+def test_an_unknown_system_or_arm_names_the_known_ones():
+    with pytest.raises(ValueError, match="zero_infinity"):
+        load_system("zero-infinity")
+    with pytest.raises(ValueError, match="as_published"):
+        load_system("zero_infinity", "published")
