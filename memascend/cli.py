@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from memascend import __version__
+from memascend.storage.commands import add_storage
 
 if TYPE_CHECKING:
     from memascend.planner import Plan
 
 # Subcommands of the design that are later parts: named, so that nobody looks for a typo.
-NOT_BUILT = ("doctor", "storage", "train")
+NOT_BUILT = ("doctor", "train")
 _GIB = 2**30
 
 
@@ -48,12 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     if arguments and arguments[0] in NOT_BUILT:
-        raise ValueError(f"'{arguments[0]}' is not built yet; what there is: bench, plan")
+        raise ValueError(f"'{arguments[0]}' is not built yet; what there is: bench, plan, storage")
     parser = _Parser(prog="memascend", description="Full-parameter fine-tuning where host memory is scarce.")
     parser.add_argument("--version", action="version", version=f"memascend {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=_Parser)
     _add_plan(commands)
     _add_bench(commands)
+    add_storage(commands)
     return parser.parse_args(arguments)
 
 

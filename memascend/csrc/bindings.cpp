@@ -11,16 +11,20 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "core/adamw.h"
 #include "core/clock.h"
+#include "core/crc32c.h"
+#include "core/direct_engine.h"
 #include "core/errors.h"
 #include "core/file_engine.h"
 #include "core/overflow.h"
 #include "core/pinned.h"
+#include "core/store.h"
 #include "core/tracking.h"
 #include "core/unscale.h"
 
@@ -340,6 +344,279 @@ void bind_file_engine(py::module_& module) {
       .def_property_readonly("bounce_buffer_bytes", &FileEngine::bounce_buffer_bytes);
 }
 
+// ---------------------------------------------------------------------------------------------- direct engine
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+py::dict as_dict(const Superblock& block) {
+  py::dict out;
+  out["uuid"] = uuid_text(block.uuid);
+  out["owner"] = block.owner;
+  out["member"] = block.member;
+  out["members"] = block.members;
+  out["weight"] = block.weight;
+  out["chunk_bytes"] = block.chunk_bytes;
+  out["log_bytes"] = block.log_bytes;
+  out["data_offset"] = block.data_offset;
+  out["size_bytes"] = block.size_bytes;
+  out["generation"] = block.generation;
+  out["epoch"] = block.epoch;
+  return out;
+}
+
+py::object as_object(const RecordPointer& record) {
+  if (!record) {
+    return py::none();
+  }
+  py::list extents;
+  for (const Extent& extent : record->extents) {
+    extents.append(py::make_tuple(extent.member, extent.offset, extent.bytes));
+  }
+  py::dict out;
+  out["bytes"] = record->bytes;
+  out["dtype"] = record->dtype;
+  out["shape"] = py::tuple(py::cast(record->shape));
+  out["checksum"] = record->checksum;
+  out["generation"] = record->generation;
+  out["extents"] = py::tuple(extents);
+  return out;
+}
+
+py::dict as_dict(const StoreSpace& space) {
+  py::dict out;
+  out["data_bytes"] = space.data_bytes;
+  out["free_bytes"] = space.free_bytes;
+  out["reserved_bytes"] = space.reserved_bytes;
+  out["log_bytes"] = space.log_bytes;
+  out["log_used_bytes"] = space.log_used_bytes;
+  out["processes"] = space.processes;
+  return out;
+}
+
+std::shared_ptr<Store> open_store(const std::vector<std::string>& paths, const std::string& owner,
+                                  const std::string& control_folder, std::int64_t stripe_bytes, bool any_owner) {
+  return std::make_shared<Store>(paths, StoreOptions{owner, control_folder, stripe_bytes, any_owner});
+}
+
+py::list list_store(Store& store) {
+  std::vector<std::pair<std::string, RecordPointer>> found;
+  {
+    py::gil_scoped_release no_gil;
+    found = store.list();
+  }
+  py::list out;
+  for (const auto& [key, record] : found) {
+    out.append(py::make_tuple(key, as_object(record)));
+  }
+  return out;
+}
+
+py::object find_in_store(Store& store, const std::string& key) {
+  RecordPointer record;
+  {
+    py::gil_scoped_release no_gil;
+    record = store.find(key);
+  }
+  return as_object(record);
+}
+
+std::string verify_in_store(Store& store, const std::string& key) {
+  const RecordPointer record = store.find(key);
+  return record ? store.verify(*record) : "no such tensor";
+}
+
+void bind_store(py::module_& module) {
+  py::class_<Store, std::shared_ptr<Store>>(module, "Store")
+      .def(py::init(&open_store), py::arg("paths"), py::arg("owner"), py::arg("control_folder"),
+           py::arg("stripe_bytes"), py::arg("any_owner"), NoGil())
+      .def("find", &find_in_store)
+      .def("list", &list_store)
+      .def("erase", &Store::erase, NoGil())
+      .def("commit", &Store::commit, NoGil())
+      .def("uncommitted", &Store::uncommitted)
+      .def("collect", &Store::collect, NoGil())
+      .def("verify", &verify_in_store, NoGil())
+      .def("space", [](Store& self) { return as_dict(self.space()); })
+      .def("superblock", [](const Store& self, std::size_t member) { return as_dict(self.superblock(member)); })
+      .def("paths", [](const Store& self) {
+        std::vector<std::string> out;
+        for (const auto& device : self.devices()) {
+          out.push_back(device->path());
+        }
+        return out;
+      });
+  module.def("storage_format",
+             [](const std::vector<std::string>& paths, const std::string& owner, std::vector<std::uint32_t> weights,
+                std::int64_t chunk_bytes, std::int64_t log_bytes) {
+               format_store(paths, FormatOptions{owner, std::move(weights), chunk_bytes, log_bytes});
+             },
+             NoGil());
+  module.def("storage_destroy", [](const std::vector<std::string>& paths, const std::string& control_folder) {
+    destroy_store(paths, control_folder);
+  });
+  module.def("storage_superblock", [](const std::string& path) -> py::object {
+    const auto block = read_superblock(Device(path, kernel_syscalls(), true));
+    return block ? py::object(as_dict(*block)) : py::object(py::none());
+  });
+  module.def("crc32c", [](const py::bytes& data, std::uint32_t start, bool portable) {
+    const std::string_view view = data;
+    return portable ? crc32c_portable(start, view.data(), view.size()) : crc32c(start, view.data(), view.size());
+  }, py::arg("data"), py::arg("start") = 0, py::arg("portable") = false);
+  module.def("crc32c_join", &crc32c_join);
+  module.def("aio_missing", [](const std::string& name) {
+    return aio_missing(name == "libaio" ? AioKind::kLibaio : AioKind::kUring, kernel_syscalls());
+  });
+}
+
+Checksums checksums_of(const std::string& name) {
+  if (name != "off" && name != "write" && name != "full") {
+    throw py::value_error("storage engine: checksums '" + name + "': use off, write or full");
+  }
+  return name == "off" ? Checksums::kOff : name == "write" ? Checksums::kWrite : Checksums::kFull;
+}
+
+const at::Tensor& require_plain(const std::string& key, const at::Tensor& tensor) {
+  if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided || !tensor.is_contiguous()) {
+    throw py::value_error("storage engine: '" + key + "': give a contiguous CPU tensor (got " + tensor.toString() +
+                          (tensor.is_contiguous() ? "" : ", not contiguous") + ")");
+  }
+  return tensor;
+}
+
+std::uint64_t direct_write(DirectEngine& engine, const std::string& key, const at::Tensor& tensor,
+                           const std::string& dtype, int priority) {
+  const void* data = require_plain(key, tensor).const_data_ptr();
+  TensorRecord record;
+  record.bytes = static_cast<std::int64_t>(tensor.nbytes());
+  record.dtype = dtype;
+  record.shape = tensor.sizes().vec();
+  auto keep_alive = std::make_shared<at::Tensor>(tensor);
+  py::gil_scoped_release no_gil;
+  return engine.write(key, data, std::move(record), priority, std::move(keep_alive));
+}
+
+std::uint64_t direct_read(DirectEngine& engine, const std::string& key, const at::Tensor& tensor, std::int64_t offset,
+                          int priority) {
+  void* data = require_plain(key, tensor).mutable_data_ptr();
+  auto keep_alive = std::make_shared<at::Tensor>(tensor);
+  py::gil_scoped_release no_gil;
+  return engine.read(key, data, static_cast<std::int64_t>(tensor.nbytes()), offset, priority, std::move(keep_alive));
+}
+
+// (cancelled, failure or None)
+py::tuple as_tuple(const RequestOutcome& outcome) {
+  if (!outcome.failure) {
+    return py::make_tuple(outcome.cancelled, py::none());
+  }
+  const RequestFailure& failure = *outcome.failure;
+  return py::make_tuple(outcome.cancelled,
+                        py::make_tuple(failure.op, failure.key, failure.device, failure.offset, failure.expected,
+                                       failure.got, failure.error, failure.reason));
+}
+
+py::object direct_wait_for(DirectEngine& engine, std::uint64_t request, double seconds) {
+  std::optional<RequestOutcome> outcome;
+  {
+    py::gil_scoped_release no_gil;
+    outcome = engine.wait_for(request, seconds);
+  }
+  return outcome ? py::object(as_tuple(*outcome)) : py::object(py::none());
+}
+
+py::object direct_wait(DirectEngine& engine, double seconds) {
+  std::optional<std::vector<std::pair<std::uint64_t, RequestOutcome>>> outcomes;
+  {
+    py::gil_scoped_release no_gil;
+    outcomes = engine.wait(seconds);
+  }
+  if (!outcomes) {
+    return py::none();
+  }
+  py::list out;
+  for (const auto& [request, outcome] : *outcomes) {
+    out.append(py::make_tuple(request) + as_tuple(outcome));
+  }
+  return out;
+}
+
+py::list histogram_of(const LatencyHistogram& histogram) {
+  py::list out;
+  for (std::size_t bucket = 0; bucket < LatencyHistogram::kBuckets; ++bucket) {
+    if (histogram.counts()[bucket] > 0) {
+      out.append(py::make_tuple(LatencyHistogram::bucket_floor_us(bucket), histogram.counts()[bucket]));
+    }
+  }
+  return out;
+}
+
+py::dict direct_statistics(const DirectEngine& engine) {
+  const IoStatistics counted = engine.statistics();
+  py::dict out;
+  out["bytes_read"] = counted.bytes_read;
+  out["bytes_written"] = counted.bytes_written;
+  out["requests"] = counted.requests;
+  out["failed"] = counted.failed;
+  out["cancelled"] = counted.cancelled;
+  out["commands"] = counted.commands;
+  out["short_transfers"] = counted.short_transfers;
+  out["repeated"] = counted.repeated;
+  out["reread"] = counted.reread;
+  out["bounced_bytes"] = counted.bounced_bytes;
+  out["max_queue_depth"] = counted.max_queue_depth;
+  out["mean_queue_depth"] = counted.mean_queue_depth;
+  out["read_latency_us"] = py::tuple(histogram_of(counted.read_latency));
+  out["write_latency_us"] = py::tuple(histogram_of(counted.write_latency));
+  return out;
+}
+
+py::list direct_trace(DirectEngine& engine) {
+  py::list out;
+  for (const TraceRow& row : engine.drain_trace()) {
+    out.append(py::make_tuple(row.request, row.write ? "write" : "read", row.key, row.bytes, row.priority,
+                              row.submitted_ns, row.started_ns, row.ended_ns, row.status));
+  }
+  return out;
+}
+
+// As for the file engine: ending may take as long as the transfers.
+struct EndingDeleter {
+  void operator()(DirectEngine* engine) const {
+    {
+      py::gil_scoped_release no_gil;
+      engine->shutdown();
+    }
+    delete engine;
+  }
+};
+
+void bind_direct_engine(py::module_& module) {
+  py::class_<DirectEngine, std::unique_ptr<DirectEngine, EndingDeleter>>(module, "DirectEngine")
+      .def(py::init([](std::shared_ptr<Store> store, int workers, std::int64_t block_bytes, int depth,
+                       std::string backend, const std::string& checksums, bool trace) {
+             EngineOptions options{workers, block_bytes, depth, std::move(backend), checksums_of(checksums), trace};
+             return std::unique_ptr<DirectEngine, EndingDeleter>(new DirectEngine(std::move(store), options));
+           }),
+           py::arg("store"), py::arg("workers"), py::arg("block_bytes"), py::arg("depth"), py::arg("backend"),
+           py::arg("checksums"), py::arg("trace"))
+      .def("write", &direct_write)
+      .def("read", &direct_read)
+      .def("cancel", &DirectEngine::cancel, NoGil())
+      .def("wait_for", &direct_wait_for)
+      .def("wait", &direct_wait)
+      .def("register_buffer", [](DirectEngine& self, const at::Tensor& tensor) {
+        auto keep_alive = std::make_shared<at::Tensor>(tensor);
+        void* data = require_plain("buffer", tensor).mutable_data_ptr();
+        py::gil_scoped_release no_gil;
+        return self.register_buffer(data, static_cast<std::int64_t>(tensor.nbytes()), std::move(keep_alive));
+      })
+      .def("shutdown", &DirectEngine::shutdown, NoGil())
+      .def("statistics", &direct_statistics)
+      .def("drain_trace", &direct_trace)
+      .def_property_readonly("backend", [](const DirectEngine& self) { return aio_kind_name(self.backend()); })
+      .def_property_readonly("pending", &DirectEngine::pending)
+      .def_property_readonly("bounce_buffer_bytes", &DirectEngine::bounce_buffer_bytes);
+}
+
 // ----------------------------------------------------------------------------------------- tracking allocator
 
 void free_tracked(void* pointer) {
@@ -442,6 +719,11 @@ void translate(std::exception_ptr pointer) {
     if (pointer) {
       std::rethrow_exception(pointer);
     }
+  } catch (const StorageFailure& failure) {
+    const py::object error = py::module_::import("memascend.storage.errors").attr("StorageError")(
+        failure.op, failure.device, failure.offset, failure.expected, failure.got,
+        failure.error != 0 ? py::object(py::int_(failure.error)) : py::object(py::none()), failure.reason);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
   } catch (const Error& error) {
     PyObject* type = error.kind() == ErrorKind::kInvalidArgument ? PyExc_ValueError
                      : error.kind() == ErrorKind::kOutOfMemory   ? PyExc_MemoryError
@@ -474,6 +756,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("simd_level", [] { return simd_level_name(best_simd_level()); });
 
   bind_file_engine(module);
+  bind_store(module);
+  bind_direct_engine(module);
   bind_tracking(module);
 }
 

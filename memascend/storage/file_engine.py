@@ -6,7 +6,6 @@ and the length allow, and otherwise by a bounce buffer or the page cache: any te
 
 from __future__ import annotations
 
-import errno as codes
 import os
 import weakref
 from dataclasses import dataclass
@@ -14,41 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from memascend import _C
+from memascend.storage.errors import StorageError
 
-
-class StorageError(OSError):
-    """A transfer that did not move what it should. `errno` is None for an unexpected end of file.
-
-    `offset`, `expected` and `got` are bytes of the piece that failed; `others` counts further failed requests.
-    """
-
-    def __init__(
-        self, op: str, path: str, offset: int, expected: int, got: int, errno: int | None, reason: str, others: int = 0
-    ) -> None:
-        more = f" (and {others} more failed requests)" if others else ""
-        super().__init__(
-            f"{op} of {path} failed at offset {offset}: expected {expected} bytes, got {got}: {reason}"
-            f"{_mend(op, errno)}{more}"
-        )
-        self.op, self.path, self.offset, self.expected, self.got = op, path, offset, expected, got
-        self.errno, self.reason, self.others = errno, reason, others
-
-
-def _mend(op: str, errno: int | None) -> str:
-    if errno is None:
-        return ": the file is shorter than the tensor: write the whole tensor first" if op == "read" else ""
-    mends = {
-        "ENOENT": "check the path and that its folder exists",
-        "ENOSPC": "free space on that file system or choose another folder",
-        "EDQUOT": "free space within your quota or choose another folder",
-        "EACCES": "check the permissions of the file and its folder",
-        "EROFS": "choose a folder that is not on a read-only file system",
-        "EFBIG": "raise the file size limit (ulimit -f)",
-        "EMFILE": "raise the limit on open files (ulimit -n)",
-        "EIO": "check the device (dmesg)",
-    }
-    mend = mends.get(codes.errorcode.get(errno, ""))
-    return f": {mend}" if mend else ""
+__all__ = ["EngineCounters", "FileEngine", "StorageError"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,153 @@
+#include "device.h"
+
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+namespace memascend {
+namespace {
+
+constexpr off_t kLockByte = off_t{1} << 60;  // far past any data; a lock needs no bytes there
+constexpr int kTries = 1000;                 // of one call that is interrupted or refused for the moment
+
+}  // namespace
+
+StorageFailure::StorageFailure(std::string op, std::string device, std::int64_t offset, std::int64_t expected,
+                               std::int64_t got, int error, std::string reason)
+    : Error(ErrorKind::kState, op + " of " + device + " at offset " + std::to_string(offset) + ": expected " +
+                                   std::to_string(expected) + " bytes, got " + std::to_string(got) + ": " + reason),
+      op(std::move(op)),
+      device(std::move(device)),
+      offset(offset),
+      expected(expected),
+      got(got),
+      error(error),
+      reason(std::move(reason)) {}
+
+SectorBuffer::SectorBuffer(std::int64_t bytes)
+    : bytes_(sector_up(bytes > 0 ? bytes : 1)),
+      data_(static_cast<char*>(std::aligned_alloc(static_cast<std::size_t>(kSectorBytes),
+                                                  static_cast<std::size_t>(bytes_)))) {
+  if (!data_) {
+    throw Error(ErrorKind::kOutOfMemory, "storage engine: no memory for a buffer of " + std::to_string(bytes_) +
+                                             " bytes: use smaller blocks or a smaller depth");
+  }
+  std::memset(data_.get(), 0, static_cast<std::size_t>(bytes_));
+}
+void SectorBuffer::Free::operator()(char* data) const noexcept { std::free(data); }
+
+Device::Device(std::string path, IoSyscalls& calls, bool read_only) : path_(std::move(path)), calls_(calls) {
+  const int access = (read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC;
+  fd_ = ::open(path_.c_str(), access | O_DIRECT);
+  if (fd_ < 0 && errno == EINVAL) {
+    direct_ = false;
+    fd_ = ::open(path_.c_str(), access);
+  }
+  struct stat status {};
+  if (fd_ < 0 || fstat(fd_, &status) != 0) {
+    const int error = errno;
+    throw StorageFailure("open", path_, 0, 0, 0, error, std::strerror(error));
+  }
+  is_block_ = S_ISBLK(status.st_mode);
+  std::uint64_t size = static_cast<std::uint64_t>(status.st_size);
+  if ((!is_block_ && !S_ISREG(status.st_mode)) || (is_block_ && ioctl(fd_, BLKGETSIZE64, &size) != 0)) {
+    ::close(std::exchange(fd_, -1));
+    throw StorageFailure("open", path_, 0, 0, 0, EINVAL, "neither a block device nor a regular file");
+  }
+  bytes_ = sector_down(static_cast<std::int64_t>(size));
+}
+
+Device::~Device() {
+  if (locked_by_ == getpid()) {
+    (void)lock(F_UNLCK);  // a ring that is being taken down may hold the descriptor a little longer
+  }
+  if (claim_fd_ >= 0) {
+    ::close(claim_fd_);
+  }
+  if (fd_ >= 0) {
+    ::close(fd_);
+  }
+}
+
+void Device::check(const char* op, ssize_t result, std::int64_t offset, std::int64_t bytes, std::int64_t done) const {
+  const int error = result < 0 ? errno : 0;
+  throw StorageFailure(op, path_, offset, bytes, done, error,
+                       error != 0 ? std::strerror(error) : "the device ends here: it has shrunk or is another one");
+}
+
+void Device::read(void* data, std::int64_t bytes, std::int64_t offset) const {
+  int tries = 0;
+  for (std::int64_t done = 0; done < bytes;) {
+    const ssize_t result = calls_.pread(fd_, static_cast<char*>(data) + done, static_cast<std::size_t>(bytes - done),
+                                        offset + done);
+    const std::int64_t whole = result > 0 ? (done + result == bytes ? result : sector_down(result)) : 0;
+    const bool again = result > 0 || (result < 0 && (errno == EINTR || errno == EAGAIN));
+    if (!again || (whole == 0 && ++tries > kTries)) {
+      check("read", result, offset, bytes, done);
+    }
+    done += whole;
+  }
+}
+
+void Device::write(const void* data, std::int64_t bytes, std::int64_t offset) const {
+  int tries = 0;
+  for (std::int64_t done = 0; done < bytes;) {
+    const ssize_t result = calls_.pwrite(fd_, static_cast<const char*>(data) + done,
+                                         static_cast<std::size_t>(bytes - done), offset + done);
+    const std::int64_t whole = result > 0 ? sector_down(result) : 0;
+    const bool again = result > 0 || (result < 0 && (errno == EINTR || errno == EAGAIN));
+    if (!again || (whole == 0 && ++tries > kTries)) {
+      check("write", result, offset, bytes, done);
+    }
+    done += whole;
+  }
+}
+
+void Device::flush() const {
+  int result = 0;
+  do {
+    result = calls_.fdatasync(fd_);
+  } while (result != 0 && errno == EINTR);
+  if (result != 0) {
+    const int error = errno;
+    throw StorageFailure("flush", path_, 0, 0, 0, error, std::strerror(error));
+  }
+}
+
+bool Device::lock(short type) const {
+  struct flock range {};
+  range.l_type = type;
+  range.l_whence = SEEK_SET;
+  range.l_start = kLockByte;
+  range.l_len = 1;
+  return fcntl(fd_, F_OFD_SETLK, &range) == 0;
+}
+
+bool Device::claim_alone() {
+  if (!lock(F_WRLCK)) {
+    return false;
+  }
+  locked_by_ = getpid();
+  if (is_block_) {
+    claim_fd_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_EXCL);
+    return claim_fd_ >= 0;
+  }
+  return true;
+}
+
+void Device::share_claim() {
+  locked_by_ = getpid();
+  (void)lock(F_RDLCK);
+  if (is_block_ && claim_fd_ < 0) {  // whoever of the users comes first; it outlives the one who was alone
+    claim_fd_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_EXCL);
+  }
+}
+
+}  // namespace memascend

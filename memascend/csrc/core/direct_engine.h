@@ -1,0 +1,172 @@
+// The direct NVMe engine: reads and writes tensors by name on the devices of a store, asynchronously.
+//
+// A request is cut into blocks, which alternate between the devices it is striped over, and the blocks into one equal
+// part a worker; a worker that has finished its part helps the others. Each worker owns a ring of its own. Blocks of
+// the request with the highest priority go first. Memory or lengths that O_DIRECT does not take are bounced.
+//
+// Source: MemAscend, section IV-E. There the location dictionary and the allocator are memory only; here they are the
+// store's index, so that a tensor can be found again after a crash.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "aio.h"
+#include "io_statistics.h"
+#include "store.h"
+
+namespace memascend {
+
+enum class Checksums { kOff, kWrite, kFull };  // kWrite: kept in the index; kFull: also compared on whole reads
+
+struct EngineOptions {
+  int workers = 1;
+  std::int64_t block_bytes = 1 << 20;
+  int depth = 16;  // commands in the kernel, a worker
+  std::string backend = "auto";
+  Checksums checksums = Checksums::kFull;
+  bool trace = false;
+};
+
+struct RequestFailure {
+  std::uint64_t request = 0;
+  std::string op;
+  std::string key;
+  std::string device;
+  std::int64_t offset = 0;  // on the device
+  std::int64_t expected = 0;
+  std::int64_t got = 0;
+  int error = 0;  // errno; 0: the reason says it
+  std::string reason;
+};
+
+struct RequestOutcome {
+  bool cancelled = false;
+  std::optional<RequestFailure> failure;
+  std::shared_ptr<void> keep_alive;  // the caller lets go of it
+};
+
+struct TraceRow {
+  std::uint64_t request = 0;
+  bool write = false;
+  std::string key;
+  std::int64_t bytes = 0;
+  int priority = 0;
+  std::int64_t submitted_ns = 0;
+  std::int64_t started_ns = 0;  // the first command went out
+  std::int64_t ended_ns = 0;
+  const char* status = "";
+};
+
+// Thread-safe. A buffer must stay alive and, for reads, untouched until its request has been waited for. Requests are
+// not ordered among each other, except that of two writes to one key the later wins. Not usable in a forked child.
+class DirectEngine {
+ public:
+  // Throws Error or StorageFailure.
+  DirectEngine(std::shared_ptr<Store> store, EngineOptions options, IoSyscalls& calls = kernel_syscalls());
+  ~DirectEngine();
+  DirectEngine(const DirectEngine&) = delete;
+  DirectEngine& operator=(const DirectEngine&) = delete;
+
+  // Returns the request's number. Throws StorageFailure (ENOSPC) and Error without having begun anything.
+  std::uint64_t write(const std::string& key, const void* data, TensorRecord record, int priority,
+                      std::shared_ptr<void> keep_alive = nullptr);
+  // Bytes [offset, offset + bytes) of the tensor. Throws Error if there is no such tensor or range.
+  std::uint64_t read(const std::string& key, void* data, std::int64_t bytes, std::int64_t offset, int priority,
+                     std::shared_ptr<void> keep_alive = nullptr);
+
+  // What has not gone to the kernel is dropped. False: it has ended already. The request still has to be waited for;
+  // a cancelled write changes nothing.
+  bool cancel(std::uint64_t request);
+
+  // Blocks until the request has ended; every request is reported once. Empty: the time (seconds, < 0: none) is up.
+  // Throws Error for a number that is unknown or reported already.
+  [[nodiscard]] std::optional<RequestOutcome> wait_for(std::uint64_t request, double seconds);
+  // All that were submitted and not reported. Empty: the time is up.
+  [[nodiscard]] std::optional<std::vector<std::pair<std::uint64_t, RequestOutcome>>> wait(double seconds);
+
+  // Pins memory in the rings, so that transfers from and to it need no page look-up. Kept alive by the engine until
+  // it closes. False: not possible here (libaio, limits); transfers work all the same.
+  bool register_buffer(void* data, std::int64_t bytes, std::shared_ptr<void> keep_alive);
+
+  // Ends all requests, then the workers. Idempotent. In a forked child it only lets go of them.
+  void shutdown();
+
+  [[nodiscard]] AioKind backend() const noexcept { return kind_; }
+  [[nodiscard]] Store& store() noexcept { return *store_; }
+  [[nodiscard]] std::int64_t pending() const;
+  [[nodiscard]] IoStatistics statistics() const;
+  [[nodiscard]] std::vector<TraceRow> drain_trace();
+  [[nodiscard]] std::int64_t bounce_buffer_bytes() const noexcept { return bounce_bytes_.load(); }
+
+ private:
+  struct Block;
+  struct Request;
+  class Worker;
+  struct Region {
+    char* data;
+    std::int64_t bytes;
+    int index;
+  };
+
+  std::uint64_t enqueue(std::shared_ptr<Request> request);
+  void plan(Request& request) const;
+  void make_ready(const std::shared_ptr<Request>& request);  // with mutex_
+  void require_own_process() const;
+  [[nodiscard]] int region_of(const void* data, std::int64_t bytes) const;
+  [[nodiscard]] bool take_block(int worker, std::shared_ptr<Request>& request, std::size_t& block);
+  void block_ended(const std::shared_ptr<Request>& request, std::int64_t count);
+  void finish(const std::shared_ptr<Request>& request);
+  bool finish_read(Request& request);
+  void finish_write(Request& request, bool cancelled);
+  [[nodiscard]] static std::uint32_t joined_checksum(const Request& request);
+  void wake_workers();
+  void stop_threads();
+  void fail(Request& request, RequestFailure failure);
+
+  const std::shared_ptr<Store> store_;
+  const EngineOptions options_;
+  IoSyscalls& calls_;
+  const AioKind kind_;
+  const pid_t owner_pid_;
+
+  mutable std::mutex mutex_;
+  // On the heap so that a forked child can let go of them: destroying one waits for its waiters, who are the parent's.
+  std::unique_ptr<std::condition_variable> work_ready_ = std::make_unique<std::condition_variable>();
+  std::unique_ptr<std::condition_variable> ended_ = std::make_unique<std::condition_variable>();
+  // Requests with blocks to hand out, the highest priority first, then the oldest.
+  std::map<std::pair<std::int64_t, std::uint64_t>, std::shared_ptr<Request>> ready_;
+  std::map<std::uint64_t, std::shared_ptr<Request>> live_;
+  std::map<std::uint64_t, RequestOutcome> outcomes_;
+  std::vector<Region> regions_;     // in every ring
+  std::vector<Region> candidates_;  // on their way there
+  int next_region_ = 0;
+  std::vector<std::shared_ptr<void>> region_owners_;
+  std::uint64_t regions_version_ = 0;
+  int regions_answers_ = 0;
+  bool regions_good_ = true;
+  std::vector<TraceRow> trace_;
+  IoStatistics statistics_;
+  std::uint64_t next_id_ = 1;
+  std::atomic<std::uint64_t> work_version_{0};
+  bool stopping_ = false;
+
+  std::atomic<std::int64_t> bounce_bytes_{0};
+  std::mutex shutdown_mutex_;
+  std::mutex register_mutex_;
+  // As are these.
+  std::vector<std::unique_ptr<Worker>> workers_;
+  std::unique_ptr<std::vector<std::thread>> threads_;
+};
+
+}  // namespace memascend

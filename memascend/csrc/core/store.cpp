@@ -1,0 +1,902 @@
+#include "store.h"
+
+#include <fcntl.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "crc32c.h"
+
+namespace memascend {
+namespace {
+
+constexpr std::array<char, 8> kSuperMagic{'M', 'E', 'M', 'A', 'S', 'C', 'N', 'D'};
+constexpr std::uint32_t kFormatVersion = 1;
+constexpr std::uint32_t kBatchMagic = 0x424d454d;
+constexpr std::int64_t kLogOffset = 1 << 20;  // behind it: superblocks, and nothing that a partitioner would write
+constexpr std::int64_t kVerifyBytes = 4 << 20;
+constexpr std::size_t kOwnerBytes = 256;
+
+// On the device, little endian, within one 512-byte sector: written whole or not at all.
+struct RawSuperblock {
+  std::array<char, 8> magic;
+  std::uint32_t version;
+  std::uint32_t checksum;  // of what follows
+  std::uint64_t generation;
+  std::array<std::uint8_t, 16> uuid;
+  std::uint32_t member;
+  std::uint32_t members;
+  std::uint32_t weight;
+  std::uint32_t half;
+  std::int64_t chunk_bytes;
+  std::int64_t log_offset;
+  std::int64_t log_bytes;
+  std::int64_t data_offset;
+  std::int64_t size_bytes;
+  std::uint64_t epoch;
+  std::uint64_t first_sequence;
+  std::array<char, kOwnerBytes> owner;
+  std::array<char, 512 - 112 - kOwnerBytes> unused;
+};
+static_assert(sizeof(RawSuperblock) == 512);
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the format is little endian");
+
+struct BatchHeader {
+  std::uint32_t magic;
+  std::uint32_t checksum;  // of the rest of the header and the payload
+  std::array<std::uint8_t, 16> uuid;
+  std::uint64_t epoch;
+  std::uint64_t sequence;
+  std::uint64_t payload_bytes;
+  std::uint64_t count;
+  std::uint64_t unused;
+};
+static_assert(sizeof(BatchHeader) == 64);
+constexpr std::size_t kUnchecked = 8;  // magic and checksum
+
+std::uint32_t checksum_of(const RawSuperblock& raw) {
+  constexpr std::size_t kBefore = 16;
+  return crc32c(0, reinterpret_cast<const char*>(&raw) + kBefore, sizeof(raw) - kBefore);
+}
+
+RawSuperblock to_raw(const Superblock& block) {
+  RawSuperblock raw{};
+  raw.magic = kSuperMagic;
+  raw.version = kFormatVersion;
+  raw.generation = block.generation;
+  raw.uuid = block.uuid;
+  raw.member = block.member;
+  raw.members = block.members;
+  raw.weight = block.weight;
+  raw.half = block.half;
+  raw.chunk_bytes = block.chunk_bytes;
+  raw.log_offset = block.log_offset;
+  raw.log_bytes = block.log_bytes;
+  raw.data_offset = block.data_offset;
+  raw.size_bytes = block.size_bytes;
+  raw.epoch = block.epoch;
+  raw.first_sequence = block.first_sequence;
+  std::memcpy(raw.owner.data(), block.owner.data(), block.owner.size());
+  raw.checksum = checksum_of(raw);
+  return raw;
+}
+
+Superblock from_raw(const RawSuperblock& raw) {
+  Superblock block;
+  block.generation = raw.generation;
+  block.uuid = raw.uuid;
+  block.owner.assign(raw.owner.data(), strnlen(raw.owner.data(), kOwnerBytes));
+  block.member = raw.member;
+  block.members = raw.members;
+  block.weight = raw.weight;
+  block.half = raw.half;
+  block.chunk_bytes = raw.chunk_bytes;
+  block.log_offset = raw.log_offset;
+  block.log_bytes = raw.log_bytes;
+  block.data_offset = raw.data_offset;
+  block.size_bytes = raw.size_bytes;
+  block.epoch = raw.epoch;
+  block.first_sequence = raw.first_sequence;
+  return block;
+}
+
+void write_superblock(const Device& device, const Superblock& block) {
+  SectorBuffer sector(kSectorBytes);
+  const RawSuperblock raw = to_raw(block);
+  std::memcpy(sector.data(), &raw, sizeof(raw));
+  device.write(sector.data(), kSectorBytes, static_cast<std::int64_t>(block.generation % 2) * kSectorBytes);
+}
+
+void put_bytes(std::string& out, const void* data, std::size_t bytes) {
+  out.append(static_cast<const char*>(data), bytes);
+}
+template <typename T>
+void put(std::string& out, T value) {
+  put_bytes(out, &value, sizeof(value));
+}
+
+// Reads what `put` wrote; never past the end, whatever the bytes say.
+class Reader {
+ public:
+  Reader(const char* data, std::size_t bytes) : at_(data), left_(bytes) {}
+  template <typename T>
+  T get() {
+    T value{};
+    take(&value, sizeof(value));
+    return value;
+  }
+  std::string text(std::size_t bytes) {
+    std::string out(good_ && bytes <= left_ ? bytes : 0, '\0');
+    take(out.data(), bytes);
+    return out;
+  }
+  [[nodiscard]] bool good() const noexcept { return good_; }
+  [[nodiscard]] bool more() const noexcept { return good_ && left_ > 0; }
+
+ private:
+  void take(void* out, std::size_t bytes) {
+    if (!good_ || bytes > left_) {
+      good_ = false;
+      return;
+    }
+    std::memcpy(out, at_, bytes);
+    at_ += bytes;
+    left_ -= bytes;
+  }
+  const char* at_;
+  std::size_t left_;
+  bool good_ = true;
+};
+
+void put_record(std::string& out, const std::string& key, const TensorRecord* record) {
+  put<std::uint8_t>(out, record != nullptr ? 1 : 0);
+  put(out, static_cast<std::uint16_t>(key.size()));
+  put_bytes(out, key.data(), key.size());
+  if (record == nullptr) {
+    return;
+  }
+  put(out, record->bytes);
+  put(out, record->generation);
+  put<std::uint8_t>(out, record->checksum.has_value() ? 1 : 0);
+  put(out, record->checksum.value_or(0));
+  put(out, static_cast<std::uint8_t>(record->dtype.size()));
+  put_bytes(out, record->dtype.data(), record->dtype.size());
+  put(out, static_cast<std::uint8_t>(record->shape.size()));
+  for (const std::int64_t size : record->shape) {
+    put(out, size);
+  }
+  put(out, static_cast<std::uint32_t>(record->extents.size()));
+  for (const Extent& extent : record->extents) {
+    put(out, extent.member);
+    put(out, extent.offset);
+    put(out, extent.bytes);
+  }
+}
+
+// The record's key, and the record, null for an erasure.
+std::pair<std::string, RecordPointer> get_record(Reader& reader) {
+  const bool erased = reader.get<std::uint8_t>() == 0;
+  std::string key = reader.text(reader.get<std::uint16_t>());
+  if (erased) {
+    return {std::move(key), nullptr};
+  }
+  auto record = std::make_shared<TensorRecord>();
+  record->bytes = reader.get<std::int64_t>();
+  record->generation = reader.get<std::uint64_t>();
+  const bool summed = reader.get<std::uint8_t>() != 0;
+  const auto checksum = reader.get<std::uint32_t>();
+  record->checksum = summed ? std::optional(checksum) : std::nullopt;
+  record->dtype = reader.text(reader.get<std::uint8_t>());
+  const auto dimensions = reader.get<std::uint8_t>();
+  for (int dimension = 0; dimension < dimensions && reader.good(); ++dimension) {
+    record->shape.push_back(reader.get<std::int64_t>());
+  }
+  const auto extents = reader.get<std::uint32_t>();
+  for (std::uint32_t index = 0; index < extents && reader.good(); ++index) {
+    const auto member = reader.get<std::uint32_t>();
+    const auto offset = reader.get<std::int64_t>();
+    record->extents.push_back({member, offset, reader.get<std::int64_t>()});
+  }
+  return {std::move(key), std::move(record)};
+}
+
+// A whole batch at `data`, of which `left` bytes are there.
+std::optional<BatchHeader> batch_at(const char* data, std::int64_t left, const Superblock& block) {
+  BatchHeader header{};
+  std::memcpy(&header, data, sizeof(header));
+  const auto room = static_cast<std::uint64_t>(left) - sizeof(header);
+  if (header.magic != kBatchMagic || header.uuid != block.uuid || header.payload_bytes > room ||
+      header.checksum != crc32c(0, data + kUnchecked, sizeof(header) - kUnchecked + header.payload_bytes)) {
+    return std::nullopt;
+  }
+  return header;
+}
+
+std::int64_t batch_bytes(std::uint64_t payload) {
+  return sector_up(static_cast<std::int64_t>(sizeof(BatchHeader) + payload));
+}
+
+std::int64_t default_log_bytes(std::int64_t size) {
+  return std::clamp(sector_down(size / 256), std::int64_t{64} << 10, std::int64_t{64} << 20);
+}
+
+StorageFailure damage(const std::string& device, std::int64_t offset, const std::string& what) {
+  return {"index", device, offset, 0, 0, 0, what + ": the index is damaged; restore the store, or destroy and format it"};
+}
+
+}  // namespace
+
+std::optional<Superblock> read_superblock(const Device& device) {
+  std::optional<Superblock> best;
+  if (device.bytes() < 2 * kSectorBytes) {
+    return best;
+  }
+  SectorBuffer sectors(2 * kSectorBytes);
+  device.read(sectors.data(), 2 * kSectorBytes, 0);
+  for (const std::int64_t at : {std::int64_t{0}, kSectorBytes}) {
+    RawSuperblock raw{};
+    std::memcpy(&raw, sectors.data() + at, sizeof(raw));
+    if (raw.magic == kSuperMagic && raw.checksum == checksum_of(raw) && raw.version != kFormatVersion) {
+      throw Error(ErrorKind::kState, device.path() + " has format version " + std::to_string(raw.version) +
+                                         ", this program knows " + std::to_string(kFormatVersion));
+    }
+    if (raw.magic == kSuperMagic && raw.checksum == checksum_of(raw) &&
+        (!best || raw.generation > best->generation)) {
+      best = from_raw(raw);
+    }
+  }
+  return best;
+}
+
+std::string uuid_text(const std::array<std::uint8_t, 16>& uuid) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string out;
+  for (const std::uint8_t byte : uuid) {
+    out += kDigits[byte >> 4];
+    out += kDigits[byte & 15];
+  }
+  return out;
+}
+
+void format_store(const std::vector<std::string>& paths, const FormatOptions& options, IoSyscalls& calls) {
+  if (paths.empty() || paths.size() > kMaxMembers ||
+      (!options.weights.empty() && options.weights.size() != paths.size())) {
+    throw Error(ErrorKind::kInvalidArgument, "format: give 1 to 16 devices, and a weight for each or for none");
+  }
+  if (options.owner.empty() || options.owner.size() > kOwnerBytes) {
+    throw Error(ErrorKind::kInvalidArgument, "format: name the owner (run or model) in 1 to 256 bytes");
+  }
+  if (options.chunk_bytes < kSectorBytes || options.chunk_bytes % kSectorBytes != 0 ||
+      options.log_bytes % kSectorBytes != 0 || options.log_bytes < 0) {
+    throw Error(ErrorKind::kInvalidArgument, "format: chunk and log sizes are positive multiples of 4096 bytes");
+  }
+  Superblock block;
+  block.generation = 1;
+  block.epoch = 1;
+  block.first_sequence = 1;
+  block.owner = options.owner;
+  block.members = static_cast<std::uint32_t>(paths.size());
+  block.chunk_bytes = options.chunk_bytes;
+  block.log_offset = kLogOffset;
+  if (getrandom(block.uuid.data(), block.uuid.size(), 0) != static_cast<ssize_t>(block.uuid.size())) {
+    throw Error(ErrorKind::kState, "format: the kernel gives no random bytes");
+  }
+  std::vector<std::unique_ptr<Device>> devices;
+  for (const std::string& path : paths) {
+    devices.push_back(std::make_unique<Device>(path, calls));
+    if (!devices.back()->claim_alone()) {
+      throw Error(ErrorKind::kState, "format: " + path + " is in use by another process or by the kernel");
+    }
+  }
+  block.log_bytes = options.log_bytes > 0 ? options.log_bytes : default_log_bytes(devices[0]->bytes());
+  block.data_offset = sector_up(kLogOffset + 2 * block.log_bytes);
+  for (const auto& device : devices) {
+    if (device->bytes() < block.data_offset + block.chunk_bytes) {
+      throw StorageFailure("format", device->path(), 0, block.data_offset + block.chunk_bytes, device->bytes(), 0,
+                           "too small for a store: use a larger device or a smaller log");
+    }
+  }
+  // The first device last: its superblock makes the set whole.
+  for (std::uint32_t member = block.members; member-- > 0;) {
+    const Device& device = *devices[member];
+    block.member = member;
+    block.weight = options.weights.empty() ? 1 : std::max<std::uint32_t>(1, options.weights[member]);
+    block.size_bytes = device.bytes();
+    const SectorBuffer zeros(2 * kSectorBytes);
+    device.write(zeros.data(), zeros.bytes(), 0);
+    device.flush();
+    write_superblock(device, block);
+    device.flush();
+  }
+}
+
+void destroy_store(const std::vector<std::string>& paths, const std::string& control_folder, IoSyscalls& calls) {
+  StoreOptions options;
+  options.any_owner = true;
+  options.control_folder = control_folder;
+  std::vector<std::unique_ptr<Device>> devices;
+  for (const std::string& path : paths) {
+    devices.push_back(std::make_unique<Device>(path, calls));
+    if (!read_superblock(*devices.back())) {
+      throw Error(ErrorKind::kState, "destroy: " + path + " holds no store");
+    }
+  }
+  for (const auto& device : devices) {
+    if (!device->claim_alone()) {
+      throw Error(ErrorKind::kState, "destroy: " + device->path() + " is in use: end the processes that use the store");
+    }
+  }
+  for (const auto& device : devices) {
+    const SectorBuffer zeros(2 * kSectorBytes);
+    device->write(zeros.data(), zeros.bytes(), 0);
+    device->flush();
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------- opening
+
+class Store::ControlLock {
+ public:
+  explicit ControlLock(Store& store) : guard_(store.control_mutex_), store_(store) {
+    if (store.control_->lock()) {
+      try {
+        store.rebuild();
+      } catch (...) {
+        store.control_->set_broken(true);
+        store.control_->unlock();
+        throw;
+      }
+    }
+  }
+  ~ControlLock() { store_.control_->unlock(); }
+  ControlLock(const ControlLock&) = delete;
+  ControlLock& operator=(const ControlLock&) = delete;
+
+ private:
+  std::lock_guard<std::mutex> guard_;
+  Store& store_;
+};
+
+Store::Store(const std::vector<std::string>& paths, StoreOptions options, IoSyscalls& calls)
+    : options_(std::move(options)), calls_(calls) {
+  open_devices(paths);
+  check_members(paths);
+  open_control();
+}
+
+void Store::open_devices(const std::vector<std::string>& paths) {
+  if (paths.empty() || paths.size() > kMaxMembers) {
+    throw Error(ErrorKind::kInvalidArgument, "store: give 1 to 16 devices");
+  }
+  devices_.resize(paths.size());
+  superblocks_.resize(paths.size());
+  for (const std::string& path : paths) {
+    auto device = std::make_unique<Device>(path, calls_);
+    const std::optional<Superblock> block = read_superblock(*device);
+    if (!block) {
+      throw Error(ErrorKind::kState, path + " holds no store, or its superblocks are damaged: format it first");
+    }
+    if (block->members != paths.size() || block->member >= paths.size() || devices_[block->member]) {
+      throw Error(ErrorKind::kState, path + " is device " + std::to_string(block->member + 1) + " of " +
+                                         std::to_string(block->members) + " of a store, but " +
+                                         std::to_string(paths.size()) + " are given: name each of its devices once");
+    }
+    superblocks_[block->member] = *block;
+    devices_[block->member] = std::move(device);
+  }
+}
+
+void Store::check_members(const std::vector<std::string>&) {
+  const Superblock& first = superblocks_[0];
+  for (std::size_t member = 0; member < devices_.size(); ++member) {
+    const Superblock& block = superblocks_[member];
+    const Device& device = *devices_[member];
+    if (block.uuid != first.uuid) {
+      throw Error(ErrorKind::kState, device.path() + " belongs to another store (" + uuid_text(block.uuid) + ") than " +
+                                         devices_[0]->path() + " (" + uuid_text(first.uuid) + ")");
+    }
+    if (!options_.any_owner && block.owner != options_.owner) {
+      throw Error(ErrorKind::kState, device.path() + " belongs to '" + block.owner + "', not to '" + options_.owner +
+                                         "': open it as its owner, or destroy and format it");
+    }
+    if (device.bytes() < block.size_bytes) {
+      throw StorageFailure("open", device.path(), 0, block.size_bytes, device.bytes(), 0,
+                           "smaller than when it was formatted");
+    }
+  }
+}
+
+void Store::open_control() {
+  const Superblock& first = superblocks_[0];
+  std::vector<MemberSpace> members;
+  for (const Superblock& block : superblocks_) {
+    members.push_back({block.data_offset, (block.size_bytes - block.data_offset) / block.chunk_bytes, block.weight});
+  }
+  control_ = std::make_unique<Control>(options_.control_folder + "/memascend-" + uuid_text(first.uuid), first.uuid,
+                                       first.chunk_bytes, std::move(members));
+  if (control_->alone()) {
+    for (const auto& device : devices_) {
+      if (!device->claim_alone()) {
+        throw Error(ErrorKind::kState, device->path() + " is in use outside of the processes that share " +
+                                           options_.control_folder + ": unmount it, or end the other user");
+      }
+    }
+    rebuild();
+  }
+  if (control_->alone()) {
+    share_claims();
+  }
+  control_->opened();
+  if (!control_->alone()) {
+    share_claims();
+  }
+  const ControlLock lock(*this);
+  if (!control_->alone()) {
+    control_->drop_own_reservations();
+    catch_up();
+  }
+}
+
+void Store::share_claims() const {
+  for (const auto& device : devices_) {
+    device->share_claim();
+  }
+}
+
+// Everything that the control holds, from the devices. With its lock, or alone.
+void Store::rebuild() {
+  const std::optional<Superblock> block = read_superblock(*devices_[0]);
+  if (!block || block->uuid != superblocks_[0].uuid) {
+    throw damage(devices_[0]->path(), 0, "no valid superblock");
+  }
+  superblocks_[0] = *block;
+  load_log();
+  control_->set_log(seen_);
+  std::vector<Extent> used;
+  std::uint64_t generation = 0;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    for (const auto& [key, record] : committed_) {
+      used.insert(used.end(), record->extents.begin(), record->extents.end());
+      generation = std::max(generation, record->generation);
+    }
+  }
+  control_->generations_from(generation + 1);
+  if (const Control::Overlap overlap = control_->rebuild(used); overlap.found) {
+    throw damage(devices_[overlap.extent.member]->path(), overlap.extent.offset, "two tensors in one place");
+  }
+}
+
+std::int64_t Store::half_offset(std::uint32_t half) const {
+  return superblocks_[0].log_offset + static_cast<std::int64_t>(half) * superblocks_[0].log_bytes;
+}
+
+// committed_ and seen_ from the active half of the log, from its beginning.
+void Store::load_log() {
+  const Superblock& block = superblocks_[0];
+  SectorBuffer log(block.log_bytes);
+  devices_[0]->read(log.data(), block.log_bytes, half_offset(block.half));
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    committed_.clear();
+  }
+  seen_ = {block.epoch, block.first_sequence - 1, 0, block.generation, block.half};
+  const std::uint64_t end = replay(log.data(), block.log_bytes, 0);
+  refuse_hidden_batches(log.data(), block.log_bytes, end);
+  if (block.epoch > 1 && end == 0) {
+    throw damage(devices_[0]->path(), half_offset(block.half), "the first batch of the log is not whole");
+  }
+}
+
+// Applies the consecutive batches from `from` on; returns where they end.
+std::uint64_t Store::replay(const char* log, std::int64_t bytes, std::uint64_t from) {
+  auto at = static_cast<std::int64_t>(from);
+  while (at + kSectorBytes <= bytes) {
+    const auto header = batch_at(log + at, bytes - at, superblocks_[0]);
+    if (!header || header->epoch != seen_.epoch || header->sequence != seen_.sequence + 1) {
+      break;
+    }
+    apply_payload(log + at + sizeof(BatchHeader), header->payload_bytes, half_offset(seen_.half) + at);
+    at += batch_bytes(header->payload_bytes);
+    seen_.sequence = header->sequence;
+    seen_.tail = static_cast<std::uint64_t>(at);
+  }
+  seen_sequence_.store(seen_.sequence, std::memory_order_release);
+  return static_cast<std::uint64_t>(at);
+}
+
+// A batch is written after the one before it is on the device. So a whole one behind the end is no torn write: the
+// device has lost something that it had promised to keep.
+void Store::refuse_hidden_batches(const char* log, std::int64_t bytes, std::uint64_t from) const {
+  for (auto at = static_cast<std::int64_t>(from); at + kSectorBytes <= bytes; at += kSectorBytes) {
+    const auto header = batch_at(log + at, bytes - at, superblocks_[0]);
+    if (header && header->epoch == seen_.epoch && header->sequence > seen_.sequence) {
+      throw damage(devices_[0]->path(), half_offset(seen_.half) + static_cast<std::int64_t>(from),
+                   "batch " + std::to_string(seen_.sequence + 1) + " is not whole though batch " +
+                       std::to_string(header->sequence) + " is");
+    }
+  }
+}
+
+bool Store::is_place(const Extent& extent) const {
+  if (extent.member >= superblocks_.size()) {
+    return false;
+  }
+  const Superblock& block = superblocks_[extent.member];
+  const std::int64_t from = extent.offset - block.data_offset;
+  return from >= 0 && from % block.chunk_bytes == 0 && extent.bytes > 0 && extent.bytes <= block.size_bytes &&
+         extent.offset <= block.size_bytes - extent.bytes;
+}
+
+void Store::apply_payload(const char* data, std::size_t bytes, std::int64_t offset) {
+  Reader reader(data, bytes);
+  std::lock_guard<std::mutex> guard(mutex_);
+  while (reader.more()) {
+    auto [key, record] = get_record(reader);
+    bool good = reader.good();
+    std::int64_t sum = 0;
+    for (std::size_t index = 0; good && record && index < record->extents.size(); ++index) {
+      good = is_place(record->extents[index]);
+      sum += record->extents[index].bytes;
+    }
+    if (!good || (record && sum != record->bytes)) {
+      throw damage(devices_[0]->path(), offset, "a record of '" + key + "' makes no sense");
+    }
+    if (record) {
+      committed_[key] = std::move(record);
+    } else {
+      committed_.erase(key);
+    }
+  }
+}
+
+// What other processes have committed. With the control's lock.
+void Store::catch_up() {
+  const Control::LogState now = control_->log();
+  if (now.sequence == seen_.sequence && now.epoch == seen_.epoch) {
+    return;
+  }
+  if (now.epoch != seen_.epoch) {
+    if (const auto block = read_superblock(*devices_[0]); block) {
+      superblocks_[0] = *block;
+    }
+    load_log();
+    return;
+  }
+  const auto bytes = static_cast<std::int64_t>(now.tail - seen_.tail);
+  SectorBuffer log(bytes);
+  devices_[0]->read(log.data(), bytes, half_offset(seen_.half) + static_cast<std::int64_t>(seen_.tail));
+  const std::uint64_t before = seen_.tail;
+  (void)replay(log.data(), bytes, 0);
+  seen_.tail += before;
+  if (seen_.sequence != now.sequence) {
+    throw damage(devices_[0]->path(), half_offset(seen_.half) + static_cast<std::int64_t>(before),
+                 "another process's batch cannot be read");
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------- changing
+
+void Store::require_sound() const {
+  if (damaged_ || control_->broken()) {
+    throw Error(ErrorKind::kState, "store on " + devices_[0]->path() +
+                                       ": a flush failed earlier, nothing can be promised: close it in all processes, "
+                                       "check the device (dmesg), open it again and verify");
+  }
+}
+
+Reservation Store::reserve(std::int64_t bytes) {
+  const ControlLock lock(*this);
+  require_sound();
+  Reservation out = control_->reserve(bytes, options_.stripe_bytes);
+  if (out.extents.empty() && bytes > 0 && control_->drop_dead_reservations() > 0) {
+    out = control_->reserve(bytes, options_.stripe_bytes);
+  }
+  if (out.extents.empty() && bytes > 0) {
+    throw StorageFailure("reserve", devices_[0]->path(), 0, bytes, control_->free_bytes(), ENOSPC,
+                         "no space left on the store");
+  }
+  return out;
+}
+
+void Store::release(const Reservation& reservation) {
+  const ControlLock lock(*this);
+  control_->release(reservation);
+}
+
+const Store::Change* Store::find_change(const std::string& key) const {
+  for (const Changes* changes : {&pending_, &committing_}) {
+    if (const auto found = changes->find(key); found != changes->end()) {
+      return &found->second;
+    }
+  }
+  return nullptr;
+}
+
+bool Store::install(const std::string& key, TensorRecord record, const Reservation& reservation) {
+  if (key.empty() || key.size() > kMaxKeyBytes || record.dtype.size() > 255 || record.shape.size() > 255) {
+    throw Error(ErrorKind::kInvalidArgument, "store: a key has 1 to 4096 bytes, a shape at most 255 dimensions");
+  }
+  Reservation outdated = reservation;
+  bool installed = false;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    std::uint64_t& newest = newest_[key];
+    if (record.generation > newest) {
+      newest = record.generation;
+      Change change;
+      change.generation = record.generation;
+      change.record = std::make_shared<TensorRecord>(std::move(record));
+      change.reservation = reservation;
+      outdated = std::exchange(pending_[key], std::move(change)).reservation;
+      installed = true;
+    }
+  }
+  if (!outdated.slots.empty()) {
+    release(outdated);
+  }
+  return installed;
+}
+
+bool Store::erase(const std::string& key) {
+  if (!find(key)) {
+    return false;
+  }
+  Reservation outdated;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    Change change;
+    change.generation = control_->next_generation();
+    newest_[key] = change.generation;
+    outdated = std::exchange(pending_[key], std::move(change)).reservation;
+  }
+  if (!outdated.slots.empty()) {
+    release(outdated);
+  }
+  return true;
+}
+
+RecordPointer Store::find(const std::string& key) {
+  if (control_->sequence() != seen_sequence_.load(std::memory_order_acquire)) {
+    const ControlLock lock(*this);
+    catch_up();
+  }
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (const Change* change = find_change(key)) {
+    return change->record;
+  }
+  const auto found = committed_.find(key);
+  return found == committed_.end() ? nullptr : found->second;
+}
+
+bool Store::is_current(const std::string& key, std::uint64_t generation) {
+  const RecordPointer record = find(key);
+  return record && record->generation == generation;
+}
+
+std::vector<std::pair<std::string, RecordPointer>> Store::list() {
+  (void)find("");  // catches up
+  std::lock_guard<std::mutex> guard(mutex_);
+  std::map<std::string, RecordPointer> merged = committed_;
+  for (const Changes* changes : {&committing_, &pending_}) {
+    for (const auto& [key, change] : *changes) {
+      merged[key] = change.record;
+    }
+  }
+  std::vector<std::pair<std::string, RecordPointer>> out;
+  for (auto& [key, record] : merged) {
+    if (record) {
+      out.emplace_back(key, std::move(record));
+    }
+  }
+  return out;
+}
+
+std::int64_t Store::uncommitted() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return static_cast<std::int64_t>(pending_.size());
+}
+
+// ------------------------------------------------------------------------------------------------------ committing
+
+std::string Store::encode(const Changes& changes) const {
+  std::string out;
+  for (const auto& [key, change] : changes) {
+    put_record(out, key, change.record.get());
+  }
+  return out;
+}
+
+SectorBuffer Store::frame(const std::string& payload, std::uint64_t count, std::uint64_t epoch,
+                          std::uint64_t sequence) const {
+  BatchHeader header{};
+  header.magic = kBatchMagic;
+  header.uuid = superblocks_[0].uuid;
+  header.epoch = epoch;
+  header.sequence = sequence;
+  header.payload_bytes = payload.size();
+  header.count = count;
+  SectorBuffer out(batch_bytes(payload.size()));
+  std::memcpy(out.data(), &header, sizeof(header));
+  std::memcpy(out.data() + sizeof(header), payload.data(), payload.size());
+  header.checksum = crc32c(0, out.data() + kUnchecked, sizeof(header) - kUnchecked + payload.size());
+  std::memcpy(out.data(), &header, sizeof(header));
+  return out;
+}
+
+// At the end of the log, or by moving to its other half if there is no room. With the control's lock.
+void Store::write_batch(const Changes& changes) {
+  Control::LogState state = control_->log();
+  const SectorBuffer batch = frame(encode(changes), changes.size(), state.epoch, state.sequence + 1);
+  if (static_cast<std::int64_t>(state.tail) + batch.bytes() > superblocks_[0].log_bytes) {
+    compact(changes);
+    return;
+  }
+  devices_[0]->write(batch.data(), batch.bytes(), half_offset(state.half) + static_cast<std::int64_t>(state.tail));
+  devices_[0]->flush();
+  state.sequence += 1;
+  state.tail += static_cast<std::uint64_t>(batch.bytes());
+  control_->set_log(state);
+}
+
+void Store::compact(const Changes& changes) {
+  Changes all;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    for (const auto& [key, record] : committed_) {
+      all[key].record = record;
+    }
+  }
+  for (const auto& [key, change] : changes) {
+    if (change.record) {
+      all[key].record = change.record;
+    } else {
+      all.erase(key);
+    }
+  }
+  const Control::LogState old = control_->log();
+  const SectorBuffer batch = frame(encode(all), all.size(), old.epoch + 1, old.sequence + 1);
+  Superblock block = superblocks_[0];
+  if (batch.bytes() > block.log_bytes) {
+    throw StorageFailure("commit", devices_[0]->path(), block.log_offset, batch.bytes(), block.log_bytes, ENOSPC,
+                         "the index does not fit its log: format with a larger one (log_bytes)");
+  }
+  block.half = 1 - old.half;
+  block.epoch = old.epoch + 1;
+  block.first_sequence = old.sequence + 1;
+  block.generation = old.superblock + 1;
+  devices_[0]->write(batch.data(), batch.bytes(), half_offset(block.half));
+  devices_[0]->flush();
+  write_superblock(*devices_[0], block);
+  devices_[0]->flush();
+  superblocks_[0] = block;
+  control_->set_log({block.epoch, block.first_sequence, static_cast<std::uint64_t>(batch.bytes()), block.generation,
+                     block.half});
+}
+
+// The batch is on the device: the maps follow, old space is free. With the control's lock.
+void Store::apply(Changes& changes) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  for (auto& [key, change] : changes) {
+    RecordPointer& slot = committed_[key];
+    const RecordPointer old = std::exchange(slot, change.record);
+    control_->keep(change.reservation);
+    for (std::size_t index = 0; old && index < old->extents.size(); ++index) {
+      control_->free_extent(old->extents[index]);
+    }
+    if (!slot) {
+      committed_.erase(key);
+    }
+  }
+  changes.clear();
+  seen_ = control_->log();
+  seen_sequence_.store(seen_.sequence, std::memory_order_release);
+}
+
+std::int64_t Store::commit() {
+  std::lock_guard<std::mutex> one_at_a_time(commit_mutex_);
+  std::int64_t count = 0;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    if (pending_.empty()) {
+      return 0;
+    }
+    committing_ = std::exchange(pending_, {});
+    count = static_cast<std::int64_t>(committing_.size());
+  }
+  bool on_device = false;
+  try {
+    require_sound();
+    on_device = true;  // from here on a failure leaves it open what the devices keep
+    for (const auto& device : devices_) {
+      device->flush();
+    }
+    on_device = false;
+    const ControlLock lock(*this);
+    require_sound();
+    catch_up();
+    try {
+      write_batch(committing_);
+    } catch (const StorageFailure& failure) {
+      if (failure.error != ENOSPC || failure.op != "commit") {
+        damaged_ = true;
+        control_->set_broken(true);
+      }
+      throw;
+    }
+    apply(committing_);
+  } catch (...) {
+    damaged_ = damaged_ || on_device;
+    std::vector<Reservation> outdated;
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      for (auto& [key, change] : committing_) {
+        if (const auto [at, fresh] = pending_.try_emplace(key, change); !fresh) {
+          outdated.push_back(change.reservation);
+        }
+      }
+      committing_.clear();
+    }
+    for (const Reservation& reservation : outdated) {
+      release(reservation);
+    }
+    throw;
+  }
+  return count;
+}
+
+int Store::collect() {
+  std::lock_guard<std::mutex> one_at_a_time(commit_mutex_);
+  const ControlLock lock(*this);
+  require_sound();
+  catch_up();
+  try {
+    compact({});
+  } catch (const StorageFailure& failure) {
+    control_->set_broken(failure.op != "commit");
+    throw;
+  }
+  seen_ = control_->log();
+  seen_sequence_.store(seen_.sequence, std::memory_order_release);
+  return control_->drop_dead_reservations();
+}
+
+std::string Store::verify(const TensorRecord& record) {
+  SectorBuffer buffer(kVerifyBytes);
+  std::uint32_t sum = 0;
+  for (const Extent& extent : record.extents) {
+    for (std::int64_t done = 0; done < extent.bytes; done += kVerifyBytes) {
+      const std::int64_t here = std::min(kVerifyBytes, extent.bytes - done);
+      try {
+        devices_[extent.member]->read(buffer.data(), sector_up(here), extent.offset + done);
+      } catch (const StorageFailure& failure) {
+        return failure.what();
+      }
+      sum = crc32c(sum, buffer.data(), static_cast<std::size_t>(here));
+    }
+  }
+  if (record.checksum && *record.checksum != sum) {
+    return "checksum " + std::to_string(sum) + " where the index has " + std::to_string(*record.checksum);
+  }
+  return "";
+}
+
+StoreSpace Store::space() {
+  const ControlLock lock(*this);
+  StoreSpace out;
+  for (const Superblock& block : superblocks_) {
+    out.data_bytes += (block.size_bytes - block.data_offset) / block.chunk_bytes * block.chunk_bytes;
+  }
+  out.free_bytes = control_->free_bytes();
+  out.reserved_bytes = control_->reserved_bytes();
+  out.log_bytes = superblocks_[0].log_bytes;
+  out.log_used_bytes = static_cast<std::int64_t>(control_->log().tail);
+  out.processes = control_->processes();
+  return out;
+}
+
+}  // namespace memascend

@@ -1,0 +1,207 @@
+"""`memascend storage {format,ls,verify,gc,destroy}`: stores on devices, made, looked at and unmade from the shell."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import Any
+
+from memascend.storage import devices as checks
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+CONTROL_FOLDER = "/dev/shm"
+
+
+def add_storage(commands: Any) -> None:
+    """Registers `storage` and its subcommands with the argparse subparsers `commands`."""
+    parser = commands.add_parser(
+        "storage",
+        help="make, list, verify and unmake stores of tensors on raw devices",
+        description="A store is a set of devices (or files) that tensors are striped over. Name all of its devices.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="action", parser_class=type(parser))
+    _add(actions, "format", _format, "make an empty store; refuses whatever may hold data", _format_options)
+    _add(actions, "ls", _list, "the tensors of a store", _json_option)
+    _add(actions, "verify", _verify, "read every tensor and compare its checksum; exit status 2 if any is damaged",
+         lambda sub: (_json_option(sub), sub.add_argument("--repair", action="store_true",
+                                                        help="erase the damaged tensors from the index")))  # fmt: skip
+    _add(actions, "gc", _collect, "rewrite the log with live records only, free what dead processes had reserved")
+    _add(actions, "destroy", _destroy, "unmake a store: its tensors are gone", _destroy_options)
+
+
+def _add(actions: Any, name: str, run: Any, summary: str, options: Any = None) -> None:
+    parser = actions.add_parser(name, help=summary, description=summary)
+    parser.add_argument("devices", nargs="+", metavar="DEVICE", help="block device, loop device or preallocated file")
+    parser.add_argument("--control-folder", default=CONTROL_FOLDER, help=argparse.SUPPRESS)
+    if options:
+        options(parser)
+    parser.set_defaults(run=lambda chosen: _reported(run, chosen))
+
+
+def _reported(run: Any, options: argparse.Namespace) -> str:
+    try:
+        return run(options)
+    except RuntimeError as error:  # a store that is foreign, incomplete, damaged or in use
+        raise ValueError(str(error)) from error
+
+
+def _json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+
+
+def _word_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--owner", required=True, help="the run or model that the store belongs to")
+    parser.add_argument(
+        "--serial",
+        action="append",
+        default=[],
+        help="serial number of each device, in the same order; of a file or loop device: its full path",
+    )
+
+
+def _destroy_options(parser: argparse.ArgumentParser) -> None:
+    _word_options(parser)
+
+
+def _format_options(parser: argparse.ArgumentParser) -> None:
+    _word_options(parser)
+    parser.add_argument("--weight", action="append", type=int, default=[], help="share of each device (default alike)")
+    parser.add_argument("--chunk", type=_size, default=64 << 10, help="unit of space (default 64K)")
+    parser.add_argument("--log", type=_size, default=0, help="size of half the index log (default by device size)")
+    parser.add_argument("--size", type=_size, help="make missing files of this size, written through once")
+    parser.add_argument("--discard-contents", action="store_true", help="data of unknown kind may be lost")
+
+
+def _size(text: str) -> int:
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    if not number.isdecimal() or unit not in _UNITS or int(number) == 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 4096, 64K or 8G")
+    return int(number) * _UNITS[unit]
+
+
+def _words(options: argparse.Namespace) -> list[str | None]:
+    if options.serial and len(options.serial) != len(options.devices):
+        raise ValueError(f"{len(options.devices)} devices but {len(options.serial)} --serial: give one for each")
+    return options.serial or [None] * len(options.devices)
+
+
+def _require_distinct(paths: list[str]) -> None:
+    """By what they are, not by name: one device twice would be written over itself."""
+    seen: dict[tuple[int, int, int], str] = {}
+    for path in paths:
+        if os.path.exists(path):
+            status = os.stat(path)
+            key = (status.st_rdev, 0, 0) if status.st_rdev else (0, status.st_dev, status.st_ino)
+            if key in seen:
+                raise ValueError(f"{seen[key]} and {path} are the same device: name each once")
+            seen[key] = path
+
+
+def _format(options: argparse.Namespace) -> str:
+    from memascend.storage.native import _C
+
+    words = _words(options)
+    _require_distinct(options.devices)
+    if options.weight and len(options.weight) != len(options.devices):
+        raise ValueError(f"{len(options.devices)} devices but {len(options.weight)} --weight: give one for each")
+    for path, word in zip(options.devices, words):
+        if not os.path.lexists(path) and options.size is not None:
+            if word != os.path.realpath(path):
+                raise checks.DeviceRefused(f"{path} would be made: confirm by --serial {os.path.realpath(path)}")
+        else:
+            checks.require_formattable(path, word, options.discard_contents)
+    for path in options.devices:
+        if not os.path.lexists(path):
+            preallocate(path, options.size)
+    _C.storage_format(options.devices, options.owner, options.weight, options.chunk, options.log)
+    return f"store of '{options.owner}' on {', '.join(options.devices)}"
+
+
+def preallocate(path: str, size_bytes: int, written: bool = True) -> None:
+    """A new file whose blocks exist; `written`: with zeros, so that no first write has to convert an extent.
+
+    Raises FileExistsError; a file that does not get its space (ENOSPC) is removed again.
+    """
+    with open(path, "xb", buffering=0) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
+            zeros = memoryview(bytes(1 << 22))
+            for at in range(0, size_bytes if written else 0, len(zeros)):
+                left = zeros[: size_bytes - at]
+                while left:
+                    left = left[file.write(left) :]
+            os.fsync(file.fileno())
+        except OSError:
+            os.unlink(path)
+            raise
+
+
+def _open(options: argparse.Namespace) -> Any:
+    from memascend.storage.native import _C
+
+    for path in options.devices:
+        checks.require_usable(path)
+    return _C.Store(options.devices, "", options.control_folder, 1 << 20, True)
+
+
+def _list(options: argparse.Namespace) -> str:
+    store = _open(options)
+    block, space, found = store.superblock(0), store.space(), store.list()
+    if options.json:
+        tensors = [{"key": key, **record} for key, record in found]
+        return json.dumps({"store": block, "devices": store.paths(), "space": space, "tensors": tensors}, indent=2)
+    lines = [f"{record['bytes']:>14} {record['dtype']:<10} {_shape(record):<18} {key}" for key, record in found]
+    total = sum(record["bytes"] for _, record in found)
+    lines.append(
+        f"{len(found)} tensors, {total} bytes; {space['free_bytes']} of {space['data_bytes']} bytes free; "
+        f"owner '{block['owner']}', {space['processes'] - 1} other processes"
+    )
+    return "\n".join(lines)
+
+
+def _shape(record: dict[str, Any]) -> str:
+    return "x".join(map(str, record["shape"])) or "scalar"
+
+
+def _verify(options: argparse.Namespace) -> str:
+    store = _open(options)
+    problems = {key: store.verify(key) for key, _ in store.list()}
+    damaged = {key: problem for key, problem in problems.items() if problem}
+    unchecked = [key for key, record in store.list() if record["checksum"] is None and record["bytes"]]
+    if damaged and options.repair:
+        for key in damaged:
+            store.erase(key)
+        store.commit()
+    if damaged and not options.repair:
+        first, problem = next(iter(damaged.items()))
+        raise ValueError(
+            f"{len(damaged)} of {len(problems)} tensors are damaged: {', '.join(damaged)} ({first}: {problem}): "
+            "write them again, or erase them by --repair"
+        )
+    if options.json:
+        return json.dumps({"tensors": len(problems), "erased": damaged, "without_checksum": unchecked}, indent=2)
+    erased = f", {len(damaged)} damaged ones erased: {', '.join(damaged)}" if damaged else ""
+    unsure = f", {len(unchecked)} without a checksum" if unchecked else ""
+    return f"{len(problems) - len(damaged)} tensors are whole{unsure}{erased}"
+
+
+def _collect(options: argparse.Namespace) -> str:
+    store = _open(options)
+    before = store.space()["log_used_bytes"]
+    dropped = store.collect()
+    return f"log {before} -> {store.space()['log_used_bytes']} bytes, {dropped} reservations of dead processes freed"
+
+
+def _destroy(options: argparse.Namespace) -> str:
+    from memascend.storage.native import _C
+
+    _require_distinct(options.devices)
+    for path, word in zip(options.devices, _words(options)):
+        report = checks.require_usable(path)
+        if report.owner != options.owner:
+            raise checks.DeviceRefused(f"{path} belongs to '{report.owner}', not to '{options.owner}'")
+        checks.require_word(report, word)
+    _C.Store(options.devices, options.owner, options.control_folder, 1 << 20, False)  # all of it, and nothing else
+    _C.storage_destroy(options.devices, options.control_folder)
+    return f"the store of '{options.owner}' on {', '.join(options.devices)} is gone"

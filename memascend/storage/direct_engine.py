@@ -1,0 +1,279 @@
+"""Tensors by name on raw devices: asynchronous, past the file system, found again after a crash.
+
+    engine = DirectEngine(["/dev/nvme1n1", "/dev/nvme2n1"], owner="qwen2.5-7b")
+    engine.write("layer.3.weight", tensor)
+    engine.wait()
+    engine.commit()                      # from here on it survives `kill -9` and a power cut
+
+Source: MemAscend, section IV-E (direct NVMe engine).
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from memascend import _C
+from memascend.storage.devices import require_usable
+from memascend.storage.errors import StorageError
+
+CONTROL_FOLDER = "/dev/shm"
+TRACE_COLUMNS = ("request", "op", "key", "bytes", "priority", "submitted_ns", "started_ns", "ended_ns", "status")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirectEngineConfig:
+    """How requests go to the devices. Validated by the engine.
+
+    `depth` is commands in the kernel a worker; `backend` is auto (io_uring where the kernel offers it), io_uring or
+    libaio; `checksums`: off, write (kept in the index, compared by verify) or full (also compared on whole reads);
+    tensors from `stripe_bytes` on are striped over all devices; `check_devices` asks the kernel who else uses them.
+    """
+
+    workers: int = 1
+    block_bytes: int = 1 << 20
+    depth: int = 16
+    backend: str = "auto"
+    checksums: str = "full"
+    trace: bool = False
+    stripe_bytes: int = 1 << 20
+    control_folder: str = CONTROL_FOLDER
+    check_devices: bool = True
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What the index says. `extents` are (device number, offset, bytes) in the order of the data."""
+
+    bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: int | None
+    generation: int
+    extents: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class EngineStatistics:
+    """Since the engine was made. Latencies are of commands: (least microseconds of the bucket, count)."""
+
+    bytes_read: int
+    bytes_written: int
+    requests: int
+    failed: int
+    cancelled: int
+    commands: int
+    short_transfers: int
+    repeated: int
+    reread: int
+    bounced_bytes: int
+    max_queue_depth: int
+    mean_queue_depth: float
+    read_latency_us: tuple[tuple[int, int], ...]
+    write_latency_us: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class StoreSpace:
+    """`reserved_bytes` is space of writes that are not committed, of all processes on the store."""
+
+    data_bytes: int
+    free_bytes: int
+    reserved_bytes: int
+    log_bytes: int
+    log_used_bytes: int
+    processes: int
+
+
+class RequestCancelled(RuntimeError):
+    """The request that was waited for had been cancelled; a cancelled write changes nothing."""
+
+
+class DirectEngine:
+    """Submit from any thread, then wait. Requests are not ordered among each other; of two writes to one key the
+    later wins. The engine keeps tensors in flight alive; their contents must not be changed (or, for reads, used)
+    before the wait. A write is seen by later reads of this process once it has been waited for, and by others and
+    after a crash once it is committed. Not usable in a forked child.
+    """
+
+    def __init__(
+        self, devices: Sequence[str | os.PathLike[str]], owner: str, config: DirectEngineConfig | None = None
+    ) -> None:
+        """All devices of one formatted store, in any order; `owner` as when it was formatted.
+
+        Raises ValueError, RuntimeError (foreign, incomplete or damaged store), StorageError, DeviceRefused.
+        """
+        self.config = config or DirectEngineConfig()
+        paths = [os.fspath(device) for device in devices]
+        if self.config.check_devices:
+            for path in paths:
+                require_usable(path)
+        self._store = _C.Store(paths, owner, self.config.control_folder, self.config.stripe_bytes, False)
+        self._native = _C.DirectEngine(
+            self._store,
+            self.config.workers,
+            self.config.block_bytes,
+            self.config.depth,
+            self.config.backend,
+            self.config.checksums,
+            self.config.trace,
+        )
+        # Also at interpreter exit: what was submitted is written; what was not committed is forgotten.
+        self._finalizer = weakref.finalize(self, self._native.shutdown)
+
+    def write(self, key: str, tensor: torch.Tensor, priority: int = 0) -> int:
+        """Write the contiguous CPU `tensor` under `key`; higher priorities go first. Returns the request's number.
+
+        Raises ValueError, and StorageError (ENOSPC) when there is no space for another version.
+        """
+        return self._native.write(key, tensor, str(tensor.dtype).removeprefix("torch."), priority)
+
+    def read(self, key: str, tensor: torch.Tensor, offset: int = 0, priority: int = 0) -> int:
+        """Fill the contiguous CPU `tensor` from byte `offset` of `key` on. Returns the request's number.
+
+        Raises ValueError where there is no such tensor or range.
+        """
+        return self._native.read(key, tensor, offset, priority)
+
+    def read_new(self, key: str, priority: int = 0) -> torch.Tensor:
+        """The tensor stored under `key`, in memory of its own, waited for. Raises KeyError, StorageError."""
+        stored = self.info(key)
+        out = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        self.wait(self.read(key, out, priority=priority))
+        return out
+
+    def wait(self, request: int | None = None, timeout_s: float | None = None) -> int:
+        """Block until `request`, or everything submitted, has ended; returns how many did. Others run meanwhile.
+
+        Raises StorageError for the (first) failed request, RequestCancelled for a cancelled one that was named,
+        TimeoutError when `timeout_s` is up: then nothing has been reported, and waiting again is right.
+        """
+        seconds = -1.0 if timeout_s is None else max(0.0, timeout_s)
+        if request is None:
+            outcomes = self._native.wait(seconds)
+        else:
+            one = self._native.wait_for(request, seconds)
+            outcomes = None if one is None else [(request, *one)]
+        if outcomes is None:
+            raise TimeoutError(f"{self.pending} requests have not ended after {timeout_s} s: {', '.join(self.paths)}")
+        failures = [failure for _, _, failure in outcomes if failure is not None]
+        if failures:
+            op, key, device, offset, expected, got, errno, reason = failures[0]
+            raise StorageError(op, device, offset, expected, got, errno or None, reason, len(failures) - 1, key)
+        if request is not None and outcomes[0][1]:
+            raise RequestCancelled(f"request {request} was cancelled")
+        return len(outcomes)
+
+    def cancel(self, request: int) -> bool:
+        """Drop what of the request has not gone to a device. False: it has ended. It still has to be waited for."""
+        return self._native.cancel(request)
+
+    def commit(self) -> int:
+        """Make all changes that were waited for durable, all or none, and visible to other processes.
+
+        Returns their number. Raises StorageError; after a failed flush nothing more is accepted: close the store in
+        all processes, open it again and verify.
+        """
+        return self._store.commit()
+
+    def erase(self, key: str) -> bool:
+        """Forget a tensor, for good with the next commit. False: there is none."""
+        return self._store.erase(key)
+
+    def info(self, key: str) -> StoredTensor:
+        found = self._store.find(key)
+        if found is None:
+            raise KeyError(key)
+        return StoredTensor(**found)
+
+    def __contains__(self, key: str) -> bool:
+        return self._store.find(key) is not None
+
+    def items(self) -> list[tuple[str, StoredTensor]]:
+        """All tensors by key, those not yet committed included."""
+        return [(key, StoredTensor(**found)) for key, found in self._store.list()]
+
+    def verify(self, keys: Iterable[str] | None = None) -> dict[str, str]:
+        """What is wrong with which tensor; empty if all are whole. Reads them from the devices."""
+        names = [key for key, _ in self.items()] if keys is None else list(keys)
+        checked = ((key, self._store.verify(key)) for key in names)
+        return {key: problem for key, problem in checked if problem}
+
+    def register_buffer(self, tensor: torch.Tensor) -> bool:
+        """Pin the tensor's memory in the rings: transfers from and to it, and its views, need no page look-up.
+
+        The engine keeps it alive. False: not possible (libaio, locked memory limit); transfers work all the same.
+        """
+        return self._native.register_buffer(tensor)
+
+    def space(self) -> StoreSpace:
+        return StoreSpace(**self._store.space())
+
+    def collect(self) -> int:
+        """Rewrite the log with live records only, free what dead processes had reserved; returns their number."""
+        return self._store.collect()
+
+    @property
+    def statistics(self) -> EngineStatistics:
+        return EngineStatistics(**self._native.statistics())
+
+    def write_trace(self, path: str | os.PathLike[str]) -> int:
+        """Append the requests that ended since the last call to a CSV (TRACE_COLUMNS, CLOCK_MONOTONIC nanoseconds)."""
+        rows = self._native.drain_trace()
+        target = Path(path)
+        fresh = not target.exists() or target.stat().st_size == 0
+        with target.open("a", newline="") as file:
+            writer = csv.writer(file)
+            if fresh:
+                writer.writerow(TRACE_COLUMNS)
+            writer.writerows(rows)
+        return len(rows)
+
+    def close(self) -> None:
+        """End all requests and the threads, and leave the store. What was not committed is forgotten. Idempotent."""
+        self._finalizer()
+        self._native = self._store = None
+
+    def __enter__(self) -> DirectEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def paths(self) -> list[str]:
+        """The devices, in the order of their numbers in the store."""
+        return self._store.paths()
+
+    @property
+    def backend(self) -> str:
+        """io_uring or libaio."""
+        return self._native.backend
+
+    @property
+    def pending(self) -> int:
+        """Requests that have not ended."""
+        return self._native.pending
+
+    @property
+    def bounce_buffer_bytes(self) -> int:
+        """Host memory held for transfers that O_DIRECT does not take as they are."""
+        return self._native.bounce_buffer_bytes
+
+
+def quantile_us(histogram: Sequence[tuple[int, int]], share: float) -> float:
+    """The latency below which `share` of the commands lie, by bucket (an eighth wide); NaN of none."""
+    total = sum(count for _, count in histogram)
+    seen = 0
+    for floor, count in histogram:
+        seen += count
+        if seen >= share * total:
+            return float(floor)
+    return math.nan

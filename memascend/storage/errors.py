@@ -1,0 +1,62 @@
+"""What goes wrong between memory and a device, and the mend."""
+
+from __future__ import annotations
+
+import errno as codes
+
+
+class StorageError(OSError):
+    """A transfer, flush or index that is not what it should be. `errno` is None where the kernel reported no error.
+
+    `path` is the file or device; `offset`, `expected` and `got` are bytes of the piece that failed; `key` is the
+    tensor, where there is one; `others` counts further failed requests.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        path: str,
+        offset: int,
+        expected: int,
+        got: int,
+        errno: int | None,
+        reason: str,
+        others: int = 0,
+        key: str | None = None,
+    ) -> None:
+        more = f" (and {others} more failed requests)" if others else ""
+        what = path if key is None else f"'{key}' on {path}"
+        super().__init__(
+            f"{op} of {what} failed at offset {offset}: expected {expected} bytes, got {got}: {reason}"
+            f"{_mend(op, errno, key)}{more}"
+        )
+        self.op, self.path, self.offset, self.expected, self.got = op, path, offset, expected, got
+        self.errno, self.reason, self.others, self.key = errno, reason, others, key
+
+
+_MENDS = {
+    "EACCES": "check the permissions of the file and its folder",
+    "EBUSY": "unmount the device or end its other user",
+    "EDQUOT": "free space within your quota or choose another folder",
+    "EFBIG": "raise the file size limit (ulimit -f)",
+    "EIO": "check the device (dmesg)",
+    "EMFILE": "raise the limit on open files (ulimit -n)",
+    "ENODEV": "the device is gone: check the cabling and dmesg, then open the store again and verify",
+    "ENOENT": "check the path and that its folder exists",
+    "ENOSPC": "free space on that file system or choose another folder",
+    "ENXIO": "the device is gone: check the cabling and dmesg, then open the store again and verify",
+    "EROFS": "choose a folder that is not on a read-only file system",
+}
+_STORE_MENDS = {
+    "reserve": "commit, which frees what was overwritten, erase tensors, or use a larger device",
+    "commit": "destroy the store and format it with a larger log",
+}
+
+
+def _mend(op: str, errno: int | None, key: str | None) -> str:
+    if errno is None:
+        shorter = op == "read" and key is None
+        return ": the file is shorter than the tensor: write the whole tensor first" if shorter else ""
+    mend = _STORE_MENDS.get(op) if errno == codes.ENOSPC else None
+    mend = mend or _MENDS.get(codes.errorcode.get(errno, ""))
+    return f": {mend}" if mend else ""

@@ -1,0 +1,121 @@
+"""`memascend storage`: what it makes and unmakes, and all that it refuses."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from memascend.cli import main
+from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig
+
+
+def run(capsys, *words):
+    status = main(["storage", *map(str, words)])
+    said = capsys.readouterr()
+    return status, said.out.strip(), said.err.strip()
+
+
+def fresh(tmp_path, count=2):
+    paths = [str(tmp_path.resolve() / f"device{number}") for number in range(count)]
+    return paths, [word for path in paths for word in ("--serial", path)]
+
+
+@pytest.fixture
+def store(tmp_path, capsys):
+    paths, words = fresh(tmp_path)
+    assert run(capsys, "format", *paths, *words, "--owner", "run 1", "--size", "4M", "--chunk", "4K")[0] == 0
+    with DirectEngine(paths, "run 1", DirectEngineConfig(control_folder=str(tmp_path))) as engine:
+        engine.write("w", torch.ones(7, 3))
+        engine.write("other", torch.arange(5))
+        engine.wait()
+        engine.commit()
+    return paths
+
+
+def test_a_store_is_made_listed_verified_collected_and_unmade(store, tmp_path, capsys):
+    folder = ("--control-folder", tmp_path)
+    status, out, _ = run(capsys, "ls", *store, *folder)
+    assert status == 0
+    assert "float32    7x3                w" in out
+    assert "2 tensors, 124 bytes" in out
+    listed = json.loads(run(capsys, "ls", *store, *folder, "--json")[1])
+    assert [tensor["key"] for tensor in listed["tensors"]] == ["other", "w"]
+    assert run(capsys, "verify", *store, *folder)[1] == "2 tensors are whole"
+    assert "0 reservations" in run(capsys, "gc", *store, *folder)[1]
+    words = [word for path in store for word in ("--serial", path)]
+    assert run(capsys, "destroy", *store, *folder, "--owner", "run 1", *words)[0] == 0
+    assert "holds no store" in run(capsys, "ls", *store, *folder)[2]
+
+
+def test_damage_is_named_and_repaired_on_request(store, tmp_path, capsys):
+    folder = ("--control-folder", tmp_path)
+    listed = json.loads(run(capsys, "ls", *store, *folder, "--json")[1])
+    device, offset, _ = next(tensor["extents"][0] for tensor in listed["tensors"] if tensor["key"] == "w")
+    with open(listed["devices"][device], "r+b") as file:
+        file.seek(offset)
+        file.write(b"damage")
+    status, _, err = run(capsys, "verify", *store, *folder)
+    assert status == 2
+    assert "1 of 2 tensors are damaged: w" in err
+    assert "1 damaged ones erased: w" in run(capsys, "verify", *store, *folder, "--repair")[1]
+    assert run(capsys, "verify", *store, *folder)[1] == "1 tensors are whole"
+
+
+def test_format_makes_no_file_and_touches_none_without_its_word(tmp_path, capsys):
+    paths, words = fresh(tmp_path)
+    status, _, err = run(capsys, "format", *paths, "--owner", "x", "--size", "4M")
+    assert status == 2
+    assert "--serial" in err
+    assert not os.path.exists(paths[0])
+    assert "one for each" in run(capsys, "format", *paths, *words[:2], "--owner", "x", "--size", "4M")[2]
+    assert "confirm by" in run(capsys, "format", *paths, *words[2:], *words[:2], "--owner", "x", "--size", "4M")[2]
+    assert not os.path.exists(paths[0])
+    assert "No such file" in run(capsys, "format", *paths, *words, "--owner", "x")[2]
+
+
+def test_a_file_with_contents_stays_as_it_is(tmp_path, capsys):
+    path = tmp_path.resolve() / "thesis.tex"
+    path.write_bytes(b"years of work" + bytes(4 << 20))
+    before = path.read_bytes()
+    status, _, err = run(capsys, "format", path, "--serial", path, "--owner", "x", "--size", "4M")
+    assert status == 2
+    assert "unknown kind" in err
+    assert path.read_bytes() == before
+
+
+def test_one_device_under_two_names_is_refused(tmp_path, capsys):
+    path = tmp_path.resolve() / "a"
+    path.write_bytes(bytes(4 << 20))
+    (tmp_path / "b").symlink_to(path)
+    words = ("--serial", path, "--serial", path)
+    assert "same device" in run(capsys, "format", path, tmp_path / "b", *words, "--owner", "x")[2]
+
+
+def test_destroy_asks_for_owner_word_and_the_whole_set(store, tmp_path, capsys):
+    folder = ("--control-folder", tmp_path)
+    words = [word for path in store for word in ("--serial", path)]
+    for wrong, reason in (
+        ((*store, *words, "--owner", "run 2"), "belongs to 'run 1', not to 'run 2'"),
+        ((*store, "--owner", "run 1"), "give its path"),
+        ((*store, *words[2:], *words[:2], "--owner", "run 1"), "has the path"),
+        ((store[0], *words[:2], "--owner", "run 1"), "device 1 of 2"),
+    ):
+        status, _, err = run(capsys, "destroy", *wrong, *folder)
+        assert status == 2
+        assert reason in err
+    assert run(capsys, "verify", *store, *folder)[1] == "2 tensors are whole"
+
+
+def test_destroy_is_refused_while_an_engine_runs(store, tmp_path, capsys):
+    words = [word for path in store for word in ("--serial", path)]
+    with DirectEngine(store, "run 1", DirectEngineConfig(control_folder=str(tmp_path))) as engine:
+        _, _, err = run(capsys, "destroy", *store, *words, "--owner", "run 1", "--control-folder", tmp_path)
+        assert "is in use" in err
+        assert engine.read_new("w").shape == (7, 3)
+
+
+@pytest.mark.parametrize("size", ["0", "4X", "-1", "M", "4.5G"])
+def test_sizes_that_make_no_sense(tmp_path, capsys, size):
+    paths, words = fresh(tmp_path, 1)
+    assert "is not a size" in run(capsys, "format", *paths, *words, "--owner", "x", f"--size={size}")[2]
