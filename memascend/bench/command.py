@@ -18,7 +18,7 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
         (
             "overflow",
             _overflow,
-            "overflow check: share of the read limit, times faster than the chain",
+            "overflow check: share of the read limit, times faster than the chain, DeepSpeed and torch",
             "1000000,30000000",
         ),
         ("adamw", _adamw, "AdamW: times faster than DeepSpeedCPUAdam and torch, and the roofline", "1000000,30000000"),
@@ -75,6 +75,7 @@ def _overflow(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any
         raise ValueError(f"--dtypes: unknown {unknown[0]!r}: use {', '.join(overflow.DTYPES)}")
     result = overflow.measure(dtypes, _counts("--numels", options.numels, count), options.repeats)
     lines = ["share of the read limit (fastest reader), and times faster; medians with quartiles"]
+    lines += [f"without {peer}: {reason}" for peer, reason in result["missing"].items()]
     for row in result["summary"]:
         others = ", ".join(f"{name} {_show(ratio)}" for name, ratio in row["times_faster_than"].items())
         lines.append(

@@ -1,12 +1,16 @@
-"""The overflow check against the read limit, the published chain and torch's own ways.
+"""The overflow check against the read limit, the published chain, today's DeepSpeed and torch's own ways.
 
 Limit: every byte has to be read once. Nobody states a machine's read bandwidth as a program gets it, so the fastest of
 three loops that only read is the limit: `tensor.sum()`, `torch.aminmax` and a native loop that ORs all words.
+DeepSpeed's check is the method of its ZeRO-3 optimizer itself, with the all-reduce over one process in which it ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +21,7 @@ from memascend.ops.overflow import has_overflow, has_overflow_aminmax, has_overf
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 READERS = ("sum", "aminmax", "read_loop")
+_PEERS = "memascend.integrations.deepspeed.peers"
 
 _WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
     "fused": has_overflow,
@@ -28,19 +33,41 @@ _WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@contextlib.contextmanager
+def _deepspeed(missing: dict[str, str]) -> Iterator[dict[str, Callable[[torch.Tensor], Any]]]:
+    with contextlib.ExitStack() as stack:
+        way = {}
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints to standard output as it is set up
+                peers = importlib.import_module(_PEERS)
+                way["deepspeed"] = stack.enter_context(peers.stage3_check())
+        except ImportError as error:
+            missing["deepspeed"] = f"not installed: {error}"
+        yield way
+
+
 def measure(dtypes: list[str], numels: list[int], repeats: int) -> dict[str, Any]:
-    """Points: seconds of every round for each way, dtype and number of elements."""
-    points = []
-    for dtype in dtypes:
-        for numel in numels:
-            data = filled(numel, DTYPES[dtype])
-            seconds = alternate({name: lambda way=way, data=data: way(data) for name, way in _WAYS.items()}, repeats)
-            nbytes = numel * data.element_size()
-            points += [
-                {"method": name, "dtype": dtype, "numel": numel, "seconds": taken, "bytes": nbytes}
-                for name, taken in seconds.items()
-            ]
-    return {"benchmark": "overflow", "conditions": conditions(), "points": points, "summary": summary(points)}
+    """Points: seconds of every round for each way, dtype and number of elements; a peer that is missing is named."""
+    points: list[dict[str, Any]] = []
+    missing: dict[str, str] = {}
+    with _deepspeed(missing) as deepspeed:
+        for dtype in dtypes:
+            for numel in numels:
+                points += _points(_WAYS | deepspeed, dtype, numel, repeats)
+    result = {"benchmark": "overflow", "conditions": conditions(), "missing": missing}
+    return {**result, "points": points, "summary": summary(points)}
+
+
+def _points(
+    ways: dict[str, Callable[[torch.Tensor], Any]], dtype: str, numel: int, repeats: int
+) -> list[dict[str, Any]]:
+    data = filled(numel, DTYPES[dtype])
+    seconds = alternate({name: lambda way=way: way(data) for name, way in ways.items()}, repeats)
+    nbytes = numel * data.element_size()
+    return [
+        {"method": name, "dtype": dtype, "numel": numel, "seconds": taken, "bytes": nbytes}
+        for name, taken in seconds.items()
+    ]
 
 
 def summary(points: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,8 +1,10 @@
 """The benchmarks as commands: what they record, not how fast anything is."""
 
 import json
+import math
 
 import pytest
+import torch
 
 from memascend.bench.rounds import alternate, ratios, spread
 from memascend.cli import main
@@ -30,6 +32,9 @@ def test_rounds_time_every_way_once_after_a_call_that_is_not_timed():
         alternate({}, 0)
 
 
+OVERFLOW_WAYS = {"fused", "sum", "read_loop", "aminmax", "isfinite", "chain"}
+
+
 def test_overflow_records_every_reader_and_writes_the_same_json(capsys, tmp_path):
     out = tmp_path / "record.json"
     status, text, _ = run(
@@ -38,12 +43,45 @@ def test_overflow_records_every_reader_and_writes_the_same_json(capsys, tmp_path
     made = json.loads(text)
     assert status == 0
     assert json.loads(out.read_text()) == made
-    assert {p["method"] for p in made["points"]} == {"fused", "sum", "read_loop", "aminmax", "isfinite", "chain"}
+    assert {p["method"] for p in made["points"]} | set(made["missing"]) == OVERFLOW_WAYS | {"deepspeed"}
     assert all(len(p["seconds"]) == 2 for p in made["points"])
     assert {p["bytes"] for p in made["points"] if p["dtype"] == "bf16"} == {10_000}
     for row in made["summary"]:
         assert row["limit"] in ("sum", "read_loop", "aminmax")
         assert row["share_of_limit"] == row["times_faster_than"][row["limit"]]
+
+
+@pytest.mark.deepspeed
+def test_deepspeeds_check_is_its_own_and_leaves_no_process_group():
+    from memascend.integrations.deepspeed.peers import stage3_check
+
+    buffer = torch.zeros(1000)
+    with stage3_check() as check:
+        assert check(buffer) is False
+        for bad in (math.nan, math.inf, -math.inf):
+            buffer[777] = bad
+            assert check(buffer) is True
+        buffer[777] = 3.4e38
+        assert check(buffer) is False  # the verdict before it is forgotten
+    assert not torch.distributed.is_initialized()
+    with stage3_check() as check:
+        assert check(buffer) is False
+
+
+@pytest.mark.deepspeed
+def test_overflow_sets_deepspeed_beside_the_others(capsys):
+    _, text, _ = run(capsys, "overflow", "--dtypes", "fp16", "--numels", "3000", "--repeats", "1", "--json")
+    made = json.loads(text)
+    assert made["missing"] == {}
+    assert set(made["summary"][0]["times_faster_than"]) == OVERFLOW_WAYS - {"fused"} | {"deepspeed"}
+
+
+def test_overflow_without_deepspeed_says_so(capsys, monkeypatch):
+    from memascend.bench import overflow
+
+    monkeypatch.setattr(overflow, "_PEERS", "memascend.no_such_peers")
+    _, text, _ = run(capsys, "overflow", "--dtypes", "fp32", "--numels", "4096", "--repeats", "1")
+    assert "without deepspeed: not installed" in text
 
 
 @pytest.mark.deepspeed

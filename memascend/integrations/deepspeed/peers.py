@@ -2,11 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+
+def _choose_accelerator() -> None:
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # what DeepSpeed would find out, with a warning
+
+
+@contextlib.contextmanager
+def stage3_check() -> Iterator[Callable[[torch.Tensor], bool]]:
+    """A function that runs ZeRO-3's own `has_overflow` over a flat gradient buffer (1-D, floating point, on the CPU).
+
+    It ends in DeepSpeed's all-reduce of the verdict. For that a process group of this one process lives as long as the
+    block does, unless there is one already. Raises ImportError without DeepSpeed.
+    """
+    _choose_accelerator()
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    group = torch.distributed
+    backend = get_accelerator().communication_backend_name()
+    mine = not group.is_initialized()
+    if mine:
+        group.init_process_group(backend, store=group.HashStore(), rank=0, world_size=1)
+    try:
+        comm.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+        # Not built as a training run builds it: no model, and of its fields those alone that the check reads.
+        optimizer = object.__new__(DeepSpeedZeroOptimizer_Stage3)
+        optimizer.inf_or_nan_tracker = torch.zeros(1, dtype=torch.bool)
+        optimizer.reduce_and_partition_stream = get_accelerator().default_stream()
+        optimizer.dp_process_group = group.group.WORLD
+        optimizer.model_parallel_group = None
+
+        def check(buffer: torch.Tensor) -> bool:
+            optimizer.grad_partitions_flat_buffer = buffer
+            return optimizer.has_overflow(partition_gradients=True)
+
+        yield check
+    finally:
+        if mine:
+            group.destroy_process_group()
 
 
 def cpu_adam_step(
@@ -20,8 +62,7 @@ def cpu_adam_step(
 
     `options`: lr, betas, eps, weight_decay. Raises ImportError without DeepSpeed, RuntimeError without its op.
     """
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # what DeepSpeed would find out, with a warning
+    _choose_accelerator()
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     from deepspeed.utils import logger
 
