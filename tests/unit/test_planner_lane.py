@@ -12,12 +12,14 @@ from workflows.scripts.model_lane import main, modelled
 
 CONFIG = Path(__file__).parents[2] / "workflows" / "config"
 ROWS = modelled()
+# Exhibits whose modelled rows are drawn through measured ones, and are tested with those.
+FROM_RECORDS = {"memascend-fig12"}
 
 
 def test_every_built_exhibit_with_a_modelled_lane_has_rows():
     exhibits = yaml.safe_load((CONFIG / "exhibits.yaml").read_text())["exhibits"]
     wanted = {e["id"] for e in exhibits if e["status"] == "built" and "modelled" in e["lanes"]}
-    assert wanted == {row["exhibit_id"] for row in ROWS}
+    assert wanted - FROM_RECORDS == {row["exhibit_id"] for row in ROWS}
 
 
 def test_rows_keep_their_lane_their_origin_and_a_real_testbed():
@@ -37,7 +39,7 @@ def test_no_two_rows_say_the_same_thing():
 
 def test_every_selector_of_a_claim_that_the_lane_can_decide_finds_one_row():
     for claim in yaml.safe_load((CONFIG / "claims.yaml").read_text())["claims"]:
-        if "not_checkable" in claim["lanes"]["modelled"]:
+        if "not_checkable" in claim["lanes"]["modelled"] or claim["exhibit_id"] in FROM_RECORDS:
             continue
         fixed = [{"model": model} for model in claim["over"]["model"]] if "over" in claim else [{}]
         operands = [value for key, value in claim["compute"].items() if key != "operation"]

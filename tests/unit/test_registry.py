@@ -144,6 +144,8 @@ def test_expected_values_are_printed_numbers():
         "memascend-fig08-pinned-rounding",  # 24.90 - 1.63
         "memascend-fig08-pinned-memascend",  # 1.63 minus the process
         "memascend-fig11-equal-pools",
+        "memascend-fig12-chain-is-linear",  # "linearly": an exponent of 1
+        "memascend-fig12-fused-is-linear",
         "memascend-fig13-fused-adds-nothing",
     }
     values = {}

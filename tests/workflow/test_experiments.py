@@ -17,7 +17,7 @@ PROFILES = EXPERIMENTS["profiles"]
 
 
 def groups(profile: str) -> list[dict]:
-    return [*PROFILES[profile]["training"], *PROFILES[profile]["overflow"]]
+    return [group for kind in ("training", "overflow", "bench") for group in PROFILES[profile][kind]]
 
 
 def test_the_file_fits_its_schema() -> None:

@@ -30,6 +30,7 @@ MEASURED_SCRIPTS = {
         "workflows/scripts/bench_overflow.py",
         "workflows/scripts/memory_account.py",
     ),
+    "bench": ("workflows/scripts/bench_record.py",),
 }
 # Paper names as typed, where they differ from the registry's.
 PAPER_TARGETS = {"mlpoffload": "mlp-offload"}
@@ -182,6 +183,15 @@ def overflow_arguments(bench):
     return f"--dtypes {' '.join(bench['dtypes'])} --numels {numels} --repeats {bench['repeats']}"
 
 
+def bench_arguments(bench):
+    """Command-line words of bench_record."""
+    words = [f"--part {bench['part']} --"]
+    for name, value in bench["options"].items():
+        shown = ",".join(map(str, value)) if isinstance(value, list) else value
+        words.append(f"--{name} {shown}")
+    return " ".join(words)
+
+
 def run_named(runs, run_id):
     """The run of that name in the profile in use."""
     if run_id not in runs:
@@ -281,10 +291,17 @@ BENCHES = {
     bench["run_id"]: bench
     for bench in EXPERIMENTS["profiles"][config["profile"]]["overflow"]
 }
-RECORDS = [f"{RAW}/{run_id}.json" for run_id in ["testbed-local", *BENCHES, *RUNS]]
+KERNELS = {
+    bench["run_id"]: bench
+    for bench in EXPERIMENTS["profiles"][config["profile"]].get("bench", [])
+}
+RECORDS = [
+    f"{RAW}/{run_id}.json" for run_id in ["testbed-local", *BENCHES, *KERNELS, *RUNS]
+]
 
 
 wildcard_constraints:
     exhibit="|".join(BUILT),
     train_id="train-[a-z0-9._-]+",
     bench_id="bench-[a-z0-9-]+",
+    kernel_id="kernel-[a-z0-9-]+",

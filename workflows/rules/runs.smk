@@ -40,6 +40,24 @@ rule overflow_bench:
         " --out {output.record} {params.arguments} > {log} 2>&1"
 
 
+rule kernel_bench:
+    output:
+        record=f"{RAW}/{{kernel_id}}.json",
+    log:
+        f"{RAW}/logs/{{kernel_id}}.log",
+    conda:
+        "../envs/memascend.yaml"
+    threads: workflow.cores
+    params:
+        arguments=lambda w: bench_arguments(run_named(KERNELS, w.kernel_id)),
+        time_limit_s=lambda w: run_named(KERNELS, w.kernel_id)["time_limit_s"],
+        lock=f"{RAW}/.machine.lock",
+        code=code_digest("bench"),
+    shell:
+        "flock {params.lock} timeout {params.time_limit_s} python -m workflows.scripts.bench_record"
+        " --out {output.record} {params.arguments} > {log} 2>&1"
+
+
 rule machine:
     output:
         record=f"{RAW}/testbed-local.json",

@@ -6,10 +6,12 @@ rule measured:
         records=RECORDS,
         code=[
             "workflows/scripts/derive_measured.py",
+            "workflows/scripts/check_latency.py",
             "workflows/scripts/records.py",
             "workflows/scripts/tidy.py",
             "workflows/schemas/record.schema.json",
             "workflows/schemas/ledger.schema.json",
+            *files_of("memascend/planner/spec.py", "memascend/planner/models/*"),
         ],
     output:
         table=f"{DERIVED}/measured.csv",

@@ -1,8 +1,8 @@
 """Run records to the measured lane's tidy table.
 
 Bytes of a twin are given twice: as measured, and, under the metric's name with `` (x k^2)``, at the original's size.
-Runs that differ in nothing but the seed are joined by the median. A record that does not fit its
-schema stops the derivation.
+Runs that differ in nothing but the seed are joined by the median. What a line through measured points says of sizes
+that were not run is in the lane ``modelled``. A record that does not fit its schema stops the derivation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from workflows.scripts import tidy
+from workflows.scripts import check_latency, tidy
 from workflows.scripts.records import Run, last_check, load, read_trace, without_temporaries
 from workflows.scripts.tidy import AS_PUBLISHED, DENSE, GIB, MEMASCEND, SCALED
 
@@ -326,7 +326,9 @@ def derive(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             *reduction_rows(exhibit, runs, "reduction", lambda r: r.memory("host_peak_net_bytes")),
         ]
     rows += [*tab02([r for r in training if r.dtype == "fp16"]), *machine(records)]
-    return join_seeds(rows)
+    kernels = [r for r in records if r["kind"] == "bench" and r["status"] == "ok"]
+    checks = [r for r in kernels if r["benchmark"] == "overflow"]
+    return join_seeds(rows) + [each for bench in checks for each in check_latency.rows(bench)]
 
 
 def join_seeds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -42,6 +42,8 @@ def colour(series: str) -> str:
         return YELLOW if "0.16" in series else ORANGE
     if "aminmax" in series:
         return PURPLE
+    if "isfinite" in series:
+        return BLACK
     for start, value in (
         ("ZeRO-Infinity", VERMILION),
         ("MemAscend", BLUE),
