@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from memascend import _C
-from memascend.bench.rounds import alternate, conditions, filled, ratios, spread
+from memascend.bench.rounds import alternate_groups, conditions, filled, ratios, spread
 from memascend.ops.overflow import has_overflow, has_overflow_aminmax, has_overflow_chain
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -52,20 +52,22 @@ def measure(dtypes: list[str], numels: list[int], repeats: int) -> dict[str, Any
     missing: dict[str, str] = {}
     with _deepspeed(missing) as deepspeed:
         for dtype in dtypes:
-            for numel in numels:
-                points += _points(_WAYS | deepspeed, dtype, numel, repeats)
+            points += _points(_WAYS | deepspeed, dtype, numels, repeats)
     result = {"benchmark": "overflow", "conditions": conditions(), "missing": missing}
     return {**result, "points": points, "summary": summary(points)}
 
 
 def _points(
-    ways: dict[str, Callable[[torch.Tensor], Any]], dtype: str, numel: int, repeats: int
+    ways: dict[str, Callable[[torch.Tensor], Any]], dtype: str, numels: list[int], repeats: int
 ) -> list[dict[str, Any]]:
-    data = filled(numel, DTYPES[dtype])
-    seconds = alternate({name: lambda way=way: way(data) for name, way in ways.items()}, repeats)
-    nbytes = numel * data.element_size()
+    """All sizes are heads of one buffer, and every round goes through all of them."""
+    data = filled(max(numels), DTYPES[dtype])
+    groups = {
+        numel: {name: lambda way=way, head=data[:numel]: way(head) for name, way in ways.items()} for numel in numels
+    }
     return [
-        {"method": name, "dtype": dtype, "numel": numel, "seconds": taken, "bytes": nbytes}
+        {"method": name, "dtype": dtype, "numel": numel, "seconds": taken, "bytes": numel * data.element_size()}
+        for numel, seconds in alternate_groups(groups, repeats).items()
         for name, taken in seconds.items()
     ]
 

@@ -7,9 +7,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+Group = TypeVar("Group")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,18 +38,32 @@ def alternate(ways: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, 
     The order is shuffled from round to round, and each timed call follows one of the same way that is not timed: so all
     start alike, with the caches and threads as that way itself leaves them and not as its neighbour does.
     """
+    return alternate_groups({"": ways}, repeats)[""]
+
+
+def alternate_groups(
+    groups: Mapping[Group, Mapping[str, Callable[[], Any]]], repeats: int
+) -> dict[Group, dict[str, list[float]]]:
+    """As `alternate`, for several groups of ways (such as sizes): a round takes every group, one after the other.
+
+    So the ways of a group stand close together in time, and a machine that is slow for a while is so for all groups.
+    """
     if repeats < 1:
         raise ValueError(f"{repeats} repeats: use at least one")
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    names = list(ways)
+    seconds: dict[Group, dict[str, list[float]]] = {g: {name: [] for name in ways} for g, ways in groups.items()}
+    names = {group: list(ways) for group, ways in groups.items()}
+    turn = list(groups)
     order = random.Random(0)
     for _ in range(repeats):
-        order.shuffle(names)
-        for name in names:
-            ways[name]()
-            begin = time.perf_counter()
-            ways[name]()
-            seconds[name].append(time.perf_counter() - begin)
+        order.shuffle(turn)
+        for group in turn:
+            order.shuffle(names[group])
+            for name in names[group]:
+                way = groups[group][name]
+                way()
+                begin = time.perf_counter()
+                way()
+                seconds[group][name].append(time.perf_counter() - begin)
     return seconds
 
 

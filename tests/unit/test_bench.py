@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from memascend.bench.rounds import alternate, ratios, spread
+from memascend.bench.rounds import alternate, alternate_groups, ratios, spread
 from memascend.cli import main
 
 
@@ -30,6 +30,19 @@ def test_rounds_time_every_way_once_after_a_call_that_is_not_timed():
     assert len({tuple(calls[i : i + 6]) for i in range(0, 24, 6)}) > 1  # the order changes
     with pytest.raises(ValueError, match="at least one"):
         alternate({}, 0)
+
+
+def test_a_round_takes_every_group_with_its_ways_together():
+    calls = []
+    groups = {g: {w: lambda g=g, w=w: calls.append((g, w)) for w in "ab"} for g in (1, 2, 3)}
+    seconds = alternate_groups(groups, 5)
+    assert {g: {w: len(taken) for w, taken in ways.items()} for g, ways in seconds.items()} == {
+        g: {"a": 5, "b": 5} for g in (1, 2, 3)
+    }
+    for begin in range(0, len(calls), 12):
+        one_round = [g for g, _ in calls[begin : begin + 12]]
+        assert sorted(one_round[::4]) == [1, 2, 3]
+        assert one_round == [g for g in one_round[::4] for _ in range(4)]
 
 
 OVERFLOW_WAYS = {"fused", "sum", "read_loop", "aminmax", "isfinite", "chain"}
