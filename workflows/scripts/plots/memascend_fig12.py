@@ -97,21 +97,22 @@ def reductions(axis: Axes, table: pd.DataFrame) -> None:
     far = percent[percent["lane"] == "modelled"]
     if len(average) and len(far):
         text = f"{average['model'].iloc[0]}: {average['number'].iloc[0]:.1f} on average"
-        mark(axis, (far["at"].min() * far["at"].max()) ** 0.5, far["number"].max(), text)
+        mark(axis, (far["at"].min() * far["at"].max()) ** 0.5, far["number"].min(), text, above=False)
     printed = table.loc[(table["metric"] == AVERAGE) & (table["lane"] == "published"), "number"]
     if len(printed):
         axis.axhline(printed.iloc[0], color=style.BLACK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
         axis.set_title(f"dashed: the paper's average, {printed.iloc[0]:g} %", fontsize=8, loc="right")
     lowest = min([*percent["number"], *printed, 95.0])
     axis.set(xscale="log", xlabel="gradient elements (fp32)", ylabel="shorter than ZeRO-Infinity, as published (%)")
-    axis.set_ylim(max(0, 5 * (lowest // 5) - 5), 100)
+    axis.set_ylim(max(0, 5 * (lowest // 5)), 100.5)
     axis.grid(visible=True, axis="both", which="major")
 
 
-def mark(axis: Axes, x: float, y: float, text: str) -> None:
-    """A value above its point."""
-    place = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
-    axis.annotate(text, (x, y), fontsize=7, color="#222222", **place)
+def mark(axis: Axes, x: float, y: float, text: str, above: bool = True) -> None:
+    """A value above or below its point, legible on a line."""
+    place = {"xytext": (0, 7 if above else -14), "textcoords": "offset points", "ha": "center"}
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
+    axis.annotate(text, (x, y), fontsize=7, color="#222222", bbox=box, **place)
 
 
 def hollow(colour: str) -> dict[str, Any]:
