@@ -103,6 +103,7 @@ def flow_dot() -> str:
         "modelled": "memascend/planner\\lhardware/testbeds",
         "training_run": "baselines\\lmemascend/integrations",
         "overflow_bench": "memascend/ops",
+        "kernel_bench": "memascend/bench",
         "claims_table": "workflows/config/claims.yaml",
     }
     lines = ["digraph flow {", STYLE]
