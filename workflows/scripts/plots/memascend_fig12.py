@@ -91,13 +91,13 @@ def reductions(axis: Axes, table: pd.DataFrame) -> None:
     for lane, look in (("modelled", hollow(blue)), ("measured", {"color": blue, "marker": "o", "markersize": 5})):
         mine = percent[percent["lane"] == lane].sort_values("at")
         axis.plot(mine["at"], mine["number"], **{"linestyle": "-" if lane == "measured" else "none", **look})
-        for x, y in zip(mine["at"], mine["number"], strict=True) if lane == "measured" else ():
-            mark(axis, x, y, f"{y:.1f}")
+        for i, (x, y) in enumerate(zip(mine["at"], mine["number"], strict=True)) if lane == "measured" else ():
+            mark(axis, x, y, f"{y:.1f}", above=i % 2 == 0)
     average = table.loc[(table["metric"] == AVERAGE) & (table["lane"] == "modelled"), ["model", "number"]]
     far = percent[percent["lane"] == "modelled"]
     if len(average) and len(far):
         text = f"{average['model'].iloc[0]}: {average['number'].iloc[0]:.1f} on average"
-        mark(axis, (far["at"].min() * far["at"].max()) ** 0.5, far["number"].min(), text, above=False)
+        mark(axis, (far["at"].min() * far["at"].max()) ** 0.5, far["number"].max(), text)
     printed = table.loc[(table["metric"] == AVERAGE) & (table["lane"] == "published"), "number"]
     if len(printed):
         axis.axhline(printed.iloc[0], color=style.BLACK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
