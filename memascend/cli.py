@@ -88,10 +88,13 @@ def _add_bench(commands: Any) -> None:
     add_benchmarks(parser.add_subparsers(dest="part", required=True, metavar="part", parser_class=_Parser), _count)
 
 
+_LARGEST_COUNT = 10**8  # far beyond any run, and products of two still fit 64 bits with the model's sizes
+
+
 def _count(text: str) -> int:
     value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a positive whole number")
+    if not 1 <= value <= _LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive whole number up to {_LARGEST_COUNT:,}")
     return value
 
 

@@ -204,6 +204,8 @@ class CountingAllocator:
     def allocate(self, numel: int, dtype: torch.dtype, *, name: str, owner: str, role: str = HOST) -> torch.Tensor:
         """A 1-D meta tensor of `numel` elements, booked as a real one would be. Raises ValueError below one."""
         requested = numel * dtype.itemsize
+        if requested > _MAX_BYTES:
+            raise ValueError(f"buffer {name!r} of {numel} elements is beyond any memory: check the sizes of the run")
         if requested <= 0:
             raise ValueError(f"pinned buffer {name!r} of {numel} elements: ask for at least one")
         if self.ledger is not None:

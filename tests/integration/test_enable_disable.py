@@ -63,6 +63,12 @@ def test_enabling_twice_is_refused():
         ({"memascend": {"pool": "huge"}}, "huge"),
         ({"memascend": {"pinned": "stock"}}, "no sense"),
         ({"memascend": {"blocks_in_flight": 0}}, "at least 1"),
+        ({"memascend": {"blocks_in_flight": True}}, "at least 1"),
+        ({"memascend": "adaptive"}, "section"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/proc/memascend"}}},
+            "nvme_path",
+        ),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme_path"),
         (
             {
@@ -112,5 +118,26 @@ def test_the_default_that_keeps_parameters_in_memory_is_warned_about(tmp_path):
     config = CONFIG | {"zero_optimization": CONFIG["zero_optimization"] | {"offload_param": offload}}
     try:
         assert any("max_in_cpu" in warning for warning in memascend.enable(config).warnings)
+    finally:
+        memascend.disable()
+
+
+def test_a_configuration_that_switches_memascend_off_leaves_deepspeed_alone():
+    import memascend
+
+    before = places()
+    memascend.enable(CONFIG | {"memascend": {"enabled": False}})
+    try:
+        assert places() == before
+    finally:
+        memascend.disable()
+
+
+def test_pinned_memory_can_be_left_out():
+    import memascend
+
+    state = memascend.enable(CONFIG | {"memascend": {"pinned": "stock", "aio": "stock", "pool": "stock"}})
+    try:
+        assert state.parts.overflow == "fused"
     finally:
         memascend.disable()

@@ -5,6 +5,8 @@ The reference is ZeRO-3 with CPU offload, in which no swap buffer takes part: tw
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytestmark = pytest.mark.deepspeed
@@ -51,6 +53,14 @@ def test_two_ranks_equal_their_own_reference(runs):
     reference = runs.record("zero_offload", "today", *options)
     record = runs.record("memascend", "memascend", *options)
     assert record["losses"] == reference["losses"]
+
+
+def test_a_run_leaves_nothing_in_shared_memory(runs):
+    runs.record("memascend", "memascend")
+    pattern = "deepspeed_allreduce_buffer_*"
+    before = set(Path("/dev/shm").glob(pattern))
+    runs.record("memascend", "memascend", "--steps", "2")
+    assert set(Path("/dev/shm").glob(pattern)) <= before
 
 
 def test_parameters_really_live_on_the_device(runs):

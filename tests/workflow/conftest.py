@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from workflow_fixtures import full_set, modelled_rows, smoke_set, write_records
+from workflow_fixtures import built_exhibits, full_set, modelled_rows, smoke_set, write_records
 
 from workflows.scripts import derive_measured, exhibit_table, tidy
 from workflows.scripts.records import load
@@ -24,13 +24,6 @@ def build(folder: Path, records: list[dict]) -> Path:
         table = exhibit_table.assemble(exhibit, ROOT / "results" / "published", *paths)
         tidy.write_table(table, folder / "exhibits" / f"{exhibit}.csv")
     return folder
-
-
-def built_exhibits() -> list[str]:
-    import yaml
-
-    registry = yaml.safe_load((ROOT / "workflows" / "config" / "exhibits.yaml").read_text())["exhibits"]
-    return [entry["id"] for entry in registry if entry["status"] == "built"]
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import yaml
-from conftest import built_exhibits
+from workflow_fixtures import built_exhibits
 
 from workflows.scripts import claims, plot_exhibit, report, tidy
 from workflows.scripts.plots import rows, style

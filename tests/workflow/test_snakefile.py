@@ -21,7 +21,7 @@ def snakemake(*words: str, fresh: Path) -> subprocess.CompletedProcess[str]:
     folders = [f"{name}_dir={fresh / name}" for name in ("raw", "derived", "figures")]
     config = [word for word in words if "=" in word and not word.startswith("-")]
     words = tuple(word for word in words if word not in config)
-    command = [sys.executable, "-m", "snakemake", "--cores", "1", *words, "--config", *folders, *config]
+    command = [sys.executable, "-m", "snakemake", *words, "--config", *folders, *config]
     environment = {**os.environ, "HOME": str(fresh), "XDG_CACHE_HOME": str(fresh / "cache")}
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
 

@@ -7,6 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+
 GIB = 2**30
 HOST = {"name": "local", "cpu": "Example CPU", "cores": 2, "memory_bytes": 16 * GIB, "kernel": "6.1", "system": "Linux"}
 # Display name -> (key, k, parameters of the original, elements of its embedding)
@@ -282,3 +286,9 @@ def modelled_rows() -> list[dict[str, str]]:
         cells = {"x_name": "step", "x_value": step}
         add("memascend-fig03", "ZeRO-Infinity (as published)", "", "peak relative to tensor", peak, "x", **cells)
     return rows
+
+
+def built_exhibits() -> list[str]:
+    """Ids that the registry says are built."""
+    registry = yaml.safe_load((ROOT / "workflows" / "config" / "exhibits.yaml").read_text())["exhibits"]
+    return [entry["id"] for entry in registry if entry["status"] == "built"]

@@ -295,9 +295,13 @@ KERNELS = {
     bench["run_id"]: bench
     for bench in EXPERIMENTS["profiles"][config["profile"]].get("bench", [])
 }
-RECORDS = [
-    f"{RAW}/{run_id}.json" for run_id in ["testbed-local", *BENCHES, *KERNELS, *RUNS]
-]
+
+
+def records_of(exhibit):
+    """Records that one exhibit is drawn from; the probed machine is one of every exhibit's."""
+    runs = {**BENCHES, **KERNELS, **RUNS}
+    wanted = [run_id for run_id, run in runs.items() if exhibit in run["exhibits"]]
+    return [f"{RAW}/{run_id}.json" for run_id in ["testbed-local", *wanted]]
 
 
 wildcard_constraints:

@@ -3,7 +3,7 @@
 
 rule measured:
     input:
-        records=RECORDS,
+        records=lambda w: records_of(w.exhibit),
         code=[
             "workflows/scripts/derive_measured.py",
             "workflows/scripts/check_latency.py",
@@ -14,10 +14,10 @@ rule measured:
             *files_of("memascend/planner/spec.py", "memascend/planner/models/*"),
         ],
     output:
-        table=f"{DERIVED}/measured.csv",
-        runs=f"{DERIVED}/runs.csv",
+        table=f"{DERIVED}/measured/{{exhibit}}.csv",
+        runs=f"{DERIVED}/runs/{{exhibit}}.csv",
     log:
-        f"{DERIVED}/logs/measured.log",
+        f"{DERIVED}/logs/{{exhibit}}.measured.log",
     conda:
         "../envs/memascend.yaml"
     shell:

@@ -195,6 +195,7 @@ def decide_all(claims: list[dict[str, Any]], tables: Path) -> list[Verdict]:
     return out
 
 
+COARSE_TWIN = 32  # from this divisor on, pages and Python objects are no longer small beside the buffers
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Claims and verdicts</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -240,6 +241,12 @@ def page(verdicts: list[Verdict]) -> str:
         + "."
         for lane in LANES
     )
+    divisors = [int(k) for v in verdicts for k in re.findall(r"-k(\d+)", v.testbed)]
+    if divisors and max(divisors) >= COARSE_TWIN:
+        summary += (
+            f" Some twins here are of k = {max(divisors)}: one page of memory then stands for"
+            f" {4 * max(divisors) ** 2 / 1024:.0f} MiB, so bytes are coarse; judge the paper by another profile."
+        )
     sections = []
     for exhibit in dict.fromkeys(v.exhibit_id for v in verdicts):
         mine = [v for v in verdicts if v.exhibit_id == exhibit]

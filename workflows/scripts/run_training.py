@@ -6,6 +6,7 @@ Out of memory and time-out under the stated limit are records; a crash is kept a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     twin = model_spec(args.model).twin(args.k) if args.k > 1 else model_spec(args.model)
     if args.sequence < 2 or args.steps < 1 or args.batch < 1 or args.ranks < 1:
         raise ValueError("--sequence must be at least 2; --steps, --batch and --ranks at least 1")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    _require_results_folder(args.out)
     swap = Path(args.nvme).absolute() / args.run_id
     sizes = _sizes(twin, args)
     _require_space(swap, sizes.parameters)
@@ -116,6 +117,18 @@ def _numel(shape: Any) -> int:
     return total
 
 
+def _require_results_folder(out: Path) -> None:
+    """Before hours of training, not after."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"cannot write results into {out.parent}: {error.strerror}; name a writable folder with --out"
+        ) from None
+
+
 def _require_space(swap: Path, parameters: int) -> None:
     if swap.exists() and {p.name for p in swap.iterdir()} - {"zero_stage_3"}:
         raise ValueError(f"{swap} holds files that are not swap files; move them, or name another folder with --nvme")
@@ -127,9 +140,11 @@ def _require_space(swap: Path, parameters: int) -> None:
         ) from None
     free, need = shutil.disk_usage(swap).free, FREE_SPACE_FACTOR * parameters
     if free < need:
+        with contextlib.suppress(OSError):
+            swap.rmdir()
         raise ValueError(
-            f"{swap} has {free / 2**30:.1f} GiB free, this run writes {need / 2**30:.1f} GiB; free space or name "
-            "another folder with --nvme"
+            f"{swap} has {free / MIB:,.0f} MiB free, this run writes {need / MIB:,.0f} MiB; free space or name another "
+            "folder with --nvme"
         )
 
 
@@ -185,7 +200,10 @@ def _train(
                 start_new_session=True,
             )
         )
-    samples, status = _watch(children, started + args.time_limit, args.mode == "memory")
+    try:
+        samples, status = _watch(children, started + args.time_limit, args.mode == "memory")
+    finally:
+        _remove_shared_buffers(port)
     logs = "".join((work / f"rank{r}.log").read_text() for r in range(args.ranks))
     results = [json.loads(p.read_text()) for p in sorted(work.glob("result*.json"))]
     if status == "ok" and len(results) < args.ranks:
@@ -200,6 +218,12 @@ def _train(
         "exit_code": [c.returncode for c in children],
         "wall_s": time.monotonic() - started,
     }
+
+
+def _remove_shared_buffers(port: int) -> None:
+    """DeepSpeed's shared-memory all-reduce leaves 66 MiB a run in /dev/shm, named after the rendezvous port."""
+    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_127.0.0.1_{port}_*"):
+        buffer.unlink(missing_ok=True)
 
 
 def _environment(rank: int, ranks: int, port: int, threads: int) -> dict[str, str]:

@@ -25,7 +25,7 @@ from memascend.memory.pinned import PageAlignedPinnedAllocator, PowerOfTwoPinned
 
 from . import cpu_shims
 from .aio import FileAioModule, IoCounters, MeteredAioModule
-from .parts import Parts, parts_from_config, validate_deepspeed_config
+from .parts import TODAY, Parts, parts_from_config, switched_off, validate_deepspeed_config
 
 TRIED_VERSIONS = ("0.16.7", "0.19.8")
 
@@ -61,7 +61,8 @@ def enable(
     """Put MemAscend's parts into DeepSpeed. Call before ``deepspeed.zero.Init`` and ``deepspeed.initialize``.
 
     Args:
-        ds_config: the DeepSpeed configuration; its section ``"memascend"`` chooses parts, keywords override it.
+        ds_config: the DeepSpeed configuration; its section ``"memascend"`` chooses parts, keywords override it;
+            ``{"enabled": false}`` leaves DeepSpeed alone.
         pinned, pool, overflow, aio: see :class:`Parts`. Default: all of MemAscend.
         blocks_in_flight: N of MemAscend IV-B, transformer blocks whose weights may be in host memory at once.
         ledger: account to write to; a new one by default.
@@ -73,6 +74,9 @@ def enable(
     global _active
     if _active is not None:
         raise RuntimeError("memascend is enabled already; call memascend.disable() first")
+    if switched_off(ds_config):
+        _active = Enabled(parts=TODAY, ledger=ledger or Ledger(), io=IoCounters())
+        return _active
     parts, n_blocks = parts_from_config(
         ds_config,
         {"pinned": pinned, "pool": pool, "overflow": overflow, "aio": aio, "blocks_in_flight": blocks_in_flight},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 CONFIG_KEY = "memascend"  # the key in the DeepSpeed JSON
@@ -35,11 +37,13 @@ class Parts:
         if (self.pinned == "stock") != (self.aio == "stock"):
             raise ValueError(
                 f"memascend: pinned={self.pinned!r} with aio={self.aio!r} makes no sense: DeepNVMe copies every buffer "
-                "that it did not allocate through a second buffer; set both to 'stock' or neither"
+                "that it did not allocate through a second buffer; to leave pinned memory out, set pinned, aio and "
+                "pool to 'stock'"
             )
         if self.pinned == "stock" and self.pool != "stock":
             raise ValueError(
-                f"memascend: pool={self.pool!r} needs an allocator of ours; set pinned to 'exact' or 'power_of_two'"
+                f"memascend: pool={self.pool!r} needs an allocator of ours; to leave pinned memory out, set pinned, "
+                "aio and pool to 'stock'"
             )
 
     def as_dict(self) -> dict[str, str]:
@@ -59,9 +63,18 @@ AS_PUBLISHED_ONE_TENSOR = replace(AS_PUBLISHED, pool="monolithic")
 MEMASCEND = Parts()
 
 
+def switched_off(ds_config: dict[str, Any]) -> bool:
+    """True where the configuration says ``"memascend": {"enabled": false}``: DeepSpeed is then left alone."""
+    section = ds_config.get(CONFIG_KEY)
+    return isinstance(section, dict) and section.get("enabled") is False
+
+
 def parts_from_config(ds_config: dict[str, Any], overrides: dict[str, Any]) -> tuple[Parts, int]:
     """Read ``ds_config["memascend"]`` (optional) and keyword overrides -> (parts, blocks in flight N)."""
-    section = dict(ds_config.get(CONFIG_KEY) or {})
+    section = ds_config.get(CONFIG_KEY) or {}
+    if not isinstance(section, dict):
+        raise ValueError(f'"{CONFIG_KEY}" must be a section such as {{"pool": "adaptive"}}, got {section!r}')
+    section = dict(section)
     section.update({k: v for k, v in overrides.items() if v is not None})
     section.pop("enabled", None)
     blocks_in_flight = section.pop("blocks_in_flight", 1)
@@ -69,7 +82,7 @@ def parts_from_config(ds_config: dict[str, Any], overrides: dict[str, Any]) -> t
     if unknown:
         known = ", ".join([*_CHOICES, "blocks_in_flight", "enabled"])
         raise ValueError(f'"{CONFIG_KEY}": unknown key {unknown[0]!r} in the DeepSpeed config; known keys: {known}')
-    if not isinstance(blocks_in_flight, int) or blocks_in_flight < 1:
+    if type(blocks_in_flight) is not int or blocks_in_flight < 1:
         raise ValueError(
             f'"{CONFIG_KEY}.blocks_in_flight" must be a whole number of at least 1, got {blocks_in_flight!r}'
         )
@@ -96,3 +109,12 @@ def validate_deepspeed_config(ds_config: dict[str, Any], parts: Parts) -> None:
             raise ValueError(
                 f"zero_optimization.{section}.device is 'nvme' but nvme_path is missing; name a folder on the SSD"
             )
+        if offload.get("device") == "nvme":
+            _require_writable(f"zero_optimization.{section}.nvme_path", Path(offload["nvme_path"]))
+
+
+def _require_writable(key: str, folder: Path) -> None:
+    """The swap folder, or the nearest folder above it that exists, can be written."""
+    existing = next(p for p in [folder.absolute(), *folder.absolute().parents] if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{key}: {existing} cannot be written; name a folder on the SSD that can")

@@ -100,4 +100,4 @@ def stack(axis, mine: pd.DataFrame, lane: str, position: float) -> float:
                 )
             bottom += height
     stated = rows.value(mine, metric="peak system memory")
-    return max(bottom, stated) if stated is not None else bottom
+    return bottom if stated is None else stated
