@@ -1,4 +1,4 @@
-"""`memascend bench {overflow,adamw,pinned,pool} [--json] [--out FILE]`."""
+"""`memascend bench {overflow,adamw,pinned,pool,nvme} [--json] [--out FILE]`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
         ("adamw", _adamw, "AdamW: times faster than DeepSpeedCPUAdam and torch, and the roofline", "1000000,30000000"),
         ("pinned", _pinned, "pinned memory: exact against power of two", None),
         ("pool", _pool, "buffer pool: adaptive against monolithic", None),
+        ("nvme", _nvme, "direct engine: share of fio's bandwidth, times faster than DeepNVMe", None),
     ):
         parser = parts.add_parser(name, help=text)
         parser.add_argument("--json", action="store_true", help="every round, machine-readable")
@@ -37,7 +38,19 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
             parser.add_argument("--mib", default="33,130,260", help="sizes in MiB, separated by commas")
         if name == "pool":
             parser.add_argument("--model", default="qwen2.5-7b", help="sizes of its tensors (default qwen2.5-7b)")
+        if name == "nvme":
+            _add_nvme(parser, count)
         parser.set_defaults(run=_runner(run, count))
+
+
+def _add_nvme(parser: argparse.ArgumentParser, count: _Count) -> None:
+    parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure; nothing is left behind")
+    parser.add_argument("--target", choices=("file", "loop"), default="file", help="loop needs root (default file)")
+    parser.add_argument("--block-kib", type=count, default=1024, help="block size in KiB (default 1024)")
+    parser.add_argument("--depth", type=count, default=16, help="commands under way (default 16)")
+    parser.add_argument("--region-mib", type=count, default=512, help="what is streamed over (default 512)")
+    parser.add_argument("--ms", type=count, default=700, help="a stream in a round, in milliseconds (default 700)")
+    parser.add_argument("--mib", default="2,8,32,128", help="tensor sizes in MiB, separated by commas")
 
 
 def _runner(run: Callable[..., tuple[dict[str, Any], list[str]]], count: _Count) -> Callable[..., str]:
@@ -122,4 +135,36 @@ def _pool(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], l
         lines.append(
             f"  {row['method']:<22} {row['reserved_bytes'] / 2**30:8.2f} GiB, {row['seconds']['median'] * 1e6:.2f} us"
         )
+    return result, lines
+
+
+def _nvme(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
+    from memascend.bench import nvme
+
+    chosen = nvme.NvmeOptions(
+        folder=options.folder,
+        target=options.target,
+        region_bytes=options.region_mib << 20,
+        block_bytes=options.block_kib << 10,
+        depth=options.depth,
+        seconds=options.ms / 1000,
+        repeats=options.repeats,
+        sizes=tuple(mib << 20 for mib in _counts("--mib", options.mib, count)),
+    )
+    result = nvme.measure(chosen)
+    lines = [f"{options.target}, blocks of {options.block_kib} KiB, depth {options.depth}; medians with quartiles"]
+    lines += [f"without {peer}: {reason}" for peer, reason in result["conditions"]["missing"].items()]
+    for row in result["summary"]:
+        if row["question"] == "stream":
+            speed, fio = (row[name]["median"] / 1e9 for name in ("bytes_per_second", "fio_bytes_per_second"))
+            share = _show(row["share_of_fio"])
+            lines.append(f"{row['op']:<6} {row['method']:<30} {speed:6.2f} GB/s, {share} of fio's {fio:.2f}")
+        else:
+            faster = row.get("times_faster_than_deepnvme")
+            against = f", {_show(faster)} x DeepNVMe" if faster else ""
+            seconds = row["seconds"]["median"]
+            lines.append(
+                f"{row['op']:<6} {row['bytes'] >> 20:>5} MiB {row['method']:<20} {seconds * 1e3:8.2f} ms"
+                f" {row['bytes'] / seconds / 1e9:6.2f} GB/s{against}"
+            )
     return result, lines

@@ -59,20 +59,22 @@ struct DirectEngine::Request {
 
   // Guarded by DirectEngine::mutex_.
   std::vector<std::pair<std::size_t, std::size_t>> parts;  // blocks not handed out, one range a worker
-  std::int64_t unfinished = 0;                              // blocks
+  std::int64_t unfinished = 0;                              // units: transfers of blocks, and their checksums
   bool cancelled = false;
   std::optional<RequestFailure> failure;
   std::int64_t submitted_ns = 0;
   std::int64_t started_ns = 0;
 
-  // Takes back what was not handed out; returns how many blocks.
+  [[nodiscard]] std::int64_t units() const { return summed ? 2 : 1; }  // a block
+
+  // Takes back what was not handed out; returns how many units.
   std::int64_t drop() {
     std::int64_t dropped = 0;
     for (auto& [next, end] : parts) {
       dropped += static_cast<std::int64_t>(end - next);
       next = end;
     }
-    return dropped;
+    return dropped * units();
   }
 };
 
@@ -106,20 +108,12 @@ class DirectEngine::Worker {
       const std::uint64_t version = engine_.work_version_.load();
       register_regions();
       fill();
-      if (in_flight() == 0) {
-        if (!wait_for_work(version)) {
-          return;
-        }
-        continue;
+      if (in_flight() > 0) {
+        transfer(version);
+      } else if (sums_.empty() && !wait_for_work(version)) {
+        return;
       }
-      asleep_.store(true);
-      const bool news = engine_.work_version_.load() != version && in_flight() < depth_;
-      const int count = backend_->run(events_.data(), depth_, !news && !must_poll_);
-      asleep_.store(false);
-      for (int index = 0; index < count; ++index) {
-        completed(events_[static_cast<std::size_t>(index)]);
-      }
-      must_poll_ = false;
+      sum_one();
     }
   }
 
@@ -145,6 +139,30 @@ class DirectEngine::Worker {
   }
 
  private:
+  // Hands what is queued to the kernel and takes what has ended; sleeps only if there is nothing else to do.
+  void transfer(std::uint64_t version) {
+    asleep_.store(true);
+    const bool news = engine_.work_version_.load() != version && in_flight() < depth_;
+    const int count = backend_->run(events_.data(), depth_, !news && !must_poll_ && sums_.empty());
+    asleep_.store(false);
+    must_poll_ = false;
+    for (int index = 0; index < count; ++index) {
+      completed(events_[static_cast<std::size_t>(index)]);
+    }
+  }
+
+  // The checksum of one block, while the devices work: of a write under way, or of a read that has ended.
+  void sum_one() {
+    if (sums_.empty()) {
+      return;
+    }
+    const auto [request, number] = std::move(sums_.front());
+    sums_.pop_front();
+    const Block& block = request->blocks[number];
+    request->checksums[block.order] = crc32c(0, block.data, static_cast<std::size_t>(block.bytes));
+    engine_.block_ended(request, 1);
+  }
+
   struct Transfer {
     std::shared_ptr<Request> request;
     std::size_t block = 0;
@@ -226,7 +244,7 @@ class DirectEngine::Worker {
       std::memset(end, 0, static_cast<std::size_t>(transfer.bytes - block.bytes));
     }
     if (request->write && request->summed) {
-      request->checksums[block.order] = crc32c(0, block.data, static_cast<std::size_t>(block.bytes));
+      sums_.emplace_back(request, number);
     }
     free_.pop_back();
     transfer.request = std::move(request);
@@ -292,7 +310,7 @@ class DirectEngine::Worker {
     if (event.result == left) {
       transfer.done += left;
       succeed(transfer);
-      release(slot);
+      release(slot, 1);
       return;
     }
     const std::int64_t moved = event.result > 0 ? sector_down(event.result) : 0;
@@ -307,7 +325,7 @@ class DirectEngine::Worker {
       return;
     }
     give_up(transfer, event.result);
-    release(slot);
+    release(slot, write ? 1 : transfer.request->units());  // the checksum of a write is on its way
   }
 
   void succeed(Transfer& transfer) {
@@ -317,7 +335,7 @@ class DirectEngine::Worker {
       std::memcpy(block.data, transfer.data + (block.offset - transfer.offset), static_cast<std::size_t>(block.bytes));
     }
     if (!request.write && request.summed) {
-      request.checksums[block.order] = crc32c(0, block.data, static_cast<std::size_t>(block.bytes));
+      sums_.emplace_back(transfer.request, transfer.block);
     }
     std::lock_guard<std::mutex> guard(statistics_mutex_);
     (request.write ? statistics_.bytes_written : statistics_.bytes_read) += block.bytes;
@@ -340,14 +358,14 @@ class DirectEngine::Worker {
     engine_.fail(*request, {request->id, request->write ? "write" : "read", request->key,
                             engine_.store_->devices()[block.member]->path(), block.offset, block.bytes, 0, error,
                             std::move(reason)});
-    engine_.block_ended(request, 1);
+    engine_.block_ended(request, request->units());
   }
 
   [[nodiscard]] const std::string& device_of(const Transfer& transfer) const {
     return engine_.store_->devices()[transfer.request->blocks[transfer.block].member]->path();
   }
 
-  void release(int slot) {
+  void release(int slot, std::int64_t units) {
     Transfer& transfer = transfers_[static_cast<std::size_t>(slot)];
     const std::shared_ptr<Request> request = std::move(transfer.request);
     if (transfer.bounce >= 0) {
@@ -355,7 +373,7 @@ class DirectEngine::Worker {
     }
     transfer = {};
     free_.push_back(slot);
-    engine_.block_ended(request, 1);
+    engine_.block_ended(request, units);
   }
 
   DirectEngine& engine_;
@@ -366,6 +384,7 @@ class DirectEngine::Worker {
   std::vector<int> free_;
   std::vector<AioEvent> events_;
   std::deque<std::pair<std::shared_ptr<Request>, std::size_t>> stalled_;  // wait for a bounce buffer
+  std::deque<std::pair<std::shared_ptr<Request>, std::size_t>> sums_;     // blocks whose checksum is still to be taken
   std::unique_ptr<SectorBuffer> small_bounces_;
   std::vector<std::unique_ptr<SectorBuffer>> large_bounces_;
   std::vector<int> free_bounces_;
@@ -536,7 +555,7 @@ void DirectEngine::make_ready(const std::shared_ptr<Request>& request) {
   for (std::size_t worker = 0; worker < workers; ++worker) {
     request->parts.emplace_back(count * worker / workers, count * (worker + 1) / workers);
   }
-  request->unfinished = static_cast<std::int64_t>(count);
+  request->unfinished = static_cast<std::int64_t>(count) * request->units();
   ready_[{-request->priority, request->id}] = request;
   ++work_version_;
 }
