@@ -25,6 +25,7 @@ from memascend.storage.devices import require_usable
 from memascend.storage.errors import StorageError
 
 CONTROL_FOLDER = "/dev/shm"
+_READS = 100
 TRACE_COLUMNS = ("request", "op", "key", "bytes", "priority", "submitted_ns", "started_ns", "ended_ns", "status")
 
 
@@ -143,11 +144,21 @@ class DirectEngine:
         return self._native.read(key, tensor, offset, priority)
 
     def read_new(self, key: str, priority: int = 0) -> torch.Tensor:
-        """The tensor stored under `key`, in memory of its own, waited for. Raises KeyError, StorageError."""
-        stored = self.info(key)
-        out = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-        self.wait(self.read(key, out, priority=priority))
-        return out
+        """The tensor stored under `key`, in memory of its own, waited for: one whole version of it, also while others
+        write. Raises KeyError, StorageError.
+        """
+        for _ in range(_READS):
+            stored = self.info(key)
+            out = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+            try:
+                self.wait(self.read(key, out, priority=priority))
+            except (StorageError, ValueError):  # it may have become smaller on the way
+                if self.info(key).generation == stored.generation:
+                    raise
+            # With another generation it may have another size or type: what was read could be a part of it.
+            if self.info(key).generation == stored.generation:
+                return out
+        raise TimeoutError(f"'{key}' is written faster than it can be read")
 
     def wait(self, request: int | None = None, timeout_s: float | None = None) -> int:
         """Block until `request`, or everything submitted, has ended; returns how many did. Others run meanwhile.

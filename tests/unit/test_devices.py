@@ -5,9 +5,11 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 
 from memascend.storage import devices
 from memascend.storage.devices import DeviceRefused, inspect, require_formattable, require_usable
+from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig
 from memascend.storage.native import _C
 
 
@@ -173,3 +175,22 @@ def test_a_device_that_the_kernel_has_claimed_is_refused(loop):
             _C.storage_format([loop], "tests", [], 4096, 0)
     finally:
         os.close(claimed)
+
+
+def test_two_engines_share_a_loop_device_and_the_kernel_keeps_others_out(loop, tmp_path):
+    require_formattable(loop, loop)
+    _C.storage_format([loop], "tests", [], 4096, 0)
+    config = DirectEngineConfig(control_folder=str(tmp_path))
+    with DirectEngine([loop], "tests", config) as one, DirectEngine([loop], "tests", config) as two:
+        one.write("w", torch.arange(100_001))
+        one.wait()
+        one.commit()
+        assert torch.equal(two.read_new("w"), torch.arange(100_001))
+        with pytest.raises(OSError, match="busy"):
+            os.close(os.open(loop, os.O_RDONLY | os.O_EXCL))
+        elsewhere = tmp_path / "another container"
+        elsewhere.mkdir()
+        with pytest.raises(RuntimeError, match="in use outside"):
+            DirectEngine([loop], "tests", DirectEngineConfig(control_folder=str(elsewhere)))
+    with DirectEngine([loop], "tests", config) as engine:
+        assert engine.verify() == {}
