@@ -103,8 +103,11 @@ def _initialised_with(std: float) -> Iterator[None]:
         torch.nn.Linear.reset_parameters, torch.nn.Embedding.reset_parameters = stock
 
 
-def causal_lm(config: dict[str, Any], *, gradient_checkpointing: bool) -> Any:
-    """A causal language model of ``config`` (a dict as in ``config.json``), randomly initialised."""
+def causal_lm(config: dict[str, Any], *, checkpointing: str) -> Any:
+    """A causal language model of ``config`` (a dict as in ``config.json``), randomly initialised.
+
+    ``checkpointing``: gradient checkpointing, "reentrant", "non-reentrant" or "none".
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = {k: v for k, v in json.loads(json.dumps(config)).items() if k != "architectures"}
@@ -112,7 +115,8 @@ def causal_lm(config: dict[str, Any], *, gradient_checkpointing: bool) -> Any:
     model_config.use_cache = False
     with _initialised_with(model_config.initializer_range):
         model = AutoModelForCausalLM.from_config(model_config, attn_implementation="sdpa")
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    if checkpointing != "none":
+        reentrant = checkpointing == "reentrant"
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.train()
     return model

@@ -68,6 +68,7 @@ def record_key(record: dict[str, Any]) -> str:
         "steps",
         "seed",
         "mode",
+        "checkpointing",
         "config",
         "environment",
         "host",

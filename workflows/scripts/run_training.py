@@ -50,7 +50,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="memory: role-aware allocator and 1 ms samples, slower steps; time: neither",
     )
     p.add_argument("--nvme", default=os.environ.get("MEMASCEND_NVME", "nvme"), help="folder for swap files")
-    p.add_argument("--no-gradient-checkpointing", action="store_true")
+    p.add_argument(
+        "--checkpointing",
+        choices=("reentrant", "non-reentrant", "none"),
+        default="reentrant",
+        help="gradient checkpointing; DeepSpeed 0.16 runs out of pool buffers with non-reentrant",
+    )
     p.add_argument("--no-gather-clone", action="store_true", help="negative control: leave out the CPU gather repair")
     p.add_argument("--out", required=True, type=Path)
     return p.parse_args(argv)
@@ -174,7 +179,7 @@ def _train(
             "parts": system.parts(args.arm),
             "minimum_swap_bytes": scaled(MIB, args.k),
             "gather_clone": not args.no_gather_clone,
-            "gradient_checkpointing": not args.no_gradient_checkpointing,
+            "checkpointing": args.checkpointing,
             "hash_master_weights": True,
         }
         (work / f"job{rank}.json").write_text(json.dumps(job))
@@ -298,7 +303,7 @@ def _record(
         "mode": args.mode,
         "time_limit_s": args.time_limit,
         "wall_s": outcome["wall_s"],
-        "gradient_checkpointing": not args.no_gradient_checkpointing,
+        "checkpointing": args.checkpointing,
         "environment": MALLOC,
         "config": json.loads(json.dumps(config).replace(str(Path(args.nvme).absolute()), "NVME")),
     }

@@ -168,7 +168,7 @@ class Run:
             self.phases("init-model", "device"),
             deepspeed.zero.Init(config_dict_or_path=job["deepspeed_config"], dtype=dtype),
         ):
-            model = causal_lm(job["model_config"], gradient_checkpointing=job["gradient_checkpointing"])
+            model = causal_lm(job["model_config"], checkpointing=job["checkpointing"])
         with self.phases("init-engine", "host"):
             engine, *_ = deepspeed.initialize(
                 model=model, model_parameters=model.parameters(), config=job["deepspeed_config"]

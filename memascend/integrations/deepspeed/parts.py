@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -114,7 +114,10 @@ def validate_deepspeed_config(ds_config: dict[str, Any], parts: Parts) -> None:
 
 
 def _require_writable(key: str, folder: Path) -> None:
-    """The swap folder, or the nearest folder above it that exists, can be written."""
-    existing = next(p for p in [folder.absolute(), *folder.absolute().parents] if p.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{key}: {existing} cannot be written; name a folder on the SSD that can")
+    """The swap folder exists or can be made, and a file in it can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{key}: {folder} cannot be written ({error.strerror}); name a folder on the SSD") from None
