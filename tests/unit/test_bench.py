@@ -139,7 +139,7 @@ def test_pool_counts_by_the_code_of_a_run(capsys):
         (["overflow", "--dtypes", "fp64"], "unknown 'fp64': use fp32, fp16, bf16"),
         (["adamw", "--repeats", "0"], "'0' is not a positive whole number"),
         (["pool", "--out", "no/such/folder/record.json"], "there is no folder"),
-        (["nvme"], "invalid choice"),
+        (["nvm"], "invalid choice"),
     ],
 )
 def test_bad_input_is_one_line(capsys, arguments, says):
