@@ -277,6 +277,13 @@ RAW, DERIVED, PUBLISHED, FIGURES = (
     config[key] for key in ("raw_dir", "derived_dir", "published_dir", "figures_dir")
 )
 
+for folder in (RAW, DERIVED, FIGURES):
+    existing = next(p for p in [Path(folder), *Path(folder).parents] if p.exists())
+    if not os.access(existing, os.W_OK):
+        stop(
+            f"config: {folder} cannot be written; make {existing.absolute()} writable or name another folder"
+        )
+
 EXPERIMENTS = checked(
     read_yaml(config["experiments"]), "experiments.schema.json", config["experiments"]
 )

@@ -1,16 +1,6 @@
 """MemAscend's parts inside stock DeepSpeed, without a fork (hooks in :mod:`.hooks`)."""
 
 from .hooks import Enabled, active, disable, enable
-from .parts import AS_PUBLISHED, AS_PUBLISHED_ONE_TENSOR, MEMASCEND, TODAY, Parts
+from .parts import Parts
 
-__all__ = [
-    "AS_PUBLISHED",
-    "AS_PUBLISHED_ONE_TENSOR",
-    "MEMASCEND",
-    "TODAY",
-    "Enabled",
-    "Parts",
-    "active",
-    "disable",
-    "enable",
-]
+__all__ = ["Enabled", "Parts", "active", "disable", "enable"]

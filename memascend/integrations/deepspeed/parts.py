@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,9 +58,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 TODAY = Parts(pinned="stock", pool="stock", overflow="stock", aio="stock")
-AS_PUBLISHED = Parts(pinned="power_of_two", pool="monolithic_separate", overflow="chain")
-AS_PUBLISHED_ONE_TENSOR = replace(AS_PUBLISHED, pool="monolithic")
-MEMASCEND = Parts()
 
 
 def switched_off(ds_config: dict[str, Any]) -> bool:
