@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import bisect
 import threading
+import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,6 +21,16 @@ from memascend.memory.pinned import Allocator
 OWNER = "parameter_pool"
 # O_DIRECT wants 512-aligned memory; DeepSpeed aligns its swap buffers to 1024 bytes.
 DEFAULT_ALIGNMENT_BYTES = 512
+# So many holders a time-out names, the oldest first: a pool of a whole model has hundreds.
+_NAMED_HOLDERS = 8
+
+
+class PoolTimeoutError(TimeoutError):
+    """No buffer came free in time. The message names who holds what, `holders` are those leases, the oldest first."""
+
+    def __init__(self, message: str, holders: Sequence[Lease]) -> None:
+        super().__init__(message)
+        self.holders = tuple(holders)
 
 
 @dataclass(frozen=True)
@@ -38,12 +49,21 @@ class PoolClass:
 @dataclass(frozen=True, eq=False)
 class Lease:
     """A slot held under `key`. `tensor` has exactly the elements asked for; `slot_tensor` those of `slot_numel` (or the
-    whole aligned slot), for transfers in aligned lengths. Both are views of the pool's memory."""
+    whole aligned slot), for transfers in aligned lengths. Both are views of the pool's memory. `since_s` is the instant
+    of the lease on the clock of time.monotonic(), `holder` the name of the thread that asked for it."""
 
     key: Hashable
     tensor: torch.Tensor
     slot_tensor: torch.Tensor
     class_name: str
+    holder: str
+    since_s: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        held_s = time.monotonic() - self.since_s
+        return (
+            f"{self.key!r} ({self.tensor.nbytes} bytes in {self.class_name}, for {held_s:.3g} s, thread {self.holder})"
+        )
 
 
 def adaptive_pool_classes(
@@ -75,8 +95,32 @@ class _Slots:
         self.capacity = self.free[0].numel()
 
 
+@dataclass(frozen=True)
+class _Request:
+    """A tensor and the classes that may hold it, by index: `home` is its own or the nearest larger."""
+
+    key: Hashable
+    numel: int
+    slot_numel: int | None
+    home: int
+    exact: bool
+    candidates: range
+
+
+@dataclass(eq=False)
+class _Waiter:
+    """A request that nothing free fits. What comes back goes to the first that it fits, so nobody overtakes."""
+
+    request: _Request
+    holder: str = field(default_factory=lambda: threading.current_thread().name)
+    served: threading.Event = field(default_factory=threading.Event)
+    lease: Lease | None = None
+
+
 class BufferPool:
     """Lease and return of slots. Thread-safe. Built by the two subclasses.
+
+    `lease` never waits. `acquire` does, in turn: a buffer that comes back goes to the oldest request that it fits.
 
     Counters: `fallbacks`, leases served by a larger class because the tensor's size has none of its own or the aligned
     length does not fit it, or, with `borrow`, because its class was used up; `denials`, leases refused.
@@ -93,6 +137,7 @@ class BufferPool:
         self._capacities = [s.capacity for s in self._slots]
         self._by_numel = {s.pool_class.numel: i for i, s in enumerate(self._slots)}
         self._held: dict[Hashable, tuple[Lease, int, torch.Tensor]] = {}
+        self._waiting: list[_Waiter] = []
         self._lock = threading.Lock()
 
     @property
@@ -108,21 +153,41 @@ class BufferPool:
         cannot wait, at the price of starving larger tensors.
         Raises ValueError for sizes that no class fits, a `slot_numel` under `numel`, and a key that holds a slot.
         """
-        needed = self._needed(numel, slot_numel)
         with self._lock:
-            if key in self._held:
-                raise ValueError(f"buffer pool: {key!r} holds a buffer already: release it before the next lease")
-            home, exact = self._home(numel, needed)
-            chosen = next((i for i in self._candidates(home, borrow) if self._slots[i].free), None)
-            if chosen is None:
-                self.denials += 1
-                return None
-            self.fallbacks += not exact or chosen != home
-            slot = self._slots[chosen].free.pop()
-            shown = slot if slot_numel is None else slot.narrow(0, 0, slot_numel)
-            lease = Lease(key, slot.narrow(0, 0, numel), shown, self._slots[chosen].pool_class.name)
-            self._held[key] = (lease, chosen, slot)
+            request = self._request(key, numel, slot_numel, borrow)
+            lease = self._try(request, threading.current_thread().name)
+            self.denials += lease is None
             return lease
+
+    def acquire(
+        self, key: Hashable, numel: int, slot_numel: int | None = None, *, timeout_s: float, borrow: bool = False
+    ) -> Lease:
+        """As `lease`, but waits up to `timeout_s` seconds for a slot to come back.
+
+        Raises PoolTimeoutError, a TimeoutError that names who holds the slots that would do, how much and how long.
+        """
+        if not 0 <= timeout_s <= threading.TIMEOUT_MAX:
+            raise ValueError(f"buffer pool: a time-out of {timeout_s} s: use zero to {threading.TIMEOUT_MAX}")
+        with self._lock:
+            waiter = _Waiter(self._request(key, numel, slot_numel, borrow))
+            if lease := self._try(waiter.request, waiter.holder):
+                return lease
+            self._waiting.append(waiter)
+        try:
+            waiter.served.wait(timeout_s)
+        except BaseException:  # interrupted: what was handed over in the meantime goes on to the next
+            with self._lock:
+                if waiter.lease is None:
+                    self._waiting.remove(waiter)
+                else:
+                    self._take_back(key)
+            raise
+        with self._lock:
+            if waiter.lease is not None:
+                return waiter.lease
+            self._waiting.remove(waiter)
+            self.denials += 1
+            raise self._timed_out(waiter.request, timeout_s)
 
     def release(self, key: Hashable) -> None:
         """Give the slot back, by its key or by the Lease. Raises ValueError for a key that holds none (returned
@@ -135,13 +200,17 @@ class BufferPool:
                 raise ValueError(f"buffer pool: {key!r} holds no buffer: returned already, or never leased here")
             if lease is not None and held[0] is not lease:
                 raise ValueError(f"buffer pool: this lease of {key!r} is stale or another pool's: return the one held")
-            del self._held[key]
-            self._slots[held[1]].free.append(held[2])
+            self._take_back(key)
 
     def holders(self) -> dict[Hashable, Lease]:
         """Who holds a slot now."""
         with self._lock:
             return {key: lease for key, (lease, _, _) in self._held.items()}
+
+    def waiting(self) -> list[Hashable]:
+        """Keys that wait for a slot now, in their turn."""
+        with self._lock:
+            return [waiter.request.key for waiter in self._waiting]
 
     def free_count(self, numel: int | None = None) -> int:
         """Free slots in all, or in the class that serves tensors of `numel` elements."""
@@ -150,6 +219,54 @@ class BufferPool:
                 return sum(len(s.free) for s in self._slots)
             home, _ = self._home(numel, self._needed(numel, None))
             return len(self._slots[home].free)
+
+    # Each of these is called with the lock held.
+
+    def _request(self, key: Hashable, numel: int, slot_numel: int | None, borrow: bool) -> _Request:
+        needed = self._needed(numel, slot_numel)
+        if key in self._held:
+            raise ValueError(f"buffer pool: {key!r} holds a buffer already: release it before the next lease")
+        if any(waiter.request.key == key for waiter in self._waiting):
+            raise ValueError(f"buffer pool: {key!r} waits for a buffer in another thread: use another key")
+        home, exact = self._home(numel, needed)
+        return _Request(key, numel, slot_numel, home, exact, range(home, len(self._slots) if borrow else home + 1))
+
+    def _try(self, request: _Request, holder: str) -> Lease | None:
+        chosen = next((i for i in request.candidates if self._slots[i].free), None)
+        if chosen is None:
+            return None
+        self.fallbacks += not request.exact or chosen != request.home
+        slot = self._slots[chosen].free.pop()
+        shown = slot if request.slot_numel is None else slot.narrow(0, 0, request.slot_numel)
+        tensor = slot.narrow(0, 0, request.numel)
+        lease = Lease(request.key, tensor, shown, self._slots[chosen].pool_class.name, holder=holder)
+        self._held[request.key] = (lease, chosen, slot)
+        return lease
+
+    def _take_back(self, key: Hashable) -> None:
+        """The slot goes to the first in the queue that it fits: so whatever is free is wanted by nobody who waits."""
+        _, place, slot = self._held.pop(key)
+        self._slots[place].free.append(slot)
+        for waiter in self._waiting:
+            if place in waiter.request.candidates:
+                waiter.lease = self._try(waiter.request, waiter.holder)
+                self._waiting.remove(waiter)
+                waiter.served.set()
+                return
+
+    def _timed_out(self, request: _Request, timeout_s: float) -> PoolTimeoutError:
+        classes = [self._slots[i].pool_class for i in request.candidates]
+        names = {c.name for c in classes}
+        holders = sorted((h[0] for h in self._held.values() if h[0].class_name in names), key=lambda h: h.since_s)
+        shown = "; ".join(str(lease) for lease in holders[:_NAMED_HOLDERS])
+        more = f"; and {len(holders) - _NAMED_HOLDERS} more" if len(holders) > _NAMED_HOLDERS else ""
+        wanted, count = request.numel * self.dtype.itemsize, sum(c.count for c in classes)
+        return PoolTimeoutError(
+            f"buffer pool: {request.key!r} waited {timeout_s:g} s for a buffer of {wanted} bytes; "
+            f"all {count} that fit ({', '.join(sorted(names))}) are held by {shown}{more}: "
+            "release leases sooner, or build the pool with more blocks in flight",
+            holders,
+        )
 
     def _needed(self, numel: int, slot_numel: int | None) -> int:
         if numel < 1:
@@ -170,9 +287,6 @@ class BufferPool:
         if own is not None and self._capacities[own] >= needed:
             return own, True
         return bisect.bisect_left(self._capacities, needed), self._any_size
-
-    def _candidates(self, home: int, borrow: bool) -> range:
-        return range(home, len(self._slots) if borrow else home + 1)
 
 
 def _aligned_numel(numel: int, dtype: torch.dtype, alignment_bytes: int) -> int:

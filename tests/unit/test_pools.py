@@ -1,8 +1,11 @@
 """Buffer pools: against a simple model, under threads, and the closed form of MemAscend Fig. 11."""
 
 import itertools
+import re
 import threading
+import time
 from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import CountingAllocator, PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator
-from memascend.memory.pools import AdaptiveBufferPool, MonolithicBufferPool, PoolClass, adaptive_pool_classes
+from memascend.memory.pools import (
+    AdaptiveBufferPool,
+    MonolithicBufferPool,
+    PoolClass,
+    PoolTimeoutError,
+    adaptive_pool_classes,
+)
 
 HALF = torch.float16
 
@@ -277,6 +286,228 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolAgainstModel = PoolMachine.TestCase
 TestPoolAgainstModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+# ------------------------------------------------------------------------------------------------ waiting
+
+
+class Waiters:
+    """Requests that wait, each in a thread of its own; `start` returns when the request stands in the queue."""
+
+    def __init__(self, pool):
+        self.pool = pool
+        self.threads = ThreadPoolExecutor(16)
+
+    def start(self, key, numel, **options) -> Future:
+        future = self.threads.submit(self.pool.acquire, key, numel, timeout_s=60, **options)
+        while key not in self.pool.waiting() and not future.done():
+            time.sleep(0.001)
+        return future
+
+
+def test_acquire_takes_what_is_free_at_once():
+    pool = adaptive((100, 1))
+    lease = pool.acquire("a", 100, timeout_s=0)
+    assert pool.holders() == {"a": lease}
+    assert pool.denials == 0
+
+
+def test_acquire_gets_the_slot_that_comes_back():
+    pool = adaptive((100, 1))
+    first = pool.lease("a", 100)
+    future = Waiters(pool).start("b", 100)
+    assert not future.done()
+    pool.release(first)
+    second = future.result(60)
+    assert second.tensor.data_ptr() == first.tensor.data_ptr()
+    assert pool.holders() == {"b": second}
+    assert (pool.waiting(), pool.denials, pool.free_count()) == ([], 0, 0)
+
+
+def test_waiters_are_served_in_turn_and_nobody_overtakes():
+    pool = adaptive((100, 1))
+    pool.lease("a", 100)
+    waiters = Waiters(pool)
+    futures = {key: waiters.start(key, 100) for key in "bcd"}
+    assert pool.waiting() == ["b", "c", "d"]
+    for holder, served in itertools.pairwise("abcd"):
+        pool.release(holder)
+        assert pool.lease("late", 100) is None
+        assert futures[served].result(60).key == served
+    assert pool.waiting() == []
+
+
+def test_time_out_names_who_holds_what_and_since_when():
+    pool = adaptive((100, 2), (1000, 1))
+    pool.lease("first", 100)
+    with ThreadPoolExecutor(1, thread_name_prefix="reader") as reader:
+        reader.submit(pool.lease, ("layer", 3), 90).result()
+    pool.lease("unrelated", 1000)
+    with pytest.raises(PoolTimeoutError) as caught:
+        pool.acquire("starved", 100, timeout_s=0.02)
+    message = str(caught.value)
+    assert "'starved' waited 0.02 s for a buffer of 200 bytes; all 2 that fit (c100) are held by" in message
+    assert re.search(r"'first' \(200 bytes in c100, for 0\.0\d+ s, thread MainThread\)", message)
+    assert re.search(r"\('layer', 3\) \(180 bytes in c100, for 0\.0\d+ s, thread reader_0\)", message)
+    assert message.index("first") < message.index("layer")  # the oldest first
+    assert "unrelated" not in message
+    assert [lease.key for lease in caught.value.holders] == ["first", ("layer", 3)]
+    assert isinstance(caught.value, TimeoutError)
+    assert (pool.denials, pool.waiting()) == (1, [])
+    pool.release("first")
+    assert pool.lease("starved", 100) is not None  # its place in the queue is gone
+
+
+def test_time_out_of_a_large_pool_names_the_oldest_and_counts_the_rest():
+    pool = MonolithicBufferPool(10, 20, HALF, real(), separate=False)
+    for key in range(20):
+        pool.lease(key, 10)
+    with pytest.raises(PoolTimeoutError, match="; and 12 more: release leases sooner") as caught:
+        pool.acquire("x", 10, timeout_s=0)
+    assert len(caught.value.holders) == 20
+
+
+def test_borrowing_waiter_takes_a_larger_slot_when_that_comes_back_first():
+    pool = adaptive((100, 1), (1000, 1))
+    pool.lease("small", 100)
+    pool.lease("large", 1000)
+    waiters = Waiters(pool)
+    patient, borrower = waiters.start("patient", 100), waiters.start("borrower", 100, borrow=True)
+    pool.release("large")
+    assert borrower.result(60).class_name == "c1000"
+    assert pool.waiting() == ["patient"]
+    pool.release("small")
+    assert patient.result(60).class_name == "c100"
+
+
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_interrupted_waiter_leaves_the_queue_and_returns_what_it_was_given(monkeypatch, handed_over):
+    pool = adaptive((100, 1))
+    pool.lease("a", 100)
+
+    def interrupt(event, timeout):
+        if handed_over:
+            pool.release("a")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Event, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pool.acquire("b", 100, timeout_s=60)
+    assert pool.waiting() == []
+    assert set(pool.holders()) == (set() if handed_over else {"a"})
+    assert pool.free_count() == handed_over
+
+
+def test_wrong_requests_to_wait_are_refused():
+    pool = adaptive((100, 1))
+    pool.lease("a", 100)
+    future = Waiters(pool).start("b", 100)
+    with pytest.raises(ValueError, match="'b' waits for a buffer in another thread"):
+        pool.acquire("b", 100, timeout_s=1)
+    with pytest.raises(ValueError, match="'b' waits for a buffer in another thread"):
+        pool.lease("b", 100)
+    with pytest.raises(ValueError, match="'a' holds a buffer already"):
+        pool.acquire("a", 100, timeout_s=1)
+    for timeout in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"time-out of .* s: use zero to"):
+            pool.acquire("c", 100, timeout_s=timeout)
+    with pytest.raises(ValueError, match="fits no class"):
+        pool.acquire("c", 5000, timeout_s=1)
+    pool.release("a")
+    future.result(60)
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """The waiting pool against a model: free slots by class, holders, and one queue served from the front."""
+
+    @initialize(sizes=st.dictionaries(st.sampled_from([5, 300, 2000]), st.integers(1, 2), min_size=1))
+    def build(self, sizes):
+        self.pool = adaptive(*sizes.items())
+        self.waiters = Waiters(self.pool)
+        self.free = dict(sizes)
+        self.held = {}
+        self.queue = []  # (key, sizes that would do, future)
+
+    @rule(key=st.integers(0, 9), numel=st.sampled_from([5, 300, 2000]), borrow=st.booleans(), wait=st.booleans())
+    def request(self, key, numel, borrow, wait):
+        fitting = sorted(size for size in self.free if size >= numel)[: None if borrow else 1]
+        if key in self.held or key in [waiting[0] for waiting in self.queue] or not fitting:
+            return
+        chosen = next((size for size in fitting if self.free[size]), None)
+        if chosen is not None:
+            lease = self.pool.acquire(key, numel, timeout_s=0, borrow=borrow)
+            self.grant(key, chosen, lease)
+        elif wait and len(self.queue) < 8:
+            self.queue.append((key, fitting, self.waiters.start(key, numel, borrow=borrow)))
+        else:
+            assert self.pool.lease(key, numel, borrow=borrow) is None
+            with pytest.raises(PoolTimeoutError) as caught:
+                self.pool.acquire(key, numel, timeout_s=0, borrow=borrow)
+            holders = {lease.key for lease in caught.value.holders}
+            assert holders == {k for k, (size, _) in self.held.items() if size in fitting}
+
+    def grant(self, key, size, lease):
+        assert int(lease.class_name[1:]) == size
+        self.free[size] -= 1
+        lease.tensor.fill_(key)
+        self.held[key] = (size, lease)
+
+    @rule(data=st.data())
+    def release(self, data):
+        if not self.held:
+            return
+        key = data.draw(st.sampled_from(sorted(self.held)))
+        size, lease = self.held.pop(key)
+        assert bool((lease.tensor == key).all())
+        self.free[size] += 1
+        self.pool.release(key)
+        served = next((waiting for waiting in self.queue if size in waiting[1]), None)
+        if served is not None:
+            self.queue.remove(served)
+            self.grant(served[0], size, served[2].result(60))
+
+    @invariant()
+    def agrees(self):
+        if not hasattr(self, "pool"):
+            return
+        assert self.pool.waiting() == [key for key, _, _ in self.queue]
+        assert set(self.pool.holders()) == set(self.held)
+        assert self.pool.free_count() == sum(self.free.values())
+        assert not any(future.done() for _, _, future in self.queue)
+
+    def teardown(self):
+        for key in list(getattr(self, "held", {})):
+            self.pool.release(key)
+        while getattr(self, "queue", None):
+            for key, _, future in [waiting for waiting in self.queue if waiting[0] in self.pool.holders()]:
+                future.result(60)
+                self.pool.release(key)
+            self.queue = [waiting for waiting in self.queue if not waiting[2].done()]
+        if hasattr(self, "waiters"):
+            self.waiters.threads.shutdown()
+
+
+TestWaitingPoolAgainstModel = QueueMachine.TestCase
+TestWaitingPoolAgainstModel.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_threads_that_wait_all_get_their_turn():
+    pool = adaptive((64, 2), (640, 1), dtype=torch.int32)
+    torn = []
+
+    def work(mark):
+        for step in range(200):
+            lease = pool.acquire((mark, step), 64 if step % 3 else 640, timeout_s=60, borrow=step % 5 == 0)
+            lease.tensor.fill_(mark)
+            if not bool((lease.tensor == mark).all()):
+                torn.append((mark, step))
+            pool.release(lease)
+
+    with ThreadPoolExecutor(6) as threads:
+        for future in [threads.submit(work, mark) for mark in range(6)]:
+            future.result()
+    assert torn == []
+    assert (pool.free_count(), pool.holders(), pool.waiting()) == (3, {}, [])
 
 
 def test_threads_never_share_a_slot():
