@@ -38,10 +38,11 @@ def test_no_two_rows_say_the_same_thing():
 
 
 def test_every_selector_of_a_claim_that_the_lane_can_decide_finds_one_row():
+    modelled_exhibits = {row["exhibit_id"] for row in ROWS}
     for claim in yaml.safe_load((CONFIG / "claims.yaml").read_text())["claims"]:
-        if "not_checkable" in claim["lanes"]["modelled"] or claim["exhibit_id"] in FROM_RECORDS:
+        if "not_checkable" in claim["lanes"]["modelled"] or claim["exhibit_id"] not in modelled_exhibits:
             continue
-        fixed = [{"model": model} for model in claim["over"]["model"]] if "over" in claim else [{}]
+        fixed = [{c: v} for c, values in claim["over"].items() for v in values] if "over" in claim else [{}]
         operands = [value for key, value in claim["compute"].items() if key != "operation"]
         selectors = [s for operand in operands for s in (operand if isinstance(operand, list) else [operand])]
         for wanted in ({**selector, **more} for selector in selectors for more in fixed):

@@ -88,12 +88,12 @@ def test_claim_ids_are_unique_and_start_with_their_exhibit():
     assert len({claim["id"] for claim in CLAIMS}) == len(CLAIMS)
     for claim in CLAIMS:
         assert claim["id"].startswith(claim["exhibit_id"] + "-")
-        assert EXHIBITS[claim["exhibit_id"]]["status"] == "built"
+        assert claim["exhibit_id"] in EXHIBITS  # built or not: tolerances are committed before the first run
 
 
-def test_every_built_exhibit_with_a_modelled_lane_has_claims():
+def test_every_built_exhibit_that_is_no_listing_has_claims():
     claimed = {claim["exhibit_id"] for claim in CLAIMS}
-    assert claimed == {e["id"] for e in EXHIBITS.values() if e["status"] == "built" and "modelled" in e["lanes"]}
+    assert claimed >= {e["id"] for e in EXHIBITS.values() if e["status"] == "built" and e["kind"] != "spec-table"}
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=[claim["id"] for claim in CLAIMS])
@@ -147,11 +147,18 @@ def test_expected_values_are_printed_numbers():
         "memascend-fig12-chain-is-linear",  # "linearly": an exponent of 1
         "memascend-fig12-fused-is-linear",
         "memascend-fig13-fused-adds-nothing",
+        "memascend-fig09-memascend-is-linear",  # "linearly": all of Equation 1, no more
+        "memascend-fig09-zero-infinity-plateau",  # "identical": no difference
+        "memascend-fig19-training-loss",
+        "memascend-fig19-evaluation-loss",
     }
     values = {}
     for row in PUBLISHED:
         values.setdefault(row["exhibit_id"], set()).add(row["value"])
     for claim in CLAIMS:
-        if "expected" in claim and claim["id"] not in derived:
+        if "expected" in claim and claim["id"].endswith("-growth") and "minus" in claim["compute"]:
+            numbers = {float(v) for v in values[claim["exhibit_id"]] if re.fullmatch(r"[\d.]+", v)}
+            assert any(abs(a - b - claim["expected"]) < 1e-6 for a in numbers for b in numbers), claim["id"]
+        elif "expected" in claim and claim["id"] not in derived:
             numbers = {float(v) for v in values[claim["exhibit_id"]] if re.fullmatch(r"[\d.]+", v)}
             assert claim["expected"] in numbers, claim["id"]

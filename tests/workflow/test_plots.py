@@ -91,7 +91,7 @@ def test_measured_bars_stand_at_the_originals_size(full: Path) -> None:
 
 def test_the_report_shows_each_exhibit_and_needs_nothing_from_outside(full: Path, tmp_path: Path) -> None:
     document = yaml.safe_load((ROOT / "workflows/config/claims.yaml").read_text())
-    verdicts = claims.decide_all(document["claims"], full / "exhibits")
+    verdicts = claims.decide_all(claims.of_built(document["claims"], REGISTRY), full / "exhibits")
     for exhibit in built_exhibits():
         (tmp_path / f"{exhibit}.md").write_text(f"**{exhibit}.** Prose & more.\n\n- measured: here\n")
     text = report.page(REGISTRY, tmp_path, verdicts)

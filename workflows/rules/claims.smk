@@ -4,6 +4,7 @@
 rule claims_table:
     input:
         claims=config["claims"],
+        registry=config["exhibits"],
         tables=expand(f"{DERIVED}/exhibits/{{exhibit}}.csv", exhibit=BUILT),
         code=["workflows/scripts/claims.py", "workflows/scripts/tidy.py"],
     output:
@@ -16,5 +17,5 @@ rule claims_table:
     params:
         tables=lambda w, input: Path(input.tables[0]).parent,
     shell:
-        "python -m workflows.scripts.claims --claims {input.claims} --tables {params.tables}"
+        "python -m workflows.scripts.claims --claims {input.claims} --registry {input.registry} --tables {params.tables}"
         " --out {output.table} --page {output.page} > {log} 2>&1"

@@ -183,6 +183,12 @@ def decide(claim: dict[str, Any], lane_name: str, table: pd.DataFrame) -> Verdic
     return Verdict(**common, verdict=verdict, value=f"{value:.6g}", reason=lane.get("why", ""), testbed=testbeds)
 
 
+def of_built(claims: list[dict[str, Any]], registry: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Claims whose exhibit is built; those of the others are only committed, before their first run."""
+    built = {entry["id"] for entry in registry if entry["status"] == "built"}
+    return [claim for claim in claims if claim["exhibit_id"] in built]
+
+
 def decide_all(claims: list[dict[str, Any]], tables: Path) -> list[Verdict]:
     """Both lanes of every claim; tables are ``<tables>/<exhibit id>.csv``."""
     read: dict[str, pd.DataFrame] = {}
@@ -257,6 +263,7 @@ def page(verdicts: list[Verdict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--claims", type=Path, required=True, help="workflows/config/claims.yaml")
+    parser.add_argument("--registry", type=Path, required=True, help="workflows/config/exhibits.yaml")
     parser.add_argument("--tables", type=Path, required=True, help="folder of the exhibits' tidy tables")
     parser.add_argument("--out", type=Path, required=True, help="claims.csv")
     parser.add_argument("--page", type=Path, required=True, help="claims.html")
@@ -264,7 +271,8 @@ def main() -> None:
     try:
         document = yaml.safe_load(args.claims.read_text())
         tidy.check(document, "claims.schema.json", str(args.claims))
-        verdicts = decide_all(document["claims"], args.tables)
+        registry = yaml.safe_load(args.registry.read_text())["exhibits"]
+        verdicts = decide_all(of_built(document["claims"], registry), args.tables)
         tidy.write_table([asdict(v) for v in verdicts], args.out, [f.name for f in fields(Verdict)])
         tidy.atomically(args.page, lambda path: path.write_text(page(verdicts)))
     except (tidy.TableError, OSError, yaml.YAMLError) as error:
