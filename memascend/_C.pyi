@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 PAGE_BYTES: int
+HUGE_PAGE_BYTES: int
 TRACKED_FROM_BYTES: int
 
 def pinned_empty(
-    numel: int, dtype: torch.dtype, reserved_bytes: int, lock: bool, require_lock: bool
+    numel: int, dtype: torch.dtype, reserved_bytes: int, lock: bool, require_lock: bool, pages: str = "small"
 ) -> tuple[torch.Tensor, dict[str, int]]: ...
 def pinned_contains(address: int, bytes: int) -> bool: ...
 def pinned_events() -> list[dict[str, Any]]: ...

@@ -71,17 +71,31 @@ py::dict as_dict(const PinnedBlock& block) {
   return out;
 }
 
+PageKind page_kind(const std::string& name) {
+  if (name == "transparent") {
+    return PageKind::kTransparent;
+  }
+  if (name == "reserved") {
+    return PageKind::kReserved;
+  }
+  if (name != "small") {
+    throw py::value_error("pinned_empty: unknown pages '" + name + "': use small, transparent or reserved");
+  }
+  return PageKind::kSmall;
+}
+
 std::pair<at::Tensor, py::dict> pinned_empty(std::int64_t numel, const py::object& dtype, std::int64_t reserved_bytes,
-                                             bool lock, bool require_lock) {
+                                             bool lock, bool require_lock, const std::string& pages) {
   if (!THPDtype_Check(dtype.ptr())) {
     throw py::type_error("pinned_empty: dtype must be a torch.dtype");
   }
   const at::ScalarType type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
   const auto item_bytes = static_cast<std::int64_t>(c10::elementSize(type));
+  const PageKind kind = page_kind(pages);
   PinnedBlock block;
   {
     py::gil_scoped_release no_gil;
-    block = PinnedRegistry::instance().allocate(numel * item_bytes, reserved_bytes, lock, require_lock);
+    block = PinnedRegistry::instance().allocate(numel * item_bytes, reserved_bytes, lock, require_lock, kind);
   }
   // The lambda is held by the storage: it runs once, after the last view has gone, with or without the GIL.
   at::Tensor tensor = at::from_blob(
@@ -739,7 +753,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::register_exception_translator(&translate);
 
   module.def("pinned_empty", &pinned_empty, py::arg("numel"), py::arg("dtype"), py::arg("reserved_bytes"),
-             py::arg("lock"), py::arg("require_lock"));
+             py::arg("lock"), py::arg("require_lock"), py::arg("pages") = "small");
   module.def("pinned_contains", [](std::uintptr_t address, std::int64_t bytes) {
     return PinnedRegistry::instance().contains(address, bytes);
   });
@@ -750,6 +764,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("host_memory_bytes", &host_memory_bytes);
   module.def("memlock_limit_bytes", &memlock_limit_bytes);
   module.attr("PAGE_BYTES") = kPageBytes;
+  module.attr("HUGE_PAGE_BYTES") = kHugePageBytes;
 
   module.def("has_overflow", &tensor_has_overflow, py::call_guard<py::gil_scoped_release>());
   module.def("read_all", &read_all_bytes, py::call_guard<py::gil_scoped_release>());

@@ -215,7 +215,7 @@ _AREA_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
 
 
 def _memory_areas() -> list[_Area]:
-    """The process's mappings in address order; locked by the kernel's `lo` flag."""
+    """The process's mappings in address order; locked by the kernel's `lo` flag, or as reserved huge pages (`ht`)."""
     areas = []
     begin = end = 0
     with open("/proc/self/smaps") as smaps:
@@ -223,7 +223,7 @@ def _memory_areas() -> list[_Area]:
             if match := _AREA_LINE.match(line):
                 begin, end = int(match[1], 16), int(match[2], 16)
             elif line.startswith("VmFlags:"):
-                areas.append(_Area(begin, end, "lo" in line.split()[1:]))
+                areas.append(_Area(begin, end, not {"lo", "ht"}.isdisjoint(line.split()[1:])))
     return areas
 
 

@@ -6,10 +6,16 @@ the next power of two (`PowerOf2Ceil`, CachingHostAllocator.h), and all of it is
 either rounding and allocates nothing, so that a plan runs the code of a run.
 
 Memory is freed once, after the last view of a tensor has gone; ledger entries close at that moment.
+
+Huge pages are an option of the real allocators. `"transparent"`: a block starts on a huge page and the kernel backs it
+with huge pages as far as it has them; the end that fills none stays on small pages, so nothing more is reserved.
+`"reserved"`: pages that the administrator has set aside (`vm.nr_hugepages`), which are never swapped; sizes are then
+whole huge pages of 2 MiB, and `reserved_bytes` says so.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Protocol
 
@@ -20,6 +26,8 @@ from memascend.memory import cuda
 from memascend.memory.ledger import HOST, Ledger
 
 PAGE_BYTES: int = _C.PAGE_BYTES
+HUGE_PAGE_BYTES: int = _C.HUGE_PAGE_BYTES
+PAGES = ("small", "transparent", "reserved")
 
 _MAX_BYTES = 2**63 - 1
 
@@ -86,6 +94,12 @@ class _FreeEvents:
 
 
 _free_events = _FreeEvents()
+# Nobody else is inside when a process forks: a child's copy of a lock that another thread held would never open.
+os.register_at_fork(
+    before=_free_events._lock.acquire,
+    after_in_parent=_free_events._lock.release,
+    after_in_child=_free_events._lock.release,
+)
 
 
 class _PinnedAllocator:
@@ -100,10 +114,14 @@ class _PinnedAllocator:
         lock: bool = True,
         require_lock: bool = False,
         register_cuda: bool | None = None,
+        pages: str = "small",
     ) -> None:
         """`lock`: page-lock by mlock; where the limit refuses, pages are touched and the entry says `locked=False`,
         unless `require_lock`. `register_cuda`: make the memory known to the driver (default: if there is a device).
+        `pages`: small, transparent or reserved, see above.
         """
+        if pages not in PAGES:
+            raise ValueError(f"unknown pages {pages!r}: use one of {', '.join(PAGES)}")
         if require_lock and not lock:
             raise ValueError("require_lock=True needs lock=True")
         if register_cuda and not cuda.available():
@@ -112,14 +130,18 @@ class _PinnedAllocator:
         self.lock = lock
         self.require_lock = require_lock
         self.register_cuda = register_cuda
+        self.pages = pages
 
     def reserved_bytes(self, requested: int) -> int:
-        raise NotImplementedError
+        """What a request takes: the policy's rounding, in whole huge pages where those are reserved ones."""
+        rounded = _POLICIES[self.name](requested)
+        return -(-rounded // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES if self.pages == "reserved" else rounded
 
     def allocate(self, numel: int, dtype: torch.dtype, *, name: str, owner: str, role: str = HOST) -> torch.Tensor:
         """A 1-D tensor of exactly `numel` elements, 4096-aligned, zero-filled by the kernel, resident.
 
-        Raises ValueError for a size below one, MemoryError beyond the RAM or (with require_lock) the memlock limit.
+        Raises ValueError for a size below one, MemoryError beyond the RAM, the huge pages that are set aside or (with
+        require_lock) the memlock limit.
         """
         requested = numel * dtype.itemsize
         if requested <= 0:
@@ -132,7 +154,7 @@ class _PinnedAllocator:
             )
         _free_events.sync()  # keeps the native log short in runs that never ask the ledger
         try:
-            tensor, block = _C.pinned_empty(numel, dtype, reserved, self.lock, self.require_lock)
+            tensor, block = _C.pinned_empty(numel, dtype, reserved, self.lock, self.require_lock, self.pages)
         except MemoryError as error:
             raise MemoryError(f"pinned buffer {name!r}: {error}") from None
         self._register(block)
@@ -163,21 +185,15 @@ class _PinnedAllocator:
 
 
 class PageAlignedPinnedAllocator(_PinnedAllocator):
-    """Reserves the request in whole pages: at most 4095 bytes over it."""
+    """Reserves the request in whole pages: at most 4095 bytes over it (with reserved huge pages, less than 2 MiB)."""
 
     name = "page_aligned"
-
-    def reserved_bytes(self, requested: int) -> int:
-        return page_rounded_bytes(requested)
 
 
 class PowerOfTwoPinnedAllocator(_PinnedAllocator):
     """Reserves, locks and touches the next power of two, as PyTorch's CachingHostAllocator does."""
 
     name = "power_of_two"
-
-    def reserved_bytes(self, requested: int) -> int:
-        return power_of_two_bytes(requested)
 
 
 _POLICIES = {

@@ -1,3 +1,4 @@
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -148,6 +149,58 @@ TEST(pinned_forked_child_does_not_unregister) {
   CHECK(waitpid(child, &status, 0) == child);
   CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
   CHECK(registry.release(block.address) && unregistered.size() == 1);
+}
+
+TEST(pinned_transparent_huge_pages_start_on_one_and_reserve_no_more) {
+  PinnedRegistry registry;
+  constexpr std::int64_t kBytes = 5 * kHugePageBytes + 3 * kPageBytes;
+  for (const bool lock : {true, false}) {
+    const PinnedBlock block = registry.allocate(kBytes - 7, kBytes, lock, false, PageKind::kTransparent);
+    CHECK(block.address % kHugePageBytes == 0);
+    CHECK(block.reserved_bytes == kBytes && block.pages == PageKind::kTransparent);
+    auto* bytes = reinterpret_cast<volatile char*>(block.address);
+    CHECK(bytes[0] == 0 && bytes[kBytes - 1] == 0);
+    bytes[kBytes - 1] = 1;
+    CHECK(registry.release(block.address));
+  }
+  CHECK(registry.live().empty());
+}
+
+TEST(pinned_transparent_huge_pages_give_both_ends_back) {
+  PinnedRegistry registry;
+  const PinnedBlock block = registry.allocate(kPageBytes, kPageBytes, false, false, PageKind::kTransparent);
+  // Somebody else's fixed mappings right before and behind succeed exactly if nothing of ours is left there.
+  for (const std::uintptr_t beside : {block.address - kPageBytes, block.address + kPageBytes}) {
+    void* got = mmap(reinterpret_cast<void*>(beside), kPageBytes, PROT_NONE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+    CHECK(got == reinterpret_cast<void*>(beside));
+    munmap(got, kPageBytes);
+  }
+  CHECK(registry.release(block.address));
+}
+
+TEST(pinned_reserved_huge_pages_are_locked_or_refused_with_the_mend) {
+  PinnedRegistry registry;
+  const auto refusal = [&](std::int64_t bytes) {
+    return message_of<Error>(
+        [&] { (void)registry.allocate(1, bytes, false, false, PageKind::kReserved); });
+  };
+  CHECK(contains(refusal(kPageBytes), "whole 2097152-byte pages"));
+  std::int64_t most = kHugePageBytes;  // half the machine is more than anybody sets aside
+  while (most * 4 <= host_memory_bytes()) {
+    most *= 2;
+  }
+  const std::string message = refusal(most);
+  CHECK_NOTE(contains(message, "sysctl vm.nr_hugepages") && contains(message, "transparent"), message);
+  CHECK(registry.live().empty());
+  try {
+    const PinnedBlock block = registry.allocate(1, kHugePageBytes, true, true, PageKind::kReserved);
+    CHECK(block.locked && block.address % kHugePageBytes == 0);
+    *reinterpret_cast<volatile char*>(block.address + kHugePageBytes - 1) = 1;
+    CHECK(registry.release(block.address));
+  } catch (const Error& error) {  // none are set aside here
+    CHECK(error.kind() == ErrorKind::kOutOfMemory);
+  }
 }
 
 TEST(pinned_registry_serves_threads) {

@@ -1,6 +1,7 @@
 """Pinned memory: exact sizes, real locking, one free after the last view, and the seam to CUDA."""
 
 import gc
+import re
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from memascend import _C
 from memascend.memory import cuda
 from memascend.memory.ledger import Ledger, verify_by_address
 from memascend.memory.pinned import (
+    HUGE_PAGE_BYTES,
     CountingAllocator,
     PageAlignedPinnedAllocator,
     PowerOfTwoPinnedAllocator,
@@ -196,6 +198,8 @@ assert len(ledger.entries()) == 1
 def test_options_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="needs lock=True"):
         PageAlignedPinnedAllocator(lock=False, require_lock=True)
+    with pytest.raises(ValueError, match="unknown pages 'huge': use one of small, transparent, reserved"):
+        PageAlignedPinnedAllocator(pages="huge")
     with pytest.raises(ValueError, match="unknown allocator policy 'exact'"):
         CountingAllocator("exact")
     if not torch.cuda.is_available():
@@ -339,6 +343,124 @@ assert len(calls) == 1
 def test_tensors_alive_at_interpreter_exit_do_no_harm(prefix):
     done = run_python(prefix + "torch.kept_for_ever = [tensor]\nloop = [tensor]; loop.append(loop); print('end')")
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "end", "")
+
+
+def test_forked_child_that_ends_normally_leaves_the_parents_memory_alone():
+    """The child goes through its interpreter's exit with an inherited tensor, and frees another one before."""
+    done = run_python("""
+import os, threading, torch
+from memascend import _C
+from memascend.memory.ledger import Ledger
+from memascend.memory.pinned import PageAlignedPinnedAllocator as Exact
+ledger = Ledger()
+kept, dropped = (Exact(ledger).allocate(3000, torch.uint8, name=n, owner="test").fill_(7) for n in ("kept", "dropped"))
+address = dropped.data_ptr()
+child = os.fork()
+if child == 0:
+    kept.fill_(1)  # copied on write
+    del dropped
+    assert not _C.pinned_contains(address, 1)
+    raise SystemExit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert bool((kept == 7).all()) and bool((dropped == 7).all())
+assert len(ledger.live()) == len(_C.pinned_live()) == 2
+del kept, dropped
+assert ledger.live() == _C.pinned_live() == []
+""")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_fork_while_other_threads_allocate_leaves_no_lock_shut():
+    done = run_python("""
+import os, signal, threading, torch
+from memascend.memory.pinned import PageAlignedPinnedAllocator as Exact
+def allocate():
+    return Exact(lock=False).allocate(100, torch.uint8, name="x", owner="test")
+stop = threading.Event()
+def work():
+    while not stop.is_set():
+        allocate()
+threads = [threading.Thread(target=work) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for _ in range(40):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # a lock that is shut for ever ends the child by this signal
+        tensor = allocate().fill_(1)
+        del tensor
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, "the child could not allocate"
+stop.set()
+""")
+    assert done.returncode == 0, done.stderr
+
+
+def test_unregistered_exactly_once_at_interpreter_exit_or_before():
+    """The driver is asked once for what is freed before the end, and never while the interpreter goes down."""
+    done = run_python(
+        FAKE_CUDA
+        + """
+import atexit, sys
+late = Exact(lock=False).allocate(100, torch.uint8, name="late", owner="test")
+torch.kept_for_ever = [late]
+first, views = tensor.data_ptr(), [tensor[i:] for i in range(5)]
+del tensor
+atexit.register(lambda: sys.stdout.write(repr(calls == [first])))
+del views
+"""
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True", "")
+
+
+@pytest.mark.parametrize("make", ALLOCATORS)
+def test_transparent_huge_pages_reserve_no_more(make):
+    numel = (5 << 20) + 123
+    ledger = Ledger()
+    tensor = allocate(make(ledger, pages="transparent", lock=False), numel, torch.uint8)
+    (entry,) = ledger.live()
+    assert tensor.data_ptr() % HUGE_PAGE_BYTES == 0
+    assert entry.reserved_bytes == make().reserved_bytes(numel)
+    (check,) = verify_by_address([entry])
+    assert check.agrees
+    if "never" in huge_pages_setting():
+        pytest.skip("transparent huge pages are switched off here")
+    assert huge_page_bytes(tensor.data_ptr()) >= 2 * HUGE_PAGE_BYTES
+
+
+def huge_pages_setting() -> str:
+    """The word in brackets: always, madvise or never."""
+    with open("/sys/kernel/mm/transparent_hugepage/enabled") as setting:
+        return re.search(r"\[(\w+)\]", setting.read())[1]
+
+
+def huge_page_bytes(address: int) -> int:
+    """Bytes on transparent huge pages in the mapping that holds `address`, by the kernel's account."""
+    inside = False
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                inside = int(match[1], 16) <= address < int(match[2], 16)
+            elif inside and line.startswith("AnonHugePages:"):
+                return int(line.split()[1]) * 1024
+    raise AssertionError(f"{address:#x} is not mapped")
+
+
+def test_reserved_huge_pages_say_what_they_reserve_and_what_is_missing():
+    allocator = PageAlignedPinnedAllocator(pages="reserved")
+    assert allocator.reserved_bytes(1) == HUGE_PAGE_BYTES
+    assert PowerOfTwoPinnedAllocator(pages="reserved").reserved_bytes(3 * HUGE_PAGE_BYTES) == 4 * HUGE_PAGE_BYTES
+    with open("/proc/meminfo") as meminfo:
+        free = next(int(line.split()[1]) for line in meminfo if line.startswith("HugePages_Free:"))
+    if free == 0:
+        with pytest.raises(MemoryError, match=r"'buffer': cannot map 2 MiB .*\(0 of \d+ pages .*vm.nr_hugepages"):
+            allocate(allocator)
+        return
+    ledger = Ledger()
+    tensor = allocate(PageAlignedPinnedAllocator(ledger, pages="reserved", require_lock=True), 5000)
+    (entry,) = ledger.live()
+    assert (entry.reserved_bytes, entry.locked, tensor.data_ptr() % HUGE_PAGE_BYTES) == (HUGE_PAGE_BYTES, True, 0)
+    assert verify_by_address([entry])[0].agrees
 
 
 def test_frees_on_a_thread_without_python():

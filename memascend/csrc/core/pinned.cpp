@@ -22,6 +22,9 @@
 namespace memascend {
 namespace {
 
+// MAP_HUGE_2MB of linux/mman.h: the size's logarithm in the flags' upper bits.
+constexpr int kHugePageFlag = 21 << 26;
+
 // Value in bytes of a "Name:  123 kB" line of a /proc file; -1 if the file or the line is not there.
 std::int64_t proc_kib_line(const char* path, const std::string& name) {
   std::ifstream file(path);
@@ -49,21 +52,22 @@ std::string mib(std::int64_t bytes) { return std::to_string(bytes >> 20) + " MiB
 // Small blocks skip the question: reading /proc for each of hundreds of them costs more than it can save.
 constexpr std::int64_t kAskKernelFromBytes = std::int64_t{64} << 20;
 
-void check_sizes(std::int64_t requested, std::int64_t reserved) {
+void check_sizes(std::int64_t requested, std::int64_t reserved, PageKind pages) {
   if (requested <= 0) {
     throw Error(ErrorKind::kInvalidArgument,
                 "pinned allocation of " + std::to_string(requested) + " bytes: ask for at least one byte");
   }
-  if (reserved < requested || reserved % kPageBytes != 0) {
+  const std::int64_t page = pages == PageKind::kReserved ? kHugePageBytes : kPageBytes;
+  if (reserved < requested || reserved % page != 0) {
     throw Error(ErrorKind::kInvalidArgument, "pinned allocation reserves " + std::to_string(reserved) + " bytes for " +
-                                                 std::to_string(requested) +
-                                                 " requested: reserve whole 4096-byte pages, at least the request");
+                                                 std::to_string(requested) + " requested: reserve whole " +
+                                                 std::to_string(page) + "-byte pages, at least the request");
   }
   if (const std::int64_t ram = host_memory_bytes(); reserved > ram) {
     throw Error(ErrorKind::kOutOfMemory, "pinned allocation of " + mib(reserved) + " is more than the " + mib(ram) +
                                              " of RAM: use a smaller model, more ranks or a smaller sub-group");
   }
-  if (reserved >= kAskKernelFromBytes) {
+  if (reserved >= kAskKernelFromBytes && pages != PageKind::kReserved) {  // those are not counted as available
     const std::int64_t available = proc_kib_line("/proc/meminfo", "MemAvailable:");
     if (available >= 0 && reserved > available) {
       throw Error(ErrorKind::kOutOfMemory, "pinned allocation of " + mib(reserved) + " is more than the " +
@@ -71,6 +75,62 @@ void check_sizes(std::int64_t requested, std::int64_t reserved) {
                                                " of RAM that is free now: end other programs or use a smaller model");
     }
   }
+}
+
+std::string no_reserved_pages(std::int64_t reserved) {
+  const std::int64_t page = proc_kib_line("/proc/meminfo", "Hugepagesize:");
+  const auto pages_in = [](const char* name) {  // counts, not kB, in the same form of line
+    return std::to_string(std::max<std::int64_t>(0, proc_kib_line("/proc/meminfo", name) / 1024));
+  };
+  return "cannot map " + mib(reserved) + " of reserved huge pages (" + pages_in("HugePages_Free:") + " of " +
+         pages_in("HugePages_Total:") + " pages of " + mib(std::max<std::int64_t>(0, page)) + " are free, " +
+         std::to_string(reserved / kHugePageBytes) +
+         " of 2 MiB are needed): set more aside (sysctl vm.nr_hugepages), or use transparent huge pages";
+}
+
+// An anonymous private mapping that starts on a huge page: a larger one, with both ends given back. Null if refused.
+void* map_on_huge_page(std::size_t length) {
+  const std::size_t more = length + static_cast<std::size_t>(kHugePageBytes) - kPageBytes;
+  void* mapped = mmap(nullptr, more, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) {
+    return nullptr;
+  }
+  const auto begin = reinterpret_cast<std::uintptr_t>(mapped);
+  const std::uintptr_t start = (begin + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+  if (start > begin) {
+    munmap(mapped, start - begin);
+  }
+  if (start + length < begin + more) {
+    munmap(reinterpret_cast<void*>(start + length), begin + more - start - length);
+  }
+  // Advice: a kernel without transparent huge pages gives small ones.
+  (void)madvise(reinterpret_cast<void*>(start), length, MADV_HUGEPAGE);
+  return reinterpret_cast<void*>(start);
+}
+
+// `length` bytes of zeroed memory.
+void* map_pages(std::int64_t length, PageKind pages) {
+  const auto bytes = static_cast<std::size_t>(length);
+  if (pages == PageKind::kReserved) {
+    void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB | kHugePageFlag, -1, 0);
+    if (mapped == MAP_FAILED) {
+      throw Error(ErrorKind::kOutOfMemory, no_reserved_pages(length));
+    }
+    return mapped;
+  }
+  void* mapped = nullptr;
+  if (pages == PageKind::kTransparent) {
+    mapped = map_on_huge_page(bytes);
+  } else if (void* small = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+             small != MAP_FAILED) {
+    mapped = small;
+  }
+  if (mapped == nullptr) {
+    throw Error(ErrorKind::kOutOfMemory, "cannot map " + mib(length) + " for a pinned buffer (" +
+                                             std::strerror(errno) + "): end other programs or use a smaller model");
+  }
+  return mapped;
 }
 
 void touch_pages(void* address, std::int64_t bytes) {
@@ -119,28 +179,27 @@ PinnedRegistry& PinnedRegistry::instance() {
 }
 
 PinnedBlock PinnedRegistry::allocate(std::int64_t requested_bytes, std::int64_t reserved_bytes, bool lock,
-                                     bool require_lock) {
-  check_sizes(requested_bytes, reserved_bytes);
+                                     bool require_lock, PageKind pages) {
+  check_sizes(requested_bytes, reserved_bytes, pages);
   const auto length = static_cast<std::size_t>(reserved_bytes);
-  void* address = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (address == MAP_FAILED) {
-    throw Error(ErrorKind::kOutOfMemory, "cannot map " + mib(reserved_bytes) + " for a pinned buffer (" +
-                                             std::strerror(errno) + "): end other programs or use a smaller model");
-  }
-  const bool locked = lock && mlock(address, length) == 0;
+  void* address = map_pages(reserved_bytes, pages);
+  // Reserved huge pages are never swapped and do not count against the limit; mlock has nothing to do on them.
+  const bool reserved = pages == PageKind::kReserved;
+  const bool locked = reserved || (lock && mlock(address, length) == 0);
   if (lock && !locked && require_lock) {
     const int error = errno;
     munmap(address, length);
     throw Error(ErrorKind::kOutOfMemory, lock_refused(reserved_bytes, error));
   }
-  if (!locked) {
+  if (!locked || reserved) {
     touch_pages(address, reserved_bytes);
   }
   std::lock_guard<std::mutex> guard(mutex_);
   const PinnedBlock block{next_id_++,    reinterpret_cast<std::uintptr_t>(address),
                           requested_bytes, reserved_bytes,
-                          locked,          false,
-                          monotonic_ns(),  getpid()};
+                          pages,           locked,
+                          false,           monotonic_ns(),
+                          getpid()};
   blocks_.emplace(block.address, block);
   log(false, block, block.born_ns);
   return block;

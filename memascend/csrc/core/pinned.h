@@ -14,13 +14,20 @@
 namespace memascend {
 
 inline constexpr std::int64_t kPageBytes = 4096;
+inline constexpr std::int64_t kHugePageBytes = std::int64_t{2} << 20;
+
+// kTransparent: the mapping starts on a huge page and the kernel is asked to use them (MADV_HUGEPAGE); what is less than
+// one at the end stays on small pages, so the size is as exact as with kSmall. kReserved: pages that the administrator
+// has set aside (MAP_HUGETLB); sizes are whole huge pages.
+enum class PageKind { kSmall, kTransparent, kReserved };
 
 struct PinnedBlock {
   std::uint64_t id = 0;
   std::uintptr_t address = 0;
   std::int64_t requested_bytes = 0;  // what the caller asked for
   std::int64_t reserved_bytes = 0;   // what is mapped and resident: a multiple of the page
-  bool locked = false;               // mlock succeeded; otherwise the pages were only touched
+  PageKind pages = PageKind::kSmall;
+  bool locked = false;               // cannot be swapped out: mlock succeeded, or reserved huge pages, which never are
   bool registered = false;           // known to the CUDA driver
   std::int64_t born_ns = 0;
   pid_t owner_pid = 0;
@@ -43,9 +50,9 @@ class PinnedRegistry {
   static PinnedRegistry& instance();
 
   // Maps `reserved_bytes`, locks them (or touches every page if locking is refused and not required) and books the
-  // block. Throws Error: kInvalidArgument for sizes, kOutOfMemory for RAM and the memlock limit.
+  // block. Throws Error: kInvalidArgument for sizes, kOutOfMemory for RAM, the memlock limit and reserved huge pages.
   [[nodiscard]] PinnedBlock allocate(std::int64_t requested_bytes, std::int64_t reserved_bytes, bool lock,
-                                     bool require_lock);
+                                     bool require_lock, PageKind pages = PageKind::kSmall);
 
   // Frees a block by its first address; false if no live block starts there (a second release, a foreign address).
   bool release(std::uintptr_t address) noexcept;
