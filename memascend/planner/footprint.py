@@ -24,6 +24,8 @@ from memascend.planner.spec import ModelSpec
 
 GIB = 2**30
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# What master weights, moments and swapped gradients may be kept in, and the gradient flat buffer.
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # What the interpreter, libraries and Python objects take: the 1.63 GiB that Fig. 8 leaves to MemAscend as "pinned
 # memory overhead", whose allocator has none. Cited, never fitted; it does not scale with a twin.
@@ -110,6 +112,7 @@ class Plan:
     ranks: int
     batch: int
     context: int
+    states: str
     entries: tuple[LedgerEntry, ...]
 
     def requested_bytes(self, owner: str) -> int:
@@ -152,6 +155,8 @@ def plan(
     ranks: int = 1,
     batch: int = 1,
     context: int = 0,
+    states: str = "fp32",
+    gradients: str = "fp32",
     blocks_in_flight: int = 1,
     sub_group_size: int | None = None,
     swap_threshold_bytes: float | None = None,
@@ -160,11 +165,13 @@ def plan(
     """Build a run's buffers over a counting allocator and return their ledger.
 
     `batch` is sequences a rank, `context` tokens a sequence; 0 leaves out the offloaded activation checkpoints.
-    Thresholds default to DeepSpeed's, divided by k^2 for a twin. Raises ValueError, in one line, for an unknown system,
-    arm or dtype and for counts below one.
+    `states` is what master weights, moments and swapped gradients are kept in (MemAscend's bf16 optimizer), `gradients`
+    the dtype of the flat buffer (DeepSpeed's grad_accum_dtype). Thresholds default to DeepSpeed's, divided by k^2 for a
+    twin. Raises ValueError, in one line, for an unknown system, arm or dtype and for counts below one.
     """
     arm, arrangement = _arrangement(system, arm)
     _check_workload(dtype, ranks, batch, context, blocks_in_flight)
+    _check_states(dtype, states, gradients)
     area = spec.k * spec.k
     default_group = OFFLOAD_SUB_GROUP_SIZE if system == "zero_offload" else SUB_GROUP_SIZE // ranks
     builder = _Builder(
@@ -174,6 +181,8 @@ def plan(
         ranks=ranks,
         batch=batch,
         context=context,
+        states=STATE_DTYPES[states],
+        gradient_dtype=STATE_DTYPES[gradients],
         blocks_in_flight=blocks_in_flight,
         sub_group_size=sub_group_size or max(1, default_group // area),
         swap_threshold_bytes=SWAP_THRESHOLD_BYTES / area if swap_threshold_bytes is None else swap_threshold_bytes,
@@ -193,6 +202,7 @@ def plan(
         ranks=ranks,
         batch=batch,
         context=context,
+        states=states,
         entries=tuple(ledger.entries()),
     )
 
@@ -220,6 +230,14 @@ def _check_workload(dtype: str, ranks: int, batch: int, context: int, blocks_in_
             raise ValueError(f"the {name} must be at least {least}, got {value}")
 
 
+def _check_states(dtype: str, states: str, gradients: str) -> None:
+    for name, value in (("optimizer states", states), ("gradients", gradients)):
+        if value not in STATE_DTYPES:
+            raise ValueError(f"unknown dtype '{value}' of the {name}: use one of {', '.join(STATE_DTYPES)}")
+        if value == "bf16" and dtype != "bf16":
+            raise ValueError(f"{name} in bf16 need a model in bf16, not {dtype}: set dtype to bf16, or {name} to fp32")
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Builder:
     """One configuration; its methods build the buffers of one rank."""
@@ -230,6 +248,8 @@ class _Builder:
     ranks: int
     batch: int
     context: int
+    states: torch.dtype
+    gradient_dtype: torch.dtype
     blocks_in_flight: int
     sub_group_size: int
     swap_threshold_bytes: float
@@ -268,22 +288,22 @@ class _Builder:
         )
 
     def optimizer_swap(self, ledger: Ledger, rank: int) -> None:
-        """Five fp32 buffers and one swap-out buffer in the parameters' dtype, each of the largest sub-group."""
+        """Five buffers in the states' dtype and a swap-out buffer in the parameters', each of the largest sub-group."""
         allocator = CountingAllocator(self.arrangement.swapped, ledger)
         largest = max(self.sub_groups())
         for index in range(OPTIMIZER_BUFFERS):
             name = self.named(f"optimizer buffer {index}", rank)
-            allocator.allocate(largest, torch.float32, name=name, owner="optimizer_buffers")
+            allocator.allocate(largest, self.states, name=name, owner="optimizer_buffers")
         swap_out = largest * (self.ranks if self.arrangement.whole_swap_out else 1)
         name = self.named("swap-out buffer", rank)
         allocator.allocate(swap_out, self.dtype, name=name, owner="swap_out_buffer")
 
     def gradients(self, ledger: Ledger, rank: int) -> None:
-        """The fp32 flat buffer (III-C), pinned as a whole, and what the overflow check needs beside it."""
+        """The flat buffer (III-C: fp32), pinned as a whole, and what the overflow check needs beside it."""
         numel = self.partition()
         allocator = CountingAllocator(self.arrangement.pinned, ledger)
         name = self.named("gradient flat buffer", rank)
-        allocator.allocate(numel, torch.float32, name=name, owner="gradient_flat_buffer")
+        allocator.allocate(numel, self.gradient_dtype, name=name, owner="gradient_flat_buffer")
         if self.dtype == torch.float16 and self.arrangement.overflow == "chain":
             for what, element_bytes in CHAIN_TEMPORARIES:
                 pageable(ledger, self.named(what, rank), "overflow_check", numel * element_bytes)
@@ -297,11 +317,11 @@ class _Builder:
             allocator.allocate(numel, self.dtype, name=name, owner="small_parameters")
 
     def unswapped_groups(self, ledger: Ledger, rank: int) -> None:
-        """Sub-groups under the swap threshold keep their fp32 master and two moments in memory."""
+        """Sub-groups under the swap threshold keep their master and two moments in memory."""
         for index, numel in enumerate(self.sub_groups()):
-            if numel * torch.float32.itemsize < self.swap_threshold_bytes:
+            if numel * self.states.itemsize < self.swap_threshold_bytes:
                 name = self.named(f"master and moments of sub-group {index}", rank)
-                pageable(ledger, name, "in_memory_optimizer", 3 * numel * torch.float32.itemsize)
+                pageable(ledger, name, "in_memory_optimizer", 3 * numel * self.states.itemsize)
 
     def checkpoints(self, ledger: Ledger, rank: int) -> None:
         """Offloaded activation checkpoints, Eq. 1: B x C x L x H elements a rank, one store, pinned."""
@@ -332,7 +352,7 @@ def _ssd_offload(build: _Builder, ledger: Ledger, rank: int) -> None:
 
 
 def _zero_offload(build: _Builder, ledger: Ledger, rank: int) -> None:
-    """DeepSpeed ZeRO-3 with parameters and optimizer in host memory: 24 bytes a parameter, 29 during the chain.
+    """DeepSpeed ZeRO-3 with parameters and optimizer in host memory: 24 bytes a parameter (fp32), 29 in the chain.
 
     2 (parameters, one pinned flat buffer, stage3 _create_param_groups_fp16_flat_cpu_memory) + 4 (fp32 master, pageable)
     + 8 (two moments, pageable) + 4 (gradient of each sub-group, pinned one by one, initialize_optimizer_states)
@@ -345,10 +365,11 @@ def _zero_offload(build: _Builder, ledger: Ledger, rank: int) -> None:
     build.resident(tuple(build.spec.tensors()), ledger, rank)
     for index, numel in enumerate(build.sub_groups()):
         group = f"of sub-group {index}"
-        pageable(ledger, build.named(f"fp32 master {group}", rank), "in_memory_optimizer", 4 * numel)
-        pageable(ledger, build.named(f"moments {group}", rank), "adam_states", 8 * numel)
-        name = build.named(f"fp32 gradient {group}", rank)
-        allocator.allocate(numel, torch.float32, name=name, owner="in_memory_optimizer")
+        size = numel * build.states.itemsize
+        pageable(ledger, build.named(f"master {group}", rank), "in_memory_optimizer", size)
+        pageable(ledger, build.named(f"moments {group}", rank), "adam_states", 2 * size)
+        name = build.named(f"gradient {group}", rank)
+        allocator.allocate(numel, build.states, name=name, owner="in_memory_optimizer")
     build.gradients(ledger, rank)
     build.checkpoints(ledger, rank)
 
@@ -359,8 +380,8 @@ def _all_in_gpu(build: _Builder, ledger: Ledger, rank: int) -> None:
     for name, element_bytes in (
         ("parameters", build.dtype.itemsize),
         ("gradients", build.dtype.itemsize),
-        ("fp32 master", 4),
-        ("moments", 8),
+        ("master", build.states.itemsize),
+        ("moments", 2 * build.states.itemsize),
     ):
         pageable(ledger, build.named(name, rank), "in_memory_optimizer", element_bytes * numel, role=DEVICE)
     name = build.named("weights on their way to the GPU", rank)

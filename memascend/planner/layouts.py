@@ -60,6 +60,14 @@ def named_tensors(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[Ten
         yield TensorSpec(name, tuple(shape), int(match.group(1)) if match else None)
 
 
+_GATE = re.compile(r"gate_proj|gate_up_proj|\.w3\.")
+
+
+def is_gated(spec: ModelSpec) -> bool:
+    """Whether the feed-forward multiplies two products (SwiGLU and kin): then three of its tensors are kept."""
+    return any(_GATE.search(tensor.name) for tensor in spec.tensors() if tensor.block == 0)
+
+
 def _decoder(spec: ModelSpec, block: Callable[[ModelSpec, int], Shapes]) -> list[TensorSpec]:
     out = [TensorSpec("model.embed_tokens.weight", (spec.vocab, spec.hidden), None)]
     for index in range(spec.layers):

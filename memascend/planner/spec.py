@@ -51,6 +51,7 @@ class ModelSpec:
     experts: int = 0
     expert_intermediate: int = 0
     shared_intermediate: int = 0
+    experts_per_token: int = 0
     k: int = 1  # twin divisor: every matrix is 1/k^2 of the original's
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
@@ -160,6 +161,7 @@ def spec_from_config(config: Mapping[str, Any], *, name: str, display: str) -> M
         experts=experts,
         expert_intermediate=size("moe_intermediate_size", default=size("intermediate_size")) if experts else 0,
         shared_intermediate=size("shared_expert_intermediate_size", default=0) if experts else 0,
+        experts_per_token=size("num_experts_per_tok", default=2) if experts else 0,
         config=dict(config),
     )
 

@@ -1,0 +1,157 @@
+"""GPU memory of one training step, buffer by buffer, for the stack that MemAscend builds up in Fig. 2.
+
+Activations are counted from what autograd saves in a Hugging Face decoder block, in bytes a token with 16-bit tensors
+(h hidden, q and kv the widths of queries and of keys, f the feed-forward width, a heads, C the context):
+
+* two norms 16 h + 8: each keeps its input in fp32, the scaled 16-bit value, its 16-bit output and a reciprocal root;
+* attention 2q + 4kv + 2q: queries, keys, values, output; and 6aC of probabilities (eager, where keys and values are
+  repeated for every head) or 4a of log-sums (flash);
+* feed-forward 8f (gate, up, activated gate, product), 4f without a gate; of a mixture the experts that a token visits.
+
+That is Korthikanti et al. 2022, section 4.1 (34h + 5aC for GPT with dropout), written for RMSNorm, gates and grouped
+keys; the tests compare it with what autograd really saves. Logits take 2 + 4 + 4 bytes an entry of B x C x V: 16-bit,
+fp32 log-probabilities and their gradient (or, in forward, the fp32 copy).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memascend.memory.ledger import DEVICE, Ledger, LedgerEntry
+from memascend.planner.footprint import pageable
+from memascend.planner.layouts import is_gated
+from memascend.planner.pool import partition_numel
+from memascend.planner.spec import ModelSpec
+
+# The stacks of Fig. 2, each with all before it: nothing; gradient checkpointing; flash attention with fused norms,
+# gates and a loss in chunks (Liger); checkpoints offloaded to host memory.
+STACKS = ("none", "checkpointing", "flash_chunked", "offloaded")
+STACK_LABELS = {
+    "none": "ZeRO-Infinity",
+    "checkpointing": "+GC",
+    "flash_chunked": "+Liger/Flash",
+    "offloaded": "+Offloaded-GC",
+}
+# Hugging Face, "Model training anatomy": kernels and context alone take 1.3 GB of GPU memory.
+CONTEXT_BYTES = 1_300_000_000
+# DeepSpeed's reduce_bucket_size and stage3_prefetch_bucket_size, in elements, as baselines/ configure them.
+REDUCE_BUCKET = 500_000_000
+PREFETCH_BUCKET = 50_000_000
+# Checkpoints on the GPU while offloading: one that is computed from, one on its way.
+CHECKPOINTS_IN_FLIGHT = 2
+LOGIT_BYTES = 2 + 4 + 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePlan:
+    """The ledger of one GPU; its sum is the worst instant of a step."""
+
+    spec: ModelSpec
+    stack: str
+    entries: tuple[LedgerEntry, ...]
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(entry.reserved_bytes for entry in self.entries)
+
+    def components(self) -> dict[str, int]:
+        """Bytes by name, in the order of their booking."""
+        return {entry.name: entry.reserved_bytes for entry in self.entries}
+
+
+def block_bytes_per_token(spec: ModelSpec, context: int, *, flash: bool, fused: bool) -> int:
+    """Bytes a token that autograd saves in one block. `fused`: norms and gates as single kernels (Liger)."""
+    query, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    norms = 8 * spec.hidden + 8 if fused else 16 * spec.hidden + 8
+    if flash:
+        attention = 2 * (query + 2 * keys) + 2 * query + 4 * spec.heads
+    else:
+        attention = 2 * 3 * query + 2 * query + 6 * spec.heads * context
+    return norms + attention + _feed_forward(spec, fused) + _head_norms(spec, query, keys)
+
+
+def _feed_forward(spec: ModelSpec, fused: bool) -> int:
+    an_element = (6 if fused else 8) if is_gated(spec) else 4
+    if not spec.experts:
+        return an_element * spec.intermediate
+    dispatched = 2 * 2 * spec.hidden  # a copy of the token for each expert that it visits, and what comes back
+    visited = spec.experts_per_token * (an_element * spec.expert_intermediate + dispatched)
+    return visited + an_element * spec.shared_intermediate
+
+
+def _head_norms(spec: ModelSpec, query: int, keys: int) -> int:
+    """Norms of queries and keys (Qwen3): fp32 input, scaled value and a reciprocal root a head."""
+    if not any(".q_norm." in tensor.name for tensor in spec.tensors()[:20]):
+        return 0
+    return 6 * (query + keys) + 4 * (spec.heads + spec.kv_heads)
+
+
+def logits_bytes(spec: ModelSpec, tokens: int, *, chunked: bool) -> int:
+    """The loss's share: whole logits, or chunks of about tokens x h entries (as Liger sizes them) and their gradient.
+
+    A chunk has tokens / ceil(V / h) tokens; beside it lie the gradients of its input (2 h a token) and of the output
+    matrix (2 V h).
+    """
+    if not chunked:
+        return LOGIT_BYTES * tokens * spec.vocab
+    pieces = -(-spec.vocab // spec.hidden)
+    chunk = -(-tokens // pieces)
+    return LOGIT_BYTES * chunk * spec.vocab + 2 * tokens * spec.hidden + 2 * spec.vocab * spec.hidden
+
+
+def gpu_memory(
+    spec: ModelSpec,
+    stack: str = "offloaded",
+    *,
+    system: str = "memascend",
+    ranks: int = 1,
+    batch: int = 1,
+    context: int = 4096,
+) -> DevicePlan:
+    """Everything on one GPU at the worst instant: in backward, one block recomputed, or the loss, whichever is larger.
+
+    With parameters offloaded the GPU holds the largest tensor and what DeepSpeed prefetches; `all_in_gpu` holds 16
+    bytes a parameter. Raises ValueError for an unknown stack.
+    """
+    if stack not in STACKS:
+        raise ValueError(f"unknown stack '{stack}': use one of {', '.join(STACKS)}")
+    level = STACKS.index(stack)
+    tokens, ledger = batch * context, Ledger()
+
+    def hold(name: str, owner: str, size: int) -> None:
+        pageable(ledger, name, owner, size, role=DEVICE)
+
+    hold("CUDA context and kernels", "device_context", CONTEXT_BYTES)
+    if system == "all_in_gpu":
+        hold("model states", "device_states", 16 * partition_numel(spec.parameters, ranks))
+    else:
+        largest = spec.largest().numel
+        hold("gathered parameters", "device_parameters", 2 * (largest + min(PREFETCH_BUCKET, spec.parameters)))
+        hold("gradient bucket", "device_gradients", 2 * min(REDUCE_BUCKET, spec.parameters))
+        hold("gradient of the largest tensor", "device_gradients", 2 * largest)
+    checkpoint = 2 * tokens * spec.hidden
+    block = tokens * block_bytes_per_token(spec, context, flash=level >= 2, fused=level >= 2)
+    loss = logits_bytes(spec, tokens, chunked=level >= 2)
+    if level == 0:
+        hold("activations of all blocks", "device_activations", spec.layers * block)
+        hold("logits and loss", "device_loss", loss)
+        return DevicePlan(spec=spec, stack=stack, entries=tuple(ledger.entries()))
+    kept = CHECKPOINTS_IN_FLIGHT if level == 3 else spec.layers
+    hold("activation checkpoints", "device_checkpoints", kept * checkpoint)
+    working = block + _backward_transient(spec, tokens, context, flash=level >= 2)
+    if loss > working:
+        hold("logits and loss", "device_loss", loss)
+    else:
+        hold("activations of one block", "device_activations", working)
+    return DevicePlan(spec=spec, stack=stack, entries=tuple(ledger.entries()))
+
+
+def _backward_transient(spec: ModelSpec, tokens: int, context: int, *, flash: bool) -> int:
+    """Gradients that live beside a block's activations: of the feed-forward's three products, or of the scores.
+
+    Eager attention holds the gradients of probabilities in 16 bits and of scores in fp32, twice: 10 a C a token.
+    """
+    inner = spec.intermediate if not spec.experts else spec.experts_per_token * spec.expert_intermediate
+    feed_forward = 3 * 2 * inner
+    scores = 0 if flash else 10 * spec.heads * context
+    return tokens * max(feed_forward, scores)

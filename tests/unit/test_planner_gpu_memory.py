@@ -1,0 +1,114 @@
+"""GPU memory of a plan: the activation formula against what autograd saves, and the stacks of Fig. 2."""
+
+import json
+
+import pytest
+import torch
+
+from memascend.planner import model_spec
+from memascend.planner.footprint import GIB
+from memascend.planner.gpu_memory import STACKS, block_bytes_per_token, gpu_memory, logits_bytes
+
+SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "vocab_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+BATCH, CONTEXT = 2, 128
+
+
+def saved_bytes(config: dict, attention: str) -> tuple[float, float]:
+    """(bytes a token and block, bytes a token outside the blocks) that autograd keeps for a training loss."""
+    transformers = pytest.importorskip("transformers")
+    totals = {}
+    for layers in (2, 4):
+        keys = {**config, "num_hidden_layers": layers}
+        built = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
+        built.use_cache = False
+        model = transformers.AutoModelForCausalLM.from_config(
+            built, attn_implementation=attention, dtype=torch.bfloat16
+        ).train()
+        weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        kept: dict[int, tuple[int, torch.Tensor]] = {}
+
+        def pack(tensor, weights=weights, kept=kept):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+            return tensor
+
+        ids = torch.randint(0, config["vocab_size"], (BATCH, CONTEXT))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(input_ids=ids, labels=ids).loss
+        totals[layers] = sum(size for size, _ in kept.values()) / (BATCH * CONTEXT)
+        del loss
+    a_block = (totals[4] - totals[2]) / 2
+    return a_block, totals[2] - 2 * a_block
+
+
+@pytest.fixture
+def small(tmp_path):
+    def make(**keys):
+        path = tmp_path / "small.json"
+        path.write_text(json.dumps({**SMALL, **keys}))
+        return model_spec(path)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"model_type": "llama"},
+        {"model_type": "llama", "num_key_value_heads": 4},
+        {"model_type": "qwen2"},
+        {"model_type": "qwen3", "head_dim": 32},
+        {"model_type": "mistral", "head_dim": 48},
+    ],
+    ids=lambda keys: "-".join(map(str, keys.values())),
+)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_activation_formula_is_what_autograd_saves(keys, attention, small):
+    spec = small(**keys)
+    measured, _ = saved_bytes({**SMALL, **keys}, attention)
+    assert block_bytes_per_token(spec, CONTEXT, flash=attention == "sdpa", fused=False) == pytest.approx(
+        measured, rel=0.02
+    )
+
+
+def test_the_loss_keeps_six_of_its_ten_bytes_a_logit(small):
+    """log-probabilities in fp32 are saved; the 16-bit logits live until the loss is done, gradients come later."""
+    spec = small(model_type="llama")
+    _, outside = saved_bytes({**SMALL, "model_type": "llama"}, "sdpa")
+    assert 4 * spec.vocab < outside < 10 * spec.vocab + 16 * spec.hidden
+    assert logits_bytes(spec, 10, chunked=False) == 10 * 10 * spec.vocab
+
+
+def test_each_technique_of_figure_2_lowers_the_peak():
+    spec = model_spec("llama3.1-8b")
+    for context in (512, 32768):
+        peaks = [gpu_memory(spec, stack, batch=4, context=context).device_bytes for stack in STACKS]
+        assert peaks == sorted(peaks, reverse=True)
+        assert len(set(peaks)) == len(STACKS)
+    assert gpu_memory(spec, "checkpointing", batch=4, context=32768).device_bytes > 80 * GIB
+    assert gpu_memory(spec, "offloaded", batch=4, context=32768).device_bytes < 80 * GIB
+
+
+def test_components_add_up_and_all_are_device_role():
+    made = gpu_memory(model_spec("qwen2.5-7b"), "offloaded", batch=2, context=4096)
+    assert sum(made.components().values()) == made.device_bytes
+    assert {entry.role for entry in made.entries} == {"device"}
+
+
+def test_all_in_gpu_holds_sixteen_bytes_a_parameter():
+    spec = model_spec("llama3.2-1b")
+    states = gpu_memory(spec, system="all_in_gpu").components()["model states"]
+    assert states == 16 * spec.parameters
+
+
+def test_an_unknown_stack_is_one_clear_line():
+    with pytest.raises(ValueError, match="unknown stack 'magic': use one of none, checkpointing"):
+        gpu_memory(model_spec("llama3.2-1b"), "magic")
