@@ -259,7 +259,7 @@ def model_code():
         "memascend/planner/**/*.json",
         "memascend/memory/*.py",
         "hardware/**/*.yaml",
-        "workflows/scripts/model_lane.py",
+        "workflows/scripts/model_*.py",
     )
 
 

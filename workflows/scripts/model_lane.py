@@ -9,17 +9,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-from memascend.planner import Plan, model_spec, plan
+from memascend.planner import model_spec, plan
 from memascend.planner.footprint import DEVICE_PEAK, GIB, OWNER_METRICS, PEAK, PINNED_OVERHEAD, overflow_timeline
-from workflows.scripts import tidy
+from workflows.scripts import model_sweeps, model_times, tidy
+from workflows.scripts.model_rows import C1, C2, DENSE, FOUR, Row, pair, planned, row
 
-C1, C2 = "memascend-c1", "memascend-c2"
-DENSE = ("llama3.1-8b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
 TABLE_II = ("llama3.2-1b", "llama3.2-3b", "llama3.1-8b")
 TABLE_II_GPU_GIB, TABLE_II_RAM_GIB = 24, 128
-FOUR = "4 dense models"
 # Components of Fig. 8; what the paper's bars leave out goes together.
 FIGURE_8 = (
     "parameter buffer pool",
@@ -30,28 +27,6 @@ FIGURE_8 = (
     PINNED_OVERHEAD,
 )
 OTHER = "other host buffers"
-
-Row = dict[str, Any]
-
-
-def row(exhibit: str, metric: str, value: float | str, unit: str, source: str, **cells: str) -> Row:
-    """One row of the tidy table; numbers with nine significant digits."""
-    shown = value if isinstance(value, str) else f"{value:.9g}"
-    own = {"exhibit_id": exhibit, "metric": metric, "value": shown, "unit": unit, "lane": "modelled", "source": source}
-    return dict.fromkeys(tidy.COLUMNS, "") | own | cells
-
-
-def planned(exhibit: str, made: Plan, metric: str, nbytes: float, testbed: str, **cells: str) -> Row:
-    """A row of one plan, in GiB."""
-    source = f"memascend.planner: {made.system}/{made.arm}, {made.dtype}"
-    own = {"series": made.label, "model": made.spec.display, "testbed": testbed} | cells
-    return row(exhibit, metric, nbytes / GIB, "GiB", source, **own)
-
-
-def pair(model: str, dtype: str = "fp16") -> tuple[Plan, Plan]:
-    """(as published, MemAscend) for one model."""
-    spec = model_spec(model)
-    return plan(spec, "zero_infinity", dtype=dtype), plan(spec, "memascend", dtype=dtype)
 
 
 def reductions(exhibit: str, pairs: Iterable[tuple[str, float, float]], testbed: str) -> Iterator[Row]:
@@ -174,7 +149,8 @@ def tab02() -> Iterator[Row]:
 def modelled() -> list[Row]:
     """Every row of the lane. Tables III and V have none: they describe machines."""
     exhibits = (fig03(), fig04(), fig08(), fig11(), fig13(), peaks("memascend-fig15", "fp16"))
-    return [each for rows in (*exhibits, peaks("memascend-fig21", "bf16"), tab02()) for each in rows]
+    exhibits += (peaks("memascend-fig21", "bf16"), tab02(), model_sweeps.rows(), model_times.rows())
+    return [each for rows in exhibits for each in rows]
 
 
 def main() -> None:

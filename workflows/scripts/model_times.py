@@ -1,0 +1,116 @@
+"""Throughput and I/O in the modelled lane: MemAscend Figs. 10, 17, 18 and 20, Tables IV and VI.
+
+Seconds are the planner's roofline (memascend.planner.step_time) on the paper's testbeds; its calibrations and what they
+rest on are in memascend.planner.machine.REASONS. Two of them are solved from Fig. 17's two printed throughputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from hardware.registry import load_testbed
+from memascend.planner import model_spec
+from memascend.planner.footprint import ARRANGEMENTS, GIB, systems
+from memascend.planner.io_volume import io_volume
+from memascend.planner.machine import machine_from_testbed
+from memascend.planner.step_time import StepTime, step_time
+from workflows.scripts.model_rows import C1, C2, C3, DENSE, Row, row
+from workflows.scripts.model_sweeps import AT_BATCH, AT_CONTEXT, CONTEXT, CONTEXTS, GPUS, MOE, batches
+
+BF16 = "MemAscend + bf16 optimizer"
+CONFIGURATIONS = {"C1": (C1, GPUS), "C2": (C2, 1)}
+# Tables IV and VI: model -> batches of configuration 1, of configuration 2.
+CELLS = {
+    "llama3.1-8b": {"C1": (8, 80), "C2": (8, 20)},
+    "qwen2.5-7b": {"C1": (8, 64), "C2": (8, 20)},
+    "qwen2.5-14b": {"C1": (8, 64), "C2": (4, 16)},
+    "qwen2.5-32b": {"C1": (8, 48), "C2": (4, 8)},
+}
+IMPROVEMENT = "throughput improvement"
+# Table -> (series, slower arm, faster arm); arms as keyword arguments of step_time.
+TABLES = {
+    "memascend-tab04": (
+        "MemAscend vs ZeRO-Infinity",
+        {"system": "zero_infinity", "dtype": "fp16"},
+        {"system": "memascend", "dtype": "fp16"},
+    ),
+    "memascend-tab06": (
+        "MemAscend+bf16 vs MemAscend",
+        {"system": "memascend", "dtype": "bf16", "states": "fp32"},
+        {"system": "memascend", "dtype": "bf16", "states": "bf16"},
+    ),
+}
+
+
+def rows() -> Iterator[Row]:
+    yield from throughput("memascend-fig10", "qwen2.5-7b", AT_BATCH, batches("qwen2.5-7b"), C1)
+    for subfigure, model in zip("abcd", DENSE, strict=True):
+        yield from throughput("memascend-fig17", model, AT_BATCH, batches(model), C1, subfigure)
+    yield from throughput("memascend-fig18", MOE, AT_CONTEXT, list(CONTEXTS), C3, "a")
+    yield from throughput("memascend-fig18", MOE, AT_BATCH, batches(MOE), C3, "b")
+    yield from fig20()
+    for exhibit in TABLES:
+        yield from improvements(exhibit)
+
+
+@cache
+def seconds(model: str, testbed: str, ranks: int, batch: int, context: int, **arm: str) -> StepTime:
+    machine = machine_from_testbed(load_testbed(testbed))
+    return step_time(model_spec(model), machine, ranks=ranks, batch=batch, context=context, **arm)
+
+
+def throughput(
+    exhibit: str, model: str, x_name: str, values: list[int], testbed: str, subfigure: str = ""
+) -> Iterator[Row]:
+    """Tokens a second of both systems on two GPUs."""
+    for system in ("zero_infinity", "memascend"):
+        label = ARRANGEMENTS[system, systems()[system][0]].label
+        for x in values:
+            batch, context = (1, x) if x_name == AT_CONTEXT else (x, CONTEXT)
+            step = seconds(model, testbed, GPUS, batch, context, system=system)
+            source = f"memascend.planner.step_time: {step.seconds:.3g} s a step, mostly {step.bottleneck}"
+            cells = {"series": label, "model": model_spec(model).display, "testbed": testbed, "subfigure": subfigure}
+            cells |= {"x_name": x_name, "x_value": str(x)}
+            yield row(exhibit, "throughput", step.tokens_per_second, "tokens/s", source, **cells)
+
+
+def fig20() -> Iterator[Row]:
+    for model in DENSE:
+        spec = model_spec(model)
+        for series, states in (("MemAscend", "fp32"), (BF16, "bf16")):
+            volume = io_volume(spec, "memascend", dtype="bf16", states=states, ranks=GPUS).total_bytes
+            cells = {"series": series, "model": spec.display, "testbed": C1}
+            source = f"memascend.planner.io_volume, {states} states"
+            yield row("memascend-fig20", "I/O volume per iteration", volume / GIB, "GiB", source, **cells)
+            yield row("memascend-fig20", "I/O per parameter", volume / spec.parameters, "B", source, **cells)
+
+
+def improvements(exhibit: str) -> Iterator[Row]:
+    """Percent more tokens a second, cell by cell, and what the text says of all cells."""
+    series, slower, faster = TABLES[exhibit]
+    source = "memascend.planner.step_time: 100 (slower arm / faster arm - 1)"
+    everywhere, shrinking = [], []
+    for name, (testbed, ranks) in CONFIGURATIONS.items():
+        percents = []
+        for model, per_configuration in CELLS.items():
+            mine = []
+            for batch in per_configuration[name]:
+                before, after = (
+                    seconds(model, testbed, ranks, batch, CONTEXT, **arm).seconds for arm in (slower, faster)
+                )
+                mine.append(100 * (before / after - 1))
+                cells = {"series": f"{series}, {name}", "model": model_spec(model).display, "testbed": testbed}
+                cells |= {"x_name": AT_BATCH, "x_value": str(batch)}
+                yield row(exhibit, IMPROVEMENT, mine[-1], "%", source, **cells)
+            shrinking.append(mine[0] - mine[-1])
+            percents += mine
+        named = {"smallest": min(percents), "average": sum(percents) / len(percents), "largest": max(percents)}
+        for which, value in named.items():
+            cells = {"series": f"{series}, {name}", "testbed": testbed}
+            yield row(exhibit, f"{which} improvement", value, "%", source, **cells)
+        everywhere += percents
+    cells = {"series": series, "testbed": C1}
+    yield row(exhibit, "smallest improvement", min(everywhere), "%", source + "; configurations 1 and 2", **cells)
+    gain = "smallest gain from the smaller batch"
+    yield row(exhibit, gain, min(shrinking), "points", source + "; configurations 1 and 2", **cells)
