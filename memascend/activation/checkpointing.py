@@ -1,0 +1,205 @@
+"""Gradient checkpointing whose checkpoints wait in host memory (MemAscend II-C4, V-B).
+
+`torch.utils.checkpoint` saves the inputs of a block through autograd's saved tensors, in both of its forms; hooks
+around the call put the block's hidden states into a host slot and bring them back when the backward pass recomputes
+the block. Recomputation, RNG state, autocast and errors stay torch's own, so gradients are those of plain
+checkpointing, bit for bit. The checkpoint before the one that is needed is on its way meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from memascend.activation.store import CheckpointStore
+from memascend.activation.transfer import Arrival, Transfer, transfer_for
+
+log = logging.getLogger("memascend")
+
+HIDDEN_ARGUMENT = "hidden_states"  # what every decoder layer of transformers calls its input
+
+
+class _Offloaded:
+    """One checkpoint in host memory; autograd holds it, and the slot is free again when it lets go."""
+
+    def __init__(
+        self, hidden: torch.Tensor, store: CheckpointStore, transfer: Transfer, previous: _Offloaded | None
+    ) -> None:
+        self._slot = store.lease(hidden.numel(), hidden.dtype)
+        stride = torch.empty_like(hidden, device="meta").stride()  # its own if dense, else of a dense copy
+        self._host = self._slot.view(hidden.size(), stride, hidden.dtype)
+        self._transfer = transfer
+        self._previous = weakref.ref(previous) if previous is not None else lambda: None
+        self._arrival: Arrival | None = None
+        transfer.offload(hidden, self._host, self._slot)
+
+    def prefetch(self) -> None:
+        if self._arrival is None:
+            self._arrival = self._transfer.fetch(self._host, self._slot)
+
+    def bring_back(self) -> torch.Tensor:
+        """The hidden states on their device again, a new tensor each time; its predecessor sets out."""
+        self.prefetch()
+        arrival, self._arrival = self._arrival, None
+        previous = self._previous()
+        if previous is not None and self._transfer.prefetches:
+            previous.prefetch()
+        return self._transfer.finish(arrival)
+
+
+class OffloadedCheckpoint:
+    """Stands where `torch.utils.checkpoint.checkpoint` does: `self(function, hidden_states, *args, **kwargs)`.
+
+    The first argument's memory is freed on the device as soon as nobody else holds it. `plain`: torch's function, or a
+    partial of it with its options (`use_reentrant`, `preserve_rng_state`, …).
+    """
+
+    def __init__(self, store: CheckpointStore, plain: Callable[..., Any] | None = None) -> None:
+        if plain is None:
+            plain = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        inner = plain.func if isinstance(plain, functools.partial) else plain
+        if inner is not torch.utils.checkpoint.checkpoint:
+            raise ValueError(
+                f"offloaded checkpointing stands around torch.utils.checkpoint.checkpoint, got {inner!r}: leave out "
+                "the other checkpointing (such as offload in activation_checkpointing_kwargs)"
+            )
+        self.store = store
+        self.plain = plain
+        self._last: weakref.ref[_Offloaded] | None = None
+        self._warned = False
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.plain(function, *args, **kwargs)
+        function, args = _hidden_first(function, args)
+        hidden = args[0] if args else None
+        if not (isinstance(hidden, torch.Tensor) and hidden.is_floating_point() and hidden.numel()):
+            self._warn_of(hidden)
+            return self.plain(function, *args, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(self._pack_only(hidden), _unpack):
+            return self.plain(function, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedCheckpoint:
+        return self  # a copy of a model offloads to the same store
+
+    def _pack_only(self, hidden: torch.Tensor) -> Callable[[torch.Tensor], Any]:
+        """Masks and rotary tables are shared by all blocks and stay where they are."""
+        # The hooks live as long as the checkpoint and must not hold the tensor itself.
+        address, shape, offloaded = hidden.data_ptr(), hidden.shape, None
+
+        def pack(tensor: torch.Tensor) -> Any:
+            nonlocal offloaded
+            if tensor.data_ptr() != address or tensor.shape != shape:
+                return tensor
+            if offloaded is None or (found := offloaded()) is None:
+                previous = self._last() if self._last is not None else None
+                found = _Offloaded(tensor, self.store, transfer_for(tensor.device), previous)
+                self._last = offloaded = weakref.ref(found)
+            return found
+
+        return pack
+
+    def _warn_of(self, hidden: Any) -> None:
+        if not self._warned:
+            self._warned = True
+            found = "nothing" if hidden is None else type(hidden).__name__
+            log.warning(
+                "memascend: a checkpointed block got %s instead of hidden states as its first argument; its "
+                "checkpoint stays on the device",
+                found,
+            )
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    return packed.bring_back() if isinstance(packed, _Offloaded) else packed
+
+
+def _hidden_first(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """transformers binds keyword arguments in a partial; hidden states among them become the first argument again."""
+    if args or not isinstance(function, functools.partial) or HIDDEN_ARGUMENT not in function.keywords:
+        return function, args
+    others = {name: value for name, value in function.keywords.items() if name != HIDDEN_ARGUMENT}
+    bound = functools.partial(function.func, *function.args, **others)
+    return lambda hidden: bound(**{HIDDEN_ARGUMENT: hidden}), (function.keywords[HIDDEN_ARGUMENT],)
+
+
+def offload_checkpoints(
+    model: torch.nn.Module, store: CheckpointStore, **checkpoint_options: Any
+) -> Callable[[], None]:
+    """Turn on gradient checkpointing of a transformers model with its checkpoints in `store`; returns the undo.
+
+    `checkpoint_options` go to `torch.utils.checkpoint.checkpoint` (`use_reentrant`: default False). Checkpointing that
+    is on already keeps its options. Later calls of `gradient_checkpointing_enable` or
+    `activation_checkpointing_enable`, such as the Trainer's, are offloaded too.
+    Call it before or after `deepspeed.initialize`; every rank has a store of its own. Raises ValueError for a model
+    without the transformers checkpointing interface.
+    """
+    owner = next((m for m in model.modules() if hasattr(type(m), "_set_gradient_checkpointing")), None)
+    if owner is None or not getattr(owner, "supports_gradient_checkpointing", False):
+        raise ValueError(
+            f"{type(model).__name__} does not support gradient checkpointing the way transformers does it: use "
+            "checkpointing 'none', or wrap its blocks with memascend.activation.OffloadedCheckpoint"
+        )
+    if "_set_gradient_checkpointing" in vars(owner):
+        raise RuntimeError(f"checkpoints of this {type(owner).__name__} are offloaded already: undo that first")
+    stock = owner._set_gradient_checkpointing
+
+    @functools.wraps(stock)
+    def set_offloaded(enable: bool = True, gradient_checkpointing_func: Any = None, **options: Any) -> None:
+        if not enable:
+            return stock(enable=False, **options)
+        stock(
+            enable=True, gradient_checkpointing_func=OffloadedCheckpoint(store, gradient_checkpointing_func), **options
+        )
+        store.blocks = checkpointed_blocks(owner)
+
+    on_before = any(getattr(module, "gradient_checkpointing", False) for module in owner.modules())
+    owner._set_gradient_checkpointing = set_offloaded
+    try:
+        if on_before:
+            _replace_functions(owner, lambda plain: OffloadedCheckpoint(store, plain))
+            store.blocks = checkpointed_blocks(owner)
+        else:
+            _enable(owner, {"use_reentrant": False} | checkpoint_options)
+    except BaseException:
+        del owner._set_gradient_checkpointing
+        raise
+
+    def undo() -> None:
+        del owner._set_gradient_checkpointing
+        _replace_functions(owner, lambda f: f.plain if isinstance(f, OffloadedCheckpoint) else f)
+        if not on_before:
+            stock(enable=False)
+        store.close()
+
+    return undo
+
+
+def checkpointed_blocks(model: torch.nn.Module) -> int:
+    """Checkpoints that one forward pass of a transformers model makes."""
+    switches = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    layers = [m for m in switches if not hasattr(m, "_set_gradient_checkpointing")]
+    # Up to 4.51 the model itself loops over its layers and holds the only switch.
+    return len(layers) or model.config.get_text_config().num_hidden_layers
+
+
+def _replace_functions(model: torch.nn.Module, new: Callable[[Any], Any]) -> None:
+    """Give every block `new(function)` for the function that checkpoints it; which blocks do so stays as it is."""
+    made: dict[int, tuple[Any, Any]] = {}  # blocks share a function, and go on sharing one
+    for module in model.modules():
+        if (function := getattr(module, "_gradient_checkpointing_func", None)) is not None:
+            if id(function) not in made:
+                made[id(function)] = function, new(function)
+            module._gradient_checkpointing_func = made[id(function)][1]
+
+
+def _enable(model: Any, options: dict[str, Any]) -> None:
+    # Renamed in transformers 5; the old name warns there.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(options)

@@ -1,0 +1,140 @@
+"""Host memory for the activation checkpoints of one rank: a single reservation, cut into a slot for each block.
+
+MemAscend, Eq. 1: B x C x L x H elements a rank, B sequences of C tokens, L blocks of hidden size H. The reservation is
+made as a whole, so the allocator's rounding meets the whole store: nothing with the exact allocator, up to twice the
+bytes with the power-of-two one. That is the granularity which the paper's baseline shows (its totals grow by
+p2(B C L H 2) for each GPU; rounding each block would give other steps).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from typing import Any
+
+import torch
+
+from memascend.memory.pinned import Allocator
+
+OWNER = "activation_checkpoints"
+
+
+class _Segment:
+    """One reservation in equal slots. `pending` holds, for each device, the event after its last copy."""
+
+    def __init__(self, buffer: torch.Tensor, slot_bytes: int) -> None:
+        self.buffer = buffer.view(torch.uint8)
+        self.pending: dict[torch.device, Any] = {}
+        # Slots come back from destructors, which may run inside any other call: an append is atomic.
+        self.returned: deque[int] = deque()
+        self.carve(slot_bytes)
+
+    def carve(self, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.count = self.buffer.numel() // slot_bytes
+        self.free = list(range(self.count))[::-1]
+
+    def collect(self) -> None:
+        while self.returned:
+            self.free.append(self.returned.popleft())
+
+    @property
+    def empty(self) -> bool:
+        return len(self.free) == self.count
+
+    def __del__(self) -> None:
+        for event in self.pending.values():
+            event.synchronize()  # a copy may still read or write memory that is about to be freed
+
+
+class Slot:
+    """Host memory of one checkpoint, given back when this object goes."""
+
+    def __init__(self, segment: _Segment, index: int) -> None:
+        self._segment, self._index = segment, index
+        self.pending = segment.pending
+
+    def view(self, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The slot as a dense tensor; the caller asked for at least its bytes."""
+        begin = self._index * self._segment.slot_bytes
+        flat = self._segment.buffer[begin : begin + math.prod(size) * dtype.itemsize].view(dtype)
+        return flat.as_strided(size, stride, flat.storage_offset())
+
+    def __del__(self) -> None:
+        self._segment.returned.append(self._index)
+
+
+class CheckpointStore:
+    """One rank's checkpoints in memory of `allocator`, which books them in its ledger (owner `activation_checkpoints`).
+
+    `blocks`: checkpoints of one forward pass (`offload_checkpoints` sets it). The bytes of a slot are learnt from the
+    first checkpoint, or given beforehand by `reserve`. When a larger batch comes, the reservation is replaced by a
+    larger one; when a second forward pass runs before the first one's backward, it gets a reservation of its own.
+    Thread-safe.
+    """
+
+    def __init__(self, allocator: Allocator, *, blocks: int | None = None) -> None:
+        self.allocator = allocator
+        self.blocks = blocks
+        self._segments: list[_Segment] = []
+        self._lock = threading.Lock()
+
+    def reserve(self, batch: int, context: int, layers: int, hidden: int, dtype: torch.dtype) -> None:
+        """Make the reservation of Eq. 1 before the first forward pass. Raises ValueError for sizes below one."""
+        if min(batch, context, layers, hidden) < 1:
+            raise ValueError(
+                f"activation checkpoints of batch {batch}, context {context}, {layers} layers, hidden size {hidden}: "
+                "all must be positive"
+            )
+        with self._lock:
+            self.blocks = layers
+            self._add(batch * context * hidden, dtype)
+
+    def lease(self, numel: int, dtype: torch.dtype) -> Slot:
+        """Memory for one checkpoint of `numel` elements. Raises MemoryError if the allocator cannot give it."""
+        if self.blocks is None:
+            raise ValueError("CheckpointStore: the number of blocks is unknown: pass blocks=, or call reserve first")
+        wanted = numel * dtype.itemsize
+        with self._lock:
+            for segment in self._segments:
+                segment.collect()
+                if segment.slot_bytes == wanted and segment.free:
+                    return Slot(segment, segment.free.pop())
+            segment = self._empty_segment_for(wanted) or self._add(numel, dtype)
+            return Slot(segment, segment.free.pop())
+
+    def close(self) -> None:
+        """Let go of the memory; checkpoints that are still needed keep theirs until they are used."""
+        with self._lock:
+            self._segments.clear()
+
+    @property
+    def requested_bytes(self) -> int:
+        """Bytes asked of the allocator, all reservations together."""
+        return sum(segment.buffer.numel() for segment in self._segments)
+
+    @property
+    def leased(self) -> int:
+        """Checkpoints that are in host memory now."""
+        with self._lock:
+            for segment in self._segments:
+                segment.collect()
+            return sum(segment.count - len(segment.free) for segment in self._segments)
+
+    def _empty_segment_for(self, slot_bytes: int) -> _Segment | None:
+        """An unused reservation cut anew; one that is too small is given back, to be replaced."""
+        idle = sorted((s for s in self._segments if s.empty), key=lambda s: s.buffer.numel())
+        for segment in idle:
+            if segment.buffer.numel() >= slot_bytes * self.blocks:
+                segment.carve(slot_bytes)
+                return segment
+        if idle:
+            self._segments.remove(idle[-1])
+        return None
+
+    def _add(self, slot_numel: int, dtype: torch.dtype) -> _Segment:
+        buffer = self.allocator.allocate(slot_numel * self.blocks, dtype, name="activation checkpoints", owner=OWNER)
+        segment = _Segment(buffer, slot_numel * dtype.itemsize)
+        self._segments.append(segment)
+        return segment
