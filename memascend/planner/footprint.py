@@ -324,12 +324,34 @@ class _Builder:
                 pageable(ledger, name, "in_memory_optimizer", 3 * numel * self.states.itemsize)
 
     def checkpoints(self, ledger: Ledger, rank: int) -> None:
-        """Offloaded activation checkpoints, Eq. 1: B x C x L x H elements a rank, one store, pinned."""
-        numel = self.batch * self.context * self.spec.layers * self.spec.hidden
-        if numel:
-            allocator = CountingAllocator(self.arrangement.pinned, ledger)
-            name = self.named("activation checkpoints", rank)
-            allocator.allocate(numel, self.dtype, name=name, owner="activation_checkpoints")
+        allocator = CountingAllocator(self.arrangement.pinned, ledger)
+        name = self.named("activation checkpoints", rank)
+        _book_checkpoints(allocator, self.spec, self.dtype, self.batch * self.context, name)
+
+
+def checkpoint_bytes(
+    spec: ModelSpec, system: str, arm: str | None = None, *, dtype: str, ranks: int, batch: int, context: int
+) -> int:
+    """What the offloaded activation checkpoints alone reserve on all ranks: the rest of a plan does not depend on them.
+
+    Arguments and errors as those of :func:`plan`.
+    """
+    _, arrangement = _arrangement(system, arm)
+    _check_workload(dtype, ranks, batch, context, blocks_in_flight=1)
+    ledger = Ledger()
+    _book_checkpoints(
+        CountingAllocator(arrangement.pinned, ledger), spec, DTYPES[dtype], batch * context, "checkpoints"
+    )
+    return ranks * sum(entry.reserved_bytes for entry in ledger.entries())
+
+
+def _book_checkpoints(
+    allocator: CountingAllocator, spec: ModelSpec, dtype: torch.dtype, tokens: int, name: str
+) -> None:
+    """Eq. 1: B x C x L x H elements a rank, one store, pinned."""
+    numel = tokens * spec.layers * spec.hidden
+    if numel:
+        allocator.allocate(numel, dtype, name=name, owner="activation_checkpoints")
 
 
 # isinf is abs() == inf: a copy of the buffer and one bool an element, together 1.25 x (III-C, Fig. 3).

@@ -17,14 +17,16 @@ def test_plan_prints_every_component_and_a_total(capsys):
     status, out, err = run(capsys, "plan", "--model", "Qwen/Qwen2.5-7B", "--system", "zero_infinity", "--ram", "128")
     assert (status, err) == (0, "")
     assert "overflow check overhead" in out
-    assert "fits 128 GiB" in out
+    assert "host memory: fits 128 GiB" in out
     shares = [float(line.split()[-1].rstrip("%")) for line in out.splitlines() if line.endswith("%")]
-    assert shares.pop() == 100  # the last row is the total
-    assert sum(shares) == pytest.approx(100, abs=0.5)
+    tables = out.count("  total  ")
+    assert tables == 2
+    assert sum(shares) == pytest.approx(200 * tables, abs=0.5 * tables)  # the rows of each, and its total
 
 
 def test_plan_says_how_much_is_missing_and_what_is_largest(capsys):
-    _, out, _ = run(capsys, "plan", "--model", "qwen2.5-32b", "--ram", "64")
+    status, out, _ = run(capsys, "plan", "--model", "qwen2.5-32b", "--ram", "64")
+    assert status == 1
     assert "does not fit 64 GiB" in out
     assert "GiB short; largest part: gradient flat buffer" in out
 
@@ -32,10 +34,11 @@ def test_plan_says_how_much_is_missing_and_what_is_largest(capsys):
 def test_plan_as_json_holds_the_ledger(capsys):
     status, out, _ = run(capsys, "plan", "--model", "llama3.2-1b", "--json", "--ram", "8", "--context", "1024")
     made = json.loads(out)
-    assert status == 0
+    assert status == 1
     assert made["fits"] is False
     assert sum(made["components_bytes"].values()) == made["host_bytes"]
-    assert sum(entry["reserved_bytes"] for entry in made["ledger"]) == made["host_bytes"]
+    for role, whole in (("host", "host_bytes"), ("device", "device_bytes")):
+        assert sum(e["reserved_bytes"] for e in made["ledger"] if e["role"] == role) == made[whole]
 
 
 def test_plan_grows_with_context_and_gpus(capsys):
@@ -62,7 +65,15 @@ def test_plan_grows_with_context_and_gpus(capsys):
         (["plan", "--model", "llama3.2-1b", "--dtype", "int8"], "unknown dtype 'int8'"),
         (["plan", "--model", "llama3.2-1b", "--contxt", "1"], "--contxt"),
         (["plan", "--model", "missing/config.json"], "No such file"),
-        (["train", "--config", "run.yaml"], "'train' is not built yet"),
+        (["plan", "--model", "llama3.2-1b", "--stack", "magic"], "unknown stack 'magic'"),
+        (["plan", "--model", "llama3.2-1b", "--states", "bf16"], "optimizer states in bf16 need a model in bf16"),
+        (["plan", "--model", "llama3.2-1b", "--states", "int4"], "unknown dtype 'int4' of the optimizer states"),
+        (["plan", "--model", "llama3.2-1b", "--testbed", "cray"], "unknown testbed 'cray'"),
+        (["plan", "--model", "llama3.2-1b", "--testbed", "none.yaml"], "cannot read the testbed none.yaml"),
+        (["plan", "--model", "llama3.2-1b", "--nvme", "no-such-folder"], "no-such-folder is no folder"),
+        (["plan", "--model", "llama3.2-1b", "--write-config", "ds.json"], "--write-config needs --nvme"),
+        (["plan", "--model", "llama3.2-1b", "--picture", "plan.bmp"], "end the name in .svg, .png, .pdf"),
+        (["plan", "--model", "llama3.2-1b", "--twin", "3"], "not a power of two"),
         (["explode"], "explode"),
     ],
 )
@@ -78,3 +89,157 @@ def test_an_unreadable_folder_is_one_line(capsys, tmp_path):
     status, _, err = run(capsys, "plan", "--model", str(tmp_path))
     assert status == 2
     assert "holds no config.json" in err
+
+
+def planned(capsys, *arguments: str) -> dict:
+    """The JSON answer for Qwen2.5-7B on the paper's first machine."""
+    status, out, err = run(capsys, "plan", "--model", "qwen2.5-7b", "--json", *arguments)
+    assert status in (0, 1), err
+    return json.loads(out)
+
+
+def test_without_limits_nothing_is_judged_and_the_plan_says_how_to_ask(capsys):
+    status, out, _ = run(capsys, "plan", "--model", "qwen2.5-7b")
+    assert status == 0
+    assert "will it fit? say how much there is" in out
+    assert "seconds a step: not given; no machine was named" in out
+    assert planned(capsys)["fits"] is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "name"), [("--gpu-memory", "GPU memory"), ("--ram", "host memory"), ("--ssd-space", "SSD space")]
+)
+def test_each_limit_alone_decides_and_sets_the_exit_status(capsys, limit, name):
+    for size, fits in (("4", False), ("4000", True)):
+        status, out, _ = run(capsys, "plan", "--model", "qwen2.5-7b", limit, size)
+        assert status == (0 if fits else 1)
+        assert f"{name}: {'fits' if fits else 'does not fit'} {size} GiB" in out
+
+
+@pytest.mark.parametrize("system", ["memascend", "zero_infinity", "zero_offload", "all_in_gpu"])
+def test_the_largest_context_and_batch_fit_and_the_next_do_not(capsys, system):
+    limits = ("--gpu-memory", "141", "--ram", "320", "--system", system)
+    found = planned(capsys, *limits)["largest"]
+    for option, size, step in (("--context", found["context"], 256), ("--batch", found["batch"], 1)):
+        assert planned(capsys, *limits, option, str(size))["fits"] is True
+        assert planned(capsys, *limits, option, str(size + step))["fits"] is False
+
+
+def test_the_largest_model_is_the_largest_that_fits(capsys):
+    found = planned(capsys, "--ram", "128", "--gpu-memory", "24")["largest"]["model"]
+    assert found == "Qwen3-30B-A3B"
+    for model, status in ((found, 0), ("qwen2.5-32b", 1)):
+        assert run(capsys, "plan", "--model", model, "--ram", "128", "--gpu-memory", "24")[0] == status
+
+
+def test_a_limit_that_bounds_nothing_is_said_so(capsys):
+    _, out, _ = run(capsys, "plan", "--model", "qwen2.5-7b", "--ssd-space", "500")
+    assert "what was given bounds neither context nor batch" in out
+
+
+def test_a_testbed_gives_limits_seconds_and_the_bottleneck(capsys):
+    made = planned(capsys, "--gpus", "2", "--batch", "8", "--testbed", "memascend-c1")
+    assert made["fits"] is True
+    assert [need["limit_bytes"] for need in made["needs"]] == [80 * 2**30, 1024 * 2**30, None]
+    time = made["time"]
+    assert time["lane"] == "modelled"
+    assert time["bottleneck"] == "SSD"
+    assert time["tokens_per_second"] == pytest.approx(2 * 8 * 4096 / time["seconds"])
+    assert set(time["reasons"]) == set(time["calibrations"]) - {"chain_memory_bytes_per_s"}
+
+
+def test_more_gpus_than_the_testbed_has_give_no_time(capsys):
+    made = planned(capsys, "--gpus", "4", "--testbed", "memascend-c1")
+    assert made["time"] == {"reason": "memascend-c1 has 2 GPUs, not 4"}
+
+
+def test_wear_follows_from_bytes_and_seconds(capsys):
+    made = planned(capsys, "--testbed", "memascend-c1", "--ssd-endurance", "600")
+    wear, seconds = made["wear"], made["time"]["seconds"]
+    assert wear["bytes_per_step"] == sum(made["io_bytes"]["write"].values())
+    assert wear["tb_per_day"] == pytest.approx(wear["bytes_per_step"] / 1e12 * 86400 / seconds)
+    assert wear["days_of_life"] == pytest.approx(600 / wear["tb_per_day"])
+    assert wear["steps_of_life"] == pytest.approx(600e12 / wear["bytes_per_step"])
+
+
+def test_without_an_endurance_the_life_is_not_made_up(capsys):
+    _, out, _ = run(capsys, "plan", "--model", "qwen2.5-7b", "--testbed", "memascend-c1")
+    assert "life of the drive: not given without its rated endurance (--ssd-endurance" in out
+    assert planned(capsys)["wear"]["days_of_life"] is None
+
+
+def test_a_yaml_file_describes_a_machine(capsys, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("memory_gib: 64\ngpus: [{model: RTX 4090, count: 1, memory_gib: 24}]\n")
+    made = planned(capsys, "--testbed", str(path))
+    assert [need["fits"] for need in made["needs"]] == [True, True, None]
+    assert "does not say rates.gpu_tflops_16bit" in made["time"]["reason"]
+
+
+def test_bf16_states_halve_what_the_optimizer_moves(capsys):
+    fp32, bf16 = (planned(capsys, "--dtype", "bf16", "--states", states) for states in ("fp32", "bf16"))
+    assert bf16["io_bytes"]["read"]["optimizer"] * 2 == fp32["io_bytes"]["read"]["optimizer"]
+    assert bf16["host_bytes"] < fp32["host_bytes"]
+
+
+def test_checkpoints_that_stay_on_the_gpu_take_no_host_memory(capsys):
+    there, here = (planned(capsys, "--stack", stack) for stack in ("offloaded", "flash_chunked"))
+    moved = there["components_bytes"]["activation checkpoints"]
+    assert there["host_bytes"] - here["host_bytes"] == moved
+    assert here["device_bytes"] > there["device_bytes"]
+
+
+def test_the_configuration_is_written_once(capsys, tmp_path):
+    path, nvme = tmp_path / "ds.json", tmp_path / "nvme"
+    nvme.mkdir()
+    arguments = ("plan", "--model", "qwen2.5-7b", "--gpus", "2", "--batch", "3", "--accumulate", "4")
+    arguments += ("--nvme", str(nvme), "--write-config", str(path))
+    status, out, _ = run(capsys, *arguments)
+    assert status in (0, 1)
+    assert str(path) in out
+    config = json.loads(path.read_text())
+    assert config["train_batch_size"] == 24
+    zero = config["zero_optimization"]
+    assert zero["offload_param"]["nvme_path"] == zero["offload_optimizer"]["nvme_path"] == str(nvme)
+    assert "buffer_size" not in zero["offload_param"]  # ours never asks for it
+    before = path.read_bytes()
+    status, _, err = run(capsys, *arguments)
+    assert (status, path.read_bytes()) == (2, before)
+    assert "exists: --force replaces it" in err
+    assert run(capsys, *arguments, "--force")[0] in (0, 1)
+
+
+def test_the_configuration_of_the_baseline_names_its_buffers(capsys, tmp_path):
+    path = tmp_path / "ds.json"
+    run(capsys, "plan", "--model", "qwen2.5-7b", "--system", "zero_infinity", "--nvme", str(tmp_path),
+        "--write-config", str(path))  # fmt: skip
+    config = json.loads(path.read_text())
+    param = config["zero_optimization"]["offload_param"]
+    assert (param["buffer_count"], param["buffer_size"]) == (9, 152064 * 3584)
+    assert "memascend" not in config
+
+
+def test_all_in_gpu_has_no_deepspeed_configuration(capsys, tmp_path):
+    status, _, err = run(capsys, "plan", "--model", "llama3.2-1b", "--system", "all_in_gpu", "--write-config",
+                         str(tmp_path / "ds.json"))  # fmt: skip
+    assert status == 2
+    assert "needs no DeepSpeed configuration" in err
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [(".svg", b"<?xml"), (".png", b"\x89PNG"), (".pdf", b"%PDF")])
+def test_a_picture_is_drawn_and_not_overwritten(capsys, tmp_path, suffix, magic):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"plan{suffix}"
+    arguments = ("plan", "--model", "qwen2.5-7b", "--ram", "64", "--picture", str(path))
+    assert run(capsys, *arguments)[0] == 0
+    assert path.read_bytes().startswith(magic)
+    status, _, err = run(capsys, *arguments)
+    assert status == 2
+    assert "exists: --force replaces it" in err
+
+
+def test_without_matplotlib_the_picture_says_how_to_get_it(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    status, _, err = run(capsys, "plan", "--model", "qwen2.5-7b", "--picture", str(tmp_path / "plan.svg"))
+    assert status == 2
+    assert "pip install matplotlib" in err

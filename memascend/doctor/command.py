@@ -1,0 +1,7 @@
+"""`memascend doctor`."""
+
+from typing import Any
+
+
+def add_doctor(commands: Any) -> None:
+    """Register the subcommand."""

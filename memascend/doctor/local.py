@@ -1,0 +1,45 @@
+"""This machine as the planner's Machine: limits from the kernel, rates from data sheets and from a short try."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from memascend.doctor import probe
+from memascend.doctor.speed import device_speed, memory_speed
+from memascend.planner.machine import Machine
+
+
+def local_machine(nvme: Path | None = None) -> Machine:
+    """What this machine has; with a folder its SSD is tried for a few seconds (up to 1 GiB, deleted at once).
+
+    Without a GPU the rates of one are None, and then no time can be given. Raises ValueError, in one line, where the
+    folder cannot be written.
+    """
+    found = probe.gpus()
+    sources = {"memory_bytes_per_s": "torch's sum of 256 MiB, best of three"}
+    read = write = None
+    if nvme is not None:
+        try:
+            speed = device_speed(nvme)
+        except OSError as error:
+            raise ValueError(
+                f"cannot try the SSD in {nvme}: {error.strerror}; name a folder that is writable"
+            ) from None
+        read, write = speed.read_bytes_per_s, speed.write_bytes_per_s
+        tried = f"{speed.tried_bytes / 2**20:.0f} MiB by O_DIRECT in {nvme}"
+        sources |= {"ssd_read_bytes_per_s": tried, "ssd_write_bytes_per_s": tried}
+    first = found[0] if found else None
+    if first is not None:
+        sources |= {"gpu_flops_per_s": f"data sheet of {first.name}", "pcie_bytes_per_s": "nvidia-smi"}
+    return Machine(
+        name="local",
+        gpus=len(found) or 1,
+        gpu_flops_per_s=first.flops_per_s if first else None,
+        gpu_memory_bytes=first.memory_bytes if first else None,
+        pcie_bytes_per_s=first.pcie_bytes_per_s if first else None,
+        ssd_read_bytes_per_s=read,
+        ssd_write_bytes_per_s=write,
+        memory_bytes_per_s=memory_speed(),
+        ram_bytes=probe.usable_memory_bytes(),
+        sources=sources,
+    )

@@ -1,0 +1,147 @@
+"""This machine from /proc, /sys and nvidia-smi: no torch, no root, no write. Readers take a root, for tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 2**30
+# Dense 16-bit matrix rate with 32-bit sums, in TFLOPS, by a word of the name: NVIDIA's data sheets. Longer words first.
+GPU_TFLOPS = {
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "RTX 6000 Ada": 364.0,
+    "RTX A6000": 154.8,
+    "RTX A5000": 111.1,
+    "A5000": 111.1,
+    "A10": 125.0,
+    "V100": 125.0,
+    "RTX 4090": 165.2,
+    "RTX 4080": 97.5,
+    "RTX 3090": 71.0,
+}
+# GB/s of one PCIe lane each way, by generation.
+PCIE_LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+_NO_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One NVIDIA GPU; `flops_per_s` and `pcie_bytes_per_s` None where the name or the driver does not tell."""
+
+    name: str
+    memory_bytes: int
+    flops_per_s: float | None
+    pcie_bytes_per_s: float | None
+
+
+def read_text(path: Path) -> str:
+    """A file's text; empty where it does not exist or may not be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
+    """(MemTotal, MemAvailable). ValueError where /proc/meminfo has neither: then this is no Linux that we know."""
+    text = read_text(root / "proc/meminfo")
+    total = re.search(r"^MemTotal:\s+(\d+) kB", text, re.MULTILINE)
+    free = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    if not total:
+        raise ValueError(f"cannot read MemTotal from {root / 'proc/meminfo'}: Linux with /proc mounted is needed")
+    return int(total[1]) * 1024, int((free or total)[1]) * 1024
+
+
+def swap_bytes(root: Path = Path("/")) -> int:
+    found = re.search(r"^SwapTotal:\s+(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryGroup:
+    """The tightest control group over this process: its limit, and the file that sets it."""
+
+    version: int
+    limit_bytes: int
+    file: Path
+
+
+def memory_group(root: Path = Path("/")) -> MemoryGroup | None:
+    """The smallest limit from this process's own control group up to the top, v2 or v1; None where there is none."""
+    own = read_text(root / "proc/self/cgroup")
+    found = []
+    for line in own.splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and controllers == "":
+            base, name, version = root / "sys/fs/cgroup", "memory.max", 2
+        elif "memory" in controllers.split(","):
+            base, name, version = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", 1
+        else:
+            continue
+        places = [Path(path.lstrip("/")), *Path(path.lstrip("/")).parents]
+        for place in dict.fromkeys([*places, Path()]):
+            text = read_text(base / place / name).strip()
+            if text.isdecimal() and int(text) < _NO_LIMIT:
+                found.append(MemoryGroup(version=version, limit_bytes=int(text), file=base / place / name))
+    return min(found, key=lambda group: group.limit_bytes, default=None)
+
+
+def usable_memory_bytes(root: Path = Path("/")) -> int:
+    """The smaller of RAM and the control group's limit."""
+    total, _ = memory_bytes(root)
+    group = memory_group(root)
+    return total if group is None else min(total, group.limit_bytes)
+
+
+def numa_nodes(root: Path = Path("/")) -> list[tuple[int, str, int]]:
+    """(node, its CPUs as the kernel lists them, bytes); a node without CPUs is memory alone, such as a CXL card."""
+    nodes = []
+    for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda p: int(p.name[4:])):
+        found = re.search(r"MemTotal:\s+(\d+) kB", read_text(path / "meminfo"))
+        nodes.append((int(path.name[4:]), read_text(path / "cpulist").strip(), int(found[1]) * 1024 if found else 0))
+    return nodes
+
+
+def nvidia_smi() -> str:
+    """name, MiB, PCIe generation and width of each GPU, a line each. OSError or SubprocessError without a driver."""
+    fields = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+
+
+def gpus(query: Callable[[], str] = nvidia_smi) -> list[Gpu]:
+    """NVIDIA GPUs of this machine; none where there is no driver."""
+    try:
+        lines = query().strip().splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found = []
+    for line in lines:
+        name, mib, generation, width = (field.strip() for field in f"{line},,,".split(",")[:4])
+        lane = PCIE_LANE_GB_PER_S.get(int(generation)) if generation.isdecimal() else None
+        tflops = next((rate for word, rate in GPU_TFLOPS.items() if word in name), None)
+        found.append(
+            Gpu(
+                name=name,
+                memory_bytes=int(mib) << 20 if mib.isdecimal() else 0,
+                flops_per_s=tflops * 1e12 if tflops else None,
+                pcie_bytes_per_s=lane * int(width) * 1e9 if lane and width.isdecimal() else None,
+            )
+        )
+    return found
+
+
+def kernel_version(release: str | None = None) -> tuple[int, int]:
+    """(major, minor) of the running kernel, (0, 0) where its release says neither."""
+    found = re.match(r"(\d+)\.(\d+)", os.uname().release if release is None else release)
+    return (int(found[1]), int(found[2])) if found else (0, 0)

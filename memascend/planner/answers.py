@@ -1,0 +1,134 @@
+"""Everything that `memascend plan` answers for one configuration, computed once; the reports only print it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from memascend.planner.footprint import Plan, systems
+from memascend.planner.gpu_memory import DevicePlan
+from memascend.planner.io_volume import IoVolume
+from memascend.planner.limits import Largest, Limits, Workload, largest
+from memascend.planner.machine import Machine
+from memascend.planner.step_time import StepTime, step_time
+
+DAY_S = 86_400
+TB = 10**12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Bytes that one kind of memory must hold, and how many there are (None: nobody said)."""
+
+    name: str
+    needed_bytes: int
+    limit_bytes: float | None
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.limit_bytes is None else self.needed_bytes <= self.limit_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wear:
+    """What training writes to the SSD. Per day and in days only where a step's time is known."""
+
+    bytes_per_step: int
+    seconds_per_step: float | None
+    endurance_tb: float | None
+
+    @property
+    def tb_per_day(self) -> float | None:
+        return None if self.seconds_per_step is None else self.bytes_per_step * DAY_S / self.seconds_per_step / TB
+
+    @property
+    def steps_of_life(self) -> float | None:
+        if self.endurance_tb is None or not self.bytes_per_step:
+            return None
+        return self.endurance_tb * TB / self.bytes_per_step
+
+    @property
+    def days_of_life(self) -> float | None:
+        steps = self.steps_of_life
+        return None if steps is None or self.seconds_per_step is None else steps * self.seconds_per_step / DAY_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """One plan with all that follows from it. `time` None where `no_time` says why."""
+
+    work: Workload
+    host: Plan
+    device: DevicePlan
+    volume: IoVolume
+    needs: tuple[Need, ...]
+    largest: Largest | None
+    machine: Machine | None
+    time: StepTime | None
+    no_time: str
+    wear: Wear
+    others: tuple[Plan, ...]
+
+    @property
+    def fits(self) -> bool | None:
+        """False where something does not fit, True where something was checked and all of it fits, else None."""
+        verdicts = [need.fits for need in self.needs if need.fits is not None]
+        return all(verdicts) if verdicts else None
+
+
+def answer(
+    work: Workload, limits: Limits, machine: Machine | None = None, endurance_tb: float | None = None
+) -> Answers:
+    """Plan `work` against `limits`, on `machine` where one is named."""
+    host, device, volume = work.host(), work.device(), work.volume()
+    needs = (
+        Need(name="GPU memory", needed_bytes=device.device_bytes, limit_bytes=limits.gpu_bytes),
+        Need(name="host memory", needed_bytes=host.host_bytes, limit_bytes=limits.ram_bytes),
+        Need(name="SSD space", needed_bytes=volume.stored_bytes, limit_bytes=limits.ssd_bytes),
+    )
+    time, no_time = _time(work, machine)
+    return Answers(
+        work=work,
+        host=host,
+        device=device,
+        volume=volume,
+        needs=needs,
+        largest=largest(work, limits) if limits.given else None,
+        machine=machine,
+        time=time,
+        no_time=no_time,
+        wear=Wear(
+            bytes_per_step=volume.total_write_bytes,
+            seconds_per_step=time.seconds if time else None,
+            endurance_tb=endurance_tb,
+        ),
+        others=tuple(
+            replace(work, system=system, arm=None).host()
+            for system in systems()
+            if system not in (work.system, "all_in_gpu")
+        ),
+    )
+
+
+def _time(work: Workload, machine: Machine | None) -> tuple[StepTime | None, str]:
+    if machine is None:
+        return None, "no machine was named: --testbed local, or a YAML file with its rates"
+    if work.ranks > machine.gpus:
+        return None, f"{machine.name} has {machine.gpus} GPU{'s' if machine.gpus > 1 else ''}, not {work.ranks}"
+    try:
+        made = step_time(
+            work.spec,
+            machine,
+            work.system,
+            work.arm,
+            dtype=work.dtype,
+            states=work.states,
+            ranks=work.ranks,
+            batch=work.batch,
+            context=work.context,
+            micro_batches=work.micro_batches,
+            checkpointing=work.stack != "none",
+            offload_checkpoints=work.offloads_checkpoints,
+        )
+    except ValueError as error:
+        return None, str(error)
+    return made, ""

@@ -1,0 +1,106 @@
+"""The DeepSpeed JSON of a plan: what `memascend.enable` takes as it is, or stock DeepSpeed for the other systems."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from memascend.planner.footprint import DTYPES, OPTIMIZER_BUFFERS, SUB_GROUP_SIZE
+from memascend.planner.gpu_memory import PREFETCH_BUCKET, REDUCE_BUCKET
+from memascend.planner.io_volume import SSD_SYSTEMS
+from memascend.planner.limits import Workload
+from memascend.planner.pool import streamed
+
+# One request of 1 MiB at a time is what both engines split a tensor into; 32 of them fill a drive (MemAscend IV-E).
+AIO = {"block_size": 1 << 20, "queue_depth": 32, "single_submit": False, "overlap_events": True}
+PERSISTENCE_THRESHOLD = 100_000
+MAX_LIVE_PARAMETERS = 1_000_000_000
+
+
+def deepspeed_config(work: Workload, nvme_path: str, learning_rate: float = 1e-5) -> dict[str, Any]:
+    """Keys of the configuration that the plan describes. Thresholds are DeepSpeed's, divided by k^2 for a twin.
+
+    Raises ValueError for a system that is not ZeRO stage 3.
+    """
+    if work.system == "all_in_gpu":
+        raise ValueError(
+            "all_in_gpu needs no DeepSpeed configuration: name another --system, or leave --write-config out"
+        )
+    area = work.spec.k * work.spec.k
+
+    def scaled(threshold: float) -> int:
+        return max(1, int(threshold) // area)
+
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "overlap_comm": False,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": scaled(REDUCE_BUCKET),
+        "sub_group_size": max(1, SUB_GROUP_SIZE // work.ranks // area),
+        "stage3_prefetch_bucket_size": scaled(PREFETCH_BUCKET),
+        "stage3_max_live_parameters": scaled(MAX_LIVE_PARAMETERS),
+        "stage3_max_reuse_distance": 0,
+        "stage3_param_persistence_threshold": scaled(PERSISTENCE_THRESHOLD),
+        "memory_efficient_linear": False,
+        **_offload(work, nvme_path),
+    }
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": work.batch,
+        "gradient_accumulation_steps": work.micro_batches,
+        "train_batch_size": work.batch * work.micro_batches * work.ranks,
+        "optimizer": {"type": "AdamW", "params": {"lr": learning_rate, "weight_decay": 0.01}},
+        "gradient_clipping": 1.0,
+        work.dtype: {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": True,
+    }
+    if work.system in SSD_SYSTEMS:
+        config["aio"] = AIO | {"intra_op_parallelism": 1}
+    if work.system == "memascend":
+        config["memascend"] = {"pool": "adaptive", "pinned": "exact", "overflow": "fused", "aio": "memascend"}
+        if work.states == "bf16":
+            config["memascend"]["optimizer_states"] = "bf16"
+    return config
+
+
+def _offload(work: Workload, nvme_path: str) -> dict[str, Any]:
+    if work.system not in SSD_SYSTEMS:
+        in_memory = {"device": "cpu", "pin_memory": True}
+        return {"offload_param": dict(in_memory), "offload_optimizer": dict(in_memory)}
+    param = {"device": "nvme", "nvme_path": nvme_path, "pin_memory": True, "max_in_cpu": 0}
+    if work.system != "memascend":  # ours learns both from the model
+        size = DTYPES[work.dtype].itemsize
+        parts = streamed(
+            work.spec.tensors(), element_bytes=size, ranks=work.ranks, threshold_bytes=(1 << 20) / work.spec.k**2
+        )
+        param |= {"buffer_count": parts.monolithic_count(), "buffer_size": work.spec.largest().numel}
+    optimizer = {
+        "device": "nvme",
+        "nvme_path": nvme_path,
+        "pin_memory": True,
+        "buffer_count": OPTIMIZER_BUFFERS,
+        "pipeline_read": False,
+        "pipeline_write": False,
+        "fast_init": False,
+    }
+    return {"offload_param": param, "offload_optimizer": optimizer}
+
+
+def write_config(config: dict[str, Any], path: Path, *, force: bool) -> None:
+    """Write the configuration as JSON, at once or not at all. FileExistsError, as ValueError, without `force`."""
+    if path.exists() and not force:
+        raise ValueError(f"{path} exists: --force replaces it, or name another file")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name a file")
+    try:
+        handle, partial = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}-")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(json.dumps(config, indent=2) + "\n")
+        os.chmod(partial, 0o644)
+        os.replace(partial, path)
+    except OSError as error:
+        raise ValueError(f"cannot write the configuration {path}: {error.strerror}") from None

@@ -1,0 +1,215 @@
+"""A plan as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from memascend.planner.answers import Answers, Need
+from memascend.planner.footprint import Plan
+from memascend.planner.gpu_memory import STACK_LABELS
+from memascend.planner.machine import REASONS, Calibrations
+
+GIB = 2**30
+_WIDTH = 44
+
+
+def as_text(answers: Answers) -> str:
+    """The whole answer, section by section."""
+    sections = [
+        [_title(answers)],
+        _table("host memory at the worst instant of a step", answers.host.components()),
+        _table(
+            f"memory of each GPU, with {STACK_LABELS[answers.work.stack].removeprefix('+')}",
+            answers.device.components(),
+        ),
+        _ssd(answers),
+        _verdicts(answers),
+        _time(answers),
+        [_other(answers, other) for other in answers.others],
+    ]
+    return "\n".join("\n".join(lines) for lines in _separated(sections))
+
+
+def _separated(sections: list[list[str]]) -> list[list[str]]:
+    filled = [lines for lines in sections if lines]
+    return [lines if index == 0 else ["", *lines] for index, lines in enumerate(filled)]
+
+
+def _title(answers: Answers) -> str:
+    work, spec = answers.work, answers.work.spec
+    gpus = f"{work.ranks} GPU{'s' if work.ranks > 1 else ''}"
+    states = ", bf16 optimizer states" if work.states == "bf16" else ""
+    twin = f" (twin, widths / {spec.k})" if spec.k > 1 else ""
+    more = f" x {work.micro_batches}" if work.micro_batches > 1 else ""
+    parameters = f"{spec.parameters / 1e9:.2f} B" if spec.parameters >= 1e9 else f"{spec.parameters / 1e6:.1f} M"
+    return (
+        f"{answers.host.label}: {spec.display}{twin}, {parameters} parameters, {work.dtype}{states}, {gpus}, "
+        f"batch {work.batch}{more} a GPU, context {work.context}"
+    )
+
+
+def _table(title: str, components: dict[str, int]) -> list[str]:
+    total = sum(components.values())
+    lines = [f"{title:<{_WIDTH}}{'GiB':>10}{'share':>8}"]
+    for name, size in sorted(components.items(), key=lambda item: -item[1]):
+        if size:
+            lines.append(f"  {name:<{_WIDTH - 2}}{gib(size):>10}{size / total:>8.1%}")
+    return [*lines, f"  {'total':<{_WIDTH - 2}}{gib(total):>10}{1:>8.0%}"]
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.2f}" if size >= GIB // 200 or not size else "< 0.01"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
+
+
+def _ssd(answers: Answers) -> list[str]:
+    volume, wear = answers.volume, answers.wear
+    if not volume.stored_bytes:
+        return ["SSD: not used"]
+    lines = [
+        f"SSD: {gib(volume.stored_bytes)} GiB of swap files; a step reads {_gb(volume.total_read_bytes)} "
+        f"and writes {_gb(volume.total_write_bytes)}"
+    ]
+    if wear.tb_per_day is not None:
+        lines.append(f"  without a pause that is {wear.tb_per_day:,.2f} TB written a day")
+    if wear.endurance_tb is None:
+        lines.append("  life of the drive: not given without its rated endurance (--ssd-endurance, TB written)")
+    elif wear.days_of_life is not None:
+        lines.append(
+            f"  rated for {wear.endurance_tb:,g} TB written: {wear.steps_of_life:,.0f} steps, "
+            f"{wear.days_of_life:,.1f} days without a pause"
+        )
+    else:
+        lines.append(f"  rated for {wear.endurance_tb:,g} TB written: {wear.steps_of_life:,.0f} steps")
+    return lines
+
+
+def _verdicts(answers: Answers) -> list[str]:
+    checked = [need for need in answers.needs if need.fits is not None]
+    if not checked:
+        return ["will it fit? say how much there is: --gpu-memory, --ram, --ssd-space (GiB), or --testbed"]
+    return [*(_verdict(need, answers) for need in checked), *_largest(answers)]
+
+
+def _verdict(need: Need, answers: Answers) -> str:
+    spare = need.limit_bytes - need.needed_bytes
+    limit = f"{need.limit_bytes / GIB:.5g} GiB"
+    if spare >= 0:
+        purpose = " for the page cache and other processes" if need.name == "host memory" else ""
+        return f"{need.name}: fits {limit}, with {gib(spare)} GiB to spare{purpose}"
+    parts = {"host memory": answers.host.components(), "GPU memory": answers.device.components()}.get(need.name)
+    part = ""
+    if parts:
+        name, size = max(parts.items(), key=lambda item: item[1])
+        part = f"; largest part: {name}, {gib(size)} GiB"
+    return f"{need.name}: does not fit {limit}: {gib(-spare)} GiB short{part}"
+
+
+def _largest(answers: Answers) -> list[str]:
+    found, work = answers.largest, answers.work
+    if found is None:
+        return []
+    model = found.model or "none of the committed models"
+    at_both = f"largest model at batch {work.batch} and context {work.context}: {model}"
+    if found.unbounded:
+        return ["what was given bounds neither context nor batch", at_both]
+    context = f"{found.context:,} tokens" if found.context else "none"
+    trained = work.spec.config.get("max_position_embeddings")
+    if found.context and isinstance(trained, int) and found.context > trained:
+        context += f" (the model is made for {trained:,})"
+    batch = f"{found.batch:,}" if found.batch else "none"
+    return [
+        f"largest context at batch {work.batch}: {context}",
+        f"largest batch at context {work.context}: {batch}",
+        at_both,
+    ]
+
+
+def _time(answers: Answers) -> list[str]:
+    if answers.time is None:
+        return [f"seconds a step: not given; {answers.no_time}"]
+    made, name = answers.time, answers.machine.name
+    lines = [
+        f"{made.seconds:.3g} s a step, {made.tokens_per_second:,.4g} tokens/s on {name} (modelled); "
+        f"bottleneck: {made.bottleneck}",
+        f"  {'phase':<18}{'seconds':>9}   waits for",
+    ]
+    for phase in made.phases:
+        shares = ", ".join(f"{k} {v:.3g} s" for k, v in sorted(phase.by_resource.items(), key=lambda i: -i[1]) if v)
+        lines.append(f"  {phase.name:<18}{phase.seconds:>9.3g}   {shares}")
+    known = Calibrations()
+    lines.append("  calibrated, not derived:")
+    for field in ("gpu_efficiency", "host_seconds_per_parameter", "adam_memory_efficiency"):
+        lines.append(f"    {field} = {getattr(known, field):.4g}: {REASONS[field]}")
+    return lines
+
+
+def _other(answers: Answers, other: Plan) -> str:
+    limit = next(need.limit_bytes for need in answers.needs if need.name == "host memory")
+    fits = "" if limit is None else (", fits" if other.host_bytes <= limit else ", does not fit")
+    ratio = other.host_bytes / answers.host.host_bytes
+    return f"{other.label} would take {gib(other.host_bytes)} GiB of host memory ({ratio:.2f} x{fits})"
+
+
+def as_json(answers: Answers) -> dict[str, Any]:
+    """Plain types; bytes and seconds. Keys are only added."""
+    work, made = answers.work, answers.host
+    limits = {need.name: need for need in answers.needs}
+    ram = limits["host memory"].limit_bytes
+    return {
+        "model": work.spec.label,
+        "parameters": work.spec.parameters,
+        "system": work.system,
+        "arm": made.arm,
+        "dtype": work.dtype,
+        "states": work.states,
+        "stack": work.stack,
+        "gpus": work.ranks,
+        "batch": work.batch,
+        "context": work.context,
+        "accumulate": work.micro_batches,
+        "host_bytes": made.host_bytes,
+        "device_bytes": answers.device.device_bytes,
+        "ssd_bytes": answers.volume.stored_bytes,
+        "components_bytes": made.components(),
+        "device_components_bytes": answers.device.components(),
+        "ram_gib": None if ram is None else ram / GIB,
+        "fits": answers.fits,
+        "needs": [
+            {"name": n.name, "needed_bytes": n.needed_bytes, "limit_bytes": n.limit_bytes, "fits": n.fits}
+            for n in answers.needs
+        ],
+        "largest": None if answers.largest is None else dataclasses.asdict(answers.largest),
+        "io_bytes": {"read": answers.volume.read_bytes, "write": answers.volume.write_bytes},
+        "wear": {
+            "bytes_per_step": answers.wear.bytes_per_step,
+            "tb_per_day": answers.wear.tb_per_day,
+            "endurance_tb": answers.wear.endurance_tb,
+            "steps_of_life": answers.wear.steps_of_life,
+            "days_of_life": answers.wear.days_of_life,
+        },
+        "time": _time_json(answers),
+        "others": {other.system: other.host_bytes for other in answers.others},
+        "ledger": [dataclasses.asdict(entry) for entry in (*made.entries, *answers.device.entries)],
+    }
+
+
+def _time_json(answers: Answers) -> dict[str, Any]:
+    if answers.time is None:
+        return {"reason": answers.no_time}
+    made = answers.time
+    return {
+        "lane": "modelled",
+        "testbed": answers.machine.name,
+        "seconds": made.seconds,
+        "tokens_per_second": made.tokens_per_second,
+        "bottleneck": made.bottleneck,
+        "phases": [dataclasses.asdict(phase) | {"bottleneck": phase.bottleneck} for phase in made.phases],
+        "rates": dataclasses.asdict(answers.machine),
+        "calibrations": dataclasses.asdict(Calibrations()),
+        "reasons": REASONS,
+    }
