@@ -10,7 +10,7 @@ ARMS = [(name, arm) for name in system_names() for arm in load_system(name).arms
 
 
 def run_of(system: str, arm: str, **changes) -> RunSpec:
-    fields = {"run_id": "r", "model": "m", "k": 8, "dtype": "fp16", "sequence": 32, "batch": 1, "steps": 3, "seed": 0}
+    fields = {"run_id": "r", "model": "m", "k": 8, "dtype": "bf16", "sequence": 32, "batch": 1, "steps": 3, "seed": 0}
     return RunSpec(system=system, arm=arm, **(fields | {"ranks": 1} | changes))
 
 

@@ -8,7 +8,8 @@ what                  where                                                     
 I/O module            ``OpBuilder._loaded_ops["async_io"]``                           semi-private
 pinned allocation     ``deepspeed.accelerator.set_accelerator``                       public
 parameter swapper     ``partition_parameters.AsyncPartitionedParameterSwapper``       module global
-overflow check        ``stage3.DeepSpeedZeroOptimizer_Stage3``                        module global
+overflow check, norm  ``stage3.DeepSpeedZeroOptimizer_Stage3``                        module global
+bf16 states           ``swap_tensor.optimizer_utils.SwapTensorContext``               module global
 ====================  ==============================================================  =========================
 """
 
@@ -23,8 +24,9 @@ from typing import Any
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator
 
-from . import cpu_shims
-from .aio import FileAioModule, IoCounters, MeteredAioModule
+from . import bf16_states, cpu_shims
+from .aio import AioModule, IoCounters, MeteredAioModule
+from .derived import DerivedSettings
 from .parts import TODAY, Parts, parts_from_config, switched_off, validate_deepspeed_config
 
 TRIED_VERSIONS = ("0.16.7", "0.19.8")
@@ -53,6 +55,8 @@ def enable(
     pool: str | None = None,
     overflow: str | None = None,
     aio: str | None = None,
+    optimizer_states: str | None = None,
+    numerics: str | None = None,
     blocks_in_flight: int | None = None,
     ledger: Ledger | None = None,
     minimum_swap_bytes: int | None = None,
@@ -63,7 +67,7 @@ def enable(
     Args:
         ds_config: the DeepSpeed configuration; its section ``"memascend"`` chooses parts, keywords override it;
             ``{"enabled": false}`` leaves DeepSpeed alone.
-        pinned, pool, overflow, aio: see :class:`Parts`. Default: all of MemAscend.
+        pinned, pool, overflow, aio, optimizer_states, numerics: see :class:`Parts`. Default: all of MemAscend.
         blocks_in_flight: N of MemAscend IV-B, transformer blocks whose weights may be in host memory at once.
         ledger: account to write to; a new one by default.
         minimum_swap_bytes: replaces DeepSpeed's hard-coded 1 MiB below which tensors stay in memory (twins scale it).
@@ -79,7 +83,15 @@ def enable(
         return _active
     parts, n_blocks = parts_from_config(
         ds_config,
-        {"pinned": pinned, "pool": pool, "overflow": overflow, "aio": aio, "blocks_in_flight": blocks_in_flight},
+        {
+            "pinned": pinned,
+            "pool": pool,
+            "overflow": overflow,
+            "aio": aio,
+            "optimizer_states": optimizer_states,
+            "numerics": numerics,
+            "blocks_in_flight": blocks_in_flight,
+        },
     )
     validate_deepspeed_config(ds_config, parts)
     state = Enabled(parts=parts, ledger=ledger or Ledger(), io=IoCounters())
@@ -133,13 +145,17 @@ def _install(
     for warning in state.warnings:
         log.warning("memascend: %s", warning)
     parts = state.parts
+    _configure_states(state, ds_config)
+    derived = DerivedSettings(ds_config)
     if get_accelerator().device_name() == "cpu":
         _install_cpu_shims(state, ds_config, gather_clone)
     allocator = _allocator(parts, state.ledger)
     _check_signature(stage3.DeepSpeedZeroOptimizer_Stage3.__init__, ["self", "module"])
     for method in ("has_overflow", "_configure_tensor_swapping", "_model_parallel_all_reduce"):
         _check_method(stage3.DeepSpeedZeroOptimizer_Stage3, method)
-    optimizer_class = checked_optimizer_class(stage3.DeepSpeedZeroOptimizer_Stage3, parts.overflow, minimum_swap_bytes)
+    optimizer_class = checked_optimizer_class(
+        stage3.DeepSpeedZeroOptimizer_Stage3, parts.overflow, minimum_swap_bytes, parts.numerics
+    )
     _replace(state, stage3, "DeepSpeedZeroOptimizer_Stage3", optimizer_class)
     if minimum_swap_bytes is not None:
         state.shims.append(f"minimum-swap-bytes={minimum_swap_bytes}")
@@ -158,7 +174,7 @@ def _install(
         else pooled_swapper_class(parts.pool, allocator, n_blocks, minimum_swap_bytes)
     )
     _replace(state, partition_parameters, "AsyncPartitionedParameterSwapper", swapper)
-    _replace_loaded_op(state, FileAioModule(allocator, state.io))
+    _replace_loaded_op(state, AioModule(allocator, state.io, derived.io))
     _replace_accelerator(state, pinning_accelerator(get_accelerator(), allocator))
 
 
@@ -204,6 +220,14 @@ def _install_cpu_shims(state: Enabled, ds_config: dict[str, Any], gather_clone: 
                 "fp16 on the CPU needs zero_optimization.memory_efficient_linear=false, or DeepSpeed replaces "
                 "the linear layer whose products are computed in fp32; set it to false"
             )
+
+
+def _configure_states(state: Enabled, ds_config: dict[str, Any]) -> None:
+    if state.parts.optimizer_states == "bf16":
+        state._undo.append(bf16_states.configure_bf16_states(ds_config))
+        state._undo.append(bf16_states.keep_dtype_of_swapped_tensors())
+    else:
+        bf16_states.refuse_contradictions(ds_config)
 
 
 def _allocator(parts: Parts, ledger: Ledger) -> Any:

@@ -21,7 +21,9 @@ CHECKS: dict[str, Callable[[torch.Tensor], bool]] = {
 }
 
 
-def checked_optimizer_class(stock_class: type, check_name: str, minimum_swap_bytes: int | None) -> type:
+def checked_optimizer_class(
+    stock_class: type, check_name: str, minimum_swap_bytes: int | None, numerics: str = "exact"
+) -> type:
     """Subclass of DeepSpeed's stage-3 optimizer; ``check_name`` 'stock' leaves the overflow check alone."""
 
     class MemAscendStage3(stock_class):  # type: ignore[misc, valid-type]
@@ -45,12 +47,19 @@ def checked_optimizer_class(stock_class: type, check_name: str, minimum_swap_byt
         def has_overflow(self, partition_gradients: bool = True) -> bool:
             if check_name == "stock" or not partition_gradients:
                 return super().has_overflow(partition_gradients)
-            found = CHECKS[check_name](self.grad_partitions_flat_buffer)
+            found = self._local_overflow()
             flag = get_accelerator().ByteTensor([int(found)]).to(get_accelerator().current_device_name())
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.dp_process_group)
             self._model_parallel_all_reduce(tensor=flag, op=dist.ReduceOp.MAX)
             return bool(flag[0].item())
 
+        def _local_overflow(self) -> bool:
+            return CHECKS[check_name](self.grad_partitions_flat_buffer)
+
+    if numerics == "fast":
+        from .numerics import fast_numerics_class
+
+        MemAscendStage3 = fast_numerics_class(MemAscendStage3)
     MemAscendStage3.__name__ = f"MemAscend{stock_class.__name__}"
     MemAscendStage3.__qualname__ = MemAscendStage3.__name__
     return MemAscendStage3

@@ -21,12 +21,16 @@ class Parts:
         one tensor (DeepSpeed 0.16), ``adaptive`` IV-B.
     overflow: ``chain`` is isinf().any() then isnan().any(), ``aminmax`` one torch.aminmax, ``fused`` IV-D.
     aio: ``stock`` is DeepNVMe, ``memascend`` our file engine (any address, any length, every completion audited).
+    optimizer_states: ``bf16`` keeps master weights, gradients and Adam states in bf16 (half the bytes a step).
+    numerics: ``exact`` keeps DeepSpeed's norm and AdamW, ``fast`` takes ours (see :mod:`.numerics`).
     """
 
     pinned: Literal["stock", "power_of_two", "exact"] = "exact"
     pool: Literal["stock", "monolithic_separate", "monolithic", "adaptive"] = "adaptive"
     overflow: Literal["stock", "chain", "aminmax", "fused"] = "fused"
     aio: Literal["stock", "memascend"] = "memascend"
+    optimizer_states: Literal["fp32", "bf16"] = "fp32"
+    numerics: Literal["exact", "fast"] = "exact"
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -45,6 +49,11 @@ class Parts:
                 f"memascend: pool={self.pool!r} needs an allocator of ours; to leave pinned memory out, set pinned, "
                 "aio and pool to 'stock'"
             )
+        if self.numerics == "fast" and self.overflow != "fused":
+            raise ValueError(
+                f"memascend: numerics='fast' finds overflow as it takes the norm, overflow={self.overflow!r} "
+                "asks for a pass of its own; set overflow to 'fused', or numerics to 'exact'"
+            )
 
     def as_dict(self) -> dict[str, str]:
         return asdict(self)
@@ -55,6 +64,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "pool": ("stock", "monolithic_separate", "monolithic", "adaptive"),
     "overflow": ("stock", "chain", "aminmax", "fused"),
     "aio": ("stock", "memascend"),
+    "optimizer_states": ("fp32", "bf16"),
+    "numerics": ("exact", "fast"),
 }
 
 TODAY = Parts(pinned="stock", pool="stock", overflow="stock", aio="stock")

@@ -1,0 +1,105 @@
+"""bf16 master weights, gradients and Adam states on NVMe (MemAscend, half-precision optimizer: half the bytes a step).
+
+DeepSpeed's own setting for this, ``bf16_optimizer_states``, crashes with an NVMe optimizer: when a swapped tensor is
+released, ``SwapTensorContext`` gives it the data of ``torch.Tensor()``, which is fp32, and the next swap-in asks for
+fp32 buffers from a bf16 pool. The context here keeps the dtype.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_BF16_KEYS = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+
+
+def configure_bf16_states(ds_config: dict[str, Any]) -> Callable[[], None]:
+    """Write into ``ds_config`` what bf16 states need; returns the call that takes it out again.
+
+    Raises ValueError, in one line, for settings that contradict it.
+    """
+    section = "bfloat16" if "bfloat16" in ds_config else "bf16"
+    present = section in ds_config
+    stock = dict(ds_config.get(section) or {})
+    if (ds_config.get("fp16") or {}).get("enabled"):
+        raise ValueError(
+            "memascend.optimizer_states='bf16' trains in bf16, but fp16.enabled is true; "
+            "set fp16.enabled to false, or optimizer_states to 'fp32'"
+        )
+    for key in ("enabled", *_BF16_KEYS):
+        if stock.get(key, True) is not True:
+            raise ValueError(
+                f"memascend.optimizer_states='bf16' contradicts {section}.{key}={stock[key]!r}; remove that key, "
+                "or set optimizer_states to 'fp32'"
+            )
+    optimizer = (ds_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    if optimizer.get("device") not in ("cpu", "nvme"):
+        raise ValueError(
+            "memascend.optimizer_states='bf16' needs an offloaded optimizer; set "
+            "zero_optimization.offload_optimizer.device to 'nvme' or 'cpu'"
+        )
+    parameters = (ds_config.get("optimizer") or {}).get("params") or {}
+    if parameters.get("fp32_optimizer_states"):
+        raise ValueError(
+            "memascend.optimizer_states='bf16' contradicts optimizer.params.fp32_optimizer_states=true; remove that key"
+        )
+    ds_config[section] = {**stock, "enabled": True, **dict.fromkeys(_BF16_KEYS, True)}
+
+    def undo() -> None:
+        if present:
+            ds_config[section] = stock
+        else:
+            ds_config.pop(section, None)
+
+    return undo
+
+
+def refuse_contradictions(ds_config: dict[str, Any]) -> None:
+    """With fp32 states: DeepSpeed's own bf16 keys ask for what only ``optimizer_states='bf16'`` makes work on NVMe."""
+    section = ds_config.get("bf16") or ds_config.get("bfloat16") or {}
+    optimizer = (ds_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    asked = [key for key in _BF16_KEYS if section.get(key)]
+    if asked and optimizer.get("device") == "nvme":
+        raise ValueError(
+            f"bf16.{asked[0]} is true and the optimizer is on NVMe, where DeepSpeed crashes with it; set "
+            "memascend.optimizer_states to 'bf16' (and leave the key out)"
+        )
+
+
+def keep_dtype_of_swapped_tensors() -> Callable[[], None]:
+    """Put a dtype-keeping ``SwapTensorContext`` into DeepSpeed's optimizer swappers; returns the call that undoes it.
+
+    Hook: module global ``swap_tensor.optimizer_utils.SwapTensorContext``. RuntimeError where it has changed.
+    """
+    from deepspeed.runtime.swap_tensor import optimizer_utils
+    from deepspeed.runtime.zero import stage3
+
+    if "bf16_optimizer_states" not in inspect.signature(stage3.DeepSpeedZeroOptimizer_Stage3.__init__).parameters:
+        raise ValueError(
+            "memascend.optimizer_states='bf16': this DeepSpeed has no bf16_optimizer_states; install DeepSpeed 0.19"
+        )
+    stock = optimizer_utils.SwapTensorContext
+    found = list(inspect.signature(stock.__init__).parameters)
+    if found != ["self", "tensor", "swap_folder"]:
+        raise RuntimeError(
+            f"memascend: hook {stock.__qualname__}.__init__ has arguments {found}, expected self, tensor, swap_folder"
+        )
+
+    class DtypeKeepingSwapContext(stock):  # type: ignore[misc, valid-type]
+        def __init__(self, tensor: torch.Tensor, swap_folder: str) -> None:
+            super().__init__(tensor, swap_folder)
+            self.swap_tensor = torch.empty(0, dtype=tensor.dtype)
+
+        def release_memory(self) -> None:
+            for tensor in (self.compute_tensor, self.swap_tensor):
+                tensor.data = torch.empty(0, dtype=tensor.dtype)
+
+    optimizer_utils.SwapTensorContext = DtypeKeepingSwapContext
+
+    def undo() -> None:
+        optimizer_utils.SwapTensorContext = stock
+
+    return undo

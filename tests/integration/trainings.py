@@ -1,0 +1,263 @@
+"""Small real trainings, several in one process, for the tests of this folder: ``python trainings.py JOBS RESULTS``.
+
+JOBS is a JSON list of :class:`Job` fields, RESULTS receives one result for each. With several ranks every rank runs the
+same list, under torchrun's environment variables, and rank 0 writes. One process runs many trainings because importing
+DeepSpeed and transformers takes longer than a training does.
+"""
+
+from __future__ import annotations
+
+import argparse as text_source  # its source code is the text that the models learn
+import dataclasses
+import gc
+import hashlib
+import inspect
+import json
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # a child process is started by path
+
+from baselines.protocol import RunSpec, Sizes, load_system, scaled  # noqa: E402
+from memascend.planner import model_spec  # noqa: E402
+from memascend.planner.pool import streamed  # noqa: E402
+
+SEQUENCE = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training. ``layers`` cuts the twin's depth; ``config`` is merged into the DeepSpeed configuration.
+
+    ``overflow_at``: the step (from 0) whose loss is multiplied by infinity. ``freeze``: parts of names of parameters
+    that do not train. ``checkpoint``: a folder; with ``save_at`` the training saves there after that many steps, with
+    ``resume`` it starts from there. ``seed`` chooses the text, ``init_seed`` the first weights.
+    """
+
+    name: str
+    system: str = "memascend"
+    arm: str = "memascend"
+    parts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    model: str = "qwen2.5-7b"
+    k: int = 64
+    layers: int = 2
+    tied: bool = False
+    dtype: str = "fp16"
+    steps: int = 30
+    micro_steps: int = 1
+    overflow_at: int | None = None
+    freeze: tuple[str, ...] = ()
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    checkpoint: str | None = None
+    save_at: int | None = None
+    resume: bool = False
+    seed: int = 0
+    init_seed: int = 0
+
+
+def train_all(jobs: list[Job], folder: Path, ranks: int = 1, timeout_s: float = 600) -> dict[str, dict[str, Any]]:
+    """Run ``jobs`` in one process a rank; results by name. A crash fails the test with the end of its log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "jobs.json").write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
+    results = folder / "results.json"
+    results.unlink(missing_ok=True)
+    port = _free_port()
+    command = [sys.executable, __file__, str(folder / "jobs.json"), str(results)]
+    logs = [(folder / f"rank{rank}.log").open("w+") for rank in range(ranks)]
+    children = [
+        subprocess.Popen(command, cwd=ROOT, env=_environment(r, ranks, port), stdout=logs[r], stderr=subprocess.STDOUT)
+        for r in range(ranks)
+    ]
+    try:
+        for child in children:
+            child.wait(timeout=timeout_s)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+        for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_127.0.0.1_{port}_*"):
+            buffer.unlink(missing_ok=True)
+        for log in logs:
+            log.close()
+    tail = (folder / "rank0.log").read_text()[-4000:]
+    assert all(child.returncode == 0 for child in children), tail
+    return {result["name"]: result for result in json.loads(results.read_text())}
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    return os.environ | {
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_RANK": str(rank),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONWARNINGS": "default",
+    }
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in changes.items():
+        out[key] = merged(out.get(key) or {}, value) if isinstance(value, dict) else value
+    return out
+
+
+class Training:
+    """The run of one :class:`Job` in this process."""
+
+    def __init__(self, job: Job, nvme: Path) -> None:
+        self.job, self.nvme = job, nvme
+        spec = model_spec(job.model).twin(job.k)
+        flow = streamed(spec.tensors(), element_bytes=2, ranks=self.ranks, threshold_bytes=scaled(1 << 20, job.k))
+        self.model_config = spec.hf_config_dict() | {
+            "num_hidden_layers": job.layers,
+            "tie_word_embeddings": job.tied or spec.tied,
+        }
+        sizes = Sizes(largest_tensor=flow.largest, parameters=0, pool_buffers=flow.monolithic_count())
+        fields = {f: getattr(job, f, None) for f in RunSpec.__dataclass_fields__}
+        run = RunSpec(**fields | {"run_id": job.name, "sequence": SEQUENCE, "batch": 1, "ranks": self.ranks})
+        system = load_system(job.system, job.arm)
+        self.parts = system.parts(job.arm) | job.parts
+        config = merged(system.deepspeed_config(run, sizes, str(nvme)), {"optimizer": {"params": {"lr": 1e-3}}})
+        config["gradient_accumulation_steps"] = job.micro_steps
+        config["train_batch_size"] = job.micro_steps * self.ranks
+        self.config = merged(config, job.config)
+
+    @property
+    def ranks(self) -> int:
+        return int(os.environ["WORLD_SIZE"])
+
+    def run(self) -> dict[str, Any]:
+        import memascend
+
+        result: dict[str, Any] = {"name": self.job.name, "losses": [], "skipped": [], "scales": [], "io_bytes": []}
+        enabled = memascend.enable(self.config, **self.parts, minimum_swap_bytes=scaled(1 << 20, self.job.k))
+        try:
+            engine = self._build()
+            first = self._resume(engine) if self.job.resume else 0
+            for step in range(first, self.job.steps):
+                enabled.io.reset()
+                result["losses"].append(self._step(engine, step))
+                result["skipped"].append(int(engine.skipped_steps))
+                result["scales"].append(float(engine.optimizer.loss_scale))
+                result["io_bytes"].append(enabled.io.bytes_read + enabled.io.bytes_written)
+                if self.job.save_at == step + 1:
+                    engine.save_checkpoint(self.job.checkpoint, client_state={"step": step + 1})
+            result["parameters"] = sum(p.ds_numel for p in engine.module.parameters())
+            result["weights_sha256"] = self._hash(engine)
+            engine.destroy()
+        finally:
+            memascend.disable()
+        return result
+
+    def _build(self) -> Any:
+        import deepspeed
+        import torch
+        from deepspeed.runtime.zero.partition_parameters import Init
+
+        from memascend.integrations.huggingface import causal_lm
+
+        Init.param_id = 0
+        torch.manual_seed(self.job.init_seed)
+        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[self.job.dtype]
+        with deepspeed.zero.Init(config_dict_or_path=self.config, dtype=dtype):
+            model = causal_lm(self.model_config, checkpointing="reentrant")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in self.job.freeze))
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        return deepspeed.initialize(model=model, model_parameters=trainable, config=self.config)[0]
+
+    def _resume(self, engine: Any) -> int:
+        _, client_state = engine.load_checkpoint(self.job.checkpoint)
+        return client_state["step"]
+
+    def _step(self, engine: Any, step: int) -> list[float]:
+        """One optimizer step; the loss of each micro-batch."""
+        losses = []
+        for micro in range(self.job.micro_steps):
+            ids = self._batch(step * self.job.micro_steps + micro)
+            loss = engine(input_ids=ids, labels=ids).loss
+            losses.append(loss.detach().float().item())
+            engine.backward(loss * float("inf") if step == self.job.overflow_at else loss)
+            engine.step()
+        return losses
+
+    def _batch(self, index: int) -> Any:
+        """The next window of characters, each rank its own; ``seed`` moves the beginning."""
+        import torch
+
+        text = torch.frombuffer(bytearray(inspect.getsource(text_source), "ascii"), dtype=torch.uint8)
+        window = index * self.ranks + int(os.environ["RANK"])
+        begin = (self.job.seed * 7919 + window * SEQUENCE) % (len(text) - SEQUENCE)
+        return text[begin : begin + SEQUENCE].long()[None]
+
+    def _hash(self, engine: Any) -> str:
+        """Of the master weights of what trains, and of the 16-bit weights of what is frozen."""
+        import deepspeed
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        digest = hashlib.sha256()
+        for name, parameter in sorted(engine.module.named_parameters()):
+            if parameter.requires_grad:
+                value = safe_get_full_fp32_param(parameter)
+            else:
+                with deepspeed.zero.GatheredParameters([parameter]):
+                    value = parameter.data.float().clone()
+            digest.update(name.encode())
+            digest.update(value.float().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def main() -> None:
+    jobs, results = Path(sys.argv[1]), Path(sys.argv[2])
+    import deepspeed
+    import torch
+    import torch._dynamo  # before zero.Init, which replaces functions that it inspects
+    import transformers
+    from transformers import AutoModelForCausalLM  # noqa: F401
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    rank = int(os.environ["RANK"])
+    out = []
+    shared = results.parent / "nvme"  # every rank writes into folders of its own under it
+    for fields in json.loads(jobs.read_text()):
+        nvme = shared / fields["name"]
+        out.append(Training(Job(**fields), nvme).run())
+        gc.collect()
+        torch.distributed.barrier()
+        if rank == 0:
+            shutil.rmtree(nvme, ignore_errors=True)
+        torch.distributed.barrier()
+    if rank == 0:
+        handle, name = tempfile.mkstemp(dir=results.parent)
+        with os.fdopen(handle, "w") as f:
+            json.dump(out, f)
+        os.replace(name, results)
+    sys.stdout.flush()
+    os._exit(0)  # DeepSpeed's teardown of a second engine may touch what is gone
+
+
+if __name__ == "__main__":
+    main()
