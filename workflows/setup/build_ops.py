@@ -91,7 +91,7 @@ def compiler_without_debug_information(folder: Path) -> Path:
 
 def build_wheel(folder: Path, version: str) -> None:
     """Compile the ops into a wheel that appears in `folder` once it is whole."""
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "DS_ENABLE_NINJA": "1"}
     environment.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
     environment.update(dict.fromkeys(OPS.values(), "1"))
     # DeepSpeed's ahead-of-time build of the CPU ops leaves its own -laio out.
