@@ -6,16 +6,16 @@ from typing import Any
 
 from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, zero3_config
 
-_ALL = {"pinned": "exact", "pool": "adaptive", "overflow": "fused", "aio": "memascend"}
+_ALL = {"pinned": "exact", "pool": "adaptive", "overflow": "fused", "aio": "file"}
 _BF16 = {**_ALL, "optimizer_states": "bf16"}
 _PARTS = {
     "memascend": _ALL,
     "memascend_fast": {**_ALL, "numerics": "fast"},
     "memascend_bf16": {**_BF16, "numerics": "fast"},
     "memascend_bf16_nearest": {**_BF16, "numerics": "exact"},
-    "pinned_only": {"pinned": "exact", "pool": "monolithic_separate", "overflow": "chain", "aio": "memascend"},
-    "pool_only": {"pinned": "power_of_two", "pool": "adaptive", "overflow": "chain", "aio": "memascend"},
-    "overflow_only": {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "fused", "aio": "memascend"},
+    "pinned_only": {"pinned": "exact", "pool": "monolithic_separate", "overflow": "chain", "aio": "file"},
+    "pool_only": {"pinned": "power_of_two", "pool": "adaptive", "overflow": "chain", "aio": "file"},
+    "overflow_only": {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "fused", "aio": "file"},
 }
 
 

@@ -7,15 +7,15 @@ from typing import Any
 from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, zero3_config
 
 _PARTS = {
-    "as_published": {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "chain", "aio": "memascend"},
+    "as_published": {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "chain", "aio": "file"},
     "as_published_one_tensor": {
         "pinned": "power_of_two",
         "pool": "monolithic",
         "overflow": "chain",
-        "aio": "memascend",
+        "aio": "file",
     },
-    "aminmax": {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "aminmax", "aio": "memascend"},
-    "today_016": {"pinned": "power_of_two", "pool": "stock", "overflow": "stock", "aio": "memascend"},
+    "aminmax": {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "aminmax", "aio": "file"},
+    "today_016": {"pinned": "power_of_two", "pool": "stock", "overflow": "stock", "aio": "file"},
     "today": {"pinned": "stock", "pool": "stock", "overflow": "stock", "aio": "stock"},
 }
 

@@ -61,7 +61,7 @@ def deepspeed_config(work: Workload, nvme_path: str, learning_rate: float = 1e-5
     if work.system in SSD_SYSTEMS:
         config["aio"] = AIO | {"intra_op_parallelism": 1}
     if work.system == "memascend":
-        config["memascend"] = {"pool": "adaptive", "pinned": "exact", "overflow": "fused", "aio": "memascend"}
+        config["memascend"] = {"pool": "adaptive", "pinned": "exact", "overflow": "fused", "aio": "file"}
         if work.states == "bf16":
             config["memascend"]["optimizer_states"] = "bf16"
     return config

@@ -62,6 +62,7 @@ def test_enabling_twice_is_refused():
         ({"memascend": {"poool": "adaptive"}}, "poool"),
         ({"memascend": {"pool": "huge"}}, "huge"),
         ({"memascend": {"pinned": "stock"}}, "no sense"),
+        ({"memascend": {"aio": "memascend"}}, "file"),
         ({"memascend": {"blocks_in_flight": 0}}, "at least 1"),
         ({"memascend": {"blocks_in_flight": True}}, "at least 1"),
         ({"memascend": "adaptive"}, "section"),
@@ -111,13 +112,18 @@ def test_a_pinned_tensor_of_the_accelerator_is_pinned_and_exact():
         memascend.disable()
 
 
-def test_the_default_that_keeps_parameters_in_memory_is_warned_about(tmp_path):
+@pytest.mark.parametrize(
+    ("offload", "message"),
+    [({"max_in_cpu": 1e9}, "max_in_cpu=1e+09"), ({}, None), ({"max_in_cpu": 0}, None)],
+)
+def test_parameters_that_stay_in_memory_because_the_user_said_so_are_warned_about(tmp_path, offload, message):
     import memascend
 
-    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)} | offload
     config = CONFIG | {"zero_optimization": CONFIG["zero_optimization"] | {"offload_param": offload}}
     try:
-        assert any("max_in_cpu" in warning for warning in memascend.enable(config).warnings)
+        warnings = memascend.enable(config).warnings
+        assert [message in w for w in warnings] == ([True] if message else [])
     finally:
         memascend.disable()
 

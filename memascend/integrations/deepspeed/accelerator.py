@@ -63,7 +63,7 @@ def pinning_accelerator(stock: Any, allocator: PinnedAllocator) -> Any:
             self.__dict__.update(stock.__dict__)
 
         def pin_memory(self, tensor, *args, make_copy: bool = True, match_shape: bool = True, **kwargs):
-            if tensor.numel() == 0:
+            if tensor.numel() == 0 or (is_pinned(tensor) and match_shape):
                 return tensor
             out = pin(tensor, tensor.shape if match_shape else (tensor.numel(),), calling_owner())
             if make_copy:

@@ -1,6 +1,6 @@
 """The asynchronous I/O module that DeepSpeed's swappers load (``OpBuilder._loaded_ops["async_io"]``).
 
-Two of them. :class:`FileAioModule` is ours: the file engine of ``memascend.storage`` and the allocator of
+Two of them. :class:`AioModule` is ours: the engines of ``memascend.storage`` and the allocator of
 ``memascend.memory``. :class:`MeteredAioModule` is DeepNVMe with counters and ledger entries around it, and with the
 one repair without which a twin trains wrongly: reads whose address or length is not 512-aligned go through an aligned
 buffer.
@@ -9,7 +9,7 @@ buffer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,8 +18,17 @@ from memascend.memory.pinned import is_pinned
 from memascend.storage.file_engine import FileEngine
 
 from .accelerator import PinnedAllocator, calling_owner
+from .derived import IoSettings
+
+if TYPE_CHECKING:
+    from .swap_store import SwapStore
 
 _DIRECT_IO_ALIGNMENT = 512  # bytes; O_DIRECT's limit for address, length and offset
+
+
+def _path(filename: str | int) -> str:
+    """DeepNVMe takes open descriptors too."""
+    return f"/proc/self/fd/{filename}" if isinstance(filename, int) else str(filename)
 
 
 @dataclass
@@ -44,11 +53,16 @@ class IoCounters:
         self.bytes_read = self.bytes_written = self.reads = self.writes = self.realigned_reads = 0
 
 
-class FileAioModule:
-    """Stands where the compiled ``async_io`` module stands; ``aio_handle`` makes handles on our file engine."""
+class AioModule:
+    """Stands where the compiled ``async_io`` module stands; ``aio_handle`` makes handles on our engines.
 
-    def __init__(self, allocator: PinnedAllocator, counters: IoCounters) -> None:
-        self._allocator, self._counters = allocator, counters
+    With a ``store`` the swappers' tensors go to the direct engine, all else to files; without one everything does.
+    """
+
+    def __init__(
+        self, allocator: PinnedAllocator, counters: IoCounters, io: IoSettings, store: SwapStore | None = None
+    ) -> None:
+        self._allocator, self._counters, self._io, self.store = allocator, counters, io, store
 
     def aio_handle(
         self,
@@ -57,97 +71,110 @@ class FileAioModule:
         single_submit: bool = False,
         overlap_events: bool = False,
         intra_op_parallelism: int = 1,
-    ) -> FileAioHandle:
-        return FileAioHandle(
-            self._allocator,
-            self._counters,
-            block_size,
-            queue_depth,
-            single_submit,
-            overlap_events,
-            intra_op_parallelism,
-        )
+    ) -> AioHandle:
+        """Arguments as DeepNVMe's; they are reported back, and the engines run by the settings of this module."""
+        asked = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
+        return AioHandle(self._allocator, self._counters, self._io, self.store, asked)
 
 
-class FileAioHandle:
-    """DeepNVMe's handle surface over :class:`FileEngine`: any address and length, every completion audited.
+class AioHandle:
+    """DeepNVMe's handle surface over our engines: any address and length, every completion audited.
 
     Ownership: tensors from ``new_cpu_locked_tensor`` live until their last view, whatever is called.
-    Errors: :class:`memascend.storage.file_engine.StorageError` from ``wait`` (a failed write is never called done).
+    Errors: :class:`memascend.storage.errors.StorageError` from ``wait`` (a failed write is never called done).
     """
 
     def __init__(
         self,
         allocator: PinnedAllocator,
         counters: IoCounters,
-        block_size: int,
-        queue_depth: int,
-        single_submit: bool,
-        overlap_events: bool,
-        intra_op_parallelism: int,
+        io: IoSettings,
+        store: SwapStore | None,
+        asked: tuple[int, int, bool, bool, int],
     ) -> None:
-        self._allocator, self._counters = allocator, counters
-        self._block_size, self._queue_depth = block_size, queue_depth
-        self._single_submit, self._overlap_events = single_submit, overlap_events
-        self._parallelism = intra_op_parallelism
-        self._engine = FileEngine(threads=max(2, intra_op_parallelism), block_bytes=block_size)
+        self._allocator, self._counters, self._io, self._store = allocator, counters, io, store
+        self._asked = asked
+        self._files: FileEngine | None = None
+        self._in_store: list[int] = []  # requests of this handle that nobody has waited for
 
     def get_block_size(self) -> int:
-        return self._block_size
+        return self._asked[0]
 
     def get_queue_depth(self) -> int:
-        return self._queue_depth
+        return self._asked[1]
 
     def get_single_submit(self) -> bool:
-        return self._single_submit
+        return self._asked[2]
 
     def get_overlap_events(self) -> bool:
-        return self._overlap_events
+        return self._asked[3]
 
     def get_intra_op_parallelism(self) -> int:
-        return self._parallelism
+        return self._asked[4]
 
     def get_alignment(self) -> int:
-        return self._parallelism * _DIRECT_IO_ALIGNMENT
+        return self._asked[4] * _DIRECT_IO_ALIGNMENT
 
-    def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+    def async_pread(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
         self._counters.count(read=True, nbytes=buffer.nbytes)
-        self._engine.async_read(buffer, str(filename), file_offset)
+        path = _path(filename)
+        if self._store is not None and self._store.holds(path):
+            self._in_store.append(self._store.read(path, buffer, file_offset))
+        else:
+            self._file_engine().async_read(buffer, path, file_offset)
         return 0
 
-    def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+    def async_pwrite(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
         self._counters.count(read=False, nbytes=buffer.nbytes)
-        self._engine.async_write(buffer, str(filename), file_offset)
+        path = _path(filename)
+        if self._store is not None and self._store.holds(path):
+            self._in_store.append(self._store.write(path, buffer, file_offset))
+        else:
+            self._file_engine().async_write(buffer, path, file_offset)
         return 0
 
     def wait(self) -> int:
-        return self._engine.wait()
+        """All requests of this handle have ended; returns how many did since the last call."""
+        requests, self._in_store = self._in_store, []
+        in_files = 0
+        try:
+            if self._store is not None:
+                self._store.wait(requests)
+        finally:
+            if self._files is not None:
+                in_files = self._files.wait()
+        return len(requests) + in_files
 
-    def sync_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+    def _file_engine(self) -> FileEngine:
+        if self._files is None:
+            self._files = FileEngine(threads=self._io.workers, block_bytes=self._io.block_bytes)
+        return self._files
+
+    def sync_pread(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
         self.async_pread(buffer, filename, file_offset)
         return self.wait()
 
-    def sync_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+    def sync_pwrite(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
         self.async_pwrite(buffer, filename, file_offset)
         return self.wait()
 
     def pread(
-        self, buffer: torch.Tensor, filename: str, validate: bool, asynchronous: bool, file_offset: int = 0
+        self, buffer: torch.Tensor, filename: str | int, validate: bool, asynchronous: bool, file_offset: int = 0
     ) -> int:
         self.async_pread(buffer, filename, file_offset)
         return 0 if asynchronous else self.wait()
 
     def pwrite(
-        self, buffer: torch.Tensor, filename: str, validate: bool, asynchronous: bool, file_offset: int = 0
+        self, buffer: torch.Tensor, filename: str | int, validate: bool, asynchronous: bool, file_offset: int = 0
     ) -> int:
         self.async_pwrite(buffer, filename, file_offset)
         return 0 if asynchronous else self.wait()
 
-    def read(self, buffer: torch.Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
+    def read(self, buffer: torch.Tensor, filename: str | int, validate: bool = False, file_offset: int = 0) -> int:
         self.sync_pread(buffer, filename, file_offset)
         return 0
 
-    def write(self, buffer: torch.Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
+    def write(self, buffer: torch.Tensor, filename: str | int, validate: bool = False, file_offset: int = 0) -> int:
         self.sync_pwrite(buffer, filename, file_offset)
         return 0
 
@@ -188,7 +215,7 @@ class MeteredAioHandle:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
 
-    def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+    def async_pread(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
         self._counters.count(read=True, nbytes=buffer.nbytes)
         if buffer.data_ptr() % _DIRECT_IO_ALIGNMENT == 0 and buffer.nbytes % _DIRECT_IO_ALIGNMENT == 0:
             return self._stock.async_pread(buffer, filename, file_offset)
@@ -199,7 +226,7 @@ class MeteredAioHandle:
         self._realigned.append((aligned, buffer))
         return self._stock.async_pread(aligned, filename, file_offset)
 
-    def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+    def async_pwrite(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
         self._counters.count(read=False, nbytes=buffer.nbytes)
         return self._stock.async_pwrite(buffer, filename, file_offset)
 

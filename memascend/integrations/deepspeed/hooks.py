@@ -15,7 +15,6 @@ bf16 states           ``swap_tensor.optimizer_utils.SwapTensorContext``         
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,8 +27,7 @@ from . import bf16_states, cpu_shims
 from .aio import AioModule, IoCounters, MeteredAioModule
 from .derived import DerivedSettings
 from .parts import TODAY, Parts, parts_from_config, switched_off, validate_deepspeed_config
-
-TRIED_VERSIONS = ("0.16.7", "0.19.8")
+from .signatures import CPU_HOOKS, HOOKS, check_hooks, untried_version_warning
 
 
 @dataclass
@@ -131,37 +129,26 @@ def _install(
 
     from .optimizer import checked_optimizer_class
 
-    if deepspeed.__version__ not in TRIED_VERSIONS:
-        state.warnings.append(
-            f"DeepSpeed {deepspeed.__version__} has not been tried with memascend "
-            f"(tried: {', '.join(TRIED_VERSIONS)}); hooks were found by name and signature"
-        )
-    offload_param = (ds_config.get("zero_optimization") or {}).get("offload_param") or {}
-    if offload_param.get("device") == "nvme" and "max_in_cpu" not in offload_param:
-        state.warnings.append(
-            "zero_optimization.offload_param.max_in_cpu is not set: DeepSpeed's default keeps up to 1e9 parameters in "
-            "memory for good while the pool stays allocated; set it to 0"
-        )
+    on_cpu = get_accelerator().device_name() == "cpu"
+    check_hooks(HOOKS + CPU_HOOKS if on_cpu else HOOKS)
+    derived = None if state.parts == TODAY else DerivedSettings(ds_config)
+    untried = untried_version_warning(deepspeed.__version__)
+    state.warnings += [untried] if untried else []
+    state.warnings += derived.warnings() if derived is not None else []
     for warning in state.warnings:
         log.warning("memascend: %s", warning)
     parts = state.parts
     _configure_states(state, ds_config)
-    derived = DerivedSettings(ds_config)
-    if get_accelerator().device_name() == "cpu":
+    if on_cpu:
         _install_cpu_shims(state, ds_config, gather_clone)
     allocator = _allocator(parts, state.ledger)
-    _check_signature(stage3.DeepSpeedZeroOptimizer_Stage3.__init__, ["self", "module"])
-    for method in ("has_overflow", "_configure_tensor_swapping", "_model_parallel_all_reduce"):
-        _check_method(stage3.DeepSpeedZeroOptimizer_Stage3, method)
+    in_place = allocator if parts.pinned == "exact" else None
     optimizer_class = checked_optimizer_class(
-        stage3.DeepSpeedZeroOptimizer_Stage3, parts.overflow, minimum_swap_bytes, parts.numerics
+        stage3.DeepSpeedZeroOptimizer_Stage3, parts, minimum_swap_bytes, derived, in_place
     )
     _replace(state, stage3, "DeepSpeedZeroOptimizer_Stage3", optimizer_class)
     if minimum_swap_bytes is not None:
         state.shims.append(f"minimum-swap-bytes={minimum_swap_bytes}")
-    _check_signature(
-        partition_parameters.AsyncPartitionedParameterSwapper.__init__, ["self", "ds_config", "model_dtype"]
-    )
     if allocator is None:
         _install_stock(state, partition_parameters, minimum_swap_bytes)
         return
@@ -171,7 +158,7 @@ def _install(
     swapper = (
         _scaled_swapper_class(partition_parameters, minimum_swap_bytes)
         if parts.pool == "stock"
-        else pooled_swapper_class(parts.pool, allocator, n_blocks, minimum_swap_bytes)
+        else pooled_swapper_class(parts.pool, allocator, n_blocks, minimum_swap_bytes, derived)
     )
     _replace(state, partition_parameters, "AsyncPartitionedParameterSwapper", swapper)
     _replace_loaded_op(state, AioModule(allocator, state.io, derived.io))
@@ -234,23 +221,6 @@ def _allocator(parts: Parts, ledger: Ledger) -> Any:
     if parts.pinned == "stock":
         return None
     return (PowerOfTwoPinnedAllocator if parts.pinned == "power_of_two" else PageAlignedPinnedAllocator)(ledger=ledger)
-
-
-def _check_signature(function: Callable[..., Any], leading: list[str]) -> None:
-    found = list(inspect.signature(function).parameters)[: len(leading)]
-    if found != leading:
-        raise RuntimeError(
-            f"memascend: hook {function.__qualname__} has arguments {found}, expected {leading}; this DeepSpeed "
-            f"is not one of {', '.join(TRIED_VERSIONS)}"
-        )
-
-
-def _check_method(owner: type, name: str) -> None:
-    if not callable(getattr(owner, name, None)):
-        raise RuntimeError(
-            f"memascend: hook {owner.__qualname__}.{name} is gone; this DeepSpeed is not one of "
-            f"{', '.join(TRIED_VERSIONS)}"
-        )
 
 
 def _replace(state: Enabled, module: Any, name: str, value: Any) -> None:

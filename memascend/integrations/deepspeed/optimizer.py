@@ -1,4 +1,4 @@
-"""The ZeRO-3 optimizer with the overflow check of our choice, and the pool told about the module.
+"""The ZeRO-3 optimizer with the overflow check of our choice; pool, settings and gradient buffer made from the module.
 
 Hook: ``stage3.DeepSpeedZeroOptimizer_Stage3``, replaced by a subclass (the engine imports it when it needs it).
 """
@@ -11,8 +11,14 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import log_dist
+from torch.overrides import TorchFunctionMode
 
 from memascend.ops.overflow import has_overflow, has_overflow_aminmax, has_overflow_chain
+
+from .accelerator import PinnedAllocator
+from .derived import DerivedSettings
+from .parts import Parts
 
 CHECKS: dict[str, Callable[[torch.Tensor], bool]] = {
     "fused": has_overflow,
@@ -21,23 +27,63 @@ CHECKS: dict[str, Callable[[torch.Tensor], bool]] = {
 }
 
 
+class _ZerosWhereTheyStay(TorchFunctionMode):
+    """DeepSpeed makes the gradient buffer by ``torch.zeros`` and copies it into pinned memory: twice its size at once,
+    more than any step of the training needs. Inside, that one call gets its memory from ``allocator``, which the
+    kernel has zeroed; ``pin_memory`` then finds it pinned.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, allocator: PinnedAllocator) -> None:
+        super().__init__()
+        self._numel, self._dtype, self._allocator = numel, dtype, allocator
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros and args[:1] == (self._numel,) and kwargs.get("dtype") == self._dtype:
+            owner = "gradient_flat_buffer"
+            return self._allocator.allocate(self._numel, self._dtype, name=owner, owner=owner)
+        return func(*args, **kwargs)
+
+
 def checked_optimizer_class(
-    stock_class: type, check_name: str, minimum_swap_bytes: int | None, numerics: str = "exact"
+    stock_class: type,
+    parts: Parts,
+    minimum_swap_bytes: int | None,
+    derived: DerivedSettings | None,
+    allocator: PinnedAllocator | None,
 ) -> type:
-    """Subclass of DeepSpeed's stage-3 optimizer; ``check_name`` 'stock' leaves the overflow check alone."""
+    """Subclass of DeepSpeed's stage-3 optimizer; overflow 'stock' leaves the check alone.
+
+    ``derived``: fills in what the user left out; None for DeepSpeed as it is. ``allocator``: makes the gradient buffer
+    where it is to stay; None leaves that to DeepSpeed.
+    """
+    check_name = parts.overflow
 
     class MemAscendStage3(stock_class):  # type: ignore[misc, valid-type]
-        def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-            self._adopt(module)
-            super().__init__(module, *args, **kwargs)
+        def __init__(self, module: torch.nn.Module, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            swappers = self._adopt(module)
+            if derived is not None:
+                derived.fill_stage3(init_optimizer, kwargs)
+                pools = [s.pool.total_bytes for s in swappers if getattr(s, "pool", None) is not None]
+                log_dist(derived.line(sum(pools) if pools else None), ranks=[0])
+            super().__init__(module, init_optimizer, *args, **kwargs)
 
-        def _adopt(self, module: torch.nn.Module) -> None:
+        def _adopt(self, module: torch.nn.Module) -> list[Any]:
             swappers = {
                 id(s): s for s in (getattr(p, "nvme_swapper", None) for p in module.parameters()) if s is not None
             }
             for swapper in swappers.values():
                 if hasattr(swapper, "adopt_module"):
                     swapper.adopt_module(module)
+            return list(swappers.values())
+
+        def _setup_for_real_optimizer(self) -> None:
+            if allocator is None or not self.offload_optimizer_pin_memory:
+                super()._setup_for_real_optimizer()
+                return
+            numel = sum(p.partition_numel() for group in self.fp16_groups for p in group)
+            with _ZerosWhereTheyStay(numel, self.gradient_accumulation_dtype, allocator):
+                super()._setup_for_real_optimizer()
 
         def _configure_tensor_swapping(self, *args: Any, **kwargs: Any) -> None:
             super()._configure_tensor_swapping(*args, **kwargs)
@@ -56,7 +102,7 @@ def checked_optimizer_class(
         def _local_overflow(self) -> bool:
             return CHECKS[check_name](self.grad_partitions_flat_buffer)
 
-    if numerics == "fast":
+    if parts.numerics == "fast":
         from .numerics import fast_numerics_class
 
         MemAscendStage3 = fast_numerics_class(MemAscendStage3)

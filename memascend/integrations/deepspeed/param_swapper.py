@@ -26,18 +26,23 @@ from memascend.memory.pools import (
 )
 
 from .accelerator import PinnedAllocator
+from .derived import DerivedSettings
 
 log = logging.getLogger("memascend")
 
 
 def pooled_swapper_class(
-    pool_kind: str, allocator: PinnedAllocator, blocks_in_flight: int, minimum_swap_bytes: int | None
+    pool_kind: str,
+    allocator: PinnedAllocator,
+    blocks_in_flight: int,
+    minimum_swap_bytes: int | None,
+    derived: DerivedSettings,
 ) -> type:
     """A swapper class bound to this process's choices (DeepSpeed constructs it itself)."""
 
     class PooledParameterSwapper(_PooledParameterSwapper):
         _pool_kind, _allocator = pool_kind, allocator
-        _blocks_in_flight, _minimum_swap_bytes = blocks_in_flight, minimum_swap_bytes
+        _blocks_in_flight, _minimum_swap_bytes, _derived = blocks_in_flight, minimum_swap_bytes, derived
 
     return PooledParameterSwapper
 
@@ -47,6 +52,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
     _allocator: PinnedAllocator
     _blocks_in_flight: int
     _minimum_swap_bytes: int | None
+    _derived: DerivedSettings
 
     def _configure_aio(self, ds_config: Any) -> None:
         """Everything of the stock method but the one big tensor at its end."""
@@ -72,20 +78,26 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         self.denied_prefetches = 0
         self.evicted_prefetches = 0
         self.released_gathered = 0
-        if self._pool_kind != "adaptive":
-            self.pool = MonolithicBufferPool(
-                self.aligned_elements_per_buffer,
-                real_count,
-                self.dtype,
-                self._allocator,
-                separate=self._pool_kind == "monolithic_separate",
-            )
+        if self._pool_kind != "adaptive" and self._derived.pool_is_sized_by_user:
+            self._make_monolithic_pool(self.aligned_elements_per_buffer, real_count)
+
+    def _make_monolithic_pool(self, numel: int, count: int) -> None:
+        separate = self._pool_kind == "monolithic_separate"
+        self.pool = MonolithicBufferPool(numel, count, self.dtype, self._allocator, separate=separate)
 
     def adopt_module(self, module: torch.nn.Module) -> None:
-        """Size the adaptive pool from the partitioned parameters of ``module``; frees the staging buffer."""
+        """Size the pool from the partitioned parameters of ``module``; frees the staging buffer."""
         if self.pool is not None:
             return
         blocks, outside = swapped_numels_by_block(module, self)
+        if not any(blocks) and not outside:  # all parameters are under the swap limit
+            return
+        if self._pool_kind != "adaptive":
+            largest = max(numel for part in (*blocks, outside) for numel in part)
+            count = len(outside) + max(map(len, blocks), default=0) * self._blocks_in_flight
+            self._staging = None
+            self._make_monolithic_pool(self._io_aligned_numel(largest), self._derived.pool_count_of_user or count)
+            return
         classes = adaptive_pool_classes(blocks, outside, self._blocks_in_flight)
         self.pool = AdaptiveBufferPool(classes, self.dtype, self._allocator)
         self._staging = None

@@ -20,7 +20,7 @@ class Parts:
         embedding-sized buffers, each pinned by itself (what the paper's totals describe), ``monolithic`` the same in
         one tensor (DeepSpeed 0.16), ``adaptive`` IV-B.
     overflow: ``chain`` is isinf().any() then isnan().any(), ``aminmax`` one torch.aminmax, ``fused`` IV-D.
-    aio: ``stock`` is DeepNVMe, ``memascend`` our file engine (any address, any length, every completion audited).
+    aio: ``stock`` is DeepNVMe, ``file`` our file engine (any address, any length, every completion audited).
     optimizer_states: ``bf16`` keeps master weights, gradients and Adam states in bf16 (half the bytes a step).
     numerics: ``exact`` keeps DeepSpeed's norm and AdamW, ``fast`` takes ours (see :mod:`.numerics`).
     """
@@ -28,7 +28,7 @@ class Parts:
     pinned: Literal["stock", "power_of_two", "exact"] = "exact"
     pool: Literal["stock", "monolithic_separate", "monolithic", "adaptive"] = "adaptive"
     overflow: Literal["stock", "chain", "aminmax", "fused"] = "fused"
-    aio: Literal["stock", "memascend"] = "memascend"
+    aio: Literal["stock", "file"] = "file"
     optimizer_states: Literal["fp32", "bf16"] = "fp32"
     numerics: Literal["exact", "fast"] = "exact"
 
@@ -63,7 +63,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "pinned": ("stock", "power_of_two", "exact"),
     "pool": ("stock", "monolithic_separate", "monolithic", "adaptive"),
     "overflow": ("stock", "chain", "aminmax", "fused"),
-    "aio": ("stock", "memascend"),
+    "aio": ("stock", "file"),
     "optimizer_states": ("fp32", "bf16"),
     "numerics": ("exact", "fast"),
 }

@@ -1,0 +1,136 @@
+"""Every place of DeepSpeed that we stand in or call by name, and what it must look like for us to do so.
+
+Found by name and signature, never by line. A DeepSpeed that changed one of them is refused in one line that names the
+part of ours that breaks and the place; the list is what "checked" means in the warning for untried versions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+TRIED_VERSIONS = ("0.16.7", "0.19.8")
+
+_PASSED_ON = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+_ZERO = "deepspeed.runtime.zero"
+_SWAP = "deepspeed.runtime.swap_tensor"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """``path`` in ``module`` is callable and begins with the arguments ``leading``; ``named`` may stand anywhere.
+
+    ``part``: what of ours hangs on it. With ``leading`` None it only has to be there.
+    """
+
+    part: str
+    module: str
+    path: str
+    leading: tuple[str, ...] | None
+    named: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> str:
+        return f"{self.module}.{self.path}"
+
+
+def _swapper(method: str, *arguments: str) -> Hook:
+    path = f"AsyncPartitionedParameterSwapper.{method}"
+    return Hook("parameter pool", f"{_SWAP}.partitioned_param_swapper", path, ("self", *arguments))
+
+
+def _stage3(part: str, method: str, *arguments: str, named: tuple[str, ...] = ()) -> Hook:
+    path = f"DeepSpeedZeroOptimizer_Stage3.{method}"
+    return Hook(part, f"{_ZERO}.stage3", path, ("self", *arguments), named)
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook("I/O engine", "deepspeed.ops.op_builder.builder", "OpBuilder._loaded_ops", None),
+    Hook("I/O engine", f"{_SWAP}.utils", "swap_in_tensors", ("swap_handle", "tensor_buffers", "swap_paths")),
+    Hook("I/O engine", f"{_SWAP}.utils", "swap_out_tensors", ("swap_handle", "tensor_buffers", "swap_paths")),
+    Hook("pinned memory", "deepspeed.accelerator", "set_accelerator", ("accel_obj",)),
+    Hook("pinned memory", "deepspeed.accelerator.abstract_accelerator", "DeepSpeedAccelerator.pin_memory", None),
+    Hook("pinned memory", "deepspeed.accelerator.abstract_accelerator", "DeepSpeedAccelerator.is_pinned", None),
+    Hook("parameter pool", f"{_ZERO}.partition_parameters", "AsyncPartitionedParameterSwapper", None),
+    _swapper("__init__", "ds_config", "model_dtype"),
+    _swapper("_configure_aio", "ds_config"),
+    _swapper("available_swap_in_buffers"),
+    _swapper("get_buffer", "param", "numel"),
+    _swapper("_allocate_and_return_buffers_for_swap_in", "params"),
+    _swapper("swap_in", "params", "async_op", "swap_in_buffers"),
+    _swapper("_update_inflight_swap_in", "params", "swap_in_buffers", "inflight_numel"),
+    _swapper("swap_into_buffer", "param", "dest_buffer"),
+    _swapper("remove_partition_and_release_buffers", "params"),
+    _swapper("reserve_available_buffers"),
+    _swapper("release_reserved_buffers"),
+    _swapper("reserve_partitioned_swap_space", "partition_num_elems"),
+    _swapper("synchronize_reads"),
+    _swapper("_get_swap_paths", "params", "must_exist"),
+    _swapper("get_path", "param", "must_exist"),
+    _swapper("_io_aligned_numel", "numel"),
+    _stage3(
+        "derived settings",
+        "__init__",
+        "module",
+        "init_optimizer",
+        named=("sub_group_size", "offload_param_config", "offload_optimizer_config", "aio_config"),
+    ),
+    _stage3("overflow check", "has_overflow", "partition_gradients"),
+    _stage3("overflow check", "_model_parallel_all_reduce", "tensor", "op"),
+    _stage3("optimizer swapper", "_configure_tensor_swapping", "offload_optimizer_config", "aio_config"),
+    _stage3("gradient buffer", "_setup_for_real_optimizer"),
+)
+
+CPU_HOOKS: tuple[Hook, ...] = (
+    Hook("gather on the CPU", f"{_ZERO}.partition_parameters", "NoGatherHandle.__init__", ("self", "param")),
+    Hook("gather on the CPU", f"{_ZERO}.partition_parameters", "NoGatherCoalescedHandle.__init__", ("self", "params")),
+)
+
+
+def check_hooks(hooks: tuple[Hook, ...] = HOOKS) -> None:
+    """Raises RuntimeError, one line, for the first hook that is gone or has other arguments."""
+    for hook in hooks:
+        problem = _problem(hook)
+        if problem:
+            import deepspeed
+
+            raise RuntimeError(
+                f"memascend: DeepSpeed {deepspeed.__version__} breaks the {hook.part}: {hook.place} {problem}; "
+                f"use one of {', '.join(TRIED_VERSIONS)}, or switch memascend off"
+            )
+
+
+def _problem(hook: Hook) -> str | None:
+    try:
+        found: Any = importlib.import_module(hook.module)
+    except ImportError:
+        return "cannot be imported"
+    for name in hook.path.split("."):
+        found = getattr(found, name, None)
+        if found is None:
+            return "is gone"
+    if hook.leading is None:
+        return None
+    if not callable(found):
+        return "is not callable any more"
+    parameters = inspect.signature(found).parameters
+    if {p.kind for p in parameters.values()} == _PASSED_ON:
+        return None  # behind a decorator that hides its arguments (DeepSpeed's instrument_w_nvtx): it is there
+    arguments = list(parameters)
+    if arguments[: len(hook.leading)] != list(hook.leading):
+        return f"has the arguments ({', '.join(arguments)}), expected ({', '.join(hook.leading)}, ...)"
+    missing = [name for name in hook.named if name not in arguments]
+    return f"has no argument {missing[0]!r} any more" if missing else None
+
+
+def untried_version_warning(version: str) -> str | None:
+    """The one warning for a version that nobody has tried, naming what was checked; None for a tried one."""
+    if version in TRIED_VERSIONS:
+        return None
+    parts = ", ".join(dict.fromkeys(hook.part for hook in HOOKS))
+    return (
+        f"DeepSpeed {version} has not been tried with memascend (tried: {', '.join(TRIED_VERSIONS)}); the "
+        f"{len(HOOKS)} places that it hooks into were found with the expected arguments ({parts})"
+    )
