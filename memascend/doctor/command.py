@@ -1,7 +1,91 @@
-"""`memascend doctor`."""
+"""`memascend doctor`: what this machine can do, what is missing, the exact mend. Exit status 1 if something fails."""
 
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
 from typing import Any
+
+_WIDTH = 15
 
 
 def add_doctor(commands: Any) -> None:
     """Register the subcommand."""
+    from memascend.planner.command import count
+
+    parser = commands.add_parser(
+        "doctor",
+        help="what this machine can do, what is missing, and the exact mend",
+        description="Checks kernel, memory, SSD, GPU and packages. Writes nothing but one nameless temporary file in "
+        "--nvme. Exit status: 0, 1 if something fails, 2 for an error.",
+    )
+    parser.add_argument("--nvme", type=Path, metavar="FOLDER", help="folder for swap files: tried with O_DIRECT, timed")
+    parser.add_argument("--no-speed", action="store_true", help="leave out the timed write and read (up to 1 GiB)")
+    parser.add_argument("--model", help="check against what the plan of this model needs")
+    parser.add_argument("--system", default="memascend", help="of that plan (default memascend)")
+    parser.add_argument("--gpus", type=count, default=1, help="of that plan (default 1)")
+    parser.add_argument("--context", type=count, default=4096, help="of that plan (default 4096)")
+    parser.add_argument("--batch", type=count, default=1, help="of that plan (default 1)")
+    parser.add_argument("--dtype", default="bf16", help="of that plan: bf16 (default) or fp16")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> tuple[str, int]:
+    """(what to print, exit status)."""
+    from memascend.doctor import probe
+    from memascend.doctor.checks import FAIL, check_all, check_gpu
+    from memascend.doctor.packages import check_packages, cuda
+
+    needs = _needs(options) if options.model else None
+    checks = list(check_all(options.nvme, needs, options.gpus, try_speed=not options.no_speed))
+    checks.append(check_gpu(needs, cuda(), probe.gpus()))
+    checks += check_packages()
+    status = 1 if any(check.status == FAIL for check in checks) else 0
+    if options.json:
+        made = {"plan": needs.label if needs else None, "checks": [dataclasses.asdict(check) for check in checks]}
+        return json.dumps(made | {"failed": bool(status)}, indent=2), status
+    return _as_text(checks, needs.label if needs else None), status
+
+
+def _needs(options: argparse.Namespace) -> Any:
+    from memascend.doctor.checks import Needs
+    from memascend.memory.ledger import HOST
+    from memascend.planner.limits import Workload
+    from memascend.planner.spec import model_spec
+
+    work = Workload(
+        spec=model_spec(options.model),
+        system=options.system,
+        dtype=options.dtype,
+        ranks=options.gpus,
+        batch=options.batch,
+        context=options.context,
+    )
+    host, volume = work.host(), work.volume()
+    pinned = [
+        e for e in host.entries if e.role == HOST and not e.allocator.startswith("torch") and e.owner != "process"
+    ]
+    return Needs(
+        label=f"{host.label}, {work.spec.display}, {work.dtype}, {work.ranks} GPU, batch {work.batch}, "
+        f"context {work.context}",
+        host_bytes=host.host_bytes,
+        locked_bytes=sum(entry.reserved_bytes for entry in pinned) // work.ranks,
+        device_bytes=work.device().device_bytes,
+        ssd_bytes=volume.stored_bytes,
+        read_bytes=volume.total_read_bytes,
+        write_bytes=volume.total_write_bytes,
+    )
+
+
+def _as_text(checks: list[Any], plan: str | None) -> str:
+    lines = [f"against the plan: {plan}", ""] if plan else []
+    for check in checks:
+        lines.append(f"{check.status:<5} {check.name:<{_WIDTH}} {check.found}")
+        if check.mend and check.status != "ok":
+            lines.append(f"{'':<{7 + _WIDTH}}mend: {check.mend}")
+    counts = {status: sum(check.status == status for check in checks) for status in ("ok", "warn", "fail")}
+    lines += ["", ", ".join(f"{number} {status}" for status, number in counts.items())]
+    return "\n".join(lines)

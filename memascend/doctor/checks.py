@@ -1,0 +1,335 @@
+"""The checks of `memascend doctor`: each says ok, warn or fail, what was found, and the exact mend.
+
+`fail` is what training cannot do without (and ends in exit status 1), `warn` what makes it slower, larger or untried.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from memascend.doctor import kernel, probe
+from memascend.doctor.speed import DeviceSpeed, device_speed, takes_direct_io
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+GIB, MIB = 2**30, 2**20
+# io_uring came with 5.1; 5.6 has every operation that the engine uses.
+KERNEL_WITH_URING = (5, 6)
+# Requests that DeepSpeed's engine and ours keep under way: queue depth 32, a queue a thread, two swappers, with room.
+AIO_EVENTS_A_RANK = 1024
+# Under this a step of the smallest committed model waits for minutes: a SATA drive, or a network file system.
+SLOW_DRIVE_BYTES_PER_S = 1e9
+_IN_MEMORY = {"tmpfs", "ramfs", "ramdisk"}
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "lustre"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One line of the report. `mend` is empty where there is nothing to mend."""
+
+    name: str
+    status: str
+    found: str
+    mend: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What the plan of a model needs, in bytes; None where no model was named."""
+
+    label: str
+    host_bytes: int
+    locked_bytes: int
+    device_bytes: int
+    ssd_bytes: int
+    read_bytes: int
+    write_bytes: int
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.0f} MiB"
+
+
+def check_kernel() -> Check:
+    found, release = probe.kernel_version(), os.uname().release
+    if found >= KERNEL_WITH_URING:
+        return Check(name="kernel", status=OK, found=f"Linux {release}")
+    wanted = ".".join(map(str, KERNEL_WITH_URING))
+    return Check(
+        name="kernel",
+        status=WARN,
+        found=f"Linux {release}: io_uring needs {wanted}; libaio is used instead",
+        mend=f"install a kernel from {wanted} on",
+    )
+
+
+def check_memlock(needs: Needs | None, limit: int | None) -> Check:
+    """`limit` in bytes, None for none."""
+    wanted = needs.locked_bytes if needs else None
+    if limit is None:
+        return Check(name="locked memory", status=OK, found="no limit")
+    if wanted is not None and wanted <= limit:
+        return Check(name="locked memory", status=OK, found=f"limit {size(limit)}, the plan locks {size(wanted)}")
+    plan = f", the plan locks {size(wanted)}" if wanted else ""
+    return Check(
+        name="locked memory",
+        status=WARN,
+        found=f"limit {size(limit)}{plan}: buffers are touched instead of locked, and stock DeepSpeed aborts",
+        mend="ulimit -l unlimited; for good: echo '* - memlock unlimited' | sudo tee "
+        "/etc/security/limits.d/90-memlock.conf, and log in again; in Docker: --ulimit memlock=-1",
+    )
+
+
+def check_uring(error: int, disabled: str) -> Check:
+    """`error` of kernel.uring_error, `disabled` the text of kernel.io_uring_disabled."""
+    if not error:
+        return Check(name="io_uring", status=OK, found="set up and closed again")
+    mend = "run outside the container, or with a seccomp profile that allows io_uring_setup"
+    if disabled.strip() in ("1", "2"):
+        mend = "sudo sysctl -w kernel.io_uring_disabled=0"
+    elif error == errno.ENOSYS:
+        mend = "install a kernel from 5.6 on"
+    elif error == errno.ENOMEM:
+        mend = "ulimit -l unlimited (kernels before 5.12 count rings as locked memory)"
+    return Check(name="io_uring", status=WARN, found=f"{os.strerror(error)}; libaio is used instead", mend=mend)
+
+
+def check_libaio(error: int, most: str, used: str, ranks: int) -> Check:
+    """`error` of kernel.libaio_error, `most` and `used` the texts of fs.aio-max-nr and fs.aio-nr."""
+    wanted = AIO_EVENTS_A_RANK * ranks
+    free = int(most) - int(used) if most.strip().isdecimal() and used.strip().isdecimal() else None
+    if not error and (free is None or free >= wanted):
+        room = f", {free:,} of fs.aio-max-nr free" if free is not None else ""
+        return Check(name="libaio", status=OK, found=f"set up and destroyed again{room}")
+    if error == errno.EAGAIN or (free is not None and free < wanted):
+        return Check(
+            name="libaio",
+            status=WARN,
+            found=f"{free:,} requests of fs.aio-max-nr are free, {wanted:,} may be needed; stock DeepSpeed aborts then",
+            mend="sudo sysctl -w fs.aio-max-nr=1048576; for good: echo fs.aio-max-nr=1048576 | sudo tee "
+            "/etc/sysctl.d/90-aio.conf",
+        )
+    return Check(
+        name="libaio",
+        status=WARN,
+        found=f"{os.strerror(error)}; io_uring is what remains",
+        mend="run on x86_64 or aarch64, outside a sandbox that forbids io_setup",
+    )
+
+
+def check_memory(needs: Needs | None, root: Path = Path("/")) -> Check:
+    total, available = probe.memory_bytes(root)
+    group = probe.memory_group(root)
+    usable = total if group is None else min(total, group.limit_bytes)
+    where = f"{size(total)} of RAM, {size(available)} available"
+    if group is not None and group.limit_bytes < total:
+        where += f"; control group (v{group.version}) allows {size(group.limit_bytes)}"
+    if needs is None:
+        return Check(name="host memory", status=OK, found=where)
+    if needs.host_bytes > usable:
+        mend = "see docs/how-to/when-it-does-not-fit.md"
+        if group is not None and needs.host_bytes <= total:
+            mend = f"raise the limit in {group.file} (in Docker: --memory)"
+        return Check(
+            name="host memory", status=FAIL, found=f"{where}; the plan needs {size(needs.host_bytes)}", mend=mend
+        )
+    if needs.host_bytes > available:
+        return Check(
+            name="host memory",
+            status=WARN,
+            found=f"{where}; the plan needs {size(needs.host_bytes)}",
+            mend="end other programs first: ps aux --sort=-rss | head shows the largest",
+        )
+    return Check(name="host memory", status=OK, found=f"{where}; the plan needs {size(needs.host_bytes)}")
+
+
+def check_swap(limit: int | None, root: Path = Path("/")) -> Check:
+    """Swap harms where buffers are not locked: the kernel then writes to the drive that training reads from."""
+    swap = probe.swap_bytes(root)
+    if not swap:
+        return Check(name="swap", status=OK, found="none")
+    if limit is None:
+        return Check(name="swap", status=OK, found=f"{size(swap)}; locked buffers are never swapped")
+    return Check(
+        name="swap",
+        status=WARN,
+        found=f"{size(swap)}, and buffers cannot be locked: the kernel may swap them out",
+        mend="raise the limit on locked memory (above), or sudo swapoff -a while training",
+    )
+
+
+def check_huge_pages(root: Path = Path("/")) -> Check:
+    text = probe.read_text(root / "sys/kernel/mm/transparent_hugepage/enabled").strip()
+    if "[never]" in text:
+        return Check(
+            name="huge pages",
+            status=WARN,
+            found="transparent huge pages are switched off: large buffers cost more page-table walks",
+            mend="echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+        )
+    return Check(name="huge pages", status=OK, found=f"transparent: {text}" if text else "the kernel does not say")
+
+
+def check_numa(ranks: int, root: Path = Path("/")) -> Check:
+    nodes = probe.numa_nodes(root)
+    with_cpus = [node for node in nodes if node[1]]
+    memory_only = len(nodes) - len(with_cpus)
+    if len(nodes) <= 1:
+        return Check(name="NUMA", status=OK, found="one node")
+    what = ", ".join(f"node {number}: {size(total)}{'' if cpus else ' without CPUs'}" for number, cpus, total in nodes)
+    if memory_only or len(with_cpus) > ranks:
+        nearest = with_cpus[0][0] if with_cpus else 0
+        return Check(
+            name="NUMA",
+            status=WARN,
+            found=f"{what}: buffers may land far from the cores that stream them",
+            mend=f"numactl --cpunodebind={nearest} --preferred={nearest} memascend train ...",
+        )
+    return Check(name="NUMA", status=OK, found=what)
+
+
+def check_gpu(needs: Needs | None, cuda: tuple[bool, str], found: list[probe.Gpu]) -> Check:
+    """`cuda`: whether torch sees CUDA, and its version; `found`: what nvidia-smi lists."""
+    usable, version = cuda
+    if usable and found:
+        gpu = found[0]
+        text = f"{len(found)} x {gpu.name}, {size(gpu.memory_bytes)}, CUDA {version}"
+        if needs and needs.device_bytes > gpu.memory_bytes:
+            return Check(
+                name="GPU",
+                status=FAIL,
+                found=f"{text}; the plan needs {size(needs.device_bytes)}",
+                mend="a smaller --batch or --context: memascend plan --gpu-memory says the largest",
+            )
+        return Check(name="GPU", status=OK, found=text)
+    if found:
+        return Check(
+            name="GPU",
+            status=WARN,
+            found=f"{len(found)} x {found[0].name}, but this torch ({version}) cannot use it",
+            mend="make setup CUDA=1",
+        )
+    return Check(
+        name="GPU",
+        status=WARN,
+        found=f"none (torch {version}): training runs on the CPU, to try things out on small models",
+        mend="a machine with an NVIDIA GPU and its driver; nvidia-smi must list it",
+    )
+
+
+def file_system(folder: Path, root: Path = Path("/")) -> str:
+    """Type of the file system that holds `folder`, by the longest mount point above it."""
+    best = ("", "")
+    for line in probe.read_text(root / "proc/self/mounts").splitlines():
+        fields = line.split()
+        if len(fields) > 2:
+            point = fields[1].replace("\\040", " ")
+            inside = point == "/" or folder == Path(point) or Path(point) in folder.parents
+            if inside and len(point) >= len(best[0]):
+                best = (point, fields[2])
+    return best[1]
+
+
+def check_folder(folder: Path, kind: str) -> Check:
+    """Whether swap files can be made in `folder` with O_DIRECT; `kind` as of :func:`file_system`."""
+    name, where = "O_DIRECT", f"{folder} ({kind or 'unknown file system'})"
+    if not folder.is_dir():
+        return Check(name=name, status=FAIL, found=f"{folder} is no folder", mend=f"mkdir -p {folder}")
+    if not os.access(folder, os.W_OK):
+        return Check(
+            name=name,
+            status=FAIL,
+            found=f"{folder} cannot be written",
+            mend=f"sudo chown $USER {folder}, or another folder",
+        )
+    if kind in _IN_MEMORY:
+        return Check(
+            name=name,
+            status=FAIL,
+            found=f"{where} lies in memory itself",
+            mend="--nvme with a folder on the SSD: df -h",
+        )
+    refused = takes_direct_io(folder)
+    if refused:
+        return Check(
+            name=name,
+            status=FAIL,
+            found=f"{where}: {refused}",
+            mend="--nvme with a folder on ext4 or XFS on the SSD itself: df -hT lists them",
+        )
+    if kind in _NETWORK:
+        return Check(name=name, status=WARN, found=f"{where}: a network file system", mend="--nvme with a local SSD")
+    return Check(name=name, status=OK, found=f"{where}: written and read back")
+
+
+def check_space(folder: Path, needs: Needs | None) -> Check:
+    free = shutil.disk_usage(folder).free
+    if needs is None:
+        return Check(name="free space", status=OK, found=f"{size(free)} in {folder}")
+    found = f"{size(free)} in {folder}; the plan needs {size(needs.ssd_bytes)}"
+    if needs.ssd_bytes > free:
+        short = needs.ssd_bytes - free
+        mend = (
+            f"free {size(short)} there, or --nvme with another folder (du -sh {folder}/* shows what earlier runs left)"
+        )
+        return Check(name="free space", status=FAIL, found=found, mend=mend)
+    return Check(name="free space", status=OK, found=found)
+
+
+def check_speed(folder: Path, needs: Needs | None) -> tuple[Check, DeviceSpeed | None]:
+    """Tries the drive for some seconds, in a nameless file of at most 1 GiB and a tenth of what is free."""
+    try:
+        free = shutil.disk_usage(folder).free
+        speed = device_speed(folder, min(1 << 30, free // 10))
+    except OSError as error:
+        mend = "free some space, or --nvme with another folder"
+        return Check(name="drive speed", status=FAIL, found=f"{folder}: {error.strerror}", mend=mend), None
+    found = (
+        f"writes {speed.write_bytes_per_s / 1e9:.2f} GB/s, reads {speed.read_bytes_per_s / 1e9:.2f} GB/s "
+        f"({size(speed.tried_bytes)} by O_DIRECT)"
+    )
+    if needs and needs.write_bytes:
+        seconds = needs.read_bytes / speed.read_bytes_per_s + needs.write_bytes / speed.write_bytes_per_s
+        found += f"; a step of the plan would spend {seconds:,.3g} s on it"
+    if min(speed.write_bytes_per_s, speed.read_bytes_per_s) < SLOW_DRIVE_BYTES_PER_S:
+        return Check(
+            name="drive speed",
+            status=WARN,
+            found=found,
+            mend="an NVMe SSD on PCIe: docs/how-to/choose-and-prepare-an-ssd.md says what to look for",
+        ), speed
+    return Check(name="drive speed", status=OK, found=found), speed
+
+
+def check_all(folder: Path | None, needs: Needs | None, ranks: int, *, try_speed: bool = True) -> Iterator[Check]:
+    """Every check of this machine, in the order of the report; those of packages are in `packages`."""
+    proc = Path("/proc/sys")
+    limit = kernel.lockable_bytes()
+    yield check_kernel()
+    yield check_memory(needs)
+    yield check_memlock(needs, limit)
+    yield check_swap(limit)
+    yield check_huge_pages()
+    yield check_numa(ranks)
+    yield check_uring(kernel.uring_error(), probe.read_text(proc / "kernel/io_uring_disabled"))
+    events = AIO_EVENTS_A_RANK * ranks
+    most, used = (probe.read_text(proc / "fs" / name) for name in ("aio-max-nr", "aio-nr"))
+    yield check_libaio(kernel.libaio_error(events), most, used, ranks)
+    if folder is None:
+        yield Check(
+            name="O_DIRECT", status=WARN, found="not tried: no folder was named", mend="memascend doctor --nvme FOLDER"
+        )
+        return
+    folder = folder.absolute()
+    in_folder = check_folder(folder, file_system(folder.resolve()))
+    yield in_folder
+    if in_folder.status == FAIL:
+        return
+    yield check_space(folder, needs)
+    if try_speed:
+        yield check_speed(folder, needs)[0]

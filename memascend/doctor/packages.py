@@ -1,0 +1,126 @@
+"""Which packages are here, whether they are the ones we tried, and whether their compiled parts are there."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from memascend.doctor.checks import FAIL, OK, WARN, Check
+
+# The range that the tests were run with; DeepSpeed's comes from the integration, which warns by the same list.
+OLDEST_TRANSFORMERS = (4, 51)
+OLDEST_PYTHON_TORCH = (2, 4)
+OPS = {"async_io": "deepspeed/ops/aio/async_io_op", "cpu_adam": "deepspeed/ops/adam/cpu_adam_op"}
+
+
+def version(package: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def numbers(text: str) -> tuple[int, int]:
+    """(major, minor) of a version."""
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def check_extension() -> Check:
+    try:
+        from memascend import _C
+    except ImportError as error:
+        reason = " ".join(str(error).split())
+        return Check(name="extension", status=FAIL, found=f"memascend._C cannot be loaded: {reason}", mend="make setup")
+    return Check(name="extension", status=OK, found=f"memascend._C, kernels for {_C.simd_level()}")
+
+
+def check_torch(found: str | None) -> Check:
+    if found is None:
+        return Check(name="torch", status=FAIL, found="not installed", mend="make setup")
+    if numbers(found) < OLDEST_PYTHON_TORCH:
+        return Check(
+            name="torch", status=WARN, found=f"{found} has not been tried", mend="pip install -c constraints.txt torch"
+        )
+    return Check(name="torch", status=OK, found=found)
+
+
+def check_deepspeed(found: str | None, tried: tuple[str, ...]) -> Check:
+    if found is None:
+        return Check(
+            name="DeepSpeed",
+            status=WARN,
+            found="not installed: plan, bench and storage work, training does not",
+            mend="pip install 'memascend[deepspeed]', or make setup in a checkout",
+        )
+    if found not in tried:
+        return Check(
+            name="DeepSpeed",
+            status=WARN,
+            found=f"{found} has not been tried with memascend (tried: {', '.join(tried)})",
+            mend=f"pip install deepspeed=={tried[-1]}, or go on: hooks are found by name and signature",
+        )
+    return Check(name="DeepSpeed", status=OK, found=f"{found}, tried")
+
+
+def check_ops(site: Path | None) -> Check:
+    """`site`: the folder that holds the deepspeed package. Ops that are missing compile on first use, for minutes."""
+    missing = [name for name, path in OPS.items() if site is None or not list(site.glob(f"{path}*.so"))]
+    if missing:
+        return Check(
+            name="DeepSpeed ops",
+            status=WARN,
+            found=f"{', '.join(missing)} not compiled: the first step would compile for minutes",
+            mend="make setup in a checkout, or DS_BUILD_AIO=1 DS_BUILD_CPU_ADAM=1 pip install --no-cache-dir "
+            "--force-reinstall --no-deps deepspeed",
+        )
+    return Check(name="DeepSpeed ops", status=OK, found=f"{', '.join(OPS)} compiled")
+
+
+def check_transformers(found: str | None) -> Check:
+    if found is None:
+        mend = "pip install 'memascend[huggingface]', or make setup in a checkout"
+        return Check(name="transformers", status=WARN, found="not installed: memascend train needs it", mend=mend)
+    if numbers(found) < OLDEST_TRANSFORMERS:
+        oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
+        return Check(
+            name="transformers",
+            status=WARN,
+            found=f"{found} is older than {oldest}, the oldest that was tried",
+            mend=f"pip install 'transformers>={oldest}'",
+        )
+    return Check(name="transformers", status=OK, found=found)
+
+
+def tried_deepspeed() -> tuple[str, ...]:
+    """Versions that the integration was tried with; none where it cannot be read."""
+    try:
+        from memascend.integrations.deepspeed.signatures import TRIED_VERSIONS
+    except ImportError:
+        return ()
+    return tuple(TRIED_VERSIONS)
+
+
+def cuda() -> tuple[bool, str]:
+    """(torch sees a CUDA device, torch's version with its CUDA)."""
+    if importlib.util.find_spec("torch") is None:
+        return False, "not installed"
+    import torch
+
+    return torch.cuda.is_available(), torch.version.cuda or torch.__version__
+
+
+def check_packages() -> Iterator[Check]:
+    """Every check of packages, in the order of the report."""
+    yield check_extension()
+    yield check_torch(version("torch"))
+    installed = version("deepspeed")
+    yield check_deepspeed(installed, tried_deepspeed() or ((installed,) if installed else ()))
+    if installed is not None:
+        spec = importlib.util.find_spec("deepspeed")
+        yield check_ops(Path(spec.origin).parents[1] if spec and spec.origin else None)
+    yield check_transformers(version("transformers"))

@@ -1,0 +1,360 @@
+"""`memascend doctor`: each probe on other machines' files, each check's three answers, and the real thing here."""
+
+import errno
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from memascend.cli import main
+from memascend.doctor import checks, kernel, packages, probe
+from memascend.doctor.checks import FAIL, OK, WARN, Needs
+from memascend.doctor.local import local_machine
+from memascend.doctor.speed import BLOCK_BYTES, device_speed, takes_direct_io, temporary_file
+
+GIB = 2**30
+NEEDS = Needs(
+    label="a plan",
+    host_bytes=40 * GIB,
+    locked_bytes=30 * GIB,
+    device_bytes=20 * GIB,
+    ssd_bytes=100 * GIB,
+    read_bytes=150 * GIB,
+    write_bytes=137 * GIB,
+)
+A100 = probe.Gpu(name="NVIDIA A100-SXM4-40GB", memory_bytes=40 * GIB, flops_per_s=312e12, pcie_bytes_per_s=31.5e9)
+
+
+def files(root: Path, contents: dict[str, str]) -> Path:
+    for name, text in contents.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def meminfo(total_gib: int, available_gib: int, swap_gib: int = 0) -> dict[str, str]:
+    lines = (("MemTotal", total_gib), ("MemAvailable", available_gib), ("SwapTotal", swap_gib))
+    return {"proc/meminfo": "".join(f"{name}: {size << 20} kB\n" for name, size in lines)}
+
+
+def judged(check, status: str, *words: str) -> None:
+    """The status, words of what was found and of the mend; whatever is not ok has a mend."""
+    assert check.status == status, check
+    assert bool(check.mend) == (status != OK)
+    for word in words:
+        assert word in f"{check.found} {check.mend}"
+    assert "\n" not in check.found + check.mend
+
+
+def test_memory_of_a_version_2_group_is_the_tightest_on_the_way_up(tmp_path):
+    root = files(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/user.slice/app\n",
+            "sys/fs/cgroup/user.slice/app/memory.max": "max\n",
+            "sys/fs/cgroup/user.slice/memory.max": str(16 * GIB),
+            **meminfo(64, 60),
+        },
+    )
+    group = probe.memory_group(root)
+    assert (group.version, group.limit_bytes) == (2, 16 * GIB)
+    assert group.file == root / "sys/fs/cgroup/user.slice/memory.max"
+    assert probe.usable_memory_bytes(root) == 16 * GIB
+
+
+def test_memory_of_a_version_1_group(tmp_path):
+    root = files(
+        tmp_path,
+        {
+            "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/box\n0::/\n",
+            "sys/fs/cgroup/memory/box/memory.limit_in_bytes": str(8 * GIB),
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096),  # the kernel's word for none
+            **meminfo(64, 60),
+        },
+    )
+    group = probe.memory_group(root)
+    assert (group.version, group.limit_bytes) == (1, 8 * GIB)
+
+
+def test_without_a_group_memory_is_what_there_is(tmp_path):
+    root = files(tmp_path, meminfo(64, 60))
+    assert probe.memory_group(root) is None
+    assert probe.usable_memory_bytes(root) == 64 * GIB
+
+
+def test_a_machine_without_meminfo_is_one_clear_line(tmp_path):
+    with pytest.raises(ValueError, match="cannot read MemTotal"):
+        probe.memory_bytes(tmp_path)
+
+
+def test_host_memory_fails_over_the_group_and_names_its_file(tmp_path):
+    limit = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": str(32 * GIB)}
+    root = files(tmp_path, meminfo(64, 60) | limit)
+    judged(checks.check_memory(NEEDS, root), FAIL, "allows 32.0 GiB", "the plan needs 40.0 GiB", "memory.max")
+    judged(checks.check_memory(None, root), OK, "control group (v2)")
+
+
+def test_host_memory_warns_where_other_programs_hold_it(tmp_path):
+    judged(checks.check_memory(NEEDS, files(tmp_path, meminfo(64, 30))), WARN, "30.0 GiB available", "ps aux")
+
+
+@pytest.mark.parametrize(("ram", "status"), [(32, FAIL), (64, OK)])
+def test_host_memory_against_the_plan(tmp_path, ram, status):
+    judged(checks.check_memory(NEEDS, files(tmp_path, meminfo(ram, ram))), status)
+
+
+def test_locked_memory():
+    judged(checks.check_memlock(NEEDS, None), OK, "no limit")
+    judged(checks.check_memlock(NEEDS, 31 * GIB), OK, "the plan locks 30.0 GiB")
+    judged(checks.check_memlock(NEEDS, 8 << 20), WARN, "8 MiB", "ulimit -l unlimited", "memlock=-1")
+    judged(checks.check_memlock(None, 8 << 20), WARN)
+
+
+def test_swap(tmp_path):
+    with_swap = files(tmp_path, meminfo(64, 60, swap_gib=8))
+    judged(checks.check_swap(8 << 20, with_swap), WARN, "8.0 GiB", "swapoff")
+    judged(checks.check_swap(None, with_swap), OK, "never swapped")
+    judged(checks.check_swap(8 << 20, files(tmp_path / "other", meminfo(64, 60))), OK, "none")
+
+
+@pytest.mark.parametrize(
+    ("error", "disabled", "status", "words"),
+    [
+        (0, "0", OK, "set up"),
+        (errno.EPERM, "2", WARN, "sysctl -w kernel.io_uring_disabled=0"),
+        (errno.EPERM, "0", WARN, "seccomp"),
+        (errno.ENOSYS, "", WARN, "kernel from 5.6"),
+        (errno.ENOMEM, "0", WARN, "ulimit -l unlimited"),
+    ],
+)
+def test_io_uring(error, disabled, status, words):
+    judged(checks.check_uring(error, disabled), status, words)
+
+
+@pytest.mark.parametrize(
+    ("error", "most", "used", "status", "words"),
+    [
+        (0, "65536", "128", OK, "65,408"),
+        (0, "65536", "65000", WARN, "fs.aio-max-nr=1048576"),
+        (errno.EAGAIN, "65536", "65536", WARN, "fs.aio-max-nr=1048576"),
+        (errno.ENOSYS, "", "", WARN, "io_uring is what remains"),
+    ],
+)
+def test_libaio(error, most, used, status, words):
+    judged(checks.check_libaio(error, most, used, ranks=1), status, words)
+
+
+def test_kernel_versions(monkeypatch):
+    assert probe.kernel_version("5.4.0-42-generic") == (5, 4)
+    assert probe.kernel_version("unknown") == (0, 0)
+    monkeypatch.setattr(probe, "kernel_version", lambda: (5, 4))
+    judged(checks.check_kernel(), WARN, "io_uring needs 5.6")
+
+
+@pytest.mark.parametrize(
+    ("text", "status"), [("always [madvise] never", OK), ("always madvise [never]", WARN), ("", OK)]
+)
+def test_huge_pages(tmp_path, text, status):
+    judged(checks.check_huge_pages(files(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": text})), status)
+
+
+def numa(root: Path, *cpus: str) -> Path:
+    node = "sys/devices/system/node/node"
+    for number, listed in enumerate(cpus):
+        files(
+            root,
+            {f"{node}{number}/cpulist": listed, f"{node}{number}/meminfo": f"Node {number} MemTotal: {32 << 20} kB"},
+        )
+    return root
+
+
+def test_numa(tmp_path):
+    judged(checks.check_numa(1, numa(tmp_path / "one", "0-7")), OK, "one node")
+    judged(checks.check_numa(1, numa(tmp_path / "two", "0-7", "8-15")), WARN, "numactl --cpunodebind=0")
+    judged(checks.check_numa(2, numa(tmp_path / "ranks", "0-7", "8-15")), OK)
+    judged(checks.check_numa(1, numa(tmp_path / "cxl", "0-7", "")), WARN, "node 1: 32.0 GiB without CPUs")
+
+
+def test_gpu():
+    judged(checks.check_gpu(NEEDS, (True, "12.8"), [A100]), OK, "A100", "CUDA 12.8")
+    judged(checks.check_gpu(NEEDS, (False, "2.13.0+cpu"), [A100]), WARN, "make setup CUDA=1")
+    judged(checks.check_gpu(None, (False, "2.13.0+cpu"), []), WARN, "on the CPU")
+    small = probe.Gpu(name="RTX", memory_bytes=8 * GIB, flops_per_s=None, pcie_bytes_per_s=None)
+    judged(checks.check_gpu(NEEDS, (True, "12.8"), [small]), FAIL, "the plan needs 20.0 GiB", "--batch")
+
+
+def test_gpus_are_read_from_nvidia_smi():
+    def query():
+        return "NVIDIA H100 PCIe, 81559, 5, 16\nUnheard-of 9000, 1024, [N/A], [N/A]\n"
+
+    h100, other = probe.gpus(query)
+    assert (h100.flops_per_s, h100.memory_bytes) == (756e12, 81559 << 20)
+    assert h100.pcie_bytes_per_s == pytest.approx(63e9, rel=0.01)
+    assert (other.flops_per_s, other.pcie_bytes_per_s) == (None, None)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(), subprocess.CalledProcessError(9, "nvidia-smi")])
+def test_a_machine_without_a_driver_has_no_gpu(error):
+    def query():
+        raise error
+
+    assert probe.gpus(query) == []
+
+
+def test_the_file_system_is_that_of_the_longest_mount_point(tmp_path):
+    mounts = "rootfs / ext4 rw 0 0\nnvme /mnt/nvme xfs rw 0 0\nshm /mnt/nvme/ram\\040disk tmpfs rw 0 0\n"
+    root = files(tmp_path, {"proc/self/mounts": mounts})
+    assert checks.file_system(Path("/mnt/nvme/swap"), root) == "xfs"
+    assert checks.file_system(Path("/mnt/nvme/ram disk"), root) == "tmpfs"
+    assert checks.file_system(Path("/mnt/other"), root) == "ext4"
+
+
+def test_folders_that_cannot_hold_swap_files(tmp_path):
+    judged(checks.check_folder(tmp_path / "none", "ext4"), FAIL, "no folder", "mkdir -p")
+    judged(checks.check_folder(tmp_path, "tmpfs"), FAIL, "lies in memory itself")
+
+
+def test_a_file_system_that_refuses_o_direct_is_named(tmp_path, monkeypatch):
+    real = os.open
+
+    def refusing(name, flags, *more):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(name, flags, *more)
+
+    monkeypatch.setattr(os, "open", refusing)
+    judged(checks.check_folder(tmp_path, "fuse"), FAIL, "EINVAL", "ext4 or XFS")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_temporary_file_has_no_name_while_it_is_used(tmp_path):
+    with temporary_file(tmp_path) as descriptor:
+        assert list(tmp_path.iterdir()) == []
+        assert os.write(descriptor, b"x") == 1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_free_space(tmp_path):
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    too_much = Needs(**{**vars(NEEDS), "ssd_bytes": 2 * free + GIB})
+    judged(checks.check_space(tmp_path, too_much), FAIL, "the plan needs")
+    judged(checks.check_space(tmp_path, Needs(**{**vars(NEEDS), "ssd_bytes": 1})), OK)
+    judged(checks.check_space(tmp_path, None), OK)
+
+
+@pytest.fixture
+def direct(tmp_path):
+    """A folder whose file system takes O_DIRECT."""
+    refused = takes_direct_io(tmp_path)
+    if refused:
+        pytest.skip(f"{tmp_path}: {refused}")
+    return tmp_path
+
+
+def test_the_speed_of_a_drive_is_tried_and_nothing_is_left(direct):
+    speed = device_speed(direct, 8 * BLOCK_BYTES)
+    assert speed.tried_bytes == 8 * BLOCK_BYTES
+    assert min(speed.write_bytes_per_s, speed.read_bytes_per_s) > 0
+    assert list(direct.iterdir()) == []
+
+
+def test_a_slow_drive_warns_and_the_plans_seconds_are_given(direct, monkeypatch):
+    for rate, status in ((0.2e9, WARN), (5e9, OK)):
+        made = checks.DeviceSpeed(write_bytes_per_s=rate, read_bytes_per_s=rate, tried_bytes=GIB)
+        monkeypatch.setattr(checks, "device_speed", lambda folder, size, made=made: made)
+        seconds = (NEEDS.read_bytes + NEEDS.write_bytes) / rate
+        check, _ = checks.check_speed(direct, NEEDS)
+        judged(check, status, f"would spend {seconds:,.3g} s")
+
+
+def test_a_full_drive_is_a_failure_with_a_mend(direct, monkeypatch):
+    def full(folder, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checks, "device_speed", full)
+    judged(checks.check_speed(direct, None)[0], FAIL, "No space left", "another folder")
+
+
+def test_the_kernel_is_really_asked():
+    assert kernel.uring_error() in {0, errno.EPERM, errno.ENOSYS, errno.ENOMEM}
+    assert kernel.uring_error(entries=0) != 0  # a ring without entries is refused wherever rings are allowed
+    assert kernel.libaio_error(16) in {0, errno.EAGAIN, errno.ENOSYS, errno.EPERM}
+    limit = kernel.lockable_bytes()
+    assert limit is None or limit >= 0
+
+
+def test_packages(tmp_path):
+    judged(packages.check_torch(None), FAIL, "not installed")
+    judged(packages.check_torch("2.1.0"), WARN, "not been tried")
+    judged(packages.check_deepspeed(None, ("0.19.8",)), WARN, "training does not")
+    judged(packages.check_deepspeed("0.15.0", ("0.16.7", "0.19.8")), WARN, "tried: 0.16.7, 0.19.8", "==0.19.8")
+    judged(packages.check_deepspeed("0.19.8", ("0.19.8",)), OK)
+    judged(packages.check_transformers("4.40.1"), WARN, "older than 4.51")
+    judged(packages.check_transformers(None), WARN, "huggingface")
+    judged(packages.check_ops(tmp_path), WARN, "async_io, cpu_adam not compiled")
+    files(tmp_path, {f"{path}.cpython-311.so": "" for path in packages.OPS.values()})
+    judged(packages.check_ops(tmp_path), OK)
+
+
+def test_the_command_prints_every_check_and_its_status(capsys, direct):
+    status = main(["doctor", "--nvme", str(direct), "--no-speed", "--json"])
+    made = json.loads(capsys.readouterr().out)
+    names = [check["name"] for check in made["checks"]]
+    ops = ["DeepSpeed ops"] if packages.version("deepspeed") else []
+    assert names == [
+        "kernel", "host memory", "locked memory", "swap", "huge pages", "NUMA", "io_uring", "libaio", "O_DIRECT",
+        "free space", "GPU", "extension", "torch", "DeepSpeed", *ops, "transformers",
+    ]  # fmt: skip
+    assert {check["status"] for check in made["checks"]} <= {OK, WARN, FAIL}
+    assert all(bool(check["mend"]) for check in made["checks"] if check["status"] != OK)
+    assert made["failed"] == (status == 1) == any(check["status"] == FAIL for check in made["checks"])
+
+
+def test_a_plan_that_cannot_fit_ends_in_status_1(capsys, direct):
+    status = main(["doctor", "--nvme", str(direct), "--no-speed", "--model", "qwen2.5-32b", "--batch", "1000"])
+    captured = capsys.readouterr()
+    assert (status, captured.err) == (1, "")
+    assert "against the plan: MemAscend, Qwen2.5-32B" in captured.out
+    assert "fail  host memory" in captured.out
+    assert "mend: " in captured.out
+
+
+def test_without_a_folder_o_direct_is_not_claimed(capsys):
+    main(["doctor"])
+    out = capsys.readouterr().out
+    assert "warn  O_DIRECT        not tried: no folder was named" in out
+    assert "drive speed" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "gpt-5"], "unknown model 'gpt-5'"),
+        (["--model", "llama3.2-1b", "--system", "floppy"], "unknown system 'floppy'"),
+        (["--gpus", "none"], "'none' is not a positive whole number"),
+        (["--fix"], "--fix"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, arguments, words):
+    status = main(["doctor", *arguments])
+    captured = capsys.readouterr()
+    assert (status, captured.out) == (2, "")
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_this_machine_for_the_planner(direct):
+    machine = local_machine(None)
+    assert machine.ram_bytes == probe.usable_memory_bytes()
+    assert machine.memory_bytes_per_s > 0
+    assert machine.ssd_read_bytes_per_s is None
+    assert set(machine.sources) >= {"memory_bytes_per_s"}
+
+
+def test_a_folder_that_cannot_be_tried_is_one_clear_line(tmp_path):
+    with pytest.raises(ValueError, match="cannot try the SSD in"):
+        local_machine(tmp_path / "none")
