@@ -1,0 +1,178 @@
+"""Cross-entropy of a linear head that never holds the logits of more than a chunk of tokens.
+
+The logits of 4 x 4,096 tokens over the 152,064 words of Qwen2.5 take 4.6 GiB in 16 bits, and twice that again in the
+fp32 in which the loss is taken. Here they exist for one chunk of tokens at a time; the backward pass computes them
+again, because only then the loss scale is known: fp16 gradients taken before it would underflow. The idea is that of
+Liger-Kernel's fused linear cross-entropy; this is plain torch, for any device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.function import once_differentiable
+
+IGNORE_INDEX = -100  # torch's and transformers' default
+# Logits alive at once. At Qwen2.5's vocabulary this is 440 tokens, enough rows to keep a matrix product busy.
+DEFAULT_CHUNK_BYTES = 256 << 20
+_ROWS = 16384  # of the weight's gradient at a time: a ninth of Qwen2.5's vocabulary
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model does to its logits before the loss: x * scale, then softcap * tanh(x / softcap) (Gemma 2)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def backward(self, grad: torch.Tensor, transformed: torch.Tensor) -> torch.Tensor:
+        """Gradient of the raw logits, from that of the transformed ones; changes `grad`."""
+        if self.softcap is not None:
+            grad *= 1 - (transformed / self.softcap).square_()
+        if self.scale != 1.0:
+            grad *= self.scale
+        return grad
+
+
+def chunked_linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ignore_index: int = IGNORE_INDEX,
+    reduction: str = "mean",
+    transform: LogitTransform | None = None,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+) -> torch.Tensor:
+    """`cross_entropy(transform(linear(hidden, weight, bias)).float(), labels)` as an fp32 scalar.
+
+    hidden: (..., H), floating. weight: (V, H) and bias: (V,), of the same dtype, or cast by autocast. labels: (...) of
+    int64, each in [0, V) or `ignore_index`; already shifted. `reduction`: "mean" over the labels that count (NaN if
+    there are none, as in torch) or "sum". `chunk_bytes`: bound of the memory that logits and their gradients take (at
+    least one token's). The gradients are rounded once; that of the weight is summed in fp32 over chunks.
+    Under ZeRO-3 the weight must be gathered, once in forward and once in backward: call it inside the head module's
+    forward. Raises ValueError for shapes and options that do not fit.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"cross-entropy: reduction {reduction!r} is unknown: use 'mean' or 'sum'")
+    if hidden.shape[:-1] != labels.shape or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"cross-entropy: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, labels "
+            f"{tuple(labels.shape)}: need (..., H), (V, H) and (...); a weight under ZeRO-3 must be gathered"
+        )
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = bias.to(dtype) if bias is not None else None
+    row_bytes = weight.shape[0] * (2 * torch.float32.itemsize + 2 * hidden.dtype.itemsize)
+    settings = _Settings(ignore_index, transform or LogitTransform(), max(1, chunk_bytes // row_bytes))
+    flat = labels.reshape(-1).to(hidden.device)
+    with torch.autocast(device, enabled=False):
+        total = _ChunkedLinearCrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, settings)
+    if reduction == "sum":
+        return total
+    return total / (flat != ignore_index).sum()
+
+
+@dataclass(frozen=True)
+class _Settings:
+    ignore_index: int
+    transform: LogitTransform
+    chunk: int  # tokens
+
+
+class _ChunkedLinearCrossEntropy(torch.autograd.Function):
+    """Sum of the losses. hidden (T, H), weight (V, H), bias (V) or None, labels (T)."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, settings):
+        losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        log_sums = torch.empty_like(losses)
+        for begin in range(0, len(hidden), settings.chunk):
+            rows = slice(begin, begin + settings.chunk)
+            logits = settings.transform(torch.nn.functional.linear(hidden[rows], weight, bias).float())
+            counted = labels[rows] != settings.ignore_index
+            target = torch.where(counted, labels[rows], 0).unsqueeze(1)
+            log_sums[rows] = torch.logsumexp(logits, dim=1)
+            losses[rows] = (log_sums[rows] - logits.gather(1, target).squeeze(1)).masked_fill_(~counted, 0.0)
+        ctx.save_for_backward(hidden, weight, bias, labels, log_sums)
+        ctx.settings = settings
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss):
+        hidden, weight, bias, labels, log_sums = ctx.saved_tensors
+        settings, (need_hidden, need_weight, need_bias, *_) = ctx.settings, ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = _zeros_fp32(weight) if need_weight else None
+        grad_bias = _zeros_fp32(bias) if need_bias else None
+        for begin in range(0, len(hidden), settings.chunk):
+            rows = slice(begin, begin + settings.chunk)
+            grad = _grad_of_logits(hidden[rows], weight, bias, labels[rows], log_sums[rows], settings, grad_loss)
+            if need_bias:
+                grad_bias += grad.sum(0)
+            grad = grad.to(hidden.dtype)
+            if need_hidden:
+                grad_hidden[rows] = _product(grad, weight)
+            if need_weight:
+                _add_product(grad_weight, grad, hidden[rows])
+        return grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), None, None
+
+
+def _grad_of_logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    log_sums: torch.Tensor,
+    settings: _Settings,
+    grad_loss: torch.Tensor,
+) -> torch.Tensor:
+    """(softmax - one-hot) * grad_loss of one chunk in fp32, zero where the label is ignored."""
+    transform = settings.transform
+    logits = transform(torch.nn.functional.linear(hidden, weight, bias).float())
+    grad = logits - log_sums.unsqueeze(1) if transform.softcap is not None else logits.sub_(log_sums.unsqueeze(1))
+    grad.exp_()
+    counted = labels != settings.ignore_index
+    target = torch.where(counted, labels, 0).unsqueeze(1)
+    grad.scatter_add_(1, target, grad.new_full((), -1.0).expand(target.shape))
+    grad *= torch.where(counted, grad_loss.float(), 0.0).unsqueeze(1)
+    return transform.backward(grad, logits)
+
+
+def _zeros_fp32(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+
+
+def _cast(total: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
+    return None if total is None else total.to(like.dtype)
+
+
+def _slow_half(tensor: torch.Tensor) -> bool:
+    # PyTorch's fp16 products on a CPU are some 800 times slower than its fp32 ones.
+    return tensor.dtype == torch.float16 and tensor.device.type == "cpu"
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.float() @ b.float() if _slow_half(a) else a @ b
+
+
+def _add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
+    """total (V, H, fp32) += grad (c, V)^T @ hidden (c, H), in blocks of rows so that no second (V, H) exists."""
+    if grad.dtype == torch.float32:
+        total.addmm_(grad.t(), hidden)
+        return
+    for begin in range(0, total.shape[0], _ROWS):
+        rows = slice(begin, begin + _ROWS)
+        total[rows] += _product(grad[:, rows].t(), hidden)
