@@ -166,7 +166,7 @@ def offload_checkpoints(
             _replace_functions(owner, lambda plain: OffloadedCheckpoint(store, plain))
             store.blocks = checkpointed_blocks(owner)
         else:
-            _enable(owner, {"use_reentrant": False} | checkpoint_options)
+            switch_on(owner, {"use_reentrant": False} | checkpoint_options)
     except BaseException:
         del owner._set_gradient_checkpointing
         raise
@@ -199,7 +199,8 @@ def _replace_functions(model: torch.nn.Module, new: Callable[[Any], Any]) -> Non
             module._gradient_checkpointing_func = made[id(function)][1]
 
 
-def _enable(model: Any, options: dict[str, Any]) -> None:
+def switch_on(model: Any, options: dict[str, Any]) -> None:
+    """Turn on a transformers model's own gradient checkpointing with options for torch's function."""
     # Renamed in transformers 5; the old name warns there.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options)

@@ -1,0 +1,183 @@
+"""A loss that never sees all logits, in the place of head and loss of a transformers causal LM.
+
+The model's own forward runs. Its head, asked for logits while there are labels to learn from, returns the summed loss
+instead; the model's loss function divides that. Inside the head's forward the weight is whole: ZeRO-3 gathers it for
+the module, once, and again for its backward pass, and reduces its gradient as usual.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memascend.ops.cross_entropy import IGNORE_INDEX, LogitTransform
+
+# (hidden (..., H), weight (V, H), labels (...), bias (V) or None, ignore_index, transform) -> fp32 sum of the losses
+SummedLoss = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, int, LogitTransform], torch.Tensor
+]
+
+
+def replace_head_loss(model: Any, summed_loss: SummedLoss) -> Callable[[], None]:
+    """Compute the training loss of `model` by `summed_loss`; returns the undo. Outputs then hold no logits.
+
+    Evaluation, generation and calls without labels stay the model's own. Raises ValueError for a model whose head is
+    not a linear layer or whose loss is not transformers' causal LM loss.
+    """
+    return _HeadLoss(model, summed_loss).install()
+
+
+@dataclass
+class _Pending:
+    """One forward pass with labels. `total` is the head's output: the summed loss."""
+
+    labels: torch.Tensor  # shifted
+    shift_labels: torch.Tensor | None  # as the caller gave them
+    ignore_index: int
+    total: torch.Tensor | None = None
+
+
+class _HeadLoss:
+    def __init__(self, model: Any, summed_loss: SummedLoss) -> None:
+        self.model, self.summed_loss = model, summed_loss
+        self.head = _linear_head(model)
+        self.stock_forward, self.stock_head, self.stock_loss = model.forward, self.head.forward, _causal_lm_loss(model)
+        self.signature = inspect.signature(model.forward)
+        self.transform = _logit_transform(model.config)
+        self.pending: _Pending | None = None
+        self.checked = False
+
+    def install(self) -> Callable[[], None]:
+        model, head = self.model, self.head
+        had_forward, had_loss = vars(model).get("forward"), vars(model).get("_loss_function")
+
+        @functools.wraps(self.stock_forward)  # the Trainer reads the signature
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.forward(*args, **kwargs)
+
+        model.forward, head.forward, model.loss_function = forward, self.head_forward, self.loss
+
+        def undo() -> None:
+            del model.forward, head.forward, model._loss_function
+            if had_forward is not None:
+                model.forward = had_forward
+            if had_loss is not None:
+                model._loss_function = had_loss
+
+        return undo
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.pending = self._pending(args, kwargs) if self.model.training else None
+        if self.pending is None:
+            return self.stock_forward(*args, **kwargs)
+        # Registered anew each time, so that it sees what hooks of others (ZeRO-3's) make of the output.
+        handle = self.head.register_forward_hook(self._note_output)
+        try:
+            return _without_logits(self.stock_forward(*args, **kwargs))
+        finally:
+            handle.remove()
+            self.pending = None
+
+    def _pending(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Pending | None:
+        given = self.signature.bind(*args, **kwargs).arguments
+        for parameter in self.signature.parameters.values():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given |= given.pop(parameter.name, {})
+        if given.get("labels") is None:
+            return None
+        ignore_index = given.get("ignore_index", IGNORE_INDEX)
+        shift_labels = given.get("shift_labels")
+        labels = shift_labels
+        if labels is None:
+            labels = torch.nn.functional.pad(given["labels"], (0, 1), value=ignore_index)[..., 1:]
+        return _Pending(labels, shift_labels, ignore_index)
+
+    def head_forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        pending, head = self.pending, self.head
+        if pending is None:
+            return self.stock_head(hidden)
+        labels = pending.labels.reshape(hidden.shape[:-1]).to(hidden.device)
+        return self.summed_loss(hidden, head.weight, labels, head.bias, pending.ignore_index, self.transform)
+
+    def _note_output(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.pending.total = output
+
+    def loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """transformers' ForCausalLMLoss with the head's sum in the place of logits."""
+        pending = self.pending
+        if pending is None:
+            return self.stock_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+        if not self.checked:
+            self._check(logits, ignore_index, shift_labels)
+            self.checked = True
+        if num_items_in_batch is None:
+            num_items_in_batch = (pending.labels != ignore_index).sum()
+        if torch.is_tensor(num_items_in_batch):
+            num_items_in_batch = num_items_in_batch.to(pending.total.device)
+        return pending.total / num_items_in_batch
+
+    def _check(self, logits: torch.Tensor, ignore_index: int, shift_labels: torch.Tensor | None) -> None:
+        """On the first step: what the model does between head and loss is what `transform` did."""
+        pending = self.pending
+        known = pending.total is not None and ignore_index == pending.ignore_index
+        known = known and shift_labels is pending.shift_labels
+        if known and logits is not pending.total:
+            expected = self.transform(pending.total.detach())
+            known = logits.shape == expected.shape and torch.allclose(logits.detach().float(), expected, equal_nan=True)
+        if not known:
+            raise RuntimeError(
+                f"{type(self.model).__name__} changes its logits or labels between head and loss in a way that a loss "
+                "without logits does not know: use loss 'plain'"
+            )
+
+
+def _linear_head(model: Any) -> torch.nn.Linear:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if not isinstance(head, torch.nn.Linear):
+        raise ValueError(
+            f"{type(model).__name__} has no linear language-model head, which a loss without logits "
+            "needs: use loss 'plain'"
+        )
+    if "forward" in vars(head):
+        raise RuntimeError(f"the loss of this {type(model).__name__} is replaced already: undo that first")
+    return head
+
+
+def _causal_lm_loss(model: Any) -> Callable[..., torch.Tensor]:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    found = getattr(model, "loss_function", None)
+    if found is not ForCausalLMLoss:
+        raise ValueError(
+            f"{type(model).__name__} takes its loss by {getattr(found, '__name__', found)}, not by transformers' "
+            "causal LM loss: use loss 'plain'"
+        )
+    return found
+
+
+def _logit_transform(config: Any) -> LogitTransform:
+    """What the model does to its logits, from the names that transformers uses in configurations."""
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    return LogitTransform(scale, getattr(config, "final_logit_softcapping", None))  # Gemma
+
+
+def _without_logits(output: Any) -> Any:
+    """The model's output with None for what its head returned."""
+    if isinstance(output, tuple):
+        return (output[0], None, *output[2:])
+    return type(output)(**{name: value for name, value in output.items() if name != "logits"})

@@ -1,0 +1,225 @@
+"""What a transformers model can do to need less device memory: attention, loss and checkpointing, each by name.
+
+MemAscend II-C: FlashAttention, the Liger kernels and offloaded gradient checkpointing. Where a GPU has the libraries
+they are used if asked for; SDPA, the chunked cross-entropy and our own offloading do the same work anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from memascend.activation import CheckpointStore, offload_checkpoints
+from memascend.activation.checkpointing import switch_on
+from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
+from memascend.ops.cross_entropy import DEFAULT_CHUNK_BYTES, LogitTransform, chunked_linear_cross_entropy
+
+CHOICES = {
+    "attention": ("auto", "eager", "sdpa", "flash"),
+    "loss": ("plain", "chunked", "liger"),
+    "checkpointing": ("none", "plain", "offloaded", "unsloth"),
+}
+_ATTENTION_NAMES = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
+
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """None leaves the model as it is.
+
+    attention: ``auto`` is SDPA where the model has it; ``flash`` is FlashAttention-2 (a GPU, 16 bits).
+    loss: ``chunked`` never holds all logits; ``liger`` is Liger-Kernel's fused linear cross-entropy (a GPU).
+    checkpointing: ``plain`` is torch's gradient checkpointing, ``offloaded`` keeps its checkpoints in host memory,
+        ``unsloth`` is Unsloth's offloaded checkpointing (a GPU).
+    """
+
+    attention: str | None = None
+    loss: str | None = None
+    checkpointing: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise ValueError(f"memascend.{name}: {value!r} is unknown; choose one of {', '.join(allowed)}")
+
+    @classmethod
+    def take(cls, section: dict[str, Any]) -> MemoryOptions:
+        """Options from a dict such as ``ds_config["memascend"]``, which loses the keys that are ours."""
+        return cls(**{f.name: section.pop(f.name) for f in fields(cls) if f.name in section})
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, f.name) is not None for f in fields(self))
+
+
+@dataclass
+class AppliedOptions:
+    """What `apply_memory_options` chose, by name; `undo` gives the model back as it was."""
+
+    chosen: dict[str, str] = field(default_factory=dict)
+    store: CheckpointStore | None = None
+    _undo: list[Undo] = field(default_factory=list, repr=False)
+
+    def undo(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.chosen.items())
+
+
+def apply_memory_options(
+    model: Any,
+    options: MemoryOptions,
+    *,
+    allocator: Allocator | None = None,
+    use_reentrant: bool = False,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+) -> AppliedOptions:
+    """Give a transformers causal LM the options; before or after ``deepspeed.initialize``, once a model.
+
+    `allocator`: where offloaded checkpoints live (default: exact pinned memory, no ledger). `chunk_bytes`: bound of the
+    logits that the chunked loss holds. Raises ValueError, in one line, for what the model cannot do or what is missing,
+    and leaves the model as it was.
+    """
+    applied = AppliedOptions()
+    try:
+        if options.attention is not None:
+            _apply_attention(model, options.attention, applied)
+        if options.loss is not None:
+            _apply_loss(model, options.loss, applied, chunk_bytes)
+        if options.checkpointing is not None:
+            _apply_checkpointing(model, options.checkpointing, applied, allocator, {"use_reentrant": use_reentrant})
+    except BaseException:
+        applied.undo()
+        raise
+    return applied
+
+
+def _require(what: str, module: str, extra: str = "make setup CUDA=1") -> None:
+    """Refuse, in one line, a library of NVIDIA machines that is not here."""
+    if not torch.cuda.is_available():
+        raise ValueError(f"{what} needs a CUDA GPU, and torch finds none here: leave it out, or use what runs anywhere")
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(f"{what} needs the package {module}, which is not installed: {extra}, or pip install {module}")
+
+
+def _apply_attention(model: Any, wanted: str, applied: AppliedOptions) -> None:
+    if wanted == "flash":
+        _require("attention 'flash'", "flash_attn")
+        if model.dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"attention 'flash' works in 16 bits, the model is in {model.dtype}: use 'sdpa' or bf16")
+    if wanted == "auto":
+        wanted = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    name, before = _ATTENTION_NAMES[wanted], model.config._attn_implementation
+    if name != before:
+        _set_attention(model, name)
+        applied._undo.append(lambda: _set_attention(model, before))
+    applied.chosen["attention"] = wanted
+
+
+def _set_attention(model: Any, name: str) -> None:
+    if hasattr(model, "set_attn_implementation"):
+        model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise ValueError(
+            f"{type(model).__name__} of this transformers cannot change to attention {name!r} once it is made: load it "
+            f"with attn_implementation={name!r}"
+        )
+
+
+def _apply_loss(model: Any, wanted: str, applied: AppliedOptions, chunk_bytes: int) -> None:
+    if wanted != "plain":
+        from memascend.integrations.head_loss import replace_head_loss
+
+        loss = _liger_loss() if wanted == "liger" else _chunked_loss(chunk_bytes)
+        applied._undo.append(replace_head_loss(model, loss))
+    applied.chosen["loss"] = wanted
+
+
+def _chunked_loss(chunk_bytes: int) -> Callable[..., torch.Tensor]:
+    def summed(hidden, weight, labels, bias, ignore_index, transform):
+        return chunked_linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            bias,
+            ignore_index=ignore_index,
+            reduction="sum",
+            transform=transform,
+            chunk_bytes=chunk_bytes,
+        )
+
+    return summed
+
+
+def _liger_loss() -> Callable[..., torch.Tensor]:
+    _require("loss 'liger'", "liger_kernel")
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    def summed(hidden, weight, labels, bias, ignore_index, transform: LogitTransform):
+        if transform.scale != 1.0:
+            raise ValueError("loss 'liger' does not know this model's scaled logits: use loss 'chunked'")
+        return liger_fused_linear_cross_entropy(
+            hidden.reshape(-1, hidden.shape[-1]),
+            weight,
+            labels.reshape(-1),
+            bias,
+            ignore_index=ignore_index,
+            reduction="sum",
+            softcap=transform.softcap,
+            accum_dtype=torch.float32,
+        )
+
+    return summed
+
+
+def _apply_checkpointing(
+    model: Any, wanted: str, applied: AppliedOptions, allocator: Allocator | None, options: dict[str, Any]
+) -> None:
+    if wanted == "offloaded":
+        applied.store = CheckpointStore(allocator or PageAlignedPinnedAllocator())
+        applied._undo.append(offload_checkpoints(model, applied.store, **options))
+    else:
+        function = _unsloth_checkpoint() if wanted == "unsloth" else None
+        applied._undo.append(_remember_checkpointing(model))
+        if wanted == "none":
+            _switch_off(model)
+        else:
+            switch_on(model, options)
+        if function is not None:
+            model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
+    applied.chosen["checkpointing"] = wanted
+
+
+def _unsloth_checkpoint() -> Callable[..., Any]:
+    _require("checkpointing 'unsloth'", "unsloth_zoo")
+    from unsloth_zoo.gradient_checkpointing import unsloth_offloaded_gradient_checkpoint
+
+    return unsloth_offloaded_gradient_checkpoint
+
+
+def _switch_off(model: Any) -> None:
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
+
+
+def _remember_checkpointing(model: Any) -> Undo:
+    """Undo for any change of which modules checkpoint, and by what."""
+    names = ("gradient_checkpointing", "_gradient_checkpointing_func")
+    before = [(module, name, vars(module).get(name)) for module in model.modules() for name in names]
+
+    def undo() -> None:
+        for module, name, value in before:
+            if value is not None:
+                setattr(module, name, value)
+            else:
+                vars(module).pop(name, None)
+
+    return undo

@@ -1,0 +1,223 @@
+"""Attention, loss and checkpointing of transformers models by name: chosen, undone, refused."""
+
+import pytest
+import torch
+
+from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
+from memascend.memory.ledger import Ledger
+from memascend.memory.pinned import PageAlignedPinnedAllocator
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (make setup)")
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "use_cache": False,
+}
+MODELS = {
+    "qwen2": {},
+    "llama": {"tie_word_embeddings": True},
+    "qwen3_moe": {
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": True,
+    },
+    "gemma2": {"head_dim": 8, "final_logit_softcapping": 5.0},
+    "granite": {"logits_scaling": 4.0},
+    "cohere": {"logit_scale": 0.25},
+}
+
+
+def make(model_type, dtype=torch.float32, **settings):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **SIZES | MODELS[model_type] | settings)
+    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).train()
+
+
+def batch(seed=1):
+    ids = torch.randint(0, SIZES["vocab_size"], (2, 11), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[0, :4] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def loss_and_gradients(model, **inputs):
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def assert_close(found, expected, tolerance=2e-6):
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
+    assert len(found[1]) == len(expected[1])
+    for a, b in zip(found[1], expected[1]):
+        assert (a - b).abs().max() <= tolerance * max(b.abs().max(), 1e-3)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_the_chunked_loss_trains_as_the_model_s_own(model_type):
+    expected = loss_and_gradients(make(model_type), **batch())
+    model = make(model_type)
+    applied = apply_memory_options(model, MemoryOptions(loss="chunked"), chunk_bytes=1)
+    assert_close(loss_and_gradients(model, **batch()), expected)
+    assert_close(
+        loss_and_gradients(model, **batch(), num_items_in_batch=40),
+        loss_and_gradients(make(model_type), **batch(), num_items_in_batch=40),
+    )
+    assert model(**batch()).logits is None
+    applied.undo()
+    assert model(**batch()).logits is not None
+    assert not {"forward", "_loss_function"} & set(vars(model))
+
+
+def test_labels_that_are_shifted_already_are_used_as_they_are():
+    inputs = batch()
+    shifted = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[..., 1:]
+    expected = loss_and_gradients(make("qwen2"), **inputs)
+    model = make("qwen2")
+    apply_memory_options(model, MemoryOptions(loss="chunked"))
+    assert_close(loss_and_gradients(model, **inputs, shift_labels=shifted), expected)
+
+
+def test_the_chunked_loss_returns_tuples_where_they_are_asked_for():
+    model = make("qwen2")
+    loss = model(**batch()).loss
+    apply_memory_options(model, MemoryOptions(loss="chunked"))
+    output = model(**batch(), return_dict=False)
+    torch.testing.assert_close(output[0], loss)
+    assert output[1] is None
+
+
+def test_evaluation_and_calls_without_labels_keep_their_logits():
+    model = make("qwen2")
+    apply_memory_options(model, MemoryOptions(loss="chunked"))
+    assert model(input_ids=batch()["input_ids"]).logits.shape == (2, 11, 61)
+    model.eval()
+    output = model(**batch())
+    assert output.logits.shape == (2, 11, 61)
+    assert output.loss is not None
+
+
+def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused_on_the_first_step():
+    class Doubled(transformers.Qwen2ForCausalLM):
+        def forward(self, input_ids, labels=None, **kwargs):
+            hidden = self.model(input_ids=input_ids).last_hidden_state
+            logits = 2 * self.lm_head(hidden)
+            return (self.loss_function(logits=logits, labels=labels, vocab_size=61), logits)
+
+    model = Doubled(make("qwen2").config).train()
+    apply_memory_options(model, MemoryOptions(loss="chunked"))
+    with pytest.raises(RuntimeError, match="changes its logits or labels between head and loss"):
+        model(**batch())
+
+
+def test_models_without_a_linear_head_or_with_another_loss_are_refused():
+    encoder = transformers.AutoModel.from_config(make("qwen2").config)
+    with pytest.raises(ValueError, match="no linear language-model head"):
+        apply_memory_options(encoder, MemoryOptions(loss="chunked"))
+    model = make("qwen2")
+    model.loss_function = lambda logits, labels, **kwargs: logits.sum()
+    with pytest.raises(ValueError, match="causal LM loss"):
+        apply_memory_options(model, MemoryOptions(loss="chunked"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_options_together_and_their_undo(dtype):
+    ledger = Ledger()
+    expected = loss_and_gradients(make("qwen2", dtype), **batch())
+    model = make("qwen2", dtype)
+    before = dict(vars(model))
+    applied = apply_memory_options(
+        model,
+        MemoryOptions(attention="auto", loss="chunked", checkpointing="offloaded"),
+        allocator=PageAlignedPinnedAllocator(ledger, lock=False),
+    )
+    assert str(applied) == "attention sdpa, loss chunked, checkpointing offloaded"
+    assert_close(loss_and_gradients(model, **batch()), expected, tolerance=2e-6 if dtype == torch.float32 else 0.02)
+    assert ledger.peak_bytes() >= 2 * 11 * 2 * 32 * dtype.itemsize == applied.store.requested_bytes
+    applied.undo()
+    assert {k: v for k, v in vars(model).items() if k in before} == before
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    torch.testing.assert_close(loss_and_gradients(model, **batch())[0], expected[0])
+    apply_memory_options(model, MemoryOptions(loss="chunked", checkpointing="offloaded"))
+
+
+def test_checkpointing_by_name():
+    model = make("qwen2")
+
+    def is_on():
+        return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+    plain = apply_memory_options(model, MemoryOptions(checkpointing="plain"))
+    assert is_on()
+    none = apply_memory_options(model, MemoryOptions(checkpointing="none"))
+    assert not is_on()
+    none.undo()
+    assert is_on()
+    plain.undo()
+    assert not is_on()
+    loss_and_gradients(model, **batch())
+
+
+def test_attention_by_name():
+    model = make("qwen2")
+    expected = model(**batch()).loss
+    applied = apply_memory_options(model, MemoryOptions(attention="eager"))
+    assert model.config._attn_implementation == "eager"
+    torch.testing.assert_close(model(**batch()).loss, expected)
+    applied.undo()
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("option", [{"attention": "flash"}, {"loss": "liger"}, {"checkpointing": "unsloth"}])
+def test_what_is_missing_is_said_in_one_line(option, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="needs a CUDA GPU") as error:
+        apply_memory_options(make("qwen2"), MemoryOptions(**option))
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="which is not installed: make setup CUDA=1"):
+        apply_memory_options(make("qwen2"), MemoryOptions(**option))
+
+
+def test_an_option_that_fails_leaves_the_model_as_it_was(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model = make("qwen2")
+    before = dict(vars(model))
+    with pytest.raises(ValueError, match="CUDA"):
+        apply_memory_options(model, MemoryOptions(attention="eager", loss="chunked", checkpointing="unsloth"))
+    assert dict(vars(model)) == before
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_names_are_checked_and_taken_from_a_section():
+    with pytest.raises(ValueError, match=r"memascend.loss: 'fused' is unknown; choose one of plain, chunked, liger"):
+        MemoryOptions(loss="fused")
+    section = {"pool": "adaptive", "loss": "chunked"}
+    assert MemoryOptions.take(section) == MemoryOptions(loss="chunked")
+    assert section == {"pool": "adaptive"}
+    assert not MemoryOptions()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("option", [{"attention": "flash"}, {"loss": "liger"}, {"checkpointing": "unsloth"}])
+def test_libraries_of_a_gpu_train_as_torch_does(option):
+    for module in {"attention": "flash_attn", "loss": "liger_kernel", "checkpointing": "unsloth_zoo"}.items():
+        if module[0] in option:
+            pytest.importorskip(module[1], reason=f"{module[1]} is not installed (make setup CUDA=1)")
+    inputs = {name: value.cuda() for name, value in batch().items()}
+    expected = loss_and_gradients(make("qwen2", torch.bfloat16).cuda(), **inputs)
+    model = make("qwen2", torch.bfloat16).cuda()
+    apply_memory_options(model, MemoryOptions(**option))
+    found = loss_and_gradients(model, **inputs)
+    torch.testing.assert_close(found[0], expected[0], rtol=0.01, atol=0)
+    for a, b in zip(found[1], expected[1]):
+        assert (a - b).abs().max() <= 0.05 * b.abs().max()
