@@ -375,6 +375,7 @@ py::dict as_dict(const Superblock& block) {
   out["size_bytes"] = block.size_bytes;
   out["generation"] = block.generation;
   out["epoch"] = block.epoch;
+  out["scratch_pid"] = block.scratch_pid;
   return out;
 }
 
@@ -412,11 +413,13 @@ std::shared_ptr<Store> open_store(const std::vector<std::string>& paths, const s
   return std::make_shared<Store>(paths, StoreOptions{owner, control_folder, stripe_bytes, any_owner});
 }
 
-py::list list_store(Store& store) {
+// Of a store, or of an engine.
+template <typename Index>
+py::list list_records(Index& index) {
   std::vector<std::pair<std::string, RecordPointer>> found;
   {
     py::gil_scoped_release no_gil;
-    found = store.list();
+    found = index.list();
   }
   py::list out;
   for (const auto& [key, record] : found) {
@@ -425,17 +428,17 @@ py::list list_store(Store& store) {
   return out;
 }
 
-py::object find_in_store(Store& store, const std::string& key) {
+template <typename Index>
+py::object find_record(Index& index, const std::string& key) {
   RecordPointer record;
   {
     py::gil_scoped_release no_gil;
-    record = store.find(key);
+    record = index.find(key);
   }
   return as_object(record);
 }
 
-std::string verify_in_store(Store& store, const std::string& key) {
-  const RecordPointer record = store.find(key);
+std::string verify_record(Store& store, const RecordPointer& record) {
   return record ? store.verify(*record) : "no such tensor";
 }
 
@@ -443,13 +446,14 @@ void bind_store(py::module_& module) {
   py::class_<Store, std::shared_ptr<Store>>(module, "Store")
       .def(py::init(&open_store), py::arg("paths"), py::arg("owner"), py::arg("control_folder"),
            py::arg("stripe_bytes"), py::arg("any_owner"), NoGil())
-      .def("find", &find_in_store)
-      .def("list", &list_store)
+      .def("find", &find_record<Store>)
+      .def("list", &list_records<Store>)
+      .def("grow", &Store::grow, py::arg("data_bytes"), py::arg("allocate"), NoGil())
       .def("erase", &Store::erase, NoGil())
       .def("commit", &Store::commit, NoGil())
       .def("uncommitted", &Store::uncommitted)
       .def("collect", &Store::collect, NoGil())
-      .def("verify", &verify_in_store, NoGil())
+      .def("verify", [](Store& self, const std::string& key) { return verify_record(self, self.find(key)); }, NoGil())
       .def("space", [](Store& self) { return as_dict(self.space()); })
       .def("superblock", [](const Store& self, std::size_t member) { return as_dict(self.superblock(member)); })
       .def("paths", [](const Store& self) {
@@ -461,10 +465,11 @@ void bind_store(py::module_& module) {
       });
   module.def("storage_format",
              [](const std::vector<std::string>& paths, const std::string& owner, std::vector<std::uint32_t> weights,
-                std::int64_t chunk_bytes, std::int64_t log_bytes) {
-               format_store(paths, FormatOptions{owner, std::move(weights), chunk_bytes, log_bytes});
+                std::int64_t chunk_bytes, std::int64_t log_bytes, std::int64_t scratch_pid) {
+               format_store(paths, FormatOptions{owner, std::move(weights), chunk_bytes, log_bytes, scratch_pid});
              },
-             NoGil());
+             py::arg("paths"), py::arg("owner"), py::arg("weights"), py::arg("chunk_bytes"), py::arg("log_bytes"),
+             py::arg("scratch_pid") = 0, NoGil());
   module.def("storage_destroy", [](const std::vector<std::string>& paths, const std::string& control_folder) {
     destroy_store(paths, control_folder);
   });
@@ -507,6 +512,15 @@ std::uint64_t direct_write(DirectEngine& engine, const std::string& key, const a
   auto keep_alive = std::make_shared<at::Tensor>(tensor);
   py::gil_scoped_release no_gil;
   return engine.write(key, data, std::move(record), priority, std::move(keep_alive));
+}
+
+std::uint64_t direct_write_part(DirectEngine& engine, const std::string& key, const at::Tensor& tensor,
+                                std::int64_t offset, int priority) {
+  const void* data = require_plain(key, tensor).const_data_ptr();
+  auto keep_alive = std::make_shared<at::Tensor>(tensor);
+  py::gil_scoped_release no_gil;
+  return engine.write_part(key, data, static_cast<std::int64_t>(tensor.nbytes()), offset, priority,
+                           std::move(keep_alive));
 }
 
 std::uint64_t direct_read(DirectEngine& engine, const std::string& key, const at::Tensor& tensor, std::int64_t offset,
@@ -606,13 +620,21 @@ struct EndingDeleter {
 void bind_direct_engine(py::module_& module) {
   py::class_<DirectEngine, std::unique_ptr<DirectEngine, EndingDeleter>>(module, "DirectEngine")
       .def(py::init([](std::shared_ptr<Store> store, int workers, std::int64_t block_bytes, int depth,
-                       std::string backend, const std::string& checksums, bool trace) {
-             EngineOptions options{workers, block_bytes, depth, std::move(backend), checksums_of(checksums), trace};
+                       std::string backend, const std::string& checksums, bool trace, bool is_volatile) {
+             EngineOptions options{workers, block_bytes, depth, std::move(backend), checksums_of(checksums), trace,
+                                   is_volatile};
              return std::unique_ptr<DirectEngine, EndingDeleter>(new DirectEngine(std::move(store), options));
            }),
            py::arg("store"), py::arg("workers"), py::arg("block_bytes"), py::arg("depth"), py::arg("backend"),
-           py::arg("checksums"), py::arg("trace"))
+           py::arg("checksums"), py::arg("trace"), py::arg("is_volatile"))
       .def("write", &direct_write)
+      .def("write_part", &direct_write_part)
+      .def("find", &find_record<DirectEngine>)
+      .def("list", &list_records<DirectEngine>)
+      .def("erase", &DirectEngine::erase, NoGil())
+      .def("verify", [](DirectEngine& self, const std::string& key) {
+        return verify_record(self.store(), self.find(key));
+      }, NoGil())
       .def("read", &direct_read)
       .def("cancel", &DirectEngine::cancel, NoGil())
       .def("wait_for", &direct_wait_for)

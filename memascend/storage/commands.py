@@ -26,7 +26,8 @@ def add_storage(commands: Any) -> None:
     _add(actions, "verify", _verify, "read every tensor and compare its checksum; exit status 2 if any is damaged",
          lambda sub: (_json_option(sub), sub.add_argument("--repair", action="store_true",
                                                         help="erase the damaged tensors from the index")))  # fmt: skip
-    _add(actions, "gc", _collect, "rewrite the log with live records only, free what dead processes had reserved")
+    _add(actions, "gc", _collect, "rewrite the log with live records only, free what dead processes had reserved; "
+         "of a folder: remove the scratch files that killed processes have left there")  # fmt: skip
     _add(actions, "destroy", _destroy, "unmake a store: its tensors are gone", _destroy_options)
 
 
@@ -187,6 +188,18 @@ def _verify(options: argparse.Namespace) -> str:
 
 
 def _collect(options: argparse.Namespace) -> str:
+    from memascend.storage.scratch import collect_scratch_files
+
+    if not any(map(os.path.isdir, options.devices)):
+        return _collect_store(options)
+    if not all(map(os.path.isdir, options.devices)):
+        raise ValueError("gc takes the devices of one store, or folders: name one kind at a time")
+    removed = [each for folder in options.devices for each in collect_scratch_files(folder, options.control_folder)]
+    lines = [f"{size:>14} {path} of '{owner}'" for path, owner, size in removed]
+    return "\n".join([*lines, f"{len(removed)} scratch files removed"])
+
+
+def _collect_store(options: argparse.Namespace) -> str:
     store = _open(options)
     before = store.space()["log_used_bytes"]
     dropped = store.collect()

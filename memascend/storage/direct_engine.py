@@ -5,6 +5,10 @@
     engine.wait()
     engine.commit()                      # from here on it survives `kill -9` and a power cut
 
+For swapping, where nothing has to survive, an engine is `volatile`; it can make its own file, gone when it closes:
+
+    engine = DirectEngine.create_file_store("/mnt/nvme", room_for(sizes), owner="run 7")
+
 Source: MemAscend, section IV-E (direct NVMe engine).
 """
 
@@ -15,14 +19,33 @@ import math
 import os
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from memascend import _C
 from memascend.storage.devices import require_usable
 from memascend.storage.errors import StorageError
+from memascend.storage.scratch import (
+    ScratchFile,
+    collect_scratch_files,
+    create_scratch_file,
+    require_room,
+    room_for,
+)
+
+__all__ = [
+    "DirectEngine",
+    "DirectEngineConfig",
+    "EngineStatistics",
+    "RequestCancelled",
+    "StoreSpace",
+    "StoredTensor",
+    "quantile_us",
+    "room_for",
+]
 
 CONTROL_FOLDER = "/dev/shm"
 _READS = 100
@@ -34,15 +57,17 @@ class DirectEngineConfig:
     """How requests go to the devices. Validated by the engine.
 
     `depth` is commands in the kernel a worker; `backend` is auto (io_uring where the kernel offers it), io_uring or
-    libaio; `checksums`: off, write (kept in the index, compared by verify) or full (also compared on whole reads);
-    tensors from `stripe_bytes` on are striped over all devices; `check_devices` asks the kernel who else uses them.
+    libaio; `checksums`: off, write (kept in the index, compared by verify), full (also compared on whole reads) or
+    auto (full, but off in a volatile engine); tensors from `stripe_bytes` on are striped over all devices;
+    `check_devices` asks the kernel who else uses them. `volatile`: see DirectEngine.
     """
 
     workers: int = 1
     block_bytes: int = 1 << 20
     depth: int = 16
     backend: str = "auto"
-    checksums: str = "full"
+    checksums: str = "auto"
+    volatile: bool = False
     trace: bool = False
     stripe_bytes: int = 1 << 20
     control_folder: str = CONTROL_FOLDER
@@ -102,6 +127,19 @@ class DirectEngine:
     later wins. The engine keeps tensors in flight alive; their contents must not be changed (or, for reads, used)
     before the wait. A write is seen by later reads of this process once it has been waited for, and by others and
     after a crash once it is committed. Not usable in a forked child.
+
+    A *volatile* engine is for swapping, where nothing needs to survive: its tensors are its own (no other engine sees
+    them, and it sees no others), and are gone when it closes or dies; nothing is committed. A write of the size that
+    the key has goes in place: no second version, no index record. A write of another size gives the old space back
+    first. So the space in use is that of the tensors, rounded up to units (4096 bytes in a file of this class), and
+    what the engine keeps in memory is some 500 bytes a tensor, besides the 2 to 3 MiB that a store's processes share.
+    Requests on one key run in the order in which they were submitted, reads side by side, so that a read sees the last
+    write before it; requests on different keys go by priority. A write that fails or is cancelled under way leaves
+    neither version: reads raise StorageError until all of the tensor is written again.
+
+    Tensors may lie at any address and have any length. What O_DIRECT does not take (memory not at a multiple of 512
+    bytes, the last part of a sector) is copied through bounce buffers, made when first needed: at most
+    `workers * (depth * 4096 + 4 * (block_bytes + 4096))` bytes, see `bounce_buffer_bytes`.
     """
 
     def __init__(
@@ -113,6 +151,9 @@ class DirectEngine:
         """
         self.config = config or DirectEngineConfig()
         paths = [os.fspath(device) for device in devices]
+        checksums = self.config.checksums
+        if checksums == "auto":
+            checksums = "off" if self.config.volatile else "full"
         if self.config.check_devices:
             for path in paths:
                 require_usable(path)
@@ -123,11 +164,58 @@ class DirectEngine:
             self.config.block_bytes,
             self.config.depth,
             self.config.backend,
-            self.config.checksums,
+            checksums,
             self.config.trace,
+            self.config.volatile,
         )
+        self._scratch: ScratchFile | None = None
         # Also at interpreter exit: what was submitted is written; what was not committed is forgotten.
         self._finalizer = weakref.finalize(self, self._native.shutdown)
+
+    @classmethod
+    def create_file_store(
+        cls,
+        folder: str | os.PathLike[str],
+        size_bytes: int,
+        owner: str,
+        config: DirectEngineConfig | None = None,
+        preallocate: bool = True,
+    ) -> DirectEngine:
+        """A volatile engine on a file of its own in `folder`, with room for `size_bytes` of tensors (`room_for`).
+
+        The file is removed when the engine closes. Files that killed processes have left in the folder are removed
+        first. `preallocate` takes the space on the file system now, so that no write fails for want of it; without it
+        the file is sparse, and takes what is written. Raises StorageError: no room (ENOSPC), no such folder.
+        """
+        config = replace(config or DirectEngineConfig(), volatile=True, check_devices=False)
+        collect_scratch_files(folder, config.control_folder)
+        scratch = create_scratch_file(folder, size_bytes, owner)
+        try:
+            engine = cls([scratch.path], owner, config)
+        except BaseException:
+            scratch.remove()
+            raise
+        engine._finalizer.detach()
+        engine._finalizer = weakref.finalize(engine, _end, engine._native, scratch)
+        engine._scratch = scratch
+        try:
+            engine.grow(size_bytes, preallocate)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def grow(self, size_bytes: int, preallocate: bool = True) -> None:
+        """Room for `size_bytes` of tensors in all, in the file of `create_file_store`; never less than there is.
+
+        Not while another process uses the file. Raises StorageError (ENOSPC), RuntimeError.
+        """
+        if self._scratch is None:
+            raise RuntimeError("grow: only an engine made by create_file_store can get larger")
+        if preallocate:
+            status = os.fstat(self._scratch.fd)
+            require_room(self._scratch.path, size_bytes - status.st_blocks * 512)
+        self._store.grow(size_bytes, preallocate)
 
     def write(self, key: str, tensor: torch.Tensor, priority: int = 0) -> int:
         """Write the contiguous CPU `tensor` under `key`; higher priorities go first. Returns the request's number.
@@ -135,6 +223,13 @@ class DirectEngine:
         Raises ValueError, and StorageError (ENOSPC) when there is no space for another version.
         """
         return self._native.write(key, tensor, str(tensor.dtype).removeprefix("torch."), priority)
+
+    def write_part(self, key: str, tensor: torch.Tensor, offset: int, priority: int = 0) -> int:
+        """Volatile only: write `tensor` over the bytes of `key` from `offset` on, a tensor that has been written.
+
+        The part begins at a multiple of 4096 bytes and ends at one, or at the tensor's end. Raises ValueError.
+        """
+        return self._native.write_part(key, tensor, offset, priority)
 
     def read(self, key: str, tensor: torch.Tensor, offset: int = 0, priority: int = 0) -> int:
         """Fill the contiguous CPU `tensor` from byte `offset` of `key` on. Returns the request's number.
@@ -190,31 +285,33 @@ class DirectEngine:
         """Make all changes that were waited for durable, all or none, and visible to other processes.
 
         Returns their number. Raises StorageError; after a failed flush nothing more is accepted: close the store in
-        all processes, open it again and verify.
+        all processes, open it again and verify. RuntimeError: a volatile engine keeps nothing.
         """
+        if self.config.volatile:
+            raise RuntimeError("commit: a volatile engine keeps nothing: open the store without `volatile`")
         return self._store.commit()
 
     def erase(self, key: str) -> bool:
-        """Forget a tensor, for good with the next commit. False: there is none."""
-        return self._store.erase(key)
+        """Forget a tensor, for good with the next commit (volatile: at once). False: there is none."""
+        return self._native.erase(key)
 
     def info(self, key: str) -> StoredTensor:
-        found = self._store.find(key)
+        found = self._native.find(key)
         if found is None:
             raise KeyError(key)
         return StoredTensor(**found)
 
     def __contains__(self, key: str) -> bool:
-        return self._store.find(key) is not None
+        return self._native.find(key) is not None
 
     def items(self) -> list[tuple[str, StoredTensor]]:
         """All tensors by key, those not yet committed included."""
-        return [(key, StoredTensor(**found)) for key, found in self._store.list()]
+        return [(key, StoredTensor(**found)) for key, found in self._native.list()]
 
     def verify(self, keys: Iterable[str] | None = None) -> dict[str, str]:
         """What is wrong with which tensor; empty if all are whole. Reads them from the devices."""
         names = [key for key, _ in self.items()] if keys is None else list(keys)
-        checked = ((key, self._store.verify(key)) for key in names)
+        checked = ((key, self._native.verify(key)) for key in names)
         return {key: problem for key, problem in checked if problem}
 
     def register_buffer(self, tensor: torch.Tensor) -> bool:
@@ -277,6 +374,11 @@ class DirectEngine:
     def bounce_buffer_bytes(self) -> int:
         """Host memory held for transfers that O_DIRECT does not take as they are."""
         return self._native.bounce_buffer_bytes
+
+
+def _end(native: Any, scratch: ScratchFile) -> None:
+    native.shutdown()
+    scratch.remove()
 
 
 def quantile_us(histogram: Sequence[tuple[int, int]], share: float) -> float:

@@ -137,7 +137,7 @@ inline std::uint64_t put(DirectEngine& engine, const std::string& key, const std
 inline RequestOutcome ended(DirectEngine& engine, std::uint64_t request) { return *engine.wait_for(request, -1); }
 
 inline std::vector<char> get(DirectEngine& engine, const std::string& key) {
-  const RecordPointer record = engine.store().find(key);
+  const RecordPointer record = engine.find(key);
   std::vector<char> data(record ? static_cast<std::size_t>(record->bytes) : 0);
   const RequestOutcome outcome =
       ended(engine, engine.read(key, data.data(), static_cast<std::int64_t>(data.size()), 0, 0));

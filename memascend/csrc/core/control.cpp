@@ -17,11 +17,12 @@ namespace memascend {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x6d656d61736374ULL;
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 // Bytes of the file that carry locks.
 constexpr off_t kOpening = 0;
 constexpr off_t kPresence = 1;
 constexpr off_t kFirstProcess = 100;
+constexpr std::int64_t kGrowthBytes = 64 << 20;  // of addresses, kept for a longer bitmap: 2 TiB in chunks of 4096
 
 int set_lock(int fd, int command, short type, off_t byte) {
   struct flock range {};
@@ -58,13 +59,13 @@ struct Control::Header {
 };
 
 struct Control::Slot {
-  std::uint32_t active;
-  std::uint32_t process;
-  std::uint32_t member;
-  std::uint32_t unused;
   std::int64_t first;
-  std::int64_t chunks;
+  std::uint32_t chunks;
+  std::uint16_t member;
+  std::uint8_t process;
+  std::uint8_t active;
 };
+static_assert(kMaxMembers < 65536 && kMaxProcesses < 256);
 
 Control::Control(const std::string& path, const std::array<std::uint8_t, 16>& uuid, std::int64_t chunk_bytes,
                  std::vector<MemberSpace> members)
@@ -78,7 +79,7 @@ Control::Control(const std::string& path, const std::array<std::uint8_t, 16>& uu
     attach(path, uuid);
   } catch (...) {
     if (data_ != nullptr) {
-      munmap(data_, static_cast<std::size_t>(bytes_));
+      munmap(data_, static_cast<std::size_t>(mapped_));
     }
     if (fd_ >= 0) {
       ::close(fd_);
@@ -105,7 +106,8 @@ void Control::attach(const std::string& path, const std::array<std::uint8_t, 16>
       throw StorageFailure("share", path, 0, bytes_, 0, error, std::strerror(error));
     }
   }
-  void* data = mmap(nullptr, static_cast<std::size_t>(bytes_), PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
+  mapped_ = bytes_ + (members_.size() == 1 ? kGrowthBytes : 0);
+  void* data = mmap(nullptr, static_cast<std::size_t>(mapped_), PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
   if (data == MAP_FAILED) {
     throw StorageFailure("share", path, 0, bytes_, 0, errno, std::strerror(errno));
   }
@@ -178,7 +180,7 @@ Control::~Control() {
       (void)set_lock(fd_, F_OFD_SETLK, F_UNLCK, byte);
     }
   }
-  munmap(data_, static_cast<std::size_t>(bytes_));
+  munmap(data_, static_cast<std::size_t>(mapped_));
   ::close(fd_);
 }
 
@@ -271,6 +273,17 @@ std::int64_t Control::mark(std::uint32_t member, std::int64_t first, std::int64_
   return changed;
 }
 
+std::int64_t Control::max_chunks() const noexcept { return (mapped_ - bitmap_offsets_.back()) * 8; }
+
+void Control::grow(std::int64_t chunks) {
+  const std::int64_t bytes = bitmap_offsets_.back() + sector_up((chunks + 63) / 64 * 8);
+  if (const int error = posix_fallocate(fd_, 0, bytes); error != 0) {
+    throw StorageFailure("share", path_, 0, bytes, bytes_, error, std::strerror(error));
+  }
+  bytes_ = bytes;
+  members_.back().chunks = chunks;
+}
+
 Control::Overlap Control::rebuild(const std::vector<Extent>& used) {
   Header& head = header();
   Overlap overlap;
@@ -317,7 +330,7 @@ int Control::drop_dead_reservations() {
 void Control::drop_own_reservations() {
   for (int index = 0; index < kMaxReservations; ++index) {
     Slot& slot = slots()[index];
-    if (slot.active != 0 && slot.process == static_cast<std::uint32_t>(process_)) {
+    if (slot.active != 0 && slot.process == process_) {
       slot.active = 0;
       (void)mark(slot.member, slot.first, slot.chunks, false);
     }
@@ -337,7 +350,7 @@ std::int64_t Control::free_bytes() const {
 std::int64_t Control::reserved_bytes() const {
   std::int64_t sum = 0;
   for (int index = 0; index < kMaxReservations; ++index) {
-    sum += slots()[index].active != 0 ? slots()[index].chunks * chunk_bytes_ : 0;
+    sum += slots()[index].active != 0 ? static_cast<std::int64_t>(slots()[index].chunks) * chunk_bytes_ : 0;
   }
   return sum;
 }
@@ -435,8 +448,9 @@ Reservation Control::reserve(std::int64_t bytes, std::int64_t stripe_bytes) {
         release(out);
         return {};
       }
-      slots()[index] = {0, static_cast<std::uint32_t>(process_), member, 0, first, count};
-      std::atomic_ref<std::uint32_t>(slots()[index].active).store(1, std::memory_order_release);
+      slots()[index] = {first, static_cast<std::uint32_t>(count), static_cast<std::uint16_t>(member),
+                        static_cast<std::uint8_t>(process_), 0};
+      std::atomic_ref<std::uint8_t>(slots()[index].active).store(1, std::memory_order_release);
       (void)mark(member, first, count, true);
       const std::int64_t here = std::min(left, count * chunk_bytes_);
       out.extents.push_back({member, members_[member].first_byte + first * chunk_bytes_, here});

@@ -19,7 +19,7 @@ namespace memascend {
 
 constexpr int kMaxMembers = 16;
 constexpr int kMaxProcesses = 64;
-constexpr int kMaxReservations = 32768;
+constexpr int kMaxReservations = 131072;  // pieces of space, of 16 bytes each in shared memory
 
 struct Extent {
   std::uint32_t member = 0;
@@ -83,6 +83,8 @@ class Control {
   void keep(const Reservation& reservation);     // its space now belongs to the index
   void release(const Reservation& reservation);  // free again
   void free_extent(const Extent& extent);
+  void grow(std::int64_t chunks);                // of the only member, used by this process alone
+  [[nodiscard]] std::int64_t max_chunks() const noexcept;
   int drop_dead_reservations();                  // returns how many
   void drop_own_reservations();                  // once, after attaching: those of a dead predecessor in our place
   [[nodiscard]] std::int64_t free_bytes() const;
@@ -113,11 +115,12 @@ class Control {
   [[nodiscard]] std::int64_t chunk_count(std::int64_t bytes) const { return (bytes + chunk_bytes_ - 1) / chunk_bytes_; }
 
   const std::int64_t chunk_bytes_;
-  const std::vector<MemberSpace> members_;
+  std::vector<MemberSpace> members_;
   std::string path_;
   int fd_ = -1;
   void* data_ = nullptr;
-  std::int64_t bytes_ = 0;
+  std::int64_t bytes_ = 0;   // of the file
+  std::int64_t mapped_ = 0;  // of addresses; the file may grow that far
   std::vector<std::int64_t> bitmap_offsets_;
   int process_ = -1;
   const pid_t owner_pid_;

@@ -110,6 +110,17 @@ void Device::write(const void* data, std::int64_t bytes, std::int64_t offset) co
   }
 }
 
+void Device::grow(std::int64_t bytes, bool allocate) {
+  int error = 0;
+  do {
+    error = allocate ? posix_fallocate(fd_, 0, bytes) : (ftruncate(fd_, bytes) == 0 ? 0 : errno);
+  } while (error == EINTR);
+  if (error != 0) {
+    throw StorageFailure("grow", path_, bytes_, bytes - bytes_, 0, error, std::strerror(error));
+  }
+  bytes_ = bytes;
+}
+
 void Device::flush() const {
   int result = 0;
   do {

@@ -63,6 +63,8 @@ class Device {
   // Whole sectors, aligned memory; short transfers are continued, EINTR and EAGAIN repeated.
   void read(void* data, std::int64_t bytes, std::int64_t offset) const;
   void write(const void* data, std::int64_t bytes, std::int64_t offset) const;
+  // A longer file; its new blocks exist (`allocate`), or come with the first write. Throws StorageFailure.
+  void grow(std::int64_t bytes, bool allocate);
   void flush() const;  // what was written survives a power cut
 
   // The only user of a member claims it: against mkfs, mount and raid (O_EXCL of a block device), and against stores

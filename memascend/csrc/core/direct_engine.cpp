@@ -49,7 +49,8 @@ struct DirectEngine::Request {
   int priority = 0;
   std::shared_ptr<void> keep_alive;
   TensorRecord record;
-  Reservation reservation;  // of a write
+  Reservation reservation;  // of a write to new space
+  std::shared_ptr<VolatileTensor> tensor;
   bool summed = false;      // checksums of blocks are taken
 
   std::vector<Block> blocks;
@@ -181,10 +182,12 @@ class DirectEngine::Worker {
   // False: the engine stops and nothing is left.
   bool wait_for_work(std::uint64_t version) {
     std::unique_lock<std::mutex> guard(engine_.mutex_);
+    // Requests that wait for their turn are made ready by whoever ends the one before.
+    const auto over = [&] { return engine_.stopping_ && engine_.live_.empty(); };
     engine_.work_ready_->wait(guard, [&] {
-      return !engine_.ready_.empty() || engine_.stopping_ || engine_.work_version_.load() != version;
+      return !engine_.ready_.empty() || over() || engine_.work_version_.load() != version;
     });
-    return !(engine_.stopping_ && engine_.ready_.empty());
+    return !over();
   }
 
   void register_regions() {
@@ -547,15 +550,18 @@ void DirectEngine::plan(Request& request) const {
   }
 }
 
-// Equal parts over the workers. With mutex_.
-void DirectEngine::make_ready(const std::shared_ptr<Request>& request) {
-  const std::size_t count = request->blocks.size();
+// Equal parts over the workers.
+void DirectEngine::split(Request& request) const {
+  const std::size_t count = request.blocks.size();
   const auto workers = static_cast<std::size_t>(options_.workers);
-  request->parts.clear();
+  request.parts.clear();
   for (std::size_t worker = 0; worker < workers; ++worker) {
-    request->parts.emplace_back(count * worker / workers, count * (worker + 1) / workers);
+    request.parts.emplace_back(count * worker / workers, count * (worker + 1) / workers);
   }
-  request->unfinished = static_cast<std::int64_t>(count) * request->units();
+  request.unfinished = static_cast<std::int64_t>(count) * request.units();
+}
+
+void DirectEngine::make_ready(const std::shared_ptr<Request>& request) {
   ready_[{-request->priority, request->id}] = request;
   ++work_version_;
 }
@@ -571,9 +577,10 @@ std::uint64_t DirectEngine::enqueue(std::shared_ptr<Request> request) {
     }
     id = request->id = next_id_++;
     plan(*request);
+    split(*request);
     live_[id] = request;
     empty = request->blocks.empty();
-    if (!empty) {
+    if (!empty && (!request->tensor || request->tensor->turns.join(id, request->write))) {
       make_ready(request);
     }
   }
@@ -606,6 +613,12 @@ std::uint64_t DirectEngine::write(const std::string& key, const void* data, Tens
   request->priority = priority;
   request->keep_alive = std::move(keep_alive);
   request->summed = options_.checksums != Checksums::kOff;
+  if (options_.is_volatile) {
+    request->tensor = place_volatile(key, record);
+    record.extents = request->tensor->place.extents();
+    request->record = std::move(record);
+    return enqueue(std::move(request));
+  }
   request->reservation = store_->reserve(record.bytes);
   record.generation = store_->next_generation();
   record.extents = request->reservation.extents;
@@ -618,10 +631,102 @@ std::uint64_t DirectEngine::write(const std::string& key, const void* data, Tens
   }
 }
 
+std::shared_ptr<VolatileTensor> DirectEngine::volatile_tensor(const std::string& key) const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  const auto found = volatile_.find(key);
+  return found == volatile_.end() ? nullptr : found->second;
+}
+
+// The tensor under `key` if it has that size, else a new one, in place of it. An old one that is in use by requests
+// keeps its space until they have ended.
+std::shared_ptr<VolatileTensor> DirectEngine::place_volatile(const std::string& key,
+                                                             const TensorRecord& record) {
+  {
+    std::shared_ptr<VolatileTensor> old = volatile_tensor(key);
+    if (old && old->record.bytes == record.bytes) {
+      return old;
+    }
+    std::lock_guard<std::mutex> guard(mutex_);
+    volatile_.erase(key);
+  }
+  auto fresh = std::make_shared<VolatileTensor>(store_, record);
+  std::lock_guard<std::mutex> guard(mutex_);
+  volatile_[key] = fresh;
+  return fresh;
+}
+
+std::uint64_t DirectEngine::write_part(const std::string& key, const void* data, std::int64_t bytes,
+                                       std::int64_t offset, int priority, std::shared_ptr<void> keep_alive) {
+  require_own_process();
+  const std::shared_ptr<VolatileTensor> tensor = volatile_tensor(key);
+  if (!tensor) {
+    throw Error(ErrorKind::kInvalidArgument,
+                "write to a part of '" + key + "': a volatile engine has to hold the tensor: write all of it first");
+  }
+  const std::int64_t size = tensor->record.bytes;
+  const bool inside = bytes >= 0 && offset >= 0 && offset <= size && bytes <= size - offset;
+  if (!inside || offset % kSectorBytes != 0 || ((offset + bytes) % kSectorBytes != 0 && offset + bytes != size)) {
+    throw Error(ErrorKind::kInvalidArgument,
+                "write to bytes " + std::to_string(offset) + " to " + std::to_string(offset + bytes) + " of '" + key +
+                    "', a tensor of " + std::to_string(size) +
+                    ": begin and end at multiples of 4096 bytes, or at the tensor's end");
+  }
+  auto request = std::make_shared<Request>();
+  request->write = true;
+  request->key = key;
+  request->data = static_cast<char*>(const_cast<void*>(data));
+  request->bytes = bytes;
+  request->offset = offset;
+  request->priority = priority;
+  request->keep_alive = std::move(keep_alive);
+  request->tensor = tensor;
+  request->record.bytes = size;
+  request->record.extents = tensor->place.extents();
+  return enqueue(std::move(request));
+}
+
+RecordPointer DirectEngine::record_of(const std::shared_ptr<VolatileTensor>& tensor) const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return tensor ? std::make_shared<TensorRecord>(tensor->record) : nullptr;
+}
+
+RecordPointer DirectEngine::find(const std::string& key) {
+  return options_.is_volatile ? record_of(volatile_tensor(key)) : store_->find(key);
+}
+
+std::vector<std::pair<std::string, RecordPointer>> DirectEngine::list() {
+  if (!options_.is_volatile) {
+    return store_->list();
+  }
+  std::vector<std::pair<std::string, RecordPointer>> out;
+  std::lock_guard<std::mutex> guard(mutex_);
+  for (const auto& [key, tensor] : volatile_) {
+    out.emplace_back(key, std::make_shared<TensorRecord>(tensor->record));
+  }
+  return out;
+}
+
+bool DirectEngine::erase(const std::string& key) {
+  require_own_process();
+  if (!options_.is_volatile) {
+    return store_->erase(key);
+  }
+  std::shared_ptr<VolatileTensor> gone;  // its space is given back without mutex_
+  std::lock_guard<std::mutex> guard(mutex_);
+  const auto found = volatile_.find(key);
+  if (found == volatile_.end()) {
+    return false;
+  }
+  gone = std::move(found->second);
+  volatile_.erase(found);
+  return true;
+}
+
 std::uint64_t DirectEngine::read(const std::string& key, void* data, std::int64_t bytes, std::int64_t offset,
                                  int priority, std::shared_ptr<void> keep_alive) {
   require_own_process();
-  const RecordPointer record = store_->find(key);
+  const std::shared_ptr<VolatileTensor> tensor = volatile_tensor(key);
+  const RecordPointer record = options_.is_volatile ? record_of(tensor) : store_->find(key);
   if (!record) {
     throw Error(ErrorKind::kInvalidArgument, "read of '" + key + "': no such tensor on " +
                                                  store_->devices()[0]->path() + ": write it, and wait for the write, first");
@@ -639,7 +744,8 @@ std::uint64_t DirectEngine::read(const std::string& key, void* data, std::int64_
   request->priority = priority;
   request->keep_alive = std::move(keep_alive);
   request->record = *record;
-  request->summed = options_.checksums == Checksums::kFull && record->checksum && bytes == record->bytes;
+  request->tensor = tensor;
+  request->summed = options_.checksums == Checksums::kFull && bytes == record->bytes && (tensor || record->checksum);
   return enqueue(std::move(request));
 }
 
@@ -703,11 +809,9 @@ void DirectEngine::finish(const std::shared_ptr<Request>& request) {
       std::lock_guard<std::mutex> guard(mutex_);
       ++statistics_.reread;
       plan(*request);
+      split(*request);
       make_ready(request);
-      work_ready_->notify_all();
-      for (const auto& worker : workers_) {
-        worker->wake();
-      }
+      wake_workers();
       return;
     }
   } catch (const StorageFailure& error) {
@@ -727,9 +831,39 @@ void DirectEngine::finish(const std::shared_ptr<Request>& request) {
                       request->submitted_ns, request->started_ns, monotonic_ns(),
                       failed ? "failed" : (cancelled ? "cancelled" : "ok")});
   }
+  if (request->tensor) {
+    end_turn(*request, cancelled);
+  }
   outcomes_[request->id] = {cancelled && !failed, std::move(request->failure), std::move(request->keep_alive)};
   live_.erase(request->id);
   ended_->notify_all();
+  if (stopping_) {
+    work_ready_->notify_all();
+  }
+}
+
+// What a volatile tensor now is, and whose turn it is.
+void DirectEngine::end_turn(Request& request, bool cancelled) {
+  VolatileTensor& tensor = *request.tensor;
+  if (request.write && !cancelled && !request.failure) {
+    const bool all = request.bytes == tensor.record.bytes;
+    tensor.whole = tensor.whole || all;
+    tensor.record.checksum = all ? request.record.checksum : std::nullopt;
+    tensor.record.generation += 1;
+    if (all) {
+      tensor.record.dtype = std::move(request.record.dtype);
+      tensor.record.shape = std::move(request.record.shape);
+    }
+  } else if (request.write && request.started_ns != 0) {
+    tensor.whole = false;
+  }
+  const std::vector<std::uint64_t> next = tensor.turns.leave(request.id);
+  for (const std::uint64_t id : next) {
+    make_ready(live_.at(id));
+  }
+  if (!next.empty()) {
+    wake_workers();
+  }
 }
 
 std::uint32_t DirectEngine::joined_checksum(const Request& request) {
@@ -742,11 +876,16 @@ std::uint32_t DirectEngine::joined_checksum(const Request& request) {
 
 void DirectEngine::finish_write(Request& request, bool cancelled) {
   if (cancelled || request.failure) {
-    store_->release(request.reservation);
+    if (!request.tensor) {
+      store_->release(request.reservation);
+    }
     return;
   }
   if (request.summed) {
     request.record.checksum = joined_checksum(request);
+  }
+  if (request.tensor) {
+    return;
   }
   (void)store_->install(request.key, std::move(request.record), request.reservation);
 }
@@ -754,6 +893,10 @@ void DirectEngine::finish_write(Request& request, bool cancelled) {
 // False: the tensor has been written meanwhile, and its old space perhaps been used again; the request now knows the
 // new one and is to be read once more.
 bool DirectEngine::finish_read(Request& request) {
+  if (request.tensor) {
+    check_volatile_read(request);
+    return true;
+  }
   const RecordPointer now = store_->find(request.key);
   if (!now || now->bytes < request.offset + request.bytes) {
     throw StorageFailure("read", store_->devices()[0]->path(), 0, request.bytes, 0, 0,
@@ -769,14 +912,36 @@ bool DirectEngine::finish_read(Request& request) {
     return false;
   }
   if (request.summed) {
-    if (const std::uint32_t sum = joined_checksum(request); sum != *request.record.checksum) {
-      const Extent where = request.record.extents.empty() ? Extent{} : request.record.extents[0];
-      throw StorageFailure("read", store_->devices()[where.member]->path(), where.offset, request.bytes, request.bytes,
-                           0, "checksum " + std::to_string(sum) + " where the index has " +
-                                  std::to_string(*request.record.checksum));
-    }
+    compare_checksum(request, *request.record.checksum);
   }
   return true;
+}
+
+void DirectEngine::compare_checksum(const Request& request, std::uint32_t expected) const {
+  if (const std::uint32_t sum = joined_checksum(request); sum != expected) {
+    const Extent where = request.record.extents.empty() ? Extent{} : request.record.extents[0];
+    throw StorageFailure("read", store_->devices()[where.member]->path(), where.offset, request.bytes, request.bytes, 0,
+                         "checksum " + std::to_string(sum) + " where the index has " + std::to_string(expected));
+  }
+}
+
+// It ran in its turn: the tensor is what the writes before it have left.
+void DirectEngine::check_volatile_read(const Request& request) const {
+  bool whole = false;
+  std::optional<std::uint32_t> checksum;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    whole = request.tensor->whole;
+    checksum = request.tensor->record.checksum;
+  }
+  if (!whole && request.bytes > 0) {
+    const Extent where = request.record.extents[0];
+    throw StorageFailure("read", store_->devices()[where.member]->path(), where.offset, request.bytes, 0, 0,
+                         "the last write of this tensor failed or was cancelled under way: write all of it again");
+  }
+  if (request.summed && checksum) {
+    compare_checksum(request, *checksum);
+  }
 }
 
 bool DirectEngine::cancel(std::uint64_t id) {

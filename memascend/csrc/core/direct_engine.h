@@ -4,6 +4,8 @@
 // part a worker; a worker that has finished its part helps the others. Each worker owns a ring of its own. Blocks of
 // the request with the highest priority go first. Memory or lengths that O_DIRECT does not take are bounced.
 //
+// A volatile engine keeps nothing beyond its own life, and takes no second place for a new version: see `write`.
+//
 // Source: MemAscend, section IV-E. There the location dictionary and the allocator are memory only; here they are the
 // store's index, so that a tensor can be found again after a crash.
 #pragma once
@@ -24,6 +26,7 @@
 #include "aio.h"
 #include "io_statistics.h"
 #include "store.h"
+#include "volatile_tensor.h"
 
 namespace memascend {
 
@@ -36,6 +39,7 @@ struct EngineOptions {
   std::string backend = "auto";
   Checksums checksums = Checksums::kFull;
   bool trace = false;
+  bool is_volatile = false;  // for swapping: tensors are written in place, and are gone with the engine
 };
 
 struct RequestFailure {
@@ -79,8 +83,15 @@ class DirectEngine {
   DirectEngine& operator=(const DirectEngine&) = delete;
 
   // Returns the request's number. Throws StorageFailure (ENOSPC) and Error without having begun anything.
+  //
+  // Volatile: a tensor of the size that `key` has goes in place, of another size takes the old one's space. Requests
+  // on one key then run in the order of submission (reads side by side). If a write fails or is cancelled under way,
+  // the tensor is neither the old nor the new one, and reads of it fail until it is written again.
   std::uint64_t write(const std::string& key, const void* data, TensorRecord record, int priority,
                       std::shared_ptr<void> keep_alive = nullptr);
+  // Volatile only: over bytes [offset, offset + bytes) of a tensor, whole sectors but for the tensor's end.
+  std::uint64_t write_part(const std::string& key, const void* data, std::int64_t bytes, std::int64_t offset,
+                           int priority, std::shared_ptr<void> keep_alive = nullptr);
   // Bytes [offset, offset + bytes) of the tensor. Throws Error if there is no such tensor or range.
   std::uint64_t read(const std::string& key, void* data, std::int64_t bytes, std::int64_t offset, int priority,
                      std::shared_ptr<void> keep_alive = nullptr);
@@ -88,6 +99,12 @@ class DirectEngine {
   // What has not gone to the kernel is dropped. False: it has ended already. The request still has to be waited for;
   // a cancelled write changes nothing.
   bool cancel(std::uint64_t request);
+
+  // The tensors of this engine: a volatile engine's own, else the store's.
+  [[nodiscard]] RecordPointer find(const std::string& key);
+  [[nodiscard]] std::vector<std::pair<std::string, RecordPointer>> list();
+  // False: there is none.
+  bool erase(const std::string& key);
 
   // Blocks until the request has ended; every request is reported once. Empty: the time (seconds, < 0: none) is up.
   // Throws Error for a number that is unknown or reported already.
@@ -121,13 +138,20 @@ class DirectEngine {
 
   std::uint64_t enqueue(std::shared_ptr<Request> request);
   void plan(Request& request) const;
+  void split(Request& request) const;
   void make_ready(const std::shared_ptr<Request>& request);  // with mutex_
+  [[nodiscard]] std::shared_ptr<VolatileTensor> volatile_tensor(const std::string& key) const;
+  [[nodiscard]] RecordPointer record_of(const std::shared_ptr<VolatileTensor>& tensor) const;
+  [[nodiscard]] std::shared_ptr<VolatileTensor> place_volatile(const std::string& key, const TensorRecord& record);
+  void end_turn(Request& request, bool cancelled);  // with mutex_
   void require_own_process() const;
   [[nodiscard]] int region_of(const void* data, std::int64_t bytes) const;
   [[nodiscard]] bool take_block(int worker, std::shared_ptr<Request>& request, std::size_t& block);
   void block_ended(const std::shared_ptr<Request>& request, std::int64_t count);
   void finish(const std::shared_ptr<Request>& request);
   bool finish_read(Request& request);
+  void check_volatile_read(const Request& request) const;
+  void compare_checksum(const Request& request, std::uint32_t expected) const;
   void finish_write(Request& request, bool cancelled);
   [[nodiscard]] static std::uint32_t joined_checksum(const Request& request);
   void wake_workers();
@@ -148,6 +172,7 @@ class DirectEngine {
   std::map<std::pair<std::int64_t, std::uint64_t>, std::shared_ptr<Request>> ready_;
   std::map<std::uint64_t, std::shared_ptr<Request>> live_;
   std::map<std::uint64_t, RequestOutcome> outcomes_;
+  std::map<std::string, std::shared_ptr<VolatileTensor>> volatile_;
   std::vector<Region> regions_;     // in every ring
   std::vector<Region> candidates_;  // on their way there
   int next_region_ = 0;

@@ -40,7 +40,8 @@ struct RawSuperblock {
   std::uint64_t epoch;
   std::uint64_t first_sequence;
   std::array<char, kOwnerBytes> owner;
-  std::array<char, 512 - 112 - kOwnerBytes> unused;
+  std::int64_t scratch_pid;
+  std::array<char, 512 - 120 - kOwnerBytes> unused;
 };
 static_assert(sizeof(RawSuperblock) == 512);
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the format is little endian");
@@ -80,6 +81,7 @@ RawSuperblock to_raw(const Superblock& block) {
   raw.size_bytes = block.size_bytes;
   raw.epoch = block.epoch;
   raw.first_sequence = block.first_sequence;
+  raw.scratch_pid = block.scratch_pid;
   std::memcpy(raw.owner.data(), block.owner.data(), block.owner.size());
   raw.checksum = checksum_of(raw);
   return raw;
@@ -101,6 +103,7 @@ Superblock from_raw(const RawSuperblock& raw) {
   block.size_bytes = raw.size_bytes;
   block.epoch = raw.epoch;
   block.first_sequence = raw.first_sequence;
+  block.scratch_pid = raw.scratch_pid;
   return block;
 }
 
@@ -281,6 +284,7 @@ void format_store(const std::vector<std::string>& paths, const FormatOptions& op
   block.owner = options.owner;
   block.members = static_cast<std::uint32_t>(paths.size());
   block.chunk_bytes = options.chunk_bytes;
+  block.scratch_pid = options.scratch_pid;
   block.log_offset = kLogOffset;
   if (getrandom(block.uuid.data(), block.uuid.size(), 0) != static_cast<ssize_t>(block.uuid.size())) {
     throw Error(ErrorKind::kState, "format: the kernel gives no random bytes");
@@ -597,8 +601,11 @@ Reservation Store::reserve(std::int64_t bytes) {
     out = control_->reserve(bytes, options_.stripe_bytes);
   }
   if (out.extents.empty() && bytes > 0) {
-    throw StorageFailure("reserve", devices_[0]->path(), 0, bytes, control_->free_bytes(), ENOSPC,
-                         "no space left on the store");
+    const std::int64_t free = control_->free_bytes();
+    throw StorageFailure("reserve", devices_[0]->path(), 0, bytes, free, ENOSPC,
+                         free < bytes ? "no space left on the store"
+                                      : "the space is in too many pieces, or too many tensors (131072) are volatile "
+                                        "or not committed");
   }
   return out;
 }
@@ -847,6 +854,35 @@ std::int64_t Store::commit() {
     throw;
   }
   return count;
+}
+
+void Store::grow(std::int64_t data_bytes, bool allocate) {
+  std::lock_guard<std::mutex> one_at_a_time(commit_mutex_);
+  const ControlLock lock(*this);
+  require_sound();
+  Superblock block = superblocks_[0];
+  const std::int64_t chunks = (data_bytes + block.chunk_bytes - 1) / block.chunk_bytes;
+  if (devices_.size() != 1 || devices_[0]->is_block() || control_->processes() != 1) {
+    throw Error(ErrorKind::kState, "grow: only a store of one file, which no other process uses, can be made larger");
+  }
+  if (chunks > control_->max_chunks()) {
+    throw Error(ErrorKind::kInvalidArgument,
+                "grow: at most to " + std::to_string(control_->max_chunks() * block.chunk_bytes) +
+                    " bytes with space in units of " + std::to_string(block.chunk_bytes) + ": make a new store");
+  }
+  if (block.data_offset + chunks * block.chunk_bytes <= block.size_bytes) {
+    return;
+  }
+  block.size_bytes = block.data_offset + chunks * block.chunk_bytes;
+  devices_[0]->grow(block.size_bytes, allocate);
+  Control::LogState state = control_->log();
+  block.generation = state.superblock += 1;
+  write_superblock(*devices_[0], block);
+  devices_[0]->flush();
+  superblocks_[0] = block;
+  control_->set_log(state);
+  seen_.superblock = state.superblock;
+  control_->grow(chunks);
 }
 
 int Store::collect() {

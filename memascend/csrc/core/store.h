@@ -43,6 +43,7 @@ struct FormatOptions {
   std::vector<std::uint32_t> weights;     // a device's share of a striped tensor; empty: all alike
   std::int64_t chunk_bytes = 64 * 1024;   // unit of space
   std::int64_t log_bytes = 0;             // each half; 0: chosen from the size
+  std::int64_t scratch_pid = 0;           // of the process whose scratch file it is; 0: a store that is to be kept
 };
 
 struct Superblock {
@@ -60,6 +61,7 @@ struct Superblock {
   std::uint32_t half = 0;
   std::uint64_t epoch = 0;
   std::uint64_t first_sequence = 0;
+  std::int64_t scratch_pid = 0;
 };
 
 // What `device` says about itself: the valid superblock with the highest generation, or none.
@@ -116,6 +118,10 @@ class Store {
   // Returns how many there were. After a failed flush the store refuses further changes: reopen and verify.
   std::int64_t commit();
   [[nodiscard]] std::int64_t uncommitted();
+
+  // The file behind a store of one file gets longer, to hold `data_bytes` of tensors; its new space is allocated, or
+  // left to the first write. Throws Error for another store, or while other processes use it; StorageFailure (ENOSPC).
+  void grow(std::int64_t data_bytes, bool allocate);
 
   // Rewrites the log with live records only and frees what dead processes had reserved; returns their number.
   int collect();
