@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]  # (name, shape) pairs
 
-# Configuration keys that imply tensors no rule below knows: refused by the tensor's name.
+# Configuration keys that imply tensors no rule below knows: refused by the tensor's name, but for the architectures
+# whose rule (or whose Hugging Face class, which leaves the tensor out) covers them.
 UNCLASSED_KEYS = {
     "kv_lora_rank": "self_attn.kv_a_proj_with_mqa.weight (multi-head latent attention)",
     "ssm_cfg": "mixer.in_proj.weight (state-space block)",
@@ -25,6 +26,10 @@ UNCLASSED_KEYS = {
     "vision_config": "the vision tower's weights",
     "num_nextn_predict_layers": "the multi-token-prediction head",
     "linear_num_value_heads": "linear_attn.in_proj_qkvz.weight (linear attention)",
+}
+COVERED_KEYS = {
+    "deepseek_v2": ("kv_lora_rank",),
+    "deepseek_v3": ("kv_lora_rank", "num_nextn_predict_layers"),
 }
 
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -206,6 +211,87 @@ def _mixtral(spec: ModelSpec, _: int) -> Shapes:
     yield from _norms(spec)
 
 
+def _latent_attention(spec: ModelSpec) -> Shapes:
+    """DeepSeek's: queries and keys through low ranks, a rotary part beside each head's plain one."""
+    key = spec.config
+    rope, plain, value = (int(key[name]) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    rank, query_rank = int(key["kv_lora_rank"]), key.get("q_lora_rank")
+    bias = _flag(spec, "attention_bias")
+    if query_rank:
+        yield from _linear("self_attn.q_a_proj", query_rank, spec.hidden, bias)
+        yield "self_attn.q_a_layernorm.weight", (query_rank,)
+        yield from _linear("self_attn.q_b_proj", spec.heads * (plain + rope), query_rank)
+    else:
+        yield from _linear("self_attn.q_proj", spec.heads * (plain + rope), spec.hidden)
+    yield from _linear("self_attn.kv_a_proj_with_mqa", rank + rope, spec.hidden, bias)
+    yield "self_attn.kv_a_layernorm.weight", (rank,)
+    yield from _linear("self_attn.kv_b_proj", spec.heads * (plain + value), rank)
+    yield from _linear("self_attn.o_proj", spec.hidden, spec.heads * value, bias)
+
+
+def _deepseek(spec: ModelSpec, index: int) -> Shapes:
+    yield from _latent_attention(spec)
+    if spec.experts and index >= int(spec.config.get("first_k_dense_replace", 0)):
+        yield from _experts(spec)
+        yield from _gated("mlp.shared_experts", spec.hidden, spec.shared_intermediate)
+    else:
+        yield from _gated("mlp", spec.hidden, spec.intermediate)
+    yield from _norms(spec)
+
+
+def _gpt2(spec: ModelSpec) -> list[TensorSpec]:
+    """Learned positions, fused queries, keys and values, weights stored (in, out), biases everywhere."""
+    hidden, inner = spec.hidden, spec.intermediate
+    positions = int(spec.config.get("n_positions", 1024))
+    out = [
+        TensorSpec("transformer.wte.weight", (spec.vocab, hidden), None),
+        TensorSpec("transformer.wpe.weight", (positions, hidden), None),
+    ]
+    for index in range(spec.layers):
+        for name, rows, columns in (
+            ("ln_1", hidden, 0),
+            ("attn.c_attn", hidden, 3 * hidden),
+            ("attn.c_proj", hidden, hidden),
+            ("ln_2", hidden, 0),
+            ("mlp.c_fc", hidden, inner),
+            ("mlp.c_proj", inner, hidden),
+        ):
+            weight = (rows, columns) if columns else (rows,)
+            out.append(TensorSpec(f"transformer.h.{index}.{name}.weight", weight, index))
+            out.append(TensorSpec(f"transformer.h.{index}.{name}.bias", weight[-1:], index))
+    out += [TensorSpec(f"transformer.ln_f.{part}", (hidden,), None) for part in ("weight", "bias")]
+    return out if spec.tied else [*out, TensorSpec("lm_head.weight", (spec.vocab, hidden), None)]
+
+
+def _opt(spec: ModelSpec) -> list[TensorSpec]:
+    """Learned positions with two more rows than the context, LayerNorm with bias, a feed-forward without a gate."""
+    hidden, decoder = spec.hidden, "model.decoder"
+    if int(spec.config.get("word_embed_proj_dim", hidden)) != hidden:
+        raise ValueError(f"{spec.name} (opt): cannot class the tensor {decoder}.project_in.weight: no rule covers it")
+    positions = int(spec.config.get("max_position_embeddings", 2048)) + 2
+    bias = _flag(spec, "enable_bias", True)
+
+    def norm(name: str, block: int | None) -> list[TensorSpec]:
+        return [TensorSpec(f"{name}.{part}", (hidden,), block) for part in ("weight", "bias")]
+
+    out = [
+        TensorSpec(f"{decoder}.embed_tokens.weight", (spec.vocab, hidden), None),
+        TensorSpec(f"{decoder}.embed_positions.weight", (positions, hidden), None),
+    ]
+    for index in range(spec.layers):
+        layer = f"{decoder}.layers.{index}"
+        shapes: list[tuple[str, tuple[int, ...]]] = []
+        for projection in ("k_proj", "v_proj", "q_proj", "out_proj"):
+            shapes += _linear(f"self_attn.{projection}", hidden, hidden, bias)
+        shapes += _linear("fc1", spec.intermediate, hidden, bias)
+        shapes += _linear("fc2", hidden, spec.intermediate, bias)
+        out += [TensorSpec(f"{layer}.{name}", shape, index) for name, shape in shapes]
+        out += norm(f"{layer}.self_attn_layer_norm", index) + norm(f"{layer}.final_layer_norm", index)
+    if _flag(spec, "do_layer_norm_before", True):
+        out += norm(f"{decoder}.final_layer_norm", None)
+    return out if spec.tied else [*out, TensorSpec("lm_head.weight", (spec.vocab, hidden), None)]
+
+
 def _layout(block: Callable[[ModelSpec, int], Shapes]) -> Callable[[ModelSpec], list[TensorSpec]]:
     return lambda spec: _decoder(spec, block)
 
@@ -221,4 +307,8 @@ LAYOUTS: dict[str, Callable[[ModelSpec], list[TensorSpec]]] = {
     "mixtral": _layout(_mixtral),
     "qwen2_moe": _layout(_qwen2_moe),
     "qwen3_moe": _layout(_qwen3_moe),
+    "deepseek_v2": _layout(_deepseek),
+    "deepseek_v3": _layout(_deepseek),
+    "gpt2": _gpt2,
+    "opt": _opt,
 }

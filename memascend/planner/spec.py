@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from memascend.planner.layouts import LAYOUTS, UNCLASSED_KEYS, TensorSpec, named_tensors
+from memascend.planner.layouts import COVERED_KEYS, LAYOUTS, UNCLASSED_KEYS, TensorSpec, named_tensors
 
 __all__ = ["ModelSpec", "TensorSpec", "known_models", "model_spec", "named_tensors"]
 
@@ -31,6 +31,16 @@ _HF_KEYS = {
     "expert_intermediate": "moe_intermediate_size",
     "shared_intermediate": "shared_expert_intermediate_size",
 }
+# What older architectures call the same sizes.
+_ALIASES = {
+    "hidden_size": ("n_embd", "d_model"),
+    "intermediate_size": ("n_inner", "ffn_dim"),
+    "num_hidden_layers": ("n_layer",),
+    "num_attention_heads": ("n_head",),
+    "num_experts": ("num_local_experts", "n_routed_experts"),
+}
+# Classes whose configuration ties the output matrix to the embedding unless it says otherwise.
+_TIED_BY_DEFAULT = ("gemma", "gemma2", "gpt2", "opt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +71,9 @@ class ModelSpec:
 
     @cached_property
     def _tensors(self) -> tuple[TensorSpec, ...]:
-        return tuple(LAYOUTS[self.model_type](self))
+        if self.model_type in LAYOUTS:
+            return tuple(LAYOUTS[self.model_type](self))
+        return tuple(named_tensors(_class_on_meta(self.name, self.hf_config_dict()).shapes))
 
     def tensors(self) -> list[TensorSpec]:
         """Every parameter, in the order in which a forward pass meets it; a tied output matrix is not listed twice."""
@@ -83,6 +95,10 @@ class ModelSpec:
         """
         if k < 1 or k & (k - 1):
             raise ValueError(f"twin divisor {k} of {self.label} is not a power of two: take 2, 4, 8, 16 ...")
+        if "kv_lora_rank" in self.config and k > 1:
+            raise ValueError(
+                f"{self.label} has no twin: the ranks of its latent attention do not scale with its widths"
+            )
         for field in _TWIN_SIZES:
             size = getattr(self, field)
             if size % k:
@@ -100,9 +116,13 @@ class ModelSpec:
         """The Hugging Face configuration, for `transformers.AutoConfig.for_model(**spec.hf_config_dict())`."""
         out = {key: value for key, value in self.config.items() if not key.startswith("_")}
         for field, key in _HF_KEYS.items():
-            if key in out:
-                out[key] = getattr(self, field)
-        if self.head_dim * self.heads != self.hidden or "head_dim" in out:
+            for name in (key, *_ALIASES.get(key, ())):
+                if out.get(name) is not None:
+                    out[name] = getattr(self, field)
+        if "word_embed_proj_dim" in out:
+            out["word_embed_proj_dim"] = self.hidden
+        plain = self.head_dim * self.heads == self.hidden and "head_dim" not in out
+        if not plain and "kv_lora_rank" not in out:  # there head_dim is the rotary part's
             out["head_dim"] = self.head_dim
         return out
 
@@ -134,36 +154,62 @@ def model_spec(name_or_path: str | Path) -> ModelSpec:
 
 
 def spec_from_config(config: Mapping[str, Any], *, name: str, display: str) -> ModelSpec:
-    """A ModelSpec from the keys of a Hugging Face config.json."""
+    """A ModelSpec from the keys of a Hugging Face config.json.
+
+    An architecture without a layout rule is read from its real class on the meta device, where transformers is
+    installed. Raises ValueError, in one line, for what is missing, impossible or cannot be classed.
+    """
     model_type = str(config.get("model_type", ""))
     _refuse_unclassed(config, model_type, name)
-    size = _reader(config, name)
+    sizes = dict(config) if model_type in LAYOUTS else _class_on_meta(name, config).sizes | dict(config)
+    size = _reader(sizes, name)
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     head_dim = size("head_dim", default=0)
+    if "kv_lora_rank" in config:
+        head_dim = size("qk_nope_head_dim") + size("qk_rope_head_dim")
     if not head_dim and hidden % heads:
         raise ValueError(f"{name}: hidden_size {hidden} is not divisible by num_attention_heads {heads}; set head_dim")
-    experts = size("num_experts", default=0) or size("num_local_experts", default=0)
+    experts = size("num_experts", default=0)
+    inner = size("intermediate_size", default=0) or 4 * hidden if model_type == "gpt2" else size("intermediate_size")
+    expert_inner = size("moe_intermediate_size", default=inner)
     kv_heads = size("num_key_value_heads", default=heads) or heads
     if heads % kv_heads:
         raise ValueError(f"{name}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    return ModelSpec(
+    shared = size("shared_expert_intermediate_size", default=size("n_shared_experts", default=0) * expert_inner)
+    spec = ModelSpec(
         name=name,
         display=display,
         model_type=model_type,
         hidden=hidden,
-        intermediate=size("intermediate_size"),
+        intermediate=inner,
         vocab=size("vocab_size"),
         layers=size("num_hidden_layers"),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim or hidden // heads,
-        tied=bool(config.get("tie_word_embeddings", model_type in ("gemma", "gemma2"))),
+        tied=bool(sizes.get("tie_word_embeddings", model_type in _TIED_BY_DEFAULT)),
         experts=experts,
-        expert_intermediate=size("moe_intermediate_size", default=size("intermediate_size")) if experts else 0,
-        shared_intermediate=size("shared_expert_intermediate_size", default=0) if experts else 0,
+        expert_intermediate=expert_inner if experts else 0,
+        shared_intermediate=shared if experts else 0,
         experts_per_token=size("num_experts_per_tok", default=2) if experts else 0,
         config=dict(config),
     )
+    spec.tensors()  # a tensor that cannot be classed is named here, not later
+    return spec
+
+
+def _class_on_meta(name: str, config: Mapping[str, Any]) -> Any:
+    """Sizes and shapes of the real class (`memascend.integrations.meta_shapes`); ValueError without transformers."""
+    model_type = config.get("model_type") or "not given"
+    try:
+        from memascend.integrations.meta_shapes import meta_shapes
+    except ImportError:
+        known = ", ".join(sorted(LAYOUTS))
+        raise ValueError(
+            f"{name}: architecture '{model_type}' has no layout rule, and without transformers its class cannot be "
+            f"read, so not one of its tensors can be classed; pip install transformers. Known without: {known}"
+        ) from None
+    return meta_shapes(name, config)
 
 
 def _committed(name: str) -> dict[str, Any]:
@@ -196,19 +242,20 @@ def _unknown(name: str) -> str:
 
 
 def _refuse_unclassed(config: Mapping[str, Any], model_type: str, name: str) -> None:
+    covered = COVERED_KEYS.get(model_type, ())
     for key, tensor in UNCLASSED_KEYS.items():
-        if config.get(key):
+        if config.get(key) and key not in covered:
             raise ValueError(f"{name} ({model_type}): cannot class the tensor {tensor} that its key '{key}' implies")
-    if model_type not in LAYOUTS:
+    if not model_type:
         raise ValueError(
-            f"{name}: architecture '{model_type or 'not given'}' has no layout rule, so not one of its tensors can be "
-            f"classed (first: the embedding). Known: {', '.join(sorted(LAYOUTS))}"
+            f"{name}: architecture not given: the configuration has no model_type, so no tensor has a class"
         )
 
 
 def _reader(config: Mapping[str, Any], name: str) -> Callable[..., int]:
     def size(key: str, default: int | None = None) -> int:
-        value = config.get(key, default)
+        names = (key, *_ALIASES.get(key, ()))
+        value = next((config[name] for name in names if config.get(name) is not None), default)
         if value is None and default is not None:
             value = default
         if isinstance(value, bool) or not isinstance(value, int) or value < (1 if default is None else 0):

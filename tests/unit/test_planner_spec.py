@@ -31,6 +31,40 @@ FAMILIES = {
     "gemma": {"model_type": "gemma", "head_dim": 32},
     "gemma2": {"model_type": "gemma2", "head_dim": 32, "tie_word_embeddings": True},
     "phi3": {"model_type": "phi3", "pad_token_id": 0},
+    "opt": {"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": 64},
+    "opt-norm-after": {
+        "model_type": "opt",
+        "ffn_dim": 96,
+        "word_embed_proj_dim": 64,
+        "do_layer_norm_before": False,
+        "enable_bias": False,
+    },
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 128}
+LATENT = {
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+# Architectures without a rule of ours: read from their classes.
+BY_CLASS = {
+    "gpt_neox": {},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "gpt_bigcode": {},
+    "starcoder2": {},
+    "olmo2": {"pad_token_id": 0},
+    "granite": {},
+    "stablelm": {},
+    "phi": {},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
 }
 SMALL = {
     "hidden_size": 64,
@@ -86,6 +120,46 @@ def test_tensors_of_a_twin_are_those_of_the_hugging_face_class(name, k):
 def test_tensors_of_other_dense_families(family, config_file):
     spec = model_spec(config_file(**FAMILIES[family]))
     assert named(spec) == hf_parameters(spec.hf_config_dict())
+
+
+@pytest.mark.parametrize("more", [{}, {"n_inner": 96}, {"tie_word_embeddings": False}], ids=str)
+def test_tensors_of_gpt2_under_its_own_names(more, tmp_path):
+    path = tmp_path / "gpt2.json"
+    path.write_text(json.dumps(GPT2 | more))
+    spec = model_spec(path)
+    assert named(spec) == hf_parameters(spec.hf_config_dict())
+    assert named(spec.twin(2)) == hf_parameters(spec.twin(2).hf_config_dict())
+
+
+@pytest.mark.parametrize("more", [{}, {"q_lora_rank": 24}], ids=str)
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
+def test_deepseek_with_latent_attention_and_shared_experts(model_type, more, config_file):
+    keys = {"model_type": model_type, "q_lora_rank": None} | LATENT | more
+    spec = model_spec(config_file(**keys))
+    theirs = hf_parameters(spec.hf_config_dict())
+    assert spec.parameters == sum(torch.Size(shape).numel() for shape in theirs.values())
+    ours = named(spec)
+    assert {n: s for n, s in ours.items() if ".experts." not in n} == {
+        n: s for n, s in theirs.items() if ".experts." not in n
+    }
+    assert sum(".experts." in name for name in ours) == 3 * 4
+    with pytest.raises(ValueError, match="has no twin"):
+        spec.twin(2)
+
+
+@pytest.mark.parametrize("model_type", sorted(BY_CLASS))
+def test_an_architecture_without_a_rule_is_read_from_its_class(model_type, config_file):
+    spec = model_spec(config_file(model_type=model_type, **BY_CLASS[model_type]))
+    theirs = hf_parameters(spec.hf_config_dict())
+    assert named(spec) == theirs
+    assert (spec.hidden, spec.layers, spec.heads) == (64, 2, 4)
+    assert {tensor.block for tensor in spec.tensors() if tensor.block is not None} == {0, 1}
+
+
+def test_without_transformers_such_an_architecture_says_what_to_install(config_file, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "memascend.integrations.meta_shapes", None)
+    with pytest.raises(ValueError, match="pip install transformers"):
+        model_spec(config_file(model_type="gpt_neox"))
 
 
 @pytest.mark.parametrize(
@@ -195,9 +269,11 @@ def test_an_unknown_model_is_one_clear_line(name, words):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "kv_a_proj_with_mqa"),
+        ({"model_type": "minicpm3", "kv_lora_rank": 512}, "kv_a_proj_with_mqa"),
+        ({"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 32}, r"project_in\.weight"),
+        ({"model_type": "bert"}, "cannot class the tensor|cannot build it"),
+        ({"model_type": "hal9000"}, "'hal9000' has no layout rule"),
         ({"model_type": "mamba", "state_size": 16}, "mixer.x_proj"),
-        ({"model_type": "gpt_bigcode"}, "gpt_bigcode"),
         ({}, "not given"),
         ({"model_type": "qwen2", "hidden_size": None}, "hidden_size"),
         ({"model_type": "qwen2", "hidden_size": 66}, "num_attention_heads"),
@@ -229,5 +305,6 @@ def test_a_parameter_in_no_known_place_is_named():
 
 
 def test_every_layout_is_compared_with_a_real_class():
-    compared = {config["model_type"] for config in FAMILIES.values()} | {"mixtral", "qwen3_moe", "qwen2_moe"}
+    compared = {config["model_type"] for config in FAMILIES.values()}
+    compared |= {"mixtral", "qwen3_moe", "qwen2_moe", "gpt2", "deepseek_v2", "deepseek_v3"}
     assert set(LAYOUTS) == compared
