@@ -6,7 +6,10 @@ they are used if asked for; SDPA, the chunked cross-entropy and our own offloadi
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -99,6 +102,23 @@ def apply_memory_options(
         applied.undo()
         raise
     return applied
+
+
+def initialize_with_options(
+    initialize: Callable[..., Any], options: MemoryOptions, allocator: Allocator | None
+) -> Callable[..., Any]:
+    """`deepspeed.initialize` that gives each new model the options first (offloaded checkpoints go to `allocator`)."""
+    seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @functools.wraps(initialize)
+    def with_options(*args: Any, **kwargs: Any) -> Any:
+        model = inspect.signature(initialize).bind(*args, **kwargs).arguments.get("model")
+        if model is not None and model not in seen:
+            apply_memory_options(model, options, allocator=allocator)
+            seen.add(model)
+        return initialize(*args, **kwargs)
+
+    return with_options
 
 
 def _require(what: str, module: str, extra: str = "make setup CUDA=1") -> None:

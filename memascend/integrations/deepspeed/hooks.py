@@ -20,13 +20,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from memascend.integrations.memory_options import MemoryOptions, initialize_with_options
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator
 
 from . import bf16_states, cpu_shims
 from .aio import AioModule, IoCounters, MeteredAioModule
 from .derived import DerivedSettings
-from .parts import TODAY, Parts, parts_from_config, switched_off, validate_deepspeed_config
+from .parts import CONFIG_KEY, TODAY, Parts, parts_from_config, switched_off, validate_deepspeed_config
 from .signatures import CPU_HOOKS, HOOKS, check_hooks, untried_version_warning
 
 
@@ -142,6 +143,7 @@ def _install(
     if on_cpu:
         _install_cpu_shims(state, ds_config, gather_clone)
     allocator = _allocator(parts, state.ledger)
+    _apply_memory_options(state, deepspeed, ds_config, allocator)
     in_place = allocator if parts.pinned == "exact" else None
     optimizer_class = checked_optimizer_class(
         stage3.DeepSpeedZeroOptimizer_Stage3, parts, minimum_swap_bytes, derived, in_place
@@ -207,6 +209,12 @@ def _install_cpu_shims(state: Enabled, ds_config: dict[str, Any], gather_clone: 
                 "fp16 on the CPU needs zero_optimization.memory_efficient_linear=false, or DeepSpeed replaces "
                 "the linear layer whose products are computed in fp32; set it to false"
             )
+
+
+def _apply_memory_options(state: Enabled, deepspeed: Any, ds_config: dict[str, Any], allocator: Any) -> None:
+    options = MemoryOptions.take(dict(ds_config.get(CONFIG_KEY) or {}))
+    if options:
+        _replace(state, deepspeed, "initialize", initialize_with_options(deepspeed.initialize, options, allocator))
 
 
 def _configure_states(state: Enabled, ds_config: dict[str, Any]) -> None:

@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from memascend.integrations.memory_options import CHOICES as MEMORY_CHOICES
+from memascend.integrations.memory_options import MemoryOptions
+
 CONFIG_KEY = "memascend"  # the key in the DeepSpeed JSON
 
 
@@ -85,10 +88,11 @@ def parts_from_config(ds_config: dict[str, Any], overrides: dict[str, Any]) -> t
     section = dict(section)
     section.update({k: v for k, v in overrides.items() if v is not None})
     section.pop("enabled", None)
+    MemoryOptions.take(section)  # checked here, applied to the model by deepspeed.initialize
     blocks_in_flight = section.pop("blocks_in_flight", 1)
     unknown = sorted(set(section) - set(_CHOICES))
     if unknown:
-        known = ", ".join([*_CHOICES, "blocks_in_flight", "enabled"])
+        known = ", ".join([*_CHOICES, *MEMORY_CHOICES, "blocks_in_flight", "enabled"])
         raise ValueError(f'"{CONFIG_KEY}": unknown key {unknown[0]!r} in the DeepSpeed config; known keys: {known}')
     if type(blocks_in_flight) is not int or blocks_in_flight < 1:
         raise ValueError(

@@ -1,0 +1,70 @@
+"""The key "memascend" in a DeepSpeed configuration, where nobody calls `memascend.enable`.
+
+`deepspeed.zero.Init` and `deepspeed.initialize` look into the configuration that they are given: the first of them that
+sees the key enables memascend for the process. The Hugging Face Trainer, Accelerate and plain scripts all come by here.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from memascend.integrations.deepspeed.parts import CONFIG_KEY
+
+_CONFIG_ARGUMENTS = ("config", "config_dict_or_path", "config_params")
+
+
+def watch(deepspeed: Any) -> None:
+    """Look into every configuration that DeepSpeed is given from now on. Watching twice is once."""
+    if getattr(deepspeed.initialize, "watched_by_memascend", False):
+        return
+    init = deepspeed.zero.Init
+    stock_init, stock_initialize = init.__init__, deepspeed.initialize
+
+    @functools.wraps(stock_init)
+    def watched_init(*args: Any, **kwargs: Any) -> None:
+        _enable_if_asked(stock_init, args, kwargs)
+        stock_init(*args, **kwargs)
+
+    @functools.wraps(stock_initialize)
+    def watched_initialize(*args: Any, **kwargs: Any) -> Any:
+        if _enable_if_asked(stock_initialize, args, kwargs):
+            return deepspeed.initialize(*args, **kwargs)  # what enable made of it
+        return stock_initialize(*args, **kwargs)
+
+    watched_initialize.watched_by_memascend = True
+    init.__init__, deepspeed.initialize = watched_init, watched_initialize
+
+
+def _enable_if_asked(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    from memascend.integrations.deepspeed import active, enable
+
+    if active() is not None:
+        return False
+    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    candidates = [given.get(name) for name in _CONFIG_ARGUMENTS]
+    candidates.append(getattr(given.get("args"), "deepspeed_config", None))  # the launcher's --deepspeed_config
+    config = next((found for value in candidates if (found := _as_dict(value)) is not None), {})
+    if CONFIG_KEY not in config:
+        return False
+    enable(config)
+    return True
+
+
+def _as_dict(config: Any) -> dict[str, Any] | None:
+    """A configuration as DeepSpeed takes it: a dict, a path, or JSON in base64; None for what is none of these."""
+    if isinstance(config, dict):
+        return config
+    if not isinstance(config, str | Path):
+        return None
+    try:
+        text = Path(config).read_text() if Path(config).is_file() else base64.urlsafe_b64decode(str(config)).decode()
+        return json.loads(text)
+    except (OSError, UnicodeDecodeError, binascii.Error, json.JSONDecodeError):
+        return None  # DeepSpeed says what is wrong with it
