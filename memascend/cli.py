@@ -12,6 +12,7 @@ from memascend import __version__
 from memascend.doctor.command import add_doctor
 from memascend.planner.command import add_plan, count
 from memascend.storage.commands import add_storage
+from memascend.training.command import add_train
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,6 +51,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add_doctor(commands)
     _add_bench(commands)
     add_storage(commands)
+    add_train(commands)
     return parser.parse_args(arguments)
 
 

@@ -1,0 +1,170 @@
+"""Models as transformers loads them: from a folder, from the hub, or initialised from a configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
+_OTHERS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
+
+
+def local_folder(name: str) -> Path:
+    """The folder of a model: a local one as it is, a hub name downloaded (or from the cache).
+
+    Raises ValueError, in one line, where it is neither.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"the folder {path} holds no config.json; name a model's folder or a hub name")
+        return path
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ValueError(f"there is no folder {name}; name a model's folder or a hub name such as Qwen/Qwen2.5-0.5B")
+    return _from_hub(name)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        with _quiet_hub():
+            return Path(snapshot_download(name, allow_patterns=[*_WEIGHTS, *_OTHERS]))
+    except GatedRepoError:
+        raise ValueError(
+            f"the hub's model {name} needs an agreement: accept it there, and log in with 'hf auth login'"
+        ) from None
+    except (RepositoryNotFoundError, HFValidationError):
+        raise ValueError(
+            f"the hub has no model {name}, or it is private; check the name, or name a local folder"
+        ) from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError):
+        raise ValueError(
+            f"the model {name} is not on this machine and the hub cannot be reached; name a local folder with --model, "
+            "or try with initialised weights: --random-weights"
+        ) from None
+
+
+@contextlib.contextmanager
+def _quiet_hub() -> Iterator[None]:
+    from huggingface_hub.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def has_weights(folder: Path) -> bool:
+    return any(next(folder.glob(pattern), None) for pattern in _WEIGHTS)
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    """A model's configuration as a plain dict, with the defaults that transformers fills in."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder).to_dict()
+    except (ValueError, OSError, KeyError) as error:
+        raise ValueError(
+            f"transformers cannot read {folder}/config.json: {' '.join(str(error).split())[:300]}"
+        ) from None
+
+
+def parameter_shapes(config: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a causal LM's parameters (a tied one once), without memory for them."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"), _quiet_transformers():
+        model = AutoModelForCausalLM.from_config(_config(config))
+    return [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+
+
+def _config(config: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    settings = json.loads(json.dumps(config))
+    return AutoConfig.for_model(settings.pop("model_type"), **settings)
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+_alive: list[Any] = []  # transformers keeps but a weak reference
+
+
+def partitioned_model(
+    source: Path | dict[str, Any], ds_config: dict[str, Any], dtype: torch.dtype, *, checkpointing: str
+) -> Any:
+    """A causal LM under ZeRO-3's zero.Init: the weights of a folder, or initialised from a configuration dict.
+
+    Call after memascend.enable, before deepspeed.initialize. Both ways compute the model's buffers alike, so that a run
+    that began with initialised weights goes on from a checkpoint's folder with the same bits.
+    `checkpointing`: "none" or "plain", torch's gradient checkpointing.
+    """
+    import transformers
+    from transformers.integrations import HfDeepSpeedConfig
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if isinstance(source, dict):
+        model = _initialised(source, ds_config, dtype)
+    else:
+        _alive[:] = [HfDeepSpeedConfig(ds_config)]
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        )
+        _alive.clear()
+    model.config.use_cache = False
+    if checkpointing != "none":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.train()
+    return model
+
+
+def _initialised(config: dict[str, Any], ds_config: dict[str, Any], dtype: torch.dtype) -> Any:
+    import deepspeed
+    from transformers.integrations.deepspeed import prevent_arange_dtype_change
+
+    from memascend.integrations.huggingface import causal_lm
+
+    with prevent_arange_dtype_change(), deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=dtype):
+        return causal_lm(config, checkpointing="none")
+
+
+def save_configuration(model: Any, folder: Path, tokenizer: Path) -> None:
+    """config.json, generation_config.json and the tokenizer's files, as save_pretrained writes them."""
+    import shutil
+
+    model.config.architectures = [type(model).__name__]
+    used = model.config.use_cache
+    model.config.use_cache = True
+    model.config.save_pretrained(folder)
+    model.config.use_cache = used
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+    for path in sorted(tokenizer.iterdir()):
+        shutil.copy(path, folder / path.name)

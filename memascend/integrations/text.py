@@ -1,0 +1,171 @@
+"""Documents from files, folders and datasets, and the tokenizer that turns them into ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+END_OF_TEXT = "<|endoftext|>"
+TRAINED_VOCABULARY = 16_384  # of a tokenizer trained here, unless the model's embedding is smaller
+_TRAINED_ON_BYTES = 50_000_000  # text that a tokenizer is trained on; more changes little and takes minutes
+
+
+class Documents:
+    """The documents of `sources`; iterate as often as needed. `skipped` names files that hold no UTF-8 text.
+
+    A source is a text file, a .jsonl file (the field `field` of each line), a folder (files that match `pattern`,
+    sorted, hidden ones left out), or the name of a dataset. Raises ValueError, in one line, for one that is none of
+    these.
+    """
+
+    def __init__(self, sources: list[str], *, pattern: str, field: str, subset: str | None, split: str) -> None:
+        self._pattern, self._field, self._subset, self._split = pattern, field, subset, split
+        self.skipped: list[str] = []
+        self._paths: list[Path] = []
+        self._dataset: Any = None
+        for source in sources:
+            path = Path(source).expanduser()
+            if path.is_file():
+                self._paths.append(path)
+            elif path.is_dir():
+                self._paths += self._files(path)
+            elif len(sources) == 1 and not path.is_absolute() and not source.startswith((".", "~")):
+                self._dataset = self._load(source)
+            else:
+                raise ValueError(f"there is no file or folder {source}; name text with --data")
+
+    def _files(self, folder: Path) -> list[Path]:
+        found = [
+            path
+            for path in sorted(folder.rglob(self._pattern))
+            if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        ]
+        if not found:
+            raise ValueError(f"the folder {folder} holds no file that matches '{self._pattern}' (--files)")
+        return found
+
+    def _load(self, name: str) -> Any:
+        import datasets
+
+        datasets.disable_progress_bars()
+        try:
+            loaded = datasets.load_dataset(name, self._subset, split=self._split)
+        except (ConnectionError, FileNotFoundError, OSError, ValueError) as error:
+            why = " ".join(str(error).split())[:200]
+            raise ValueError(f"'{name}' is no file or folder here, and no dataset that can be loaded ({why})") from None
+        if self._field not in loaded.column_names:
+            raise ValueError(
+                f"the dataset {name} has no field '{self._field}'; name one of {', '.join(loaded.column_names)} with "
+                "--text-field"
+            )
+        return loaded
+
+    def __iter__(self) -> Iterator[str]:
+        self.skipped = []
+        if self._dataset is not None:
+            for row in self._dataset:
+                if row[self._field]:
+                    yield row[self._field]
+        for path in self._paths:
+            yield from self._read(path)
+
+    def _read(self, path: Path) -> Iterator[str]:
+        if path.suffix == ".jsonl":
+            yield from self._lines(path)
+            return
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            self.skipped.append(str(path))
+            return
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror}") from None
+        if "\0" in text:
+            self.skipped.append(str(path))
+        elif text:
+            yield text
+
+    def _lines(self, path: Path) -> Iterator[str]:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    text = json.loads(line)[self._field]
+                except (ValueError, KeyError, TypeError):
+                    raise ValueError(
+                        f"{path}, line {number}: not a JSON object with the field '{self._field}' (--text-field)"
+                    ) from None
+                if not isinstance(text, str):
+                    raise ValueError(f"{path}, line {number}: the field '{self._field}' is not a text")
+                if text:
+                    yield text
+
+
+def load_tokenizer(source: str | Path, folder: Path) -> bool:
+    """Save the tokenizer of `source` (a folder or hub name) to `folder`; False where there is none."""
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+    if not len(tokenizer):
+        return False
+    tokenizer.save_pretrained(folder)
+    return True
+
+
+def train_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> None:
+    """Train a byte-level BPE of at most `vocabulary` ids on the first 50 MB of text and save it to `folder`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocabulary < len(alphabet) + 1:
+        raise ValueError(
+            f"the model's vocabulary of {vocabulary} ids is too small for a tokenizer of bytes ({len(alphabet) + 1}); "
+            "take a smaller --twin, or name a --tokenizer"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=min(vocabulary, TRAINED_VOCABULARY),
+        special_tokens=[END_OF_TEXT],
+        show_progress=False,
+        initial_alphabet=alphabet,
+    )
+    tokenizer.train_from_iterator(_first_bytes(documents, _TRAINED_ON_BYTES), trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+    wrapped.save_pretrained(folder)
+
+
+def _first_bytes(documents: Iterable[str], limit: int) -> Iterator[str]:
+    seen = 0
+    for text in documents:
+        yield text
+        seen += len(text)
+        if seen >= limit:
+            return
+
+
+class Encoder:
+    """Turns documents into ids with a document end after each."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self._tokenizer.model_max_length = 10**12  # documents are cut by packing, not by the tokenizer
+        self.size = len(self._tokenizer)
+        end = self._tokenizer.eos_token_id
+        self.end: list[int] = [] if end is None else [int(end)]
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        return [ids + self.end for ids in encoded]

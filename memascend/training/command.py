@@ -1,0 +1,51 @@
+"""`memascend train`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, NoReturn
+
+from memascend.training import config as configs
+
+
+def add_train(commands: Any) -> None:
+    """Registers `train` with the argparse subparsers `commands`."""
+    parser = commands.add_parser(
+        "train",
+        help="fine-tune a model, all of its weights, on any system",
+        description="Fine-tune all weights of a causal language model. Keys of the configuration and flags are the "
+        "same; a flag wins. SIGTERM or Ctrl-C leaves with a checkpoint; --resume goes on as if nothing had happened.",
+    )
+    parser.add_argument("--config", type=Path, help="YAML file with any of the keys below")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
+    for name in configs.OPTIONS:
+        flag, text = f"--{name.replace('_', '-')}", configs.help_of(name)
+        if configs.is_flag(name):
+            parser.add_argument(flag, action="store_true", default=None, help=text)
+        elif configs.takes_many(name):
+            parser.add_argument(flag, nargs="+", metavar="TEXT", help=text)
+        else:
+            parser.add_argument(flag, metavar="X", help=text)
+    parser.set_defaults(run=_train)
+
+
+def _wanted(options: argparse.Namespace) -> dict[str, Any]:
+    """The keys that file and flags set, checked."""
+    values = configs.read_config(options.config) if options.config else {}
+    for name in configs.OPTIONS:
+        given = getattr(options, name)
+        if given is not None:
+            values[name] = configs.from_text(name, given) if isinstance(given, str) else given
+    return values
+
+
+def _train(options: argparse.Namespace) -> NoReturn:
+    wanted = _wanted(options)
+    resume = bool(options.resume)
+    if resume and "model" not in wanted and "output" not in wanted:
+        raise ValueError("--resume needs the run's folder: name it with --output")
+    config = configs.complete({"model": "?", "data": ["?"], **wanted} if resume else wanted)
+    from memascend.training.launch import launch
+
+    raise SystemExit(launch(config, resume=resume, wanted=wanted))

@@ -1,0 +1,236 @@
+"""What a run can be told: one flat set of keys, the same in the YAML file and as flags. Every key but `model` and
+`data` has a default."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SAVED_AS = "config.yaml"
+# Keys of runs that this command does not do: refused by name, since a silent full fine-tuning would be a surprise.
+_OUT_OF_SCOPE = dict.fromkeys(
+    ("lora", "lora_r", "lora_alpha", "lora_rank", "qlora", "peft", "adapter", "load_in_4bit", "load_in_8bit"),
+    "LoRA and other adapters are out of scope: memascend trains all weights; remove the key",
+)
+# What may differ when a run goes on: none of it changes a loss before the new end. All else must stay as it was.
+MAY_CHANGE_ON_RESUME = ("steps", "epochs", "nvme", "save_every", "eval_every", "log_every", "keep", "eval_sequences")
+
+
+def _option(
+    default: Any, text: str, *, choices: tuple[str, ...] = (), least: float | None = None, below: float | None = None
+) -> Any:
+    return dataclasses.field(default=default, metadata=_limits(text, choices, least, below))
+
+
+def _limits(text: str, choices: tuple[str, ...] = (), least: float | None = None, below: float | None = None) -> Any:
+    return {"help": text, "choices": choices, "least": least, "below": below}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A run, checked key by key. Counts are steps, sequences or tokens as their help says."""
+
+    # What is trained.
+    model: str = _option("", "local folder, hub name (Qwen/Qwen2.5-0.5B), or a committed name with --random-weights")
+    random_weights: bool = _option(False, "initialise the weights instead of loading them: to try things out")
+    twin: int = _option(1, "divide the model's widths by k, a power of two (implies random weights)", least=1)
+    tokenizer: str | None = _option(
+        None, "local folder or hub name; default: the model's, else one trained on the text"
+    )
+    dtype: str = _option("bf16", "weights and activations", choices=("bf16", "fp16"))
+    # What it is trained on.
+    data: list[str] = dataclasses.field(
+        default_factory=list, metadata=_limits("text files, folders, .jsonl files, or one datasets name")
+    )
+    files: str = _option("*", "which files of a folder: a pattern such as '*.py'")
+    text_field: str = _option("text", "field of a .jsonl file or dataset that holds the text")
+    subset: str | None = _option(None, "configuration of a hub dataset")
+    split: str = _option("train", "split of a hub dataset")
+    eval_data: list[str] = dataclasses.field(
+        default_factory=list, metadata=_limits("text to evaluate on; default: a share of the documents of --data")
+    )
+    eval_share: float = _option(0.02, "share of the documents kept for evaluation", least=0, below=1)
+    context: int = _option(1024, "tokens a sequence: documents are packed to this length", least=2)
+    # How.
+    steps: int | None = _option(None, "optimizer steps; default: as --epochs says", least=1)
+    epochs: float = _option(1.0, "passes over the data, where --steps is not given", least=0.0001)
+    batch: int = _option(1, "sequences a rank at a time", least=1)
+    accumulate: int = _option(1, "batches whose gradients are added up before a step", least=1)
+    learning_rate: float | None = _option(None, "at its highest; default 1e-5, and 5e-4 for random weights", least=0)
+    warmup: int | None = _option(None, "steps over which it rises; default: 3 %% of all", least=0)
+    schedule: str = _option("cosine", "how it falls afterwards", choices=("cosine", "linear", "constant"))
+    weight_decay: float = _option(0.01, "AdamW's", least=0)
+    beta1: float = _option(0.9, "AdamW's", least=0, below=1)
+    beta2: float = _option(0.999, "AdamW's", least=0, below=1)
+    eps: float = _option(1e-8, "AdamW's", least=0)
+    clip: float = _option(1.0, "largest norm of the gradients; 0 leaves them as they are", least=0)
+    seed: int = _option(0, "of the initial weights, the split and the order of the data", least=0)
+    # Where memory goes.
+    system: str = _option("memascend", "a system of baselines/: memascend, zero_infinity, zero_offload ...")
+    arm: str | None = _option(None, "a variant of the system; default: its first")
+    ranks: int = _option(1, "processes, one a GPU", least=1)
+    threads: int | None = _option(None, "CPU threads a rank; default: all cores, shared out", least=1)
+    nvme: str | None = _option(None, "folder on the SSD for swap files; default: in the output folder")
+    checkpointing: str = _option("plain", "gradient checkpointing", choices=("none", "plain"))
+    # What it leaves behind.
+    output: str | None = _option(None, "folder of the run; default: runs/<model>")
+    log_every: int = _option(1, "steps between two lines", least=1)
+    eval_every: int = _option(0, "steps between two evaluations; 0: at the end alone", least=0)
+    eval_sequences: int = _option(64, "at most so many sequences an evaluation; 0: none", least=0)
+    save_every: int = _option(500, "steps between two checkpoints; 0: at the end alone", least=0)
+    keep: int = _option(2, "checkpoints that are kept, the newest", least=1)
+
+    @property
+    def initialised(self) -> bool:
+        """Whether the weights are initialised rather than loaded."""
+        return self.random_weights or self.twin > 1
+
+    @property
+    def output_folder(self) -> Path:
+        label = self.model.rstrip("/").rsplit("/", 1)[-1]
+        return Path(self.output or f"runs/{label if self.twin == 1 else f'{label}-k{self.twin}'}").absolute()
+
+    @property
+    def peak_learning_rate(self) -> float:
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return 5e-4 if self.initialised else 1e-5
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+_TYPES: dict[str, Any] = typing.get_type_hints(TrainConfig)
+_FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
+OPTIONS = tuple(_FIELDS)
+
+
+def help_of(name: str) -> str:
+    """One line for `--help`: text, choices, default."""
+    field = _FIELDS[name]
+    default = "" if field.default in (None, "", dataclasses.MISSING, False) else f" (default {field.default})"
+    choices = f": {', '.join(field.metadata['choices'])}" if field.metadata["choices"] else ""
+    return f"{field.metadata['help']}{choices}{default}"
+
+
+def is_flag(name: str) -> bool:
+    return _TYPES[name] is bool
+
+
+def takes_many(name: str) -> bool:
+    return _TYPES[name] == list[str]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The keys of a YAML file, checked by name and type; ValueError in one line."""
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"the configuration {path} is not YAML: {error}") from None
+    if not isinstance(loaded, dict):
+        raise ValueError(f"the configuration {path} holds no keys; the least is 'model: ...' and 'data: ...'")
+    return {name: checked(name, value, f"{path}") for name, value in loaded.items()}
+
+
+def checked(name: Any, value: Any, where: str) -> Any:
+    """`value` as the type of key `name`; ValueError that names place, key, expected and got."""
+    if name in _OUT_OF_SCOPE:
+        raise ValueError(f"{where}: {_OUT_OF_SCOPE[name]} ({name})")
+    if name not in _FIELDS:
+        near = difflib.get_close_matches(str(name), OPTIONS, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else f"; known keys: {', '.join(OPTIONS)}"
+        raise ValueError(f"{where}: unknown key '{name}'{hint}")
+    kind = _TYPES[name]
+    if value is None and type(None) in typing.get_args(kind):
+        return None
+    plain = (
+        next((part for part in typing.get_args(kind) if part in (int, float, str)), kind) if kind != list[str] else kind
+    )
+    return _in_range(name, _as_type(name, value, plain, where), where)
+
+
+def _as_type(name: str, value: Any, kind: Any, where: str) -> Any:
+    if kind == list[str]:
+        values = [value] if isinstance(value, str) else value
+        if isinstance(values, list) and all(isinstance(item, str) and item for item in values):
+            return list(values)
+        raise ValueError(f"{where}: '{name}' must be a text or a list of texts, got {value!r}")
+    wanted = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[kind]
+    if kind is float and isinstance(value, str):  # YAML 1.1 reads 1e-5, without a dot, as a text
+        try:
+            value = float(value)
+        except ValueError:
+            raise ValueError(f"{where}: '{name}' must be {wanted}, got {value!r}") from None
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{where}: '{name}' must be {wanted}, got {value!r}")
+    return value
+
+
+def _in_range(name: str, value: Any, where: str) -> Any:
+    limits = _FIELDS[name].metadata
+    if limits["choices"] and value not in limits["choices"]:
+        raise ValueError(f"{where}: '{name}' must be one of {', '.join(limits['choices'])}, got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where}: '{name}' must be a finite number, got {value!r}")
+    if limits["least"] is not None and value < limits["least"]:
+        raise ValueError(f"{where}: '{name}' must be at least {limits['least']}, got {value!r}")
+    if limits["below"] is not None and value >= limits["below"]:
+        raise ValueError(f"{where}: '{name}' must be below {limits['below']}, got {value!r}")
+    return value
+
+
+def from_text(name: str, text: str) -> Any:
+    """The value of a flag; ValueError in one line."""
+    kind = _TYPES[name]
+    parts = {part for part in typing.get_args(kind) if part is not type(None)} or {kind}
+    where = f"--{name.replace('_', '-')}"
+    for number in (int, float):
+        if number in parts:
+            try:
+                return checked(name, number(text), where)
+            except ValueError as error:
+                if "must be" in str(error):
+                    raise
+                what = "a whole number" if number is int else "a number"
+                raise ValueError(f"{where}: '{text}' is not {what}") from None
+    return checked(name, text, where)
+
+
+def complete(values: dict[str, Any]) -> TrainConfig:
+    """A configuration of checked keys; ValueError where `model` or `data` is missing or keys exclude one another."""
+    config = TrainConfig(**values)
+    if not config.model:
+        raise ValueError("no model: name one with --model, or with 'model:' in the configuration")
+    if not config.data:
+        raise ValueError("no data: name text files, folders or a dataset with --data, or with 'data:'")
+    if config.twin & (config.twin - 1):
+        raise ValueError(f"--twin {config.twin} is not a power of two: take 2, 4, 8, 16 ...")
+    return config
+
+
+def resumed(saved: dict[str, Any], wanted: dict[str, Any]) -> TrainConfig:
+    """The configuration of a run that goes on: as saved, but for what may change.
+
+    Raises ValueError that names the first key of `wanted` that differs and may not.
+    """
+    current = complete(saved)
+    for name, value in wanted.items():
+        if name in ("output", *MAY_CHANGE_ON_RESUME) or value == getattr(current, name):
+            continue
+        raise ValueError(
+            f"--resume goes on as the run began, and '{name}' was {getattr(current, name)!r}, not {value!r}; leave it "
+            "out, or start a new run from this one's weights: --model OUTPUT/model --output another"
+        )
+    changes = {name: value for name, value in wanted.items() if name in MAY_CHANGE_ON_RESUME}
+    return dataclasses.replace(current, **changes)

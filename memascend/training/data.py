@@ -1,0 +1,93 @@
+"""Text to packed token files, once a run, and single sequences of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_DOCUMENTS_AT_A_TIME = 256
+_DTYPE = np.dtype("<u4")
+
+
+def in_eval(number: int, seed: int, share: float) -> bool:
+    """Whether document `number` is kept for evaluation: a draw of its own, whatever the others are."""
+    return share > 0 and np.random.Generator(np.random.PCG64([seed, 7, number])).random() < share
+
+
+def write_tokens(
+    folder: Path,
+    documents: Iterable[str],
+    encode: Callable[[list[str]], list[list[int]]],
+    *,
+    seed: int,
+    eval_share: float,
+) -> dict[str, int]:
+    """Write train.tokens and eval.tokens (little-endian uint32) below `folder`; returns counts of both."""
+    folder.mkdir(parents=True, exist_ok=True)
+    counts = {"train_documents": 0, "eval_documents": 0, "train_tokens": 0, "eval_tokens": 0}
+    number = 0
+    with (folder / "train.tokens").open("wb") as train, (folder / "eval.tokens").open("wb") as held:
+        for texts in _batches(documents, _DOCUMENTS_AT_A_TIME):
+            for ids in encode(texts):
+                name, file = ("eval", held) if in_eval(number, seed, eval_share) else ("train", train)
+                file.write(np.asarray(ids, dtype=_DTYPE).tobytes())
+                counts[f"{name}_documents"] += 1
+                counts[f"{name}_tokens"] += len(ids)
+                number += 1
+        for file in (train, held):
+            file.flush()
+            os.fsync(file.fileno())
+    return counts
+
+
+def _batches(items: Iterable[str], size: int) -> Iterator[list[str]]:
+    iterator = iter(items)
+    while batch := list(itertools.islice(iterator, size)):
+        yield batch
+
+
+def move_tail(folder: Path, tokens: int) -> None:
+    """Make the last `tokens` of train.tokens the evaluation text: where there were too few documents to split."""
+    with (folder / "train.tokens").open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = max(0, size - tokens * _DTYPE.itemsize)
+        file.seek(start)
+        (folder / "eval.tokens").write_bytes(file.read())
+        file.truncate(start)
+
+
+class Sequences:
+    """A token file as sequences of `context` tokens; what does not fill the last one is left out."""
+
+    def __init__(self, path: Path, context: int) -> None:
+        tokens = path.stat().st_size // _DTYPE.itemsize
+        self._count = tokens // context
+        self._context = context
+        self._tokens = np.memmap(path, dtype=_DTYPE, mode="r") if tokens else np.zeros(0, dtype=_DTYPE)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def rows(self, numbers: Iterable[int]) -> np.ndarray:
+        """int64 of shape (len(numbers), context)."""
+        size = self._context
+        return np.stack([self._tokens[n * size : (n + 1) * size] for n in numbers]).astype(np.int64)
+
+
+def summary(prepared: dict[str, Any]) -> str:
+    """One line about the data, for people."""
+    return (
+        f"{prepared['train_tokens']:,} tokens in {prepared['train_sequences']:,} sequences to train on, "
+        f"{prepared['eval_sequences']:,} to evaluate on"
+    )
+
+
+def read_prepared(path: Path) -> dict[str, Any] | None:
+    """What the preparation left, or None where it has not come to its end."""
+    return json.loads(path.read_text()) if path.is_file() else None

@@ -1,0 +1,204 @@
+"""The output folder of a run and its swap folder: who uses them, what is left of dead runs, and how files appear whole.
+
+A folder in use is one whose lock file somebody holds (flock): the kernel lets go of a dead process's locks, so no pid
+has to be believed. All processes of a run hold it, shared; whoever gets it alone is looking at a dead run's folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memascend.training.config import SAVED_AS
+
+LOCK = "run.lock"
+OWNER = "owner.json"
+SWAP_PREFIX = "memascend-swap-"
+MIB = 1 << 20
+
+
+class InUse(Exception):
+    """Another process holds the lock; the text is what the lock file says about it."""
+
+
+class Lock:
+    """A held flock on `folder/run.lock`; released by `close` or by the end of the process."""
+
+    def __init__(self, folder: Path, *, alone: bool) -> None:
+        self._handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._handle, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except OSError:
+            said = os.read(self._handle, 200).decode("utf-8", "replace").strip()
+            os.close(self._handle)
+            raise InUse(said or "a process that is starting") from None
+
+    def say(self, text: str) -> None:
+        """Leave a line for whoever finds the folder locked."""
+        os.ftruncate(self._handle, 0)
+        os.pwrite(self._handle, text.encode(), 0)
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """`path` holds the old text or the new one, at any instant and after a power cut."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / SAVED_AS
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """Always the newest checkpoint's weights, in the layout of `from_pretrained` (a link)."""
+        return self.root / "model"
+
+    @property
+    def data(self) -> Path:
+        return self.root / "data"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.root / "tokenizer"
+
+    @property
+    def prepared(self) -> Path:
+        """What the preparation found out; its last file, so it is there only when all is."""
+        return self.root / "prepared.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report"
+
+    def open(self, *, resume: bool) -> Lock:
+        """Make the folder, or take over that of an earlier run; returns its lock, held alone.
+
+        Raises ValueError where it exists and `resume` is off, where it is in use, or where it cannot be written.
+        """
+        found = sorted(path.name for path in self.root.iterdir()) if self.root.is_dir() else []
+        if self.root.exists() and not self.root.is_dir():
+            raise ValueError(f"{self.root} is a file; name a folder with --output")
+        if resume and SAVED_AS not in found:
+            raise ValueError(f"nothing to resume: {self.root} holds no run; name the run's folder with --output")
+        if not resume and set(found) - {LOCK}:
+            go_on = "go on with it by --resume, or " if SAVED_AS in found else ""
+            raise ValueError(f"{self.root} exists and is not empty; {go_on}name another folder with --output")
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            lock = Lock(self.root, alone=True)
+        except InUse as user:
+            raise ValueError(f"{self.root} is in use by {user}; wait for it, or name another folder") from None
+        except OSError as error:
+            raise ValueError(f"cannot write into {self.root}: {error.strerror}; name a folder with --output") from None
+        lock.say(f"pid {os.getpid()}")
+        return lock
+
+
+# -- swap folders ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SwapFolder:
+    """A folder for the swap files of one run; removed with `remove`, or by a later run when this one dies."""
+
+    path: Path
+    lock: Lock
+
+    @classmethod
+    def make(cls, parent: Path, output: Path) -> SwapFolder:
+        path = parent / f"{SWAP_PREFIX}{uuid.uuid4().hex[:12]}"
+        path.mkdir(parents=True)
+        lock = Lock(path, alone=False)
+        (path / OWNER).write_text(json.dumps({"pid": os.getpid(), "output": str(output)}))
+        return cls(path, lock)
+
+    def remove(self) -> None:
+        self.lock.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether DeepSpeed's swappers, our engines or this module made the file."""
+    return path.name in (LOCK, OWNER) or path.suffix in (".swp", ".memascend")
+
+
+def collect_dead(parent: Path) -> list[str]:
+    """Remove the swap files of dead runs below `parent`; one line for each folder about what was done.
+
+    Only folders called memascend-swap-* that hold our owner file, that nobody locks, and in them only files of ours.
+    """
+    lines = []
+    for folder in sorted(parent.glob(f"{SWAP_PREFIX}*")) if parent.is_dir() else []:
+        if folder.is_symlink() or not (folder / OWNER).is_file() or not (folder / LOCK).is_file():
+            continue
+        try:
+            lock = Lock(folder, alone=True)
+        except (InUse, OSError):
+            continue
+        try:
+            lines.append(_collect(folder))
+        finally:
+            lock.close()
+    return lines
+
+
+def _collect(folder: Path) -> str:
+    owner: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        owner = json.loads((folder / OWNER).read_text())
+    files = [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]
+    foreign = [path for path in files if path.is_symlink() or not _is_ours(path)]
+    size = sum(path.stat().st_blocks * 512 for path in files if path not in foreign)
+    for path in files:
+        if path not in foreign:
+            path.unlink(missing_ok=True)
+    for path in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
+        with contextlib.suppress(OSError):
+            path.rmdir()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+    of = f"of the dead run {owner.get('output', '?')} (pid {owner.get('pid', '?')})"
+    left = f"; left {len(foreign)} files that are not ours, such as {foreign[0]}" if foreign else ""
+    return f"removed {size / MIB:,.0f} MiB of swap files {of} from {folder}{left}"

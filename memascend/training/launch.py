@@ -1,0 +1,309 @@
+"""The parent of a run: prepares, starts the ranks, forwards signals, cleans up. It imports neither torch nor DeepSpeed,
+so what a machine holds is what training holds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+from memascend.training import checkpoint, data, preflight, systems
+from memascend.training import config as configs
+from memascend.training.config import TrainConfig
+from memascend.training.folder import RunFolder, SwapFolder, collect_dead, write_atomically
+
+STOPPED = 143  # 128 + SIGTERM: stopped before its end, with a checkpoint
+# Without these glibc keeps freed blocks of over a gigabyte resident (measured on a 256M-parameter model).
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "2"}
+
+
+def saved_config(folder: RunFolder) -> TrainConfig:
+    """The configuration that the run began with, or goes on with."""
+    return configs.complete(configs.read_config(folder.config))
+
+
+def save_config(folder: RunFolder, config: TrainConfig) -> None:
+    import yaml
+
+    write_atomically(folder.config, yaml.safe_dump(config.as_dict(), sort_keys=False))
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+class Stopping:
+    """SIGTERM and Ctrl-C, for the parent: passed on once to the ranks; a second one kills them."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.children: list[subprocess.Popen[bytes]] = []
+
+    def install(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._received)
+
+    def _received(self, number: int, _: Any) -> None:
+        self.asked += 1
+        if self.asked == 1:
+            say("stopping: a checkpoint follows after this step (once more leaves at once)")
+        for child in self.children:
+            if child.poll() is None:
+                child.send_signal(signal.SIGTERM if self.asked == 1 else signal.SIGKILL)
+
+
+def launch(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
+    """Train in child processes. Returns the exit status: 0, or 143 where it was stopped with a checkpoint.
+
+    `wanted`: the keys that the caller set. Raises ValueError in one line for whatever the user can mend.
+    """
+    folder = RunFolder(config.output_folder)
+    stopping = Stopping()
+    lock = folder.open(resume=resume)
+    try:
+        if resume:
+            config = configs.resumed(configs.read_config(folder.config), wanted)
+        systems.provider().load_system(config.system, config.arm)
+        save_config(folder, config)
+        stopping.install()
+        prepared = _prepare(folder, stopping)
+        if stopping.asked:
+            say("stopped before training began")
+            return STOPPED
+        return _train(config, folder, prepared, stopping)
+    finally:
+        lock.close()
+
+
+def _prepare(folder: RunFolder, stopping: Stopping) -> dict[str, Any]:
+    prepared = data.read_prepared(folder.prepared)
+    if prepared is None:
+        say("reading model and text ...")
+        with tempfile.TemporaryDirectory(prefix="memascend-train-") as work:
+            result, log = Path(work) / "result.json", Path(work) / "log"
+            command = [sys.executable, "-m", "memascend.training.prepare", str(folder.root), str(result)]
+            with log.open("wb") as output:
+                child = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+                stopping.children = [child]
+                child.wait()
+            if result.is_file():
+                _discard_empty(folder)
+                raise ValueError(json.loads(result.read_text())["error"])
+            prepared = data.read_prepared(folder.prepared)
+            if prepared is None and not stopping.asked:
+                raise ValueError(f"the preparation failed (exit {child.returncode}): {log.read_text()[-2000:]}")
+            prepared = prepared or {}
+        for note in prepared.get("notes", []):
+            say(f"note: {note}")
+    return prepared
+
+
+def _discard_empty(folder: RunFolder) -> None:
+    """After a refusal nothing is left that would stand in the way of the corrected command."""
+    if not checkpoint.listed(folder.checkpoints)[0]:
+        for path in (folder.data, folder.tokenizer):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in (folder.config, folder.prepared):
+            path.unlink(missing_ok=True)
+
+
+def _steps(config: TrainConfig, prepared: dict[str, Any]) -> int:
+    return config.steps or max(1, round(config.epochs * prepared["steps_an_epoch"]))
+
+
+def _train(config: TrainConfig, folder: RunFolder, prepared: dict[str, Any], stopping: Stopping) -> int:
+    checkpoint.clean(folder.checkpoints)
+    found, refused = checkpoint.listed(folder.checkpoints)
+    for line in refused:
+        say(f"note: {line}")
+    steps = _steps(config, prepared)
+    if found and found[-1].step >= steps:
+        say(f"nothing to do: {found[-1].path} is at step {found[-1].step} of {steps}; raise --steps to go on")
+        return 0
+    if found and found[-1].manifest["ranks"] != config.ranks:
+        raise ValueError(f"{found[-1].path} was written by {found[-1].manifest['ranks']} ranks, not {config.ranks}")
+    nvme = Path(config.nvme).absolute() if config.nvme else folder.root / "swap"
+    for line in collect_dead(nvme):
+        say(line)
+    swap = None
+    ds_config, parts = systems.deepspeed_setup(config, prepared, folder.root.name, "SWAP")
+    try:
+        if systems.swaps(ds_config):
+            swap = _make_swap(nvme, folder)
+            ds_config, parts = systems.deepspeed_setup(config, prepared, folder.root.name, str(swap.path))
+        try:
+            preflight.check(config, prepared, folder.root, swap.path if swap else None)
+        except ValueError:
+            if not found:
+                _discard_empty(folder)
+            raise
+        job = _job(config, folder, prepared, ds_config, parts, steps)
+        job["checkpoint"] = str(found[-1].path) if found else None
+        job["swap"] = str(swap.path) if swap else None
+        _announce(config, prepared, job, found)
+        return _run_ranks(job, folder, stopping)
+    finally:
+        if swap is not None:
+            swap.remove()
+            with contextlib.suppress(OSError):
+                nvme.rmdir()  # only where it is empty, as it was before if it was ours
+
+
+def _make_swap(nvme: Path, folder: RunFolder) -> SwapFolder:
+    try:
+        return SwapFolder.make(nvme, folder.root)
+    except OSError as error:
+        raise ValueError(
+            f"cannot make a swap folder in {nvme}: {error.strerror}; name a writable one with --nvme"
+        ) from None
+
+
+def _job(
+    config: TrainConfig,
+    folder: RunFolder,
+    prepared: dict[str, Any],
+    ds_config: dict[str, Any],
+    parts: dict[str, str],
+    steps: int,
+) -> dict[str, Any]:
+    threads = config.threads or max(1, len(os.sched_getaffinity(0)) // config.ranks)
+    return {
+        "config": config.as_dict() | {"steps": steps},
+        "output": str(folder.root),
+        "prepared": {name: value for name, value in prepared.items() if name != "notes"},
+        "deepspeed_config": ds_config,
+        "parts": parts,
+        "minimum_swap_bytes": max(1, (1 << 20) // config.twin**2) if config.twin > 1 else None,
+        "threads": threads,
+        "terminal": sys.stdout.isatty(),
+    }
+
+
+def _announce(config: TrainConfig, prepared: dict[str, Any], job: dict[str, Any], found: list[Any]) -> None:
+    name = config.model if config.twin == 1 else f"{config.model} divided by {config.twin}"
+    weights = ", initialised weights" if config.initialised and not found else ""
+    say(f"model   {name}, {prepared['parameters'] / 1e6:,.1f} M parameters, {config.dtype}{weights}")
+    say(f"data    {data.summary(prepared)}")
+    tokens = config.batch * config.accumulate * config.ranks * prepared["context"]
+    say(
+        f"steps   {job['config']['steps']:,} of {tokens:,} tokens (batch {config.batch} x accumulate "
+        f"{config.accumulate} x ranks {config.ranks} x context {prepared['context']}), "
+        f"learning rate {config.peak_learning_rate:g}"
+    )
+    planned = prepared["planned_host_bytes"]
+    memory = f", {planned / preflight.GIB:.1f} GiB of host memory planned" if planned else ""
+    say(f"system  {config.system}{f' ({config.arm})' if config.arm else ''}{memory}")
+    say(f"output  {config.output_folder}")
+    if found:
+        say(f"resume  from step {found[-1].step}")
+
+
+def _run_ranks(job: dict[str, Any], folder: RunFolder, stopping: Stopping) -> int:
+    ranks, port = job["config"]["ranks"], _free_port()
+    folder.logs.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="memascend-train-") as work:
+        path = Path(work) / "job.json"
+        path.write_text(json.dumps(job | {"results": work, "run": uuid.uuid4().hex}))
+        try:
+            stopping.children = [_start(rank, ranks, port, job["threads"], path, folder) for rank in range(ranks)]
+            if stopping.asked:
+                return STOPPED
+            _wait(stopping)
+        finally:
+            for child in stopping.children:
+                if child.poll() is None:
+                    child.kill()
+                child.wait()
+            remove_shared_buffers(port)
+        return _outcome(Path(work), folder, stopping)
+
+
+def _start(rank: int, ranks: int, port: int, threads: int, job: Path, folder: RunFolder) -> subprocess.Popen[bytes]:
+    environment = {
+        **_MALLOC,
+        **os.environ,
+        "LOCAL_RANK": str(rank),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [sys.executable, "-m", "memascend.training.worker", str(job)]
+    with (folder.logs / f"rank{rank}.log").open("ab") as log:
+        # Of rank 0 the progress goes to our own output: handed on as descriptor 3, since libraries print to 1 and 2.
+        keep = os.dup(sys.stdout.fileno()) if rank == 0 else None
+        try:
+            if keep is not None:
+                environment["MEMASCEND_PROGRESS_FD"] = str(keep)
+            return subprocess.Popen(
+                command,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=[keep] if keep is not None else [],
+            )
+        finally:
+            if keep is not None:
+                os.close(keep)
+
+
+def _wait(stopping: Stopping) -> None:
+    """Until all ranks have ended, or one of them has failed."""
+    waiting = list(stopping.children)
+    while waiting:
+        for child in list(waiting):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if child.wait(timeout=0.2) not in (0, STOPPED):
+                    return
+                waiting.remove(child)
+
+
+def _outcome(work: Path, folder: RunFolder, stopping: Stopping) -> int:
+    results = [json.loads(path.read_text()) for path in sorted(work.glob("result*.json"))]
+    errors = [result["error"] for result in results if "error" in result]
+    if errors:
+        raise ValueError(errors[0])
+    if stopping.asked > 1:
+        say("left at once; --resume goes on from the last checkpoint")
+        return STOPPED
+    codes = {rank: child.returncode for rank, child in enumerate(stopping.children)}
+    bad = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
+    if not bad:
+        return STOPPED if STOPPED in codes.values() else 0
+    # The rank that fails first takes the others along (they are killed): name one that ended by itself.
+    rank, code = next(((r, c) for r, c in bad.items() if c != -signal.SIGKILL), next(iter(bad.items())))
+    log = folder.logs / f"rank{rank}.log"
+    if code == -signal.SIGKILL:
+        raise ValueError(
+            f"rank {rank} was killed (signal 9), as the kernel does when memory runs out; see dmesg, plan with less "
+            "(memascend plan), and go on with --resume"
+        )
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = lines[-1].removeprefix(f"[rank{rank}]: ") if lines else "it said nothing"
+    raise ValueError(f"rank {rank} failed (exit {code}): {said}; see {log}")
+
+
+def remove_shared_buffers(port: int) -> None:
+    """DeepSpeed's shared-memory all-reduce leaves 66 MiB a run in /dev/shm, named after the rendezvous port."""
+    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_127.0.0.1_{port}_*"):
+        buffer.unlink(missing_ok=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

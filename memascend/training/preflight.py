@@ -1,0 +1,67 @@
+"""Will there be room? Memory and disk against what the run needs, before hours are spent. No torch here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from memascend.training.config import TrainConfig
+
+GIB = 1 << 30
+# Bytes a parameter on the swap device: 2 weights, 12 master and moments, 4 gradients (evidence: DeepSpeed's swappers
+# write 18 B/parameter a step), and a tenth for alignment.
+SWAP_BYTES = 20
+# In a checkpoint: 2 weights, 12 master and moments.
+CHECKPOINT_BYTES = 14
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: the machine's, or what its control group leaves."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        cache = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return available
+    if limit == "max":
+        return available
+    return min(available, int(limit) - used + int(cache.get("inactive_file", 0)))
+
+
+def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Path | None) -> None:
+    """ValueError that says what is missing and what would help."""
+    needed = prepared["planned_host_bytes"]
+    available = available_memory()
+    if needed is not None and needed > available:
+        largest = max(prepared["planned_components"].items(), key=lambda part: part[1])
+        raise ValueError(
+            f"this run needs {needed / GIB:.1f} GiB of host memory and {available / GIB:.1f} GiB are available: "
+            f"{(needed - available) / GIB:.1f} GiB are missing; largest part: {largest[0]}, "
+            f"{largest[1] / GIB:.1f} GiB. {_less_memory(config)}"
+        )
+    parameters = prepared["parameters"]
+    wants = [(output, (config.keep + 1) * CHECKPOINT_BYTES * parameters, "checkpoints", "--output, or --keep 1")]
+    if swap is not None:
+        wants.append((swap, SWAP_BYTES * parameters, "swap files", "--nvme"))
+    by_device: dict[int, list[tuple[Path, int, str, str]]] = {}
+    for want in wants:
+        by_device.setdefault(os.stat(want[0]).st_dev, []).append(want)
+    for group in by_device.values():
+        free, need = shutil.disk_usage(group[0][0]).free, sum(want[1] for want in group)
+        if need > free:
+            what = " and ".join(f"{want[1] / GIB:.1f} GiB of {want[2]}" for want in group)
+            mend = " or ".join(want[3] for want in group)
+            raise ValueError(
+                f"{group[0][0]} has {free / GIB:.1f} GiB free and this run writes {what}: "
+                f"{(need - free) / GIB:.1f} GiB are missing; free space, or name another folder ({mend})"
+            )
+
+
+def _less_memory(config: TrainConfig) -> str:
+    if config.system != "memascend":
+        return "Try --system memascend, a smaller model, or close other programs"
+    return "Try a smaller model, fewer --ranks, or close other programs (memascend plan shows every part)"

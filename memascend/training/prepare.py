@@ -1,0 +1,228 @@
+"""Before the ranks start: the model's sizes, the tokenizer, the tokens, and what the run will need. A process of its
+own, so that the memory it takes is gone when training begins; a run that goes on skips it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from memascend.planner import ModelSpec, model_spec
+from memascend.planner.layouts import TensorSpec, named_tensors
+from memascend.training import data
+from memascend.training.config import TrainConfig
+from memascend.training.folder import RunFolder, write_atomically
+
+MIB = 1 << 20
+
+
+def prepare(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
+    """Write tokenizer, token files and, last, `prepared.json`; returns the latter. ValueError in one line."""
+    source, model_config = resolve_model(config)
+    notes: list[str] = []
+    context = _context(config, model_config, notes)
+    facts = {
+        "model_folder": None if config.initialised else str(source),
+        "model_config": model_config,
+        "context": context,
+        **_sizes(config, model_config),
+        **_plan(config, model_config, context, notes),
+    }
+    facts |= _text(config, folder, source, model_config, context, notes)
+    facts["notes"] = notes
+    write_atomically(folder.prepared, json.dumps(facts, indent=1))
+    return facts
+
+
+def resolve_model(config: TrainConfig) -> tuple[Path | None, dict[str, Any]]:
+    """(folder of the weights and tokenizer or None, the model's configuration)."""
+    from memascend.integrations import pretrained
+
+    if config.initialised:
+        with contextlib.suppress(ValueError):
+            spec = model_spec(config.model)
+            return _folder_of(config.model), spec.twin(config.twin).hf_config_dict()
+        if config.twin > 1:
+            return _folder_of(config.model), model_spec(config.model).twin(config.twin).hf_config_dict()
+        source = pretrained.local_folder(config.model)
+        return source, pretrained.configuration(source)
+    source = pretrained.local_folder(_hub_name(config.model))
+    if not pretrained.has_weights(source):
+        raise ValueError(f"{source} holds no weights (*.safetensors); add --random-weights to initialise them")
+    return source, pretrained.configuration(source)
+
+
+def _folder_of(model: str) -> Path | None:
+    path = Path(model).expanduser()
+    return path if (path / "config.json").is_file() else None
+
+
+def _hub_name(model: str) -> str:
+    """A committed name (qwen2.5-0.5b) stands for its hub model."""
+    if "/" in model or Path(model).exists():
+        return model
+    with contextlib.suppress(ValueError):
+        return str(model_spec(model).config["_memascend"]["hub"])
+    return model
+
+
+def _context(config: TrainConfig, model_config: dict[str, Any], notes: list[str]) -> int:
+    most = model_config.get("max_position_embeddings")
+    if isinstance(most, int) and config.context > most:
+        raise ValueError(f"the model takes at most {most} tokens a sequence, not {config.context}; lower --context")
+    return config.context
+
+
+def _tensors(model_config: dict[str, Any]) -> list[TensorSpec]:
+    from memascend.integrations.pretrained import parameter_shapes
+
+    shapes = parameter_shapes(model_config)
+    try:
+        return list(named_tensors(shapes))
+    except ValueError:  # a tensor in no known place is streamed like one outside of the blocks
+        return [TensorSpec(name, shape, None) for name, shape in shapes]
+
+
+def _sizes(config: TrainConfig, model_config: dict[str, Any]) -> dict[str, int]:
+    from memascend.planner.pool import OUTSIDE_BUFFERS, SWAP_THRESHOLD_BYTES, partition_numel, streamed
+
+    tensors = _tensors(model_config)
+    sizes = {
+        "parameters": sum(tensor.numel for tensor in tensors),
+        "largest_tensor": max(partition_numel(tensor.numel, config.ranks) for tensor in tensors),
+        "pool_buffers": OUTSIDE_BUFFERS + 1,
+    }
+    threshold = SWAP_THRESHOLD_BYTES / config.twin**2
+    with contextlib.suppress(ValueError):  # nothing is large enough to stream
+        flow = streamed(tensors, element_bytes=2, ranks=config.ranks, threshold_bytes=threshold)
+        sizes |= {"largest_tensor": flow.largest, "pool_buffers": flow.monolithic_count()}
+    return sizes
+
+
+def _spec(config: TrainConfig, model_config: dict[str, Any]) -> ModelSpec:
+    from memascend.planner.spec import spec_from_config
+
+    if config.twin > 1:
+        return model_spec(config.model).twin(config.twin)
+    return spec_from_config(model_config, name=config.model, display=config.model)
+
+
+def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes: list[str]) -> dict[str, Any]:
+    """Host memory that the planner expects, in bytes; None where it does not know the model or system."""
+    from memascend.planner import plan
+    from memascend.planner.footprint import systems
+
+    try:
+        arm = config.arm if config.arm in systems().get(config.system, []) else None
+        planned = plan(
+            _spec(config, model_config), config.system, arm, dtype=config.dtype, ranks=config.ranks, batch=config.batch
+        )
+    except ValueError as error:
+        notes.append(f"host memory was not planned: {error}")
+        return {"planned_host_bytes": None, "planned_components": {}}
+    return {"planned_host_bytes": planned.host_bytes, "planned_components": planned.components()}
+
+
+def _text(
+    config: TrainConfig,
+    folder: RunFolder,
+    source: Path | None,
+    model_config: dict[str, Any],
+    context: int,
+    notes: list[str],
+) -> dict[str, Any]:
+    from memascend.integrations.text import Documents, Encoder
+
+    def documents(sources: list[str]) -> Documents:
+        return Documents(
+            sources, pattern=config.files, field=config.text_field, subset=config.subset, split=config.split
+        )
+
+    texts = documents(config.data)
+    _tokenizer(config, folder, source, texts, model_config, notes)
+    encode = Encoder(folder.tokenizer)
+    vocabulary = int(model_config["vocab_size"])
+    if encode.size > vocabulary:
+        raise ValueError(
+            f"the tokenizer has {encode.size} ids and the model {vocabulary}; name the model's own with --tokenizer"
+        )
+    share = 0.0 if config.eval_data or not config.eval_sequences else config.eval_share
+    counts = data.write_tokens(folder.data, texts, encode, seed=config.seed, eval_share=share)
+    if texts.skipped:
+        notes.append(f"skipped {len(texts.skipped)} files that are not UTF-8 text, such as {texts.skipped[0]}")
+    if config.eval_data and config.eval_sequences:
+        held = data.write_tokens(folder.data / "eval", documents(config.eval_data), encode, seed=0, eval_share=0)
+        (folder.data / "eval" / "train.tokens").replace(folder.data / "eval.tokens")
+        shutil.rmtree(folder.data / "eval")
+        counts |= {"eval_documents": held["train_documents"], "eval_tokens": held["train_tokens"]}
+    return counts | _sequences(config, folder, counts, context, share)
+
+
+def _sequences(
+    config: TrainConfig, folder: RunFolder, counts: dict[str, int], context: int, share: float
+) -> dict[str, Any]:
+    """Counts of whole sequences; with too few documents to split, the end of the text is evaluated on."""
+    if share and counts["eval_tokens"] < context * config.ranks:
+        total = counts["train_tokens"] // context
+        tail = max(config.ranks, round(total * share)) * context
+        if total * context >= 2 * tail:
+            data.move_tail(folder.data, tail)
+    train = len(data.Sequences(folder.data / "train.tokens", context))
+    held = len(data.Sequences(folder.data / "eval.tokens", context))
+    needed = config.batch * config.accumulate * config.ranks
+    if train < needed:
+        raise ValueError(
+            f"the data holds {train} sequences of {context} tokens, and one step takes {needed} (batch {config.batch} "
+            f"x accumulate {config.accumulate} x ranks {config.ranks}); give more text, or lower one of them or "
+            "--context"
+        )
+    return {"train_sequences": train, "eval_sequences": held, "steps_an_epoch": train // needed}
+
+
+def _tokenizer(
+    config: TrainConfig,
+    folder: RunFolder,
+    source: Path | None,
+    texts: Any,
+    model_config: dict[str, Any],
+    notes: list[str],
+) -> None:
+    from memascend.integrations.pretrained import local_folder
+    from memascend.integrations.text import load_tokenizer, train_tokenizer
+
+    shutil.rmtree(folder.tokenizer, ignore_errors=True)
+    partial = folder.tokenizer.with_name(".tokenizer.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    named = config.tokenizer or source
+    if named is not None and load_tokenizer(_tokenizer_source(named, local_folder), partial):
+        pass
+    elif config.tokenizer or not config.initialised:
+        raise ValueError(f"no tokenizer can be loaded from {named}; name one with --tokenizer")
+    else:
+        train_tokenizer(texts, int(model_config["vocab_size"]), partial)
+        notes.append("the model has no tokenizer here: one was trained on the text")
+    partial.rename(folder.tokenizer)
+
+
+def _tokenizer_source(named: str | Path, resolve: Any) -> str | Path:
+    return named if Path(named).expanduser().is_dir() else resolve(str(named))
+
+
+def main() -> int:
+    """`python -m memascend.training.prepare OUTPUT RESULT`: reads OUTPUT/config.yaml, reports errors in RESULT."""
+    from memascend.training.launch import saved_config
+
+    folder, result = RunFolder(Path(sys.argv[1])), Path(sys.argv[2])
+    try:
+        prepare(saved_config(folder), folder)
+    except (ValueError, OSError, MemoryError, ImportError) as error:
+        result.write_text(json.dumps({"error": " ".join(str(error).split())}))
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""What a run says while it trains: one line a step for people, one JSON object a step for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+GIB, MIB = 1 << 30, 1 << 20
+_HEADER_EVERY = 25  # lines, so that the columns' names stay on the screen
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step; bytes and tokens summed over all ranks, memory as the sum of the ranks' peaks."""
+
+    step: int  # from 1
+    loss: float  # mean of its batches
+    learning_rate: float
+    grad_norm: float | None  # before clipping; None where the step was skipped for overflow
+    loss_scale: float | None
+    skipped: bool
+    tokens: int
+    seconds: float
+    host_peak_bytes: int  # the kernel's high-water mark of resident memory since the start
+    device_peak_bytes: int
+    read_bytes: int
+    written_bytes: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+def byte_count(size: float) -> str:
+    for limit, unit in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
+        if size >= limit:
+            return f"{size / limit:.{0 if size >= 100 * limit else 1}f} {unit}"
+    return f"{size:.0f} B" if size else "0"
+
+
+def duration(seconds: float) -> str:
+    whole = round(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days} d {hours:02d} h"
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}"
+
+
+_COLUMNS = (
+    ("step", 13), ("loss", 9), ("lr", 9), ("grad norm", 10), ("tokens/s", 9), ("s/step", 8), ("host peak", 10),
+    ("read/step", 10), ("write/step", 11), ("left", 10),
+)  # fmt: skip
+
+
+def header(with_device: bool) -> str:
+    columns = "".join(f"{name:>{width}}" for name, width in _COLUMNS)
+    return f"{columns}{'GPU peak':>10}" if with_device else columns
+
+
+def line(record: StepRecord, steps: int, seconds_left: float) -> str:
+    cells = (
+        f"{record.step}/{steps}",
+        f"{record.loss:.4f}",
+        f"{record.learning_rate:.2e}",
+        "overflow" if record.grad_norm is None else f"{record.grad_norm:.3g}",
+        f"{record.tokens_per_s:,.0f}" if record.tokens_per_s >= 10 else f"{record.tokens_per_s:.2f}",
+        f"{record.seconds:.2f}",
+        byte_count(record.host_peak_bytes),
+        byte_count(record.read_bytes),
+        byte_count(record.written_bytes),
+        duration(seconds_left),
+    )
+    text = "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS))
+    return text + (f"{byte_count(record.device_peak_bytes):>10}" if record.device_peak_bytes else "")
+
+
+class Progress:
+    """Lines to `out` and records to `metrics`. On a terminal the newest step is always shown, overwriting itself;
+    elsewhere a line is a line, without control characters."""
+
+    def __init__(self, out: TextIO, metrics: Path, *, terminal: bool, steps: int, log_every: int) -> None:
+        self._out, self._terminal, self._steps, self._every = out, terminal, steps, log_every
+        self._metrics = metrics.open("a", encoding="utf-8")
+        self._lines = 0
+        self._recent: list[float] = []
+        self._passing = False
+
+    def say(self, text: str) -> None:
+        self._clear()
+        self._out.write(f"{text}\n")
+        self._out.flush()
+
+    def step(self, record: StepRecord) -> None:
+        self._write({"kind": "step", **asdict(record)})
+        self._recent = [*self._recent[-19:], record.seconds]
+        left = (self._steps - record.step) * sum(self._recent) / len(self._recent)
+        text = line(record, self._steps, left)
+        if record.step % self._every == 0 or record.step == self._steps or not self._lines:
+            if self._lines % _HEADER_EVERY == 0:
+                self.say(header(record.device_peak_bytes > 0))
+            self._lines += 1
+            self.say(text)
+        elif self._terminal:
+            self._out.write(f"\r{text}\x1b[K")
+            self._out.flush()
+            self._passing = True
+
+    def passing(self, text: str) -> None:
+        """Something that takes a while; on a terminal alone, and gone with the next line."""
+        if self._terminal:
+            self._out.write(f"\r{text}\x1b[K")
+            self._out.flush()
+            self._passing = True
+
+    def evaluation(self, step: int, loss: float, sequences: int, seconds: float) -> None:
+        self._write({"kind": "eval", "step": step, "loss": loss, "sequences": sequences, "seconds": seconds})
+        self.say(f"{step:>6}  evaluation: loss {loss:.4f} over {sequences} sequences, {seconds:.1f} s")
+
+    def close(self) -> None:
+        self._clear()
+        self._metrics.close()
+
+    def _clear(self) -> None:
+        if self._passing:
+            self._out.write("\r\x1b[K")
+            self._passing = False
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._metrics.write(json.dumps(row) + "\n")
+        self._metrics.flush()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole rows; a last line that a kill cut short is left out."""
+    rows = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            rows.append(json.loads(text))
+        except ValueError:
+            continue
+    return rows
+
+
+def rewind_metrics(path: Path, step: int) -> int:
+    """Drop the rows after `step`, which will be trained again; returns how many steps that are."""
+    rows = read_metrics(path)
+    kept = [row for row in rows if row["step"] <= step]
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    os.replace(temporary, path)
+    return sum(row["kind"] == "step" for row in rows) - sum(row["kind"] == "step" for row in kept)

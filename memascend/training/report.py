@@ -1,0 +1,124 @@
+"""The report at the end of a run: what was trained, how fast, and where every GiB of host memory went."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from memascend.planner.footprint import OWNER_METRICS
+from memascend.training.progress import byte_count, duration
+
+
+def ledger_rows(ledger: Any) -> list[dict[str, Any]]:
+    """Bytes by owner at the ledger's peak instant, largest first."""
+    rows: dict[str, dict[str, Any]] = {}
+    for entry in ledger.peak("host", "reserved_bytes").entries:
+        row = rows.setdefault(
+            entry.owner,
+            {"owner": entry.owner, "buffers": 0, "requested_bytes": 0, "reserved_bytes": 0, "locked_bytes": 0},
+        )
+        row["buffers"] += 1
+        row["requested_bytes"] += entry.requested_bytes
+        row["reserved_bytes"] += entry.reserved_bytes
+        row["locked_bytes"] += entry.reserved_bytes if entry.locked else 0
+    return sorted(rows.values(), key=lambda row: -row["reserved_bytes"])
+
+
+def merged(rows_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows of several ranks, summed by owner."""
+    out: dict[str, dict[str, Any]] = {}
+    for row in (row for rows in rows_of_ranks for row in rows):
+        sums = out.setdefault(row["owner"], {"owner": row["owner"]} | {key: 0 for key in row if key != "owner"})
+        for key, value in row.items():
+            if key != "owner":
+                sums[key] += value
+    return sorted(out.values(), key=lambda row: -row["reserved_bytes"])
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of all rows of metrics.jsonl: the first step warms up and is left out of the medians."""
+    steps = [row for row in rows if row["kind"] == "step"]
+    steady = steps[1:] or steps
+    evaluations = [row for row in rows if row["kind"] == "eval"]
+    return {
+        "steps": steps[-1]["step"] if steps else 0,
+        "tokens": sum(row["tokens"] for row in steps),
+        "skipped_steps": sum(row["skipped"] for row in steps),
+        "first_loss": steps[0]["loss"] if steps else None,
+        "last_loss": steps[-1]["loss"] if steps else None,
+        "eval_loss": evaluations[-1]["loss"] if evaluations else None,
+        "training_s": sum(row["seconds"] for row in steps),
+        "median_step_s": statistics.median(row["seconds"] for row in steady) if steady else None,
+        "median_tokens_per_s": statistics.median(row["tokens"] / row["seconds"] for row in steady) if steady else None,
+        "read_bytes_per_step": statistics.median(row["read_bytes"] for row in steady) if steady else None,
+        "written_bytes_per_step": statistics.median(row["written_bytes"] for row in steady) if steady else None,
+        "written_bytes": sum(row["written_bytes"] for row in steps),
+    }
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """The report as Markdown that also reads well in a terminal."""
+    s, memory = report["summary"], report["memory"]
+    lines = [
+        f"# {report['config']['model']}, {report['config']['system']}",
+        "",
+        f"- {s['steps']:,} steps, {s['tokens']:,} tokens in {duration(s['training_s'])}"
+        + (f", {s['skipped_steps']} skipped for overflow" if s["skipped_steps"] else ""),
+        f"- loss {s['first_loss']:.4f} at the first step, {s['last_loss']:.4f} at the last"
+        + (f"; {s['eval_loss']:.4f} on the evaluation text" if s["eval_loss"] is not None else ""),
+        f"- {s['median_step_s']:.2f} s a step, {s['median_tokens_per_s']:,.0f} tokens/s (medians)",
+        f"- SSD: {byte_count(s['read_bytes_per_step'])} read and {byte_count(s['written_bytes_per_step'])} written a "
+        f"step, {byte_count(s['written_bytes'])} written in all",
+        "",
+        "| host memory | buffers | GiB | share |",
+        "|---|---:|---:|---:|",
+    ]
+    total = memory["host_peak_bytes"]
+    named: dict[str, list[int]] = {}
+    for row in report["ledger"]:
+        sums = named.setdefault(OWNER_METRICS.get(row["owner"], row["owner"].replace("_", " ")), [0, 0])
+        sums[0] += row["buffers"]
+        sums[1] += row["reserved_bytes"]
+    for name, (buffers, size) in sorted(named.items(), key=lambda item: -item[1][1]):
+        lines.append(_row(name, buffers, size, total))
+    lines.append(_row("interpreter and libraries, before the model", "", memory["idle_bytes"], total))
+    lines.append(_row(memory["rest_name"], "", memory["rest_bytes"], total))
+    lines += [_row("**peak of resident memory**", "", total, total), ""]
+    if memory["device_peak_bytes"]:
+        lines.append(f"GPU memory: {byte_count(memory['device_peak_bytes'])} at the peak, all ranks.")
+    lines.append(memory["note"])
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, buffers: Any, size: int, total: int) -> str:
+    return f"| {name} | {buffers} | {size / 2**30:.3f} | {size / total:.1%} |"
+
+
+def memory_facts(ledger_bytes: int, idle_bytes: int, host_peak: int, device_peak: int) -> dict[str, Any]:
+    """What the ledger, the idle process and the peak leave over, named for what it is on this machine."""
+    rest = host_peak - ledger_bytes - idle_bytes
+    on_cpu = device_peak == 0
+    return {
+        "host_peak_bytes": host_peak,
+        "device_peak_bytes": device_peak,
+        "idle_bytes": idle_bytes,
+        "ledger_bytes": ledger_bytes,
+        "rest_bytes": rest,
+        "rest_name": "what a GPU would hold, and pageable memory" if on_cpu else "pageable memory and CUDA",
+        "note": (
+            "No GPU here: gathered weights, activations and logits are in host memory too, in the last line but one."
+            if on_cpu
+            else "Pageable memory: Python objects, the heap, optimizer states of parameters too small for the SSD."
+        ),
+    }
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """`path`.md and `path`.json."""
+    import json
+
+    from memascend.training.folder import write_atomically
+
+    write_atomically(path.with_suffix(".json"), json.dumps(report, indent=1))
+    write_atomically(path.with_suffix(".md"), as_text(report))

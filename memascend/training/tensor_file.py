@@ -1,0 +1,158 @@
+"""Safetensors files written and read tensor by tensor, so that host memory holds one tensor at a time.
+
+The format: 8 bytes of header length, a JSON header with dtype, shape and byte range of every tensor, then the bytes.
+Shapes are known before the first byte, so the header goes first and nothing is buffered.
+Source: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_CHUNK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """A tensor that will be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+class TensorFileWriter:
+    """Writes the tensors of `layouts` in their order; closes complete or not at all.
+
+    `checksum` (crc32) and `size` describe the whole file after `close`. Raises ValueError for a tensor out of order or
+    of another shape, OSError where the disk refuses. Not thread-safe.
+    """
+
+    def __init__(self, path: Path, layouts: Sequence[TensorLayout], metadata: dict[str, str] | None = None) -> None:
+        self._path, self._layouts, self._next = path, list(layouts), 0
+        header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+        offset = 0
+        for layout in self._layouts:
+            span = [offset, offset + layout.nbytes]
+            header[layout.name] = {"dtype": _CODES[layout.dtype], "shape": list(layout.shape), "data_offsets": span}
+            offset += layout.nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self.checksum = self.size = 0
+        self._file = path.open("wb")
+        self._put(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        layout = self._layouts[self._next] if self._next < len(self._layouts) else None
+        if layout is None or (layout.name, layout.dtype, layout.shape) != (name, tensor.dtype, tuple(tensor.shape)):
+            got = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+            raise ValueError(f"{self._path}: expected {layout} as tensor {self._next}, got {got}")
+        view = _bytes_of(tensor)
+        for start in range(0, len(view), _CHUNK_BYTES):
+            self._put(view[start : start + _CHUNK_BYTES])
+        self._next += 1
+
+    def _put(self, data: Any) -> None:
+        self._file.write(data)
+        self.checksum = zlib.crc32(data, self.checksum)
+        self.size += len(data)
+
+    def close(self) -> None:
+        """All tensors are on the disk when this returns."""
+        if self._next != len(self._layouts):
+            self._file.close()
+            raise ValueError(f"{self._path}: {self._next} of {len(self._layouts)} tensors were written")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def __enter__(self) -> TensorFileWriter:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()
+
+
+class TensorFileReader:
+    """Reads single tensors of a file into memory of the caller's. Raises ValueError where the file is short or odd."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, path.open("rb", buffering=0)
+        try:
+            length = int.from_bytes(self._file.read(8), "little")
+            header = json.loads(self._file.read(length))
+        except ValueError as error:
+            raise ValueError(f"{path} is not a safetensors file: {error}") from None
+        self.metadata: dict[str, str] = header.pop("__metadata__", {})
+        self._header, self._start = header, 8 + length
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor called `name`, in new memory."""
+        entry = self._entry(name)
+        tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
+        self.read_into(name, tensor)
+        return tensor
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        if name not in self._header:
+            raise ValueError(f"{self._path} holds no tensor {name}")
+        return self._header[name]
+
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Fill `tensor` (contiguous, same dtype and element count) with the tensor called `name`."""
+        entry = self._entry(name)
+        if entry["dtype"] != _CODES[tensor.dtype] or torch.Size(entry["shape"]).numel() != tensor.numel():
+            got = f"{_CODES[tensor.dtype]} of {tensor.numel()} elements"
+            raise ValueError(f"{self._path}: {name} is {entry['dtype']} of {entry['shape']}, expected {got}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{self._path}: the memory for {name} is not contiguous")
+        view, done = _bytes_of(tensor), 0
+        self._file.seek(self._start + entry["data_offsets"][0])
+        while done < len(view):
+            count = self._file.readinto(view[done:])
+            if not count:
+                raise ValueError(f"{self._path} ends inside {name}: {done} of {len(view)} bytes")
+            done += count
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> TensorFileReader:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def file_checksum(path: Path) -> int:
+    """crc32 of a whole file."""
+    value = 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            value = zlib.crc32(chunk, value)
+    return value

@@ -1,0 +1,116 @@
+"""What `memascend train` takes: keys of the YAML file and flags, and what it says to those it does not take."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from memascend import cli
+from memascend.training import config as configs
+from memascend.training.config import TrainConfig, checked, complete, from_text, read_config, resumed
+
+
+def refusal(capsys, *arguments: str) -> str:
+    """What the command says on standard error; it must be one line, with exit status 2."""
+    assert cli.main(["train", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("memascend: error: ")
+    return captured.err
+
+
+def write(path, text):
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: m\ndata: d\nlerning_rate: 1e-5\n", "unknown key 'lerning_rate' (did you mean learning_rate?)"),
+        ("model: m\ndata: d\nxyzzy: 1\n", "unknown key 'xyzzy'; known keys: model, "),
+        ("model: m\ndata: d\nsteps: ten\n", "'steps' must be a whole number, got 'ten'"),
+        ("model: m\ndata: d\nsteps: 1.5\n", "'steps' must be a whole number, got 1.5"),
+        ("model: m\ndata: d\nsteps: true\n", "'steps' must be a whole number, got True"),
+        ("model: m\ndata: d\nsteps: 0\n", "'steps' must be at least 1, got 0"),
+        ("model: m\ndata: d\nrandom_weights: 1\n", "'random_weights' must be true or false, got 1"),
+        ("model: m\ndata: d\nclip: .nan\n", "'clip' must be a finite number"),
+        ("model: m\ndata: d\nbeta2: 1.0\n", "'beta2' must be below 1, got 1.0"),
+        ("model: m\ndata: d\ndtype: fp8\n", "'dtype' must be one of bf16, fp16, got 'fp8'"),
+        ("model: m\ndata: [1]\n", "'data' must be a text or a list of texts, got [1]"),
+        ("model: m\ndata: d\nlora: {r: 8}\n", "LoRA and other adapters are out of scope"),
+        ("model: m\ndata: d\nlora_r: 8\n", "LoRA and other adapters are out of scope"),
+        ("- 1\n", "holds no keys"),
+        ("a: [\n", "is not YAML"),
+        ("data: d\n", "no model: name one with --model"),
+        ("model: m\n", "no data: name text files"),
+        ("model: m\ndata: d\ntwin: 3\n", "--twin 3 is not a power of two"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line_that_names_the_key(tmp_path, capsys, text, said):
+    assert said in refusal(capsys, "--config", write(tmp_path / "run.yaml", text))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "ten"], "--steps: 'ten' is not a whole number"),
+        (["--steps", "-1"], "'steps' must be at least 1"),
+        (["--learning-rate", "fast"], "--learning-rate: 'fast' is not a number"),
+        (["--learning-rate", "inf"], "must be a finite number"),
+        (["--schedule", "wave"], "'schedule' must be one of cosine, linear, constant"),
+        (["--lora", "8"], "unrecognized arguments: --lora 8"),
+        (["--resume"], "--resume needs the run's folder"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(capsys, arguments, said):
+    assert said in refusal(capsys, *arguments)
+
+
+def test_a_missing_file_is_one_line(tmp_path, capsys):
+    assert "cannot read the configuration" in refusal(capsys, "--config", str(tmp_path / "none.yaml"))
+
+
+def test_a_flag_wins_over_the_file(tmp_path, capsys):
+    path = write(tmp_path / "run.yaml", "model: m\ndata: d\ntwin: 4\n")
+    assert "--twin 6 is not a power of two" in refusal(capsys, "--config", path, "--twin", "6")
+
+
+def test_numbers_without_a_dot_are_numbers():
+    """YAML 1.1 reads 1e-5 as a text."""
+    assert checked("learning_rate", "1e-5", "here") == 1e-5
+    assert checked("clip", 1, "here") == 1.0
+    assert from_text("learning_rate", "3e-4") == 3e-4
+    assert from_text("steps", "12") == 12
+
+
+def test_every_key_has_a_flag_and_a_help_text():
+    done = subprocess.run(
+        [sys.executable, "-m", "memascend.cli", "train", "--help"], capture_output=True, text=True, check=True
+    )
+    for name in configs.OPTIONS:
+        assert f"--{name.replace('_', '-')}" in done.stdout
+
+
+def test_a_configuration_survives_its_file(tmp_path):
+    import yaml
+
+    config = complete({"model": "m", "data": ["a", "b"], "steps": 3, "learning_rate": 1e-5, "arm": None})
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config.as_dict(), sort_keys=False))
+    assert complete(read_config(path)) == config
+    json.dumps(config.as_dict())
+
+
+def test_a_resumed_run_may_change_its_end_and_nothing_that_made_its_losses():
+    saved = TrainConfig(model="m", data=["d"], steps=10).as_dict()
+    assert resumed(saved, {"steps": 20, "keep": 1, "model": "m"}).steps == 20
+    with pytest.raises(ValueError, match="'seed' was 0, not 1"):
+        resumed(saved, {"seed": 1})
+
+
+def test_initialised_weights_learn_faster_by_default():
+    assert TrainConfig(model="m").peak_learning_rate == 1e-5
+    assert TrainConfig(model="m", random_weights=True).peak_learning_rate == 5e-4
+    assert TrainConfig(model="m", random_weights=True, learning_rate=0.1).peak_learning_rate == 0.1

@@ -1,0 +1,192 @@
+"""Order of data, learning rate, packing, and what a run says: all functions of the step alone."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+
+from memascend.integrations.text import Documents, Encoder, load_tokenizer, train_tokenizer
+from memascend.training import data, preflight
+from memascend.training.config import TrainConfig
+from memascend.training.progress import Progress, StepRecord, byte_count, duration, read_metrics
+from memascend.training.schedule import learning_rate, sequence_numbers
+
+
+def test_every_epoch_shows_every_sequence_once_in_an_order_of_its_own():
+    order = sequence_numbers(0, 30, sequences=10, seed=3)
+    epochs = [order[i : i + 10] for i in (0, 10, 20)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert sequence_numbers(7, 9, sequences=10, seed=3) == order[7:16]
+    assert sequence_numbers(0, 10, sequences=10, seed=4) != order[:10]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_the_learning_rate_rises_and_falls_as_named(schedule):
+    rates = [learning_rate(s, peak=1.0, steps=100, warmup=10, schedule=schedule) for s in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * (n + 1) for n in range(10)])
+    falling = rates[10:]
+    assert falling[0] == 1.0
+    assert falling == sorted(falling, reverse=True)
+    assert falling[45] == pytest.approx(1.0 if schedule == "constant" else 0.5)
+    assert 0 < rates[-1] <= 1.0
+
+
+def test_warm_up_has_a_default_and_no_run_is_too_short_for_it():
+    assert learning_rate(0, peak=1.0, steps=100, warmup=None, schedule="linear") == pytest.approx(1 / 3)
+    assert learning_rate(0, peak=1.0, steps=1, warmup=None, schedule="linear") == 1.0
+    assert learning_rate(0, peak=1.0, steps=5, warmup=0, schedule="linear") == 1.0
+
+
+def text_folder(tmp_path):
+    folder = tmp_path / "text"
+    (folder / "sub").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    (folder / "a.py").write_text("def f():\n    return 1\n" * 50)
+    (folder / "sub" / "b.py").write_text("größe = 2\n" * 50)
+    (folder / "c.md").write_text("words and words\n" * 50)
+    (folder / ".git" / "d.py").write_text("hidden")
+    (folder / "e.bin").write_bytes(b"\xff\xfe\x00")
+    (folder / "rows.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "other": 1}\n')
+    return folder
+
+
+def documents(*sources, **options):
+    settings = {"pattern": "*", "field": "text", "subset": None, "split": "train"} | options
+    return Documents([str(source) for source in sources], **settings)
+
+
+def test_documents_come_from_files_folders_and_json_lines(tmp_path):
+    folder = text_folder(tmp_path)
+    assert len(list(documents(folder, pattern="*.py"))) == 2
+    assert list(documents(folder / "rows.jsonl")) == ["one", "two"]
+    everything = documents(folder)
+    assert len(list(everything)) == 5
+    assert everything.skipped == [str(folder / "e.bin")]
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "said"),
+    [
+        ("/nowhere/at/all", {}, "there is no file or folder /nowhere/at/all"),
+        ("{folder}", {"pattern": "*.tex"}, "holds no file that matches '\\*.tex'"),
+        ("{folder}/rows.jsonl", {"field": "body"}, "line 1: not a JSON object with the field 'body'"),
+    ],
+)
+def test_text_that_is_not_there_is_one_line(tmp_path, source, options, said):
+    folder = text_folder(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        list(documents(source.format(folder=folder), **options))
+
+
+def test_a_tokenizer_trained_on_the_text_gives_the_text_back(tmp_path):
+    folder = text_folder(tmp_path)
+    texts = documents(folder, pattern="*.py")
+    train_tokenizer(texts, 300, tmp_path / "tokenizer")
+    encode = Encoder(tmp_path / "tokenizer")
+    assert encode.size <= 300
+    original = list(texts)
+    from transformers import AutoTokenizer
+
+    reader = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    for text, ids in zip(original, encode(original)):
+        assert ids[-1:] == encode.end
+        assert reader.decode(ids[:-1]) == text
+    with pytest.raises(ValueError, match="too small for a tokenizer of bytes"):
+        train_tokenizer(texts, 100, tmp_path / "other")
+
+
+def test_a_folder_without_a_tokenizer_has_none(tmp_path):
+    assert load_tokenizer(tmp_path, tmp_path / "out") is False
+
+
+def test_packing_loses_nothing_but_the_end_and_keeps_whole_documents_apart(tmp_path):
+    texts = [chr(97 + n) * (n + 1) for n in range(200)]
+    counts = data.write_tokens(
+        tmp_path, texts, lambda batch: [[*map(ord, text), 0] for text in batch], seed=1, eval_share=0.2
+    )
+    train = np.fromfile(tmp_path / "train.tokens", dtype="<u4")
+    held = np.fromfile(tmp_path / "eval.tokens", dtype="<u4")
+    assert counts["train_tokens"] == len(train)
+    assert counts["train_documents"] + counts["eval_documents"] == 200
+    assert 15 < counts["eval_documents"] < 70
+    assert len(train) + len(held) == sum(len(text) + 1 for text in texts)
+    assert set(train) & set(held) == {0}
+    sequences = data.Sequences(tmp_path / "train.tokens", 64)
+    assert len(sequences) == len(train) // 64
+    rows = sequences.rows(range(len(sequences)))
+    assert rows.dtype == np.int64
+    assert np.array_equal(rows.reshape(-1), train[: rows.size])
+
+
+def test_a_single_document_is_evaluated_on_its_end(tmp_path):
+    data.write_tokens(tmp_path, ["x" * 999], lambda batch: [list(range(1000))], seed=0, eval_share=0)
+    data.move_tail(tmp_path, 100)
+    assert np.fromfile(tmp_path / "eval.tokens", dtype="<u4").tolist() == list(range(900, 1000))
+    assert len(np.fromfile(tmp_path / "train.tokens", dtype="<u4")) == 900
+
+
+def record(step, **changes):
+    fields = {
+        "step": step, "loss": 2.5, "learning_rate": 1e-5, "grad_norm": 1.25, "loss_scale": None, "skipped": False,
+        "tokens": 4096, "seconds": 2.0, "host_peak_bytes": 3 << 30, "device_peak_bytes": 0, "read_bytes": 5 << 20,
+        "written_bytes": 0,
+    }  # fmt: skip
+    return StepRecord(**(fields | changes))
+
+
+def shown(tmp_path, *, terminal, log_every=1, steps=40):
+    out = io.StringIO()
+    progress = Progress(out, tmp_path / "m.jsonl", terminal=terminal, steps=steps, log_every=log_every)
+    for step in range(1, steps + 1):
+        progress.step(record(step, grad_norm=None if step == 2 else 1.25, skipped=step == 2))
+    progress.passing("saving ...")
+    progress.evaluation(steps, 2.25, 8, 1.0)
+    progress.close()
+    return out.getvalue()
+
+
+def test_in_a_log_a_line_is_a_line_without_control_characters(tmp_path):
+    text = shown(tmp_path, terminal=False)
+    assert all(character.isprintable() or character == "\n" for character in text)
+    lines = text.splitlines()
+    assert len(lines) == 40 + 2 + 1  # steps, two headers, evaluation
+    assert len({len(line) for line in lines[:-1]}) == 1
+    assert "overflow" in lines[2]
+    assert "2,048" in lines[1]
+    assert "3.0 GiB" in lines[1]
+    assert "0:01:18" in lines[1]
+
+
+def test_on_a_terminal_steps_between_lines_overwrite_themselves(tmp_path):
+    text = shown(tmp_path, terminal=True, log_every=10)
+    assert text.count("\n") == 1 + 1 + 4 + 1  # header, first step, every tenth, evaluation
+    assert "\r" in text
+
+
+def test_metrics_hold_every_step_to_the_last_bit(tmp_path):
+    progress = Progress(io.StringIO(), tmp_path / "m.jsonl", terminal=False, steps=3, log_every=2)
+    losses = [0.1 + 0.2, 1 / 3, float(np.float32(1 / 3))]
+    for step, loss in enumerate(losses, 1):
+        progress.step(record(step, loss=loss))
+    progress.close()
+    assert [row["loss"] for row in read_metrics(tmp_path / "m.jsonl")] == losses
+    assert json.loads((tmp_path / "m.jsonl").read_text().splitlines()[0])["kind"] == "step"
+
+
+def test_sizes_and_times_read_well():
+    assert [byte_count(size) for size in (0, 512, 1 << 20, 1536 << 20, 200 << 30)] == [
+        "0", "512 B", "1.0 MiB", "1.5 GiB", "200 GiB",
+    ]  # fmt: skip
+    assert [duration(s) for s in (0.4, 61, 3661, 200_000)] == ["0:00:00", "0:01:01", "1:01:01", "2 d 07 h"]
+
+
+def test_too_little_memory_or_disk_is_said_before_the_start(tmp_path):
+    config = TrainConfig(model="m", data=["d"])
+    prepared = {"planned_host_bytes": 1 << 50, "planned_components": {"pool": 1 << 49}, "parameters": 10}
+    with pytest.raises(ValueError, match=r"needs 1048576\.0 GiB of host memory .* are missing; largest part: pool"):
+        preflight.check(config, prepared, tmp_path, None)
+    with pytest.raises(ValueError, match=r"GiB of checkpoints and .* GiB of swap files: .* are missing"):
+        preflight.check(config, prepared | {"planned_host_bytes": None, "parameters": 10**15}, tmp_path, tmp_path)
+    preflight.check(config, prepared | {"planned_host_bytes": 1}, tmp_path, tmp_path)

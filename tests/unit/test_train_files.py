@@ -1,0 +1,261 @@
+"""Files of a run: tensors one by one, checkpoints that are whole or not listed, swap folders of the dead."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import zlib
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from memascend.training import checkpoint
+from memascend.training.folder import OWNER, Lock, RunFolder, SwapFolder, collect_dead
+from memascend.training.progress import read_metrics, rewind_metrics
+from memascend.training.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout, file_checksum
+
+TENSORS = {
+    "bf16": torch.arange(7, dtype=torch.bfloat16).reshape(7, 1),
+    "fp32": torch.randn(3, 5),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.empty(0, 4, dtype=torch.float16),
+    "transposed": torch.arange(6, dtype=torch.float32).reshape(2, 3).t(),
+    "bytes": torch.arange(11, dtype=torch.uint8),
+}
+
+
+def layouts():
+    return [TensorLayout(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
+
+
+def written(path):
+    with TensorFileWriter(path, layouts(), {"format": "pt"}) as writer:
+        for name, tensor in TENSORS.items():
+            writer.write(name, tensor)
+    return writer
+
+
+def test_the_safetensors_library_reads_what_is_written_tensor_by_tensor(tmp_path):
+    written(tmp_path / "t.safetensors")
+    loaded = load_file(tmp_path / "t.safetensors")
+    assert set(loaded) == set(TENSORS)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_the_checksum_is_of_the_whole_file(tmp_path):
+    path = tmp_path / "t.safetensors"
+    writer = written(path)
+    assert writer.checksum == zlib.crc32(path.read_bytes()) == file_checksum(path)
+    assert writer.size == path.stat().st_size
+
+
+def test_a_tensor_is_read_into_given_or_new_memory(tmp_path):
+    written(tmp_path / "t.safetensors")
+    with TensorFileReader(tmp_path / "t.safetensors") as reader:
+        target = torch.zeros(3, 5)
+        reader.read_into("fp32", target)
+        assert torch.equal(target, TENSORS["fp32"])
+        assert torch.equal(reader.read("bf16"), TENSORS["bf16"])
+        with pytest.raises(ValueError, match=r"fp32 is F32 of \[3, 5\], expected F16 of 15 elements"):
+            reader.read_into("fp32", torch.zeros(15, dtype=torch.float16))
+        with pytest.raises(ValueError, match="holds no tensor other"):
+            reader.read("other")
+
+
+def test_tensors_that_are_missing_or_differ_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"0 of 6 tensors were written"), TensorFileWriter(tmp_path / "a", layouts()):
+        pass
+    with (
+        pytest.raises(ValueError, match="expected TensorLayout"),
+        TensorFileWriter(tmp_path / "b", layouts()) as writer,
+    ):
+        writer.write("fp32", TENSORS["fp32"])
+
+
+def test_a_file_that_ends_early_is_an_error(tmp_path):
+    path = tmp_path / "t.safetensors"
+    written(path)
+    os.truncate(path, path.stat().st_size - 5)
+    with TensorFileReader(path) as reader, pytest.raises(ValueError, match="ends inside bytes: 6 of 11 bytes"):
+        reader.read("bytes")
+
+
+def make_checkpoint(folder, step):
+    partial = checkpoint.begin(folder, step)
+    (partial / "model" / "weights").write_bytes(b"w" * step)
+    (partial / "state" / "trainer.json").write_text(json.dumps({"step": step}))
+    return checkpoint.commit(partial, step, {}, {"ranks": 1})
+
+
+def test_checkpoints_are_listed_by_step_and_the_oldest_go(tmp_path):
+    for step in (30, 4, 200):
+        make_checkpoint(tmp_path, step)
+    assert [c.step for c in checkpoint.listed(tmp_path)[0]] == [4, 30, 200]
+    assert checkpoint.prune(tmp_path, 2) == [4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000200"]
+
+
+def test_a_checkpoint_with_a_short_file_is_not_listed(tmp_path):
+    make_checkpoint(tmp_path, 1)
+    os.truncate(make_checkpoint(tmp_path, 2) / "model" / "weights", 1)
+    found, refused = checkpoint.listed(tmp_path)
+    assert [c.step for c in found] == [1]
+    assert "model/weights has 1 bytes, expected 2" in refused[0]
+
+
+def test_a_changed_byte_is_found_before_it_is_used(tmp_path):
+    path = make_checkpoint(tmp_path, 3)
+    (path / "model" / "weights").write_bytes(b"wxw")
+    found = checkpoint.listed(tmp_path)[0][0]
+    found.check(path / "state" / "trainer.json")
+    with pytest.raises(ValueError, match=r"is damaged: model/weights has checksum [0-9a-f]{8}, expected [0-9a-f]{8}"):
+        found.check(path / "model" / "weights")
+
+
+SAVE_FOR_EVER = """
+import sys
+from pathlib import Path
+from memascend.training import checkpoint
+folder, step = Path(sys.argv[1]), int(sys.argv[2])
+while True:
+    step += 1
+    partial = checkpoint.begin(folder, step)
+    (partial / "model" / "weights").write_bytes(b"w" * 100_000)
+    (partial / "state" / "trainer.json").write_text("{}")
+    checkpoint.commit(partial, step, {}, {"ranks": 1})
+    checkpoint.prune(folder, 2)
+    print(step, flush=True)
+"""
+
+
+def test_a_kill_while_saving_leaves_the_checkpoints_before_whole(tmp_path):
+    import random
+
+    last, rng = 0, random.Random(1)
+    for _ in range(12):
+        with subprocess.Popen(
+            [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path), str(last)], stdout=subprocess.PIPE, text=True
+        ) as child:
+            for _ in range(rng.randrange(1, 6)):
+                last = int(child.stdout.readline())
+            # somewhere inside the next saves, by the clock of this process's own random work
+            sum(range(rng.randrange(400_000)))
+            child.send_signal(signal.SIGKILL)
+            last = max([last, *map(int, child.stdout.read().split())])
+        found, refused = checkpoint.listed(tmp_path)
+        assert refused == []
+        assert found[-1].step in (last, last + 1)
+        for one in found:
+            one.check(one.model / "weights")
+        last = found[-1].step
+        checkpoint.clean(tmp_path)
+        assert not list(tmp_path.glob(".*"))
+
+
+def test_the_link_to_the_newest_weights_moves_and_spares_what_is_not_ours(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    link = tmp_path / "model"
+    for name in ("a", "b"):
+        checkpoint.point(link, tmp_path / name)
+        assert link.resolve() == tmp_path / name
+    link.unlink()
+    link.mkdir()
+    checkpoint.point(link, tmp_path / "a")
+    assert not link.is_symlink()
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_existing_folder_needs_resume_or_another_name(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="exists and is not empty; name another folder"):
+        RunFolder(tmp_path).open(resume=False)
+    (tmp_path / "config.yaml").write_text("model: m")
+    with pytest.raises(ValueError, match="go on with it by --resume, or name another folder"):
+        RunFolder(tmp_path).open(resume=False)
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_nothing_to_resume_is_said(tmp_path):
+    with pytest.raises(ValueError, match="nothing to resume"):
+        RunFolder(tmp_path / "none").open(resume=True)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_folder_in_use_is_refused_and_free_again_after_its_process(tmp_path):
+    lock = RunFolder(tmp_path / "run").open(resume=False)
+    with pytest.raises(ValueError, match=f"is in use by pid {os.getpid()}"):
+        RunFolder(tmp_path / "run").open(resume=False)
+    lock.close()
+    RunFolder(tmp_path / "run").open(resume=False).close()
+
+
+SWAP_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+from memascend.training.folder import SwapFolder
+swap = SwapFolder.make(Path(sys.argv[1]), Path("/the/run"))
+files = swap.path / "zero_stage_3" / "rank0"
+files.mkdir(parents=True)
+(files / "p.tensor.swp").write_bytes(b"x" * 3_000_000)
+print(swap.path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def dead_swap_folder(parent):
+    """A swap folder whose process was killed."""
+    done = subprocess.run(
+        [sys.executable, "-c", SWAP_AND_DIE, str(parent)], capture_output=True, text=True, check=False
+    )
+    return type(parent)(done.stdout.strip())
+
+
+def test_swap_files_of_a_dead_run_are_removed_and_it_is_said(tmp_path):
+    folder = dead_swap_folder(tmp_path)
+    [line] = collect_dead(tmp_path)
+    assert "removed 3 MiB of swap files of the dead run /the/run" in line
+    assert not folder.exists()
+
+
+def test_swap_files_of_a_living_run_stay(tmp_path):
+    swap = SwapFolder.make(tmp_path, tmp_path / "run")
+    rank = Lock(swap.path, alone=False)  # a rank that outlives the parent
+    (swap.path / "p.swp").write_bytes(b"x")
+    assert collect_dead(tmp_path) == []
+    swap.lock.close()
+    assert collect_dead(tmp_path) == []
+    assert (swap.path / "p.swp").exists()
+    rank.close()
+    assert len(collect_dead(tmp_path)) == 1
+
+
+def test_what_is_not_ours_is_never_removed(tmp_path):
+    folder = dead_swap_folder(tmp_path)
+    (folder / "thesis.txt").write_text("mine")
+    (folder / "link.swp").symlink_to(tmp_path)
+    other = tmp_path / "memascend-swap-by-hand"
+    other.mkdir()
+    (other / "a.swp").write_text("no owner file")
+    stranger = tmp_path / "zero_stage_3"
+    stranger.mkdir()
+    [line] = collect_dead(tmp_path)
+    assert "left 2 files that are not ours" in line
+    assert (folder / "thesis.txt").read_text() == "mine"
+    assert (folder / "link.swp").is_symlink()
+    assert (other / "a.swp").exists()
+    assert stranger.exists()
+    assert not (folder / OWNER).exists()
+
+
+def test_metrics_go_back_to_the_checkpoint_and_a_cut_line_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"kind": "step", "step": n, "loss": 1 / n} for n in (1, 2, 3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "step", "st')
+    assert read_metrics(path) == rows
+    assert rewind_metrics(path, 1) == 2
+    assert read_metrics(path) == rows[:1]
