@@ -28,7 +28,8 @@ def adamw_(
     """Update `param`, `exp_avg` and `exp_avg_sq` in place; the defaults are those of torch.optim.AdamW.
 
     All tensors: contiguous, CPU, one shape. The three states are all float32, or all bfloat16 and then rounded
-    stochastically by a counter-based generator (ARS-5 keyed by `seed`, `step` and the element's index): equal
+    stochastically by a counter-based generator (ARS-5 keyed by `seed`, `step` and the element's index; 16 bits a state,
+    of which any two are independent): equal
     inputs give equal bits, with any number of threads and on any processor. `grad` is float32, float16 or bfloat16 and
     multiplied by `grad_scale` (1 / loss scale, clipping) as it is read. `half_copy` (float16 or bfloat16) receives the
     updated parameter, rounded to nearest. `step` counts from one.

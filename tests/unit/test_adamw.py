@@ -107,19 +107,23 @@ def s_box(value: int) -> int:
 S_BOX = [s_box(value) for value in range(256)]
 
 
-def ars5(counter: tuple[int, int], key: tuple[int, int]) -> list[int]:
-    """Written from the paper (Salmon et al., SC'11) and FIPS 197, independent of the code under test. Four words."""
+def ars5(counter: tuple[int, int], key: tuple[int, int]) -> tuple[list[int], list[int]]:
+    """Written from the paper (Salmon et al., SC'11) and FIPS 197, independent of the code under test.
+
+    The block, and the block after one more full round, as eight 16-bit numbers each.
+    """
     mask = 2**64 - 1
     keys = [
         (((key[0] + r * 0x9E3779B97F4A7C15) & mask) | ((key[1] + r * 0xBB67AE8584CAA73B) & mask) << 64).to_bytes(
             16, "little"
         )
-        for r in range(6)
+        for r in range(7)
     ]
     state = [a ^ b for a, b in zip((counter[0] | counter[1] << 64).to_bytes(16, "little"), keys[0])]
-    for round_number in range(1, 6):
+    out = []
+    for round_number in range(1, 7):
         state = [S_BOX[state[(i + 4 * (i % 4)) % 16]] for i in range(16)]
-        if round_number < 5:
+        if round_number != 5:  # the last round of ARS-5 has no MixColumns
             state = [
                 times(state[i], 2)
                 ^ times(state[i // 4 * 4 + (i + 1) % 4], 3)
@@ -128,7 +132,8 @@ def ars5(counter: tuple[int, int], key: tuple[int, int]) -> list[int]:
                 for i in range(16)
             ]
         state = [a ^ b for a, b in zip(state, keys[round_number])]
-    return [int.from_bytes(bytes(state[i : i + 4]), "little") for i in (0, 4, 8, 12)]
+        out.append([int.from_bytes(bytes(state[i : i + 2]), "little") for i in range(0, 16, 2)])
+    return out[4], out[5]
 
 
 def test_the_reference_box_is_that_of_aes():
@@ -143,12 +148,50 @@ def test_stochastic_rounding_takes_the_words_that_the_page_says():
     adamw_(param, grad, exp_avg, exp_avg_sq, step=step, lr=0.0, betas=(0.0, 0.0), seed=seed, element_offset=offset)
     for i in range(numel):
         e = offset + i
-        word = ars5((e // 4, step), (seed, 0))[e % 4]
-        low, high = word & 0xFFFF, word >> 16
+        block, further = ars5((e // 8, step), (seed, 0))
+        low, high = block[e % 8], further[e % 8]
         for state, exact, noise in [(exp_avg, grad[i], low ^ high), (exp_avg_sq, grad[i] * grad[i], high)]:
             bits = (exact.view(torch.int32).item() + noise) >> 16
             assert state[i].view(torch.int16).item() == bits
         assert param[i] == 1
+
+
+def rounded_up(numel: int, gradient: float, weight_decay: float, step: int) -> tuple[list[torch.Tensor], list[float]]:
+    """Which elements of parameter, momentum and variance went up, and how often each should.
+
+    The exact values are known: betas of zero leave the gradient and its square, a huge epsilon the decay alone.
+    """
+    grad = torch.full((numel,), gradient)
+    param, exp_avg, exp_avg_sq = (torch.ones(numel, dtype=torch.bfloat16) for _ in range(3))
+    options = {"lr": 1.0, "betas": (0.0, 0.0), "eps": 1e30, "weight_decay": weight_decay, "seed": 5}
+    adamw_(param, grad, exp_avg, exp_avg_sq, step=step, **options)
+    up, share = [], []
+    for state, exact in [(param, torch.tensor(1 - weight_decay)), (exp_avg, grad[0]), (exp_avg_sq, grad[0] * grad[0])]:
+        bits = exact.view(torch.int32).item()
+        gained = state.view(torch.int16).int() - (bits >> 16)
+        assert set(gained.unique().tolist()) <= {0, 1}
+        up.append(gained.double())
+        share.append((bits & 0xFFFF) / 65536)
+    return up, share
+
+
+def test_rounding_is_uniform_and_independent_in_pairs():
+    """For states of one element, for neighbours of every distance in a block and beyond, and for steps in a row."""
+    numel, steps = 1 << 17, [1, 2]
+    bound = 5 / math.sqrt(numel)  # five standard deviations of a mean of products of standardised numbers
+    for gradient, weight_decay in [(1 + 2**-8, 2**-9), (1.0041, 2**-9 * 1.7)]:
+        seen = []
+        for step in steps:
+            for up, share in zip(*rounded_up(numel, gradient, weight_decay, step)):
+                if 0 < share < 1:
+                    centred = (up - share) / math.sqrt(share * (1 - share))
+                    assert abs(centred.mean().item()) < bound
+                    seen.append(centred)
+        for one, other in itertools.combinations(seen, 2):
+            assert abs((one * other).mean().item()) < bound
+        for one, other in itertools.product(seen, repeat=2):
+            for distance in (1, 2, 7, 8, 32):
+                assert abs((one[distance:] * other[:-distance]).mean().item()) < bound
 
 
 def test_stochastic_rounding_keeps_what_nearest_would_lose():

@@ -20,11 +20,12 @@ struct Avx2 {
   struct Doubles {
     __m256d part[8];
   };
-  struct Pair {
-    Words low, high;  // of the group's first and last 16 elements
+  struct Two {
+    Floats a, b;
   };
+  using Packed = Words;  // a group of bf16
   struct Noise {
-    Pair param, momentum, variance;
+    Packed param, momentum, variance;
   };
 
   static Floats set(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
@@ -77,41 +78,45 @@ struct Avx2 {
   static Floats widen(Halves a) {
     return {widen_eight(_mm256_castsi256_si128(a)), widen_eight(_mm256_extracti128_si256(a, 1))};
   }
-  static Halves round(Floats a, Words random) {
-    return cut({_mm256_add_epi32(_mm256_castps_si256(a.low), random.low),
-                _mm256_add_epi32(_mm256_castps_si256(a.high), random.high)});
+
+  static Packed load_packed(const std::uint16_t* p) { return {load_halves(p), load_halves(p + 16)}; }
+  static void store_packed(std::uint16_t* p, const Packed& a, bool stream) { store_pair(p, a.low, a.high, stream); }
+  // Even and odd elements, widened.
+  static Two split(const Packed& a) {
+    const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xFFFF0000u));
+    return {{_mm256_castsi256_ps(_mm256_slli_epi32(a.low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(a.high, 16))},
+            {_mm256_castsi256_ps(_mm256_and_si256(a.low, upper)), _mm256_castsi256_ps(_mm256_and_si256(a.high, upper))}};
   }
-  static void store_rounded(std::uint16_t* p, Floats low, Floats high, const Pair& random) {
-    store_pair(p, round(low, random.low), round(high, random.high), false);
+  static Two deinterleave(Floats first, Floats last) {
+    return {{every_second<0x88>(first), every_second<0x88>(last)}, {every_second<0xDD>(first), every_second<0xDD>(last)}};
+  }
+  static Two interleave(Floats even, Floats odd) { return {zip(even.low, odd.low), zip(even.high, odd.high)}; }
+  static Packed round(Floats even, Floats odd, const Packed& noise) {
+    return {round_half(even.low, odd.low, noise.low), round_half(even.high, odd.high, noise.high)};
   }
 
-  static Pair random_words(std::uint64_t first_block, const AdamWFactors& f) {
-    __m128i block[8];
-    for (std::uint64_t k = 0; k < 8; ++k) {
-      block[k] = _mm_xor_si128(
-          _mm_set_epi64x(static_cast<long long>(f.step), static_cast<long long>(first_block + k)), key(f, 0));
+  static Noise noise(std::uint64_t first_block, const AdamWFactors& f) {
+    const __m128i first =
+        _mm_set_epi64x(static_cast<long long>(f.step), static_cast<long long>(first_block));
+    __m128i block[4];
+    for (int k = 0; k < 4; ++k) {
+      block[k] = _mm_xor_si128(_mm_add_epi64(first, _mm_set_epi64x(0, k)), key(f, 0));
     }
     for (int round = 1; round < kArsRounds; ++round) {
       for (__m128i& one : block) {
         one = _mm_aesenc_si128(one, key(f, round));
       }
     }
-    for (__m128i& one : block) {
-      one = _mm_aesenclast_si128(one, key(f, kArsRounds));
+    __m128i next[4];
+    for (int k = 0; k < 4; ++k) {
+      block[k] = _mm_aesenclast_si128(block[k], key(f, kArsRounds));
+      next[k] = _mm_aesenc_si128(block[k], key(f, kArsRounds + 1));
     }
-    return {{_mm256_set_m128i(block[1], block[0]), _mm256_set_m128i(block[3], block[2])},
-            {_mm256_set_m128i(block[5], block[4]), _mm256_set_m128i(block[7], block[6])}};
-  }
-  static Noise split(const Pair& words) {
-    const __m256i mask = _mm256_set1_epi32(0xFFFF);
-    const auto low = [&](Words w) -> Words { return {_mm256_and_si256(w.low, mask), _mm256_and_si256(w.high, mask)}; };
-    const auto high = [](Words w) -> Words { return {_mm256_srli_epi32(w.low, 16), _mm256_srli_epi32(w.high, 16)}; };
-    const auto both = [](Words a, Words b) -> Words {
-      return {_mm256_xor_si256(a.low, b.low), _mm256_xor_si256(a.high, b.high)};
-    };
-    const Pair param{low(words.low), low(words.high)};
-    const Pair variance{high(words.low), high(words.high)};
-    return {param, {both(param.low, variance.low), both(param.high, variance.high)}, variance};
+    const Packed param{_mm256_set_m128i(block[1], block[0]), _mm256_set_m128i(block[3], block[2])};
+    const Packed variance{_mm256_set_m128i(next[1], next[0]), _mm256_set_m128i(next[3], next[2])};
+    return {param,
+            {_mm256_xor_si256(param.low, variance.low), _mm256_xor_si256(param.high, variance.high)},
+            variance};
   }
 
   static Doubles zero_sums() {
@@ -142,6 +147,22 @@ struct Avx2 {
   }
 
  private:
+  template <int kWhich>
+  static __m256 every_second(Floats a) {
+    const __m256 mixed = _mm256_shuffle_ps(a.low, a.high, kWhich);
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(mixed), 0xD8));
+  }
+  static Floats zip(__m256 even, __m256 odd) {
+    const __m256 low = _mm256_unpacklo_ps(even, odd);
+    const __m256 high = _mm256_unpackhi_ps(even, odd);
+    return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+  }
+  static __m256i round_half(__m256 even, __m256 odd, __m256i noise) {
+    const __m256i below = _mm256_and_si256(noise, _mm256_set1_epi32(0xFFFF));
+    const __m256i a = _mm256_add_epi32(_mm256_castps_si256(even), below);
+    const __m256i b = _mm256_add_epi32(_mm256_castps_si256(odd), _mm256_srli_epi32(noise, 16));
+    return _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xAA);
+  }
   static __m128i key(const AdamWFactors& f, int round) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(f.round_key[round]));
   }

@@ -11,16 +11,16 @@ namespace {
 
 struct Avx512 {
   using Floats = __m512;
-  using Words = __m512i;
   using Halves = __m256i;
   struct Doubles {
     __m512d part[4];
   };
-  struct Pair {
-    Words low, high;  // of the group's first and last 16 elements
+  struct Two {
+    Floats a, b;
   };
+  using Packed = __m512i;  // a group of bf16
   struct Noise {
-    Pair param, momentum, variance;
+    Packed param, momentum, variance;
   };
 
   static Floats set(float value) { return _mm512_set1_ps(value); }
@@ -66,35 +66,47 @@ struct Avx512 {
   }
   static Floats widen_f16(Halves a) { return _mm512_cvtph_ps(a); }
   static Floats widen(Halves a) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(a), 16)); }
-  static Halves round(Floats a, Words random) {
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(a), random), 16));
+
+  static Packed load_packed(const std::uint16_t* p) { return _mm512_loadu_si512(p); }
+  static void store_packed(std::uint16_t* p, Packed a, bool stream) {
+    if (stream) {
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(p), a);
+    } else {
+      _mm512_storeu_si512(p, a);
+    }
   }
-  static void store_rounded(std::uint16_t* p, Floats low, Floats high, const Pair& random) {
-    const __m512i a = _mm512_add_epi32(_mm512_castps_si512(low), random.low);
-    const __m512i b = _mm512_add_epi32(_mm512_castps_si512(high), random.high);
-    _mm512_storeu_si512(p, _mm512_permutex2var_epi16(a, odd_halves(), b));
+  // Even and odd elements, widened.
+  static Two split(Packed a) {
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), _mm512_castsi512_ps(_mm512_and_si512(a, upper))};
+  }
+  static Two deinterleave(Floats first, Floats last) {
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    return {_mm512_permutex2var_ps(first, even, last), _mm512_permutex2var_ps(first, odd, last)};
+  }
+  static Two interleave(Floats even, Floats odd) {
+    const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i last = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    return {_mm512_permutex2var_ps(even, first, odd), _mm512_permutex2var_ps(even, last, odd)};
+  }
+  static Packed round(Floats even, Floats odd, Packed noise) {
+    const __m512i below = _mm512_and_si512(noise, _mm512_set1_epi32(0xFFFF));
+    const __m512i a = _mm512_add_epi32(_mm512_castps_si512(even), below);
+    const __m512i b = _mm512_add_epi32(_mm512_castps_si512(odd), _mm512_srli_epi32(noise, 16));
+    return _mm512_mask_blend_epi16(0xAAAAAAAAu, _mm512_srli_epi32(a, 16), b);
   }
 
-  static Pair random_words(std::uint64_t first_block, const AdamWFactors& f) {
-    const __m512i numbers = _mm512_set_epi64(0, 3, 0, 2, 0, 1, 0, 0);
-    const __m512i both = _mm512_broadcast_i64x2(
+  static Noise noise(std::uint64_t first_block, const AdamWFactors& f) {
+    const __m512i first = _mm512_broadcast_i64x2(
         _mm_set_epi64x(static_cast<long long>(f.step), static_cast<long long>(first_block)));
-    const __m512i counter = _mm512_add_epi64(both, numbers);
-    __m512i low = _mm512_xor_si512(counter, key(f, 0));
-    __m512i high = _mm512_xor_si512(_mm512_add_epi64(counter, _mm512_set_epi64(0, 4, 0, 4, 0, 4, 0, 4)), key(f, 0));
+    __m512i block = _mm512_xor_si512(_mm512_add_epi64(first, _mm512_set_epi64(0, 3, 0, 2, 0, 1, 0, 0)), key(f, 0));
     for (int round = 1; round < kArsRounds; ++round) {
-      low = _mm512_aesenc_epi128(low, key(f, round));
-      high = _mm512_aesenc_epi128(high, key(f, round));
+      block = _mm512_aesenc_epi128(block, key(f, round));
     }
-    return {_mm512_aesenclast_epi128(low, key(f, kArsRounds)), _mm512_aesenclast_epi128(high, key(f, kArsRounds))};
-  }
-  static Noise split(const Pair& words) {
-    const __m512i mask = _mm512_set1_epi32(0xFFFF);
-    const Pair param{_mm512_and_si512(words.low, mask), _mm512_and_si512(words.high, mask)};
-    const Pair variance{_mm512_srli_epi32(words.low, 16), _mm512_srli_epi32(words.high, 16)};
-    return {param,
-            {_mm512_xor_si512(param.low, variance.low), _mm512_xor_si512(param.high, variance.high)},
-            variance};
+    const Packed param = _mm512_aesenclast_epi128(block, key(f, kArsRounds));
+    const Packed variance = _mm512_aesenc_epi128(param, key(f, kArsRounds + 1));
+    return {param, _mm512_xor_si512(param, variance), variance};
   }
 
   static Doubles zero_sums() { return {{_mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd()}}; }
@@ -112,12 +124,6 @@ struct Avx512 {
   }
 
  private:
-  static __m512i odd_halves() {
-    alignas(64) static constexpr std::uint16_t kIndex[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
-                                                             23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
-                                                             45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-    return _mm512_load_si512(kIndex);
-  }
   static __m512i key(const AdamWFactors& f, int round) {
     return _mm512_broadcast_i64x2(_mm_loadu_si128(reinterpret_cast<const __m128i*>(f.round_key[round])));
   }

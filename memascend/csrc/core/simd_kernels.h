@@ -24,7 +24,7 @@ struct AdamWFactors {
   float epsilon;
   float decay;      // 1 - lr * weight_decay
   float step_size;  // lr / (1 - beta1^step)
-  std::uint64_t round_key[kArsRounds + 1][2];  // of the random numbers: from the seed
+  std::uint64_t round_key[kArsRounds + 2][2];  // of the random numbers: from the seed
   std::uint64_t step;
 };
 

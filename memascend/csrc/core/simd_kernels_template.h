@@ -2,11 +2,16 @@
 // file for each instruction set, behind that file's target pragma: so everything here has internal linkage.
 //
 // Stochastic rounding. fp32 to bf16 adds a uniform 16-bit number to the bits and cuts the low half off: the result is
-// the neighbour above with the probability that makes the expectation exact. Element e of the whole tensor takes word
-// e % 4 of the ARS-5 block (Salmon et al., SC'11: five rounds of AES, one instruction each) with the counter (e / 4, step)
-// and the key (seed, 0), all of 64 bits. Its low half rounds the parameter, its high half the variance, and the exclusive
-// or of the two the momentum: all three are uniform, and any two of them independent.
+// the neighbour above with the probability that makes the expectation exact. Element e of the whole tensor takes half
+// word e % 8 of the ARS-5 block (Salmon et al., SC'11: five rounds of AES, one instruction each) with the counter
+// (e / 8, step) and the key (seed, 0), all of 64 bits, for the parameter; the same half word of that block after one more
+// AES round for the variance; and the exclusive or of the two for the momentum. If a block is uniform, so is each of the
+// three, and any two numbers of a block are independent: a round mixes every half word from two columns' worth of other
+// bytes by a matrix all of whose square parts can be inverted.
 // Nothing else enters, so slices, threads and instruction sets change no bit.
+//
+// Kernels with bf16 states split a group into its even and its odd elements: a shift and a mask make two vectors of fp32
+// from one of bf16, and a shift and a blend one from two, where taking first and last halves needs shuffles.
 
 #include <cstdint>
 
@@ -43,18 +48,31 @@ struct Updated {
   typename V::Floats param, momentum, variance;
 };
 
-template <class V, FloatFormat State, FloatFormat Grad>
-inline Updated<V> update(const AdamWFactors& f, const AdamWPiece& piece, std::int64_t i) {
-  const auto grad = V::mul(load<V, Grad>(piece.grad, i), V::set(f.grad_scale));
-  auto momentum = load<V, State>(piece.momentum, i);
-  auto variance = load<V, State>(piece.variance, i);
-  auto param = load<V, State>(piece.param, i);
-  momentum = V::fma(V::sub(grad, momentum), V::set(f.one_minus_beta1), momentum);
-  variance = V::fma(V::mul(grad, grad), V::set(f.one_minus_beta2), V::mul(variance, V::set(f.beta2)));
+template <class V>
+inline Updated<V> update(const AdamWFactors& f, typename V::Floats grad, Updated<V> old) {
+  grad = V::mul(grad, V::set(f.grad_scale));
+  const auto momentum = V::fma(V::sub(grad, old.momentum), V::set(f.one_minus_beta1), old.momentum);
+  const auto variance =
+      V::fma(V::mul(grad, grad), V::set(f.one_minus_beta2), V::mul(old.variance, V::set(f.beta2)));
   const auto divisor = V::fma(V::sqrt(variance), V::set(f.inverse_root_correction2), V::set(f.epsilon));
   const auto step = V::div(momentum, divisor);
-  param = V::fma(step, V::set(-f.step_size), V::mul(param, V::set(f.decay)));
-  return {param, momentum, variance};
+  return {V::fma(step, V::set(-f.step_size), V::mul(old.param, V::set(f.decay))), momentum, variance};
+}
+
+// Momentum that is not finite makes the parameter so: what it is divided by, and multiplied with, cannot mend it.
+template <class V>
+inline bool bad(const Updated<V>& a, const Updated<V>& b) {
+  return V::any_not_finite(a.param, b.param, a.variance, b.variance);
+}
+
+// Even and odd elements of a group.
+template <class V, FloatFormat F>
+inline typename V::Two split(const void* data, std::int64_t i) {
+  if constexpr (F == FloatFormat::kBFloat16) {
+    return V::split(V::load_packed(static_cast<const std::uint16_t*>(data) + i));
+  } else {
+    return V::deinterleave(load<V, F>(data, i), load<V, F>(data, i + 16));
+  }
 }
 
 template <class V, CopyFormat Copy>
@@ -66,6 +84,65 @@ inline void store_copy(void* copy, std::int64_t i, typename V::Floats low, typen
   }
 }
 
+// One group with fp32 states. False if it is left as it was.
+template <class V, FloatFormat Grad, CopyFormat Copy>
+inline bool step_f32(const AdamWFactors& f, const AdamWPiece& piece, std::int64_t group, bool stream) {
+  constexpr FloatFormat kState = FloatFormat::kFloat32;
+  const std::int64_t i = group * kGroup;
+  const std::int64_t j = i + 16;
+  const auto low = update<V>(f, load<V, Grad>(piece.grad, i),
+                             {load<V, kState>(piece.param, i), load<V, kState>(piece.momentum, i),
+                              load<V, kState>(piece.variance, i)});
+  const auto high = update<V>(f, load<V, Grad>(piece.grad, j),
+                              {load<V, kState>(piece.param, j), load<V, kState>(piece.momentum, j),
+                               load<V, kState>(piece.variance, j)});
+  if (bad<V>(low, high)) [[unlikely]] {
+    return false;
+  }
+  V::store_f32(static_cast<float*>(piece.param) + i, low.param);
+  V::store_f32(static_cast<float*>(piece.param) + j, high.param);
+  V::store_f32(static_cast<float*>(piece.momentum) + i, low.momentum);
+  V::store_f32(static_cast<float*>(piece.momentum) + j, high.momentum);
+  V::store_f32(static_cast<float*>(piece.variance) + i, low.variance);
+  V::store_f32(static_cast<float*>(piece.variance) + j, high.variance);
+  store_copy<V, Copy>(piece.copy, i, low.param, high.param, stream);
+  return true;
+}
+
+// One group with bf16 states.
+template <class V, FloatFormat Grad, CopyFormat Copy>
+inline bool step_bf16(const AdamWFactors& f, const AdamWPiece& piece, std::int64_t group, bool stream) {
+  const std::int64_t i = group * kGroup;
+  constexpr FloatFormat kState = FloatFormat::kBFloat16;
+  const auto grad = split<V, Grad>(piece.grad, i);
+  const auto param = split<V, kState>(piece.param, i);
+  const auto momentum = split<V, kState>(piece.momentum, i);
+  const auto variance = split<V, kState>(piece.variance, i);
+  const auto even = update<V>(f, grad.a, {param.a, momentum.a, variance.a});
+  const auto odd = update<V>(f, grad.b, {param.b, momentum.b, variance.b});
+  const auto noise = V::noise(static_cast<std::uint64_t>(piece.first_group + group) * 4, f);
+  const auto kept = V::round(even.param, odd.param, noise.param);
+  const auto kept_momentum = V::round(even.momentum, odd.momentum, noise.momentum);
+  const auto kept_variance = V::round(even.variance, odd.variance, noise.variance);
+  if (bad<V>(even, odd)) [[unlikely]] {
+    return false;
+  }
+  const auto put = [&](void* data, const auto& packed, bool past_caches) {
+    V::store_packed(static_cast<std::uint16_t*>(data) + i, packed, past_caches);
+  };
+  put(piece.param, kept, false);
+  put(piece.momentum, kept_momentum, false);
+  put(piece.variance, kept_variance, false);
+  if constexpr (Copy == CopyFormat::kBFloat16) {  // of the parameter as it is kept
+    put(piece.copy, kept, stream);
+  } else if constexpr (Copy == CopyFormat::kFloat16) {
+    const auto wide = V::split(kept);
+    const auto both = V::interleave(wide.a, wide.b);
+    store_copy<V, Copy>(piece.copy, i, both.a, both.b, stream);
+  }
+  return true;
+}
+
 template <class V, FloatFormat State, FloatFormat Grad, CopyFormat Copy>
 std::int64_t adamw(const AdamWFactors& factors, const AdamWPiece& given) {
   const AdamWPiece piece = given;
@@ -74,39 +151,15 @@ std::int64_t adamw(const AdamWFactors& factors, const AdamWPiece& given) {
   // The copy is only written: past the caches, or its old content would be read first.
   const bool stream = Copy != CopyFormat::kNone && reinterpret_cast<std::uintptr_t>(piece.copy) % 64 == 0;
   for (std::int64_t group = 0; group < piece.groups; ++group) {
-    const std::int64_t i = group * kGroup;
-    auto low = update<V, State, Grad>(f, piece, i);
-    auto high = update<V, State, Grad>(f, piece, i + 16);
-    if (V::any_not_finite(low.param, low.momentum, low.variance, high.param, high.momentum, high.variance))
-        [[unlikely]] {
-      bad_group = bad_group < 0 ? group : bad_group;
-      continue;
-    }
+    bool good = false;
     if constexpr (State == FloatFormat::kFloat32) {
-      V::store_f32(static_cast<float*>(piece.param) + i, low.param);
-      V::store_f32(static_cast<float*>(piece.param) + i + 16, high.param);
-      V::store_f32(static_cast<float*>(piece.momentum) + i, low.momentum);
-      V::store_f32(static_cast<float*>(piece.momentum) + i + 16, high.momentum);
-      V::store_f32(static_cast<float*>(piece.variance) + i, low.variance);
-      V::store_f32(static_cast<float*>(piece.variance) + i + 16, high.variance);
+      good = step_f32<V, Grad, Copy>(f, piece, group, stream);
     } else {
-      const auto words = V::random_words(static_cast<std::uint64_t>(piece.first_group + group) * 8, f);
-      const auto noise = V::split(words);
-      const auto put = [&](void* data, typename V::Floats a, typename V::Floats b, const typename V::Pair& random) {
-        V::store_rounded(static_cast<std::uint16_t*>(data) + i, a, b, random);
-      };
-      if constexpr (Copy != CopyFormat::kNone) {  // of the parameter as it is kept
-        low.param = V::widen(V::round(low.param, noise.param.low));
-        high.param = V::widen(V::round(high.param, noise.param.high));
-        V::store_pair(static_cast<std::uint16_t*>(piece.param) + i, V::to_bf16(low.param), V::to_bf16(high.param),
-                      false);
-      } else {
-        put(piece.param, low.param, high.param, noise.param);
-      }
-      put(piece.momentum, low.momentum, high.momentum, noise.momentum);
-      put(piece.variance, low.variance, high.variance, noise.variance);
+      good = step_bf16<V, Grad, Copy>(f, piece, group, stream);
     }
-    store_copy<V, Copy>(piece.copy, i, low.param, high.param, stream);
+    if (!good && bad_group < 0) [[unlikely]] {
+      bad_group = group;
+    }
   }
   if (stream) {
     V::fence();

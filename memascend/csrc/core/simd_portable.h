@@ -117,23 +117,26 @@ inline Block mixed(const Block& in) {
   return out;
 }
 
-inline Block ars(std::uint64_t counter, const AdamWFactors& f) {
+// The block of the counter (number, step), and the same after one more round.
+struct TwoBlocks {
+  Block block, next;
+};
+
+inline TwoBlocks ars(std::uint64_t number, const AdamWFactors& f) {
   Block block;
-  std::memcpy(block.byte, &counter, 8);
+  std::memcpy(block.byte, &number, 8);
   std::memcpy(block.byte + 8, &f.step, 8);
   block = xored(block, f.round_key[0]);
   for (int round = 1; round < kArsRounds; ++round) {
     block = xored(mixed(substituted_and_shifted(block)), f.round_key[round]);
   }
-  return xored(substituted_and_shifted(block), f.round_key[kArsRounds]);
+  block = xored(substituted_and_shifted(block), f.round_key[kArsRounds]);
+  return {block, xored(mixed(substituted_and_shifted(block)), f.round_key[kArsRounds + 1])};
 }
 
 struct Portable {
   struct Floats {
     float lane[16];
-  };
-  struct Words {
-    std::uint32_t lane[16];
   };
   struct Halves {
     std::uint16_t lane[16];
@@ -141,11 +144,14 @@ struct Portable {
   struct Doubles {
     double lane[32];
   };
-  struct Pair {
-    Words low, high;  // of the group's first and last 16 elements
+  struct Two {
+    Floats a, b;
+  };
+  struct Packed {
+    std::uint16_t lane[32];  // a group of bf16
   };
   struct Noise {
-    Pair param, momentum, variance;
+    Packed param, momentum, variance;
   };
 
   template <class Result, class Make>
@@ -212,29 +218,48 @@ struct Portable {
   }
   static Floats widen_f16(const Halves& a) { return load_f16(a.lane); }
   static Floats widen(const Halves& a) { return load_bf16(a.lane); }
-  static Halves round(const Floats& a, const Words& random) {
-    return each<Halves>([&](int k) { return static_cast<std::uint16_t>((bits_of(a.lane[k]) + random.lane[k]) >> 16); });
-  }
-  static void store_rounded(std::uint16_t* p, const Floats& low, const Floats& high, const Pair& random) {
-    store_pair(p, round(low, random.low), round(high, random.high), false);
-  }
 
-  static Pair random_words(std::uint64_t first_block, const AdamWFactors& f) {
-    Pair out;
-    for (std::uint64_t k = 0; k < 8; ++k) {
-      const Block block = ars(first_block + k, f);
-      Words& half = k < 4 ? out.low : out.high;
-      std::memcpy(half.lane + 4 * (k % 4), block.byte, 16);
+  static Packed load_packed(const std::uint16_t* p) {
+    Packed out;
+    std::memcpy(out.lane, p, sizeof out.lane);
+    return out;
+  }
+  static void store_packed(std::uint16_t* p, const Packed& a, bool) { std::memcpy(p, a.lane, sizeof a.lane); }
+  // Even and odd elements, widened.
+  static Two split(const Packed& a) {
+    const auto part = [&](int odd) {
+      return each<Floats>([&](int k) { return float_of(static_cast<std::uint32_t>(a.lane[2 * k + odd]) << 16); });
+    };
+    return {part(0), part(1)};
+  }
+  static Two deinterleave(const Floats& first, const Floats& last) {
+    const auto at = [&](int i) { return i < 16 ? first.lane[i] : last.lane[i - 16]; };
+    return {each<Floats>([&](int k) { return at(2 * k); }), each<Floats>([&](int k) { return at(2 * k + 1); })};
+  }
+  static Two interleave(const Floats& even, const Floats& odd) {
+    const auto at = [&](int i) { return i % 2 == 0 ? even.lane[i / 2] : odd.lane[i / 2]; };
+    return {each<Floats>([&](int k) { return at(k); }), each<Floats>([&](int k) { return at(16 + k); })};
+  }
+  static Packed round(const Floats& even, const Floats& odd, const Packed& noise) {
+    Packed out;
+    for (int k = 0; k < 16; ++k) {
+      out.lane[2 * k] = static_cast<std::uint16_t>((bits_of(even.lane[k]) + noise.lane[2 * k]) >> 16);
+      out.lane[2 * k + 1] = static_cast<std::uint16_t>((bits_of(odd.lane[k]) + noise.lane[2 * k + 1]) >> 16);
     }
     return out;
   }
-  static Noise split(const Pair& words) {
-    const auto part = [&](auto take) -> Pair {
-      return {each<Words>([&](int k) { return take(words.low.lane[k]); }),
-              each<Words>([&](int k) { return take(words.high.lane[k]); })};
-    };
-    return {part([](std::uint32_t w) { return w & 0xFFFFu; }), part([](std::uint32_t w) { return (w ^ w >> 16) & 0xFFFFu; }),
-            part([](std::uint32_t w) { return w >> 16; })};
+
+  static Noise noise(std::uint64_t first_block, const AdamWFactors& f) {
+    Noise out;
+    for (std::uint64_t k = 0; k < 4; ++k) {
+      const TwoBlocks both = ars(first_block + k, f);
+      std::memcpy(out.param.lane + 8 * k, both.block.byte, 16);
+      std::memcpy(out.variance.lane + 8 * k, both.next.byte, 16);
+    }
+    for (int i = 0; i < 32; ++i) {
+      out.momentum.lane[i] = out.param.lane[i] ^ out.variance.lane[i];
+    }
+    return out;
   }
 
   static Doubles zero_sums() { return {}; }
