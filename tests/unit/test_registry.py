@@ -147,6 +147,7 @@ def test_expected_values_are_printed_numbers():
         "memascend-fig12-chain-is-linear",  # "linearly": an exponent of 1
         "memascend-fig12-fused-is-linear",
         "memascend-fig13-fused-adds-nothing",
+        "memascend-fig14-write-largest",  # 304,604,779 ns over 266,212.637 us
         "memascend-fig09-memascend-is-linear",  # "linearly": all of Equation 1, no more
         "memascend-fig09-zero-infinity-plateau",  # "identical": no difference
         "memascend-fig19-training-loss",
