@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from memascend.bench.rounds import alternate, conditions, spread
+from memascend.bench.rounds import alternate, conditions, ratios, spread
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import CountingAllocator, PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator
 from memascend.memory.pools import AdaptiveBufferPool, BufferPool, MonolithicBufferPool, adaptive_pool_classes
 from memascend.planner import model_spec
 from memascend.planner.pool import streamed
 
-_ALLOCATORS = {"page_aligned": PageAlignedPinnedAllocator, "power_of_two": PowerOfTwoPinnedAllocator}
+_ALLOCATORS: dict[str, Callable[..., Any]] = {
+    "page_aligned": PageAlignedPinnedAllocator,
+    "page_aligned, huge pages": partial(PageAlignedPinnedAllocator, pages="transparent"),
+    "power_of_two": PowerOfTwoPinnedAllocator,
+}
 _LEASES = 2000  # a lease takes microseconds: many are timed together
 
 
@@ -44,10 +49,17 @@ def measure_pinned(sizes_bytes: list[int], repeats: int) -> dict[str, Any]:
             "reserved_share": p["reserved_bytes"] / p["requested_bytes"],
             "locked": p["locked"],
             "seconds": vars(spread(p["seconds"])),
+            "times_faster_than": {
+                "power_of_two": vars(ratios(_seconds(points, "power_of_two", p["requested_bytes"]), p["seconds"]))
+            },
         }
         for p in points
     ]
     return {"benchmark": "pinned", "conditions": conditions(), "points": points, "summary": summary}
+
+
+def _seconds(points: list[dict[str, Any]], method: str, size: int) -> list[float]:
+    return next(p["seconds"] for p in points if (p["method"], p["requested_bytes"]) == (method, size))
 
 
 def _allocate_and_free(make: Callable[..., Any], size: int) -> Callable[[], None]:
@@ -71,7 +83,12 @@ def measure_pool(model: str, repeats: int) -> dict[str, Any]:
         leases = _LEASES // len(tensors.blocks[0]) * len(tensors.blocks[0])
         point["seconds"] = [taken / leases for taken in seconds[point["method"]]]
     summary = [
-        {"method": p["method"], "reserved_bytes": p["reserved_bytes"], "seconds": vars(spread(p["seconds"]))}
+        {
+            "method": p["method"],
+            "reserved_bytes": p["reserved_bytes"],
+            "share_of_monolithic": p["reserved_bytes"] / points[0]["reserved_bytes"],
+            "seconds": vars(spread(p["seconds"])),
+        }
         for p in points
     ]
     return {"benchmark": "pool", "model": model, "conditions": conditions(), "points": points, "summary": summary}

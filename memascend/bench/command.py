@@ -1,4 +1,4 @@
-"""`memascend bench {overflow,adamw,pinned,pool,nvme} [--json] [--out FILE]`."""
+"""`memascend bench {overflow,unscale,adamw,pinned,pool,nvme} [--json] [--out FILE]`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
             "overflow check: share of the read limit, times faster than the chain, DeepSpeed and torch",
             "1000000,30000000",
         ),
+        (
+            "unscale",
+            _unscale,
+            "unscale, norm and overflow: share of the limit, times faster than torch",
+            "1000000,30000000",
+        ),
         ("adamw", _adamw, "AdamW: times faster than DeepSpeedCPUAdam and torch, and the roofline", "1000000,30000000"),
         ("pinned", _pinned, "pinned memory: exact against power of two", None),
         ("pool", _pool, "buffer pool: adaptive against monolithic", None),
@@ -32,7 +38,7 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
         parser.add_argument("--repeats", type=count, default=7, help="rounds (default 7)")
         if numels:
             parser.add_argument("--numels", default=numels, help=f"elements, separated by commas (default {numels})")
-        if name == "overflow":
+        if name in ("overflow", "unscale"):
             parser.add_argument("--dtypes", default="fp32,fp16,bf16", help="separated by commas (default all three)")
         if name == "pinned":
             parser.add_argument("--mib", default="33,130,260", help="sizes in MiB, separated by commas")
@@ -82,20 +88,41 @@ def _show(ratio: dict[str, float]) -> str:
 def _overflow(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
     from memascend.bench import overflow
 
-    dtypes = options.dtypes.split(",")
-    unknown = [name for name in dtypes if name not in overflow.DTYPES]
-    if unknown:
-        raise ValueError(f"--dtypes: unknown {unknown[0]!r}: use {', '.join(overflow.DTYPES)}")
-    result = overflow.measure(dtypes, _counts("--numels", options.numels, count), options.repeats)
+    result = overflow.measure(_dtypes(options), _counts("--numels", options.numels, count), options.repeats)
     lines = ["share of the read limit (fastest reader), and times faster; medians with quartiles"]
     lines += [f"without {peer}: {reason}" for peer, reason in result["missing"].items()]
+    return result, lines + _shares(result)
+
+
+def _unscale(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
+    from memascend.bench import unscale
+
+    result = unscale.measure(_dtypes(options), _counts("--numels", options.numels, count), options.repeats)
+    lines = [
+        "share of the limit (fastest loop that reads and writes in place), and times faster; medians with quartiles"
+    ]
+    return result, lines + _shares(result)
+
+
+def _dtypes(options: argparse.Namespace) -> list[str]:
+    from memascend.bench.overflow import DTYPES
+
+    dtypes = options.dtypes.split(",")
+    unknown = [name for name in dtypes if name not in DTYPES]
+    if unknown:
+        raise ValueError(f"--dtypes: unknown {unknown[0]!r}: use {', '.join(DTYPES)}")
+    return dtypes
+
+
+def _shares(result: dict[str, Any]) -> list[str]:
+    lines = []
     for row in result["summary"]:
         others = ", ".join(f"{name} {_show(ratio)}" for name, ratio in row["times_faster_than"].items())
         lines.append(
             f"{row['dtype']} {row['numel']:>11,}: {_show(row['share_of_limit'])} of {row['limit_gb_s']:.1f} GB/s"
             f" ({row['limit']}); {others}"
         )
-    return result, lines
+    return lines
 
 
 def _adamw(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
@@ -120,8 +147,10 @@ def _pinned(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any],
     lines = ["bytes reserved over bytes asked for, and seconds to allocate, lock and free"]
     for row in result["summary"]:
         lines.append(
-            f"{row['requested_bytes'] >> 20:>6} MiB {row['method']:<13} {row['reserved_share']:.3f} x,"
-            f" {row['seconds']['median'] * 1e3:.1f} ms{'' if row['locked'] else ' (touched, not locked)'}"
+            f"{row['requested_bytes'] >> 20:>6} MiB {row['method']:<24} {row['reserved_share']:.3f} x,"
+            f" {row['seconds']['median'] * 1e3:.1f} ms,"
+            f" {_show(row['times_faster_than']['power_of_two'])} x power of two"
+            f"{'' if row['locked'] else ' (touched, not locked)'}"
         )
     return result, lines
 
@@ -133,7 +162,8 @@ def _pool(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], l
     lines = [f"{options.model}: bytes of the pool at fp16 with one block in flight, and time of a lease and return"]
     for row in result["summary"]:
         lines.append(
-            f"  {row['method']:<22} {row['reserved_bytes'] / 2**30:8.2f} GiB, {row['seconds']['median'] * 1e6:.2f} us"
+            f"  {row['method']:<22} {row['reserved_bytes'] / 2**30:8.2f} GiB ({row['share_of_monolithic']:.1%}),"
+            f" {row['seconds']['median'] * 1e6:.2f} us"
         )
     return result, lines
 

@@ -98,6 +98,23 @@ def test_overflow_without_deepspeed_says_so(capsys, monkeypatch):
 
 
 @pytest.mark.deepspeed
+def test_unscale_states_the_limit_and_what_torch_takes(capsys):
+    _, text, _ = run(capsys, "unscale", "--dtypes", "fp32,fp16", "--numels", "5000,7000", "--repeats", "2", "--json")
+    made = json.loads(text)
+    assert {(row["dtype"], row["numel"]) for row in made["summary"]} == {
+        (dtype, numel) for dtype in ("fp32", "fp16") for numel in (5000, 7000)
+    }
+    for row in made["summary"]:
+        assert row["limit"] in ("mul", "neg")
+        assert set(row["times_faster_than"]) == {"torch", "chain"}
+    assert {(p["dtype"], p["numel"], p["bytes"]) for p in made["points"]} == {
+        ("fp32", 5000, 40_000),
+        ("fp32", 7000, 56_000),
+        ("fp16", 5000, 20_000),
+        ("fp16", 7000, 28_000),
+    }
+
+
 def test_adamw_states_the_limit_and_both_peers(capsys):
     _, text, _ = run(capsys, "adamw", "--numels", "4096", "--repeats", "1", "--json")
     made = json.loads(text)
@@ -120,7 +137,11 @@ def test_adamw_without_deepspeed_says_so(capsys, monkeypatch):
 def test_pinned_compares_what_is_reserved(capsys):
     _, text, _ = run(capsys, "pinned", "--mib", "3", "--repeats", "1", "--json")
     shares = {row["method"]: row["reserved_share"] for row in json.loads(text)["summary"]}
-    assert shares == {"page_aligned": 1.0, "power_of_two": pytest.approx(4 / 3)}
+    assert shares == {
+        "page_aligned": 1.0,
+        "page_aligned, huge pages": 1.0,
+        "power_of_two": pytest.approx(4 / 3),
+    }
 
 
 def test_pool_counts_by_the_code_of_a_run(capsys):
@@ -137,6 +158,7 @@ def test_pool_counts_by_the_code_of_a_run(capsys):
     [
         (["overflow", "--numels", "5,x"], "'x' is not a positive whole number"),
         (["overflow", "--dtypes", "fp64"], "unknown 'fp64': use fp32, fp16, bf16"),
+        (["unscale", "--dtypes", "int8"], "unknown 'int8': use fp32, fp16, bf16"),
         (["adamw", "--repeats", "0"], "'0' is not a positive whole number"),
         (["pool", "--out", "no/such/folder/record.json"], "there is no folder"),
         (["nvm"], "invalid choice"),

@@ -15,6 +15,8 @@ SCHEMAS = Path(__file__).resolve().parents[2] / "workflows" / "schemas"
     ("part", "options"),
     [
         ("overflow", ["--dtypes", "fp16", "--numels", "1000", "--repeats", "1"]),
+        ("unscale", ["--dtypes", "bf16", "--numels", "1000", "--repeats", "1"]),
+        ("adamw", ["--numels", "1000", "--repeats", "1"]),
         ("pinned", ["--mib", "1", "--repeats", "1"]),
         ("pool", ["--model", "llama3.2-1b", "--repeats", "1"]),
     ],

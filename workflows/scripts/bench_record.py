@@ -14,7 +14,7 @@ from pathlib import Path
 
 from workflows.scripts import provenance
 
-PARTS = ("overflow", "adamw", "pinned", "pool", "nvme")
+PARTS = ("overflow", "unscale", "adamw", "pinned", "pool", "nvme")
 
 
 def main(argv: list[str] | None = None) -> int:
