@@ -101,5 +101,5 @@ def test_the_report_shows_each_exhibit_and_needs_nothing_from_outside(full: Path
 
 
 def test_the_report_says_which_exhibit_is_not_drawn(tmp_path: Path) -> None:
-    with pytest.raises(tidy.TableError, match="memascend-fig03 is not drawn yet"):
+    with pytest.raises(tidy.TableError, match="memascend-fig02 is not drawn yet"):
         report.page(REGISTRY, tmp_path, [])

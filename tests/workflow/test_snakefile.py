@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from workflow_fixtures import built_exhibits
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = ("smoke", "quick", "full", "gpu")
@@ -69,7 +70,7 @@ def test_the_plan_of_every_profile_holds_its_runs_and_all_exhibits(tmp_path: Pat
         assert done.returncode == 0 or "environment deepspeed_016 is missing" in last_line(done)
         return
     assert done.returncode == 0, text
-    assert len(set(re.findall(r"output: \S+/figures/(memascend-\w+)\.svg", text))) == 11
+    assert set(re.findall(r"output: \S+/figures/(memascend-\w+)\.svg", text)) == set(built_exhibits())
     runs = set(re.findall(r"output: \S+/raw/(train-\S+)\.json", text))
     assert any("as_published" in run for run in runs)
     assert any(run.endswith("-memascend") for run in runs)
@@ -80,7 +81,7 @@ def test_measurements_take_every_core_and_hold_one_lock(tmp_path: Path) -> None:
     folders = [f"{name}_dir={tmp_path / name}" for name in ("raw", "derived", "figures")]
     done = subprocess.run([*command, *folders], cwd=ROOT, capture_output=True, text=True, check=True)
     blocks = re.split(r"\n\s*\n", done.stdout + done.stderr)
-    measuring = [b for b in blocks if re.search(r"rule (training_run|overflow_bench|kernel_bench):", b)]
+    measuring = [b for b in blocks if re.search(r"rule (training_run|step_times|overflow_bench|kernel_bench):", b)]
     assert len(measuring) > 5
     assert all("threads: 3" in block for block in measuring)
     shells = re.findall(r"flock \S+/raw/\.machine\.lock .*", done.stdout + done.stderr)

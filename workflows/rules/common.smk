@@ -24,7 +24,14 @@ MEASURED_SCRIPTS = {
     "training": (
         "workflows/scripts/run_training.py",
         "workflows/scripts/training_child.py",
+        "workflows/scripts/children.py",
         "workflows/scripts/memory_account.py",
+    ),
+    "times": (
+        "workflows/scripts/time_arms.py",
+        "workflows/scripts/run_training.py",
+        "workflows/scripts/training_child.py",
+        "workflows/scripts/children.py",
     ),
     "overflow": (
         "workflows/scripts/bench_overflow.py",
@@ -75,6 +82,7 @@ def training_runs(experiments, profile):
         group = {**experiments["defaults"], **group}
         for model, k in group["models"].items():
             for arm in group["arms"]:
+                named_in(experiments, "arms", arm)
                 for dtype in group["dtypes"]:
                     for seed in group["seeds"]:
                         run_id, run = one_training_run(
@@ -91,11 +99,16 @@ def training_runs(experiments, profile):
     return runs
 
 
-def one_training_run(experiments, group, model, k, arm, dtype, seed):
-    if arm not in experiments["arms"]:
+def named_in(experiments, section, name):
+    """The entry of that name; otherwise one line with the known ones."""
+    if name not in experiments[section]:
         stop(
-            f"{config['experiments']}: unknown arm {arm!r}; known arms: {', '.join(experiments['arms'])}"
+            f"{config['experiments']}: unknown {section[:-1]} {name!r}; known {section}: {', '.join(experiments[section])}"
         )
+    return experiments[section][name]
+
+
+def one_training_run(experiments, group, model, k, arm, dtype, seed):
     fields = {
         name: group[name]
         for name in (
@@ -104,22 +117,48 @@ def one_training_run(experiments, group, model, k, arm, dtype, seed):
             "steps",
             "ranks",
             "mode",
+            "matmul",
+            "evaluate_every",
             "time_limit_s",
             "exhibits",
         )
     }
+    gpus = group.get("gpus", group["ranks"])
+    points = [
+        twin_point(context, batch * gpus, k, group["ranks"])
+        for context, batch in group.get("points", [])
+    ]
+    stacks = [named_in(experiments, "stacks", name) for name in group.get("stacks", [])]
     words = ["train", model, f"k{k}", dtype, arm]
     words.extend([f"s{seed}"] if seed else [])
     words.extend([f"r{group['ranks']}"] if group["ranks"] > 1 else [])
-    words.extend(["time"] if group["mode"] == "time" else [])
+    words.extend(["stacks"] if len(stacks) > 1 else ["sweep"] if points else [])
+    words.extend(["curve"] if group["evaluate_every"] else [])
+    words.extend(
+        ["time"] if group["mode"] == "time" and not group["evaluate_every"] else []
+    )
     return "-".join(words), {
         **experiments["arms"][arm],
         "model": model,
         "k": k,
         "dtype": dtype,
         "seed": seed,
+        "gpus": gpus,
+        "points": points,
+        "stacks": [
+            f"{s['checkpointing']}:{s['attention']}:{s['loss']}" for s in stacks
+        ],
         **fields,
     }
+
+
+def twin_point(context, sequences, k, ranks):
+    """TOKENSxBATCH of a rank for a context of the original and the sequences of a whole step."""
+    if context % k or sequences % ranks:
+        stop(
+            f"{config['experiments']}: a context of {context} with {sequences} sequences has no twin at k = {k} on {ranks} ranks"
+        )
+    return f"{context // k}x{sequences // ranks}"
 
 
 def code_digest(kind):
@@ -168,12 +207,31 @@ def training_arguments(run):
         "seed",
         "ranks",
         "mode",
+        "gpus",
+        "matmul",
     )
     return " ".join(
         [
             *(f"--{word} {run[word]}" for word in words),
+            f"--evaluate-every {run['evaluate_every']}",
             f"--time-limit {run['time_limit_s']}",
+            *(["--points", *run["points"]] if run["points"] else []),
+            *(["--stacks", *run["stacks"]] if run["stacks"] else []),
         ]
+    )
+
+
+def times_arguments(run):
+    """Command-line words of time_arms for one run of experiments.yaml."""
+    arms = []
+    for word in run["arms"]:
+        arm, _, dtype = word.partition(":")
+        named = named_in(EXPERIMENTS, "arms", arm)
+        arms.append(f"{named['system']}:{named['arm']}:{dtype}")
+    points = [twin_point(c, b, run["k"], 1) for c, b in run["points"]]
+    return (
+        f"--model {run['model']} --k {run['k']} --rounds {run['rounds']} --matmul {run['matmul']}"
+        f" --time-limit {run['time_limit_s']} --arms {' '.join(arms)} --points {' '.join(points)}"
     )
 
 
@@ -302,11 +360,15 @@ KERNELS = {
     bench["run_id"]: bench
     for bench in EXPERIMENTS["profiles"][config["profile"]].get("bench", [])
 }
+TIMES = {
+    run["run_id"]: run
+    for run in EXPERIMENTS["profiles"][config["profile"]].get("times", [])
+}
 
 
 def records_of(exhibit):
     """Records that one exhibit is drawn from; the probed machine is one of every exhibit's."""
-    runs = {**BENCHES, **KERNELS, **RUNS}
+    runs = {**BENCHES, **KERNELS, **RUNS, **TIMES}
     wanted = [run_id for run_id, run in runs.items() if exhibit in run["exhibits"]]
     return [f"{RAW}/{run_id}.json" for run_id in ["testbed-local", *wanted]]
 
@@ -316,3 +378,4 @@ wildcard_constraints:
     train_id="train-[a-z0-9._-]+",
     bench_id="bench-[a-z0-9-]+",
     kernel_id="kernel-[a-z0-9-]+",
+    times_id="times-[a-z0-9.-]+",

@@ -22,6 +22,23 @@ rule training_run:
         " {params.arguments} --out {output.record} > {log} 2>&1"
 
 
+rule step_times:
+    output:
+        record=f"{RAW}/{{times_id}}.json",
+    log:
+        f"{RAW}/logs/{{times_id}}.log",
+    conda:
+        "../envs/memascend.yaml"
+    threads: workflow.cores
+    params:
+        arguments=lambda w: times_arguments(run_named(TIMES, w.times_id)),
+        lock=f"{RAW}/.machine.lock",
+        code=code_digest("times"),
+    shell:
+        "flock {params.lock} python -m workflows.scripts.time_arms --run-id {wildcards.times_id}"
+        " {params.arguments} --out {output.record} > {log} 2>&1"
+
+
 rule overflow_bench:
     output:
         record=f"{RAW}/{{bench_id}}.json",

@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from workflows.scripts import check_latency, tidy
+from workflows.scripts import check_latency, derive_sweeps, derive_times, tidy
 from workflows.scripts.records import Run, last_check, load, read_trace, without_temporaries
 from workflows.scripts.tidy import AS_PUBLISHED, DENSE, GIB, MEMASCEND, SCALED
 
@@ -313,7 +313,8 @@ def listed(devices: list[dict[str, Any]], size: str, unit: str) -> str:
 
 def derive(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every row of the measured lane."""
-    training = [Run(r, r["_path"]) for r in records if r["kind"] == "training"]
+    every = [Run(r, r["_path"]) for r in records if r["kind"] == "training"]
+    training = [run for run in every if not derive_sweeps.is_sweep(run) and not derive_sweeps.is_curve(run)]
     benches = [r for r in records if r["kind"] == "bench-overflow" and r["status"] == "ok"]
     paired = [
         r for r in training if r.series not in (tidy.ZERO_OFFLOAD, tidy.ALL_IN_GPU) and r.model not in TABLE2_MODELS[:2]
@@ -328,6 +329,8 @@ def derive(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows += [*tab02([r for r in training if r.dtype == "fp16"]), *machine(records)]
     kernels = [r for r in records if r["kind"] == "bench" and r["status"] == "ok"]
     checks = [r for r in kernels if r["benchmark"] == "overflow"]
+    rows += derive_sweeps.rows(every)
+    rows += derive_times.rows([r for r in records if r["kind"] == "step-times" and r["status"] == "ok"])
     return join_seeds(rows) + [each for bench in checks for each in check_latency.rows(bench)]
 
 
@@ -357,6 +360,8 @@ def run_summary(record: dict[str, Any]) -> dict[str, Any]:
         "memory_gib": f"{host['memory_bytes'] / GIB:.1f}",
         "dirty": str(record["dirty"]).lower(),
     }
+    if record["kind"] == "step-times":
+        return out | {"k": record["twin"]["k"]}
     if record["kind"] != "training":
         return out
     run = Run(record, record["_path"])

@@ -72,9 +72,43 @@ def thin(samples: list[tuple], window_s: float) -> list[tuple]:
 def account(results: list[dict[str, Any]], samples: list[tuple]) -> dict[str, Any]:
     """``memory`` and ``ledger`` of a record. Several ranks: sums over ranks (samples are already summed)."""
     ledgers = [_rank_ledger(r) for r in results]
-    entries = [e for ledger in ledgers for e in ledger]
     begin = max(_first_steady(r) for r in results)
     end = max(r["phases"][-1]["end_s"] for r in results)
+    memory, at = _memory(results, samples, ledgers, begin, end)
+    start = samples[0][0] if samples else 0.0
+    entries = [e for ledger in ledgers for e in ledger if e["reserved_bytes"] >= 4096]
+    return {"memory": memory, "ledger": [_relative(e, start, at) for e in entries]}
+
+
+def points(results: list[dict[str, Any]], samples: list[tuple]) -> list[dict[str, Any]]:
+    """The points of a sweep, each with the memory of its own steady steps and the bytes of its checkpoint store."""
+    ledgers = [_rank_ledger(r) for r in results]
+    entries = [e for ledger in ledgers for e in ledger]
+    out = []
+    for point in results[0]["points"]:
+        first = max(point["first_step"], results[0]["warm_up_steps"] + 1)
+        begin = max(_phase(r, f"step{first}-forward")["begin_s"] for r in results)
+        end = max(_phase(r, f"step{point['last_step']}-optimizer")["end_s"] for r in results)
+        memory, at = _memory(results, samples, ledgers, begin, end)
+        stores = [e for e in entries if e["owner"] == "activation_checkpoints" and _alive(e, at)]
+        sizes = {f"checkpoint_store_{n}_bytes": sum(e[f"{n}_bytes"] for e in stores) for n in ("requested", "reserved")}
+        out.append({**point, "memory": memory, **sizes})
+    return out
+
+
+def _phase(result: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(p for p in result["phases"] if p["name"] == name)
+
+
+def _memory(
+    results: list[dict[str, Any]],
+    samples: list[tuple],
+    ledgers: list[list[dict[str, Any]]],
+    begin: float,
+    end: float,
+) -> tuple[dict[str, int | float], float]:
+    """The ``memory`` section of the steps from ``begin`` to ``end``, and when the ledger peaks in them."""
+    entries = [e for ledger in ledgers for e in ledger]
     steady = [s for s in samples if begin <= s[0] <= end]
     startup = [s for s in samples if s[0] < min(_training_begin(r) for r in results)]
     idle, end_idle = [r["idle"][0] for r in results], [r["idle"][-1] for r in results]
@@ -82,7 +116,7 @@ def account(results: list[dict[str, Any]], samples: list[tuple]) -> dict[str, An
     idle_host = sum(_host(i["status"]) for i in idle)
     baseline = idle_host - live_when_idle
     sampled = max((s[2] + s[3] for s in steady), default=0)
-    host_peak = max(sampled, *(_host_high_water_mark(r, begin) for r in results)) if len(results) == 1 else sampled
+    host_peak = max(sampled, *(_host_high_water_mark(r, begin, end) for r in results)) if len(results) == 1 else sampled
     ledger_peak, at = _peak(entries, begin, end)
     net = host_peak - baseline
     first = [s for s in samples if min(_training_begin(r) for r in results) <= s[0] < begin]
@@ -107,14 +141,20 @@ def account(results: list[dict[str, Any]], samples: list[tuple]) -> dict[str, An
         "host_peak_sampled_bytes": sampled,
         "host_peak_net_bytes": net,
         "device_peak_bytes": max((s[4] for s in steady), default=0),
+        "device_allocated_peak_bytes": sum(_device_peak(r, begin, end) for r in results),
         "ledger_peak_bytes": ledger_peak,
         "ledger_explained_share": ledger_peak / net if net > 0 else 0.0,
         "ledger_live_idle_bytes": live_when_idle,
         "overflow_spike_bytes": _spike(ledgers, results),
         "locked_buffers_bytes": sum(e["reserved_bytes"] for e in entries if e["locked"] and _alive(e, idle[0]["at_s"])),
     }
-    start = samples[0][0] if samples else 0.0
-    return {"memory": memory, "ledger": [_relative(e, start, at) for e in entries if e["reserved_bytes"] >= 4096]}
+    return memory, at
+
+
+def _device_peak(result: dict[str, Any], begin: float, end: float) -> int:
+    """Most bytes of the device's role alive at once, from allocation events: no sample can miss it."""
+    blocks = [b for b in _blocks(result["tracked_events"]) if b["role"] == "device"]
+    return _peak([b | {"reserved_bytes": b["bytes"], "role": "host"} for b in blocks], begin, end)[0]
 
 
 def _host(status: dict[str, int]) -> int:
@@ -132,7 +172,7 @@ def _first_steady(result: dict[str, Any]) -> float:
     return begins.get(f"step{result['warm_up_steps'] + 1}-forward", begins["step1-forward"])
 
 
-def _host_high_water_mark(result: dict[str, Any], begin: float) -> int:
+def _host_high_water_mark(result: dict[str, Any], begin: float, end: float) -> int:
     """Largest kernel high-water mark of a steady host phase, minus the most that the device role held in that phase.
 
     A lower bound of the host's peak that no sample can miss, however busy the machine: a spike may be shorter than the
@@ -141,7 +181,7 @@ def _host_high_water_mark(result: dict[str, Any], begin: float) -> int:
     blocks = [b for b in _blocks(result["tracked_events"]) if b["role"] == "device"]
     best = 0
     for phase in result["phases"]:
-        if phase["role"] != "host" or phase["begin_s"] < begin:
+        if phase["role"] != "host" or phase["begin_s"] < begin or phase["end_s"] > end:
             continue
         during = [b | {"reserved_bytes": -(-b["bytes"] // 4096) * 4096, "role": "host"} for b in blocks]
         device, _ = _peak(during, phase["begin_s"], phase["end_s"])

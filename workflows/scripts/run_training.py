@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,10 +21,9 @@ from typing import Any
 from baselines.protocol import RunSpec, Sizes, load_system, scaled
 from memascend.planner import model_spec
 from memascend.planner.pool import streamed
-from workflows.scripts import memory_account, provenance
+from workflows.scripts import children, memory_account, provenance
 
 MIB = 1 << 20
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "2"}
 FREE_SPACE_FACTOR = 24  # bytes a parameter on the swap device: 18 are written each step, plus gradients and slack
 
 
@@ -56,6 +54,29 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default="reentrant",
         help="gradient checkpointing; DeepSpeed 0.16 runs out of pool buffers with non-reentrant",
     )
+    p.add_argument(
+        "--stacks",
+        nargs="+",
+        default=[],
+        metavar="CHECKPOINTING:ATTENTION:LOSS",
+        help="all points with each of these in turn, instead of --checkpointing: "
+        "none|plain|offloaded : eager|sdpa : plain|chunked",
+    )
+    p.add_argument(
+        "--matmul",
+        choices=("native", "fp32"),
+        default="native",
+        help="fp32: linear layers multiply in fp32 and round, as GPUs do; a CPU is far slower in fp16",
+    )
+    p.add_argument(
+        "--points",
+        nargs="+",
+        default=[],
+        metavar="TOKENSxBATCH",
+        help="several sequences and batches in one process, --steps of each after the warm-up; peaks of each apart",
+    )
+    p.add_argument("--gpus", type=int, help="GPUs whose sequences a step holds, for the record (default: the ranks)")
+    p.add_argument("--evaluate-every", type=int, default=0, metavar="STEPS", help="loss on held-out text; 0: never")
     p.add_argument("--no-gather-clone", action="store_true", help="negative control: leave out the CPU gather repair")
     p.add_argument("--out", required=True, type=Path)
     return p.parse_args(argv)
@@ -75,16 +96,17 @@ def run(args: argparse.Namespace) -> int:
     system = load_system(args.system, args.arm)
     spec = RunSpec(**{f: getattr(args, f) for f in RunSpec.__dataclass_fields__})
     twin = model_spec(args.model).twin(args.k) if args.k > 1 else model_spec(args.model)
-    if args.sequence < 2 or args.steps < 1 or args.batch < 1 or args.ranks < 1:
+    points = [point(text) for text in args.points] or [(args.sequence, args.batch)]
+    if min(s for s, _ in points) < 2 or min(b for _, b in points) < 1 or args.steps < 1 or args.ranks < 1:
         raise ValueError("--sequence must be at least 2; --steps, --batch and --ranks at least 1")
-    _require_results_folder(args.out)
+    require_results_folder(args.out)
     swap = Path(args.nvme).absolute() / args.run_id
-    sizes = _sizes(twin, args)
-    _require_space(swap, sizes.parameters)
+    sizes = sizes_of(twin, args.ranks)
+    require_space(swap, sizes.parameters)
     config = system.deepspeed_config(spec, sizes, str(swap))
-    with tempfile.TemporaryDirectory(prefix="memascend-run-") as work:
+    with children.scratch_folder() as work:
         try:
-            outcome = _train(args, spec, twin, system, config, Path(work))
+            outcome = _train(args, twin, system.parts(args.arm), config, work)
         finally:
             shutil.rmtree(swap, ignore_errors=True)
     if outcome["status"] == "crash":
@@ -105,9 +127,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sizes(twin: Any, args: argparse.Namespace) -> Sizes:
+def point(text: str) -> tuple[int, int]:
+    """(tokens, sequences) of a word such as 128x2."""
+    tokens, x, batch = text.partition("x")
+    if not (x and tokens.isdigit() and batch.isdigit()):
+        raise ValueError(f"--points: {text!r} is no point; write tokens x sequences, such as 128x2")
+    return int(tokens), int(batch)
+
+
+def stack(text: str) -> dict[str, str]:
+    """What a word such as offloaded:sdpa:chunked asks for, in the names of memascend's options of a model."""
+    words = text.split(":")
+    if len(words) != 3:
+        raise ValueError(f"--stacks: {text!r} is no stack; write checkpointing:attention:loss, as none:eager:plain")
+    return dict(zip(("checkpointing", "attention", "loss"), words, strict=True))
+
+
+def sizes_of(twin: Any, ranks: int) -> Sizes:
+    """What a system's configuration needs to know of the model."""
     tensors = twin.tensors()
-    flow = streamed(tensors, element_bytes=2, ranks=args.ranks, threshold_bytes=scaled(MIB, args.k))
+    flow = streamed(tensors, element_bytes=2, ranks=ranks, threshold_bytes=scaled(MIB, twin.k))
     return Sizes(
         largest_tensor=flow.largest,
         parameters=sum(_numel(t.shape) for t in tensors),
@@ -122,7 +161,7 @@ def _numel(shape: Any) -> int:
     return total
 
 
-def _require_results_folder(out: Path) -> None:
+def require_results_folder(out: Path) -> None:
     """Before hours of training, not after."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +173,7 @@ def _require_results_folder(out: Path) -> None:
         ) from None
 
 
-def _require_space(swap: Path, parameters: int) -> None:
+def require_space(swap: Path, parameters: int) -> None:
     if swap.exists() and {p.name for p in swap.iterdir()} - {"zero_stage_3"}:
         raise ValueError(f"{swap} holds files that are not swap files; move them, or name another folder with --nvme")
     try:
@@ -153,66 +192,61 @@ def _require_space(swap: Path, parameters: int) -> None:
         )
 
 
-def _train(
-    args: argparse.Namespace, spec: RunSpec, twin: Any, system: Any, config: dict[str, Any], work: Path
-) -> dict[str, Any]:
+def job_of(twin: Any, parts: dict[str, str], config: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """The job file of one rank: what training_child reads. ``settings`` stand over the defaults."""
     from memascend.integrations.huggingface import token_file
 
+    tokens = token_file(provenance.cache_dir() / "text", min(4096, twin.vocab))
+    return {
+        "rank": 0,
+        "ranks": 1,
+        "seed": 0,
+        "mode": "memory",
+        "steps": 1,
+        "sequence": 32,
+        "batch": 1,
+        "points": [],
+        "token_file": str(tokens),
+        "model_config": twin.hf_config_dict(),
+        "deepspeed_config": config,
+        "parts": parts,
+        "minimum_swap_bytes": scaled(MIB, twin.k),
+        "gather_clone": True,
+        "checkpointing": "reentrant",
+        "stacks": [],
+        "matmul": "native",
+        "evaluate_every": 0,
+        "hash_master_weights": True,
+        "turn_fd": None,
+        "done_fd": None,
+        **settings,
+    }
+
+
+def _train(
+    args: argparse.Namespace, twin: Any, parts: dict[str, str], config: dict[str, Any], work: Path
+) -> dict[str, Any]:
     threads = max(1, (os.cpu_count() or 1) // args.ranks)
-    cache = provenance.cache_dir()
-    tokens = token_file(cache / "text", min(4096, twin.vocab))
-    children = []
-    for rank in range(args.ranks):
-        job = {
-            "rank": rank,
-            "ranks": args.ranks,
-            "threads": threads,
-            "seed": args.seed,
-            "mode": args.mode,
-            "dtype": args.dtype,
-            "steps": args.steps,
-            "sequence": args.sequence,
-            "batch": args.batch,
-            "token_file": str(tokens),
-            "model_config": twin.hf_config_dict(),
-            "deepspeed_config": config,
-            "parts": system.parts(args.arm),
-            "minimum_swap_bytes": scaled(MIB, args.k),
-            "gather_clone": not args.no_gather_clone,
-            "checkpointing": args.checkpointing,
-            "hash_master_weights": True,
-        }
-        (work / f"job{rank}.json").write_text(json.dumps(job))
-    port = _free_port()
+    same = ("ranks", "seed", "mode", "dtype", "steps", "sequence", "batch")
+    same += ("checkpointing", "matmul")
+    settings = {name: getattr(args, name) for name in (*same, "evaluate_every")}
+    settings |= {"threads": threads, "points": [point(text) for text in args.points]}
+    settings["stacks"] = [stack(text) for text in args.stacks]
+    job = job_of(twin, parts, config, **settings, gather_clone=not args.no_gather_clone)
+    port = children.free_port()
     started = time.monotonic()
-    for rank in range(args.ranks):
-        environment = _environment(rank, args.ranks, port, threads)
-        log = (work / f"rank{rank}.log").open("w")
-        children.append(
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "workflows.scripts.training_child",
-                    "--job",
-                    str(work / f"job{rank}.json"),
-                    "--result",
-                    str(work / f"result{rank}.json"),
-                ],
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        )
+    ranks = [
+        children.start({**job, "rank": rank}, work, str(rank), children.environment(rank, args.ranks, port, threads))
+        for rank in range(args.ranks)
+    ]
     try:
-        samples, status = _watch(children, started + args.time_limit, args.mode == "memory")
+        samples, status = _watch(ranks, started + args.time_limit, args.mode == "memory")
     finally:
-        _remove_shared_buffers(port)
-    logs = "".join((work / f"rank{r}.log").read_text() for r in range(args.ranks))
+        children.remove_shared_buffers(port)
+    logs = "".join((work / f"log{r}.txt").read_text() for r in range(args.ranks))
     results = [json.loads(p.read_text()) for p in sorted(work.glob("result*.json"))]
     if status == "ok" and len(results) < args.ranks:
-        status = "oom" if any(c.returncode == -signal.SIGKILL for c in children) else "crash"
+        status = "oom" if any(c.returncode == -signal.SIGKILL for c in ranks) else "crash"
     if status == "ok" and any(r.get("status") == "oom" for r in results):
         status = "oom"
     return {
@@ -220,61 +254,31 @@ def _train(
         "samples": samples,
         "results": results,
         "log": logs,
-        "exit_code": [c.returncode for c in children],
+        "exit_code": [c.returncode for c in ranks],
         "wall_s": time.monotonic() - started,
     }
 
 
-def _remove_shared_buffers(port: int) -> None:
-    """DeepSpeed's shared-memory all-reduce leaves 66 MiB a run in /dev/shm, named after the rendezvous port."""
-    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_127.0.0.1_{port}_*"):
-        buffer.unlink(missing_ok=True)
-
-
-def _environment(rank: int, ranks: int, port: int, threads: int) -> dict[str, str]:
-    return {
-        **os.environ,
-        **MALLOC,
-        "DS_ACCELERATOR": "cpu",
-        "LOCAL_RANK": str(rank),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": str(threads),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONHASHSEED": "0",
-    }
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def _watch(children: list[subprocess.Popen], deadline: float, fine: bool) -> tuple[list[tuple], str]:
-    """Sample every child's memory until all have ended. Rows: (t_s, rss, anon, file, shmem, locked), sums."""
-    reader = memory_account.sum_of_pss if len(children) > 1 else memory_account.sum_of_status
+def _watch(ranks: list[subprocess.Popen], deadline: float, fine: bool) -> tuple[list[tuple], str]:
+    """Sample every rank's memory until all have ended. Rows: (t_s, rss, anon, file, shmem, locked), sums."""
+    reader = memory_account.sum_of_pss if len(ranks) > 1 else memory_account.sum_of_status
     interval, samples, status = (0.001 if fine else 0.05), [], "ok"
     try:
-        while any(c.poll() is None for c in children):
+        while any(c.poll() is None for c in ranks):
             now = time.monotonic()
-            row = reader([c.pid for c in children])
+            row = reader([c.pid for c in ranks])
             if row is not None:
                 samples.append((now, *row))
             if now > deadline:
                 status = "timeout"
                 break
-            if any(c.returncode not in (None, 0) for c in children):
+            if any(c.returncode not in (None, 0) for c in ranks):
                 break
             time.sleep(interval)
     finally:
-        for child in children:
+        for child in ranks:
             if child.poll() is None:
-                if status == "ok" and all(c.returncode in (None, 0) for c in children):
+                if status == "ok" and all(c.returncode in (None, 0) for c in ranks):
                     child.wait()
                     continue
                 os.killpg(child.pid, signal.SIGKILL)
@@ -304,7 +308,12 @@ def _record(
         "time_limit_s": args.time_limit,
         "wall_s": outcome["wall_s"],
         "checkpointing": args.checkpointing,
-        "environment": MALLOC,
+        "stacks": [stack(text) for text in args.stacks],
+        "matmul": args.matmul,
+        "points_requested": [list(point(text)) for text in args.points],
+        "evaluate_every": args.evaluate_every,
+        "gpus": args.gpus or args.ranks,
+        "environment": children.SETTINGS,
         "config": json.loads(json.dumps(config).replace(str(Path(args.nvme).absolute()), "NVME")),
     }
     if outcome["status"] == "ok":
@@ -330,17 +339,27 @@ def _results(args: argparse.Namespace, outcome: dict[str, Any]) -> dict[str, Any
         "overflow_check_seconds": [c["end_s"] - c["begin_s"] for c in first["overflow_checks"]],
         "io": {
             "read_bytes_per_step": [
-                sum(r["io_steps"][i]["bytes_read"] for r in outcome["results"]) for i in range(args.steps)
+                sum(r["io_steps"][i]["bytes_read"] for r in outcome["results"]) for i in range(len(first["io_steps"]))
             ],
             "written_bytes_per_step": [
-                sum(r["io_steps"][i]["bytes_written"] for r in outcome["results"]) for i in range(args.steps)
+                sum(r["io_steps"][i]["bytes_written"] for r in outcome["results"])
+                for i in range(len(first["io_steps"]))
             ],
             "realigned_reads_per_step": [s["realigned_reads"] for s in first["io_steps"]],
         },
     }
+    if "evaluation" in first:
+        fields["evaluation"] = first["evaluation"]
     if args.mode == "memory":
         fields |= memory_account.account(outcome["results"], outcome["samples"])
+    if args.mode == "memory" and (args.points or args.stacks):
+        fields["points"] = memory_account.points(outcome["results"], outcome["samples"])
     return fields
+
+
+def _summed(results: list[dict[str, Any]], count: str) -> list[int]:
+    """A counter of each step, summed over ranks."""
+    return [sum(step[count] for step in steps) for steps in zip(*(r["io_steps"] for r in results), strict=True)]
 
 
 def _write_trace(out: Path, outcome: dict[str, Any]) -> None:

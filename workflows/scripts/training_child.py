@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+EVALUATION_BATCHES = 4
+
 
 def read_status() -> dict[str, int]:
     """``/proc/self/status`` memory lines, in bytes."""
@@ -48,6 +50,19 @@ def read_proportional() -> dict[str, int]:
 def warm_up_steps(steps: int) -> int:
     """Steps before the steady state: the first makes the Adam states, the second the prefetcher's records."""
     return min(2, max(1, steps - 1))
+
+
+def schedule(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Points of a run, stack by stack: first and last step (from 1). The warm-up of a sweep is its first point's."""
+    points = job["points"] or [[job["sequence"], job["batch"]]]
+    sweep = bool(job["points"] or job["stacks"])
+    out, last = [], warm_up_steps(3) if sweep else 0
+    for stack in job["stacks"] or [None]:
+        for sequence, batch in points:
+            first = last + 1 if out else 1
+            last += job["steps"]
+            out.append({"sequence": sequence, "batch": batch, "first_step": first, "last_step": last, "stack": stack})
+    return out
 
 
 class Phases:
@@ -117,6 +132,38 @@ def prepare_imports(job: dict[str, Any]) -> None:
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
 
+def products_in_fp32() -> None:
+    """Linear layers of 16-bit tensors multiply in fp32 and round once, as a GPU's do; saved tensors stay 16-bit.
+
+    A CPU without 16-bit arithmetic takes five times as long for such products as for fp32 ones. What the casts take is
+    of the device's role.
+    """
+    import torch
+
+    linear = torch.nn.functional.linear
+
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
+            ctx.save_for_backward(x, weight)
+            ctx.has_bias = bias is not None
+            return linear(x.float(), weight.float(), bias.float() if ctx.has_bias else None).to(x.dtype)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            x, weight = ctx.saved_tensors
+            rows = gradient.flatten(0, -2).float()
+            to_x = (rows @ weight.float()).to(x.dtype).view_as(x)
+            to_weight = (rows.T @ x.flatten(0, -2).float()).to(weight.dtype)
+            return to_x, to_weight, rows.sum(0).to(weight.dtype) if ctx.has_bias else None
+
+    def chosen(x: Any, weight: Any, bias: Any = None) -> Any:
+        half = x.dtype in (torch.float16, torch.bfloat16)
+        return Linear.apply(x, weight, bias) if half else linear(x, weight, bias)
+
+    torch.nn.functional.linear = chosen
+
+
 def trim_heap() -> None:
     """Give freed heap back, so that the idle reading shows what is held."""
     gc.collect()
@@ -130,6 +177,9 @@ class Run:
         self.job = job
         self.result: dict[str, Any] = {"losses": [], "skipped_steps": 0, "io_steps": []}
         self.memory_mode = job["mode"] == "memory"
+        self.points = schedule(job)
+        self.steps = self.points[-1]["last_step"]
+        self.applied: Any = None  # the stack in use, where the job names any
 
     def execute(self) -> dict[str, Any]:
         job, result = self.job, self.result
@@ -152,7 +202,10 @@ class Run:
         result["shims"] = self.enabled.shims
         self.engine = self._build()
         self._watch_overflow_check(set_role)
-        self._train()
+        if job["turn_fd"] is None:
+            self._train()
+        else:
+            self._take_turns()
         self._finish()
         return result
 
@@ -168,13 +221,30 @@ class Run:
             self.phases("init-model", "device"),
             deepspeed.zero.Init(config_dict_or_path=job["deepspeed_config"], dtype=dtype),
         ):
-            model = causal_lm(job["model_config"], checkpointing=job["checkpointing"])
+            model = causal_lm(job["model_config"], checkpointing="none" if job["stacks"] else job["checkpointing"])
+        if job["matmul"] == "fp32":
+            products_in_fp32()
+            self.result["shims"].append("matmul=fp32")
         with self.phases("init-engine", "host"):
             engine, *_ = deepspeed.initialize(
                 model=model, model_parameters=model.parameters(), config=job["deepspeed_config"]
             )
         self._note_partitions(engine)
         return engine
+
+    def _choose_stack(self, stack: dict[str, str]) -> None:
+        """Attention, loss and checkpointing from here on; offloaded checkpoints go to memory of the arm's own kind."""
+        from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
+        from memascend.memory.pinned import PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator
+
+        if self.applied is not None:
+            self.applied.undo()
+        rounded = self.job["parts"].get("pinned") == "power_of_two"
+        allocator = (PowerOfTwoPinnedAllocator if rounded else PageAlignedPinnedAllocator)(self.enabled.ledger)
+        chosen = {name: stack[name] for name in ("attention", "loss", "checkpointing")}
+        self.applied = apply_memory_options(
+            self.engine.module, MemoryOptions(**chosen), allocator=allocator, use_reentrant=True
+        )
 
     def _note_partitions(self, engine: Any) -> None:
         names = {p: n for n, p in engine.module.named_parameters()}
@@ -208,29 +278,72 @@ class Run:
         optimizer.has_overflow = watched
 
     def _train(self) -> None:
+        job, result = self.job, self.result
+        warm_up = warm_up_steps(self.steps)
+        for point in self.points:
+            if point["stack"] is not None:
+                self._choose_stack(point["stack"])  # a checkpoint store of its own, made at the first forward pass
+            for step in range(point["first_step"], point["last_step"] + 1):
+                self._step(step, point["sequence"], point["batch"])
+                if self.memory_mode and step in (warm_up, self.steps):
+                    self._read_idle(f"after-step{step}", last=step == self.steps)
+                if job["evaluate_every"] and step % job["evaluate_every"] == 0:
+                    self._evaluate(step, point["sequence"], point["batch"])
+        result["points"] = self.points
+        result["warm_up_steps"] = warm_up
+        result["skipped_steps"] = int(self.engine.skipped_steps)
+
+    def _step(self, step: int, sequence: int, batch: int) -> None:
+        """One training step (counted from 1), its phases named after it."""
+        ids = self._ids(sequence, batch, step - 1)
+        self.enabled.io.reset()
+        with self.phases(f"step{step}-forward", "device"):
+            loss = self.engine(input_ids=ids, labels=ids).loss
+        self.result["losses"].append(loss.detach().float().item())
+        with self.phases(f"step{step}-backward", "device"):
+            self.engine.backward(loss)
+        del loss
+        with self.phases(f"step{step}-optimizer", "host"):
+            self.engine.step()
+        self.result["io_steps"].append(vars(self.enabled.io).copy())
+
+    def _ids(self, sequence: int, batch: int, step: int, held_out: bool = False) -> Any:
+        """Token ids of one step; the last tenth of the text is held out for evaluation."""
         import numpy as np
         import torch
 
         from memascend.integrations.huggingface import batches
 
-        job, result = self.job, self.result
-        tokens = np.load(job["token_file"], mmap_mode="r")
-        for step in range(job["steps"]):
-            ids = torch.from_numpy(batches(tokens, job["sequence"], job["batch"], job["ranks"], job["rank"], step))
-            self.enabled.io.reset()
-            with self.phases(f"step{step + 1}-forward", "device"):
-                loss = self.engine(input_ids=ids, labels=ids).loss
-            result["losses"].append(loss.detach().float().item())
-            with self.phases(f"step{step + 1}-backward", "device"):
-                self.engine.backward(loss)
-            del loss
-            with self.phases(f"step{step + 1}-optimizer", "host"):
-                self.engine.step()
-            result["io_steps"].append(vars(self.enabled.io).copy())
-            if self.memory_mode and step + 1 in (warm_up_steps(job["steps"]), job["steps"]):
-                self._read_idle(f"after-step{step + 1}", last=step + 1 == job["steps"])
-        result["warm_up_steps"] = warm_up_steps(job["steps"])
-        result["skipped_steps"] = int(self.engine.skipped_steps)
+        tokens = np.load(self.job["token_file"], mmap_mode="r")
+        border = len(tokens) * 9 // 10
+        tokens = tokens[border:] if held_out else tokens
+        return torch.from_numpy(batches(tokens, sequence, batch, self.job["ranks"], self.job["rank"], step))
+
+    def _evaluate(self, step: int, sequence: int, batch: int) -> None:
+        """Mean loss over the same held-out batches each time."""
+        import torch
+
+        losses = []
+        self.engine.eval()
+        with torch.no_grad(), self.phases(f"evaluation-after-step{step}", "device"):
+            for index in range(EVALUATION_BATCHES):
+                ids = self._ids(sequence, batch, index, held_out=True)
+                losses.append(self.engine(input_ids=ids, labels=ids).loss.float().item())
+        self.engine.train()
+        self.result.setdefault("evaluation", []).append({"step": step, "loss": sum(losses) / len(losses)})
+
+    def _take_turns(self) -> None:
+        """Steps on request: a line with sequence and batch comes in, one with the phases' seconds goes out."""
+        self.result["points"] = []
+        with os.fdopen(self.job["turn_fd"]) as turns, os.fdopen(self.job["done_fd"], "w", buffering=1) as done:
+            done.write("ready\n")
+            for step, line in enumerate(turns, 1):
+                sequence, batch = map(int, line.split())
+                self._step(step, sequence, batch)
+                io = self.result["io_steps"][-1]
+                seconds = [p["seconds"] for p in self.phases.rows[-3:]]
+                done.write(json.dumps([*seconds, io["bytes_read"], io["bytes_written"]]) + "\n")
+        self.result["skipped_steps"] = int(self.engine.skipped_steps)
 
     def _read_idle(self, name: str, last: bool) -> None:
         from memascend.memory.ledger import verify_by_address

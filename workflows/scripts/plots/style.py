@@ -44,6 +44,8 @@ def colour(series: str) -> str:
         return PURPLE
     if "isfinite" in series:
         return BLACK
+    if series.startswith(("MemAscend + bf16", "MemAscend+bf16")):
+        return GREEN
     for start, value in (
         ("ZeRO-Infinity", VERMILION),
         ("MemAscend", BLUE),
@@ -66,9 +68,9 @@ def surface(lane: str, fill: str) -> dict[str, Any]:
 
 
 def canvas(
-    panels: int = 1, width: float = 7.6, height: float = 4.0, ratios: list[float] | None = None
+    panels: int = 1, width: float = 7.6, height: float = 4.0, ratios: list[float] | None = None, lines: int = 1
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with panels side by side; sizes in inches."""
+    """A figure with panels side by side, in one line or several (axes line by line); sizes in inches."""
     sns.set_theme(
         context="paper",
         style="whitegrid",
@@ -89,14 +91,13 @@ def canvas(
             "figure.constrained_layout.use": False,
         },
     )
-    figure, axes = plt.subplots(
-        1, panels, figsize=(width, height), gridspec_kw={"width_ratios": ratios or [1] * panels}, squeeze=False
-    )
-    for axis in axes[0]:
+    widths = {"width_ratios": ratios or [1] * panels}
+    figure, axes = plt.subplots(lines, panels, figsize=(width, height), gridspec_kw=widths, squeeze=False)
+    for axis in axes.flat:
         axis.set_axisbelow(True)
         axis.grid(visible=False, axis="x")
         sns.despine(ax=axis)
-    return figure, list(axes[0])
+    return figure, list(axes.flat)
 
 
 def legend(figure: Figure, series: dict[str, str], lanes: list[str], columns: int | None = None) -> None:

@@ -1,0 +1,70 @@
+"""Scratch folders of measurements: gone at the end, and collected where their owner was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from workflows.scripts import children
+
+ROOT = Path(__file__).resolve().parents[2]
+OWNER = """
+import sys, time
+from pathlib import Path
+from workflows.scripts.children import scratch_folder
+with scratch_folder(Path(sys.argv[1])) as folder:
+    (folder / "job0.json").write_text("{}")
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+def owner(parent: Path) -> tuple[subprocess.Popen[str], Path]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(parent)], stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ}
+    )
+    folder = Path(process.stdout.readline().strip())
+    process.stdout.close()
+    return process, folder
+
+
+def make_old(folder: Path) -> None:
+    os.utime(folder, (1, 1))
+
+
+def test_a_folder_goes_with_its_block(tmp_path: Path) -> None:
+    with children.scratch_folder(tmp_path) as folder:
+        (folder / "log").write_text("x")
+    assert not folder.exists()
+
+
+def test_what_a_killed_run_left_is_collected_at_the_next_start(tmp_path: Path) -> None:
+    process, folder = owner(tmp_path)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert folder.exists()
+    make_old(folder)
+    with children.scratch_folder(tmp_path):
+        assert not folder.exists()
+
+
+def test_the_folder_of_a_living_run_stays(tmp_path: Path) -> None:
+    process, folder = owner(tmp_path)
+    try:
+        make_old(folder)
+        assert children.collect_scratch(tmp_path) == []
+        assert (folder / "job0.json").exists()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_young_folder_without_a_lock_is_left_to_its_maker(tmp_path: Path) -> None:
+    young = tmp_path / f"{children.SCRATCH}young"
+    young.mkdir()
+    assert children.collect_scratch(tmp_path) == []
+    make_old(young)
+    assert children.collect_scratch(tmp_path) == [young]

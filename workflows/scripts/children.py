@@ -1,0 +1,105 @@
+"""The processes of a measurement: their job files, environment and scratch folder, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# One C library setting for every arm: freed memory goes back at once. MKL would keep the workspace of its largest
+# product (8 MiB for 2048 tokens of a small twin), which plays a GPU's part and is no host buffer.
+SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "2"}
+SETTINGS |= {"MKL_DISABLE_FAST_MM": "1"}
+SCRATCH = "memascend-run-"
+LOCK = "in-use"
+YOUNG_S = 60  # a folder this young may not have its lock yet
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
+    """A temporary folder, removed at the end; first those that killed runs left behind are collected.
+
+    Its owner holds a lock on a file in it, which the kernel lets go however the owner ends.
+    """
+    parent = parent or Path(tempfile.gettempdir())
+    collect_scratch(parent)
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=parent) as name, (Path(name) / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield Path(name)
+
+
+def collect_scratch(parent: Path) -> list[Path]:
+    """Remove scratch folders of this user that nobody holds; returns them."""
+    gone = []
+    for folder in parent.glob(f"{SCRATCH}*"):
+        with contextlib.suppress(OSError):
+            state = folder.stat()
+            if state.st_uid == os.getuid() and time.time() - state.st_mtime > YOUNG_S and not _held(folder):
+                shutil.rmtree(folder)
+                gone.append(folder)
+    return gone
+
+
+def _held(folder: Path) -> bool:
+    try:
+        with (folder / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False  # of a run before there were locks, or killed before it had one
+    except BlockingIOError:
+        return True
+    return False
+
+
+def environment(rank: int, ranks: int, port: int, threads: int) -> dict[str, str]:
+    """What every rank of every arm runs under: one C library setting, one number of threads, no network."""
+    return {
+        **os.environ,
+        **SETTINGS,
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_RANK": str(rank),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONHASHSEED": "0",
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(
+    job: dict[str, Any], work: Path, name: str, env: dict[str, str], keep_open: tuple[int, ...] = ()
+) -> subprocess.Popen:
+    """One training_child of ``job``; its files in ``work`` are job, result and log, each with ``name``."""
+    (work / f"job{name}.json").write_text(json.dumps(job))
+    command = [sys.executable, "-m", "workflows.scripts.training_child"]
+    command += ["--job", str(work / f"job{name}.json"), "--result", str(work / f"result{name}.json")]
+    with (work / f"log{name}.txt").open("w") as log:
+        return subprocess.Popen(
+            command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=keep_open
+        )
+
+
+def remove_shared_buffers(port: int) -> None:
+    """DeepSpeed's shared-memory all-reduce leaves 66 MiB a run in /dev/shm, named after the rendezvous port."""
+    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_127.0.0.1_{port}_*"):
+        buffer.unlink(missing_ok=True)

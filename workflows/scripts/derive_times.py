@@ -1,0 +1,117 @@
+"""Measured rows of step-time records (time_arms): MemAscend Tables IV and VI, and the I/O volumes of Fig. 20.
+
+An improvement is the median over rounds of the ratio within a round, as the arms of a round ran one after the other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from statistics import median, quantiles
+from typing import Any
+
+from workflows.scripts.tidy import DISPLAY, GIB, SCALED
+
+Row = dict[str, Any]
+Arm = tuple[str, str, str]  # system, arm, dtype
+
+MEMASCEND_BF16 = ("memascend", "memascend", "bf16")
+# Table -> (series, slower arm, faster arm).
+TABLES: dict[str, tuple[str, Arm, Arm]] = {
+    "memascend-tab04": (
+        "MemAscend vs ZeRO-Infinity",
+        ("zero_infinity", "as_published", "fp16"),
+        ("memascend", "memascend", "fp16"),
+    ),
+    "memascend-tab06": ("MemAscend+bf16 vs MemAscend", MEMASCEND_BF16, ("memascend", "memascend_bf16", "bf16")),
+}
+VOLUMES: dict[Arm, str] = {
+    MEMASCEND_BF16: "MemAscend",
+    ("memascend", "memascend_bf16", "bf16"): "MemAscend + bf16 optimizer",
+}
+ENOUGH_ROUNDS = 3  # with fewer there is no spread, and bytes are all that a record is for
+IMPROVEMENT = "throughput improvement"
+LOW, HIGH = (f"{IMPROVEMENT}, {end} quartile over rounds" for end in ("lower", "upper"))
+
+
+def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
+    for exhibit in TABLES:
+        yield from improvements(exhibit, records)
+    for record in records:
+        yield from volumes(record)
+
+
+def testbed(record: dict[str, Any]) -> str:
+    return f"{record['host']['name']}/{record['model']}-k{record['twin']['k']}"
+
+
+def measured(record: dict[str, Any], exhibit: str, metric: str, value: float, unit: str, **cells: str) -> Row:
+    own = {"exhibit_id": exhibit, "metric": metric, "value": f"{value:.9g}", "unit": unit, "lane": "measured"}
+    own |= {"model": DISPLAY.get(record["model"], record["model"]), "testbed": testbed(record)}
+    return {**own, "source": record["key"], **cells}
+
+
+def steps(record: dict[str, Any], arm: Arm) -> dict[tuple[int, int], dict[str, Any]]:
+    """(context of the original, batch) -> the arm's series at that point."""
+    k = record["twin"]["k"]
+    mine = [p for p in record["points"] if (p["system"], p["arm"], p["dtype"]) == arm]
+    return {(p["sequence"] * k, p["batch"]): p for p in mine}
+
+
+def seconds(point: dict[str, Any]) -> list[float]:
+    """Whole steps."""
+    phases = (point[f"{phase}_s"] for phase in ("forward", "backward", "optimizer"))
+    return [sum(step) for step in zip(*phases, strict=True)]
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    return tuple(quantiles(values, n=4, method="inclusive")) if len(values) > 1 else (values[0],) * 3
+
+
+def improvements(exhibit: str, records: list[dict[str, Any]]) -> Iterator[Row]:
+    """Each model and batch with quartiles; then the smallest over all, and how it changes with the batch."""
+    series, slower, faster = TABLES[exhibit]
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for record in (r for r in records if r["rounds"] >= ENOUGH_ROUNDS):
+        before, after = steps(record, slower), steps(record, faster)
+        for context, batch in before.keys() & after.keys():
+            point = context, batch
+            ratios = zip(seconds(before[point]), seconds(after[point]), strict=True)
+            low, middle, high = quartiles([100 * (old / new - 1) for old, new in ratios])
+            found[record["model"]][batch] = middle
+            at = {"series": series, "x_name": "batch", "x_value": str(batch)}
+            for metric, value in ((IMPROVEMENT, middle), (LOW, low), (HIGH, high)):
+                yield measured(record, exhibit, metric, value, "%", **at)
+            for name, steps_of in ((slower, before), (faster, after)):
+                cells = {**at, "series": " ".join(name)}
+                yield measured(record, exhibit, "step time", median(seconds(steps_of[point])), "s", **cells)
+                optimizer = median(steps_of[point]["optimizer_s"])
+                yield measured(record, exhibit, "optimizer phase time", optimizer, "s", **cells)
+    yield from over_all(exhibit, series, records, found)
+
+
+def over_all(
+    exhibit: str, series: str, records: list[dict[str, Any]], found: dict[str, dict[int, float]]
+) -> Iterator[Row]:
+    if not found:
+        return
+    host = records[0]["host"]["name"]
+    cells = {"series": series, "model": "", "testbed": f"{host}/twins", "source": " ".join(r["key"] for r in records)}
+    smallest = min(value for by_batch in found.values() for value in by_batch.values())
+    yield measured(records[0], exhibit, "smallest improvement", smallest, "%", **cells)
+    gains = [by_batch[min(by_batch)] - by_batch[max(by_batch)] for by_batch in found.values() if len(by_batch) > 1]
+    if gains:
+        yield measured(records[0], exhibit, "smallest gain from the smaller batch", min(gains), "points", **cells)
+
+
+def volumes(record: dict[str, Any]) -> Iterator[Row]:
+    """Bytes to and from the SSD in one step, counted at the I/O engine; the same at every batch, so of the first."""
+    k, exhibit = record["twin"]["k"], "memascend-fig20"
+    for arm, series in VOLUMES.items():
+        for point in list(steps(record, arm).values())[:1]:
+            moved = median(a + b for a, b in zip(point["bytes_read"], point["bytes_written"], strict=True))
+            metric = "I/O volume per iteration"
+            yield measured(record, exhibit, metric, moved / GIB, "GiB", series=series)
+            yield measured(record, exhibit, metric + SCALED, moved * k**2 / GIB, "GiB", series=series)
+            an_element = moved / record["twin"]["parameters"]
+            yield measured(record, exhibit, "I/O per parameter", an_element, "B", series=series)
