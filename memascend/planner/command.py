@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ def add_plan(commands: Any) -> None:
     what.add_argument("--accumulate", type=count, default=1, help="batches a step (default 1)")
     what.add_argument("--dtype", default="fp16", help="fp16 (default) or bf16, which needs no overflow check")
     what.add_argument("--states", default="fp32", help="optimizer states: fp32 (default), or bf16 with --dtype bf16")
+    what.add_argument(
+        "--gradients", default="fp32", help="the gradient buffer: fp32 (default), or bf16 with --dtype bf16"
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--system", default="memascend", help="memascend, zero_infinity, zero_offload, all_in_gpu")
     how.add_argument("--arm", help="a variant of the system, such as as_published or today for zero_infinity")
@@ -92,6 +96,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         arm=options.arm,
         dtype=options.dtype,
         states=options.states,
+        gradients=options.gradients,
         stack=options.stack,
         ranks=options.gpus,
         batch=options.batch,
@@ -156,10 +161,31 @@ def _outputs(options: argparse.Namespace, answers: Any) -> list[str]:
             raise ValueError("--write-config needs --nvme: the folder on the SSD that the configuration names")
         folder = str(options.nvme.absolute()) if options.nvme else ""
         write_config(deepspeed_config(answers.work, folder), options.write_config, force=options.force)
-        notes += ["", f"DeepSpeed configuration: {options.write_config}"]
+        notes += ["", f"DeepSpeed configuration: {options.write_config}", *_train_line(options)]
     if options.picture:
         from memascend.planner.picture import draw
 
         draw(answers, options.picture, force=options.force)
         notes += ["", f"picture: {options.picture}"]
     return notes
+
+
+def _train_line(options: argparse.Namespace) -> list[str]:
+    """The same run by `memascend train`, which configures DeepSpeed itself (and keeps gradients in fp32)."""
+    if options.gradients != "fp32":
+        return []
+    given = {
+        "--model": options.model,
+        "--twin": options.twin if options.twin > 1 else None,
+        "--data": "FILES",
+        "--context": options.context,
+        "--batch": options.batch,
+        "--accumulate": options.accumulate if options.accumulate > 1 else None,
+        "--dtype": options.dtype,
+        "--system": options.system,
+        "--arm": "memascend_bf16" if options.states == "bf16" else options.arm,
+        "--ranks": options.gpus if options.gpus > 1 else None,
+        "--nvme": options.nvme,
+    }
+    words = " ".join(f"{flag} {shlex.quote(str(value))}" for flag, value in given.items() if value is not None)
+    return [f"the same run: memascend train {words}"]

@@ -16,6 +16,13 @@ from memascend.planner.pool import streamed
 
 # One request of 1 MiB at a time is what both engines split a tensor into; 32 of them fill a drive (MemAscend IV-E).
 AIO = {"block_size": 1 << 20, "queue_depth": 32, "single_submit": False, "overlap_events": True}
+# The stacks of gpu_memory.py by the keys of the section "memascend" (integrations/memory_options.py).
+MODEL_OPTIONS = {
+    "none": {"attention": "eager", "loss": "plain", "checkpointing": "none"},
+    "checkpointing": {"attention": "eager", "loss": "plain", "checkpointing": "plain"},
+    "flash_chunked": {"attention": "auto", "loss": "chunked", "checkpointing": "plain"},
+    "offloaded": {"attention": "auto", "loss": "chunked", "checkpointing": "offloaded"},
+}
 PERSISTENCE_THRESHOLD = 100_000
 MAX_LIVE_PARAMETERS = 1_000_000_000
 
@@ -54,14 +61,14 @@ def deepspeed_config(work: Workload, nvme_path: str, learning_rate: float = 1e-5
         "optimizer": {"type": "AdamW", "params": {"lr": learning_rate, "weight_decay": 0.01}},
         "gradient_clipping": 1.0,
         work.dtype: {"enabled": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
+        "data_types": {"grad_accum_dtype": work.gradients},
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": True,
     }
     if work.system in SSD_SYSTEMS:
         config["aio"] = AIO | {"intra_op_parallelism": 1}
     if work.system == "memascend":
-        config["memascend"] = {"pool": "adaptive", "pinned": "exact", "overflow": "fused", "aio": "file"}
+        config["memascend"] = dict(MODEL_OPTIONS[work.stack])
         if work.states == "bf16":
             config["memascend"]["optimizer_states"] = "bf16"
     return config

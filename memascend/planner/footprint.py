@@ -171,7 +171,7 @@ def plan(
     """
     arm, arrangement = _arrangement(system, arm)
     _check_workload(dtype, ranks, batch, context, blocks_in_flight)
-    _check_states(dtype, states, gradients)
+    _check_states(system, dtype, states, gradients)
     area = spec.k * spec.k
     default_group = OFFLOAD_SUB_GROUP_SIZE if system == "zero_offload" else SUB_GROUP_SIZE // ranks
     builder = _Builder(
@@ -230,12 +230,14 @@ def _check_workload(dtype: str, ranks: int, batch: int, context: int, blocks_in_
             raise ValueError(f"the {name} must be at least {least}, got {value}")
 
 
-def _check_states(dtype: str, states: str, gradients: str) -> None:
+def _check_states(system: str, dtype: str, states: str, gradients: str) -> None:
     for name, value in (("optimizer states", states), ("gradients", gradients)):
         if value not in STATE_DTYPES:
             raise ValueError(f"unknown dtype '{value}' of the {name}: use one of {', '.join(STATE_DTYPES)}")
         if value == "bf16" and dtype != "bf16":
             raise ValueError(f"{name} in bf16 need a model in bf16, not {dtype}: set dtype to bf16, or {name} to fp32")
+    if system == "zero_infinity" and states == "bf16":
+        raise ValueError("stock DeepSpeed fails with bf16 optimizer states on NVMe: name memascend, or states fp32")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memascend.memory.ledger import DEVICE, Ledger, LedgerEntry
+from memascend.ops.cross_entropy import DEFAULT_CHUNK_BYTES
 from memascend.planner.footprint import pageable
 from memascend.planner.layouts import is_gated
 from memascend.planner.pool import partition_numel
@@ -87,16 +88,13 @@ def _head_norms(spec: ModelSpec, query: int, keys: int) -> int:
 
 
 def logits_bytes(spec: ModelSpec, tokens: int, *, chunked: bool) -> int:
-    """The loss's share: whole logits, or chunks of about tokens x h entries (as Liger sizes them) and their gradient.
+    """The loss's share: all logits, or as many as `memascend.ops.cross_entropy` allows itself at once.
 
-    A chunk has tokens / ceil(V / h) tokens; beside it lie the gradients of its input (2 h a token) and of the output
-    matrix (2 V h).
+    Beside a chunk lies the gradient of its input (2 h a token); that of the output matrix is booked for itself.
     """
     if not chunked:
         return LOGIT_BYTES * tokens * spec.vocab
-    pieces = -(-spec.vocab // spec.hidden)
-    chunk = -(-tokens // pieces)
-    return LOGIT_BYTES * chunk * spec.vocab + 2 * tokens * spec.hidden + 2 * spec.vocab * spec.hidden
+    return min(LOGIT_BYTES * tokens * spec.vocab, DEFAULT_CHUNK_BYTES) + 2 * tokens * spec.hidden
 
 
 def gpu_memory(

@@ -48,6 +48,7 @@ class Workload:
     arm: str | None = None
     dtype: str = "fp16"
     states: str = "fp32"
+    gradients: str = "fp32"
     stack: str = "offloaded"
     ranks: int = 1
     batch: int = 1
@@ -66,6 +67,7 @@ class Workload:
             self.arm,
             dtype=self.dtype,
             states=self.states,
+            gradients=self.gradients,
             ranks=self.ranks,
             batch=self.batch,
             context=context,

@@ -40,6 +40,7 @@ def _title(answers: Answers) -> str:
     work, spec = answers.work, answers.work.spec
     gpus = f"{work.ranks} GPU{'s' if work.ranks > 1 else ''}"
     states = ", bf16 optimizer states" if work.states == "bf16" else ""
+    states += ", bf16 gradient buffer" if work.gradients == "bf16" else ""
     twin = f" (twin, widths / {spec.k})" if spec.k > 1 else ""
     more = f" x {work.micro_batches}" if work.micro_batches > 1 else ""
     parameters = f"{spec.parameters / 1e9:.2f} B" if spec.parameters >= 1e9 else f"{spec.parameters / 1e6:.1f} M"
@@ -167,6 +168,7 @@ def as_json(answers: Answers) -> dict[str, Any]:
         "arm": made.arm,
         "dtype": work.dtype,
         "states": work.states,
+        "gradients": work.gradients,
         "stack": work.stack,
         "gpus": work.ranks,
         "batch": work.batch,

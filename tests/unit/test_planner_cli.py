@@ -67,6 +67,10 @@ def test_plan_grows_with_context_and_gpus(capsys):
         (["plan", "--model", "missing/config.json"], "No such file"),
         (["plan", "--model", "llama3.2-1b", "--stack", "magic"], "unknown stack 'magic'"),
         (["plan", "--model", "llama3.2-1b", "--states", "bf16"], "optimizer states in bf16 need a model in bf16"),
+        (
+            ["plan", "--model", "llama3.2-1b", "--system", "zero_infinity", "--dtype", "bf16", "--states", "bf16"],
+            "stock DeepSpeed fails with bf16 optimizer states on NVMe",
+        ),
         (["plan", "--model", "llama3.2-1b", "--states", "int4"], "unknown dtype 'int4' of the optimizer states"),
         (["plan", "--model", "llama3.2-1b", "--testbed", "cray"], "unknown testbed 'cray'"),
         (["plan", "--model", "llama3.2-1b", "--testbed", "none.yaml"], "cannot read the testbed none.yaml"),
@@ -182,6 +186,13 @@ def test_bf16_states_halve_what_the_optimizer_moves(capsys):
     assert bf16["host_bytes"] < fp32["host_bytes"]
 
 
+def test_a_bf16_gradient_buffer_is_half_as_large(capsys):
+    fp32, bf16 = (planned(capsys, "--dtype", "bf16", "--gradients", dtype) for dtype in ("fp32", "bf16"))
+    parts = (fp32["components_bytes"], bf16["components_bytes"])
+    assert parts[1]["gradient flat buffer"] * 2 == parts[0]["gradient flat buffer"]
+    assert run(capsys, "plan", "--model", "llama3.2-1b", "--gradients", "bf16")[0] == 2
+
+
 def test_checkpoints_that_stay_on_the_gpu_take_no_host_memory(capsys):
     there, here = (planned(capsys, "--stack", stack) for stack in ("offloaded", "flash_chunked"))
     moved = there["components_bytes"]["activation checkpoints"]
@@ -243,3 +254,26 @@ def test_without_matplotlib_the_picture_says_how_to_get_it(capsys, tmp_path, mon
     status, _, err = run(capsys, "plan", "--model", "qwen2.5-7b", "--picture", str(tmp_path / "plan.svg"))
     assert status == 2
     assert "pip install matplotlib" in err
+
+
+def test_the_line_for_train_is_one_that_train_takes(capsys, tmp_path):
+    from memascend.training.config import complete, from_text
+
+    _, out, _ = run(capsys, "plan", "--model", "qwen2.5-7b", "--dtype", "bf16", "--states", "bf16", "--gpus", "2",
+                    "--nvme", str(tmp_path), "--write-config", str(tmp_path / "ds.json"))  # fmt: skip
+    line = next(line for line in out.splitlines() if line.startswith("the same run: memascend train "))
+    words = line.removeprefix("the same run: memascend train ").split()
+    keys = {flag.removeprefix("--").replace("-", "_"): text for flag, text in zip(words[::2], words[1::2], strict=True)}
+    values = {name: [text] if name == "data" else from_text(name, text) for name, text in keys.items()}
+    config = complete(values)
+    assert (config.ranks, config.context, config.arm, config.dtype) == (2, 4096, "memascend_bf16", "bf16")
+
+
+def test_the_stack_is_in_the_configuration_by_keys_that_the_library_knows(capsys, tmp_path):
+    from memascend.integrations.memory_options import CHOICES
+    from memascend.planner.ds_config import MODEL_OPTIONS
+    from memascend.planner.gpu_memory import STACKS
+
+    assert set(MODEL_OPTIONS) == set(STACKS)
+    for options in MODEL_OPTIONS.values():
+        assert all(value in CHOICES[name] for name, value in options.items())
