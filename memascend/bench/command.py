@@ -51,12 +51,21 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
 
 def _add_nvme(parser: argparse.ArgumentParser, count: _Count) -> None:
     parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure; nothing is left behind")
-    parser.add_argument("--target", choices=("file", "loop"), default="file", help="loop needs root (default file)")
+    parser.add_argument(
+        "--target",
+        choices=("auto", "file", "loop"),
+        default="file",
+        help="loop needs root; auto: loop if root, else file (default file)",
+    )
     parser.add_argument("--block-kib", type=count, default=1024, help="block size in KiB (default 1024)")
     parser.add_argument("--depth", type=count, default=16, help="commands under way (default 16)")
     parser.add_argument("--region-mib", type=count, default=512, help="what is streamed over (default 512)")
     parser.add_argument("--ms", type=count, default=700, help="a stream in a round, in milliseconds (default 700)")
     parser.add_argument("--mib", default="2,8,32,128", help="tensor sizes in MiB, separated by commas")
+    parser.add_argument("--bytes", help="tensor sizes in bytes instead, separated by commas; fig14: those of Fig. 14")
+    parser.add_argument("--budget-mib", type=count, default=2048, help="a way moves so much of a size (default 2048)")
+    parser.add_argument("--workers", default="1", help="the engine's workers, separated by commas (default 1)")
+    parser.add_argument("--questions", default="stream,sizes", help="stream (against fio), sizes (against DeepNVMe)")
 
 
 def _runner(run: Callable[..., tuple[dict[str, Any], list[str]]], count: _Count) -> Callable[..., str]:
@@ -79,6 +88,13 @@ def _counts(option: str, text: str, count: _Count) -> list[int]:
         return [count(part) for part in text.split(",")]
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"{option}: {error}") from None
+
+
+def _byte_sizes(text: str) -> tuple[int, ...]:
+    wrong = [part for part in text.split(",") if not part.isdecimal() or int(part) == 0]
+    if wrong:
+        raise ValueError(f"--bytes: {wrong[0]!r} is no number of bytes: give some, separated by commas, or fig14")
+    return tuple(map(int, text.split(",")))
 
 
 def _show(ratio: dict[str, float]) -> str:
@@ -171,6 +187,9 @@ def _pool(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], l
 def _nvme(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
     from memascend.bench import nvme
 
+    sizes = tuple(mib << 20 for mib in _counts("--mib", options.mib, count))
+    if options.bytes is not None:
+        sizes = nvme.FIG14_BYTES if options.bytes == "fig14" else _byte_sizes(options.bytes)
     chosen = nvme.NvmeOptions(
         folder=options.folder,
         target=options.target,
@@ -179,10 +198,13 @@ def _nvme(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], l
         depth=options.depth,
         seconds=options.ms / 1000,
         repeats=options.repeats,
-        sizes=tuple(mib << 20 for mib in _counts("--mib", options.mib, count)),
+        sizes=sizes,
+        workers=tuple(_counts("--workers", options.workers, count)),
+        budget_bytes=options.budget_mib << 20,
+        questions=tuple(options.questions.split(",")),
     )
     result = nvme.measure(chosen)
-    lines = [f"{options.target}, blocks of {options.block_kib} KiB, depth {options.depth}; medians with quartiles"]
+    lines = [f"{result['target']}, blocks of {options.block_kib} KiB, depth {options.depth}; medians with quartiles"]
     lines += [f"without {peer}: {reason}" for peer, reason in result["conditions"]["missing"].items()]
     for row in result["summary"]:
         if row["question"] == "stream":
@@ -190,11 +212,10 @@ def _nvme(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], l
             share = _show(row["share_of_fio"])
             lines.append(f"{row['op']:<6} {row['method']:<30} {speed:6.2f} GB/s, {share} of fio's {fio:.2f}")
         else:
-            faster = row.get("times_faster_than_deepnvme")
-            against = f", {_show(faster)} x DeepNVMe" if faster else ""
+            against = "".join(f", {_show(ratio)} x {peer}" for peer, ratio in row["times_faster_than"].items())
             seconds = row["seconds"]["median"]
             lines.append(
-                f"{row['op']:<6} {row['bytes'] >> 20:>5} MiB {row['method']:<20} {seconds * 1e3:8.2f} ms"
+                f"{row['op']:<6} {row['bytes'] / 2**20:>7.1f} MiB {row['method']:<26} {seconds * 1e3:8.2f} ms"
                 f" {row['bytes'] / seconds / 1e9:6.2f} GB/s{against}"
             )
     return result, lines

@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 
+from memascend.bench import nvme_target
+from memascend.bench.nvme_sizes import SizeOptions
 from memascend.cli import main
 
 
@@ -18,7 +20,21 @@ def test_without_fio_the_mend_is_named(tmp_path, monkeypatch, capsys):
 def test_a_small_run_compares_with_fio_and_deepnvme(tmp_path, capsys):
     if shutil.which("fio") is None:
         pytest.skip("fio is not installed")
-    options = ["--repeats", "1", "--ms", "50", "--region-mib", "128", "--mib", "1", "--block-kib", "256", "--json"]
+    options = [
+        "--repeats",
+        "1",
+        "--ms",
+        "50",
+        "--region-mib",
+        "128",
+        "--mib",
+        "1",
+        "--block-kib",
+        "256",
+        "--workers",
+        "1,2",
+        "--json",
+    ]
     assert main(["bench", "nvme", "--folder", str(tmp_path), *options]) == 0
     result = json.loads(capsys.readouterr().out)
     stream = [row for row in result["summary"] if row["question"] == "stream"]
@@ -27,13 +43,29 @@ def test_a_small_run_compares_with_fio_and_deepnvme(tmp_path, capsys):
     assert all(len(point["fio"]) == len(point["engine"]) == 1 for point in result["points"] if "fio" in point)
     assert "engine libaio" in {row["method"] for row in stream}
     sizes = [row for row in result["summary"] if row["question"] == "sizes"]
-    methods = {"engine"} if result["conditions"]["missing"] else {"engine", "DeepNVMe"}
+    peers = set() if result["conditions"]["missing"] else {"DeepNVMe", "DeepNVMe, file per tensor"}
+    methods = {"engine", "engine, 2 workers"} | peers
     assert {(row["method"], row["op"]) for row in sizes} == {(m, op) for m in methods for op in ("read", "write")}
+    assert all(
+        set(row["times_faster_than"]) == (peers if row["method"].startswith("engine") else set()) for row in sizes
+    )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tensors_larger_than_the_region_are_refused(tmp_path, capsys):
-    if shutil.which("fio") is None:
-        pytest.skip("fio is not installed")
-    assert main(["bench", "nvme", "--folder", str(tmp_path), "--region-mib", "32", "--mib", "64"]) == 2
-    assert "larger --region-mib" in capsys.readouterr().err
+def test_what_does_not_fit_the_disk_or_is_not_known_is_refused(tmp_path, capsys):
+    common = ["bench", "nvme", "--folder", str(tmp_path), "--questions"]
+    assert main([*common, "sizes", "--bytes", str(1 << 60)]) == 2
+    assert "are needed: use smaller sizes" in capsys.readouterr().err
+    assert main([*common, "sizes", "--bytes", "1,two"]) == 2
+    assert "'two' is no number of bytes" in capsys.readouterr().err
+    assert main([*common, "sizes,speed"]) == 2
+    assert "unknown 'speed': use stream, sizes" in capsys.readouterr().err
+
+
+def test_sizes_alone_need_no_fio_and_their_repeats_end_with_the_budget(tmp_path, capsys, monkeypatch):
+    options = SizeOptions(sizes=(1 << 20,), block_bytes=1 << 20, depth=4, repeats=5, budget_bytes=3 << 20)
+    assert [options.rounds(size) for size in (1, 1 << 20, 2 << 20, 1 << 40)] == [5, 3, 1, 1]
+    monkeypatch.setattr(nvme_target, "sectors", lambda path: 1)  # a disk that moves nothing
+    assert main(["bench", "nvme", "--folder", str(tmp_path), "--questions", "sizes", "--mib", "1"]) == 2
+    assert "a cache was measured" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,240 @@
+"""How long one tensor takes by its size: the direct engine against DeepNVMe (MemAscend Fig. 14).
+
+Three ways move the same bytes from and to the same locked memory, one tensor at a time, from submission to the end of
+the wait, with the same block size and depth:
+
+- ``engine``: a volatile direct engine on the device (a loop device with direct I/O, or a file);
+- ``DeepNVMe``: `aio_handle` in the file behind that device, at the engine's place: what the software costs. It asks
+  stat() for a file's size, so it can be given no device, also by no link to one;
+- ``DeepNVMe, file per tensor``: `aio_handle` on a file of its own on the same file system, as ZeRO-Infinity swaps.
+
+All blocks are written beforehand and overwritten in place. What the disk's counters say was moved is kept beside each
+time, and must be what was asked for: no cache is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from memascend.bench import nvme_target
+from memascend.bench.rounds import ratios, spread
+from memascend.memory.pinned import PageAlignedPinnedAllocator
+from memascend.storage.commands import preallocate
+from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig
+from memascend.storage.native import _C
+
+ENGINE, SAME_PLACE, FILE_PER_TENSOR = "engine", "DeepNVMe", "DeepNVMe, file per tensor"
+OPS = ("write", "read")
+_PATTERN_BYTES = 64 << 20
+_WARM_BYTES = 256 << 20  # a larger tensor is its own warm-up
+_LEAST_SHARE = 0.97  # of the bytes, that the disk must have moved
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeOptions:
+    """`budget_bytes`: a way moves no more than that of one size, but at least one tensor, and `repeats` at most."""
+
+    sizes: tuple[int, ...]
+    block_bytes: int
+    depth: int
+    repeats: int
+    budget_bytes: int
+    workers: tuple[int, ...] = (1,)
+
+    def rounds(self, size: int) -> int:
+        return max(1, min(self.repeats, self.budget_bytes // max(1, size)))
+
+
+@dataclass(frozen=True)
+class _Way:
+    name: str
+    run: dict[str, Callable[[], None]]  # by op
+
+
+def measure(options: SizeOptions, owner: str, path: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Points, and what is missing, by peer. Raises OSError if a way reads something else than was written, or if a
+    cache answered for the disk."""
+    points: list[dict[str, Any]] = []
+    largest = max(options.sizes)
+    handle, missing = _deepnvme(options, largest)
+    memory = _memory(handle, largest)
+    with contextlib.ExitStack() as stack:
+        stack.callback(_free, handle, memory)
+        engines = {}
+        for count in options.workers:
+            config = DirectEngineConfig(
+                block_bytes=options.block_bytes, depth=options.depth, workers=count, volatile=True, check_devices=False
+            )
+            name = ENGINE if count == 1 else f"{ENGINE}, {count} workers"
+            engines[name] = stack.enter_context(DirectEngine([path], owner, config))
+            engines[name].register_buffer(memory)
+        for size in sorted(options.sizes, reverse=True):
+            with _ways(engines, handle, memory[:size], path) as ways:
+                points += _rounds(options, ways, memory[:size], path)
+    return points, missing
+
+
+def _deepnvme(options: SizeOptions, largest: int) -> tuple[Any, dict[str, str]]:
+    limit = _C.memlock_limit_bytes()
+    if 0 <= limit < largest:
+        return None, {"DeepNVMe": f"it locks its buffer, and the limit on locked memory is {limit} bytes (ulimit -l)"}
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's logger takes what is standard output at its import
+            from memascend.integrations.deepspeed.deepnvme import deepnvme_handle
+
+            return deepnvme_handle(options.block_bytes, options.depth), {}
+    except ImportError as error:
+        return None, {"DeepNVMe": str(error)}
+
+
+def _memory(handle: Any, size: int) -> torch.Tensor:
+    """DeepNVMe copies unless the memory is of its own kind; the engine takes any. Its contents do not compress."""
+    if handle is None:
+        memory = PageAlignedPinnedAllocator(lock=False).allocate(size, torch.uint8, name="bench", owner="bench")
+    else:
+        memory = handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
+    pattern = _pattern()
+    for part in memory.split(_PATTERN_BYTES):
+        part.copy_(pattern[: len(part)])
+    return memory
+
+
+def _free(handle: Any, memory: torch.Tensor) -> None:
+    if handle is not None:
+        handle.free_cpu_locked_tensor(memory)
+
+
+def _pattern() -> torch.Tensor:
+    out = torch.empty(_PATTERN_BYTES, dtype=torch.uint8)
+    return out.random_(0, 256, generator=torch.Generator().manual_seed(_PATTERN_BYTES))
+
+
+@contextlib.contextmanager
+def _ways(engines: dict[str, DirectEngine], handle: Any, tensor: torch.Tensor, path: str) -> Iterator[list[_Way]]:
+    """Each with its place on the disk, written."""
+    ways = [_Way(name, {op: _engine_call(engine, op, tensor) for op in OPS}) for name, engine in engines.items()]
+    for way in ways:
+        way.run["write"]()
+    below = nvme_target.file_below(path)
+    own = Path(below).with_name("tensor")
+    try:
+        if handle is not None:
+            extents = next(iter(engines.values())).info("one").extents
+            if len(extents) != 1:
+                raise OSError(f"{path}: no room for {tensor.nbytes} bytes in one piece: use fewer or smaller sizes")
+            preallocate(str(own), tensor.nbytes)
+            places = {SAME_PLACE: (below, extents[0][1]), FILE_PER_TENSOR: (str(own), 0)}
+            for name, (file, offset) in places.items():
+                ways.append(_Way(name, {op: _deepnvme_call(handle, op, tensor, file, offset) for op in OPS}))
+                ways[-1].run["write"]()
+        yield ways
+    finally:
+        own.unlink(missing_ok=True)
+        for engine in engines.values():
+            engine.erase("one")
+
+
+def _engine_call(engine: DirectEngine, op: str, tensor: torch.Tensor) -> Callable[[], None]:
+    submit = engine.read if op == "read" else engine.write
+
+    def run() -> None:
+        engine.wait(submit("one", tensor))
+
+    return run
+
+
+def _deepnvme_call(handle: Any, op: str, tensor: torch.Tensor, file: str, offset: int) -> Callable[[], None]:
+    submit = handle.async_pread if op == "read" else handle.async_pwrite
+
+    def run() -> None:
+        submit(tensor, file, offset)
+        handle.wait()
+
+    return run
+
+
+def _rounds(options: SizeOptions, ways: list[_Way], tensor: torch.Tensor, path: str) -> list[dict[str, Any]]:
+    points = {
+        (way.name, op): {"question": "sizes", "method": way.name, "op": op, "bytes": tensor.nbytes, "seconds": [],
+                         "device_share": []}
+        for op in OPS for way in ways
+    }  # fmt: skip
+    order = random.Random(0)
+    for number in range(options.rounds(tensor.nbytes)):
+        for op in OPS:
+            order.shuffle(ways)
+            for way in ways:
+                if tensor.nbytes <= _WARM_BYTES:
+                    way.run[op]()
+                if number == 0 and op == "read":
+                    _blank(tensor)
+                _time(points[way.name, op], way.run[op], path)
+                if number == 0 and op == "read" and not _is_pattern(tensor):
+                    raise OSError(f"{way.name} read something else than was written to {path}: fast and wrong")
+    for point in points.values():
+        if median(point["device_share"]) < _LEAST_SHARE and nvme_target.sectors(path):
+            share = 100 * median(point["device_share"])
+            what = f"{point['method']}, {point['op']} of {point['bytes']} bytes"
+            raise OSError(f"{what}: the disk moved {share:.0f} % of them, so a cache was measured: use another folder")
+    return list(points.values())
+
+
+def _time(point: dict[str, Any], run: Callable[[], None], path: str) -> None:
+    before = nvme_target.sectors(path)
+    begin = time.perf_counter()
+    run()
+    point["seconds"].append(time.perf_counter() - begin)
+    point["device_share"].append((nvme_target.sectors(path) - before) * 512 / point["bytes"])
+
+
+def _edges(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Both ends of it, and the middle: what is checked of a tensor that takes seconds to compare."""
+    parts = list(tensor.split(_PATTERN_BYTES))
+    return parts if len(parts) <= 4 else [parts[0], parts[len(parts) // 2], parts[-1]]
+
+
+def _blank(tensor: torch.Tensor) -> None:
+    for part in _edges(tensor):
+        part.zero_()
+
+
+def _is_pattern(tensor: torch.Tensor) -> bool:
+    pattern = _pattern()
+    return all(torch.equal(part, pattern[: len(part)]) for part in _edges(tensor))
+
+
+def summary(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Medians with quartiles, and how many times faster than DeepNVMe at the same place and in files, by round."""
+    by = {(point["method"], point["op"], point["bytes"]): point for point in points}
+    out = []
+    for (name, op, size), point in sorted(by.items(), key=lambda item: (item[0][1], item[0][2], item[0][0])):
+        seconds = point["seconds"]
+        row = {"question": "sizes", "method": name, "op": op, "bytes": size, "seconds": vars(spread(seconds))}
+        row["device_share"] = vars(spread(point["device_share"]))
+        peers = (SAME_PLACE, FILE_PER_TENSOR) if name.startswith(ENGINE) else ()
+        row["times_faster_than"] = {
+            peer: vars(ratios(by[peer, op, size]["seconds"], seconds)) for peer in peers if (peer, op, size) in by
+        }
+        out.append(row)
+    return out
+
+
+def room(options: SizeOptions) -> int:
+    """What the store must hold for it."""
+    return max(options.sizes, default=0) * len(options.workers) + (64 << 20)
+
+
+def disk_bytes(options: SizeOptions) -> int:
+    """And what lies beside the store."""
+    return max(options.sizes, default=0) + os.sysconf("SC_PAGESIZE")

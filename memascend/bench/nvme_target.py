@@ -1,0 +1,71 @@
+"""What `memascend bench nvme` works on: a file with all blocks written, or a loop device on it; disk counters."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from memascend.storage.commands import preallocate
+
+TARGETS = ("auto", "file", "loop")
+
+
+@contextlib.contextmanager
+def target(folder: Path, kind: str, size: int) -> Iterator[str]:
+    """The path of the file or loop device; all is gone afterwards. `auto`: a loop device where root may make one.
+
+    A loop device has direct I/O, which is asserted: else it would be the page cache that answers. Raises OSError.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-nvme-", dir=folder) as made:
+        path = str(Path(made).resolve() / "device")
+        preallocate(path, size)
+        device = "" if kind == "file" else _loop_device(path, required=kind == "loop")
+        try:
+            yield device or path
+        finally:
+            if device:
+                subprocess.run(["losetup", "-d", device], check=True)
+
+
+def _loop_device(path: str, required: bool) -> str:
+    """Empty if there is none to be had, and none is required."""
+    try:
+        if shutil.which("losetup") is None:
+            raise OSError("a loop device needs losetup (util-linux): use --target file")
+        device = output(["losetup", "--find", "--show", "--direct-io=on", path])
+    except OSError:
+        if required:
+            raise
+        return ""
+    if Path(f"/sys/block/{Path(device).name}/loop/dio").read_text().strip() != "1":
+        subprocess.run(["losetup", "-d", device], check=True)
+        if not required:
+            return ""
+        raise OSError(f"{device}: the kernel refuses direct I/O on {path}: a cache would be measured")
+    return device
+
+
+def output(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def file_below(path: str) -> str:
+    """DeepNVMe knows no devices: of a loop device it gets the file behind it."""
+    backing = Path(f"/sys/block/{Path(path).name}/loop/backing_file")
+    return backing.read_text().strip() if backing.exists() else path
+
+
+def sectors(path: str) -> int:
+    """Read and written by the disk below, of all users; 0 where the kernel has no such counter (tmpfs, overlay)."""
+    status = os.stat(file_below(path))
+    node = Path(f"/sys/dev/block/{os.major(status.st_dev)}:{os.minor(status.st_dev)}")
+    fields = (node / "stat").read_text().split() if (node / "stat").exists() else ["0"] * 8
+    return int(fields[2]) + int(fields[6])
