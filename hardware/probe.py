@@ -19,18 +19,18 @@ from typing import Any
 import yaml
 
 from hardware.registry import check
+from memascend.doctor import probe as probed
 
 GIB = 2**30
 # Not drives: loop devices, RAM disks, compressed swap, mappings of other devices, optical and floppy drives.
 _NOT_A_DRIVE = re.compile(r"^(loop|ram|zram|dm-|md|sr|fd|nbd)")
-_CGROUP_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
 _PCIE_GENERATION = {"2.5": "Gen1", "5.0": "Gen2", "8.0": "Gen3", "16.0": "Gen4", "32.0": "Gen5", "64.0": "Gen6"}
 
 
 def probe(root: Path = Path("/")) -> dict[str, Any]:
     """The machine under `root` in the schema's keys; what cannot be read is null or empty, never guessed."""
     cpu, sockets, cores, logical = read_cpu(root)
-    ram = read_ram_bytes(root)
+    ram, _ = probed.memory_bytes(root)
     testbed = {
         "id": "local",
         "paper": None,
@@ -54,7 +54,7 @@ def probe(root: Path = Path("/")) -> dict[str, Any]:
             "kernel": platform.release(),
             "logical_cores": logical,
             "usable_cores": len(os.sched_getaffinity(0)),
-            "usable_memory_gib": round(min(ram, read_cgroup_limit(root) or ram) / GIB, 2),
+            "usable_memory_gib": round(probed.usable_memory_bytes(root) / GIB, 2),
             "numa_nodes": read_numa(root),
         },
     }
@@ -72,36 +72,11 @@ def read_cpu(root: Path) -> tuple[str | None, int | None, int | None, int]:
     return model, sockets, len(set(ids)) if known else None, max(1, len(blocks))
 
 
-def read_ram_bytes(root: Path) -> int:
-    """MemTotal. Raises ValueError where /proc/meminfo is missing: then this is no Linux that we know."""
-    found = re.search(r"^MemTotal:\s+(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
-    if not found:
-        raise ValueError(f"cannot read MemTotal from {root / 'proc/meminfo'}: the probe needs Linux with /proc mounted")
-    return int(found[1]) * 1024
-
-
-def read_cgroup_limit(root: Path) -> int | None:
-    """Memory limit of the control group, or None."""
-    for name in _CGROUP_LIMITS:
-        text = _read(root / name).strip()
-        if text.isdecimal() and int(text) < 1 << 60:
-            return int(text)
-    return None
-
-
 def read_numa(root: Path) -> list[dict[str, Any]]:
     """Nodes with their CPUs and memory."""
-    nodes = []
-    for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda p: int(p.name[4:])):
-        found = re.search(r"MemTotal:\s+(\d+) kB", _read(path / "meminfo"))
-        nodes.append(
-            {
-                "node": int(path.name[4:]),
-                "cpus": _read(path / "cpulist").strip(),
-                "memory_gib": round(int(found[1]) * 1024 / GIB, 2) if found else 0.0,
-            }
-        )
-    return nodes
+    return [
+        {"node": node, "cpus": cpus, "memory_gib": round(size / GIB, 2)} for node, cpus, size in probed.numa_nodes(root)
+    ]
 
 
 def read_drives(root: Path) -> list[dict[str, Any]]:

@@ -57,7 +57,7 @@ def memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
     total = re.search(r"^MemTotal:\s+(\d+) kB", text, re.MULTILINE)
     free = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
     if not total:
-        raise ValueError(f"cannot read MemTotal from {root / 'proc/meminfo'}: Linux with /proc mounted is needed")
+        raise ValueError(f"cannot read MemTotal from {root / 'proc/meminfo'}: the probe needs Linux with /proc mounted")
     return int(total[1]) * 1024, int((free or total)[1]) * 1024
 
 
@@ -77,7 +77,7 @@ class MemoryGroup:
 
 def memory_group(root: Path = Path("/")) -> MemoryGroup | None:
     """The smallest limit from this process's own control group up to the top, v2 or v1; None where there is none."""
-    own = read_text(root / "proc/self/cgroup")
+    own = read_text(root / "proc/self/cgroup") or "0::/\n1:memory:/\n"  # nothing said: look at the top of both
     found = []
     for line in own.splitlines():
         number, _, rest = line.partition(":")

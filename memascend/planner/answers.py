@@ -113,6 +113,8 @@ def answer(
 def _time(work: Workload, machine: Machine | None) -> tuple[StepTime | None, str]:
     if machine is None:
         return None, "no machine was named: --testbed local, or a YAML file with its rates"
+    if machine.gpu_flops_per_s is None and machine.name == "local":
+        return None, "no GPU here whose rate is known; describe the machine that you mean in a YAML file (--testbed)"
     if work.ranks > machine.gpus:
         return None, f"{machine.name} has {machine.gpus} GPU{'s' if machine.gpus > 1 else ''}, not {work.ranks}"
     try:

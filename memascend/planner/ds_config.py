@@ -70,7 +70,8 @@ def deepspeed_config(work: Workload, nvme_path: str, learning_rate: float = 1e-5
     if work.system == "memascend":
         config["memascend"] = dict(MODEL_OPTIONS[work.stack])
         if work.states == "bf16":
-            config["memascend"]["optimizer_states"] = "bf16"
+            # With DeepSpeed's own AdamW bf16 master weights lose small updates; ours rounds stochastically.
+            config["memascend"] |= {"optimizer_states": "bf16", "numerics": "fast"}
     return config
 
 

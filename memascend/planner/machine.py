@@ -98,7 +98,8 @@ def machine_from_testbed(testbed: Mapping[str, Any], where: str = "testbed") -> 
         sources[field] = str(rate.get("source", where)) if isinstance(rate, Mapping) else where
     gpu = gpus[0] if gpus else {}
     link = str(testbed.get("gpu_link") or "").lower()
-    ram, vram = testbed.get("memory_gib"), gpu.get("memory_gib")
+    probed = testbed.get("local") if isinstance(testbed.get("local"), Mapping) else {}  # a control group may allow less
+    ram, vram = probed.get("usable_memory_gib", testbed.get("memory_gib")), gpu.get("memory_gib")
     return Machine(
         name=str(testbed.get("id") or testbed.get("name") or where),
         gpus=sum(int(each.get("count", 1)) for each in gpus) or 1,
