@@ -120,6 +120,9 @@ def full_sweeps() -> list[dict[str, Any]]:
     """What a long profile leaves."""
     out = [sweep(m, a, 200 + i) for i, (m, a) in enumerate(model_pairs())]
     out += [stacks(300), curve("as_published", 301), curve("memascend", 302)]
+    for i, arm in enumerate(("as_published", "memascend")):
+        pair = training("Qwen2.5-7B", arm, "fp16", 400 + i) | {"ranks": 2}
+        out.append({**pair, "run_id": pair["run_id"] + "-r2"})
     models = ("llama3.1-8b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
     return out + [step_times(model, 310 + i) for i, model in enumerate(models)]
 

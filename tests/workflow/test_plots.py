@@ -44,7 +44,7 @@ def test_draws_and_keeps_its_text_inside(request: pytest.FixtureRequest, amount:
 @pytest.mark.parametrize("exhibit", built_exhibits())
 def test_the_line_under_the_axes_names_commit_and_date_of_the_records(full: Path, exhibit: str) -> None:
     figure = drawn(full, exhibit)
-    text = " ".join(t.get_text() for t in figure.texts)
+    text = " ".join(word for t in figure.texts for word in t.get_text().split())
     assert "commit c0ffee12" in text
     assert "2026-01-02" in text
     assert "measured: " in text
@@ -98,6 +98,26 @@ def test_the_report_shows_each_exhibit_and_needs_nothing_from_outside(full: Path
     assert all(f"src='{exhibit}.svg'" in text and f"href='{exhibit}.csv'" in text for exhibit in built_exhibits())
     assert "http" not in text
     assert all(entry["id"] in text for entry in REGISTRY)
+
+
+@pytest.mark.parametrize(("amount", "coarse"), [("full", False), ("smoke", True)])
+def test_the_report_says_when_a_twin_is_coarse(
+    request: pytest.FixtureRequest, tmp_path: Path, amount: str, coarse: bool
+) -> None:
+    folder = request.getfixturevalue(amount)
+    document = yaml.safe_load((ROOT / "workflows/config/claims.yaml").read_text())
+    verdicts = claims.decide_all(claims.of_built(document["claims"], REGISTRY), folder / "exhibits")
+    verdicts = verdicts if coarse else [v for v in verdicts if "k32" not in v.testbed and "k64" not in v.testbed]
+    for exhibit in built_exhibits():
+        (tmp_path / f"{exhibit}.md").write_text(f"**{exhibit}.** Prose.\n")
+    assert ("one page of memory then stands for 16 MiB" in report.page(REGISTRY, tmp_path, verdicts)) is coarse
+
+
+def test_two_ranks_are_shown_beside_one(full: Path) -> None:
+    figure = drawn(full, "memascend-fig15")
+    texts = [t.get_text() for t in figure.findobj(matplotlib.text.Text)]
+    assert any("2 ranks" in text for text in texts)
+    plt.close(figure)
 
 
 def test_the_report_says_which_exhibit_is_not_drawn(tmp_path: Path) -> None:

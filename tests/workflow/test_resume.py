@@ -1,4 +1,5 @@
-"""Killed in the middle it goes on, run twice it does nothing: the real rules, stand-ins for what measures."""
+"""Killed in the middle it goes on, run twice it does nothing, what is deleted comes back: the real rules, stand-ins
+for what measures."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def records(project: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in (project / "results/raw").glob("*-*.json")}
 
 
-def test_resumes_after_kill_and_then_does_nothing(project: Path) -> None:
+def test_resumes_after_kill_does_nothing_then_and_makes_a_deleted_record_again(project: Path) -> None:
     first = start(project, "memascend-fig11")
     deadline = time.monotonic() + 60
     while len(records(project)) < 3 and first.poll() is None and time.monotonic() < deadline:
@@ -84,3 +85,10 @@ def test_resumes_after_kill_and_then_does_nothing(project: Path) -> None:
     text, _ = third.communicate(timeout=60)
     assert third.returncode == 0
     assert "Nothing to be done" in text
+
+    gone = next((project / "results/raw").glob("train-*.json"))
+    gone.unlink()
+    fourth = start(project, "memascend-fig11")
+    text, _ = fourth.communicate(timeout=60)
+    assert fourth.returncode == 0, text
+    assert gone.exists(), "a deleted record that an exhibit needs is made again"

@@ -19,8 +19,9 @@ PROFILES = ("smoke", "quick", "full", "gpu")
 
 def snakemake(*words: str, fresh: Path) -> subprocess.CompletedProcess[str]:
     """Snakemake in the repository, with every output folder and its own state under ``fresh``."""
-    folders = [f"{name}_dir={fresh / name}" for name in ("raw", "derived", "figures")]
     config = [word for word in words if "=" in word and not word.startswith("-")]
+    named = {word.partition("=")[0] for word in config}
+    folders = [f"{name}_dir={fresh / name}" for name in ("raw", "derived", "figures") if f"{name}_dir" not in named]
     words = tuple(word for word in words if word not in config)
     command = [sys.executable, "-m", "snakemake", *words, "--config", *folders, *config]
     environment = {**os.environ, "HOME": str(fresh), "XDG_CACHE_HOME": str(fresh / "cache")}
@@ -42,6 +43,33 @@ def test_an_unknown_profile_names_the_four(tmp_path: Path) -> None:
     done = snakemake("-n", "figures", "profile=smok", fresh=tmp_path)
     assert done.returncode == 1
     assert all(profile in last_line(done) for profile in PROFILES)
+
+
+@pytest.mark.parametrize(
+    ("word", "near"), [("memascend-fig99", "memascend-fig09"), ("memascend-fig8", "memascend-fig08"), ("fig11", "")]
+)
+def test_an_unknown_exhibit_gives_one_line_with_those_near_it(tmp_path: Path, word: str, near: str) -> None:
+    done = snakemake("-n", word, fresh=tmp_path)
+    assert done.returncode == 1
+    assert last_line(done).startswith(f"{word} is no exhibit; ")
+    assert near in last_line(done)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_mend(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    done = snakemake("-n", "figures", f"figures_dir={tmp_path / 'file' / 'figures'}", fresh=tmp_path)
+    assert done.returncode == 1
+    where = f"config: {tmp_path / 'file' / 'figures'} cannot be written; make {tmp_path / 'file'} writable"
+    assert last_line(done).startswith(where)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_the_right_to_write_is_refused(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    done = snakemake("-n", "figures", f"figures_dir={closed / 'figures'}", fresh=tmp_path)
+    assert "cannot be written" in last_line(done)
 
 
 def test_a_planned_exhibit_says_what_it_waits_for(tmp_path: Path) -> None:

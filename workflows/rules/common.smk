@@ -3,6 +3,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -259,6 +260,17 @@ def run_named(runs, run_id):
     return runs[run_id]
 
 
+def refuse_unknown_exhibits(words):
+    """A word of the command line that looks like an exhibit's id and is none: one line with the ids near it."""
+    known = [entry["id"] for entry in EXHIBITS]
+    for word in words:
+        if re.fullmatch(r"([a-z]+-)?(fig|tab|alg|eq)[a-z]*\d*[a-z]?", word):
+            near = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+            if word not in known:
+                hint = f"did you mean {', '.join(near)}? " if near else ""
+                stop(f"{word} is no exhibit; {hint}snakemake exhibits lists them all")
+
+
 def planned(entry):
     """Input function of an exhibit that is not built: naming it ends with the part that it waits for."""
     return lambda wildcards: stop(
@@ -337,7 +349,7 @@ RAW, DERIVED, PUBLISHED, FIGURES = (
 
 for folder in (RAW, DERIVED, FIGURES):
     existing = next(p for p in [Path(folder), *Path(folder).parents] if p.exists())
-    if not os.access(existing, os.W_OK):
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
         stop(
             f"config: {folder} cannot be written; make {existing.absolute()} writable or name another folder"
         )
@@ -349,6 +361,7 @@ EXHIBITS = checked(
     read_yaml(config["exhibits"]), "exhibits.schema.json", config["exhibits"]
 )["exhibits"]
 BUILT = [entry["id"] for entry in EXHIBITS if entry["status"] == "built"]
+refuse_unknown_exhibits(sys.argv[1:])
 PAPERS = list(dict.fromkeys(entry["paper"] for entry in EXHIBITS))
 
 RUNS = training_runs(EXPERIMENTS, config["profile"])

@@ -238,6 +238,17 @@ def verdict_rows(verdicts: list[Verdict]) -> str:
     return f"<div class=wide><table>{head}{''.join(cells)}</table></div>"
 
 
+def coarse_twins(verdicts: list[Verdict]) -> str:
+    """A sentence where small twins were judged; empty otherwise."""
+    divisors = [int(k) for v in verdicts for k in re.findall(r"-k(\d+)", v.testbed)]
+    if not divisors or max(divisors) < COARSE_TWIN:
+        return ""
+    return (
+        f" Some twins here are of k = {max(divisors)}: one page of memory then stands for"
+        f" {4 * max(divisors) ** 2 / 1024:.0f} MiB, so bytes are coarse; judge the paper by larger ones."
+    )
+
+
 def page(verdicts: list[Verdict]) -> str:
     """The claims as one HTML page without outside resources."""
     count = Counter((v.lane, v.verdict) for v in verdicts)
@@ -247,12 +258,7 @@ def page(verdicts: list[Verdict]) -> str:
         + "."
         for lane in LANES
     )
-    divisors = [int(k) for v in verdicts for k in re.findall(r"-k(\d+)", v.testbed)]
-    if divisors and max(divisors) >= COARSE_TWIN:
-        summary += (
-            f" Some twins here are of k = {max(divisors)}: one page of memory then stands for"
-            f" {4 * max(divisors) ** 2 / 1024:.0f} MiB, so bytes are coarse; judge the paper by another profile."
-        )
+    summary += coarse_twins(verdicts)
     sections = []
     for exhibit in dict.fromkeys(v.exhibit_id for v in verdicts):
         mine = [v for v in verdicts if v.exhibit_id == exhibit]

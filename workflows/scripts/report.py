@@ -13,7 +13,7 @@ import pandas as pd
 import yaml
 
 from workflows.scripts import tidy
-from workflows.scripts.claims import Verdict, verdict_rows
+from workflows.scripts.claims import Verdict, coarse_twins, verdict_rows
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Exhibits</title>
@@ -28,7 +28,8 @@ td.n{{text-align:right;white-space:nowrap}}.v{{white-space:nowrap;font-weight:60
 section{{border-top:1px solid #ccc;margin-top:2rem}}nav a{{margin-right:.8rem;white-space:nowrap}}
 </style></head><body>
 <h1>Exhibits</h1>
-<p>Measured is solid, modelled hatched, published outlined. <a href="claims.html">All claims with their verdicts</a></p>
+<p>Measured is solid, modelled hatched, published outlined.{coarse}
+<a href="claims.html">All claims with their verdicts</a></p>
 <nav>{contents}</nav>
 {sections}
 <section><h2>Not built yet</h2>{planned}</section>
@@ -85,6 +86,7 @@ def page(registry: list[dict[str, Any]], figures: Path, verdicts: list[Verdict])
     if missing:
         raise tidy.TableError(f"{missing[0]} is not drawn yet; draw it with: snakemake --cores all {missing[0]}")
     return PAGE.format(
+        coarse=coarse_twins(verdicts),
         contents="".join(f"<a href='#{entry['id']}'>{entry['id']}</a> " for entry in built),
         sections="\n".join(section(entry, figures, verdicts) for entry in built),
         planned=planned_list([entry for entry in registry if entry["status"] == "planned"]),

@@ -33,13 +33,13 @@ def draw(table: pd.DataFrame) -> Figure:
         mine = data[(data["lane"] == lane) & data["metric"].isin([*PARTS, "peak system memory"])]
         start = position
         for series in (s for s in [*rows.series_of(mine)] if s in wanted(mine)):
-            total = stack(axis, mine[mine["series"] == series], lane, position)
+            top, total = stack(axis, mine[mine["series"] == series], lane, position)
+            above = f"\n({top - total:.1f} less than its ledger)" if top > total + SHOWN_GIB else ""
             ticks.append(
                 (position, SHORT.get(series, series.removeprefix("ZeRO-Infinity (").rstrip(")").replace(" ", "\n")))
             )
-            axis.annotate(
-                f"{total:.1f}", (position, total), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8
-            )
+            place = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
+            axis.annotate(f"{total:.1f}{above}", (position, max(top, total)), fontsize=8 if not above else 7, **place)
             position += 1
         middles.append(((start + position - 1) / 2, lane))
         position += 0.6
@@ -81,8 +81,8 @@ def with_minimum(data: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([data, parts.assign(series=MINIMUM)])
 
 
-def stack(axis, mine: pd.DataFrame, lane: str, position: float) -> float:
-    """Draw the components upon each other; the total that the lane states, or their sum."""
+def stack(axis, mine: pd.DataFrame, lane: str, position: float) -> tuple[float, float]:
+    """Draw the components upon each other; their sum, and the total that the lane states (or the sum again)."""
     bottom = 0.0
     for metric, fill in PARTS.items():
         height = rows.value(mine, metric=metric)
@@ -100,4 +100,4 @@ def stack(axis, mine: pd.DataFrame, lane: str, position: float) -> float:
                 )
             bottom += height
     stated = rows.value(mine, metric="peak system memory")
-    return bottom if stated is None else stated
+    return bottom, bottom if stated is None else stated
