@@ -21,6 +21,7 @@
 #include "core/crc32c.h"
 #include "core/direct_engine.h"
 #include "core/errors.h"
+#include "core/fault_layer.h"
 #include "core/file_engine.h"
 #include "core/overflow.h"
 #include "core/pinned.h"
@@ -409,8 +410,10 @@ py::dict as_dict(const StoreSpace& space) {
 }
 
 std::shared_ptr<Store> open_store(const std::vector<std::string>& paths, const std::string& owner,
-                                  const std::string& control_folder, std::int64_t stripe_bytes, bool any_owner) {
-  return std::make_shared<Store>(paths, StoreOptions{owner, control_folder, stripe_bytes, any_owner});
+                                  const std::string& control_folder, std::int64_t stripe_bytes, bool any_owner,
+                                  IoSyscalls* faults) {
+  return std::make_shared<Store>(paths, StoreOptions{owner, control_folder, stripe_bytes, any_owner},
+                                 faults != nullptr ? *faults : kernel_syscalls());
 }
 
 // Of a store, or of an engine.
@@ -443,9 +446,19 @@ std::string verify_record(Store& store, const RecordPointer& record) {
 }
 
 void bind_store(py::module_& module) {
+  py::class_<IoSyscalls>(module, "IoSyscalls");
+  py::class_<FaultLayer, IoSyscalls>(module, "FaultLayer")
+      .def(py::init<>())
+      .def("add", [](FaultLayer& self, std::string op, std::int64_t after, std::int64_t times, int error,
+                     std::int64_t at_most, std::int64_t delay_us) {
+        self.add({std::move(op), after, times, error, at_most, delay_us});
+      }, py::arg("op"), py::kw_only(), py::arg("after") = 0, py::arg("times") = -1, py::arg("error") = 0,
+           py::arg("at_most") = -1, py::arg("delay_us") = 0)
+      .def("clear", &FaultLayer::clear)
+      .def_property_readonly("injected", &FaultLayer::injected);
   py::class_<Store, std::shared_ptr<Store>>(module, "Store")
       .def(py::init(&open_store), py::arg("paths"), py::arg("owner"), py::arg("control_folder"),
-           py::arg("stripe_bytes"), py::arg("any_owner"), NoGil())
+           py::arg("stripe_bytes"), py::arg("any_owner"), py::arg("faults") = nullptr, py::keep_alive<1, 7>(), NoGil())
       .def("find", &find_record<Store>)
       .def("list", &list_records<Store>)
       .def("grow", &Store::grow, py::arg("data_bytes"), py::arg("allocate"), NoGil())
@@ -620,13 +633,16 @@ struct EndingDeleter {
 void bind_direct_engine(py::module_& module) {
   py::class_<DirectEngine, std::unique_ptr<DirectEngine, EndingDeleter>>(module, "DirectEngine")
       .def(py::init([](std::shared_ptr<Store> store, int workers, std::int64_t block_bytes, int depth,
-                       std::string backend, const std::string& checksums, bool trace, bool is_volatile) {
+                       std::string backend, const std::string& checksums, bool trace, bool is_volatile,
+                       IoSyscalls* faults) {
              EngineOptions options{workers, block_bytes, depth, std::move(backend), checksums_of(checksums), trace,
                                    is_volatile};
-             return std::unique_ptr<DirectEngine, EndingDeleter>(new DirectEngine(std::move(store), options));
+             return std::unique_ptr<DirectEngine, EndingDeleter>(new DirectEngine(
+                 std::move(store), options, faults != nullptr ? *faults : kernel_syscalls()));
            }),
            py::arg("store"), py::arg("workers"), py::arg("block_bytes"), py::arg("depth"), py::arg("backend"),
-           py::arg("checksums"), py::arg("trace"), py::arg("is_volatile"))
+           py::arg("checksums"), py::arg("trace"), py::arg("is_volatile"), py::arg("faults") = nullptr,
+           py::keep_alive<1, 10>())
       .def("write", &direct_write)
       .def("write_part", &direct_write_part)
       .def("find", &find_record<DirectEngine>)

@@ -27,7 +27,7 @@ import torch
 
 from memascend import _C
 from memascend.storage.devices import require_usable
-from memascend.storage.errors import StorageError
+from memascend.storage.errors import StorageError, raise_first
 from memascend.storage.scratch import (
     ScratchFile,
     collect_scratch_files,
@@ -143,9 +143,14 @@ class DirectEngine:
     """
 
     def __init__(
-        self, devices: Sequence[str | os.PathLike[str]], owner: str, config: DirectEngineConfig | None = None
+        self,
+        devices: Sequence[str | os.PathLike[str]],
+        owner: str,
+        config: DirectEngineConfig | None = None,
+        faults: _C.FaultLayer | None = None,
     ) -> None:
-        """All devices of one formatted store, in any order; `owner` as when it was formatted.
+        """All devices of one formatted store, in any order; `owner` as when it was formatted. `faults` is for tests:
+        what stands between the engine and the kernel.
 
         Raises ValueError, RuntimeError (foreign, incomplete or damaged store), StorageError, DeviceRefused.
         """
@@ -157,7 +162,7 @@ class DirectEngine:
         if self.config.check_devices:
             for path in paths:
                 require_usable(path)
-        self._store = _C.Store(paths, owner, self.config.control_folder, self.config.stripe_bytes, False)
+        self._store = _C.Store(paths, owner, self.config.control_folder, self.config.stripe_bytes, False, faults)
         self._native = _C.DirectEngine(
             self._store,
             self.config.workers,
@@ -167,6 +172,7 @@ class DirectEngine:
             checksums,
             self.config.trace,
             self.config.volatile,
+            faults,
         )
         self._scratch: ScratchFile | None = None
         # Also at interpreter exit: what was submitted is written; what was not committed is forgotten.
@@ -269,10 +275,7 @@ class DirectEngine:
             outcomes = None if one is None else [(request, *one)]
         if outcomes is None:
             raise TimeoutError(f"{self.pending} requests have not ended after {timeout_s} s: {', '.join(self.paths)}")
-        failures = [failure for _, _, failure in outcomes if failure is not None]
-        if failures:
-            op, key, device, offset, expected, got, errno, reason = failures[0]
-            raise StorageError(op, device, offset, expected, got, errno or None, reason, len(failures) - 1, key)
+        raise_first([failure for _, _, failure in outcomes if failure is not None])
         if request is not None and outcomes[0][1]:
             raise RequestCancelled(f"request {request} was cancelled")
         return len(outcomes)

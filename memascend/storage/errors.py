@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno as codes
+from collections.abc import Sequence
 
 
 class StorageError(OSError):
@@ -32,6 +33,16 @@ class StorageError(OSError):
         )
         self.op, self.path, self.offset, self.expected, self.got = op, path, offset, expected, got
         self.errno, self.reason, self.others, self.key = errno, reason, others, key
+
+
+Failure = tuple[str, str | None, str, int, int, int, int, str]  # op, key, path, offset, expected, got, errno, reason
+
+
+def raise_first(failures: Sequence[Failure]) -> None:
+    """Raises StorageError for the first failed request of a wait, if any; it tells how many others there are."""
+    if failures:
+        op, key, path, offset, expected, got, errno, reason = failures[0]
+        raise StorageError(op, path, offset, expected, got, errno or None, reason, len(failures) - 1, key)
 
 
 _MENDS = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from memascend import _C
-from memascend.storage.errors import StorageError
+from memascend.storage.errors import StorageError, raise_first
 
 __all__ = ["EngineCounters", "FileEngine", "StorageError"]
 
@@ -58,9 +58,7 @@ class FileEngine:
         Raises StorageError for the first failed request; the engine stays usable. Other threads run meanwhile.
         """
         completed, failures = self._native.wait()
-        if failures:
-            op, path, offset, expected, got, errno, reason = failures[0]
-            raise StorageError(op, path, offset, expected, got, errno or None, reason, len(failures) - 1)
+        raise_first([(op, None, *rest) for op, *rest in failures])
         return completed
 
     def close(self) -> None:

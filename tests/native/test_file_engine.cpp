@@ -376,12 +376,15 @@ TEST(file_engine_keeps_buffers_alive_until_wait_returns) {
 TEST(file_engine_after_shutdown_and_in_a_child) {
   Folder folder;
   auto data = pattern(1000, 8);
-  FileEngine engine(2, kBlock);
+  auto owner = std::make_unique<FileEngine>(2, kBlock);
+  FileEngine& engine = *owner;
   engine.submit(IoOp::kWrite, data.data(), 1000, folder.file("f"), 0);
   const pid_t child = fork();
   if (child == 0) {
     const auto message = message_of<Error>([&] { (void)engine.wait(); });
+    alarm(60);
     engine.shutdown();  // must not join threads that the child does not have
+    owner.reset();      // nor wait for those that wait on the conditions
     _exit(contains(message, "forked child") ? 0 : 1);
   }
   int status = 0;

@@ -293,13 +293,15 @@ FileEngine::~FileEngine() { shutdown(); }
 void FileEngine::shutdown() {
   if (owner_pid_ != getpid()) {
     (void)workers_.release();
+    (void)work_ready_.release();
+    (void)all_done_.release();
     return;
   }
   {
     std::lock_guard<std::mutex> guard(mutex_);
     stopping_ = true;
   }
-  work_ready_.notify_all();
+  work_ready_->notify_all();
   std::lock_guard<std::mutex> guard(shutdown_mutex_);
   for (std::thread& worker : *workers_) {
     worker.join();
@@ -338,7 +340,7 @@ std::uint64_t FileEngine::submit(IoOp op, void* data, std::int64_t bytes, std::s
     ++unfinished_;
     queue_.push_back(request);
   }
-  work_ready_.notify_all();
+  work_ready_->notify_all();
   return request->id;
 }
 
@@ -349,7 +351,7 @@ void FileEngine::work() {
     Piece piece{};
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      work_ready_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+      work_ready_->wait(lock, [this] { return stopping_ || !queue_.empty(); });
       if (queue_.empty()) {
         return;  // stopping, and nothing is left
       }
@@ -391,14 +393,14 @@ void FileEngine::finish_piece(Request& request) {
   ++ops_;
   ++completed_;
   if (--unfinished_ == 0) {
-    all_done_.notify_all();
+    all_done_->notify_all();
   }
 }
 
 IoWaitResult FileEngine::wait() {
   require_own_process();
   std::unique_lock<std::mutex> lock(mutex_);
-  all_done_.wait(lock, [this] { return unfinished_ == 0; });
+  all_done_->wait(lock, [this] { return unfinished_ == 0; });
   IoWaitResult result{completed_, std::move(failures_), std::move(finished_keep_alive_)};
   completed_ = 0;
   failures_.clear();

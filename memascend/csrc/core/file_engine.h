@@ -100,8 +100,9 @@ class FileEngine {
   const pid_t owner_pid_;
 
   mutable std::mutex mutex_;
-  std::condition_variable work_ready_;
-  std::condition_variable all_done_;
+  // On the heap so that a forked child can let go of them: destroying one waits for its waiters, who are the parent's.
+  std::unique_ptr<std::condition_variable> work_ready_ = std::make_unique<std::condition_variable>();
+  std::unique_ptr<std::condition_variable> all_done_ = std::make_unique<std::condition_variable>();
   std::deque<std::shared_ptr<Request>> queue_;
   std::vector<IoFailure> failures_;
   std::vector<std::shared_ptr<void>> finished_keep_alive_;

@@ -1,0 +1,143 @@
+// What a volatile engine does otherwise: tensors in place, known in memory alone, and requests on one key in turn.
+#include <algorithm>
+#include <utility>
+
+#include "direct_engine.h"
+#include "direct_request.h"
+#include "errors.h"
+
+namespace memascend {
+
+std::shared_ptr<VolatileTensor> DirectEngine::volatile_tensor(const std::string& key) const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  const auto found = volatile_.find(key);
+  return found == volatile_.end() ? nullptr : found->second;
+}
+
+// The tensor under `key` if it has that size, else a new one, in place of it. An old one that is in use by requests
+// keeps its space until they have ended.
+std::shared_ptr<VolatileTensor> DirectEngine::place_volatile(const std::string& key,
+                                                             const TensorRecord& record) {
+  {
+    std::shared_ptr<VolatileTensor> old = volatile_tensor(key);
+    if (old && old->record.bytes == record.bytes) {
+      return old;
+    }
+    std::lock_guard<std::mutex> guard(mutex_);
+    volatile_.erase(key);
+  }
+  auto fresh = std::make_shared<VolatileTensor>(store_, record);
+  std::lock_guard<std::mutex> guard(mutex_);
+  volatile_[key] = fresh;
+  return fresh;
+}
+
+std::uint64_t DirectEngine::write_part(const std::string& key, const void* data, std::int64_t bytes,
+                                       std::int64_t offset, int priority, std::shared_ptr<void> keep_alive) {
+  require_own_process();
+  const std::shared_ptr<VolatileTensor> tensor = volatile_tensor(key);
+  if (!tensor) {
+    throw Error(ErrorKind::kInvalidArgument,
+                "write to a part of '" + key + "': a volatile engine has to hold the tensor: write all of it first");
+  }
+  const std::int64_t size = tensor->record.bytes;
+  const bool inside = bytes >= 0 && offset >= 0 && offset <= size && bytes <= size - offset;
+  if (!inside || offset % kSectorBytes != 0 || ((offset + bytes) % kSectorBytes != 0 && offset + bytes != size)) {
+    throw Error(ErrorKind::kInvalidArgument,
+                "write to bytes " + std::to_string(offset) + " to " + std::to_string(offset + bytes) + " of '" + key +
+                    "', a tensor of " + std::to_string(size) +
+                    ": begin and end at multiples of 4096 bytes, or at the tensor's end");
+  }
+  auto request = std::make_shared<Request>();
+  request->write = true;
+  request->key = key;
+  request->data = static_cast<char*>(const_cast<void*>(data));
+  request->bytes = bytes;
+  request->offset = offset;
+  request->priority = priority;
+  request->keep_alive = std::move(keep_alive);
+  request->tensor = tensor;
+  request->record.bytes = size;
+  request->record.extents = tensor->place.extents();
+  return enqueue(std::move(request));
+}
+
+RecordPointer DirectEngine::record_of(const std::shared_ptr<VolatileTensor>& tensor) const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return tensor ? std::make_shared<TensorRecord>(tensor->record) : nullptr;
+}
+
+RecordPointer DirectEngine::find(const std::string& key) {
+  return options_.is_volatile ? record_of(volatile_tensor(key)) : store_->find(key);
+}
+
+std::vector<std::pair<std::string, RecordPointer>> DirectEngine::list() {
+  if (!options_.is_volatile) {
+    return store_->list();
+  }
+  std::vector<std::pair<std::string, RecordPointer>> out;
+  std::lock_guard<std::mutex> guard(mutex_);
+  for (const auto& [key, tensor] : volatile_) {
+    out.emplace_back(key, std::make_shared<TensorRecord>(tensor->record));
+  }
+  return out;
+}
+
+bool DirectEngine::erase(const std::string& key) {
+  require_own_process();
+  if (!options_.is_volatile) {
+    return store_->erase(key);
+  }
+  std::shared_ptr<VolatileTensor> gone;  // its space is given back without mutex_
+  std::lock_guard<std::mutex> guard(mutex_);
+  const auto found = volatile_.find(key);
+  if (found == volatile_.end()) {
+    return false;
+  }
+  gone = std::move(found->second);
+  volatile_.erase(found);
+  return true;
+}
+// What a volatile tensor now is, and whose turn it is.
+void DirectEngine::end_turn(Request& request, bool cancelled) {
+  VolatileTensor& tensor = *request.tensor;
+  if (request.write && !cancelled && !request.failure) {
+    const bool all = request.bytes == tensor.record.bytes;
+    tensor.whole = tensor.whole || all;
+    tensor.record.checksum = all ? request.record.checksum : std::nullopt;
+    tensor.record.generation += 1;
+    if (all) {
+      tensor.record.dtype = std::move(request.record.dtype);
+      tensor.record.shape = std::move(request.record.shape);
+    }
+  } else if (request.write && request.started_ns != 0) {
+    tensor.whole = false;
+  }
+  const std::vector<std::uint64_t> next = tensor.turns.leave(request.id);
+  for (const std::uint64_t id : next) {
+    make_ready(live_.at(id));
+  }
+  if (!next.empty()) {
+    wake_workers();
+  }
+}
+// It ran in its turn: the tensor is what the writes before it have left.
+void DirectEngine::check_volatile_read(const Request& request) const {
+  bool whole = false;
+  std::optional<std::uint32_t> checksum;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    whole = request.tensor->whole;
+    checksum = request.tensor->record.checksum;
+  }
+  if (!whole && request.bytes > 0) {
+    const Extent where = request.record.extents[0];
+    throw StorageFailure("read", store_->devices()[where.member]->path(), where.offset, request.bytes, 0, 0,
+                         "the last write of this tensor failed or was cancelled under way: write all of it again");
+  }
+  if (request.summed && checksum) {
+    compare_checksum(request, *checksum);
+  }
+}
+
+}  // namespace memascend

@@ -1,0 +1,338 @@
+// A worker of the direct engine: a thread with a ring of its own. Included by direct_engine.cpp alone.
+#pragma once
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <utility>
+
+#include "clock.h"
+#include "crc32c.h"
+#include "direct_request.h"
+#include "errors.h"
+
+namespace memascend {
+
+constexpr int kCommandTries = 1000;  // of one command that is interrupted or refused for the moment
+constexpr int kLargeBounces = 4;     // a worker, each of a block
+
+class DirectEngine::Worker {
+ public:
+  Worker(DirectEngine& engine, int number)
+      : engine_(engine), number_(number), depth_(engine.options_.depth), transfers_(static_cast<std::size_t>(depth_)) {
+    for (int slot = depth_; slot-- > 0;) {
+      free_.push_back(slot);
+    }
+  }
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+  ~Worker() = default;
+
+  // In the worker's thread, since a ring belongs to the thread that makes it.
+  void start() {
+    std::vector<int> files;
+    for (const auto& device : engine_.store_->devices()) {
+      files.push_back(device->fd());
+    }
+    files.push_back(engine_.store_->control_fd());  // never used: a killed process counts as alive with its ring
+    backend_ = make_backend(engine_.kind_, depth_, files, engine_.calls_);
+    events_.resize(static_cast<std::size_t>(depth_));
+  }
+
+  void run() {
+    while (true) {
+      const std::uint64_t version = engine_.work_version_.load();
+      register_regions();
+      fill();
+      if (in_flight() > 0) {
+        transfer(version);
+      } else if (sums_.empty() && !wait_for_work(version)) {
+        return;
+      }
+      sum_one();
+    }
+  }
+
+  // Another thread has put something into the queue.
+  void wake() noexcept {
+    if (asleep_.load()) {
+      backend_->wake();
+    }
+  }
+
+  void add_statistics(IoStatistics& sum) const {
+    std::lock_guard<std::mutex> guard(statistics_mutex_);
+    sum.bytes_read += statistics_.bytes_read;
+    sum.bytes_written += statistics_.bytes_written;
+    sum.commands += statistics_.commands;
+    sum.short_transfers += statistics_.short_transfers;
+    sum.repeated += statistics_.repeated;
+    sum.bounced_bytes += statistics_.bounced_bytes;
+    sum.max_queue_depth = std::max(sum.max_queue_depth, statistics_.max_queue_depth);
+    sum.mean_queue_depth += statistics_.mean_queue_depth;  // the sum of depths, divided by the engine
+    sum.read_latency.add(statistics_.read_latency);
+    sum.write_latency.add(statistics_.write_latency);
+  }
+
+ private:
+  // Hands what is queued to the kernel and takes what has ended; sleeps only if there is nothing else to do.
+  void transfer(std::uint64_t version) {
+    asleep_.store(true);
+    const bool news = engine_.work_version_.load() != version && in_flight() < depth_;
+    const int count = backend_->run(events_.data(), depth_, !news && !must_poll_ && sums_.empty());
+    asleep_.store(false);
+    must_poll_ = false;
+    for (int index = 0; index < count; ++index) {
+      completed(events_[static_cast<std::size_t>(index)]);
+    }
+  }
+
+  // The checksum of one block, while the devices work: of a write under way, or of a read that has ended.
+  void sum_one() {
+    if (sums_.empty()) {
+      return;
+    }
+    const auto [request, number] = std::move(sums_.front());
+    sums_.pop_front();
+    const Block& block = request->blocks[number];
+    request->checksums[block.order] = crc32c(0, block.data, static_cast<std::size_t>(block.bytes));
+    engine_.block_ended(request, 1);
+  }
+
+  struct Transfer {
+    std::shared_ptr<Request> request;
+    std::size_t block = 0;
+    char* data = nullptr;       // what the kernel sees: the tensor's memory or a bounce buffer
+    std::int64_t offset = 0;    // whole sectors
+    std::int64_t bytes = 0;
+    std::int64_t done = 0;
+    std::int64_t started_ns = 0;
+    int bounce = -1;            // large bounce buffer held
+    bool bounced = false;
+    int tries = 0;
+  };
+
+  [[nodiscard]] int in_flight() const { return depth_ - static_cast<int>(free_.size()); }
+
+  // False: the engine stops and nothing is left.
+  bool wait_for_work(std::uint64_t version) {
+    std::unique_lock<std::mutex> guard(engine_.mutex_);
+    // Requests that wait for their turn are made ready by whoever ends the one before.
+    const auto over = [&] { return engine_.stopping_ && engine_.live_.empty(); };
+    engine_.work_ready_->wait(guard, [&] {
+      return !engine_.ready_.empty() || over() || engine_.work_version_.load() != version;
+    });
+    return !over();
+  }
+
+  void register_regions() {
+    std::vector<Region> fresh;
+    {
+      std::lock_guard<std::mutex> guard(engine_.mutex_);
+      if (engine_.regions_version_ == regions_seen_) {
+        return;
+      }
+      regions_seen_ = engine_.regions_version_;
+      fresh = engine_.candidates_;
+    }
+    bool good = true;
+    for (const Region& region : fresh) {
+      good = good && backend_->register_buffer(region.index, region.data, static_cast<std::size_t>(region.bytes));
+    }
+    std::lock_guard<std::mutex> guard(engine_.mutex_);
+    engine_.regions_good_ = engine_.regions_good_ && good;
+    ++engine_.regions_answers_;
+    engine_.ended_->notify_all();
+  }
+
+  void fill() {
+    for (std::size_t waiting = stalled_.size(); waiting > 0 && !free_.empty(); --waiting) {
+      auto [request, block] = std::move(stalled_.front());
+      stalled_.pop_front();
+      begin(std::move(request), block);
+    }
+    std::shared_ptr<Request> request;
+    std::size_t block = 0;
+    while (!free_.empty() && stalled_.empty() && engine_.take_block(number_, request, block)) {
+      begin(std::move(request), block);
+    }
+  }
+
+  void begin(std::shared_ptr<Request> request, std::size_t number) {
+    const Block& block = request->blocks[number];
+    Transfer transfer;
+    transfer.block = number;
+    transfer.offset = sector_down(block.offset);
+    transfer.bytes = sector_up(block.offset + block.bytes) - transfer.offset;
+    transfer.data = block.data;
+    transfer.bounced = transfer.bytes != block.bytes || reinterpret_cast<std::uintptr_t>(block.data) % kMemoryAlignment != 0;
+    const int slot = free_.back();
+    try {
+      if (transfer.bounced && !give_bounce(transfer, slot)) {
+        stalled_.emplace_back(std::move(request), number);
+        return;
+      }
+    } catch (const Error& error) {
+      refuse(request, block, ENOMEM, error.what());
+      return;
+    }
+    if (request->write && transfer.bounced) {
+      char* end = transfer.data + block.bytes;
+      std::memcpy(transfer.data, block.data, static_cast<std::size_t>(block.bytes));
+      std::memset(end, 0, static_cast<std::size_t>(transfer.bytes - block.bytes));
+    }
+    if (request->write && request->summed) {
+      sums_.emplace_back(request, number);
+    }
+    free_.pop_back();
+    transfer.request = std::move(request);
+    transfers_[static_cast<std::size_t>(slot)] = std::move(transfer);
+    send(slot);
+  }
+
+  // A sector a slot is always to be had; of larger ones there are few. False: none is free.
+  bool give_bounce(Transfer& transfer, int slot) {
+    if (transfer.bytes <= kSectorBytes) {
+      if (!small_bounces_) {
+        small_bounces_ = std::make_unique<SectorBuffer>(depth_ * kSectorBytes);
+        engine_.bounce_bytes_ += small_bounces_->bytes();
+      }
+      transfer.data = small_bounces_->data() + slot * kSectorBytes;
+      return true;
+    }
+    if (free_bounces_.empty() && large_bounces_.size() < kLargeBounces) {
+      large_bounces_.push_back(std::make_unique<SectorBuffer>(engine_.options_.block_bytes + kSectorBytes));
+      engine_.bounce_bytes_ += large_bounces_.back()->bytes();
+      free_bounces_.push_back(static_cast<int>(large_bounces_.size()) - 1);
+    }
+    if (free_bounces_.empty()) {
+      return false;
+    }
+    transfer.bounce = free_bounces_.back();
+    free_bounces_.pop_back();
+    transfer.data = large_bounces_[static_cast<std::size_t>(transfer.bounce)]->data();
+    return true;
+  }
+
+  void send(int slot) {
+    Transfer& transfer = transfers_[static_cast<std::size_t>(slot)];
+    const Block& block = transfer.request->blocks[transfer.block];
+    AioCommand command;
+    command.write = transfer.request->write;
+    command.file = static_cast<int>(block.member);
+    command.buffer = transfer.bounced ? -1 : block.buffer;
+    command.data = transfer.data + transfer.done;
+    command.bytes = static_cast<std::uint32_t>(transfer.bytes - transfer.done);
+    command.offset = transfer.offset + transfer.done;
+    command.token = static_cast<std::uint64_t>(slot);
+    transfer.started_ns = monotonic_ns();
+    backend_->queue(command);
+    std::lock_guard<std::mutex> guard(statistics_mutex_);
+    ++statistics_.commands;
+    statistics_.max_queue_depth = std::max<std::int64_t>(statistics_.max_queue_depth, in_flight());
+    statistics_.mean_queue_depth += in_flight();
+  }
+
+  void completed(const AioEvent& event) {
+    const auto slot = static_cast<int>(event.token);
+    Transfer& transfer = transfers_[event.token];
+    const std::int64_t left = transfer.bytes - transfer.done;
+    const bool write = transfer.request->write;
+    {
+      std::lock_guard<std::mutex> guard(statistics_mutex_);
+      (write ? statistics_.write_latency : statistics_.read_latency)
+          .add((monotonic_ns() - transfer.started_ns) / 1000);
+      statistics_.short_transfers += event.result >= 0 && event.result < left ? 1 : 0;
+      statistics_.repeated += event.result == -EINTR || event.result == -EAGAIN ? 1 : 0;
+    }
+    if (event.result == left) {
+      transfer.done += left;
+      succeed(transfer);
+      release(slot, 1);
+      return;
+    }
+    const std::int64_t moved = event.result > 0 ? sector_down(event.result) : 0;
+    const bool again = event.result > 0 || event.result == -EINTR || event.result == -EAGAIN;
+    if (again && event.result < left && (moved > 0 || ++transfer.tries <= kCommandTries)) {
+      if (moved == 0 && in_flight() == 1) {  // do not spin on a kernel that is out of something
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
+      transfer.done += moved;
+      send(slot);
+      must_poll_ = true;
+      return;
+    }
+    give_up(transfer, event.result);
+    release(slot, write ? 1 : transfer.request->units());  // the checksum of a write is on its way
+  }
+
+  void succeed(Transfer& transfer) {
+    Request& request = *transfer.request;
+    const Block& block = request.blocks[transfer.block];
+    if (!request.write && transfer.bounced) {
+      std::memcpy(block.data, transfer.data + (block.offset - transfer.offset), static_cast<std::size_t>(block.bytes));
+    }
+    if (!request.write && request.summed) {
+      sums_.emplace_back(transfer.request, transfer.block);
+    }
+    std::lock_guard<std::mutex> guard(statistics_mutex_);
+    (request.write ? statistics_.bytes_written : statistics_.bytes_read) += block.bytes;
+    statistics_.bounced_bytes += transfer.bounced ? block.bytes : 0;
+  }
+
+  void give_up(const Transfer& transfer, int result) {
+    const int error = result < 0 ? -result : 0;
+    std::string reason = error != 0 ? std::strerror(error) : "the device ends here: it has shrunk or is another one";
+    if (result > 0) {
+      reason = result > transfer.bytes - transfer.done ? "more than was asked for" : "too many short transfers";
+    }
+    const Request& request = *transfer.request;
+    engine_.fail(*transfer.request,
+                 {request.id, request.write ? "write" : "read", request.key, device_of(transfer), transfer.offset,
+                  transfer.bytes, transfer.done, error, std::move(reason)});
+  }
+
+  void refuse(const std::shared_ptr<Request>& request, const Block& block, int error, std::string reason) {
+    engine_.fail(*request, {request->id, request->write ? "write" : "read", request->key,
+                            engine_.store_->devices()[block.member]->path(), block.offset, block.bytes, 0, error,
+                            std::move(reason)});
+    engine_.block_ended(request, request->units());
+  }
+
+  [[nodiscard]] const std::string& device_of(const Transfer& transfer) const {
+    return engine_.store_->devices()[transfer.request->blocks[transfer.block].member]->path();
+  }
+
+  void release(int slot, std::int64_t units) {
+    Transfer& transfer = transfers_[static_cast<std::size_t>(slot)];
+    const std::shared_ptr<Request> request = std::move(transfer.request);
+    if (transfer.bounce >= 0) {
+      free_bounces_.push_back(transfer.bounce);
+    }
+    transfer = {};
+    free_.push_back(slot);
+    engine_.block_ended(request, units);
+  }
+
+  DirectEngine& engine_;
+  const int number_;
+  const int depth_;
+  std::unique_ptr<AioBackend> backend_;
+  std::vector<Transfer> transfers_;
+  std::vector<int> free_;
+  std::vector<AioEvent> events_;
+  std::deque<std::pair<std::shared_ptr<Request>, std::size_t>> stalled_;  // wait for a bounce buffer
+  std::deque<std::pair<std::shared_ptr<Request>, std::size_t>> sums_;     // blocks whose checksum is still to be taken
+  std::unique_ptr<SectorBuffer> small_bounces_;
+  std::vector<std::unique_ptr<SectorBuffer>> large_bounces_;
+  std::vector<int> free_bounces_;
+  std::uint64_t regions_seen_ = 0;
+  bool must_poll_ = false;
+  std::atomic<bool> asleep_{false};
+  mutable std::mutex statistics_mutex_;
+  IoStatistics statistics_;
+};
+
+}  // namespace memascend

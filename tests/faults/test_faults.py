@@ -1,0 +1,173 @@
+"""Faults below the system call, from Python: each is repeated to the right end, or is a StorageError that says all.
+
+The layer stands where the engine calls the kernel (csrc/core/fault_layer.h), under either back end; the store's own
+reads, writes and flushes of its index go through it as well.
+"""
+
+import errno
+import time
+
+import pytest
+import torch
+
+from memascend import _C
+from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig
+from memascend.storage.errors import StorageError
+
+BACKENDS = [
+    pytest.param(name, marks=pytest.mark.skipif(bool(_C.aio_missing(name)), reason=_C.aio_missing(name) or "-"))
+    for name in ("io_uring", "libaio")
+]
+pytestmark = [pytest.mark.parametrize("backend", BACKENDS), pytest.mark.parametrize("volatile", [False, True])]
+BLOCK = 1 << 14
+
+
+@pytest.fixture
+def layer():
+    return _C.FaultLayer()
+
+
+@pytest.fixture
+def engine(tmp_path, backend, volatile, layer):
+    """One with a tensor `old`, committed unless the engine is volatile, before the faults begin."""
+    path = tmp_path / "device"
+    with path.open("wb") as file:
+        file.truncate(8 << 20)
+    _C.storage_format([str(path)], "tests", [], 4096, 0)
+    config = DirectEngineConfig(
+        control_folder=str(tmp_path), backend=backend, volatile=volatile, block_bytes=BLOCK, depth=4
+    )
+    with DirectEngine([path], "tests", config, faults=layer) as engine:
+        engine.write("old", numbers(1))
+        engine.wait()
+        if not volatile:
+            engine.commit()
+        yield engine
+        layer.clear()
+
+
+def numbers(seed, count=100_001):
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def round_trip(engine):
+    engine.write("new", numbers(2))
+    engine.wait()
+    assert torch.equal(engine.read_new("new"), numbers(2))
+
+
+def test_short_transfers_are_continued(engine, layer):
+    layer.add("any", times=9, at_most=512)  # not even a sector of the engine's: done again
+    layer.add("any", times=40, at_most=5000)
+    round_trip(engine)
+    assert layer.injected == 49
+    assert engine.statistics.short_transfers > 0
+
+
+@pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN])
+def test_interrupted_and_refused_calls_are_repeated(engine, layer, code):
+    layer.add("write", after=2, times=9, error=code)
+    layer.add("read", times=9, error=code)
+    round_trip(engine)
+    assert layer.injected == 18
+    assert engine.statistics.repeated == 18
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
+def test_a_failed_write_says_what_where_and_how_much(engine, layer, volatile, code):
+    layer.add("write", after=2, times=1, error=code)
+    engine.write("old", numbers(2))
+    with pytest.raises(StorageError) as caught:
+        engine.wait()
+    error = caught.value
+    assert (error.op, error.path, error.key, error.errno) == ("write", engine.paths[0], "old", code)
+    assert (error.expected, error.got) == (BLOCK, 0)
+    assert error.offset >= 1 << 20
+    assert error.offset % 4096 == 0
+    assert f"at offset {error.offset}: expected {BLOCK} bytes, got 0" in str(error)
+    if volatile:  # in place: neither the old nor the new one
+        with pytest.raises(StorageError, match="write all of it again"):
+            engine.read_new("old")
+        engine.write("old", numbers(3))
+        engine.wait()
+        assert torch.equal(engine.read_new("old"), numbers(3))
+    else:
+        assert torch.equal(engine.read_new("old"), numbers(1))
+
+
+def test_a_failed_read_says_what_where_and_how_much_and_the_next_one_serves(engine, layer):
+    layer.add("read", after=1, times=1, error=errno.EIO)
+    with pytest.raises(
+        StorageError, match=r"read of 'old' on .*expected 16384 bytes, got 0.*check the device"
+    ) as caught:
+        engine.read_new("old")
+    assert (caught.value.op, caught.value.errno) == ("read", errno.EIO)
+    assert torch.equal(engine.read_new("old"), numbers(1))
+
+
+def test_what_moved_before_the_error_is_counted(engine, layer):
+    layer.add("write", times=1, at_most=4096)
+    layer.add("write", error=errno.EIO)
+    engine.write("new", numbers(2, BLOCK))
+    with pytest.raises(StorageError) as caught:
+        engine.wait()
+    assert (caught.value.expected, caught.value.got) == (BLOCK, 4096)
+
+
+def test_a_device_that_vanishes_fails_all_requests_and_nothing_hangs(engine, layer):
+    layer.add("any", after=3, error=errno.ENODEV)
+    for key in "abcd":
+        engine.write(key, numbers(4))
+    with pytest.raises(StorageError, match=r"the device is gone.*and [23] more failed requests"):
+        engine.wait(timeout_s=60)
+    with pytest.raises(StorageError, match="the device is gone"):
+        engine.read_new("old")
+
+
+def test_a_slow_device_is_waited_for_and_a_time_limit_loses_nothing(engine, layer):
+    layer.add("any", times=4, delay_us=100_000)
+    request = engine.write("new", numbers(2))
+    with pytest.raises(TimeoutError):
+        engine.wait(request, timeout_s=0.001)
+    begin = time.monotonic()
+    assert engine.wait(request, timeout_s=60) == 1
+    assert time.monotonic() > begin
+    assert torch.equal(engine.read_new("new"), numbers(2))
+
+
+def test_an_index_that_cannot_be_flushed_stops_the_store_and_the_committed_tensor_is_found_again(
+    engine, layer, volatile, tmp_path
+):
+    if volatile:
+        pytest.skip("a volatile engine writes no index")
+    engine.write("old", numbers(2))
+    engine.wait()
+    layer.add("flush", times=1, error=errno.EIO)
+    with pytest.raises(StorageError, match=r"flush of .*Input/output error") as caught:
+        engine.commit()
+    assert caught.value.op == "flush"
+    with pytest.raises(RuntimeError, match="open it again and verify"):
+        engine.write("x", numbers(3))
+    paths = engine.paths
+    engine.close()
+    with DirectEngine(paths, "tests", DirectEngineConfig(control_folder=str(tmp_path))) as again:
+        assert again.verify() == {}
+        assert torch.equal(again.read_new("old"), numbers(1))
+
+
+def test_short_and_interrupted_index_writes_are_continued(engine, layer, volatile, tmp_path):
+    if volatile:
+        pytest.skip("a volatile engine writes no index")
+    for number in range(200):
+        engine.write(f"layer.{number}.weight", numbers(number, 100))
+    engine.wait()
+    layer.add("write", times=1, error=errno.EINTR)
+    layer.add("write", times=1, at_most=4096)
+    layer.add("flush", times=1, error=errno.EINTR)
+    assert engine.commit() == 200
+    assert layer.injected == 3
+    paths = engine.paths
+    engine.close()
+    with DirectEngine(paths, "tests", DirectEngineConfig(control_folder=str(tmp_path))) as again:
+        assert len(again.items()) == 201
+        assert again.verify() == {}
