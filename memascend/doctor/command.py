@@ -53,11 +53,12 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 def _needs(options: argparse.Namespace) -> Any:
     from memascend.doctor.checks import Needs
     from memascend.memory.ledger import HOST
+    from memascend.planner.command import fused_experts
     from memascend.planner.limits import Workload
     from memascend.planner.spec import model_spec
 
     work = Workload(
-        spec=model_spec(options.model),
+        spec=model_spec(options.model).fused(fused_experts("auto")),
         system=options.system,
         dtype=options.dtype,
         ranks=options.gpus,

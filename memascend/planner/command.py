@@ -7,6 +7,7 @@ import json
 import math
 import shlex
 import shutil
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,13 @@ def add_plan(commands: Any) -> None:
     what.add_argument(
         "--gradients", default="fp32", help="the gradient buffer: fp32 (default), or bf16 with --dtype bf16"
     )
+    what.add_argument(
+        "--experts",
+        default="auto",
+        choices=("auto", "fused", "separate"),
+        help="how a mixture's experts are stored: fused (transformers 5), separate (one matrix each, to 4.57), or auto, "
+        "as the installed transformers does (default)",
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--system", default="memascend", help="memascend, zero_infinity, zero_offload, all_in_gpu")
     how.add_argument("--arm", help="a variant of the system, such as as_published or today for zero_infinity")
@@ -49,7 +57,9 @@ def add_plan(commands: Any) -> None:
     where.add_argument("--gpu-memory", type=gib, metavar="GIB", help="memory of one GPU")
     where.add_argument("--ram", type=gib, metavar="GIB", help="host memory")
     where.add_argument("--ssd-space", type=gib, metavar="GIB", help="room for swap files")
-    where.add_argument("--ssd-endurance", type=gib, metavar="TB", help="terabytes that the drive is rated to write")
+    where.add_argument(
+        "--ssd-endurance", type=terabytes, metavar="TB", help="terabytes that the drive is rated to write"
+    )
     where.add_argument("--nvme", type=Path, metavar="FOLDER", help="folder for swap files: its free space is the room")
     where.add_argument(
         "--testbed",
@@ -73,13 +83,22 @@ def count(text: str) -> int:
 
 
 def gib(text: str) -> float:
-    """A positive number, for argparse."""
+    """A positive number of GiB, for argparse."""
+    return _positive(text, "GiB")
+
+
+def terabytes(text: str) -> float:
+    """A positive number of TB, for argparse."""
+    return _positive(text, "TB")
+
+
+def _positive(text: str, unit: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not (0 < value < math.inf):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number of GiB")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number of {unit}")
     return value
 
 
@@ -89,7 +108,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     from memascend.planner.limits import Limits, Workload
     from memascend.planner.report import as_json, as_text
 
-    spec = model_spec(options.model)
+    spec = model_spec(options.model).fused(fused_experts(options.experts))
     work = Workload(
         spec=spec.twin(options.twin) if options.twin > 1 else spec,
         system=options.system,
@@ -116,6 +135,16 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     if options.json:
         return json.dumps(as_json(answers), indent=2), status
     return "\n".join([as_text(answers), *notes]), status
+
+
+def fused_experts(experts: str) -> bool:
+    """Whether experts are fused: as asked for, or as the installed transformers does (separate where there is none)."""
+    if experts != "auto":
+        return experts == "fused"
+    try:
+        return int(metadata.version("transformers").partition(".")[0]) >= 5
+    except (metadata.PackageNotFoundError, ValueError):
+        return False
 
 
 def _bytes(size_gib: float | None) -> float | None:

@@ -175,24 +175,39 @@ def _sparse(spec: ModelSpec, index: int) -> bool:
     return spec.experts > 0 and index not in spec.config.get("mlp_only_layers", []) and (index + 1) % step == 0
 
 
-def _experts(spec: ModelSpec) -> Shapes:
-    yield "mlp.gate.weight", (spec.experts, spec.hidden)
+def _experts(spec: ModelSpec, inner: int) -> Shapes:
+    """All experts of a block: two tensors as transformers 5 stores them (`fused_experts`), else one matrix each."""
+    if spec.fused_experts:
+        yield "mlp.experts.gate_up_proj", (spec.experts, 2 * inner, spec.hidden)
+        yield "mlp.experts.down_proj", (spec.experts, spec.hidden, inner)
+        return
     for expert in range(spec.experts):
-        yield from _gated(f"mlp.experts.{expert}", spec.hidden, spec.expert_intermediate)
+        yield from _gated(f"mlp.experts.{expert}", spec.hidden, inner)
+
+
+def _router(spec: ModelSpec) -> Shapes:
+    yield "mlp.gate.weight", (spec.experts, spec.hidden)
 
 
 def _qwen3_moe(spec: ModelSpec, index: int) -> Shapes:
     bias = _flag(spec, "attention_bias")
     yield from _attention(spec, qkv_bias=bias, o_bias=bias)
     yield from _head_norms(spec)
-    yield from _experts(spec) if _sparse(spec, index) else _gated("mlp", spec.hidden, spec.intermediate)
+    if _sparse(spec, index):
+        # The order of the module: transformers 5 lists the fused experts before the router.
+        parts = [_experts(spec, spec.expert_intermediate), _router(spec)]
+        for part in parts if spec.fused_experts else reversed(parts):
+            yield from part
+    else:
+        yield from _gated("mlp", spec.hidden, spec.intermediate)
     yield from _norms(spec)
 
 
 def _qwen2_moe(spec: ModelSpec, index: int) -> Shapes:
     yield from _attention(spec, qkv_bias=_flag(spec, "qkv_bias", True), o_bias=False)
     if _sparse(spec, index):
-        yield from _experts(spec)
+        yield from _router(spec)
+        yield from _experts(spec, spec.expert_intermediate)
         yield from _gated("mlp.shared_expert", spec.hidden, spec.shared_intermediate)
         yield "mlp.shared_expert_gate.weight", (1, spec.hidden)
     else:
@@ -202,6 +217,11 @@ def _qwen2_moe(spec: ModelSpec, index: int) -> Shapes:
 
 def _mixtral(spec: ModelSpec, _: int) -> Shapes:
     yield from _attention(spec, qkv_bias=False, o_bias=False)
+    if spec.fused_experts:
+        yield from _router(spec)
+        yield from _experts(spec, spec.intermediate)
+        yield from _norms(spec)
+        return
     yield "block_sparse_moe.gate.weight", (spec.experts, spec.hidden)
     for expert in range(spec.experts):
         name = f"block_sparse_moe.experts.{expert}"
@@ -232,7 +252,9 @@ def _latent_attention(spec: ModelSpec) -> Shapes:
 def _deepseek(spec: ModelSpec, index: int) -> Shapes:
     yield from _latent_attention(spec)
     if spec.experts and index >= int(spec.config.get("first_k_dense_replace", 0)):
-        yield from _experts(spec)
+        parts = [_experts(spec, spec.expert_intermediate), _router(spec)]
+        for part in parts if spec.fused_experts else reversed(parts):
+            yield from part
         yield from _gated("mlp.shared_experts", spec.hidden, spec.shared_intermediate)
     else:
         yield from _gated("mlp", spec.hidden, spec.intermediate)

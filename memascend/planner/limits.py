@@ -159,6 +159,7 @@ def _search(fits: Callable[[int], bool]) -> int:
 def _largest_model(workload: Workload, limits: Limits) -> str | None:
     """The committed model with most parameters that fits at the batch and context asked for."""
     for spec in sorted(map(model_spec, known_models()), key=lambda spec: -spec.parameters):
+        spec = spec.fused(workload.spec.fused_experts)
         if Fitter(replace(workload, spec=spec), limits).fits(workload.batch, workload.context):
             return spec.display
     return None

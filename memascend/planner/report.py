@@ -41,11 +41,14 @@ def _title(answers: Answers) -> str:
     gpus = f"{work.ranks} GPU{'s' if work.ranks > 1 else ''}"
     states = ", bf16 optimizer states" if work.states == "bf16" else ""
     states += ", bf16 gradient buffer" if work.gradients == "bf16" else ""
+    experts = ""
+    if spec.experts:
+        experts = ", experts fused as in transformers 5" if spec.fused_experts else ", experts one matrix each"
     twin = f" (twin, widths / {spec.k})" if spec.k > 1 else ""
     more = f" x {work.micro_batches}" if work.micro_batches > 1 else ""
     parameters = f"{spec.parameters / 1e9:.2f} B" if spec.parameters >= 1e9 else f"{spec.parameters / 1e6:.1f} M"
     return (
-        f"{answers.host.label}: {spec.display}{twin}, {parameters} parameters, {work.dtype}{states}, {gpus}, "
+        f"{answers.host.label}: {spec.display}{twin}, {parameters} parameters{experts}, {work.dtype}{states}, {gpus}, "
         f"batch {work.batch}{more} a GPU, context {work.context}"
     )
 
@@ -167,6 +170,7 @@ def as_json(answers: Answers) -> dict[str, Any]:
         "system": work.system,
         "arm": made.arm,
         "dtype": work.dtype,
+        "fused_experts": work.spec.fused_experts,
         "states": work.states,
         "gradients": work.gradients,
         "stack": work.stack,

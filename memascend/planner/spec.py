@@ -2,7 +2,7 @@
 
 No torch and no transformers here: a plan must work on a machine that has neither a GPU nor the model's weights.
 Shapes follow the Hugging Face classes (checked name by name against them in the tests). Experts of a mixture are listed
-one matrix each, as transformers stores them through 4.57 and MemAscend counts them; transformers 5 fuses them.
+one matrix each, as transformers stores them through 4.57 and MemAscend counts them; `fused()` is transformers 5's way.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class ModelSpec:
     expert_intermediate: int = 0
     shared_intermediate: int = 0
     experts_per_token: int = 0
+    fused_experts: bool = False  # as transformers 5 stores them: two tensors a block instead of three an expert
     k: int = 1  # twin divisor: every matrix is 1/k^2 of the original's
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
@@ -111,6 +112,13 @@ class ModelSpec:
             )
         sizes = {field: getattr(self, field) // k for field in _TWIN_SIZES}
         return dataclasses.replace(self, **sizes, k=self.k * k)
+
+    def fused(self, fused: bool = True) -> ModelSpec:
+        """The same model with its experts stored as transformers 5 does, or one matrix each; dense models are the same.
+
+        Where a class was read as it is (no layout rule), its experts stay as the installed transformers stores them.
+        """
+        return dataclasses.replace(self, fused_experts=fused and self.experts > 0)
 
     def hf_config_dict(self) -> dict[str, Any]:
         """The Hugging Face configuration, for `transformers.AutoConfig.for_model(**spec.hf_config_dict())`."""

@@ -58,6 +58,7 @@ def test_plan_grows_with_context_and_gpus(capsys):
         (["plan", "--model", "qwen2.5-7"], "did you mean qwen2.5-7b?"),
         (["plan", "--model", "gpt-5"], "Known: llama3.1-8b"),
         (["plan", "--model", "llama3.2-1b", "--ram", "lots"], "'lots' is not a positive number of GiB"),
+        (["plan", "--model", "llama3.2-1b", "--ssd-endurance", "long"], "'long' is not a positive number of TB"),
         (["plan", "--model", "llama3.2-1b", "--ram", "nan"], "'nan' is not a positive number of GiB"),
         (["plan", "--model", "llama3.2-1b", "--gpus", "0"], "'0' is not a positive whole number"),
         (["plan", "--model", "llama3.2-1b", "--system", "ssd"], "unknown system 'ssd'"),
@@ -277,3 +278,15 @@ def test_the_stack_is_in_the_configuration_by_keys_that_the_library_knows(capsys
     assert set(MODEL_OPTIONS) == set(STACKS)
     for options in MODEL_OPTIONS.values():
         assert all(value in CHOICES[name] for name, value in options.items())
+
+
+def test_experts_are_planned_as_the_installed_transformers_stores_them(capsys):
+    def made(*more):
+        return json.loads(run(capsys, "plan", "--model", "qwen3-30b-a3b", "--json", *more)[1])
+
+    import transformers
+
+    fused, separate, auto = made("--experts", "fused"), made("--experts", "separate"), made()
+    buffers = "optimizer-state and swap-out buffers"  # as large as the largest tensor
+    assert fused["components_bytes"][buffers] > separate["components_bytes"][buffers]
+    assert auto["fused_experts"] is (int(transformers.__version__.split(".")[0]) >= 5)

@@ -143,6 +143,7 @@ def test_deepseek_with_latent_attention_and_shared_experts(model_type, more, con
         n: s for n, s in theirs.items() if ".experts." not in n
     }
     assert sum(".experts." in name for name in ours) == 3 * 4
+    assert named(spec.fused()) == theirs
     with pytest.raises(ValueError, match="has no twin"):
         spec.twin(2)
 
@@ -191,12 +192,24 @@ def test_mixtures_hold_as_many_parameters_as_the_hugging_face_class(keys, config
     assert {n: s for n, s in ours.items() if "expert" not in n and "mlp.gate." not in n and "moe.gate." not in n} == {
         n: s for n, s in theirs.items() if "expert" not in n and "mlp.gate." not in n
     }
+    in_order = [(tensor.name, tensor.shape) for tensor in spec.fused().tensors()]
+    inside = [(name, shape) for name, shape in theirs.items() if ".mlp." in name]
+    assert dict(in_order) == theirs
+    assert [pair for pair in in_order if ".mlp." in pair[0]] == inside
 
 
 def test_experts_are_listed_one_matrix_each():
     spec = model_spec("qwen3-30b-a3b")
     assert sum(tensor.shape == (768, 2048) for tensor in spec.tensors()) == 2 * 128 * 48
     assert sum(tensor.shape == (2048, 768) for tensor in spec.tensors()) == 128 * 48
+
+
+def test_fusing_changes_mixtures_alone():
+    dense, mixture = model_spec("qwen2.5-7b"), model_spec("qwen3-30b-a3b")
+    assert dense.fused() == dense
+    assert mixture.fused().parameters == mixture.parameters
+    assert mixture.fused().fused(False) == mixture
+    assert len(mixture.fused().tensors()) == 531  # counted in transformers 5
 
 
 @pytest.mark.parametrize("k", [2, 4, 8, 16])
