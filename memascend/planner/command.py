@@ -41,8 +41,8 @@ def add_plan(commands: Any) -> None:
         "--experts",
         default="auto",
         choices=("auto", "fused", "separate"),
-        help="how a mixture's experts are stored: fused (transformers 5), separate (one matrix each, to 4.57), or auto, "
-        "as the installed transformers does (default)",
+        help="how a mixture's experts are stored: fused (transformers 5), separate (one matrix each, to 4.57), or as "
+        "the installed transformers has it (auto)",
     )
     how = parser.add_argument_group("how")
     how.add_argument("--system", default="memascend", help="memascend, zero_infinity, zero_offload, all_in_gpu")
