@@ -1,9 +1,10 @@
-// What lies on the devices of a store, for the sources of the store alone: superblocks, and the log's batches.
+// For the sources of the store alone: superblocks, the log's batches, and the lock.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -67,5 +68,28 @@ void put_record(std::string& out, const std::string& key, const TensorRecord* re
 // A whole batch at `data`, of which `left` bytes are there.
 [[nodiscard]] std::optional<BatchHeader> batch_at(const char* data, std::int64_t left, const Superblock& block);
 [[nodiscard]] std::int64_t batch_bytes(std::uint64_t payload);
+
+// Holds the control's lock; makes the control anew if its last holder died with it.
+class Store::ControlLock {
+ public:
+  explicit ControlLock(Store& store) : guard_(store.control_mutex_), store_(store) {
+    if (store.control_->lock()) {
+      try {
+        store.rebuild();
+      } catch (...) {
+        store.control_->set_broken(true);
+        store.control_->unlock();
+        throw;
+      }
+    }
+  }
+  ~ControlLock() { store_.control_->unlock(); }
+  ControlLock(const ControlLock&) = delete;
+  ControlLock& operator=(const ControlLock&) = delete;
+
+ private:
+  std::lock_guard<std::mutex> guard_;
+  Store& store_;
+};
 
 }  // namespace memascend
