@@ -116,14 +116,11 @@ def _quiet_transformers() -> Iterator[None]:
 _alive: list[Any] = []  # transformers keeps but a weak reference
 
 
-def partitioned_model(
-    source: Path | dict[str, Any], ds_config: dict[str, Any], dtype: torch.dtype, *, checkpointing: str
-) -> Any:
+def partitioned_model(source: Path | dict[str, Any], ds_config: dict[str, Any], dtype: torch.dtype) -> Any:
     """A causal LM under ZeRO-3's zero.Init: the weights of a folder, or initialised from a configuration dict.
 
     Call after memascend.enable, before deepspeed.initialize. Both ways compute the model's buffers alike, so that a run
     that began with initialised weights goes on from a checkpoint's folder with the same bits.
-    `checkpointing`: "none" or "plain", torch's gradient checkpointing.
     """
     import transformers
     from transformers.integrations import HfDeepSpeedConfig
@@ -139,8 +136,6 @@ def partitioned_model(
         )
         _alive.clear()
     model.config.use_cache = False
-    if checkpointing != "none":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     model.train()
     return model
 

@@ -15,17 +15,27 @@ import json
 import os
 import re
 import shutil
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from memascend.training.folder import sync_folder, write_atomically
-from memascend.training.tensor_file import file_checksum
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8})")
+_CHUNK_BYTES = 16 << 20
 _PARTIAL, _REMOVED = ".partial-", ".removed-"
+
+
+def file_checksum(path: Path) -> int:
+    """crc32 of a whole file."""
+    value = 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            value = zlib.crc32(chunk, value)
+    return value
 
 
 @dataclass(frozen=True)

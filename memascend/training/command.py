@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,6 +47,7 @@ def _train(options: argparse.Namespace) -> NoReturn:
     if resume and "model" not in wanted and "output" not in wanted:
         raise ValueError("--resume needs the run's folder: name it with --output")
     config = configs.complete({"model": "?", "data": ["?"], **wanted} if resume else wanted)
-    from memascend.training.launch import launch
+    from memascend.training.launch import join, launch
 
-    raise SystemExit(launch(config, resume=resume, wanted=wanted))
+    start = join if "RANK" in os.environ and "WORLD_SIZE" in os.environ else launch
+    raise SystemExit(start(config, resume=resume, wanted=wanted))

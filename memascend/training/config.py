@@ -76,7 +76,14 @@ class TrainConfig:
     ranks: int = _option(1, "processes, one a GPU", least=1)
     threads: int | None = _option(None, "CPU threads a rank; default: all cores, shared out", least=1)
     nvme: str | None = _option(None, "folder on the SSD for swap files; default: in the output folder")
-    checkpointing: str = _option("plain", "gradient checkpointing", choices=("none", "plain"))
+    states: str = _option("fp32", "master weights and optimizer states; bf16 halves the I/O", choices=("fp32", "bf16"))
+    attention: str = _option("auto", "flash needs a GPU", choices=("auto", "eager", "sdpa", "flash"))
+    loss: str = _option("chunked", "chunked never holds all logits", choices=("plain", "chunked", "liger"))
+    checkpointing: str = _option(
+        "plain",
+        "gradient checkpointing; offloaded keeps the checkpoints in host memory",
+        choices=("none", "plain", "offloaded", "unsloth"),
+    )
     # What it leaves behind.
     output: str | None = _option(None, "folder of the run; default: runs/<model>")
     log_every: int = _option(1, "steps between two lines", least=1)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -78,16 +76,3 @@ class Sequences:
         """int64 of shape (len(numbers), context)."""
         size = self._context
         return np.stack([self._tokens[n * size : (n + 1) * size] for n in numbers]).astype(np.int64)
-
-
-def summary(prepared: dict[str, Any]) -> str:
-    """One line about the data, for people."""
-    return (
-        f"{prepared['train_tokens']:,} tokens in {prepared['train_sequences']:,} sequences to train on, "
-        f"{prepared['eval_sequences']:,} to evaluate on"
-    )
-
-
-def read_prepared(path: Path) -> dict[str, Any] | None:
-    """What the preparation left, or None where it has not come to its end."""
-    return json.loads(path.read_text()) if path.is_file() else None

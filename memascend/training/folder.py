@@ -21,6 +21,7 @@ from memascend.training.config import SAVED_AS
 LOCK = "run.lock"
 OWNER = "owner.json"
 SWAP_PREFIX = "memascend-swap-"
+SCRATCH_PREFIX = "memascend-scratch-"  # of the direct engine's files (memascend.storage.direct_engine)
 MIB = 1 << 20
 
 
@@ -36,9 +37,13 @@ class Lock:
         try:
             fcntl.flock(self._handle, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except OSError:
-            said = os.read(self._handle, 200).decode("utf-8", "replace").strip()
+            said = self.said()
             os.close(self._handle)
             raise InUse(said or "a process that is starting") from None
+
+    def said(self) -> str:
+        """What the holder, or the last one, has left."""
+        return os.pread(self._handle, 200, 0).decode("utf-8", "replace").strip()
 
     def say(self, text: str) -> None:
         """Leave a line for whoever finds the folder locked."""
@@ -122,7 +127,7 @@ class RunFolder:
             raise ValueError(f"{self.root} is a file; name a folder with --output")
         if resume and SAVED_AS not in found:
             raise ValueError(f"nothing to resume: {self.root} holds no run; name the run's folder with --output")
-        if not resume and set(found) - {LOCK}:
+        if not resume and set(found) - {LOCK, "logs"}:  # what a refused run leaves
             go_on = "go on with it by --resume, or " if SAVED_AS in found else ""
             raise ValueError(f"{self.root} exists and is not empty; {go_on}name another folder with --output")
         try:
@@ -132,7 +137,6 @@ class RunFolder:
             raise ValueError(f"{self.root} is in use by {user}; wait for it, or name another folder") from None
         except OSError as error:
             raise ValueError(f"cannot write into {self.root}: {error.strerror}; name a folder with --output") from None
-        lock.say(f"pid {os.getpid()}")
         return lock
 
 
@@ -161,7 +165,7 @@ class SwapFolder:
 
 def _is_ours(path: Path) -> bool:
     """Whether DeepSpeed's swappers, our engines or this module made the file."""
-    return path.name in (LOCK, OWNER) or path.suffix in (".swp", ".memascend")
+    return path.name in (LOCK, OWNER) or path.suffix == ".swp" or path.name.startswith(SCRATCH_PREFIX)
 
 
 def collect_dead(parent: Path) -> list[str]:

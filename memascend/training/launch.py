@@ -4,8 +4,10 @@ so what a machine holds is what training holds."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,13 +15,15 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from memascend.training import checkpoint, data, preflight, systems
+from memascend.training import checkpoint, preflight, systems
 from memascend.training import config as configs
 from memascend.training.config import TrainConfig
-from memascend.training.folder import RunFolder, SwapFolder, collect_dead, write_atomically
+from memascend.training.folder import Lock, RunFolder, SwapFolder, collect_dead, write_atomically
+from memascend.training.processes import PARENT
 
 STOPPED = 143  # 128 + SIGTERM: stopped before its end, with a checkpoint
 # Without these glibc keeps freed blocks of over a gigabyte resident (measured on a 256M-parameter model).
@@ -70,6 +74,7 @@ def launch(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
     stopping = Stopping()
     lock = folder.open(resume=resume)
     try:
+        _take_over(lock)
         if resume:
             config = configs.resumed(configs.read_config(folder.config), wanted)
         systems.provider().load_system(config.system, config.arm)
@@ -79,26 +84,89 @@ def launch(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
         if stopping.asked:
             say("stopped before training began")
             return STOPPED
-        return _train(config, folder, prepared, stopping)
+        with _composed(config, folder, prepared) as job:
+            return _run_ranks(job, folder, stopping, lock) if job else 0
+    finally:
+        lock.close()
+
+
+def join(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
+    """Train as one of the processes that torchrun or the deepspeed launcher started. Returns the exit status.
+
+    The first rank does what the parent does in `launch`, and tells the others. One machine: swap files are local.
+    """
+    import torch
+
+    from memascend.integrations.deepspeed import trainer
+    from memascend.training.worker import STOPPED as LEFT
+    from memascend.training.worker import Worker
+
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local = os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
+    if int(local) != ranks:
+        raise ValueError(f"memascend train runs on one machine, and {ranks} ranks are spread over several")
+    if config.ranks not in (1, ranks):
+        raise ValueError(f"--ranks {config.ranks}, but the launcher started {ranks}; leave --ranks out")
+    config = dataclasses.replace(config, ranks=ranks)
+    trainer.start(config.threads or max(1, len(os.sched_getaffinity(0)) // ranks))
+    with contextlib.ExitStack() as held:
+        job: dict[str, Any] | None = None
+        if rank == 0:
+            try:
+                job = held.enter_context(_first_rank(config, resume, wanted | {"ranks": ranks}))
+            except (ValueError, OSError) as error:
+                job = {"error": str(error)}
+        told = [job]
+        torch.distributed.broadcast_object_list(told)
+        job = told[0]
+        if job is None:
+            return 0
+        if "error" in job:
+            if rank == 0:
+                raise ValueError(job["error"])
+            return 2
+        outcome = Worker(job, sys.stdout).run()
+        torch.distributed.barrier()
+    return STOPPED if outcome == LEFT else 0
+
+
+@contextlib.contextmanager
+def _first_rank(config: TrainConfig, resume: bool, wanted: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+    folder = RunFolder(config.output_folder)
+    lock = folder.open(resume=resume)
+    try:
+        _take_over(lock)
+        if resume:
+            config = configs.resumed(configs.read_config(folder.config), wanted)
+        systems.provider().load_system(config.system, config.arm)
+        save_config(folder, config)
+        with _composed(config, folder, _prepare(folder, Stopping())) as job:
+            yield job
     finally:
         lock.close()
 
 
 def _prepare(folder: RunFolder, stopping: Stopping) -> dict[str, Any]:
-    prepared = data.read_prepared(folder.prepared)
+    prepared = _read_prepared(folder)
     if prepared is None:
         say("reading model and text ...")
         with tempfile.TemporaryDirectory(prefix="memascend-train-") as work:
             result, log = Path(work) / "result.json", Path(work) / "log"
             command = [sys.executable, "-m", "memascend.training.prepare", str(folder.root), str(result)]
             with log.open("wb") as output:
-                child = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+                child = subprocess.Popen(
+                    command,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    env={**os.environ, PARENT: str(os.getpid())},
+                )
                 stopping.children = [child]
                 child.wait()
             if result.is_file():
                 _discard_empty(folder)
                 raise ValueError(json.loads(result.read_text())["error"])
-            prepared = data.read_prepared(folder.prepared)
+            prepared = _read_prepared(folder)
             if prepared is None and not stopping.asked:
                 raise ValueError(f"the preparation failed (exit {child.returncode}): {log.read_text()[-2000:]}")
             prepared = prepared or {}
@@ -107,12 +175,18 @@ def _prepare(folder: RunFolder, stopping: Stopping) -> dict[str, Any]:
     return prepared
 
 
+def _read_prepared(folder: RunFolder) -> dict[str, Any] | None:
+    """What the preparation left, or None where it has not come to its end."""
+    return json.loads(folder.prepared.read_text()) if folder.prepared.is_file() else None
+
+
 def _discard_empty(folder: RunFolder) -> None:
-    """After a refusal nothing is left that would stand in the way of the corrected command."""
-    if not checkpoint.listed(folder.checkpoints)[0]:
+    """After a refusal nothing is left that would stand in the way of the corrected command: no step was made yet."""
+    trained = folder.metrics.exists() and folder.metrics.stat().st_size
+    if not trained and not checkpoint.listed(folder.checkpoints)[0]:
         for path in (folder.data, folder.tokenizer):
             shutil.rmtree(path, ignore_errors=True)
-        for path in (folder.config, folder.prepared):
+        for path in (folder.config, folder.prepared, folder.metrics):
             path.unlink(missing_ok=True)
 
 
@@ -120,7 +194,9 @@ def _steps(config: TrainConfig, prepared: dict[str, Any]) -> int:
     return config.steps or max(1, round(config.epochs * prepared["steps_an_epoch"]))
 
 
-def _train(config: TrainConfig, folder: RunFolder, prepared: dict[str, Any], stopping: Stopping) -> int:
+@contextlib.contextmanager
+def _composed(config: TrainConfig, folder: RunFolder, prepared: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+    """What the ranks are told, or None where there is nothing to do; its swap folder goes at the end."""
     checkpoint.clean(folder.checkpoints)
     found, refused = checkpoint.listed(folder.checkpoints)
     for line in refused:
@@ -128,34 +204,33 @@ def _train(config: TrainConfig, folder: RunFolder, prepared: dict[str, Any], sto
     steps = _steps(config, prepared)
     if found and found[-1].step >= steps:
         say(f"nothing to do: {found[-1].path} is at step {found[-1].step} of {steps}; raise --steps to go on")
-        return 0
+        yield None
+        return
     if found and found[-1].manifest["ranks"] != config.ranks:
         raise ValueError(f"{found[-1].path} was written by {found[-1].manifest['ranks']} ranks, not {config.ranks}")
     nvme = Path(config.nvme).absolute() if config.nvme else folder.root / "swap"
     for line in collect_dead(nvme):
         say(line)
     swap = None
-    ds_config, parts = systems.deepspeed_setup(config, prepared, folder.root.name, "SWAP")
     try:
+        ds_config, parts = systems.deepspeed_setup(config, prepared, folder.root.name, "SWAP")
         if systems.swaps(ds_config):
             swap = _make_swap(nvme, folder)
             ds_config, parts = systems.deepspeed_setup(config, prepared, folder.root.name, str(swap.path))
-        try:
-            preflight.check(config, prepared, folder.root, swap.path if swap else None)
-        except ValueError:
-            if not found:
-                _discard_empty(folder)
-            raise
+        preflight.check(config, prepared, folder.root, swap.path if swap else None)
         job = _job(config, folder, prepared, ds_config, parts, steps)
         job["checkpoint"] = str(found[-1].path) if found else None
         job["swap"] = str(swap.path) if swap else None
         _announce(config, prepared, job, found)
-        return _run_ranks(job, folder, stopping)
+        yield job
+    except ValueError:
+        _discard_empty(folder)
+        raise
     finally:
         if swap is not None:
             swap.remove()
             with contextlib.suppress(OSError):
-                nvme.rmdir()  # only where it is empty, as it was before if it was ours
+                nvme.rmdir()  # only where it is empty
 
 
 def _make_swap(nvme: Path, folder: RunFolder) -> SwapFolder:
@@ -192,7 +267,10 @@ def _announce(config: TrainConfig, prepared: dict[str, Any], job: dict[str, Any]
     name = config.model if config.twin == 1 else f"{config.model} divided by {config.twin}"
     weights = ", initialised weights" if config.initialised and not found else ""
     say(f"model   {name}, {prepared['parameters'] / 1e6:,.1f} M parameters, {config.dtype}{weights}")
-    say(f"data    {data.summary(prepared)}")
+    say(
+        f"data    {prepared['train_tokens']:,} tokens in {prepared['train_sequences']:,} sequences to train on, "
+        f"{prepared['eval_sequences']:,} to evaluate on"
+    )
     tokens = config.batch * config.accumulate * config.ranks * prepared["context"]
     say(
         f"steps   {job['config']['steps']:,} of {tokens:,} tokens (batch {config.batch} x accumulate "
@@ -207,8 +285,17 @@ def _announce(config: TrainConfig, prepared: dict[str, Any], job: dict[str, Any]
         say(f"resume  from step {found[-1].step}")
 
 
-def _run_ranks(job: dict[str, Any], folder: RunFolder, stopping: Stopping) -> int:
+def _take_over(lock: Lock) -> None:
+    """Clean up after a process that was killed in this folder, as far as its lock file tells, and sign it."""
+    port = re.search(r"port (\d+)", lock.said())
+    if port:
+        remove_shared_buffers(int(port.group(1)))
+    lock.say(f"pid {os.getpid()}")
+
+
+def _run_ranks(job: dict[str, Any], folder: RunFolder, stopping: Stopping, lock: Lock) -> int:
     ranks, port = job["config"]["ranks"], _free_port()
+    lock.say(f"pid {os.getpid()}, port {port}")
     folder.logs.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="memascend-train-") as work:
         path = Path(work) / "job.json"
@@ -224,6 +311,7 @@ def _run_ranks(job: dict[str, Any], folder: RunFolder, stopping: Stopping) -> in
                     child.kill()
                 child.wait()
             remove_shared_buffers(port)
+            lock.say(f"pid {os.getpid()}")
         return _outcome(Path(work), folder, stopping)
 
 
@@ -231,6 +319,7 @@ def _start(rank: int, ranks: int, port: int, threads: int, job: Path, folder: Ru
     environment = {
         **_MALLOC,
         **os.environ,
+        PARENT: str(os.getpid()),
         "LOCAL_RANK": str(rank),
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),

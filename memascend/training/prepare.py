@@ -15,6 +15,7 @@ from memascend.planner.layouts import TensorSpec, named_tensors
 from memascend.training import data
 from memascend.training.config import TrainConfig
 from memascend.training.folder import RunFolder, write_atomically
+from memascend.training.processes import die_with_parent
 
 MIB = 1 << 20
 
@@ -118,7 +119,14 @@ def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes
     try:
         arm = config.arm if config.arm in systems().get(config.system, []) else None
         planned = plan(
-            _spec(config, model_config), config.system, arm, dtype=config.dtype, ranks=config.ranks, batch=config.batch
+            _spec(config, model_config),
+            config.system,
+            arm,
+            dtype=config.dtype,
+            ranks=config.ranks,
+            batch=config.batch,
+            context=context if config.checkpointing in ("offloaded", "unsloth") else 0,
+            states=config.states,
         )
     except ValueError as error:
         notes.append(f"host memory was not planned: {error}")
@@ -215,6 +223,7 @@ def main() -> int:
     """`python -m memascend.training.prepare OUTPUT RESULT`: reads OUTPUT/config.yaml, reports errors in RESULT."""
     from memascend.training.launch import saved_config
 
+    die_with_parent()
     folder, result = RunFolder(Path(sys.argv[1])), Path(sys.argv[2])
     try:
         prepare(saved_config(folder), folder)

@@ -44,8 +44,13 @@ def deepspeed_setup(
         ranks=config.ranks,
     )
     sizes = systems.Sizes(**{name: prepared[name] for name in ("largest_tensor", "parameters", "pool_buffers")})
+    parts = system.parts(arm)
+    if config.states == "bf16":
+        if config.system != "memascend" or config.dtype != "bf16":
+            raise ValueError("states 'bf16' are a part of memascend and need dtype bf16: set --system and --dtype")
+        parts |= {"optimizer_states": "bf16", "numerics": "fast"}
     ds_config = system.deepspeed_config(run, sizes, swap)
-    return _fitted(ds_config, config, prepared["parameters"]), system.parts(arm)
+    return _fitted(ds_config, config, prepared["parameters"]), parts
 
 
 def _fitted(ds_config: dict[str, Any], config: Any, parameters: int) -> dict[str, Any]:

@@ -147,12 +147,3 @@ class TensorFileReader:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-
-def file_checksum(path: Path) -> int:
-    """crc32 of a whole file."""
-    value = 0
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            value = zlib.crc32(chunk, value)
-    return value

@@ -19,6 +19,7 @@ from memascend.training import checkpoint, report
 from memascend.training.config import TrainConfig, complete
 from memascend.training.data import Sequences
 from memascend.training.folder import Lock, RunFolder
+from memascend.training.processes import die_with_parent
 from memascend.training.progress import Progress, StepRecord, read_metrics, rewind_metrics
 from memascend.training.schedule import learning_rate, sequence_numbers
 from memascend.training.tensor_file import TensorFileWriter
@@ -92,6 +93,8 @@ class Worker:
         outcome = self._train()
         self._report(outcome)
         self.progress.close()
+        if self.enabled.store is not None:
+            self.enabled.store.close()
         if lock is not None:
             lock.close()
         return outcome
@@ -131,12 +134,8 @@ class Worker:
         )
         prepared = job["prepared"]
         start = Path(prepared["model_folder"]) if prepared["model_folder"] else prepared["model_config"]
-        model = partitioned_model(
-            source.model if source else start,
-            job["deepspeed_config"],
-            _DTYPES[config.dtype],
-            checkpointing=config.checkpointing,
-        )
+        model = partitioned_model(source.model if source else start, job["deepspeed_config"], _DTYPES[config.dtype])
+        self._apply_memory_options(model)
         self.engine = self.trainer.build_engine(model, job["deepspeed_config"])
         self.device = self.trainer.device()
         torch.manual_seed(config.seed * self.ranks + self.rank)
@@ -144,6 +143,18 @@ class Worker:
             facts = json.loads((source.state / "trainer.json").read_text())[str(self.rank)]
             self.trainer.restore_states(self.engine, source.state / f"rank{self.rank}.safetensors", facts)
             self.step = source.step
+
+    def _apply_memory_options(self, model: Any) -> None:
+        """Offloaded checkpoints are pinned as the system's other buffers are."""
+        from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
+        from memascend.memory.pinned import PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator
+
+        config = self.config
+        rounding = self.enabled.parts.pinned == "power_of_two"
+        allocator = (PowerOfTwoPinnedAllocator if rounding else PageAlignedPinnedAllocator)(self.enabled.ledger)
+        options = MemoryOptions(attention=config.attention, loss=config.loss, checkpointing=config.checkpointing)
+        applied = apply_memory_options(model, options, allocator=allocator, use_reentrant=True)
+        self.memory_options = applied.chosen
 
     def _open_data(self) -> None:
         context = self.job["prepared"]["context"]
@@ -333,6 +344,7 @@ class Worker:
             "deepspeed_config": self.job["deepspeed_config"],
             "parts": self.job["parts"],
             "shims": self.enabled.shims,
+            "memory_options": self.memory_options,
             "parameters": self.job["prepared"]["parameters"],
             "summary": report.summary(read_metrics(self.folder.metrics)),
             "memory": report.memory_facts(held, int(peaks[1]), int(peaks[0]), int(peaks[2])),
@@ -357,9 +369,7 @@ def progress_output() -> TextIO:
 
 
 def main() -> int:
-    from memascend.integrations.deepspeed import trainer
-
-    trainer.die_with_parent()
+    die_with_parent()
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     job = json.loads(Path(sys.argv[1]).read_text())

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from memascend.training import checkpoint
 from memascend.training.folder import OWNER, Lock, RunFolder, SwapFolder, collect_dead
 from memascend.training.progress import read_metrics, rewind_metrics
-from memascend.training.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout, file_checksum
+from memascend.training.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout
 
 TENSORS = {
     "bf16": torch.arange(7, dtype=torch.bfloat16).reshape(7, 1),
@@ -47,7 +47,7 @@ def test_the_safetensors_library_reads_what_is_written_tensor_by_tensor(tmp_path
 def test_the_checksum_is_of_the_whole_file(tmp_path):
     path = tmp_path / "t.safetensors"
     writer = written(path)
-    assert writer.checksum == zlib.crc32(path.read_bytes()) == file_checksum(path)
+    assert writer.checksum == zlib.crc32(path.read_bytes()) == checkpoint.file_checksum(path)
     assert writer.size == path.stat().st_size
 
 
@@ -188,6 +188,7 @@ def test_nothing_to_resume_is_said(tmp_path):
 
 def test_a_folder_in_use_is_refused_and_free_again_after_its_process(tmp_path):
     lock = RunFolder(tmp_path / "run").open(resume=False)
+    lock.say(f"pid {os.getpid()}")
     with pytest.raises(ValueError, match=f"is in use by pid {os.getpid()}"):
         RunFolder(tmp_path / "run").open(resume=False)
     lock.close()

@@ -7,10 +7,8 @@ in memory is restored to the bit: see :func:`restore_states` for the one thing t
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import random
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,6 @@ import torch
 from memascend.training.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def die_with_parent() -> None:
-    """Be killed when the parent is (prctl PR_SET_PDEATHSIG), so that no rank is left behind."""
-    ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)
 
 
 def ops_not_compiled() -> list[str]:
