@@ -18,10 +18,11 @@ def as_text(answers: Answers) -> str:
     """The whole answer, section by section."""
     sections = [
         [_title(answers)],
-        _table("host memory at the worst instant of a step", answers.host.components()),
+        _table("host memory at the worst instant of a step", answers.host.components(), answers.work.spec.k),
         _table(
             f"memory of each GPU, with {STACK_LABELS[answers.work.stack].removeprefix('+')}",
             answers.device.components(),
+            answers.work.spec.k,
         ),
         _ssd(answers),
         _verdicts(answers),
@@ -53,13 +54,18 @@ def _title(answers: Answers) -> str:
     )
 
 
-def _table(title: str, components: dict[str, int]) -> list[str]:
+def _table(title: str, components: dict[str, int], k: int) -> list[str]:
+    """Rows of sizes and shares, in GiB, or in MiB for a twin of divisor `k`."""
     total = sum(components.values())
-    lines = [f"{title:<{_WIDTH}}{'GiB':>10}{'share':>8}"]
+
+    def cell(size: int) -> str:
+        return gib(size) if k == 1 else gib(size * 1024)
+
+    lines = [f"{title:<{_WIDTH}}{'GiB' if k == 1 else 'MiB':>10}{'share':>8}"]
     for name, size in sorted(components.items(), key=lambda item: -item[1]):
         if size:
-            lines.append(f"  {name:<{_WIDTH - 2}}{gib(size):>10}{size / total:>8.1%}")
-    return [*lines, f"  {'total':<{_WIDTH - 2}}{gib(total):>10}{1:>8.0%}"]
+            lines.append(f"  {name:<{_WIDTH - 2}}{cell(size):>10}{size / total:>8.1%}")
+    return [*lines, f"  {'total':<{_WIDTH - 2}}{cell(total):>10}{1:>8.0%}"]
 
 
 def gib(size: float) -> str:

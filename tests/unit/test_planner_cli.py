@@ -290,3 +290,11 @@ def test_experts_are_planned_as_the_installed_transformers_stores_them(capsys):
     buffers = "optimizer-state and swap-out buffers"  # as large as the largest tensor
     assert fused["components_bytes"][buffers] > separate["components_bytes"][buffers]
     assert auto["fused_experts"] is (int(transformers.__version__.split(".")[0]) >= 5)
+
+
+def test_a_twin_is_printed_in_mib(capsys):
+    _, out, _ = run(capsys, "plan", "--model", "qwen2.5-0.5b", "--twin", "16")
+    rows = {line[:44].strip(): line.split()[-2] for line in out.splitlines() if line.endswith("%")}
+    assert "MiB   share" in out
+    assert float(rows["process overhead"]) == pytest.approx(1.63 * 1024, rel=0.001)
+    assert float(rows["gradient flat buffer"]) == pytest.approx(4 * 494_032_768 / 256 / 2**20, rel=0.01)
