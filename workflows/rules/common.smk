@@ -264,7 +264,7 @@ def refuse_unknown_exhibits(words):
     """A word of the command line that looks like an exhibit's id and is none: one line with the ids near it."""
     known = [entry["id"] for entry in EXHIBITS]
     for word in words:
-        if re.fullmatch(r"([a-z]+-)?(fig|tab|alg|eq)[a-z]*\d*[a-z]?", word):
+        if re.fullmatch(r"([a-z]+-)?(fig|tab|alg|eq)[a-z]*-?\d+[a-z]?", word):
             near = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
             if word not in known:
                 hint = f"did you mean {', '.join(near)}? " if near else ""
