@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from typing import Any
 
 from memascend.planner.answers import Answers, Need
@@ -154,7 +155,8 @@ def _time(answers: Answers) -> list[str]:
     known = Calibrations()
     lines.append("  calibrated, not derived:")
     for field in ("gpu_efficiency", "host_seconds_per_parameter", "adam_memory_efficiency"):
-        lines.append(f"    {field} = {getattr(known, field):.4g}: {REASONS[field]}")
+        text = f"{field} = {getattr(known, field):.4g}: {REASONS[field]}"
+        lines += textwrap.wrap(text, width=100, initial_indent="    ", subsequent_indent="      ")
     return lines
 
 
