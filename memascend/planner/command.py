@@ -201,6 +201,8 @@ def _outputs(options: argparse.Namespace, answers: Any) -> list[str]:
 
 def _train_line(options: argparse.Namespace) -> list[str]:
     """The same run by `memascend train`, which configures DeepSpeed itself (and keeps gradients in fp32)."""
+    from memascend.planner.ds_config import MODEL_OPTIONS
+
     if options.gradients != "fp32":
         return []
     given = {
@@ -214,6 +216,7 @@ def _train_line(options: argparse.Namespace) -> list[str]:
         "--system": options.system,
         "--arm": "memascend_bf16" if options.states == "bf16" else options.arm,
         "--ranks": options.gpus if options.gpus > 1 else None,
+        "--checkpointing": MODEL_OPTIONS[options.stack]["checkpointing"],
         "--nvme": options.nvme,
     }
     words = " ".join(f"{flag} {shlex.quote(str(value))}" for flag, value in given.items() if value is not None)
