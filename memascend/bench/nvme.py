@@ -84,7 +84,7 @@ def measure(options: NvmeOptions) -> dict[str, Any]:
     missing: dict[str, str] = {}
     stream: list[dict[str, Any]] = []
     sizes: list[dict[str, Any]] = []
-    with nvme_target.target(options.folder, options.target, size) as path:
+    with nvme_target.target(options.folder, options.target, size, written=streams) as path:
         _C.storage_format([path], _OWNER, [], 1 << 20, 0)
         kind = "file" if nvme_target.file_below(path) == path else "loop"
         if streams:

@@ -16,14 +16,15 @@ TARGETS = ("auto", "file", "loop")
 
 
 @contextlib.contextmanager
-def target(folder: Path, kind: str, size: int) -> Iterator[str]:
+def target(folder: Path, kind: str, size: int, written: bool = True) -> Iterator[str]:
     """The path of the file or loop device; all is gone afterwards. `auto`: a loop device where root may make one.
 
-    A loop device has direct I/O, which is asserted: else it would be the page cache that answers. Raises OSError.
+    `written`: all of it once, so that no later write has to convert an extent. A loop device has direct I/O, which is
+    asserted: else it would be the page cache that answers. Raises OSError.
     """
     with tempfile.TemporaryDirectory(prefix="bench-nvme-", dir=folder) as made:
         path = str(Path(made).resolve() / "device")
-        preallocate(path, size)
+        preallocate(path, size, written)
         device = "" if kind == "file" else _loop_device(path, required=kind == "loop")
         try:
             yield device or path
