@@ -77,6 +77,7 @@ class TrainConfig:
     threads: int | None = _option(None, "CPU threads a rank; default: all cores, shared out", least=1)
     nvme: str | None = _option(None, "folder on the SSD for swap files; default: in the output folder")
     states: str = _option("fp32", "master weights and optimizer states; bf16 halves the I/O", choices=("fp32", "bf16"))
+    gradients: str = _option("fp32", "the buffer that gradients are added up in", choices=("fp32", "bf16"))
     attention: str = _option("auto", "flash needs a GPU", choices=("auto", "eager", "sdpa", "flash"))
     loss: str = _option("chunked", "chunked never holds all logits", choices=("plain", "chunked", "liger"))
     checkpointing: str = _option(

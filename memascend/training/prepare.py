@@ -127,6 +127,7 @@ def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes
             batch=config.batch,
             context=context if config.checkpointing in ("offloaded", "unsloth") else 0,
             states=config.states,
+            gradients=config.gradients,
         )
     except ValueError as error:
         notes.append(f"host memory was not planned: {error}")

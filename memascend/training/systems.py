@@ -49,6 +49,8 @@ def deepspeed_setup(
         if config.system != "memascend" or config.dtype != "bf16":
             raise ValueError("states 'bf16' are a part of memascend and need dtype bf16: set --system and --dtype")
         parts |= {"optimizer_states": "bf16", "numerics": "fast"}
+    if config.gradients == "bf16" and config.dtype != "bf16":
+        raise ValueError("gradients 'bf16' need dtype bf16: set --dtype bf16, or --gradients fp32")
     ds_config = system.deepspeed_config(run, sizes, swap)
     return _fitted(ds_config, config, prepared["parameters"]), parts
 
@@ -70,6 +72,7 @@ def _fitted(ds_config: dict[str, Any], config: Any, parameters: int) -> dict[str
         "eps": config.eps,
         "weight_decay": config.weight_decay,
     }
+    ds_config["data_types"]["grad_accum_dtype"] = config.gradients
     ds_config["fp16"] |= {"initial_scale_power": 16}
     return ds_config
 

@@ -1,0 +1,62 @@
+"""From a run's keys to DeepSpeed's configuration, through whichever system was named."""
+
+import dataclasses
+import importlib.metadata
+
+import pytest
+
+from memascend.training import systems
+from memascend.training.config import TrainConfig
+
+PREPARED = {"context": 128, "largest_tensor": 1000, "parameters": 50_000, "pool_buffers": 9}
+CONFIG = TrainConfig(model="m", data=["d"], accumulate=4, batch=2, ranks=2, clip=0.5, beta2=0.95, learning_rate=1e-4)
+
+
+def setup(**changes):
+    return systems.deepspeed_setup(dataclasses.replace(CONFIG, **changes), PREPARED, "run", "/swap")
+
+
+def test_the_library_finds_the_systems_by_entry_point():
+    assert [point.value for point in importlib.metadata.entry_points(group=systems.GROUP)] == ["baselines.protocol"]
+    assert "memascend" in systems.provider().system_names()
+
+
+def test_without_an_entry_point_the_mend_is_said(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    with pytest.raises(ValueError, match=r"no systems are installed .* make setup"):
+        systems.provider()
+
+
+@pytest.mark.parametrize("name", ["memascend", "zero_infinity", "zero_offload"])
+def test_the_keys_of_a_run_reach_every_system(name):
+    config, _ = setup(system=name)
+    assert config["train_batch_size"] == 16
+    assert config["gradient_accumulation_steps"] == 4
+    assert config["gradient_clipping"] == 0.5
+    assert config["optimizer"]["params"]["betas"] == [0.9, 0.95]
+    assert config["optimizer"]["params"]["lr"] == 1e-4
+    assert config["bf16"]["enabled"]
+    assert config["zero_optimization"]["reduce_bucket_size"] <= PREPARED["parameters"]
+    assert systems.swaps(config) == (name != "zero_offload")
+
+
+def test_every_arm_that_is_offered_can_be_configured():
+    for name in systems.provider().system_names():
+        for arm in systems.provider().load_system(name).arms:
+            config, parts = setup(system=name, arm=arm)
+            assert config["zero_optimization"]["stage"] == 3
+            assert "pinned" in parts
+
+
+def test_half_the_states_are_a_part_of_memascend():
+    assert setup(states="bf16")[1]["optimizer_states"] == "bf16"
+    for changes in ({"system": "zero_offload"}, {"dtype": "fp16"}):
+        with pytest.raises(ValueError, match="states 'bf16' are a part of memascend and need dtype bf16"):
+            setup(states="bf16", **changes)
+
+
+def test_gradients_are_added_up_as_asked():
+    assert setup()[0]["data_types"]["grad_accum_dtype"] == "fp32"
+    assert setup(gradients="bf16")[0]["data_types"]["grad_accum_dtype"] == "bf16"
+    with pytest.raises(ValueError, match="gradients 'bf16' need dtype bf16"):
+        setup(gradients="bf16", dtype="fp16")
