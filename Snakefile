@@ -21,6 +21,7 @@ rule figures:
     input:
         expand(f"{FIGURES}/{{exhibit}}.svg", exhibit=BUILT),
         f"{FIGURES}/index.html",
+        records=all_records(BUILT),
 
 
 rule tables:
@@ -65,7 +66,7 @@ for entry in EXHIBITS:
         name:
             entry["id"]
         input:
-            f"{FIGURES}/{entry['id']}.svg"
+            [f"{FIGURES}/{entry['id']}.svg", *all_records([entry["id"]])]
             if entry["status"] == "built"
             else planned(entry),
 
