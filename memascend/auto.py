@@ -42,6 +42,23 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
+class _SpecInProgress(importlib.machinery.ModuleSpec):
+    """Spec of a module that is being imported right now, as DeepSpeed is when it imports torch: Python clears
+    ``_initializing`` at its end, and that is when we look at it.
+    """
+
+    @property
+    def _initializing(self) -> bool:
+        return self.__dict__.get("_initializing", False)
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        self.__dict__["_initializing"] = value
+        module = sys.modules.get(self.name)
+        if not value and hasattr(module, "initialize"):  # an import that failed leaves none
+            _watch(module)
+
+
 def _watch(deepspeed: Any) -> None:
     from memascend.integrations.drop_in import watch
 
@@ -50,7 +67,10 @@ def _watch(deepspeed: Any) -> None:
 
 def install() -> None:
     """Wait for DeepSpeed. Calling it again changes nothing; torch calls it."""
-    if _WATCHED in sys.modules:
+    spec = getattr(sys.modules.get(_WATCHED), "__spec__", None)
+    if getattr(spec, "_initializing", False):
+        spec.__class__ = _SpecInProgress
+    elif _WATCHED in sys.modules:
         _watch(sys.modules[_WATCHED])
     elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport())
