@@ -6,7 +6,7 @@ from typing import Any
 
 from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, zero3_config
 
-_ALL = {"pinned": "exact", "pool": "adaptive", "overflow": "fused", "aio": "file"}
+_ALL = {"pinned": "exact", "pool": "adaptive", "overflow": "fused", "aio": "direct"}
 _BF16 = {**_ALL, "optimizer_states": "bf16"}
 _PARTS = {
     "memascend": _ALL,
@@ -15,6 +15,8 @@ _PARTS = {
     "memascend_bf16_nearest": {**_BF16, "numerics": "exact"},
     "pinned_only": {"pinned": "exact", "pool": "monolithic_separate", "overflow": "chain", "aio": "file"},
     "pool_only": {"pinned": "power_of_two", "pool": "adaptive", "overflow": "chain", "aio": "file"},
+    "memascend_on_files": {**_ALL, "aio": "file"},
+    "direct_only": {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "chain", "aio": "direct"},
     "overflow_only": {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "fused", "aio": "file"},
 }
 

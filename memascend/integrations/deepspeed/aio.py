@@ -21,7 +21,7 @@ from .accelerator import PinnedAllocator, calling_owner
 from .derived import IoSettings
 
 if TYPE_CHECKING:
-    from .swap_store import SwapStore
+    from .swap_store import Request, SwapStore
 
 _DIRECT_IO_ALIGNMENT = 512  # bytes; O_DIRECT's limit for address, length and offset
 
@@ -95,7 +95,7 @@ class AioHandle:
         self._allocator, self._counters, self._io, self._store = allocator, counters, io, store
         self._asked = asked
         self._files: FileEngine | None = None
-        self._in_store: list[int] = []  # requests of this handle that nobody has waited for
+        self._in_store: list[Request] = []  # requests of this handle that nobody has waited for
 
     def get_block_size(self) -> int:
         return self._asked[0]

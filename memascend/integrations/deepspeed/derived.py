@@ -11,9 +11,12 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from .swap_store import SwapStore
 
 # Transfers of 1 MiB saturate NVMe drives (MemAscend, Fig. 14); DeepNVMe's own default too.
 _BLOCK_BYTES = 1 << 20
@@ -93,11 +96,13 @@ class DerivedSettings:
 
     def __init__(self, ds_config: dict[str, Any]) -> None:
         zero = ds_config.get("zero_optimization") or {}
+        self._ds_config = ds_config
         self._zero = zero
         self._param = zero.get("offload_param") or {}
         self._optimizer = zero.get("offload_optimizer") or {}
         self.io = io_settings(ds_config, self._param.get("nvme_path") or self._optimizer.get("nvme_path"))
         self.chosen: dict[str, int] = {}
+        self.store: SwapStore | None = None  # is told how much is to come
 
     @property
     def pool_is_sized_by_user(self) -> bool:
@@ -135,8 +140,12 @@ class DerivedSettings:
 
         ``optimizer``: the torch optimizer, whose parameters are partitioned already.
         """
-        if not _given(self._zero, "sub_group_size") and self._optimizer.get("device") == "nvme":
-            groups = [_partition_sizes(group["params"]) for group in optimizer.param_groups]
+        groups = [_partition_sizes(group["params"]) for group in optimizer.param_groups]
+        on_nvme = self._optimizer.get("device") == "nvme"
+        if on_nvme and self.store is not None:
+            states_bytes = sum(map(sum, groups)) * _STATES_AND_GRADIENT * self._state_bytes
+            self.store.reserve(self._optimizer["nvme_path"], states_bytes)
+        if on_nvme and not _given(self._zero, "sub_group_size"):
             size = sub_group_size([group for group in groups if group])
             arguments["sub_group_size"] = self.chosen["sub_group_size"] = size
         param, states = arguments.get("offload_param_config"), arguments.get("offload_optimizer_config")
@@ -144,6 +153,11 @@ class DerivedSettings:
             self._set(param, "max_in_cpu", 0)
         if self._optimizer.get("device") == "nvme" and not _given(self._optimizer, "buffer_count"):
             self._set(states, "buffer_count", self._optimizer_buffers())
+
+    @property
+    def _state_bytes(self) -> int:
+        section = self._ds_config.get("bf16") or self._ds_config.get("bfloat16") or {}
+        return 2 if section.get("bf16_optimizer_states") else 4
 
     def _set(self, config: Any, name: str, value: int) -> None:
         object.__setattr__(config, name, value)

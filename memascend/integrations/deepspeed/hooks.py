@@ -29,15 +29,20 @@ from .aio import AioModule, IoCounters, MeteredAioModule
 from .derived import DerivedSettings
 from .parts import CONFIG_KEY, TODAY, Parts, parts_from_config, switched_off, validate_deepspeed_config
 from .signatures import CPU_HOOKS, HOOKS, check_hooks, untried_version_warning
+from .swap_store import SwapStore
 
 
 @dataclass
 class Enabled:
-    """What is switched on in this process. ``ledger`` holds every host buffer, ``io`` the bytes the swappers moved."""
+    """What is switched on in this process.
+
+    ``ledger`` holds every host buffer, ``io`` the bytes that the swappers moved, ``store`` their tensors (aio direct).
+    """
 
     parts: Parts
     ledger: Ledger
     io: IoCounters
+    store: SwapStore | None = None
     shims: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
@@ -80,7 +85,7 @@ def enable(
     if switched_off(ds_config):
         _active = Enabled(parts=TODAY, ledger=ledger or Ledger(), io=IoCounters())
         return _active
-    parts, n_blocks = parts_from_config(
+    parts, n_blocks, devices = parts_from_config(
         ds_config,
         {
             "pinned": pinned,
@@ -95,7 +100,7 @@ def enable(
     validate_deepspeed_config(ds_config, parts)
     state = Enabled(parts=parts, ledger=ledger or Ledger(), io=IoCounters())
     try:
-        _install(state, ds_config, n_blocks, minimum_swap_bytes, gather_clone)
+        _install(state, ds_config, n_blocks, devices, minimum_swap_bytes, gather_clone)
     except BaseException:
         _roll_back(state)
         raise
@@ -122,7 +127,12 @@ def _roll_back(state: Enabled) -> None:
 
 
 def _install(
-    state: Enabled, ds_config: dict[str, Any], n_blocks: int, minimum_swap_bytes: int | None, gather_clone: bool
+    state: Enabled,
+    ds_config: dict[str, Any],
+    n_blocks: int,
+    devices: list[str],
+    minimum_swap_bytes: int | None,
+    gather_clone: bool,
 ) -> None:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -163,7 +173,8 @@ def _install(
         else pooled_swapper_class(parts.pool, allocator, n_blocks, minimum_swap_bytes, derived)
     )
     _replace(state, partition_parameters, "AsyncPartitionedParameterSwapper", swapper)
-    _replace_loaded_op(state, AioModule(allocator, state.io, derived.io))
+    state.store = derived.store = _swap_store(parts, ds_config, derived, devices)
+    _replace_loaded_op(state, AioModule(allocator, state.io, derived.io, state.store))
     _replace_accelerator(state, pinning_accelerator(get_accelerator(), allocator))
 
 
@@ -229,6 +240,15 @@ def _allocator(parts: Parts, ledger: Ledger) -> Any:
     if parts.pinned == "stock":
         return None
     return (PowerOfTwoPinnedAllocator if parts.pinned == "power_of_two" else PageAlignedPinnedAllocator)(ledger=ledger)
+
+
+def _swap_store(
+    parts: Parts, ds_config: dict[str, Any], derived: DerivedSettings, devices: list[str]
+) -> SwapStore | None:
+    zero = ds_config.get("zero_optimization") or {}
+    offloads = [zero.get(name) or {} for name in ("offload_param", "offload_optimizer")]
+    folders = [str(offload["nvme_path"]) for offload in offloads if offload.get("device") == "nvme"]
+    return SwapStore(folders, derived.io, devices=devices) if parts.aio == "direct" and folders else None
 
 
 def _replace(state: Enabled, module: Any, name: str, value: Any) -> None:

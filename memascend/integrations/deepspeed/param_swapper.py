@@ -11,6 +11,8 @@ import logging
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
     AsyncPartitionedParameterSwapper,
     PartitionedParamStatus,
@@ -71,6 +73,8 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         self.aligned_elements_per_buffer = self._io_aligned_numel(self.elements_per_buffer)
         if self._minimum_swap_bytes is not None:
             self.min_aio_bytes = self._minimum_swap_bytes
+        # DeepSpeed keeps smaller parameters gathered for good: on NVMe they would hold their buffers for good, too.
+        self._kept_gathered_numel = ds_config.zero_config.param_persistence_threshold
         self.pool: BufferPool | None = None
         self._staging: torch.Tensor | None = None
         self._swapped_in: dict[int, Any] = {}
@@ -108,6 +112,11 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         )
 
     # -- what DeepSpeed asks of a swapper ---------------------------------------------------------------------------
+
+    def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
+        partition = param.ds_tensor.ds_numel if numel is None else numel
+        kept_gathered = partition * dist.get_world_size() <= self._kept_gathered_numel
+        return super().swappable_tensor(param, numel) and not kept_gathered
 
     def available_swap_in_buffers(self) -> int:
         return 1 if self.pool is None else self.pool.free_count()
@@ -252,6 +261,8 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
                 in_memory = param.ds_tensor.status == PartitionedParamStatus.AVAILABLE
                 if param.ds_id in keep or not in_memory or param.ds_status.name != status:
                     continue
+                if not get_accelerator().is_synchronized_device():
+                    get_accelerator().synchronize()  # its copy to the device may still be reading the buffer
                 self.remove_partition_and_release_buffers([param])
                 self.released_gathered += status == "AVAILABLE"
                 self.evicted_prefetches += status == "NOT_AVAILABLE"

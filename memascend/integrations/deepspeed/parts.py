@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 from memascend.integrations.memory_options import CHOICES as MEMORY_CHOICES
 from memascend.integrations.memory_options import MemoryOptions
+from memascend.storage.devices import require_usable
 
 CONFIG_KEY = "memascend"  # the key in the DeepSpeed JSON
 
@@ -23,7 +25,8 @@ class Parts:
         embedding-sized buffers, each pinned by itself (what the paper's totals describe), ``monolithic`` the same in
         one tensor (DeepSpeed 0.16), ``adaptive`` IV-B.
     overflow: ``chain`` is isinf().any() then isnan().any(), ``aminmax`` one torch.aminmax, ``fused`` IV-D.
-    aio: ``stock`` is DeepNVMe, ``file`` our file engine (any address, any length, every completion audited).
+    aio: ``stock`` is DeepNVMe, ``file`` our engine on a file for each tensor (any address, any length, every completion
+        audited), ``direct`` IV-E: all tensors in one preallocated file, or on raw devices (``devices``).
     optimizer_states: ``bf16`` keeps master weights, gradients and Adam states in bf16 (half the bytes a step).
     numerics: ``exact`` keeps DeepSpeed's norm and AdamW, ``fast`` takes ours (see :mod:`.numerics`).
     """
@@ -31,7 +34,7 @@ class Parts:
     pinned: Literal["stock", "power_of_two", "exact"] = "exact"
     pool: Literal["stock", "monolithic_separate", "monolithic", "adaptive"] = "adaptive"
     overflow: Literal["stock", "chain", "aminmax", "fused"] = "fused"
-    aio: Literal["stock", "file"] = "file"
+    aio: Literal["stock", "file", "direct"] = "direct"
     optimizer_states: Literal["fp32", "bf16"] = "fp32"
     numerics: Literal["exact", "fast"] = "exact"
 
@@ -66,7 +69,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "pinned": ("stock", "power_of_two", "exact"),
     "pool": ("stock", "monolithic_separate", "monolithic", "adaptive"),
     "overflow": ("stock", "chain", "aminmax", "fused"),
-    "aio": ("stock", "file"),
+    "aio": ("stock", "file", "direct"),
     "optimizer_states": ("fp32", "bf16"),
     "numerics": ("exact", "fast"),
 }
@@ -80,8 +83,8 @@ def switched_off(ds_config: dict[str, Any]) -> bool:
     return isinstance(section, dict) and section.get("enabled") is False
 
 
-def parts_from_config(ds_config: dict[str, Any], overrides: dict[str, Any]) -> tuple[Parts, int]:
-    """Read ``ds_config["memascend"]`` (optional) and keyword overrides -> (parts, blocks in flight N)."""
+def parts_from_config(ds_config: dict[str, Any], overrides: dict[str, Any]) -> tuple[Parts, int, list[str]]:
+    """Read ``ds_config["memascend"]`` (optional) and keyword overrides -> (parts, blocks in flight N, raw devices)."""
     section = ds_config.get(CONFIG_KEY) or {}
     if not isinstance(section, dict):
         raise ValueError(f'"{CONFIG_KEY}" must be a section such as {{"pool": "adaptive"}}, got {section!r}')
@@ -90,6 +93,7 @@ def parts_from_config(ds_config: dict[str, Any], overrides: dict[str, Any]) -> t
     section.pop("enabled", None)
     MemoryOptions.take(section)  # checked here, applied to the model by deepspeed.initialize
     blocks_in_flight = section.pop("blocks_in_flight", 1)
+    devices = section.pop("devices", None) or []
     unknown = sorted(set(section) - set(_CHOICES))
     if unknown:
         known = ", ".join([*_CHOICES, *MEMORY_CHOICES, "blocks_in_flight", "enabled"])
@@ -98,7 +102,23 @@ def parts_from_config(ds_config: dict[str, Any], overrides: dict[str, Any]) -> t
         raise ValueError(
             f'"{CONFIG_KEY}.blocks_in_flight" must be a whole number of at least 1, got {blocks_in_flight!r}'
         )
-    return Parts(**section), blocks_in_flight
+    parts = Parts(**section)
+    _check_devices(devices, parts)
+    return parts, blocks_in_flight, list(devices)
+
+
+def _check_devices(devices: Any, parts: Parts) -> None:
+    if not isinstance(devices, list) or not all(isinstance(device, str) for device in devices):
+        raise ValueError(f'"{CONFIG_KEY}.devices" must be a list of paths such as ["/dev/nvme1n1"], got {devices!r}')
+    if devices and parts.aio != "direct":
+        raise ValueError(
+            f"memascend: devices with aio={parts.aio!r} makes no sense: files lie on a file system; set aio to "
+            "'direct', or leave devices out"
+        )
+    for device in devices:
+        if not os.path.exists(device):
+            raise ValueError(f'"{CONFIG_KEY}.devices": there is no {device}; name formatted devices')
+        require_usable(device)
 
 
 def validate_deepspeed_config(ds_config: dict[str, Any], parts: Parts) -> None:
