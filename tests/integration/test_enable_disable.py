@@ -20,6 +20,7 @@ def places():
     import torch
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder.builder import OpBuilder
+    from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero import partition_parameters, stage3
 
     return {
@@ -30,6 +31,8 @@ def places():
         "linear": torch.nn.functional.linear,
         "gather": partition_parameters.NoGatherHandle.__init__,
         "fp16": type(get_accelerator()).is_fp16_supported,
+        "save": DeepSpeedEngine.save_checkpoint,
+        "load": DeepSpeedEngine.load_checkpoint,
     }
 
 
@@ -63,6 +66,10 @@ def test_enabling_twice_is_refused():
         ({"memascend": {"pool": "huge"}}, "huge"),
         ({"memascend": {"pinned": "stock"}}, "no sense"),
         ({"memascend": {"aio": "memascend"}}, "file"),
+        ({"memascend": {"devices": "/dev/nvme1n1"}}, "list of paths"),
+        ({"memascend": {"devices": ["/dev/nvme1n1"], "aio": "file"}}, "makes no sense"),
+        ({"memascend": {"devices": ["/dev/no-such-device"]}}, "there is no"),
+        ({"memascend": {"devices": ["/proc/version"]}}, "holds no store"),
         ({"memascend": {"blocks_in_flight": 0}}, "at least 1"),
         ({"memascend": {"blocks_in_flight": True}}, "at least 1"),
         ({"memascend": "adaptive"}, "section"),

@@ -11,11 +11,13 @@ import argparse as text_source  # its source code is the text that the models le
 import dataclasses
 import gc
 import hashlib
+import importlib
 import inspect
 import json
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -35,11 +37,14 @@ SEQUENCE = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training. ``layers`` cuts the twin's depth; ``config`` is merged into the DeepSpeed configuration.
+    """One training. ``layers`` cuts the twin's depth; ``config`` is merged into the DeepSpeed configuration, from which
+    ``leave_out`` (dotted keys) are then removed; ``model_config`` is merged into the model's.
 
     ``overflow_at``: the step (from 0) whose loss is multiplied by infinity. ``freeze``: parts of names of parameters
-    that do not train. ``checkpoint``: a folder; with ``save_at`` the training saves there after that many steps, with
-    ``resume`` it starts from there. ``seed`` chooses the text, ``init_seed`` the first weights.
+    that do not train. ``checkpoint``: a folder; the training saves there after each number of steps in ``save_at``,
+    with ``resume`` it starts from there; ``die_at_sync``: in the last of these saves the process is killed at that
+    fsync. ``minimum_swap_bytes``: smaller tensors stay in memory (default: DeepSpeed's 1 MiB, scaled). ``seed`` chooses
+    the text, ``init_seed`` the first weights.
     """
 
     name: str
@@ -56,9 +61,13 @@ class Job:
     overflow_at: int | None = None
     freeze: tuple[str, ...] = ()
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    leave_out: tuple[str, ...] = ()
+    model_config: dict[str, Any] = dataclasses.field(default_factory=dict)
     checkpoint: str | None = None
-    save_at: int | None = None
+    save_at: tuple[int, ...] = ()
     resume: bool = False
+    die_at_sync: int | None = None
+    minimum_swap_bytes: int | None = None
     seed: int = 0
     init_seed: int = 0
 
@@ -88,8 +97,9 @@ def train_all(jobs: list[Job], folder: Path, ranks: int = 1, timeout_s: float = 
         for log in logs:
             log.close()
     tail = (folder / "rank0.log").read_text()[-4000:]
-    assert all(child.returncode == 0 for child in children), tail
-    return {result["name"]: result for result in json.loads(results.read_text())}
+    wanted = -signal.SIGKILL if jobs[-1].die_at_sync else 0
+    assert all(child.returncode == wanted for child in children), tail
+    return {} if wanted else {result["name"]: result for result in json.loads(results.read_text())}
 
 
 def _free_port() -> int:
@@ -131,6 +141,7 @@ class Training:
         self.model_config = spec.hf_config_dict() | {
             "num_hidden_layers": job.layers,
             "tie_word_embeddings": job.tied or spec.tied,
+            **job.model_config,
         }
         sizes = Sizes(largest_tensor=flow.largest, parameters=0, pool_buffers=flow.monolithic_count())
         fields = {f: getattr(job, f, None) for f in RunSpec.__dataclass_fields__}
@@ -141,6 +152,12 @@ class Training:
         config["gradient_accumulation_steps"] = job.micro_steps
         config["train_batch_size"] = job.micro_steps * self.ranks
         self.config = merged(config, job.config)
+        for dotted in job.leave_out:
+            *outer, key = dotted.split(".")
+            section = self.config
+            for name in outer:
+                section = section[name]
+            section.pop(key, None)
 
     @property
     def ranks(self) -> int:
@@ -150,7 +167,8 @@ class Training:
         import memascend
 
         result: dict[str, Any] = {"name": self.job.name, "losses": [], "skipped": [], "scales": [], "io_bytes": []}
-        enabled = memascend.enable(self.config, **self.parts, minimum_swap_bytes=scaled(1 << 20, self.job.k))
+        smallest = self.job.minimum_swap_bytes or scaled(1 << 20, self.job.k)
+        enabled = memascend.enable(self.config, **self.parts, minimum_swap_bytes=smallest)
         try:
             engine = self._build()
             first = self._resume(engine) if self.job.resume else 0
@@ -160,8 +178,8 @@ class Training:
                 result["skipped"].append(int(engine.skipped_steps))
                 result["scales"].append(float(engine.optimizer.loss_scale))
                 result["io_bytes"].append(enabled.io.bytes_read + enabled.io.bytes_written)
-                if self.job.save_at == step + 1:
-                    engine.save_checkpoint(self.job.checkpoint, client_state={"step": step + 1})
+                if step + 1 in self.job.save_at:
+                    self._save(engine, step + 1)
             result["parameters"] = sum(p.ds_numel for p in engine.module.parameters())
             result["weights_sha256"] = self._hash(engine)
             engine.destroy()
@@ -177,6 +195,9 @@ class Training:
         from memascend.integrations.huggingface import causal_lm
 
         Init.param_id = 0
+        # A class that is first imported under zero.Init loses its wrapped __init__.
+        kind = self.model_config["model_type"]
+        importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
         torch.manual_seed(self.job.init_seed)
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[self.job.dtype]
         with deepspeed.zero.Init(config_dict_or_path=self.config, dtype=dtype):
@@ -185,6 +206,23 @@ class Training:
             parameter.requires_grad_(not any(part in name for part in self.job.freeze))
         trainable = [p for p in model.parameters() if p.requires_grad]
         return deepspeed.initialize(model=model, model_parameters=trainable, config=self.config)[0]
+
+    def _save(self, engine: Any, step: int) -> None:
+        syncs, stock = 0, os.fsync
+
+        def sync(handle: int) -> None:
+            nonlocal syncs
+            syncs += 1
+            if syncs == self.job.die_at_sync:
+                os.kill(os.getpid(), signal.SIGKILL)
+            stock(handle)
+
+        if step == max(self.job.save_at):
+            os.fsync = sync
+        try:
+            engine.save_checkpoint(self.job.checkpoint, client_state={"step": step})
+        finally:
+            os.fsync = stock
 
     def _resume(self, engine: Any) -> int:
         _, client_state = engine.load_checkpoint(self.job.checkpoint)

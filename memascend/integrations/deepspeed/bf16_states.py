@@ -7,11 +7,12 @@ fp32 buffers from a bf16 pool. The context here keeps the dtype.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from .signatures import BF16_HOOKS, check_hooks
 
 _BF16_KEYS = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
 
@@ -75,18 +76,9 @@ def keep_dtype_of_swapped_tensors() -> Callable[[], None]:
     Hook: module global ``swap_tensor.optimizer_utils.SwapTensorContext``. RuntimeError where it has changed.
     """
     from deepspeed.runtime.swap_tensor import optimizer_utils
-    from deepspeed.runtime.zero import stage3
 
-    if "bf16_optimizer_states" not in inspect.signature(stage3.DeepSpeedZeroOptimizer_Stage3.__init__).parameters:
-        raise ValueError(
-            "memascend.optimizer_states='bf16': this DeepSpeed has no bf16_optimizer_states; install DeepSpeed 0.19"
-        )
+    check_hooks(BF16_HOOKS)
     stock = optimizer_utils.SwapTensorContext
-    found = list(inspect.signature(stock.__init__).parameters)
-    if found != ["self", "tensor", "swap_folder"]:
-        raise RuntimeError(
-            f"memascend: hook {stock.__qualname__}.__init__ has arguments {found}, expected self, tensor, swap_folder"
-        )
 
     class DtypeKeepingSwapContext(stock):  # type: ignore[misc, valid-type]
         def __init__(self, tensor: torch.Tensor, swap_folder: str) -> None:

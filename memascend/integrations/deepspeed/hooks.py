@@ -138,6 +138,7 @@ def _install(
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero import partition_parameters, stage3
 
+    from .checkpoint import can_be_exact, install_checkpoints
     from .optimizer import checked_optimizer_class
 
     on_cpu = get_accelerator().device_name() == "cpu"
@@ -155,10 +156,13 @@ def _install(
     allocator = _allocator(parts, state.ledger)
     _apply_memory_options(state, deepspeed, ds_config, allocator)
     in_place = allocator if parts.pinned == "exact" else None
+    exact_checkpoints = derived is not None and can_be_exact()
     optimizer_class = checked_optimizer_class(
-        stage3.DeepSpeedZeroOptimizer_Stage3, parts, minimum_swap_bytes, derived, in_place
+        stage3.DeepSpeedZeroOptimizer_Stage3, parts, minimum_swap_bytes, derived, in_place, exact_checkpoints
     )
     _replace(state, stage3, "DeepSpeedZeroOptimizer_Stage3", optimizer_class)
+    if exact_checkpoints:
+        state._undo.append(install_checkpoints())
     if minimum_swap_bytes is not None:
         state.shims.append(f"minimum-swap-bytes={minimum_swap_bytes}")
     if allocator is None:

@@ -18,11 +18,14 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from memascend.ops.adamw import adamw_
 from memascend.ops.unscale import unscale_norm_overflow_
 
+from .signatures import FAST_HOOKS, check_hooks
+
 _ROUNDING_SEED = 0x4D656D41  # fixed: a resumed run rounds as the uninterrupted one does
 
 
 def fast_numerics_class(stage3_class: type) -> type:
     """Subclass of a ZeRO-3 optimizer of ours with the fused norm and AdamW."""
+    check_hooks(FAST_HOOKS)
 
     class FastNumericsStage3(stage3_class):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:

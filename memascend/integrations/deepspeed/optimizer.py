@@ -19,6 +19,7 @@ from memascend.ops.overflow import has_overflow, has_overflow_aminmax, has_overf
 from .accelerator import PinnedAllocator
 from .derived import DerivedSettings
 from .parts import Parts
+from .swapped_states import ExactCheckpoints
 
 CHECKS: dict[str, Callable[[torch.Tensor], bool]] = {
     "fused": has_overflow,
@@ -51,6 +52,7 @@ def checked_optimizer_class(
     minimum_swap_bytes: int | None,
     derived: DerivedSettings | None,
     allocator: PinnedAllocator | None,
+    exact_checkpoints: bool = False,
 ) -> type:
     """Subclass of DeepSpeed's stage-3 optimizer; overflow 'stock' leaves the check alone.
 
@@ -59,7 +61,9 @@ def checked_optimizer_class(
     """
     check_name = parts.overflow
 
-    class MemAscendStage3(stock_class):  # type: ignore[misc, valid-type]
+    bases = (ExactCheckpoints, stock_class) if exact_checkpoints else (stock_class,)
+
+    class MemAscendStage3(*bases):  # type: ignore[misc, valid-type]
         def __init__(self, module: torch.nn.Module, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
             swappers = self._adopt(module)
             if derived is not None:

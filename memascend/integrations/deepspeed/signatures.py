@@ -58,6 +58,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook("parameter pool", f"{_ZERO}.partition_parameters", "AsyncPartitionedParameterSwapper", None),
     _swapper("__init__", "ds_config", "model_dtype"),
     _swapper("_configure_aio", "ds_config"),
+    _swapper("swappable_tensor", "param", "numel"),
     _swapper("available_swap_in_buffers"),
     _swapper("get_buffer", "param", "numel"),
     _swapper("_allocate_and_return_buffers_for_swap_in", "params"),
@@ -88,6 +89,54 @@ HOOKS: tuple[Hook, ...] = (
 CPU_HOOKS: tuple[Hook, ...] = (
     Hook("gather on the CPU", f"{_ZERO}.partition_parameters", "NoGatherHandle.__init__", ("self", "param")),
     Hook("gather on the CPU", f"{_ZERO}.partition_parameters", "NoGatherCoalescedHandle.__init__", ("self", "params")),
+)
+
+
+_ENGINE = "deepspeed.runtime.engine"
+_UTILS = f"{_SWAP}.optimizer_utils"
+
+
+def _engine(method: str, *arguments: str) -> Hook:
+    return Hook("checkpoints", _ENGINE, f"DeepSpeedEngine.{method}", ("self", *arguments))
+
+
+# Checked where swapped tensors are contexts (0.17 and later); before, checkpoints stay DeepSpeed's own.
+CHECKPOINT_HOOKS: tuple[Hook, ...] = (
+    _engine("save_checkpoint", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"),
+    _engine(
+        "load_checkpoint",
+        "load_dir",
+        "tag",
+        "load_module_strict",
+        "load_optimizer_states",
+        "load_lr_scheduler_states",
+        "load_module_only",
+        "custom_load_fn",
+    ),
+    _engine("zero_nvme_offload_optimizer"),
+    _engine("load_module_state_dict", "checkpoint"),
+    _engine("_get_param_fragment_func", "param"),
+    _stage3("checkpoints", "_rigid_load_state_dict", "state_dict", "load_optimizer_states"),
+    _stage3("checkpoints", "_reassign_or_swap_out_partitioned_parameters", "sub_group_id"),
+    _stage3("checkpoints", "_swappable_optimizer_subgroup", "sub_group_id"),
+    _stage3("checkpoints", "_set_fp32_optimizer_param_groups"),
+    _stage3("checkpoints", "_clear_fp32_optimizer_param_groups"),
+    _stage3("checkpoints", "_partition_all_parameters"),
+    Hook("checkpoints", _UTILS, "OptimizerStateSwapInfo.add_state_tensors", ("self", "tensor_list")),
+    Hook("checkpoints", f"{_SWAP}.utils", "SwapBufferManager.allocate", ("self", "num_elems", "count", "dtype")),
+)
+
+BF16_HOOKS: tuple[Hook, ...] = (
+    _stage3("bf16 states", "__init__", "module", named=("bf16_optimizer_states",)),
+    Hook("bf16 states", _UTILS, "SwapTensorContext.__init__", ("self", "tensor", "swap_folder")),
+    Hook("bf16 states", _UTILS, "SwapTensorContext.release_memory", ("self",)),
+)
+
+FAST_HOOKS: tuple[Hook, ...] = (
+    _stage3("fast numerics", "_constant_buffered_norm2", "input", "buffer_size"),
+    _stage3("fast numerics", "reset_cpu_buffers"),
+    _stage3("fast numerics", "unscale_and_clip_grads", "sub_group_id", "total_norm"),
+    _stage3("fast numerics", "_optimizer_step", "sub_group_id"),
 )
 
 

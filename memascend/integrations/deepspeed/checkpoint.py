@@ -1,0 +1,246 @@
+"""``engine.save_checkpoint`` and ``load_checkpoint`` that are exact and atomic, with stock names, files and arguments.
+
+Hooks: the two methods of ``DeepSpeedEngine``. A checkpoint is written beside its place, made durable and renamed into
+it, and ``latest`` is replaced last, so that a crash at any instant leaves the previous checkpoint whole. What stock
+forgets of an optimizer on NVMe is in :mod:`.swapped_states`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .signatures import CHECKPOINT_HOOKS, check_hooks
+from .swapped_states import ExactCheckpoints, read_frozen, write_frozen
+
+_OFFLOADED = "offloaded_tensors"  # DeepSpeed's folder of swap files in a checkpoint
+_PARTIAL = ".memascend-partial"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fs.h
+
+
+def can_be_exact() -> bool:
+    """Whether this DeepSpeed keeps swapped tensors as we can save them (0.17 and later)."""
+    from deepspeed.runtime.swap_tensor import optimizer_utils
+
+    return hasattr(optimizer_utils, "SwapTensorContext")
+
+
+def install_checkpoints() -> Callable[[], None]:
+    """Replace both methods of the engine class; returns the call that gives them back."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    check_hooks(CHECKPOINT_HOOKS)
+    stock_save, stock_load = DeepSpeedEngine.save_checkpoint, DeepSpeedEngine.load_checkpoint
+
+    def save_checkpoint(
+        self: Any,
+        save_dir: str | os.PathLike[str],
+        tag: Any = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        if not save_dir or not isinstance(self.optimizer, ExactCheckpoints):
+            return stock_save(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        _refuse_decoupled(self)
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        with _staged(self, Path(save_dir), tag, save_latest) as staging, _with_frozen_from_nvme(self):
+            with _swapping_left_to_us(self):
+                stock_save(self, str(staging), tag, client_state or {}, False, exclude_frozen_parameters)
+            if self.zero_nvme_offload_optimizer():
+                self.optimizer.export_swapped_states(_rank_folder(self, staging / tag))
+        return True
+
+    def load_checkpoint(
+        self: Any,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., None] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        options = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        if not isinstance(self.optimizer, ExactCheckpoints) or self.load_universal_checkpoint():
+            return stock_load(self, load_dir, tag, *options, custom_load_fn)
+        tag = _latest(Path(load_dir)) if tag is None else str(tag)
+        if tag is None:
+            return stock_load(self, load_dir, tag, *options, custom_load_fn)  # warns, and returns (None, None)
+        folder = Path(load_dir) / tag
+        _finish_replacement(folder)
+        swapped = self.zero_nvme_offload_optimizer()
+        if swapped and (load_module_only or not load_optimizer_states):
+            raise ValueError(
+                "load_checkpoint: weights alone cannot be loaded from a checkpoint with a swapped optimizer, whose "
+                "master weights they are made of; load it whole, or load a file of save_16bit_model"
+            )
+        self.optimizer.swapped_checkpoint = _rank_folder(self, folder) if swapped else None
+        with _swapping_left_to_us(self), _with_frozen_to_nvme(self):
+            return stock_load(self, load_dir, tag, *options, custom_load_fn)
+
+    DeepSpeedEngine.save_checkpoint, DeepSpeedEngine.load_checkpoint = save_checkpoint, load_checkpoint
+
+    def undo() -> None:
+        DeepSpeedEngine.save_checkpoint, DeepSpeedEngine.load_checkpoint = stock_save, stock_load
+
+    return undo
+
+
+def _refuse_decoupled(engine: Any) -> None:
+    if engine.checkpoint_engine.is_decoupled():
+        raise ValueError(
+            "save_checkpoint: a decoupled checkpoint writer may still be writing when the checkpoint is put in its "
+            "place; set checkpoint.writer.decoupled to false"
+        )
+
+
+def _rank_folder(engine: Any, checkpoint: Path) -> Path:
+    from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
+
+    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+    return checkpoint / _OFFLOADED / f"rank{dp_index_to_str(rank)}"
+
+
+def _latest(folder: Path) -> str | None:
+    try:
+        return (folder / "latest").read_text().strip() or None
+    except FileNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def _replaced(target: Any, **attributes: Any) -> Iterator[None]:
+    """Attributes of this one object, for the time of the block."""
+    for name, value in attributes.items():
+        target.__dict__[name] = value
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del target.__dict__[name]
+
+
+def _swapping_left_to_us(engine: Any) -> contextlib.AbstractContextManager[None]:
+    """DeepSpeed then treats the optimizer as one in memory, and does not copy its swap folder."""
+    return _replaced(engine, zero_nvme_offload_optimizer=lambda: False)
+
+
+def _with_frozen_from_nvme(engine: Any) -> contextlib.AbstractContextManager[None]:
+    """Stock saves parameters that do not train and lie on NVMe as empty tensors."""
+
+    def fragment(param: Any) -> Any:
+        return read_frozen(param) if hasattr(param, "ds_tensor") else param.detach().cpu()
+
+    return _replaced(engine, _get_param_fragment_func=fragment)
+
+
+def _with_frozen_to_nvme(engine: Any) -> contextlib.AbstractContextManager[None]:
+    from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
+
+    stock = engine.load_module_state_dict
+
+    def load_module_state_dict(checkpoint: dict[str, Any], **options: Any) -> None:
+        fragments = checkpoint.get(FROZEN_PARAM_FRAGMENTS) or {}
+        stock(checkpoint={**checkpoint, FROZEN_PARAM_FRAGMENTS: None}, **options)
+        for param in engine.module.parameters():
+            name = engine.param_names.get(param)
+            if name in fragments:
+                write_frozen(param, fragments[name]) if hasattr(param, "ds_tensor") else param.data.copy_(
+                    fragments[name]
+                )
+
+    return _replaced(engine, load_module_state_dict=load_module_state_dict)
+
+
+# -- a folder that appears whole ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _staged(engine: Any, save_dir: Path, tag: str, save_latest: bool) -> Iterator[Path]:
+    """A folder to save into; at the end its ``tag`` is put into ``save_dir`` at once. All ranks enter and leave."""
+    from deepspeed import comm as dist
+
+    leads = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
+    staging = _staging(save_dir / tag)
+    if leads:
+        for left_over in save_dir.glob(f".*{_PARTIAL}"):
+            _finish_replacement(save_dir / left_over.name[1 : -len(_PARTIAL)])
+            shutil.rmtree(left_over, ignore_errors=True)
+        staging.mkdir(parents=True)
+    dist.barrier()
+    try:
+        yield staging
+    except BaseException:
+        if leads:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+    dist.barrier()
+    if leads:
+        _commit(staging, save_dir, tag, save_latest)
+    dist.barrier()
+
+
+def _staging(place: Path) -> Path:
+    return place.parent / f".{place.name}{_PARTIAL}"
+
+
+def _commit(staging: Path, save_dir: Path, tag: str, save_latest: bool) -> None:
+    _make_durable(staging)
+    for path in staging.iterdir():
+        if path.name != Path(tag).parts[0]:  # the script that DeepSpeed lays beside its checkpoints
+            os.replace(path, save_dir / path.name)
+    _put_in_place(staging / tag, save_dir / tag, staging / "replaced")
+    _fsync(save_dir)
+    if save_latest:
+        temporary = staging / "latest"
+        temporary.write_text(tag)
+        _fsync(temporary)
+        os.replace(temporary, save_dir / "latest")
+        _fsync(save_dir)
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def _put_in_place(new: Path, place: Path, aside: Path) -> None:
+    """Rename ``new`` to ``place``; what was there is exchanged with it, or set ``aside`` where that cannot be."""
+    if not place.exists():
+        os.rename(new, place)
+        return
+    if not _exchanged(new, place):
+        os.rename(place, aside)
+        os.rename(new, place)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Exchange two names at once; False where kernel or file system cannot."""
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = os.fsencode(one), os.fsencode(other)
+    return call is not None and call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
+
+
+def _finish_replacement(place: Path) -> None:
+    """After a crash between the two renames of a file system that cannot exchange: the old checkpoint returns."""
+    aside = _staging(place) / "replaced"
+    if aside.exists() and not place.exists():
+        with contextlib.suppress(FileNotFoundError):  # another rank was first
+            os.rename(aside, place)
+
+
+def _make_durable(folder: Path) -> None:
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            _fsync(Path(parent) / name)
+        _fsync(Path(parent))
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

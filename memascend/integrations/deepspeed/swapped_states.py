@@ -1,0 +1,213 @@
+"""Swapped optimizer states into and out of a checkpoint, through the swapper's own I/O handle.
+
+Whatever engine keeps the swapped tensors, each is read into one swap buffer and written to a file of its own, named as
+the swap file of stock DeepSpeed, and the other way round: no engine has to show files, and no more memory is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+MANIFEST = "manifest.json"
+
+
+class ExactCheckpoints:
+    """Mixin for ``DeepSpeedZeroOptimizer_Stage3``: a load restores what an uninterrupted run would have, to the bit.
+
+    Stock, with an optimizer on NVMe, forgets the moments and step counts of swapped sub-groups, the sub-groups in
+    memory, and the loss scaler; and it cannot load parameters that are on NVMe when the optimizer is not.
+    """
+
+    swapped_checkpoint: Path | None = None  # folder of this rank's swapped tensors while a checkpoint is loaded
+
+    def export_swapped_states(self, folder: Path) -> None:
+        """Write every swapped tensor of this rank under ``folder``, durably, with a manifest of sizes and checksums.
+
+        Between optimizer steps only. Raises StorageError or OSError.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        swapper = self.optimizer_swapper
+        swapper.flush_gradients()
+        manifest = {}
+        for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
+            if not self._swappable_optimizer_subgroup(index):
+                continue
+            info = swapper.swap_params_info[swapper.parameter_id(parameter)]
+            [buffer] = _swap_buffers(swapper, info)
+            for context in info.tensors:
+                assert swapper.aio_handle.async_pread(buffer, context.swap_path, 0) == 0
+                assert swapper.aio_handle.wait() == 1
+                name = os.path.basename(context.swap_path)
+                manifest[name] = {
+                    "numel": info.numel(),
+                    "dtype": str(buffer.dtype),
+                    **_write_file(folder / name, buffer),
+                }
+            swapper.swap_buffer_manager.free([buffer])
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+    def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
+        if state_dict.get("ds_zero_partition_groups") is not None:  # expert placement: DeepSpeed's own, not swapped
+            super()._rigid_load_state_dict(state_dict, load_optimizer_states)
+            return
+        self.loss_scaler = state_dict["loss_scaler"]
+        self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
+        self.overflow = state_dict["overflow"]
+        if load_optimizer_states:
+            self._set_fp32_optimizer_param_groups()
+            self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+            self._clear_fp32_optimizer_param_groups()
+        self._partition_all_parameters()
+        self._release_swapped_in_parameters()
+        manifest = self._manifest()
+        for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
+            if self._swappable_optimizer_subgroup(index):
+                self._import_sub_group(index, manifest)
+            else:
+                parameter.data.copy_(state_dict["fp32_flat_groups"][index].data)
+                self._reassign_or_swap_out_partitioned_parameters(index)
+        replay_bias_corrections(self)
+
+    def _release_swapped_in_parameters(self) -> None:
+        """Parameters that wait in a buffer of the pool are read again: what is in the buffer is the old weight."""
+        for group in self.fp16_groups:
+            for param in group:
+                if _is_on_nvme(param) and param.ds_tensor.status != PartitionedParamStatus.NOT_AVAILABLE:
+                    param.nvme_swapper.synchronize_reads()
+                    param.nvme_swapper.remove_partition_and_release_buffers([param])
+
+    def _manifest(self) -> dict[str, Any]:
+        path = self.swapped_checkpoint and self.swapped_checkpoint / MANIFEST
+        return json.loads(path.read_text()) if path and path.exists() else {}  # stock DeepSpeed writes none
+
+    def _import_sub_group(self, index: int, manifest: dict[str, Any]) -> None:
+        """Master weights and moments from their files to the engine, and the 16-bit weights made from the masters."""
+        swapper, parameter = self.optimizer_swapper, self.fp32_partitioned_groups_flat[index]
+        info = swapper.swap_params_info[swapper.parameter_id(parameter)]
+        info.tensors, info.has_state_tensors = info.tensors[:1], False
+        info.swapped_gradients, info.unswapped_gradients = {}, {}
+        moments = []
+        for name, value in self.optimizer.state.get(parameter, {}).items():
+            if torch.is_tensor(value) and value.numel() == 0:  # saved without its data: that lies in a file
+                value.ds_id = f"{name}-{parameter.ds_id}"
+                moments.append(value)
+        if moments:
+            info.add_state_tensors(moments)
+        [buffer] = _swap_buffers(swapper, info)
+        for context in info.tensors:
+            name = os.path.basename(context.swap_path)
+            _read_file(self.swapped_checkpoint / name, buffer, info.numel(), manifest.get(name))
+            if context.compute_tensor is parameter:
+                parameter.data = buffer.narrow(0, 0, info.numel())
+                self._reassign_or_swap_out_partitioned_parameters(index)
+                parameter.data = torch.empty(0, dtype=buffer.dtype)
+            assert swapper.aio_handle.async_pwrite(buffer, context.swap_path, 0) == 0
+            assert swapper.aio_handle.wait() == 1
+        swapper.swap_buffer_manager.free([buffer])
+
+
+def replay_bias_corrections(stage3: Any) -> None:
+    """Bring DeepSpeedCPUAdam's bias corrections to where an uninterrupted run has them.
+
+    The C++ object keeps beta^t as a running float product, and takes pow() where the step jumps or the betas change;
+    the two differ in the last bit. So the calls are made again, on one element.
+    """
+    adam = stage3.optimizer
+    native = getattr(adam, "ds_opt_adam", None)
+    if native is None:
+        return
+    calls = []
+    for index, parameter in enumerate(stage3.fp32_partitioned_groups_flat):
+        group = adam.param_groups[stage3.sub_group_to_group_id[index]]
+        step = adam.state.get(parameter, {}).get("step", 0)
+        if step:
+            calls.append((int(step), *group["betas"], group["eps"], group["bias_correction"]))
+    if not calls:
+        return
+    if len(set(calls)) == 1:
+        last, *options = calls[0]
+        calls = [(step, *options) for step in range(1, last + 1)]
+    else:  # every call of a round takes pow() then, and the last two rounds decide
+        calls = [(step - 1, *options) for step, *options in calls if step > 1] + calls
+    one = [torch.zeros(1) for _ in range(4)]
+    for step, beta1, beta2, eps, bias_correction in calls:
+        native.adam_update(adam.opt_id, step, 0.0, beta1, beta2, eps, 0.0, bias_correction, *one)
+
+
+def read_frozen(param: Any) -> torch.Tensor:
+    """This rank's partition of a parameter that does not train, in memory, wherever it lies (1-D, 16-bit)."""
+    if not _is_on_nvme(param) or param.ds_tensor.status == PartitionedParamStatus.AVAILABLE:
+        return param.ds_tensor.detach().cpu().clone()
+    param.nvme_swapper.swap_in([param], async_op=False)
+    value = param.ds_tensor.detach().narrow(0, 0, param.ds_tensor.ds_numel).clone()
+    param.nvme_swapper.remove_partition_and_release_buffers([param])
+    return value
+
+
+def write_frozen(param: Any, value: torch.Tensor) -> None:
+    """The other direction of :func:`read_frozen`; ``value`` has ``ds_numel`` elements."""
+    if not _is_on_nvme(param):
+        param.ds_tensor.data.copy_(value)
+        return
+    swapper = param.nvme_swapper
+    if param.ds_tensor.status != PartitionedParamStatus.NOT_AVAILABLE:
+        swapper.synchronize_reads()
+        swapper.remove_partition_and_release_buffers([param])
+    buffer = swapper.get_buffer(param, param.ds_tensor.ds_numel)
+    buffer.copy_(value)
+    param.ds_tensor.data = buffer.data
+    param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+    swapper.swap_out_and_release([param])
+
+
+def _is_on_nvme(param: Any) -> bool:
+    place = getattr(param.ds_tensor, "final_location", None)
+    return str(getattr(place, "value", place)) == "nvme"
+
+
+def _swap_buffers(swapper: Any, info: Any) -> list[torch.Tensor]:
+    numel = swapper._io_aligned_numel(info.numel())
+    buffers = swapper.swap_buffer_manager.allocate(num_elems=numel, count=1, dtype=swapper.dtype)
+    if buffers is None:
+        raise RuntimeError("memascend: all swap buffers are in use; save and load checkpoints between optimizer steps")
+    return buffers
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy())
+
+
+def _write_file(path: Path, tensor: torch.Tensor) -> dict[str, int]:
+    data = _bytes_of(tensor)
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": len(data), "crc32": zlib.crc32(data)}
+
+
+def _read_file(path: Path, buffer: torch.Tensor, numel: int, expected: dict[str, Any] | None) -> None:
+    """Fill ``buffer`` from ``path``, at least ``numel`` elements; ValueError when it is not what was saved."""
+    same = "load it with the model, ranks, sub_group_size and optimizer_states that saved it"
+    if expected is not None and (expected["numel"], expected["dtype"]) != (numel, str(buffer.dtype)):
+        raise ValueError(
+            f"checkpoint {path}: holds {expected['numel']} elements of {expected['dtype']}, this training needs "
+            f"{numel} of {buffer.dtype}; {same}"
+        )
+    needed = numel * buffer.element_size()
+    try:
+        with path.open("rb") as file:
+            got = file.readinto(_bytes_of(buffer))
+    except FileNotFoundError:
+        raise ValueError(f"checkpoint {path}: is missing; {same}") from None
+    if got < needed:
+        raise ValueError(f"checkpoint {path}: damaged, {got} bytes of {needed}; load an older checkpoint")
+    if expected is not None and zlib.crc32(_bytes_of(buffer)[:got]) != expected["crc32"]:
+        raise ValueError(f"checkpoint {path}: damaged, its checksum is another; load an older checkpoint")

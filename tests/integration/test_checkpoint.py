@@ -1,0 +1,152 @@
+"""A training that is saved, thrown away and loaded ends as one that was never interrupted, to the last bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from trainings import Job, train_all
+
+pytestmark = pytest.mark.deepspeed
+
+STEPS, SAVED = 6, 3
+_IN_MEMORY = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+_HYSTERESIS = {"fp16": {"hysteresis": 1}, "gradient_clipping": 0.1}
+
+KINDS = {
+    "memascend": {},
+    "on_files": {"arm": "memascend_on_files"},
+    "as_published": {"system": "zero_infinity", "arm": "as_published"},
+    "bf16_states": {"arm": "memascend_bf16", "dtype": "bf16"},
+    "optimizer_in_memory": {"config": _IN_MEMORY},
+    "some_groups_in_memory": {"minimum_swap_bytes": 40_000, "micro_steps": 2},
+    "frozen_on_nvme": {"freeze": ("embed_tokens", "layers.0.")},
+    "after_an_overflow": {"overflow_at": 1, "config": _HYSTERESIS, "tied": True},
+    "pipelined": {
+        "config": {
+            "zero_optimization": {
+                "offload_optimizer": {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
+            }
+        }
+    },
+}
+
+
+def interrupted(name: str, folder: Path, **fields) -> list[Job]:
+    """A whole training that saves on its way, and one that starts from there with other first weights."""
+    whole = Job(name=name, layers=1, steps=STEPS, save_at=(SAVED,), checkpoint=str(folder / name), **fields)
+    return [whole, dataclasses.replace(whole, name=f"{name}-resumed", save_at=(), resume=True, init_seed=5)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    kinds = KINDS | {"stock": {"system": "zero_infinity", "arm": "today"}}
+    return train_all([job for name in kinds for job in interrupted(name, folder, **kinds[name])], folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_training_equals_an_uninterrupted_one(results, kind):
+    whole, resumed = results[kind], results[f"{kind}-resumed"]
+    assert resumed["losses"] == whole["losses"][SAVED:]
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert resumed["scales"] == whole["scales"][SAVED:]
+    assert resumed["skipped"] == whole["skipped"][SAVED:]
+
+
+def test_the_overflow_was_one(results):
+    whole = results["after_an_overflow"]
+    assert whole["skipped"][0] == 0
+    assert whole["skipped"][-1] == 1
+    assert whole["scales"][1] == whole["scales"][0] / 2
+
+
+def test_stock_deepspeed_does_not_resume_exactly(results):
+    """The negative control: the comparison sees moments, step counts and loss scale that are forgotten."""
+    whole, resumed = results["stock"], results["stock-resumed"]
+    assert resumed["weights_sha256"] != whole["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_two_ranks_resume_exactly(tmp_path):
+    results = train_all(interrupted("ranks", tmp_path, config=_HYSTERESIS, overflow_at=1), tmp_path, ranks=2)
+    assert results["ranks-resumed"]["losses"] == results["ranks"]["losses"][SAVED:]
+    assert results["ranks-resumed"]["weights_sha256"] == results["ranks"]["weights_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("die_at_sync", [1, 15, 30])
+def test_a_training_killed_in_the_middle_of_saving_resumes_from_the_checkpoint_before(tmp_path, die_at_sync):
+    whole, resumed = interrupted("killed", tmp_path)
+    killed = dataclasses.replace(whole, save_at=(SAVED, SAVED + 2), die_at_sync=die_at_sync)
+    train_all([killed], tmp_path)
+    results = train_all([resumed, dataclasses.replace(whole, checkpoint=str(tmp_path / "other"))], tmp_path)
+    assert results["killed-resumed"]["losses"] == results["killed"]["losses"][SAVED:]
+    assert results["killed-resumed"]["weights_sha256"] == results["killed"]["weights_sha256"]
+
+
+# -- the commit, killed at every system call that changes a name or waits for the device -------------------------------
+
+
+def folder_of(save_dir: Path, tag: str, content: str) -> Path:
+    from memascend.integrations.deepspeed.checkpoint import _staging
+
+    staging = _staging(save_dir / tag)
+    shutil.rmtree(staging, ignore_errors=True)
+    (staging / tag / "offloaded_tensors").mkdir(parents=True)
+    (staging / tag / "model.pt").write_text(content)
+    (staging / tag / "offloaded_tensors" / "a.swp").write_text(content)
+    (staging / "zero_to_fp32.py").write_text("script")
+    return staging
+
+
+def commit_and_die(save_dir: Path, tag: str, call: int, exchange: bool) -> bool:
+    """Commit in a child that is killed at its ``call``-th fsync, rename or removal; True if it lived to the end."""
+    from memascend.integrations.deepspeed import checkpoint
+
+    child = os.fork()
+    if child == 0:
+        count = 0
+        if not exchange:
+            checkpoint._exchanged = lambda *names: False
+
+        def dying(stock):
+            def call_or_die(*args, **kwargs):
+                nonlocal count
+                count += 1
+                if count == call:
+                    os._exit(9)
+                return stock(*args, **kwargs)
+
+            return call_or_die
+
+        for name in ("fsync", "rename", "replace", "unlink"):
+            setattr(os, name, dying(getattr(os, name)))
+        checkpoint._commit(checkpoint._staging(save_dir / tag), save_dir, tag, True)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("same_tag", [False, True])
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_commit_killed_at_any_call_leaves_a_whole_checkpoint_behind(tmp_path, same_tag, exchange):
+    from memascend.integrations.deepspeed import checkpoint
+
+    for call in range(1, 100):
+        save_dir = tmp_path / str(call)
+        checkpoint._commit(folder_of(save_dir, "first", "old"), save_dir, "first", True)
+        tag = "first" if same_tag else "second"
+        folder_of(save_dir, tag, "new")
+        lived = commit_and_die(save_dir, tag, call, exchange)
+        named = save_dir / checkpoint._latest(save_dir)
+        checkpoint._finish_replacement(named)
+        texts = {path.read_text() for path in (named / "model.pt", named / "offloaded_tensors" / "a.swp")}
+        assert len(texts) == 1, f"torn at call {call}"
+        assert texts == {"new"} if lived else texts <= {"old", "new"}
+        if lived:
+            assert not list(save_dir.glob(".*"))
+            return
+    raise AssertionError("the commit never came to its end")
