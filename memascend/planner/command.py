@@ -200,11 +200,9 @@ def _outputs(options: argparse.Namespace, answers: Any) -> list[str]:
 
 
 def _train_line(options: argparse.Namespace) -> list[str]:
-    """The same run by `memascend train`, which configures DeepSpeed itself (and keeps gradients in fp32)."""
+    """The same run by `memascend train`, which configures DeepSpeed itself."""
     from memascend.planner.ds_config import MODEL_OPTIONS
 
-    if options.gradients != "fp32":
-        return []
     given = {
         "--model": options.model,
         "--twin": options.twin if options.twin > 1 else None,
@@ -213,6 +211,7 @@ def _train_line(options: argparse.Namespace) -> list[str]:
         "--batch": options.batch,
         "--accumulate": options.accumulate if options.accumulate > 1 else None,
         "--dtype": options.dtype,
+        "--gradients": options.gradients if options.gradients != "fp32" else None,
         "--system": options.system,
         "--arm": "memascend_bf16" if options.states == "bf16" else options.arm,
         "--ranks": options.gpus if options.gpus > 1 else None,
