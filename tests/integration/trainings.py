@@ -185,6 +185,8 @@ class Training:
             engine.destroy()
         finally:
             memascend.disable()
+            if enabled.store is not None:
+                enabled.store.close()  # main ends without a teardown
         return result
 
     def _build(self) -> Any:

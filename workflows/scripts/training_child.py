@@ -416,6 +416,8 @@ class Run:
         )
         for name in ("denied_prefetches", "evicted_prefetches", "released_gathered"):
             self.result[name] = getattr(swapper, name, 0)
+        if self.enabled.store is not None:
+            self.enabled.store.close()  # main ends without a teardown
 
     def _mend_reading_of_016(self) -> None:
         """DeepSpeed 0.16 reads swapped master weights by a call that leaves an argument out."""
