@@ -19,6 +19,7 @@ SCHEMAS = Path(__file__).resolve().parents[2] / "workflows" / "schemas"
         ("adamw", ["--numels", "1000", "--repeats", "1"]),
         ("pinned", ["--mib", "1", "--repeats", "1"]),
         ("pool", ["--model", "llama3.2-1b", "--repeats", "1"]),
+        ("nvme", ["--folder", ".", "--questions", "sizes", "--mib", "1", "--repeats", "1"]),
     ],
 )
 def test_every_part_makes_a_valid_record(tmp_path, part, options):

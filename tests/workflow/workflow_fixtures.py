@@ -170,6 +170,20 @@ def kernel_bench(number: int, numels: tuple[int, ...] = (1_000_000, 64_000_000, 
     return {**header("kernel-overflow-test", "bench", number), **more}
 
 
+NVME_SPEED = {"engine": (1e-4, 2e9), "DeepNVMe": (2e-4, 2e9), "DeepNVMe, file per tensor": (3e-4, 1.6e9)}
+
+
+def nvme_bench(number: int, sizes: tuple[int, ...] = (2097152, 33554432, 3114270720)) -> dict[str, Any]:
+    """A record of memascend bench nvme; each way takes a constant time and then moves so many bytes a second."""
+    points = [
+        {"question": "sizes", "method": m, "op": op, "bytes": n,
+         "seconds": [f * (start + n / speed) for f in (1.0, 1.3, 1.1)], "device_share": [1.0] * 3}
+        for n in sizes for op in ("write", "read") for m, (start, speed) in NVME_SPEED.items()
+    ]  # fmt: skip
+    more = {"benchmark": "nvme", "target": "loop", "conditions": {"threads": 2}, "points": points, "summary": [{}]}
+    return {**header("kernel-nvme-test", "bench", number), **more}
+
+
 def probed(number: int) -> dict[str, Any]:
     drive = {"model": "virtual drive", "count": 1, "capacity_tb": 0.2749}
     testbed = {
@@ -224,7 +238,13 @@ def full_set() -> list[dict[str, Any]]:
     runs += [(m, a, "bf16") for m in MODELS for a in ("as_published", "memascend")]
     runs += [("Qwen2.5-7B", a, "fp16") for a in ("today", "zero_offload")]
     runs += [(m, a, "fp16") for m in SMALL for a in ("as_published", "zero_offload")]
-    return [bench(1), kernel_bench(99), probed(0), *(training(m, a, d, 2 + i) for i, (m, a, d) in enumerate(runs))]
+    return [
+        bench(1),
+        kernel_bench(99),
+        nvme_bench(98),
+        probed(0),
+        *(training(m, a, d, 2 + i) for i, (m, a, d) in enumerate(runs)),
+    ]
 
 
 def smoke_set() -> list[dict[str, Any]]:
@@ -234,6 +254,7 @@ def smoke_set() -> list[dict[str, Any]]:
     return [
         bench(1),
         kernel_bench(99, (1_000_000, 4_000_000)),
+        nvme_bench(98, (2097152, 8388608)),
         probed(0),
         *(training(m, a, d, 2 + i) for i, (m, a, d) in enumerate(runs)),
     ]

@@ -7,6 +7,7 @@ rule measured:
         code=[
             "workflows/scripts/derive_measured.py",
             "workflows/scripts/check_latency.py",
+            "workflows/scripts/nvme_latency.py",
             "workflows/scripts/derive_sweeps.py",
             "workflows/scripts/derive_times.py",
             "workflows/scripts/records.py",

@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from workflows.scripts import check_latency, derive_sweeps, derive_times, tidy
+from workflows.scripts import check_latency, derive_sweeps, derive_times, nvme_latency, tidy
 from workflows.scripts.records import Run, last_check, load, read_trace, without_temporaries
 from workflows.scripts.tidy import AS_PUBLISHED, DENSE, GIB, MEMASCEND, SCALED
 
@@ -331,7 +331,9 @@ def derive(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     checks = [r for r in kernels if r["benchmark"] == "overflow"]
     rows += derive_sweeps.rows(every)
     rows += derive_times.rows([r for r in records if r["kind"] == "step-times" and r["status"] == "ok"])
-    return join_seeds(rows) + [each for bench in checks for each in check_latency.rows(bench)]
+    disks = [r for r in kernels if r["benchmark"] == "nvme"]
+    kernel_rows = [each for bench in checks for each in check_latency.rows(bench)]
+    return join_seeds(rows) + kernel_rows + [each for bench in disks for each in nvme_latency.rows(bench)]
 
 
 def join_seeds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
