@@ -260,8 +260,9 @@ def test_without_matplotlib_the_picture_says_how_to_get_it(capsys, tmp_path, mon
 def test_the_line_for_train_is_one_that_train_takes(capsys, tmp_path):
     from memascend.training.config import complete, from_text
 
-    _, out, _ = run(capsys, "plan", "--model", "qwen2.5-7b", "--dtype", "bf16", "--states", "bf16", "--gradients",
-                    "bf16", "--gpus", "2", "--nvme", str(tmp_path), "--write-config", str(tmp_path / "ds.json"))  # fmt: skip
+    arguments = ("plan", "--model", "qwen2.5-7b", "--dtype", "bf16", "--states", "bf16", "--gradients", "bf16")
+    arguments += ("--gpus", "2", "--nvme", str(tmp_path), "--write-config", str(tmp_path / "ds.json"))
+    _, out, _ = run(capsys, *arguments)
     line = next(line for line in out.splitlines() if line.startswith("the same run: memascend train "))
     words = line.removeprefix("the same run: memascend train ").split()
     keys = {flag.removeprefix("--").replace("-", "_"): text for flag, text in zip(words[::2], words[1::2], strict=True)}
