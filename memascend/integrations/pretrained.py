@@ -14,8 +14,8 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.j
 _OTHERS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 
 
-def local_folder(name: str) -> Path:
-    """The folder of a model: a local one as it is, a hub name downloaded (or from the cache).
+def local_folder(name: str, *, weights: bool = True) -> Path:
+    """The folder of a model: a local one as it is, a hub name downloaded (or from the cache), without `weights` if so.
 
     Raises ValueError, in one line, where it is neither.
     """
@@ -26,10 +26,10 @@ def local_folder(name: str) -> Path:
         return path
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ValueError(f"there is no folder {name}; name a model's folder or a hub name such as Qwen/Qwen2.5-0.5B")
-    return _from_hub(name)
+    return _from_hub(name, [*(_WEIGHTS if weights else ()), *_OTHERS])
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -41,7 +41,7 @@ def _from_hub(name: str) -> Path:
 
     try:
         with _quiet_hub():
-            return Path(snapshot_download(name, allow_patterns=[*_WEIGHTS, *_OTHERS]))
+            return Path(snapshot_download(name, allow_patterns=patterns))
     except GatedRepoError:
         raise ValueError(
             f"the hub's model {name} needs an agreement: accept it there, and log in with 'hf auth login'"

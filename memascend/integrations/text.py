@@ -104,18 +104,22 @@ class Documents:
                     yield text
 
 
-def load_tokenizer(source: str | Path, folder: Path) -> bool:
-    """Save the tokenizer of `source` (a folder or hub name) to `folder`; False where there is none."""
+# What tokenizers are read from. A folder without any of these gives transformers 5 a tokenizer that knows no word.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+def load_tokenizer(source: Path, folder: Path) -> bool:
+    """Save the tokenizer of the folder `source` to `folder`; False where there is none."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
+    if not any((source / name).is_file() for name in _TOKENIZER_FILES):
+        return False
     logging.set_verbosity_error()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError, AttributeError):
-        return False
-    if not len(tokenizer):
-        return False
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"the tokenizer in {source} cannot be loaded: {' '.join(str(error).split())[:200]}") from None
     tokenizer.save_pretrained(folder)
     return True
 

@@ -199,14 +199,13 @@ def _tokenizer(
     model_config: dict[str, Any],
     notes: list[str],
 ) -> None:
-    from memascend.integrations.pretrained import local_folder
     from memascend.integrations.text import load_tokenizer, train_tokenizer
 
     shutil.rmtree(folder.tokenizer, ignore_errors=True)
     partial = folder.tokenizer.with_name(".tokenizer.partial")
     shutil.rmtree(partial, ignore_errors=True)
     named = config.tokenizer or source
-    if named is not None and load_tokenizer(_tokenizer_source(named, local_folder), partial):
+    if named is not None and load_tokenizer(_tokenizer_folder(named), partial):
         pass
     elif config.tokenizer or not config.initialised:
         raise ValueError(f"no tokenizer can be loaded from {named}; name one with --tokenizer")
@@ -216,8 +215,11 @@ def _tokenizer(
     partial.rename(folder.tokenizer)
 
 
-def _tokenizer_source(named: str | Path, resolve: Any) -> str | Path:
-    return named if Path(named).expanduser().is_dir() else resolve(str(named))
+def _tokenizer_folder(named: str | Path) -> Path:
+    from memascend.integrations.pretrained import local_folder
+
+    path = Path(named).expanduser()
+    return path if path.is_dir() else local_folder(str(named), weights=False)
 
 
 def main() -> int:

@@ -97,8 +97,11 @@ def test_a_tokenizer_trained_on_the_text_gives_the_text_back(tmp_path):
         train_tokenizer(texts, 100, tmp_path / "other")
 
 
-def test_a_folder_without_a_tokenizer_has_none(tmp_path):
+def test_a_model_folder_without_a_tokenizer_has_none(tmp_path):
+    """transformers 5 makes one of the configuration alone, which knows no word: every text became no token."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}')
     assert load_tokenizer(tmp_path, tmp_path / "out") is False
+    assert not (tmp_path / "out").exists()
 
 
 def test_packing_loses_nothing_but_the_end_and_keeps_whole_documents_apart(tmp_path):
