@@ -20,22 +20,30 @@ _WATCHED = "deepspeed"
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds nothing itself; the loader that the others find for DeepSpeed tells us when it is done."""
+    """Finds nothing itself; the loader that the others find for DeepSpeed tells us when it is done.
+
+    Asked as often as somebody looks whether DeepSpeed is there (transformers and Accelerate do), imported or not.
+    """
+
+    _asking = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != _WATCHED:
+        if name != _WATCHED or self._asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking = False
         if spec is None or spec.loader is None:
-            sys.meta_path.insert(0, self)
             return None
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
+            sys.meta_path.remove(self)
             _watch(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memascend.integrations.deepspeed.parts import CONFIG_KEY
+CONFIG_KEY = "memascend"  # the key in the DeepSpeed JSON
 
 _CONFIG_ARGUMENTS = ("config", "config_dict_or_path", "config_params")
 
@@ -43,15 +43,16 @@ def watch(deepspeed: Any) -> None:
 
 
 def _enable_if_asked(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    from memascend.integrations.deepspeed import active, enable
-
-    if active() is not None:
-        return False
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     candidates = [given.get(name) for name in _CONFIG_ARGUMENTS]
     candidates.append(getattr(given.get("args"), "deepspeed_config", None))  # the launcher's --deepspeed_config
     config = next((found for value in candidates if (found := _as_dict(value)) is not None), {})
     if CONFIG_KEY not in config:
+        return False
+    # Only now: whoever does not use the key must not notice that memascend is installed.
+    from memascend.integrations.deepspeed import active, enable
+
+    if active() is not None:
         return False
     enable(config)
     return True

@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from memascend.integrations.drop_in import CONFIG_KEY
 from memascend.integrations.memory_options import CHOICES as MEMORY_CHOICES
 from memascend.integrations.memory_options import MemoryOptions
 from memascend.storage.devices import require_usable
-
-CONFIG_KEY = "memascend"  # the key in the DeepSpeed JSON
 
 
 @dataclass(frozen=True, kw_only=True)
