@@ -116,6 +116,7 @@ CHECKPOINT_HOOKS: tuple[Hook, ...] = (
     _engine("zero_nvme_offload_optimizer"),
     _engine("load_module_state_dict", "checkpoint"),
     _engine("_get_param_fragment_func", "param"),
+    _stage3("checkpoints", "_rigid_state_dict"),
     _stage3("checkpoints", "_rigid_load_state_dict", "state_dict", "load_optimizer_states"),
     _stage3("checkpoints", "_reassign_or_swap_out_partitioned_parameters", "sub_group_id"),
     _stage3("checkpoints", "_swappable_optimizer_subgroup", "sub_group_id"),

@@ -53,6 +53,12 @@ class ExactCheckpoints:
             swapper.swap_buffer_manager.free([buffer])
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
+    def _rigid_state_dict(self) -> dict[str, Any]:
+        for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
+            if self._swappable_optimizer_subgroup(index):  # pipelined, they still point into buffers that others use
+                self.optimizer_swapper.swap_params_info[self.optimizer_swapper.parameter_id(parameter)].release_memory()
+        return super()._rigid_state_dict()
+
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
         if state_dict.get("ds_zero_partition_groups") is not None:  # expert placement: DeepSpeed's own, not swapped
             super()._rigid_load_state_dict(state_dict, load_optimizer_states)
@@ -95,8 +101,9 @@ class ExactCheckpoints:
         info.swapped_gradients, info.unswapped_gradients = {}, {}
         moments = []
         for name, value in self.optimizer.state.get(parameter, {}).items():
-            if torch.is_tensor(value) and value.numel() == 0:  # saved without its data: that lies in a file
-                value.ds_id = f"{name}-{parameter.ds_id}"
+            key = f"{name}-{parameter.ds_id}"
+            if torch.is_tensor(value) and (self.swapped_checkpoint / f"{key}.tensor.swp").exists():
+                value.data, value.ds_id = torch.empty(0, dtype=value.dtype), key
                 moments.append(value)
         if moments:
             info.add_state_tensors(moments)
