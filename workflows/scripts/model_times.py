@@ -7,13 +7,14 @@ rest on are in memascend.planner.machine.REASONS. Two of them are solved from Fi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 
 from hardware.registry import load_testbed
 from memascend.planner import model_spec
 from memascend.planner.footprint import ARRANGEMENTS, GIB, systems
 from memascend.planner.io_volume import io_volume
-from memascend.planner.machine import machine_from_testbed
+from memascend.planner.machine import REASONS, Calibrations, machine_from_testbed
 from memascend.planner.step_time import StepTime, step_time
 from workflows.scripts.model_rows import C1, C2, C3, DENSE, Row, row
 from workflows.scripts.model_sweeps import AT_BATCH, AT_CONTEXT, CONTEXT, CONTEXTS, GPUS, MOE, batches
@@ -27,6 +28,9 @@ CELLS = {
     "qwen2.5-14b": {"C1": (8, 64), "C2": (4, 16)},
     "qwen2.5-32b": {"C1": (8, 48), "C2": (4, 8)},
 }
+# Exhibits with times, and the testbed of the first of them.
+TIMED = {"memascend-fig10": C1, "memascend-fig17": C1, "memascend-fig18": C3}
+TIMED |= dict.fromkeys(("memascend-tab04", "memascend-tab06"), C1)
 IMPROVEMENT = "throughput improvement"
 # Table -> (series, slower arm, faster arm); arms as keyword arguments of step_time.
 TABLES = {
@@ -52,6 +56,15 @@ def rows() -> Iterator[Row]:
     yield from fig20()
     for exhibit in TABLES:
         yield from improvements(exhibit)
+    for exhibit, testbed in TIMED.items():
+        yield from calibrations(exhibit, testbed)
+
+
+def calibrations(exhibit: str, testbed: str) -> Iterator[Row]:
+    """The constants behind the times, each with the number that it rests on."""
+    for field in fields(Calibrations):
+        cells = {"testbed": testbed, "x_name": "constant", "x_value": field.name}
+        yield row(exhibit, "calibration", field.default, "", REASONS.get(field.name, "as published"), **cells)
 
 
 @cache

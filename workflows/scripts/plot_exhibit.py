@@ -83,6 +83,8 @@ def caption(entry: dict[str, Any], prose: str, table: pd.DataFrame, origins: dic
     """The caption as Markdown."""
     lines = [f"**{PAPER_NAMES[entry['paper']]}, {entry['number']}. {entry['title']}.** {' '.join(prose.split())}", ""]
     lines += [f"- {lane}: {origin}" for lane, origin in origins.items()]
+    constants = table[table["metric"] == "calibration"]
+    lines += [f"- calibrated constant {c.x_value} = {c.value}: {c.source}" for c in constants.itertuples()]
     missing = not_measured(table)
     if "measured" in entry["lanes"] and "measured" not in origins:
         lines.append("- not measured in this profile")

@@ -43,7 +43,7 @@ def look(series: str, lane: str, ranks: int = 1) -> dict[str, Any]:
     if lane == "modelled":
         return {"color": fill, "linewidth": 1.3}
     if lane == "measured":
-        marker = {"marker": "o" if ranks == 1 else "s", "markersize": 5}
+        marker = {"marker": "o" if ranks == 1 else "s", "markersize": 6.5}
         return {"color": fill, "linestyle": "none", "markeredgecolor": "white", "markeredgewidth": 0.6, **marker}
     outlined = {"marker": "D", "markersize": 8, "markerfacecolor": "none", "markeredgewidth": 1.4}
     return {"linestyle": "none", "markeredgecolor": fill, **outlined}
@@ -77,12 +77,12 @@ def tokens_axis(axis: Axes) -> None:
     axis.set_xlabel("context (tokens)")
 
 
-def caps(axis: Axes) -> None:
+def caps(axis: Axes, at: float = 0.76) -> None:
     """128 GiB, and 128 GB, between which the paper's limit lies (erratum M7)."""
     for level, name in ((128.0, "128 GiB"), (128e9 / 2**30, "128 GB")):
         axis.axhline(level, color=style.BLACK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
         place = {"xytext": (0, 2 if name == "128 GiB" else -9), "textcoords": "offset points", "ha": "center"}
-        axis.annotate(name, (0.76, level), xycoords=("axes fraction", "data"), fontsize=7, **place)
+        axis.annotate(name, (at, level), xycoords=("axes fraction", "data"), fontsize=7, **place)
 
 
 def legend(figure: Figure, table: pd.DataFrame, more: tuple[Line2D, ...] = ()) -> None:

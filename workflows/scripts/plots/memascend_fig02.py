@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from workflows.scripts.plots import curves, style
 
@@ -43,6 +44,9 @@ def bars(axis: Axes, data: pd.DataFrame, lanes: list[str]) -> None:
                 height = found.iloc[0]
                 style.label_bars(axis, drawn, [f"{height:,.{1 if height < 100 else 0}f}"])
     axis.set_yscale("log")
+    heights = [bar.get_height() for bar in axis.patches]
+    close = heights and max(heights) / min(heights) < 30
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if close else (1,)))
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("")
     axis.margins(y=0.2)

@@ -36,4 +36,5 @@ def reached(axis, data: pd.DataFrame, metric: str, divisor: int, unit: str) -> N
             ha="left" if each.number < 60 * divisor else "right",
             fontsize=7.5,
             color=style.colour(each.series),
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.5},
         )

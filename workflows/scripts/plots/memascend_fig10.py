@@ -16,7 +16,7 @@ def draw(table: pd.DataFrame) -> Figure:
     figure, (left, right) = style.canvas(2, width=10.6, height=4.3)
     data = curves.prepared(table)
     curves.curves(left, data, curves.PEAK, curves.AT_BATCH)
-    curves.caps(left)
+    curves.caps(left, at=0.93)
     reached(left, data, "largest batch", 1, " sequences")
     left.set_ylabel(curves.MEMORY_LABEL)
     curves.curves(right, data, "throughput", curves.AT_BATCH)
