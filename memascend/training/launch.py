@@ -372,6 +372,8 @@ def _outcome(work: Path, folder: RunFolder, stopping: Stopping) -> int:
     codes = {rank: child.returncode for rank, child in enumerate(stopping.children)}
     bad = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
     if not bad:
+        if STOPPED in codes.values() and not results:
+            say("stopped before a step was made; --resume begins anew")
         return STOPPED if STOPPED in codes.values() else 0
     # The rank that fails first takes the others along (they are killed): name one that ended by itself.
     rank, code = next(((r, c) for r, c in bad.items() if c != -signal.SIGKILL), next(iter(bad.items())))

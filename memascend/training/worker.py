@@ -376,6 +376,7 @@ def main() -> int:
     result = Path(job["results"]) / f"result{os.environ['RANK']}.json"
     try:
         outcome = Worker(job, progress_output()).run()
+        result.write_text(json.dumps({"outcome": outcome}))
     except (ValueError, OSError, MemoryError) as error:
         with contextlib.suppress(OSError):
             result.write_text(json.dumps({"error": " ".join(str(error).split())}))

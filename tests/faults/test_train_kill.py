@@ -1,0 +1,97 @@
+"""`kill -9` at any instant of a training run: with --resume every loss is that of the run nobody killed, to the bit."""
+
+import random
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.train_runs import STEPS, command, environment, finished_run, losses, options_for, train
+
+pytestmark = pytest.mark.deepspeed
+
+
+def kill_after(output, seconds, *options):
+    """Start, wait, SIGKILL the parent. Returns whether it was still running."""
+    with subprocess.Popen(
+        command(output, *options), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
+    ) as run:
+        try:
+            run.wait(timeout=seconds)
+            return False
+        except subprocess.TimeoutExpired:
+            run.send_signal(signal.SIGKILL)
+            return True
+
+
+def kill_at_step(output, step, *options):
+    """Start, wait until the metrics show `step`, SIGKILL the parent."""
+    metrics = output / "metrics.jsonl"
+    with subprocess.Popen(
+        command(output, *options), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
+    ) as run:
+        while not metrics.is_file() or f'"step": {step},' not in metrics.read_text():
+            assert run.poll() is None
+            time.sleep(0.02)
+        run.send_signal(signal.SIGKILL)
+
+
+def resume_to_the_end(output):
+    """Ranks die with their parent, but not in the same instant: wait until the folder is free."""
+    deadline = time.monotonic() + 60
+    while True:
+        done = train(output, "--resume")
+        if "is in use by" not in done.stderr or time.monotonic() > deadline:
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, tmp_path_factory):
+    reference = finished_run(tmp_path_factory)
+    output, step = tmp_path / "run", random.SystemRandom().randrange(3, STEPS)
+    kill_at_step(output, step, *options_for(reference.parent / "text"))
+    before = losses(output)
+    said = resume_to_the_end(output)
+    assert "resume  from step " in said
+    assert "swap files of the dead run" in said
+    assert losses(output) == losses(reference)
+    assert before.items() <= losses(reference).items()
+    assert not (output / "swap").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("system", "more"),
+    [
+        ("memascend", ()),
+        ("memascend", ("--states", "bf16")),
+        ("memascend", ("--dtype", "fp16")),
+        ("memascend", ("--ranks", "2")),
+        ("zero_offload", ()),
+        ("zero_infinity", ()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value) or "plain",
+)
+def test_a_run_killed_over_and_over_ends_with_the_same_losses(tmp_path, tmp_path_factory, system, more):
+    """Instants from the first second on: in the preparation, while loading, in a step, while saving."""
+    reference = finished_run(tmp_path_factory, system, *more)
+    output, instants = tmp_path / "run", random.SystemRandom()
+    options = options_for(reference.parent / "text", system, *more)
+    kills = 0
+    while kills < 6:
+        resumed = ["--resume"] if (output / "config.yaml").exists() else []
+        kills += kill_after(output, instants.uniform(0.5, 35), *([] if resumed else options), *resumed)
+        if (output / "metrics.jsonl").exists():
+            assert losses_so_far(output).items() <= losses(reference).items()
+    resume_to_the_end(output)
+    assert losses(output) == losses(reference)
+
+
+def losses_so_far(output):
+    """As `losses`, for a file whose last line may be cut short."""
+    from memascend.training.progress import read_metrics
+
+    return {row["step"]: row["loss"] for row in read_metrics(output / "metrics.jsonl") if row["kind"] == "step"}

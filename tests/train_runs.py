@@ -1,0 +1,75 @@
+"""Runs of `memascend train` on a twin that trains a step in under a second, for the tests that look at them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+STEPS = 8
+# 16 layers, 2 M parameters: small enough to wait for, deep enough for the buffer pool to be used over and over.
+MODEL = ["--model", "llama3.2-1b", "--twin", "32"]
+WORK = ["--context", "32", "--steps", str(STEPS), "--accumulate", "2", "--save-every", "2", "--keep", "3"]
+EVAL = ["--eval-every", "4", "--eval-sequences", "2", "--eval-share", "0.1"]
+_FINISHED: dict[tuple[str, ...], Path] = {}
+
+
+def text_folder(parent: Path) -> Path:
+    """Some files of the standard library: what every installation has, and what does not change meanwhile."""
+    folder = parent / "text"
+    folder.mkdir()
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for name in ("argparse.py", "bisect.py", "copy.py", "heapq.py", "json/decoder.py", "json/encoder.py", "shlex.py"):
+        shutil.copy(library / name, folder / Path(name).name)
+    return folder
+
+
+def command(output: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "memascend.cli", "train", "--output", str(output), *options]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "HF_HUB_OFFLINE": "1"}
+
+
+def train(output: Path, *options: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(output, *options), capture_output=True, text=True, check=False, timeout=timeout, env=environment()
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def options_for(text: Path, system: str = "memascend", *more: str) -> list[str]:
+    return [*MODEL, "--data", str(text), "--files", "*.py", *WORK, *EVAL, "--system", system, *more]
+
+
+def losses(output: Path) -> dict[int, float]:
+    """Loss by step, to the last bit."""
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["kind"] == "step"]
+    assert [row["step"] for row in steps] == sorted({row["step"] for row in steps})
+    return {row["step"]: row["loss"] for row in steps}
+
+
+def finished_run(factory: pytest.TempPathFactory, system: str = "memascend", *more: str) -> Path:
+    """An uninterrupted run, made once a session; its text is in `text` beside it, what it said in `said`."""
+    key = (system, *more)
+    if key not in _FINISHED:
+        parent = factory.mktemp(f"train-{system}")
+        done = train(parent / "run", *options_for(text_folder(parent), system, *more))
+        assert done.returncode == 0, done.stdout + done.stderr
+        (parent / "said").write_text(done.stdout)
+        _FINISHED[key] = parent / "run"
+    return _FINISHED[key]
