@@ -1,0 +1,108 @@
+"""The instruments behind sweeps and step times, without training anything."""
+
+from __future__ import annotations
+
+import pytest
+
+from workflows.scripts import memory_account, run_training, time_arms, training_child
+
+
+def job(**more: object) -> dict:
+    return {"points": [], "stacks": [], "sequence": 32, "batch": 1, "steps": 1} | more
+
+
+def steps(points: list[dict]) -> list[tuple[int, int]]:
+    return [(p["first_step"], p["last_step"]) for p in points]
+
+
+def test_a_plain_run_is_one_point() -> None:
+    assert steps(training_child.schedule(job(steps=11))) == [(1, 11)]
+
+
+def test_the_first_point_of_a_sweep_has_the_warm_up() -> None:
+    points = training_child.schedule(job(points=[[128, 2], [256, 2], [128, 4]]))
+    assert steps(points) == [(1, 3), (4, 4), (5, 5)]
+
+
+def test_every_stack_visits_every_point() -> None:
+    stacks = [{"checkpointing": name} for name in ("none", "plain")]
+    points = training_child.schedule(job(points=[[8, 4], [512, 1]], stacks=stacks))
+    assert [(p["stack"]["checkpointing"], p["sequence"]) for p in points] == [
+        ("none", 8),
+        ("none", 512),
+        ("plain", 8),
+        ("plain", 512),
+    ]
+    assert steps(points) == [(1, 3), (4, 4), (5, 5), (6, 6)]
+
+
+@pytest.mark.parametrize("word", ["128", "x2", "128xtwo", "128x-1"])
+def test_a_word_that_is_no_point_says_how_to_write_one(word: str) -> None:
+    with pytest.raises(ValueError, match="write tokens x sequences, such as 128x2"):
+        run_training.point(word)
+
+
+def test_a_word_that_is_no_stack_says_how_to_write_one() -> None:
+    with pytest.raises(ValueError, match="write checkpointing:attention:loss"):
+        run_training.stack("offloaded")
+
+
+def result() -> dict:
+    """Two points after a warm-up of two steps: stores of 4096 and 16384 bytes, device blocks of 100 and 900."""
+    phases = [{"name": "init", "role": "host", "begin_s": 0.0, "end_s": 1.0}]
+    for step in range(1, 5):
+        for i, (name, role) in enumerate((("forward", "device"), ("backward", "device"), ("optimizer", "host"))):
+            begin = 10.0 * step + i
+            phases.append({"name": f"step{step}-{name}", "role": role, "begin_s": begin, "end_s": begin + 0.9})
+    phases = [p | {"seconds": 0.9, "hwm_bytes": 0} for p in phases]
+    same = {"name": "store", "owner": "activation_checkpoints", "role": "host", "locked": True, "allocator": "pinned"}
+    stores = [
+        {**same, "requested_bytes": 3000, "reserved_bytes": 4096, "address": 1, "born_s": 10.5, "died_s": 40.0},
+        {**same, "requested_bytes": 12_000, "reserved_bytes": 16_384, "address": 2, "born_s": 40.5, "died_s": None},
+    ]
+    events = []
+    for number, (nbytes, at) in enumerate(((100, 31), (900, 41))):
+        events.append(["alloc", number, 1000 + number, nbytes, "device", int(at * 1e9)])
+        events.append(["free", number, 1000 + number, nbytes, "device", int((at + 0.5) * 1e9)])
+    status = {"RssAnon": 1_000_000, "RssFile": 0}
+    idle = {"at_s": 23.5, "status": status, "trimmed": status, "named": {}}
+    points = [
+        {"sequence": 8, "batch": 1, "first_step": 1, "last_step": 3},
+        {"sequence": 16, "batch": 1, "first_step": 4, "last_step": 4},
+    ]
+    more = {"idle": [idle, idle], "overflow_checks": [], "floor": status, "warm_up_steps": 2}
+    return {"points": points, "phases": phases, "ledger": stores, "tracked_events": events, **more}
+
+
+def test_each_point_has_the_peaks_of_its_own_steps() -> None:
+    samples = [(31.2, 0, 1_004_096, 0, 100, 0), (41.2, 0, 1_016_384, 0, 900, 0)]
+    small, large = memory_account.points([result()], samples)
+    assert (small["checkpoint_store_requested_bytes"], small["checkpoint_store_reserved_bytes"]) == (3000, 4096)
+    assert (large["checkpoint_store_requested_bytes"], large["checkpoint_store_reserved_bytes"]) == (12_000, 16_384)
+    assert large["memory"]["host_peak_net_bytes"] - small["memory"]["host_peak_net_bytes"] == 16_384 - 4096
+    assert [p["memory"]["device_allocated_peak_bytes"] for p in (small, large)] == [100, 900]
+
+
+class Recorded:
+    """An arm that notes when it was asked to step."""
+
+    system_name, arm, dtype = "memascend", "memascend", "fp16"
+
+    def __init__(self, name: str, order: list[str]) -> None:
+        self.name, self.order = name, order
+
+    def wait_line(self, deadline: float) -> str:
+        return "ready\n"
+
+    def step(self, sequence: int, batch: int, deadline: float) -> dict[str, float]:
+        self.order.append(self.name)
+        return dict.fromkeys(time_arms.PHASES, float(len(self.order)))
+
+
+def test_arms_take_turns_in_alternating_order_and_the_warm_up_is_left_out() -> None:
+    order: list[str] = []
+    found = time_arms.rounds([Recorded("a", order), Recorded("b", order)], [(32, 1), (128, 1)], 2, 1e12)
+    assert order[:8] == ["b", "a", "a", "b", "b", "a", "a", "b"]
+    assert len(order) == 2 * (2 + 2) + 2 * (1 + 2)
+    assert [len(series["forward_s"]) for series in found] == [2, 2, 2, 2]
+    assert {(series["sequence"], series["batch"]) for series in found} == {(32, 1), (128, 1)}
