@@ -59,7 +59,8 @@ class Stopping:
     def _received(self, number: int, _: Any) -> None:
         self.asked += 1
         if self.asked == 1:
-            say("stopping: a checkpoint follows after this step (once more leaves at once)")
+            clear = "\r\x1b[K" if sys.stdout.isatty() else ""  # a passing line of rank 0 may stand there
+            say(f"{clear}stopping: a checkpoint follows after this step (once more leaves at once)")
         for child in self.children:
             if child.poll() is None:
                 child.send_signal(signal.SIGTERM if self.asked == 1 else signal.SIGKILL)

@@ -24,6 +24,12 @@ from tests.train_runs import (
 pytestmark = pytest.mark.deepspeed
 
 
+def evaluations(output):
+    """Evaluation loss by step, to the last bit."""
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if row["kind"] == "eval"}
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
     return finished_run(tmp_path_factory)
@@ -46,14 +52,13 @@ def test_the_saved_weights_evaluate_to_the_loss_that_training_printed(finished):
     import numpy as np
     from transformers import AutoModelForCausalLM
 
-    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    printed = [row["loss"] for row in rows if row["kind"] == "eval"]
-    assert len(printed) == 2
+    printed = evaluations(finished)
+    assert list(printed) == [4, STEPS]
     model = AutoModelForCausalLM.from_pretrained(finished / "model", dtype=torch.bfloat16).eval()
     tokens = np.fromfile(finished / "data" / "eval.tokens", dtype="<u4")[:64].astype(np.int64).reshape(2, 32)
     with torch.no_grad():
         found = [float(model(input_ids=ids, labels=ids).loss) for ids in torch.from_numpy(tokens)[:, None]]
-    assert sum(found) / 2 == pytest.approx(printed[-1], rel=1e-3)
+    assert sum(found) / 2 == pytest.approx(printed[STEPS], rel=1e-3)
 
 
 @pytest.mark.timeout(600)
@@ -63,11 +68,7 @@ def test_trained_weights_are_the_start_of_another_run(finished, tmp_path):
     evaluate = ["--steps", "1", "--eval-sequences", "2", "--eval-share", "0.1"]
     done = train(tmp_path / "run", "--model", str(finished / "model"), *work, *evaluate)
     assert done.returncode == 0, done.stderr
-    ends = []
-    for folder in (finished, tmp_path / "run"):
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        ends.append([row["loss"] for row in rows if row["kind"] == "eval"][-1])
-    assert ends[0] == ends[1]
+    assert evaluations(tmp_path / "run")[1] == evaluations(finished)[STEPS]
 
 
 def test_training_lowers_the_loss_and_says_what_it_does(finished):
@@ -154,6 +155,7 @@ def test_sigterm_leaves_with_a_checkpoint_and_the_losses_go_on(finished, tmp_pat
     assert stopped.step in (3, 4, 5)
     assert train(output, "--resume").returncode == 0
     assert losses(output) == losses(finished)
+    assert evaluations(output) == evaluations(finished)
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib.metadata
+import subprocess
+import sys
 
 import pytest
 
@@ -60,3 +62,14 @@ def test_gradients_are_added_up_as_asked():
     assert setup(gradients="bf16")[0]["data_types"]["grad_accum_dtype"] == "bf16"
     with pytest.raises(ValueError, match="gradients 'bf16' need dtype bf16"):
         setup(gradients="bf16", dtype="fp16")
+
+
+def test_the_parent_of_a_run_holds_neither_torch_nor_deepspeed():
+    """It lives as long as the ranks do, in the same memory."""
+    code = (
+        "import sys, memascend.cli; from memascend.training.launch import systems; "
+        "systems.provider().load_system('memascend');"
+        "print([name for name in ('torch', 'deepspeed', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
