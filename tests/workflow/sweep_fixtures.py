@@ -18,7 +18,7 @@ STACKS = {  # checkpointing, attention, loss -> device bytes a sequence and toke
     ("plain", "sdpa", "chunked"): 300,
     ("offloaded", "sdpa", "chunked"): 90,
 }
-STEP_SECONDS = {"as_published:fp16": 1.1, "memascend:fp16": 1.0, "memascend:bf16": 1.2, "memascend_bf16:bf16": 0.9}
+STEP_SECONDS = {"direct_only:fp16": 1.1, "memascend:fp16": 1.0, "memascend:bf16": 1.2, "memascend_bf16:bf16": 0.9}
 BYTES = {"memascend_bf16:bf16": 22, "memascend:bf16": 38}
 
 
@@ -98,12 +98,11 @@ def step_times(model: str, number: int, k: int = 32) -> dict[str, Any]:
     for batch in (1, 4):
         for name, once in STEP_SECONDS.items():
             arm, dtype = name.split(":")
-            system = "zero_infinity" if arm == "as_published" else "memascend"
             moved = BYTES.get(name, 38) * twin.parameters
             series = {"forward_s": [batch * 1.0] * 3, "backward_s": [batch * 2.0] * 3}
             series |= {"optimizer_s": [once, once, 1.3 * once]}
             series |= {"bytes_read": [moved - 100] * 3, "bytes_written": [100] * 3}
-            own = {"sequence": 4096 // k, "batch": batch, "system": system, "arm": arm, "dtype": dtype}
+            own = {"sequence": 4096 // k, "batch": batch, "system": "memascend", "arm": arm, "dtype": dtype}
             points.append({**own, **series})
     record = header(f"times-{model}-test", "step-times", number)
     own = {"model": model, "twin": {"k": k, "parameters": twin.parameters}, "arms": [{}] * 4, "rounds": 3}
