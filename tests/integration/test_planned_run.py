@@ -1,0 +1,98 @@
+"""What `memascend plan` says of a run, against the run that its own DeepSpeed JSON configures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memascend.cli import main
+from memascend.planner import model_spec
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+ROOT = Path(__file__).resolve().parents[2]
+MODEL, K, CONTEXT, BATCH = "qwen2.5-7b", 32, 24, 2
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16", "bf16-gradients"])
+def pair(request, tmp_path_factory):
+    """(the plan as JSON, what the run did) of a twin of Qwen2.5-7B, by the dtype of states and of gradients."""
+    folder = tmp_path_factory.mktemp(f"planned-{request.param}")
+    (folder / "nvme").mkdir()
+    config, result = folder / "ds.json", folder / "result.json"
+    states, _, gradients = request.param.partition("-")
+    arguments = ["plan", "--model", MODEL, "--twin", str(K), "--dtype", "bf16", "--states", states]
+    arguments += ["--gradients", "bf16"] if gradients else []
+    arguments += ["--batch", str(BATCH), "--context", str(CONTEXT), "--stack", "checkpointing"]
+    arguments += ["--nvme", str(folder / "nvme"), "--write-config", str(config), "--json"]
+    with (folder / "plan.json").open("w") as out:
+        command = [sys.executable, "-m", "memascend.cli", *arguments]
+        assert subprocess.run(command, cwd=ROOT, stdout=out, check=False).returncode in (0, 1)
+    plan = json.loads((folder / "plan.json").read_text())
+    (folder / "model.json").write_text(json.dumps(model_spec(MODEL).twin(K).hf_config_dict()))
+    script = Path(__file__).parent / "scripts" / "planned_script.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder / "model.json"), str(config), str(K), str(CONTEXT), str(result)],
+        cwd=folder,
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT), "LOCAL_SIZE": "1",
+                          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1",
+                          "LOCAL_RANK": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return plan, json.loads(result.read_text())
+
+
+def test_the_bytes_of_each_phase_are_those_of_the_plan(pair):
+    """Backward finds the output matrix and the last block still in memory, which the plan counts all the same."""
+    plan, run = pair
+    spec = model_spec(MODEL).twin(K)
+    last = [t.numel for t in spec.tensors() if t.block == spec.layers - 1 or t.name == "lm_head.weight"]
+    before, measured = (0, 0), 0
+    for phase, after in zip(("forward", "backward", "optimizer"), run["moved"][-1], strict=True):
+        read, written = after[0] - before[0], after[1] - before[1]
+        before, measured = after, sum(after)
+        kept = 2 * sum(last) if phase == "backward" else 0
+        assert read + kept == pytest.approx(plan["io_bytes"]["read"][phase], rel=0.02), phase
+        assert written == pytest.approx(plan["io_bytes"]["write"][phase], rel=0.02), phase
+    planned = sum(sum(phases.values()) for phases in plan["io_bytes"].values())
+    assert measured == pytest.approx(planned, rel=0.02)
+
+
+def test_every_buffer_of_the_plan_is_in_the_run_within_two_percent(pair):
+    plan, run = pair
+    planned: dict[str, int] = {}
+    for entry in plan["ledger"]:
+        if entry["role"] == "host" and entry["allocator"] == "page_aligned":
+            planned[entry["owner"]] = planned.get(entry["owner"], 0) + entry["reserved_bytes"]
+    held: dict[str, int] = {}
+    for owner, reserved in run["ledger"]:
+        held[owner] = held.get(owner, 0) + reserved
+    large = {owner: size for owner, size in planned.items() if size > 100 << 10}
+    assert set(large) >= {"parameter_pool", "optimizer_buffers", "gradient_flat_buffer"}
+    for owner, size in large.items():
+        assert held.get(owner, 0) == pytest.approx(size, rel=0.02), (owner, held)
+
+
+def test_the_swap_files_take_what_the_plan_says(pair):
+    plan, run = pair
+    assert run["stored"] == pytest.approx(plan["ssd_bytes"], rel=0.05)
+
+
+def test_the_configuration_of_the_baseline_is_accepted_too(tmp_path):
+    """By DeepSpeed's own parser, and by enable(): a stock configuration needs no section of ours."""
+    import memascend
+
+    (tmp_path / "nvme").mkdir()
+    for system in ("zero_infinity", "zero_offload"):
+        config = tmp_path / f"{system}.json"
+        arguments = ["plan", "--model", "qwen2.5-0.5b", "--system", system, "--dtype", "bf16"]
+        main([*arguments, "--nvme", str(tmp_path / "nvme"), "--write-config", str(config)])
+        memascend.enable(json.loads(config.read_text()))
+        memascend.disable()
