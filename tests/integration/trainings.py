@@ -124,6 +124,22 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
+def _initialise_experts(modeling: Any) -> None:
+    """Fused experts are bare ``torch.empty``, filled after construction: under zero.Init when they are partitioned."""
+    import torch
+
+    for name, experts in vars(modeling).items():
+        if not name.endswith("Experts") or hasattr(experts, "initialised_here"):
+            continue
+
+        def construct(self: Any, *args: Any, stock: Any = experts.__init__, **kwargs: Any) -> None:
+            stock(self, *args, **kwargs)
+            for parameter in self.parameters(recurse=False):
+                torch.nn.init.normal_(parameter, std=0.02)
+
+        experts.__init__, experts.initialised_here = construct, True
+
+
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     out = dict(base)
     for key, value in changes.items():
@@ -199,7 +215,7 @@ class Training:
         Init.param_id = 0
         # A class that is first imported under zero.Init loses its wrapped __init__.
         kind = self.model_config["model_type"]
-        importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+        _initialise_experts(importlib.import_module(f"transformers.models.{kind}.modeling_{kind}"))
         torch.manual_seed(self.job.init_seed)
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[self.job.dtype]
         with deepspeed.zero.Init(config_dict_or_path=self.config, dtype=dtype):

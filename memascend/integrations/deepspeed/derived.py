@@ -1,8 +1,8 @@
 """Settings that the user left out, derived from the model and the machine; what the user set is kept.
 
 DeepSpeed's own defaults are sizes for one model and one machine: a sub-group of 1e9 parameters alone asks for 16 GB of
-optimizer buffers. Nothing here changes a result but the order in which DeepSpeed adds up the gradient norm, which goes
-by sub-groups (it matters to the last bit only where gradients are clipped).
+optimizer buffers. Only ``sub_group_size`` touches results, in their last bits: DeepSpeed adds up the gradient norm by
+sub-groups, and its AdamW takes the elements at a sub-group's end, which fill no vector, one by one.
 """
 
 from __future__ import annotations
