@@ -63,6 +63,12 @@ def losses(output: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in steps}
 
 
+def evaluations(output):
+    """Evaluation loss by step, to the last bit."""
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if row["kind"] == "eval"}
+
+
 def finished_run(factory: pytest.TempPathFactory, system: str = "memascend", *more: str) -> Path:
     """An uninterrupted run, made once a session; its text is in `text` beside it, what it said in `said`."""
     key = (system, *more)

@@ -78,7 +78,7 @@ def launch(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
         _take_over(lock)
         if resume:
             config = configs.resumed(configs.read_config(folder.config), wanted)
-        systems.provider().load_system(config.system, config.arm)
+        systems.check(config)
         save_config(folder, config)
         stopping.install()
         prepared = _prepare(folder, stopping)
@@ -139,7 +139,7 @@ def _first_rank(config: TrainConfig, resume: bool, wanted: dict[str, Any]) -> It
         _take_over(lock)
         if resume:
             config = configs.resumed(configs.read_config(folder.config), wanted)
-        systems.provider().load_system(config.system, config.arm)
+        systems.check(config)
         save_config(folder, config)
         with _composed(config, folder, _prepare(folder, Stopping())) as job:
             yield job

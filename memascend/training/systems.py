@@ -23,6 +23,15 @@ def provider() -> Any:
         ) from None
 
 
+def check(config: Any) -> None:
+    """Refuse, in one line, a system that is not there and keys that exclude one another."""
+    provider().load_system(config.system, config.arm)
+    if config.states == "bf16" and (config.system != "memascend" or config.dtype != "bf16"):
+        raise ValueError("states 'bf16' are a part of memascend and need dtype bf16: set --system and --dtype")
+    if config.gradients == "bf16" and config.dtype != "bf16":
+        raise ValueError("gradients 'bf16' need dtype bf16: set --dtype bf16, or --gradients fp32")
+
+
 def deepspeed_setup(
     config: Any, prepared: dict[str, Any], run_id: str, swap: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
@@ -46,11 +55,7 @@ def deepspeed_setup(
     sizes = systems.Sizes(**{name: prepared[name] for name in ("largest_tensor", "parameters", "pool_buffers")})
     parts = system.parts(arm)
     if config.states == "bf16":
-        if config.system != "memascend" or config.dtype != "bf16":
-            raise ValueError("states 'bf16' are a part of memascend and need dtype bf16: set --system and --dtype")
         parts |= {"optimizer_states": "bf16", "numerics": "fast"}
-    if config.gradients == "bf16" and config.dtype != "bf16":
-        raise ValueError("gradients 'bf16' need dtype bf16: set --dtype bf16, or --gradients fp32")
     ds_config = system.deepspeed_config(run, sizes, swap)
     return _fitted(ds_config, config, prepared["parameters"]), parts
 

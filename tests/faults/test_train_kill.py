@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from tests.train_runs import STEPS, command, environment, finished_run, losses, options_for, train
+from memascend.training.checkpoint import listed
+from tests.train_runs import STEPS, command, environment, evaluations, finished_run, losses, options_for, train
 
 pytestmark = pytest.mark.deepspeed
 
@@ -47,17 +48,34 @@ def resume_to_the_end(output):
             return done.stdout
 
 
+def stop_at_step(output, step, *options):
+    """Start, SIGTERM as soon as `step` is shown; returns exit status and lines."""
+    with subprocess.Popen(command(output, *options), stdout=subprocess.PIPE, text=True, env=environment()) as run:
+        said = []
+        for line in run.stdout:
+            said.append(line)
+            if f" {step}/{STEPS} " in line:
+                run.send_signal(signal.SIGTERM)
+    return run.returncode, said
+
+
 @pytest.mark.timeout(900)
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, tmp_path_factory):
+def test_a_run_that_is_stopped_and_then_killed_goes_on_as_if_nothing_had_happened(tmp_path, tmp_path_factory):
     reference = finished_run(tmp_path_factory)
-    output, step = tmp_path / "run", random.SystemRandom().randrange(3, STEPS)
-    kill_at_step(output, step, *options_for(reference.parent / "text"))
+    output = tmp_path / "run"
+    status, said = stop_at_step(output, 3, *options_for(reference.parent / "text"))
+    assert status == 143
+    assert "stopping: a checkpoint follows" in "".join(said)
+    assert said[-1] == f"  memascend train --output {output} --resume\n"
+    assert listed(output / "checkpoints")[0][-1].step in (3, 4, 5)
+    kill_at_step(output, random.SystemRandom().randrange(6, STEPS), "--resume")
     before = losses(output)
+    assert before.items() <= losses(reference).items()
     said = resume_to_the_end(output)
     assert "resume  from step " in said
     assert "swap files of the dead run" in said
     assert losses(output) == losses(reference)
-    assert before.items() <= losses(reference).items()
+    assert evaluations(output) == evaluations(reference)
     assert not (output / "swap").exists()
 
 

@@ -1,7 +1,6 @@
 """`memascend train` as its user meets it: a twin trained on text, stopped, gone on with, evaluated, loaded, read."""
 
 import json
-import signal
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ from tests.train_runs import (
     STEPS,
     command,
     environment,
+    evaluations,
     finished_run,
     free_port,
     losses,
@@ -22,12 +22,6 @@ from tests.train_runs import (
 )
 
 pytestmark = pytest.mark.deepspeed
-
-
-def evaluations(output):
-    """Evaluation loss by step, to the last bit."""
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows if row["kind"] == "eval"}
 
 
 @pytest.fixture(scope="session")
@@ -134,30 +128,6 @@ def test_a_resumed_run_keeps_its_settings(finished):
     assert "'seed' was 0, not 5" in done.stderr
 
 
-@pytest.mark.timeout(600)
-def test_sigterm_leaves_with_a_checkpoint_and_the_losses_go_on(finished, tmp_path):
-    output = tmp_path / "run"
-    with subprocess.Popen(
-        command(output, *options_for(finished.parent / "text"), "--save-every", "0"),
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    ) as run:
-        said = []
-        for line in run.stdout:
-            said.append(line)
-            if f" 3/{STEPS} " in line:
-                run.send_signal(signal.SIGTERM)
-    assert run.returncode == 143
-    assert "stopping: a checkpoint follows" in "".join(said)
-    assert said[-1] == f"  memascend train --output {output} --resume\n"
-    [stopped] = listed(output / "checkpoints")[0]
-    assert stopped.step in (3, 4, 5)
-    assert train(output, "--resume").returncode == 0
-    assert losses(output) == losses(finished)
-    assert evaluations(output) == evaluations(finished)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("more", [("--checkpointing", "offloaded"), ("--checkpointing", "none")], ids=" ".join)
@@ -188,29 +158,12 @@ def test_torchrun_starts_the_same_run(tmp_path, tmp_path_factory):
     assert losses(tmp_path / "run") == losses(two)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--states", "bf16", "--system", "zero_offload"], "states 'bf16' are a part of memascend"),
-        (
-            ["--system", "memascent"],
-            "unknown system 'memascent'; known systems: memascend, zero_infinity, zero_offload",
-        ),
-        (["--arm", "best"], "system 'memascend' has no arm 'best'"),
-        (["--model", "qwen9-1b"], "the model qwen9-1b is not on this machine and the hub cannot be reached"),
-        (["--model", "/nowhere"], "there is no folder /nowhere"),
-        (["--data", "/nowhere"], "there is no file or folder /nowhere"),
-        (["--context", "2000000"], "the model takes at most 131072 tokens a sequence"),
-        (["--batch", "100000"], "one step takes 200000"),
-        (["--steps", "1", "--data", "nobody/no-such-dataset"], "is no file or folder here, and no dataset"),
-    ],
-)
-def test_what_cannot_work_is_one_line_and_leaves_nothing_behind(tmp_path, options, said):
-    model = [] if "--model" in options else ["--model", "llama3.2-1b", "--twin", "32"]
-    data = [] if "--data" in options else ["--data", str(text_folder(tmp_path))]
-    done = train(tmp_path / "run", *model, *data, "--accumulate", "2", *options)
+def test_what_cannot_work_is_one_line_and_leaves_the_name_free(tmp_path):
+    data = ["--data", str(text_folder(tmp_path))]
+    done = train(tmp_path / "run", "--model", "llama3.2-1b", "--twin", "32", *data, "--context", "2000000")
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert said in done.stderr
-    left = {path.name for path in (tmp_path / "run").glob("*")}
-    assert left <= {"run.lock", "logs"}  # so that the corrected command can use the name
+    assert (
+        done.stderr
+        == "memascend: error: the model takes at most 131072 tokens a sequence, not 2000000; lower --context\n"
+    )
+    assert {path.name for path in (tmp_path / "run").glob("*")} == {"run.lock"}

@@ -54,14 +54,14 @@ def test_half_the_states_are_a_part_of_memascend():
     assert setup(states="bf16")[1]["optimizer_states"] == "bf16"
     for changes in ({"system": "zero_offload"}, {"dtype": "fp16"}):
         with pytest.raises(ValueError, match="states 'bf16' are a part of memascend and need dtype bf16"):
-            setup(states="bf16", **changes)
+            systems.check(dataclasses.replace(CONFIG, states="bf16", **changes))
 
 
 def test_gradients_are_added_up_as_asked():
     assert setup()[0]["data_types"]["grad_accum_dtype"] == "fp32"
     assert setup(gradients="bf16")[0]["data_types"]["grad_accum_dtype"] == "bf16"
     with pytest.raises(ValueError, match="gradients 'bf16' need dtype bf16"):
-        setup(gradients="bf16", dtype="fp16")
+        systems.check(dataclasses.replace(CONFIG, gradients="bf16", dtype="fp16"))
 
 
 def test_the_parent_of_a_run_holds_neither_torch_nor_deepspeed():

@@ -1,0 +1,64 @@
+"""Before the ranks start: what cannot work is one line that names the mend; what can leaves tokens and sizes."""
+
+import json
+
+import numpy as np
+import pytest
+
+from memascend.planner import model_spec
+from memascend.training.config import complete
+from memascend.training.folder import RunFolder
+from memascend.training.prepare import prepare
+from tests.train_runs import text_folder
+
+
+def prepared(tmp_path, **changes):
+    values = {"model": "llama3.2-1b", "twin": 32, "data": [str(tmp_path / "text")], "files": "*.py", "context": 64}
+    folder = RunFolder(tmp_path / "run")
+    folder.root.mkdir(exist_ok=True)
+    return prepare(complete(values | changes), folder), folder
+
+
+@pytest.fixture
+def text(tmp_path):
+    return text_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": "qwen9-1b", "twin": 1}, "the model qwen9-1b is not on this machine and the hub cannot be reached"),
+        ({"model": "/nowhere", "twin": 1}, "there is no folder /nowhere"),
+        ({"model": "/nowhere", "random_weights": True}, "unknown model '/nowhere'"),
+        ({"data": ["/nowhere"]}, "there is no file or folder /nowhere"),
+        ({"data": ["nobody/no-such-dataset"]}, "is no file or folder here, and no dataset"),
+        ({"context": 2_000_000}, "the model takes at most 131072 tokens a sequence, not 2000000"),
+        ({"batch": 100_000, "accumulate": 2}, "one step takes 200000"),
+        ({"tokenizer": "/nowhere"}, "there is no folder /nowhere"),
+        ({"twin": 128}, "has no twin at k = 128"),
+    ],
+)
+def test_what_cannot_work_is_one_line(tmp_path, text, changes, said):
+    with pytest.raises(ValueError, match=said) as refused:
+        prepared(tmp_path, **changes)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "run" / "prepared.json").exists()
+
+
+def test_tokens_sizes_and_plan_are_what_the_ranks_need(tmp_path, text):
+    facts, folder = prepared(tmp_path)
+    assert facts == json.loads(folder.prepared.read_text())
+    assert facts["parameters"] == model_spec("llama3.2-1b").twin(32).parameters
+    tokens = np.fromfile(folder.data / "train.tokens", dtype="<u4")
+    assert len(tokens) == facts["train_tokens"]
+    assert tokens.max() < 128256 // 32
+    assert facts["train_sequences"] == len(tokens) // 64
+    assert facts["planned_host_bytes"] > 4 * facts["parameters"]  # the gradient buffer alone
+    assert "one was trained on the text" in facts["notes"][0]
+
+
+def test_a_second_time_gives_the_same_tokens(tmp_path, text):
+    first = prepared(tmp_path)[1].data / "train.tokens"
+    before = first.read_bytes()
+    prepared(tmp_path)
+    assert first.read_bytes() == before
