@@ -42,18 +42,19 @@ def save_config(folder: RunFolder, config: TrainConfig) -> None:
 
 
 def say(text: str) -> None:
-    print(text, flush=True)
+    with contextlib.suppress(OSError):  # the terminal may be gone: training goes on
+        print(text, flush=True)
 
 
 class Stopping:
-    """SIGTERM and Ctrl-C, for the parent: passed on once to the ranks; a second one kills them."""
+    """SIGTERM, Ctrl-C and a closed terminal, for the parent: passed on once to the ranks; a second one kills them."""
 
     def __init__(self) -> None:
         self.asked = 0
         self.children: list[subprocess.Popen[bytes]] = []
 
     def install(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._received)
 
     def _received(self, number: int, _: Any) -> None:

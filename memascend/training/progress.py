@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -90,8 +91,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         self._clear()
-        self._out.write(f"{text}\n")
-        self._out.flush()
+        self._emit(f"{text}\n")
 
     def step(self, record: StepRecord) -> None:
         self._write({"kind": "step", **asdict(record)})
@@ -104,15 +104,13 @@ class Progress:
             self._lines += 1
             self.say(text)
         elif self._terminal:
-            self._out.write(f"\r{text}\x1b[K")
-            self._out.flush()
+            self._emit(f"\r{text}\x1b[K")
             self._passing = True
 
     def passing(self, text: str) -> None:
         """Something that takes a while; on a terminal alone, and gone with the next line."""
         if self._terminal:
-            self._out.write(f"\r{text}\x1b[K")
-            self._out.flush()
+            self._emit(f"\r{text}\x1b[K")
             self._passing = True
 
     def evaluation(self, step: int, loss: float, sequences: int, seconds: float) -> None:
@@ -125,8 +123,14 @@ class Progress:
 
     def _clear(self) -> None:
         if self._passing:
-            self._out.write("\r\x1b[K")
+            self._emit("\r\x1b[K")
             self._passing = False
+
+    def _emit(self, text: str) -> None:
+        """To people; a terminal or pipe that has gone away is no reason to stop training."""
+        with contextlib.suppress(OSError, ValueError):
+            self._out.write(text)
+            self._out.flush()
 
     def _write(self, row: dict[str, Any]) -> None:
         self._metrics.write(json.dumps(row) + "\n")

@@ -178,6 +178,19 @@ def test_metrics_hold_every_step_to_the_last_bit(tmp_path):
     assert json.loads((tmp_path / "m.jsonl").read_text().splitlines()[0])["kind"] == "step"
 
 
+class Gone(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_a_reader_that_went_away_does_not_stop_training(tmp_path):
+    progress = Progress(Gone(), tmp_path / "m.jsonl", terminal=True, steps=3, log_every=2)
+    for step in (1, 2, 3):
+        progress.step(record(step))
+    progress.close()
+    assert len(read_metrics(tmp_path / "m.jsonl")) == 3
+
+
 def test_sizes_and_times_read_well():
     assert [byte_count(size) for size in (0, 512, 1 << 20, 1536 << 20, 200 << 30)] == [
         "0", "512 B", "1.0 MiB", "1.5 GiB", "200 GiB",
