@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,8 @@ class Stopping:
 
     def install(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._received)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+                signal.signal(number, self._received)
 
     def _received(self, number: int, _: Any) -> None:
         self.asked += 1
@@ -301,7 +301,7 @@ def _run_ranks(job: dict[str, Any], folder: RunFolder, stopping: Stopping, lock:
     folder.logs.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="memascend-train-") as work:
         path = Path(work) / "job.json"
-        path.write_text(json.dumps(job | {"results": work, "run": uuid.uuid4().hex}))
+        path.write_text(json.dumps(job | {"results": work}))
         try:
             stopping.children = [_start(rank, ranks, port, job["threads"], path, folder) for rank in range(ranks)]
             if stopping.asked:
