@@ -71,8 +71,9 @@ bool scan_avx2(const char* data, std::int64_t bytes, std::uint32_t mask) {
     const std::int64_t end = std::min(bytes, begin + kBlockBytes);
     __m256i most[4] = {};
     for (std::int64_t i = begin; i < end; i += 128) {
+      __builtin_prefetch(data + i + kAheadBytes);  // one a cache line: they take the loads' places
+      __builtin_prefetch(data + i + 64 + kAheadBytes);
       for (int k = 0; k < 4; ++k) {
-        __builtin_prefetch(data + i + 32 * k + kAheadBytes);
         const __m256i value = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + i + 32 * k));
         most[k] = max256(most[k], _mm256_and_si256(value, wanted), kWide);
       }
