@@ -114,6 +114,18 @@ def test_an_improvement_is_the_median_of_ratios_within_a_round(tmp_path: Path) -
     assert number(table, **gains) > 0
 
 
+def test_rounds_that_scatter_judge_nothing(tmp_path: Path) -> None:
+    record = step_times("qwen2.5-7b", 1)
+    busy = next(p for p in record["points"] if p["arm"] == "memascend" and p["dtype"] == "fp16")
+    busy["backward_s"] = [2.0, 6.0, 2.0]
+    table = rows_of([record], tmp_path)
+    mine = table[(table["exhibit_id"] == "memascend-tab04") & (table["metric"] == "smallest improvement")]
+    assert mine["value"].str.startswith("N/A (quartiles").all()
+    assert len(mine) == 1
+    quiet = table[(table["exhibit_id"] == "memascend-tab06") & (table["metric"] == "smallest improvement")]
+    assert float(quiet["value"].iloc[0]) > 0
+
+
 def test_io_is_counted_a_parameter_and_scaled_to_the_original(tmp_path: Path) -> None:
     table = rows_of([step_times("qwen2.5-7b", 1)], tmp_path)
     where = {"exhibit_id": "memascend-fig20", "series": "MemAscend + bf16 optimizer"}
