@@ -14,11 +14,6 @@ NUMA_NODES = Path("/sys/devices/system/node")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow")
-    parser.addoption(
-        "--deepspeed-checkout",
-        default=os.environ.get("DEEPSPEED_CHECKOUT"),
-        help="folder of a checkout of DeepSpeed's repository, whose own tests then run (default: DEEPSPEED_CHECKOUT)",
-    )
 
 
 def gpu_missing() -> str | None:
@@ -46,9 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "gpu": gpu_missing,
         "numa_vm": numa_missing,
         "deepspeed": deepspeed_missing,
-        "deepspeed_suite": lambda: (
-            None if config.getoption("--deepspeed-checkout") else "no --deepspeed-checkout FOLDER"
-        ),
+        "deepspeed_suite": lambda: None if os.environ.get("DEEPSPEED_CHECKOUT") else "no DEEPSPEED_CHECKOUT=FOLDER",
     }
     for mark, missing in reasons.items():
         marked = [item for item in items if item.get_closest_marker(mark)]

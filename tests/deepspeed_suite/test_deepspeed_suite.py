@@ -1,7 +1,8 @@
 """DeepSpeed's own unit tests pass with memascend enabled wherever they pass without.
 
-Needs a checkout of DeepSpeed's repository, of a release near the installed one: ``--deepspeed-checkout FOLDER`` or
-``DEEPSPEED_CHECKOUT``. Each group runs twice, stock and enabled (``enabled/sitecustomize.py``); some 20 minutes.
+Needs a checkout of DeepSpeed's repository, of a release near the installed one: ``DEEPSPEED_CHECKOUT=FOLDER make test
+PYTEST=tests/deepspeed_suite``. Each group runs twice, stock and enabled (``enabled/sitecustomize.py``); some
+20 minutes.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ GROUPS = {
 
 
 @pytest.fixture(scope="session")
-def unit_tests(pytestconfig) -> Path:
-    return Path(pytestconfig.getoption("--deepspeed-checkout")) / "tests" / "unit"
+def unit_tests() -> Path:
+    return Path(os.environ["DEEPSPEED_CHECKOUT"]) / "tests" / "unit"
 
 
 def outcomes(unit_tests: Path, group: str, mode: str, folder: Path) -> dict[str, str]:
