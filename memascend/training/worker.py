@@ -165,7 +165,6 @@ class Worker:
 
     def _train(self) -> str:
         config, saved = self.config, self.step
-        self._catch_up_evaluation()
         while self.step < self.steps:
             stop = self._one_step()
             last = self.step == self.steps
@@ -178,14 +177,6 @@ class Worker:
                 return STOPPED
         assert saved == self.step
         return FINISHED
-
-    def _catch_up_evaluation(self) -> None:
-        """The evaluation that a stop cut short, so that a resumed run has all of them."""
-        if not self.step or not self._is_due(self.config.eval_every, False):
-            return
-        done = any(row["kind"] == "eval" and row["step"] == self.step for row in read_metrics(self.folder.metrics))
-        if not self._sums([done and not self.rank])[0]:
-            self._evaluate()
 
     def _is_due(self, every: int, last: bool) -> bool:
         return last or bool(every and self.step % every == 0)
