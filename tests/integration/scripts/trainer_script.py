@@ -1,0 +1,57 @@
+"""A Hugging Face Trainer script as people write them; it knows nothing of memascend."""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+
+
+@dataclass
+class ScriptArguments:
+    model: str
+    result: str
+
+
+class Text(torch.utils.data.Dataset):
+    def __init__(self, vocabulary):
+        ids = torch.randint(0, vocabulary, (16, 24), generator=torch.Generator().manual_seed(3))
+        self.rows = [{"input_ids": row, "labels": row} for row in ids]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+class NotingTrainer(Trainer):
+    losses: list[float] = []  # noqa: RUF012
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        if self.model.training:
+            self.losses.append(loss.item())
+        return loss
+
+
+def main():
+    script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
+    model = AutoModelForCausalLM.from_pretrained(script.model, dtype=torch.bfloat16)
+    data = Text(model.config.vocab_size)
+    trainer = NotingTrainer(model=model, args=args, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    evaluation = trainer.evaluate()["eval_loss"]
+    out = {
+        "losses": trainer.losses,
+        "evaluation": evaluation,
+        "modules": sorted(m for m in sys.modules if "memascend" in m),
+    }
+    Path(f"{script.result}.{os.environ.get('RANK', '0')}").write_text(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()
