@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
@@ -27,6 +28,7 @@ def places():
         "swapper": partition_parameters.AsyncPartitionedParameterSwapper,
         "optimizer": stage3.DeepSpeedZeroOptimizer_Stage3,
         "op": OpBuilder._loaded_ops.get("async_io"),
+        "pin op": getattr(sys, "_deepspeed_pin_memory_op_module", None),
         "accelerator": get_accelerator(),
         "linear": torch.nn.functional.linear,
         "gather": partition_parameters.NoGatherHandle.__init__,
@@ -45,6 +47,24 @@ def test_disable_restores_every_hook():
     assert places()["linear"] is not before["linear"]
     memascend.disable()
     assert places() == before
+
+
+def test_a_buffer_of_one_handle_is_pinned_for_every_other():
+    import torch
+    from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
+
+    import memascend
+
+    memascend.enable(CONFIG)
+    try:
+        pin, aio = PinMemoryBuilder().load().pin_handle(), AsyncIOBuilder().load().aio_handle()
+        for maker in (pin, aio):
+            buffer = maker.new_cpu_locked_tensor(4096, torch.empty(0))
+            assert pin.is_pinned(buffer)
+            assert aio.is_pinned(buffer[1024:])
+        assert not pin.is_pinned(torch.empty(4096))
+    finally:
+        memascend.disable()
 
 
 def test_enabling_twice_is_refused():

@@ -77,10 +77,41 @@ class AioModule:
         return AioHandle(self._allocator, self._counters, self._io, self.store, asked)
 
 
-class AioHandle:
-    """DeepNVMe's handle surface over our engines: any address and length, every completion audited.
+class PinModule:
+    """Stands where DeepSpeed's compiled ``pin_memory`` module stands (from 0.19.4 on)."""
+
+    def __init__(self, allocator: PinnedAllocator) -> None:
+        self._allocator = allocator
+
+    def pin_handle(self) -> PinHandle:
+        return PinHandle(self._allocator)
+
+
+class PinHandle:
+    """DeepSpeed's handle on page-locked memory. Any handle knows the buffers of every other one, and their views.
 
     Ownership: tensors from ``new_cpu_locked_tensor`` live until their last view, whatever is called.
+    """
+
+    def __init__(self, allocator: PinnedAllocator) -> None:
+        self._allocator = allocator
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        if num_elem == 0:  # the swapper's own pool, which a pool of ours replaces
+            return torch.empty(0, dtype=example_tensor.dtype)
+        owner = calling_owner()
+        return self._allocator.allocate(int(num_elem), example_tensor.dtype, name=owner, owner=owner)
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        return is_pinned(tensor)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return is_pinned(tensor)
+
+
+class AioHandle(PinHandle):
+    """DeepNVMe's handle surface over our engines: any address and length, every completion audited.
+
     Errors: :class:`memascend.storage.errors.StorageError` from ``wait`` (a failed write is never called done).
     """
 
@@ -92,7 +123,8 @@ class AioHandle:
         store: SwapStore | None,
         asked: tuple[int, int, bool, bool, int],
     ) -> None:
-        self._allocator, self._counters, self._io, self._store = allocator, counters, io, store
+        super().__init__(allocator)
+        self._counters, self._io, self._store = counters, io, store
         self._asked = asked
         self._files: FileEngine | None = None
         self._in_store: list[Request] = []  # requests of this handle that nobody has waited for
@@ -177,18 +209,6 @@ class AioHandle:
     def write(self, buffer: torch.Tensor, filename: str | int, validate: bool = False, file_offset: int = 0) -> int:
         self.sync_pwrite(buffer, filename, file_offset)
         return 0
-
-    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        if num_elem == 0:  # the swapper's own pool, which a pool of ours replaces
-            return torch.empty(0, dtype=example_tensor.dtype)
-        owner = calling_owner()
-        return self._allocator.allocate(int(num_elem), example_tensor.dtype, name=owner, owner=owner)
-
-    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        return is_pinned(tensor)
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return is_pinned(tensor)
 
 
 class MeteredAioModule:

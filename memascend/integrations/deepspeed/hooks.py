@@ -16,6 +16,7 @@ bf16 states           ``swap_tensor.optimizer_utils.SwapTensorContext``         
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator
 
 from . import bf16_states, cpu_shims
-from .aio import AioModule, IoCounters, MeteredAioModule
+from .aio import AioModule, IoCounters, MeteredAioModule, PinModule
 from .derived import DerivedSettings
 from .parts import CONFIG_KEY, TODAY, Parts, parts_from_config, switched_off, validate_deepspeed_config
 from .signatures import CPU_HOOKS, HOOKS, check_hooks, untried_version_warning
@@ -179,6 +180,7 @@ def _install(
     _replace(state, partition_parameters, "AsyncPartitionedParameterSwapper", swapper)
     state.store = derived.store = _swap_store(parts, ds_config, derived, devices)
     _replace_loaded_op(state, AioModule(allocator, state.io, derived.io, state.store))
+    _replace_pin_module(state, PinModule(allocator))
     _replace_accelerator(state, pinning_accelerator(get_accelerator(), allocator))
 
 
@@ -276,6 +278,17 @@ def _replace_loaded_op(state: Enabled, module: Any) -> None:
             loaded["async_io"] = stock
 
     state._undo.append(undo)
+
+
+def _replace_pin_module(state: Enabled, module: Any) -> None:
+    """DeepSpeed keeps its pin_memory op as an attribute of ``sys``; releases before 0.19.4 have no such op."""
+    try:
+        from deepspeed.ops.op_builder.pin_memory_load import _SYS_CACHE_ATTR as name
+    except ImportError:
+        return
+    stock = getattr(sys, name, None)
+    setattr(sys, name, module)
+    state._undo.append(lambda: delattr(sys, name) if stock is None else setattr(sys, name, stock))
 
 
 def _replace_accelerator(state: Enabled, accelerator: Any) -> None:
