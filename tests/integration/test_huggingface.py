@@ -18,6 +18,16 @@ pytestmark = pytest.mark.deepspeed
 SCRIPTS = Path(__file__).parent / "scripts"
 BIN = Path(sys.executable).parent
 STEPS = 3
+TRAINER_OPTIONS = (
+    f"--max_steps={STEPS}",
+    "--per_device_train_batch_size=2",
+    "--learning_rate=1e-3",
+    "--bf16",
+    "--use_cpu",
+    "--save_strategy=no",
+    "--report_to=none",
+    "--disable_tqdm=true",
+)
 
 
 def free_port() -> str:
@@ -87,7 +97,7 @@ class Workbench:
             arguments = [str(SCRIPTS / script), f"--model={self.model}", f"--result={result}"]
             arguments += [f"--deepspeed={self.config(section)}", *options]
             if script == "trainer_script.py":
-                arguments += self._trainer_options()
+                arguments += [*TRAINER_OPTIONS, f"--output_dir={self.folder / 'out'}"]
             self._launch([*self._launcher(launcher, ranks), *arguments])
             self._done[key] = [json.loads(Path(f"{result}.{rank}").read_text()) for rank in range(ranks)]
         return self._done[key]
@@ -96,19 +106,6 @@ class Workbench:
         if name == "torchrun":
             return [str(BIN / "torchrun"), "--nproc_per_node", str(ranks), "--master_port", free_port()]
         return [str(BIN / "deepspeed"), "--num_gpus", str(ranks), "--master_port", free_port()]
-
-    def _trainer_options(self) -> list[str]:
-        return [
-            f"--output_dir={self.folder / 'out'}",
-            f"--max_steps={STEPS}",
-            "--per_device_train_batch_size=2",
-            "--learning_rate=1e-3",
-            "--bf16",
-            "--use_cpu",
-            "--save_strategy=no",
-            "--report_to=none",
-            "--disable_tqdm=true",
-        ]
 
     def _launch(self, command: list[str]) -> None:
         environment = os.environ | {
@@ -157,11 +154,12 @@ def test_memory_options_in_the_key_reach_the_trainer_s_model(bench):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_two_ranks_give_equal_losses(bench, launcher):
     reference = bench.run("torchrun", "trainer_script.py", None, ranks=2)
     found = bench.run(launcher, "trainer_script.py", {}, ranks=2)
     assert [rank["losses"] for rank in found] == [rank["losses"] for rank in reference]
+    assert all("memascend.integrations.deepspeed.hooks" in rank["modules"] for rank in found)
 
 
 @pytest.mark.slow

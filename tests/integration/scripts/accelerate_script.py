@@ -16,7 +16,7 @@ def main():
     parser = argparse.ArgumentParser()
     for name in ("--model", "--deepspeed", "--result"):
         parser.add_argument(name)
-    args = parser.parse_args()
+    args, _ = parser.parse_known_args()  # the deepspeed launcher adds --local_rank
     plugin = DeepSpeedPlugin(hf_ds_config=args.deepspeed)
     accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=plugin)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).train()

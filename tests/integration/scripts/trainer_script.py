@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import deepspeed
 import torch
 from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
 
@@ -39,16 +40,20 @@ class NotingTrainer(Trainer):
 
 
 def main():
+    if not torch.cuda.is_available():
+        deepspeed.init_distributed(dist_backend="gloo")  # Accelerate does it for GPUs alone
     script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
     model = AutoModelForCausalLM.from_pretrained(script.model, dtype=torch.bfloat16)
     data = Text(model.config.vocab_size)
     trainer = NotingTrainer(model=model, args=args, train_dataset=data, eval_dataset=data)
     trainer.train()
     evaluation = trainer.evaluate()["eval_loss"]
+    checkpoint = getattr(model.model.layers[0], "_gradient_checkpointing_func", None)
     out = {
         "losses": trainer.losses,
         "evaluation": evaluation,
-        "modules": sorted(m for m in sys.modules if "memascend" in m),
+        "modules": [name for name in sys.modules if name.startswith("memascend")],
+        "checkpoint": repr(checkpoint),
     }
     Path(f"{script.result}.{os.environ.get('RANK', '0')}").write_text(json.dumps(out))
 
