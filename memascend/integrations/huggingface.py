@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from memascend.activation.checkpointing import switch_on
+
 
 def standard_library_text(limit_bytes: int = 24_000_000) -> list[str]:
     """Sources of the standard library in sorted order, without tests and packages; at most ``limit_bytes``."""
@@ -116,7 +118,6 @@ def causal_lm(config: dict[str, Any], *, checkpointing: str) -> Any:
     with _initialised_with(model_config.initializer_range):
         model = AutoModelForCausalLM.from_config(model_config, attn_implementation="sdpa")
     if checkpointing != "none":
-        reentrant = checkpointing == "reentrant"
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        switch_on(model, {"use_reentrant": checkpointing == "reentrant"})
     model.train()
     return model

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -146,6 +147,8 @@ def _apply_attention(model: Any, wanted: str, applied: AppliedOptions) -> None:
 def _set_attention(model: Any, name: str) -> None:
     if hasattr(model, "set_attn_implementation"):
         model.set_attn_implementation(name)
+    elif hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS"):
+        model.config._attn_implementation = name  # transformers 4.51: such models look it up in each forward pass
     if model.config._attn_implementation != name:
         raise ValueError(
             f"{type(model).__name__} of this transformers cannot change to attention {name!r} once it is made: load it "
