@@ -44,7 +44,7 @@ class Job:
     that do not train. ``checkpoint``: a folder; the training saves there after each number of steps in ``save_at``,
     with ``resume`` it starts from there; ``die_at_sync``: in the last of these saves the process is killed at that
     fsync. ``minimum_swap_bytes``: smaller tensors stay in memory (default: DeepSpeed's 1 MiB, scaled). ``seed`` chooses
-    the text, ``init_seed`` the first weights.
+    the text, ``init_seed`` the first weights. ``evaluate_first``: a forward pass in evaluation precedes the steps.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Job:
     minimum_swap_bytes: int | None = None
     seed: int = 0
     init_seed: int = 0
+    evaluate_first: bool = False
 
 
 def train_all(jobs: list[Job], folder: Path, ranks: int = 1, timeout_s: float = 600) -> dict[str, dict[str, Any]]:
@@ -188,6 +189,8 @@ class Training:
         try:
             engine = self._build()
             first = self._resume(engine) if self.job.resume else 0
+            if self.job.evaluate_first:
+                self._evaluate(engine)
             for step in range(first, self.job.steps):
                 enabled.io.reset()
                 result["losses"].append(self._step(engine, step))
@@ -256,6 +259,14 @@ class Training:
             engine.backward(loss * float("inf") if step == self.job.overflow_at else loss)
             engine.step()
         return losses
+
+    def _evaluate(self, engine: Any) -> None:
+        import torch
+
+        engine.eval()
+        with torch.no_grad():
+            engine(input_ids=self._batch(0), labels=self._batch(0))
+        engine.train()
 
     def _batch(self, index: int) -> Any:
         """The next window of characters, each rank its own; ``seed`` moves the beginning."""

@@ -65,7 +65,7 @@ def checked_optimizer_class(
 
     class MemAscendStage3(*bases):  # type: ignore[misc, valid-type]
         def __init__(self, module: torch.nn.Module, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            swappers = self._adopt(module)
+            self._swappers = swappers = self._adopt(module)
             if derived is not None:
                 derived.fill_stage3(init_optimizer, kwargs)
                 pools = [s.pool.total_bytes for s in swappers if getattr(s, "pool", None) is not None]
@@ -93,6 +93,15 @@ def checked_optimizer_class(
             super()._configure_tensor_swapping(*args, **kwargs)
             if minimum_swap_bytes is not None:
                 self.optimizer_swapper.min_aio_bytes = minimum_swap_bytes
+
+        def _partition_all_parameters(self) -> None:
+            """Before a step, partitions that were read ahead and not used go too: DeepSpeed would update the copies in
+            memory alone and leave the old weights on NVMe.
+            """
+            super()._partition_all_parameters()
+            for swapper in self._swappers:
+                if hasattr(swapper, "release_read_ahead"):
+                    swapper.release_read_ahead()
 
         def has_overflow(self, partition_gradients: bool = True) -> bool:
             if check_name == "stock" or not partition_gradients:

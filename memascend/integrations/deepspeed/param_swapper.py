@@ -79,9 +79,11 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         self._staging: torch.Tensor | None = None
         self._swapped_in: dict[int, Any] = {}
         self._reserved: list[str] = []
+        self._beside_pool: set[int] = set()  # parameters whose buffers are not the pool's
         self.denied_prefetches = 0
         self.evicted_prefetches = 0
         self.released_gathered = 0
+        self.buffers_beside_pool = 0
         if self._pool_kind != "adaptive" and self._derived.pool_is_sized_by_user:
             self._make_monolithic_pool(self.aligned_elements_per_buffer, real_count)
 
@@ -150,7 +152,8 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         """Read ``params``. A prefetch (``async_op``) takes those for which there is room and leaves the rest."""
         unique = list({p.ds_id: p for p in params}.values())
         if async_op and swap_in_buffers is None:
-            unique = [p for p in unique if p.ds_id not in self.param_id_to_swap_buffer]
+            held = self.param_id_to_swap_buffer
+            unique = [p for p in unique if p.ds_id not in held and p.ds_status.name == "NOT_AVAILABLE"]
             self._prefetch(unique)
             return
         super_params = [p for p in unique if p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE]
@@ -201,13 +204,23 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         assert self.aio_read_handle.wait() == 1
 
     def remove_partition_and_release_buffers(self, params: list[Any]) -> None:
+        self.synchronize_reads_if_needed(params)  # a buffer that is still being read into is nobody else's yet
         for param in params:
-            if param.ds_id in self.param_id_to_buffer_id and self.pool is not None:
+            if param.ds_id in self._beside_pool:
+                self._beside_pool.discard(param.ds_id)
+            elif param.ds_id in self.param_id_to_buffer_id and self.pool is not None:
                 self.pool.release(param.ds_id)
             self._swapped_in.pop(param.ds_id, None)
         self.available_buffer_ids = []
         super().remove_partition_and_release_buffers(params)
         self.available_buffer_ids = []
+
+    def release_read_ahead(self) -> None:
+        """Give back the partitions in memory whose parameters are not gathered."""
+        self.synchronize_reads()
+        self.remove_partition_and_release_buffers(
+            [p for p in self._swapped_in.values() if p.ds_status.name == "NOT_AVAILABLE"]
+        )
 
     def reserve_available_buffers(self) -> list[torch.Tensor]:
         """All free buffers (``fast_init`` only; refused with the adaptive pool, see parts.py)."""
@@ -250,7 +263,9 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         """A slot for a read that must not fail.
 
         Where the class is used up, parameters give up theirs: first those that are gathered (the device has its copy,
-        so the host's is done with: MemAscend IV-A), then prefetched ones that nobody uses yet.
+        so the host's is done with: MemAscend IV-A), then prefetched ones that nobody uses yet. Where all are being
+        gathered (DeepSpeed gathers ahead by an order of modules that an evaluation has changed), the read gets a buffer
+        of its own until its release.
         """
         slot = self._lease(key, numel)
         if slot is not None:
@@ -269,12 +284,19 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
                 slot = self._lease(key, numel)
                 if slot is not None:
                     return slot
-        held = [(k, lease.tensor.numel()) for k, lease in self.pool.holders().items()]
-        holders = ", ".join(f"{k} ({n} elements)" for k, n in held)
-        raise RuntimeError(
-            f"memascend: no buffer of {numel} elements for parameter {key}: all are held by {holders}; "
-            "raise memascend.blocks_in_flight or lower stage3_max_reuse_distance"
-        )
+        if not self.buffers_beside_pool:
+            log.warning(
+                "memascend: no buffer of the pool fits parameter %s (%d elements): all are held by parameters that are "
+                "being gathered; it gets one of its own for a while, and so will others (more memory than planned; "
+                "memascend.blocks_in_flight makes the pool larger)",
+                key,
+                numel,
+            )
+        slot_numel = self._io_aligned_numel(numel)
+        slot = self._allocator.allocate(slot_numel, self.dtype, name="beside the pool", owner="parameter_pool")
+        self._beside_pool.add(key)
+        self.buffers_beside_pool += 1
+        return slot
 
 
 def swapped_numels_by_block(module: torch.nn.Module, swapper: Any) -> tuple[list[list[int]], list[int]]:
