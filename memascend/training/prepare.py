@@ -179,6 +179,8 @@ def _sequences(
         tail = max(config.ranks, round(total * share)) * context
         if total * context >= 2 * tail:
             data.move_tail(folder.data, tail)
+            counts["train_tokens"] -= tail
+            counts["eval_tokens"] = tail
     train = len(data.Sequences(folder.data / "train.tokens", context))
     held = len(data.Sequences(folder.data / "eval.tokens", context))
     needed = config.batch * config.accumulate * config.ranks
