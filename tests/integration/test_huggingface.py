@@ -135,6 +135,7 @@ def test_the_trainer_gives_equal_losses_with_the_key_under_the_deepspeed_launche
     assert "memascend.integrations.deepspeed.hooks" not in reference["modules"]
 
 
+@pytest.mark.slow
 def test_accelerate_gives_equal_losses_with_the_key_under_torchrun(bench):
     (reference,) = bench.run("torchrun", "accelerate_script.py", None)
     (found,) = bench.run("torchrun", "accelerate_script.py", {})

@@ -11,6 +11,7 @@ def held(record, owner):
     return sum(e["reserved_bytes"] for e in record["ledger"] if e["at_peak"] and e["owner"] == owner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("system", "arm"), [("zero_infinity", "as_published"), ("memascend", "memascend")])
 def test_locked_buffers_are_what_the_kernel_locks(runs, system, arm):
     memory = runs.record(system, arm)["memory"]

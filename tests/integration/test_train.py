@@ -55,6 +55,7 @@ def test_the_saved_weights_evaluate_to_the_loss_that_training_printed(finished):
     assert sum(found) / 2 == pytest.approx(printed[STEPS], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_trained_weights_are_the_start_of_another_run(finished, tmp_path):
     """Loaded under zero.Init, not trained (learning rate 0), evaluated: the last loss of the run that made them."""

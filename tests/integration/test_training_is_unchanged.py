@@ -41,6 +41,7 @@ def test_without_the_gather_clone_stock_deepspeed_trains_wrongly(runs, reference
     assert "gather-clone" not in without["shims"]
 
 
+@pytest.mark.slow
 def test_bf16_equals_its_own_reference(runs):
     options = ("--dtype", "bf16", "--steps", "4")
     reference = runs.record("zero_offload", "today", *options)
