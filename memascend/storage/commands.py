@@ -26,14 +26,16 @@ def add_storage(commands: Any) -> None:
     _add(actions, "verify", _verify, "read every tensor and compare its checksum; exit status 2 if any is damaged",
          lambda sub: (_json_option(sub), sub.add_argument("--repair", action="store_true",
                                                         help="erase the damaged tensors from the index")))  # fmt: skip
-    _add(actions, "gc", _collect, "rewrite the log with live records only, free what dead processes had reserved; "
-         "of a folder: remove the scratch files that killed processes have left there")  # fmt: skip
+    _add(actions, "gc", _collect, "remove what killed processes have left in shared memory; of a store also: rewrite "
+         "the log with live records only, free what dead processes had reserved; of a folder: remove the scratch files "
+         "that killed processes have left there", several="*")  # fmt: skip
     _add(actions, "destroy", _destroy, "unmake a store: its tensors are gone", _destroy_options)
 
 
-def _add(actions: Any, name: str, run: Any, summary: str, options: Any = None) -> None:
+def _add(actions: Any, name: str, run: Any, summary: str, options: Any = None, several: str = "+") -> None:
     parser = actions.add_parser(name, help=summary, description=summary)
-    parser.add_argument("devices", nargs="+", metavar="DEVICE", help="block device, loop device or preallocated file")
+    text = "block device, loop device or preallocated file"
+    parser.add_argument("devices", nargs=several, metavar="DEVICE", help=text)
     parser.add_argument("--control-folder", default=CONTROL_FOLDER, help=argparse.SUPPRESS)
     if options:
         options(parser)
@@ -188,15 +190,23 @@ def _verify(options: argparse.Namespace) -> str:
 
 
 def _collect(options: argparse.Namespace) -> str:
+    from memascend.storage.shared_memory import collect_shared_memory
+
+    folders = [device for device in options.devices if os.path.isdir(device)]
+    if folders and len(folders) < len(options.devices):
+        raise ValueError("gc takes the devices of one store, or folders: name one kind at a time")
+    lines = _collect_folders(options) if folders else [_collect_store(options)] if options.devices else []
+    left = collect_shared_memory(options.control_folder)
+    lines += [f"{each.bytes:>14} {each.path}, {each.kind}" for each in left]
+    return "\n".join([*lines, f"{len(left)} files of dead processes removed from {options.control_folder}"])
+
+
+def _collect_folders(options: argparse.Namespace) -> list[str]:
     from memascend.storage.scratch import collect_scratch_files
 
-    if not any(map(os.path.isdir, options.devices)):
-        return _collect_store(options)
-    if not all(map(os.path.isdir, options.devices)):
-        raise ValueError("gc takes the devices of one store, or folders: name one kind at a time")
     removed = [each for folder in options.devices for each in collect_scratch_files(folder, options.control_folder)]
     lines = [f"{size:>14} {path} of '{owner}'" for path, owner, size in removed]
-    return "\n".join([*lines, f"{len(removed)} scratch files removed"])
+    return [*lines, f"{len(removed)} scratch files removed"]
 
 
 def _collect_store(options: argparse.Namespace) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from memascend.storage.shared_memory import collect_shared_memory
 from memascend.training import checkpoint, preflight, systems
 from memascend.training import config as configs
 from memascend.training.config import TrainConfig
@@ -213,6 +214,9 @@ def _composed(config: TrainConfig, folder: RunFolder, prepared: dict[str, Any]) 
     nvme = Path(config.nvme).absolute() if config.nvme else folder.root / "swap"
     for line in collect_dead(nvme):
         say(line)
+    if left := collect_shared_memory():
+        size = sum(each.bytes for each in left) / (1 << 20)
+        say(f"removed {size:,.0f} MiB that killed processes had left in shared memory ({len(left)} files)")
     swap = None
     try:
         ds_config, parts = systems.deepspeed_setup(config, prepared, folder.root.name, "SWAP")

@@ -1,0 +1,104 @@
+"""What killed processes have left in shared memory (/dev/shm): found, and removed where nobody can need it.
+
+Two kinds of files. A store's control file (2 MiB or more) carries locks that its living users hold, so that a dead
+one's is known for sure (csrc/core/control.cpp). DeepSpeed's all-reduce buffers (66 MiB a rank) carry none, and
+DeepSpeed never removes them: one is left over when no process maps it and it is not just being made.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import stat
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = "/dev/shm"
+_CONTROL = re.compile(r"memascend-[0-9a-f]{32}")
+_BUFFER_PREFIX = "deepspeed_allreduce_buffer_"
+_OPENING, _PRESENCE = 0, 1  # bytes of a control file that carry locks: held while it is opened, and while it is used
+_YOUNG_S = 60  # ranks of another container, whose mappings are not seen here, have opened their buffers by then
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A file that was removed, and its bytes."""
+
+    path: str
+    kind: str
+    bytes: int
+
+
+def collect_shared_memory(folder: str | os.PathLike[str] = FOLDER) -> list[Leftover]:
+    """Remove the control files and DeepSpeed's buffers of dead processes; other users' files are left alone."""
+    root, removed = Path(folder), []
+    for path in sorted(root.glob("memascend-*")):
+        size = _remove_control(path) if _CONTROL.fullmatch(path.name) else None
+        if size is not None:
+            removed.append(Leftover(str(path), "control file", size))
+    buffers = [path for path in sorted(root.glob(f"{_BUFFER_PREFIX}*")) if _is_old_file_of_ours(path)]
+    mapped = _mapped_files() if buffers else set()
+    for path in buffers:
+        status = path.lstat()
+        if (status.st_dev, status.st_ino) not in mapped:
+            path.unlink(missing_ok=True)
+            removed.append(Leftover(str(path), "DeepSpeed's all-reduce buffer", status.st_blocks * 512))
+    return removed
+
+
+def _remove_control(path: Path) -> int | None:
+    """Bytes that were given back; None where the file is used, or not ours. As the last user of a store removes it."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or not (_lock(handle, _OPENING) and _lock(handle, _PRESENCE)):
+            return None
+        path.unlink(missing_ok=True)
+        return status.st_blocks * 512
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, byte: int) -> bool:
+    try:
+        fcntl.fcntl(handle, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def _is_old_file_of_ours(path: Path) -> bool:
+    """A regular file of this user (of any user, for root), made a while ago."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    mine = status.st_uid == os.geteuid() or os.geteuid() == 0
+    return stat.S_ISREG(status.st_mode) and mine and time.time() - status.st_mtime > _YOUNG_S
+
+
+def _mapped_files() -> set[tuple[int, int]]:
+    """(device, inode) of every file that a process here maps, as far as it may be looked at."""
+    return {entry for maps in Path("/proc").glob("[0-9]*/maps") for entry in _mappings(maps)}
+
+
+def _mappings(maps: Path) -> Iterator[tuple[int, int]]:
+    try:
+        lines = maps.read_text(errors="replace").splitlines()
+    except OSError:  # ended meanwhile, or another user's
+        return
+    for line in lines:
+        device, inode = line.split(None, 5)[3:5]
+        if inode != "0":
+            major, minor = device.split(":")
+            yield os.makedev(int(major, 16), int(minor, 16)), int(inode)
