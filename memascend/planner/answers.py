@@ -103,7 +103,9 @@ def answer(
         ),
         others=tuple(
             # stock DeepSpeed fails with bf16 states on NVMe, so its bar is the one that can be had
-            replace(work, system=system, arm=None, states="fp32" if system == "zero_infinity" else work.states).host()
+            replace(
+                work, system=system, arm=None, states="fp32" if system == "zero_infinity" else work.kept_states
+            ).host()
             for system in systems()
             if system not in (work.system, "all_in_gpu")
         ),
@@ -124,12 +126,12 @@ def _time(work: Workload, machine: Machine | None) -> tuple[StepTime | None, str
             work.system,
             work.arm,
             dtype=work.dtype,
-            states=work.states,
+            states=work.kept_states,
             ranks=work.ranks,
             batch=work.batch,
             context=work.context,
             micro_batches=work.micro_batches,
-            checkpointing=work.stack != "none",
+            checkpointing=work.stack.checkpoints,
             offload_checkpoints=work.offloads_checkpoints,
         )
     except ValueError as error:

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from memascend.planner.options import DEFAULT_STACK, MODEL_OPTIONS, Stack, default_context
 from memascend.planner.spec import model_spec
 
 _GIB = 2**30
@@ -28,11 +29,11 @@ def add_plan(commands: Any) -> None:
     what = parser.add_argument_group("what is trained")
     what.add_argument("--model", required=True, help="qwen2.5-7b, Qwen/Qwen2.5-7B, or a path to a config.json")
     what.add_argument("--twin", type=count, default=1, metavar="K", help="divide the model's widths by K")
-    what.add_argument("--gpus", type=count, default=1, help="data-parallel ranks on this machine (default 1)")
-    what.add_argument("--context", type=count, default=4096, help="tokens a sequence (default 4096)")
+    what.add_argument("--gpus", "--ranks", type=count, default=1, help="data-parallel ranks here (default 1)")
+    what.add_argument("--context", type=count, help="tokens a sequence (default 4096, or the model's longest if less)")
     what.add_argument("--batch", type=count, default=1, help="sequences a GPU at a time (default 1)")
     what.add_argument("--accumulate", type=count, default=1, help="batches a step (default 1)")
-    what.add_argument("--dtype", default="fp16", help="fp16 (default) or bf16, which needs no overflow check")
+    what.add_argument("--dtype", default="bf16", help="bf16 (default), or fp16, which needs an overflow check")
     what.add_argument("--states", default="fp32", help="optimizer states: fp32 (default), or bf16 with --dtype bf16")
     what.add_argument(
         "--gradients", default="fp32", help="the gradient buffer: fp32 (default), or bf16 with --dtype bf16"
@@ -47,12 +48,9 @@ def add_plan(commands: Any) -> None:
     how = parser.add_argument_group("how")
     how.add_argument("--system", default="memascend", help="memascend, zero_infinity, zero_offload, all_in_gpu")
     how.add_argument("--arm", help="a variant of the system, such as as_published or today for zero_infinity")
-    how.add_argument(
-        "--stack",
-        default="offloaded",
-        help="on the GPU: none, checkpointing, flash_chunked (flash attention, fused norms, loss in chunks), "
-        "offloaded (the same with checkpoints in host memory; default)",
-    )
+    for name, words in MODEL_OPTIONS.items():
+        preset = getattr(DEFAULT_STACK, name)
+        how.add_argument(f"--{name}", default=preset, help=f"{', '.join(words)} (default {preset}), as train's")
     where = parser.add_argument_group("what there is")
     where.add_argument("--gpu-memory", type=gib, metavar="GIB", help="memory of one GPU")
     where.add_argument("--ram", type=gib, metavar="GIB", help="host memory")
@@ -109,6 +107,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     from memascend.planner.report import as_json, as_text
 
     spec = model_spec(options.model).fused(fused_experts(options.experts))
+    options.context = options.context or default_context(spec.config)
     work = Workload(
         spec=spec.twin(options.twin) if options.twin > 1 else spec,
         system=options.system,
@@ -116,7 +115,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         dtype=options.dtype,
         states=options.states,
         gradients=options.gradients,
-        stack=options.stack,
+        stack=Stack(**{name: getattr(options, name) for name in MODEL_OPTIONS}),
         ranks=options.gpus,
         batch=options.batch,
         context=options.context,
@@ -201,8 +200,6 @@ def _outputs(options: argparse.Namespace, answers: Any) -> list[str]:
 
 def _train_line(options: argparse.Namespace) -> list[str]:
     """The same run by `memascend train`, which configures DeepSpeed itself."""
-    from memascend.planner.ds_config import MODEL_OPTIONS
-
     given = {
         "--model": options.model,
         "--twin": options.twin if options.twin > 1 else None,
@@ -213,9 +210,10 @@ def _train_line(options: argparse.Namespace) -> list[str]:
         "--dtype": options.dtype,
         "--gradients": options.gradients if options.gradients != "fp32" else None,
         "--system": options.system,
-        "--arm": "memascend_bf16" if options.states == "bf16" else options.arm,
+        "--arm": options.arm,
+        "--states": options.states if options.states != "fp32" else None,
         "--ranks": options.gpus if options.gpus > 1 else None,
-        "--checkpointing": MODEL_OPTIONS[options.stack]["checkpointing"],
+        **{f"--{name}": getattr(options, name) for name in MODEL_OPTIONS},
         "--nvme": options.nvme,
     }
     words = " ".join(f"{flag} {shlex.quote(str(value))}" for flag, value in given.items() if value is not None)

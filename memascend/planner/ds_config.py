@@ -12,17 +12,11 @@ from memascend.planner.footprint import DTYPES, OPTIMIZER_BUFFERS, SUB_GROUP_SIZ
 from memascend.planner.gpu_memory import PREFETCH_BUCKET, REDUCE_BUCKET
 from memascend.planner.io_volume import SSD_SYSTEMS
 from memascend.planner.limits import Workload
+from memascend.planner.options import MODEL_OPTIONS
 from memascend.planner.pool import streamed
 
 # One request of 1 MiB at a time is what both engines split a tensor into; 32 of them fill a drive (MemAscend IV-E).
 AIO = {"block_size": 1 << 20, "queue_depth": 32, "single_submit": False, "overlap_events": True}
-# The stacks of gpu_memory.py by the keys of the section "memascend" (integrations/memory_options.py).
-MODEL_OPTIONS = {
-    "none": {"attention": "eager", "loss": "plain", "checkpointing": "none"},
-    "checkpointing": {"attention": "eager", "loss": "plain", "checkpointing": "plain"},
-    "flash_chunked": {"attention": "auto", "loss": "chunked", "checkpointing": "plain"},
-    "offloaded": {"attention": "auto", "loss": "chunked", "checkpointing": "offloaded"},
-}
 PERSISTENCE_THRESHOLD = 100_000
 MAX_LIVE_PARAMETERS = 1_000_000_000
 
@@ -45,7 +39,7 @@ def deepspeed_config(work: Workload, nvme_path: str, learning_rate: float = 1e-5
         "stage": 3,
         "overlap_comm": False,
         "contiguous_gradients": True,
-        "reduce_bucket_size": scaled(REDUCE_BUCKET),
+        "reduce_bucket_size": min(scaled(REDUCE_BUCKET), work.spec.parameters),
         "sub_group_size": max(1, SUB_GROUP_SIZE // work.ranks // area),
         "stage3_prefetch_bucket_size": scaled(PREFETCH_BUCKET),
         "stage3_max_live_parameters": scaled(MAX_LIVE_PARAMETERS),
@@ -68,7 +62,7 @@ def deepspeed_config(work: Workload, nvme_path: str, learning_rate: float = 1e-5
     if work.system in SSD_SYSTEMS:
         config["aio"] = AIO | {"intra_op_parallelism": 1}
     if work.system == "memascend":
-        config["memascend"] = dict(MODEL_OPTIONS[work.stack])
+        config["memascend"] = {name: getattr(work.stack, name) for name in MODEL_OPTIONS}
         if work.states == "bf16":
             # With DeepSpeed's own AdamW bf16 master weights lose small updates; ours rounds stochastically.
             config["memascend"] |= {"optimizer_states": "bf16", "numerics": "fast"}
@@ -85,7 +79,7 @@ def _offload(work: Workload, nvme_path: str) -> dict[str, Any]:
         parts = streamed(
             work.spec.tensors(), element_bytes=size, ranks=work.ranks, threshold_bytes=(1 << 20) / work.spec.k**2
         )
-        param |= {"buffer_count": parts.monolithic_count(), "buffer_size": work.spec.largest().numel}
+        param |= {"buffer_count": parts.monolithic_count(), "buffer_size": parts.largest}
     optimizer = {
         "device": "nvme",
         "nvme_path": nvme_path,

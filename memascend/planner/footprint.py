@@ -64,7 +64,7 @@ class Arrangement:
     `pinned` rounds what torch pins (gradients, activations, small parameters), `swapped` what the swappers hold (the
     same through DeepSpeed 0.19.3; later ones allocate exactly there). `pool` is `separate` (each buffer pinned by
     itself), `one_tensor` (DeepSpeed's literal layout) or `adaptive`. `overflow`: the chain leaves temporaries, the
-    others none.
+    others none. `states`: what the arm keeps its states in, whatever is asked for.
     """
 
     label: str
@@ -73,7 +73,10 @@ class Arrangement:
     pool: str = "separate"
     overflow: str = "chain"
     whole_swap_out: bool = False  # DeepSpeed 0.16 sizes the swap-out buffer by the whole tensor, not the partition
+    states: str | None = None
 
+
+_EXACT = {"pinned": "page_aligned", "swapped": "page_aligned"}
 
 ARRANGEMENTS: dict[tuple[str, str], Arrangement] = {
     ("zero_infinity", "as_published"): Arrangement(label="ZeRO-Infinity (as published)"),
@@ -84,9 +87,26 @@ ARRANGEMENTS: dict[tuple[str, str], Arrangement] = {
     ("zero_infinity", "today"): Arrangement(
         label="ZeRO-Infinity (DeepSpeed 0.19.8)", swapped="page_aligned", pool="one_tensor"
     ),
-    ("memascend", "memascend"): Arrangement(
-        label="MemAscend", pinned="page_aligned", swapped="page_aligned", pool="adaptive", overflow="fused"
+    ("zero_infinity", "today_016"): Arrangement(
+        label="ZeRO-Infinity (DeepSpeed 0.16)", pool="one_tensor", whole_swap_out=True
     ),
+    ("memascend", "memascend"): Arrangement(label="MemAscend", **_EXACT, pool="adaptive", overflow="fused"),
+    ("memascend", "memascend_fast"): Arrangement(
+        label="MemAscend (own AdamW)", **_EXACT, pool="adaptive", overflow="fused"
+    ),
+    ("memascend", "memascend_bf16"): Arrangement(
+        label="MemAscend (bf16 states)", **_EXACT, pool="adaptive", overflow="fused", states="bf16"
+    ),
+    ("memascend", "memascend_bf16_nearest"): Arrangement(
+        label="MemAscend (bf16 states, nearest rounding)", **_EXACT, pool="adaptive", overflow="fused", states="bf16"
+    ),
+    ("memascend", "pinned_only"): Arrangement(label="MemAscend (pinned memory only)", **_EXACT),
+    ("memascend", "pool_only"): Arrangement(label="MemAscend (pool only)", pool="adaptive"),
+    ("memascend", "memascend_on_files"): Arrangement(
+        label="MemAscend (a file for each tensor)", **_EXACT, pool="adaptive", overflow="fused"
+    ),
+    ("memascend", "direct_only"): Arrangement(label="MemAscend (direct NVMe engine only)"),
+    ("memascend", "overflow_only"): Arrangement(label="MemAscend (overflow check only)", overflow="fused"),
     ("zero_offload", "today"): Arrangement(label="ZeRO-Offload"),
     ("all_in_gpu", "today"): Arrangement(label="All in GPU"),
 }
@@ -170,6 +190,7 @@ def plan(
     twin. Raises ValueError, in one line, for an unknown system, arm or dtype and for counts below one.
     """
     arm, arrangement = _arrangement(system, arm)
+    states = kept_states(system, arm, states)
     _check_workload(dtype, ranks, batch, context, blocks_in_flight)
     _check_states(system, dtype, states, gradients)
     area = spec.k * spec.k
@@ -205,6 +226,11 @@ def plan(
         states=states,
         entries=tuple(ledger.entries()),
     )
+
+
+def kept_states(system: str, arm: str | None, asked: str) -> str:
+    """What the states of an arm are kept in: as asked for, unless the arm is one of bf16 states."""
+    return _arrangement(system, arm)[1].states or asked
 
 
 def _arrangement(system: str, arm: str | None) -> tuple[str, Arrangement]:

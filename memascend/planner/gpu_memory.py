@@ -21,17 +21,16 @@ from memascend.memory.ledger import DEVICE, Ledger, LedgerEntry
 from memascend.ops.cross_entropy import DEFAULT_CHUNK_BYTES
 from memascend.planner.footprint import pageable
 from memascend.planner.layouts import is_gated
+from memascend.planner.options import DEFAULT_STACK, Stack
 from memascend.planner.pool import partition_numel
 from memascend.planner.spec import ModelSpec
 
-# The stacks of Fig. 2, each with all before it: nothing; gradient checkpointing; flash attention with fused norms,
-# gates and a loss in chunks (Liger); checkpoints offloaded to host memory.
-STACKS = ("none", "checkpointing", "flash_chunked", "offloaded")
-STACK_LABELS = {
-    "none": "ZeRO-Infinity",
-    "checkpointing": "+GC",
-    "flash_chunked": "+Liger/Flash",
-    "offloaded": "+Offloaded-GC",
+# The stacks of Fig. 2 by their labels, each with all before it.
+STACKS = {
+    "ZeRO-Infinity": Stack(attention="eager", loss="plain", checkpointing="none"),
+    "+GC": Stack(attention="eager", loss="plain", checkpointing="plain"),
+    "+Liger/Flash": Stack(attention="flash", loss="chunked", checkpointing="plain", fused=True),
+    "+Offloaded-GC": Stack(attention="flash", loss="chunked", checkpointing="offloaded", fused=True),
 }
 # Hugging Face, "Model training anatomy": kernels and context alone take 1.3 GB of GPU memory.
 CONTEXT_BYTES = 1_300_000_000
@@ -48,7 +47,7 @@ class DevicePlan:
     """The ledger of one GPU; its sum is the worst instant of a step."""
 
     spec: ModelSpec
-    stack: str
+    stack: Stack
     entries: tuple[LedgerEntry, ...]
 
     @property
@@ -99,7 +98,7 @@ def logits_bytes(spec: ModelSpec, tokens: int, *, chunked: bool) -> int:
 
 def gpu_memory(
     spec: ModelSpec,
-    stack: str = "offloaded",
+    stack: Stack | None = None,
     *,
     system: str = "memascend",
     ranks: int = 1,
@@ -109,12 +108,10 @@ def gpu_memory(
     """Everything on one GPU at the worst instant: in backward, one block recomputed, or the loss, whichever is larger.
 
     With parameters offloaded the GPU holds the largest tensor and what DeepSpeed prefetches; `all_in_gpu` holds 16
-    bytes a parameter. Raises ValueError for an unknown stack.
+    bytes a parameter, and all checkpoints. `stack`: default `DEFAULT_STACK`.
     """
-    if stack not in STACKS:
-        raise ValueError(f"unknown stack '{stack}': use one of {', '.join(STACKS)}")
-    level = STACKS.index(stack)
-    tokens, ledger = batch * context, Ledger()
+    stack = stack or DEFAULT_STACK
+    tokens, area, ledger = batch * context, spec.k * spec.k, Ledger()
 
     def hold(name: str, owner: str, size: int) -> None:
         pageable(ledger, name, owner, size, role=DEVICE)
@@ -124,19 +121,19 @@ def gpu_memory(
         hold("model states", "device_states", 16 * partition_numel(spec.parameters, ranks))
     else:
         largest = spec.largest().numel
-        hold("gathered parameters", "device_parameters", 2 * (largest + min(PREFETCH_BUCKET, spec.parameters)))
-        hold("gradient bucket", "device_gradients", 2 * min(REDUCE_BUCKET, spec.parameters))
+        hold("gathered parameters", "device_parameters", 2 * (largest + min(PREFETCH_BUCKET // area, spec.parameters)))
+        hold("gradient bucket", "device_gradients", 2 * min(REDUCE_BUCKET // area, spec.parameters))
         hold("gradient of the largest tensor", "device_gradients", 2 * largest)
     checkpoint = 2 * tokens * spec.hidden
-    block = tokens * block_bytes_per_token(spec, context, flash=level >= 2, fused=level >= 2)
-    loss = logits_bytes(spec, tokens, chunked=level >= 2)
-    if level == 0:
+    block = tokens * block_bytes_per_token(spec, context, flash=stack.flash, fused=stack.fused)
+    loss = logits_bytes(spec, tokens, chunked=stack.loss != "plain")
+    if not stack.checkpoints:
         hold("activations of all blocks", "device_activations", spec.layers * block)
         hold("logits and loss", "device_loss", loss)
         return DevicePlan(spec=spec, stack=stack, entries=tuple(ledger.entries()))
-    kept = CHECKPOINTS_IN_FLIGHT if level == 3 else spec.layers
+    kept = CHECKPOINTS_IN_FLIGHT if stack.offloads and system != "all_in_gpu" else spec.layers
     hold("activation checkpoints", "device_checkpoints", kept * checkpoint)
-    working = block + _backward_transient(spec, tokens, context, flash=level >= 2)
+    working = block + _backward_transient(spec, tokens, context, flash=stack.flash)
     if loss > working:
         hold("logits and loss", "device_loss", loss)
     else:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from memascend.planner.footprint import Plan, checkpoint_bytes, plan
+from memascend.planner.footprint import SUB_GROUP_SIZE, Plan, checkpoint_bytes, kept_states, plan
 from memascend.planner.gpu_memory import DevicePlan, gpu_memory
 from memascend.planner.io_volume import IoVolume, io_volume
 from memascend.planner.machine import Machine
+from memascend.planner.options import DEFAULT_STACK, Stack
 from memascend.planner.spec import ModelSpec, known_models, model_spec
 
 # Answers are rounded down to so many tokens.
@@ -49,15 +50,20 @@ class Workload:
     dtype: str = "fp16"
     states: str = "fp32"
     gradients: str = "fp32"
-    stack: str = "offloaded"
+    stack: Stack = DEFAULT_STACK
     ranks: int = 1
     batch: int = 1
     context: int = 4096
     micro_batches: int = 1
 
     @property
+    def kept_states(self) -> str:
+        """fp32 or bf16; an arm may fix it."""
+        return kept_states(self.system, self.arm, self.states)
+
+    @property
     def offloads_checkpoints(self) -> bool:
-        return self.stack == "offloaded" and self.system != "all_in_gpu"
+        return self.stack.offloads and self.system != "all_in_gpu"
 
     def host(self) -> Plan:
         context = self.context if self.offloads_checkpoints else 0
@@ -71,6 +77,8 @@ class Workload:
             ranks=self.ranks,
             batch=self.batch,
             context=context,
+            # as train and --write-config set it for every system, so that losses are equal
+            sub_group_size=max(1, SUB_GROUP_SIZE // self.ranks // self.spec.k**2),
         )
 
     def device(self) -> DevicePlan:
@@ -83,7 +91,7 @@ class Workload:
             self.spec,
             self.system,
             dtype=self.dtype,
-            states=self.states,
+            states=self.kept_states,
             ranks=self.ranks,
             micro_batches=self.micro_batches,
         )

@@ -8,7 +8,6 @@ from typing import Any
 
 from memascend.planner.answers import Answers, Need
 from memascend.planner.footprint import Plan
-from memascend.planner.gpu_memory import STACK_LABELS
 from memascend.planner.machine import REASONS, Calibrations
 
 GIB = 2**30
@@ -18,10 +17,10 @@ _WIDTH = 44
 def as_text(answers: Answers) -> str:
     """The whole answer, section by section."""
     sections = [
-        [_title(answers)],
+        [_title(answers), f"{answers.work.stack}"],
         _table("host memory at the worst instant of a step", answers.host.components(), answers.work.spec.k),
         _table(
-            f"memory of each GPU, with {STACK_LABELS[answers.work.stack].removeprefix('+')}",
+            "memory of each GPU at the worst instant",
             answers.device.components(),
             answers.work.spec.k,
         ),
@@ -41,7 +40,7 @@ def _separated(sections: list[list[str]]) -> list[list[str]]:
 def _title(answers: Answers) -> str:
     work, spec = answers.work, answers.work.spec
     gpus = f"{work.ranks} GPU{'s' if work.ranks > 1 else ''}"
-    states = ", bf16 optimizer states" if work.states == "bf16" else ""
+    states = ", bf16 optimizer states" if work.kept_states == "bf16" else ""
     states += ", bf16 gradient buffer" if work.gradients == "bf16" else ""
     experts = ""
     if spec.experts:
@@ -179,9 +178,11 @@ def as_json(answers: Answers) -> dict[str, Any]:
         "arm": made.arm,
         "dtype": work.dtype,
         "fused_experts": work.spec.fused_experts,
-        "states": work.states,
+        "states": work.kept_states,
         "gradients": work.gradients,
-        "stack": work.stack,
+        "attention": work.stack.attention,
+        "loss": work.stack.loss,
+        "checkpointing": work.stack.checkpointing,
         "gpus": work.ranks,
         "batch": work.batch,
         "context": work.context,

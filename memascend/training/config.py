@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memascend.planner.options import MODEL_OPTIONS
+
 SAVED_AS = "config.yaml"
 # Keys of runs that this command does not do: refused by name, since a silent full fine-tuning would be a surprise.
 _OUT_OF_SCOPE = dict.fromkeys(
@@ -18,7 +20,9 @@ _OUT_OF_SCOPE = dict.fromkeys(
     "LoRA and other adapters are out of scope: memascend trains all weights; remove the key",
 )
 # What may differ when a run goes on: none of it changes a loss before the new end. All else must stay as it was.
-MAY_CHANGE_ON_RESUME = ("steps", "epochs", "nvme", "save_every", "eval_every", "log_every", "keep", "eval_sequences")
+MAY_CHANGE_ON_RESUME = (
+    "steps", "epochs", "nvme", "devices", "save_every", "eval_every", "log_every", "keep", "eval_sequences",
+)  # fmt: skip
 
 
 def _option(
@@ -55,7 +59,9 @@ class TrainConfig:
         default_factory=list, metadata=_limits("text to evaluate on; default: a share of the documents of --data")
     )
     eval_share: float = _option(0.02, "share of the documents kept for evaluation", least=0, below=1)
-    context: int = _option(1024, "tokens a sequence: documents are packed to this length", least=2)
+    context: int | None = _option(
+        None, "tokens a sequence, that documents are packed to; default 4096, or the model's longest if less", least=2
+    )
     # How.
     steps: int | None = _option(None, "optimizer steps; default: as --epochs says", least=1)
     epochs: float = _option(1.0, "passes over the data, where --steps is not given", least=0.0001)
@@ -76,14 +82,18 @@ class TrainConfig:
     ranks: int = _option(1, "processes, one a GPU", least=1)
     threads: int | None = _option(None, "CPU threads a rank; default: all cores, shared out", least=1)
     nvme: str | None = _option(None, "folder on the SSD for swap files; default: in the output folder")
+    devices: list[str] = dataclasses.field(
+        default_factory=list,
+        metadata=_limits("raw devices to swap to in place of files, made ready by 'memascend storage format'"),
+    )
     states: str = _option("fp32", "master weights and optimizer states; bf16 halves the I/O", choices=("fp32", "bf16"))
     gradients: str = _option("fp32", "the buffer that gradients are added up in", choices=("fp32", "bf16"))
-    attention: str = _option("auto", "flash needs a GPU", choices=("auto", "eager", "sdpa", "flash"))
-    loss: str = _option("chunked", "chunked never holds all logits", choices=("plain", "chunked", "liger"))
+    attention: str = _option("auto", "flash needs a GPU", choices=MODEL_OPTIONS["attention"])
+    loss: str = _option("chunked", "chunked never holds all logits", choices=MODEL_OPTIONS["loss"])
     checkpointing: str = _option(
-        "plain",
+        "offloaded",
         "gradient checkpointing; offloaded keeps the checkpoints in host memory",
-        choices=("none", "plain", "offloaded", "unsloth"),
+        choices=MODEL_OPTIONS["checkpointing"],
     )
     # What it leaves behind.
     output: str | None = _option(None, "folder of the run; default: runs/<model>")

@@ -12,6 +12,7 @@ from typing import Any
 
 from memascend.planner import ModelSpec, model_spec
 from memascend.planner.layouts import TensorSpec, named_tensors
+from memascend.planner.options import MODEL_OPTIONS, Stack, default_context
 from memascend.training import data
 from memascend.training.config import TrainConfig
 from memascend.training.folder import RunFolder, write_atomically
@@ -24,7 +25,7 @@ def prepare(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
     """Write tokenizer, token files and, last, `prepared.json`; returns the latter. ValueError in one line."""
     source, model_config = resolve_model(config)
     notes: list[str] = []
-    context = _context(config, model_config, notes)
+    context = _context(config, model_config)
     facts = {
         "model_folder": None if config.initialised else str(source),
         "model_config": model_config,
@@ -70,11 +71,11 @@ def _hub_name(model: str) -> str:
     return model
 
 
-def _context(config: TrainConfig, model_config: dict[str, Any], notes: list[str]) -> int:
+def _context(config: TrainConfig, model_config: dict[str, Any]) -> int:
     most = model_config.get("max_position_embeddings")
-    if isinstance(most, int) and config.context > most:
+    if config.context and isinstance(most, int) and config.context > most:
         raise ValueError(f"the model takes at most {most} tokens a sequence, not {config.context}; lower --context")
-    return config.context
+    return config.context or default_context(model_config)
 
 
 def _tensors(model_config: dict[str, Any]) -> list[TensorSpec]:
@@ -104,31 +105,33 @@ def _sizes(config: TrainConfig, model_config: dict[str, Any]) -> dict[str, int]:
 
 
 def _spec(config: TrainConfig, model_config: dict[str, Any]) -> ModelSpec:
+    from memascend.planner.command import fused_experts
     from memascend.planner.spec import spec_from_config
 
+    fused = fused_experts("auto")
     if config.twin > 1:
-        return model_spec(config.model).twin(config.twin)
-    return spec_from_config(model_config, name=config.model, display=config.model)
+        return model_spec(config.model).fused(fused).twin(config.twin)
+    return spec_from_config(model_config, name=config.model, display=config.model).fused(fused)
 
 
 def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes: list[str]) -> dict[str, Any]:
     """Host memory that the planner expects, in bytes; None where it does not know the model or system."""
-    from memascend.planner import plan
-    from memascend.planner.footprint import systems
+    from memascend.planner.limits import Workload
 
     try:
-        arm = config.arm if config.arm in systems().get(config.system, []) else None
-        planned = plan(
-            _spec(config, model_config),
-            config.system,
-            arm,
+        planned = Workload(
+            spec=_spec(config, model_config),
+            system=config.system,
+            arm=config.arm,
             dtype=config.dtype,
-            ranks=config.ranks,
-            batch=config.batch,
-            context=context if config.checkpointing in ("offloaded", "unsloth") else 0,
             states=config.states,
             gradients=config.gradients,
-        )
+            stack=Stack(**{name: getattr(config, name) for name in MODEL_OPTIONS}),
+            ranks=config.ranks,
+            batch=config.batch,
+            context=context,
+            micro_batches=config.accumulate,
+        ).host()
     except ValueError as error:
         notes.append(f"host memory was not planned: {error}")
         return {"planned_host_bytes": None, "planned_components": {}}

@@ -14,7 +14,8 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_plan_prints_every_component_and_a_total(capsys):
-    status, out, err = run(capsys, "plan", "--model", "Qwen/Qwen2.5-7B", "--system", "zero_infinity", "--ram", "128")
+    status, out, err = run(capsys, "plan", "--model", "Qwen/Qwen2.5-7B", "--system", "zero_infinity", "--ram", "128",
+                           "--dtype", "fp16")  # fmt: skip
     assert (status, err) == (0, "")
     assert "overflow check overhead" in out
     assert "host memory: fits 128 GiB" in out
@@ -66,8 +67,11 @@ def test_plan_grows_with_context_and_gpus(capsys):
         (["plan", "--model", "llama3.2-1b", "--dtype", "int8"], "unknown dtype 'int8'"),
         (["plan", "--model", "llama3.2-1b", "--contxt", "1"], "--contxt"),
         (["plan", "--model", "missing/config.json"], "No such file"),
-        (["plan", "--model", "llama3.2-1b", "--stack", "magic"], "unknown stack 'magic'"),
-        (["plan", "--model", "llama3.2-1b", "--states", "bf16"], "optimizer states in bf16 need a model in bf16"),
+        (["plan", "--model", "llama3.2-1b", "--checkpointing", "magic"], "unknown checkpointing 'magic'"),
+        (
+            ["plan", "--model", "llama3.2-1b", "--dtype", "fp16", "--states", "bf16"],
+            "optimizer states in bf16 need a model in bf16",
+        ),
         (
             ["plan", "--model", "llama3.2-1b", "--system", "zero_infinity", "--dtype", "bf16", "--states", "bf16"],
             "stock DeepSpeed fails with bf16 optimizer states on NVMe",
@@ -191,11 +195,11 @@ def test_a_bf16_gradient_buffer_is_half_as_large(capsys):
     fp32, bf16 = (planned(capsys, "--dtype", "bf16", "--gradients", dtype) for dtype in ("fp32", "bf16"))
     parts = (fp32["components_bytes"], bf16["components_bytes"])
     assert parts[1]["gradient flat buffer"] * 2 == parts[0]["gradient flat buffer"]
-    assert run(capsys, "plan", "--model", "llama3.2-1b", "--gradients", "bf16")[0] == 2
+    assert run(capsys, "plan", "--model", "llama3.2-1b", "--dtype", "fp16", "--gradients", "bf16")[0] == 2
 
 
 def test_checkpoints_that_stay_on_the_gpu_take_no_host_memory(capsys):
-    there, here = (planned(capsys, "--stack", stack) for stack in ("offloaded", "flash_chunked"))
+    there, here = (planned(capsys, "--checkpointing", words) for words in ("offloaded", "plain"))
     moved = there["components_bytes"]["activation checkpoints"]
     assert there["host_bytes"] - here["host_bytes"] == moved
     assert here["device_bytes"] > there["device_bytes"]
@@ -268,18 +272,15 @@ def test_the_line_for_train_is_one_that_train_takes(capsys, tmp_path):
     keys = {flag.removeprefix("--").replace("-", "_"): text for flag, text in zip(words[::2], words[1::2], strict=True)}
     values = {name: [text] if name == "data" else from_text(name, text) for name, text in keys.items()}
     config = complete(values)
-    assert (config.ranks, config.context, config.arm, config.dtype) == (2, 4096, "memascend_bf16", "bf16")
+    assert (config.ranks, config.context, config.states, config.dtype) == (2, 4096, "bf16", "bf16")
     assert (config.gradients, config.checkpointing) == ("bf16", "offloaded")
 
 
-def test_the_stack_is_in_the_configuration_by_keys_that_the_library_knows(capsys, tmp_path):
+def test_words_of_the_model_options_are_those_of_the_library():
     from memascend.integrations.memory_options import CHOICES
-    from memascend.planner.ds_config import MODEL_OPTIONS
-    from memascend.planner.gpu_memory import STACKS
+    from memascend.planner.options import MODEL_OPTIONS
 
-    assert set(MODEL_OPTIONS) == set(STACKS)
-    for options in MODEL_OPTIONS.values():
-        assert all(value in CHOICES[name] for name, value in options.items())
+    assert MODEL_OPTIONS == CHOICES
 
 
 def test_experts_are_planned_as_the_installed_transformers_stores_them(capsys):

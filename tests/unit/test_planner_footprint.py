@@ -166,7 +166,7 @@ def test_table_ii_which_models_fit_where():
 @pytest.mark.parametrize(("system", "arm"), list(ARRANGEMENTS))
 @pytest.mark.parametrize(("model", "workload"), [("llama3.2-1b", {}), ("qwen2.5-7b", {"ranks": 2, "context": 512})])
 def test_components_add_up_to_the_total(system, arm, model, workload):
-    made = plan(model_spec(model), system, arm, **workload)
+    made = plan(model_spec(model), system, arm, dtype="bf16", **workload)
     assert sum(made.components().values()) == made.host_bytes
     assert {entry.owner for entry in made.entries if entry.role == HOST} <= set(OWNER_METRICS)
 

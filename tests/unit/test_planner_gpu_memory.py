@@ -8,6 +8,7 @@ import torch
 from memascend.planner import model_spec
 from memascend.planner.footprint import GIB
 from memascend.planner.gpu_memory import STACKS, block_bytes_per_token, gpu_memory, logits_bytes
+from memascend.planner.options import Stack
 
 SMALL = {
     "hidden_size": 128,
@@ -90,15 +91,15 @@ def test_the_loss_keeps_six_of_its_ten_bytes_a_logit(small):
 def test_each_technique_of_figure_2_lowers_the_peak():
     spec = model_spec("llama3.1-8b")
     for context in (512, 32768):
-        peaks = [gpu_memory(spec, stack, batch=4, context=context).device_bytes for stack in STACKS]
+        peaks = [gpu_memory(spec, stack, batch=4, context=context).device_bytes for stack in STACKS.values()]
         assert peaks == sorted(peaks, reverse=True)
         assert len(set(peaks)) == len(STACKS)
-    assert gpu_memory(spec, "checkpointing", batch=4, context=32768).device_bytes > 80 * GIB
-    assert gpu_memory(spec, "offloaded", batch=4, context=32768).device_bytes < 80 * GIB
+    assert gpu_memory(spec, STACKS["+GC"], batch=4, context=32768).device_bytes > 80 * GIB
+    assert gpu_memory(spec, STACKS["+Offloaded-GC"], batch=4, context=32768).device_bytes < 80 * GIB
 
 
 def test_components_add_up_and_all_are_device_role():
-    made = gpu_memory(model_spec("qwen2.5-7b"), "offloaded", batch=2, context=4096)
+    made = gpu_memory(model_spec("qwen2.5-7b"), batch=2, context=4096)
     assert sum(made.components().values()) == made.device_bytes
     assert {entry.role for entry in made.entries} == {"device"}
 
@@ -109,6 +110,16 @@ def test_all_in_gpu_holds_sixteen_bytes_a_parameter():
     assert states == 16 * spec.parameters
 
 
-def test_an_unknown_stack_is_one_clear_line():
-    with pytest.raises(ValueError, match="unknown stack 'magic': use one of none, checkpointing"):
-        gpu_memory(model_spec("llama3.2-1b"), "magic")
+def test_without_offloading_to_the_host_all_checkpoints_are_on_the_gpu():
+    spec = model_spec("llama3.2-1b")
+    for stack, system in ((Stack(checkpointing="plain"), "memascend"), (Stack(), "all_in_gpu")):
+        made = gpu_memory(spec, stack, system=system, batch=2, context=4096).components()
+        assert made["activation checkpoints"] == spec.layers * 2 * 2 * 4096 * spec.hidden
+    assert (
+        gpu_memory(spec, batch=2, context=4096).components()["activation checkpoints"] == 2 * 2 * 2 * 4096 * spec.hidden
+    )
+
+
+def test_an_unknown_word_is_one_clear_line():
+    with pytest.raises(ValueError, match="unknown checkpointing 'magic': use one of none, plain, offloaded"):
+        Stack(checkpointing="magic")

@@ -14,7 +14,7 @@ from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import CountingAllocator
 from memascend.planner import Plan, model_spec
 from memascend.planner.footprint import ARRANGEMENTS, DTYPES, GIB, PEAK
-from memascend.planner.gpu_memory import STACK_LABELS, STACKS, gpu_memory
+from memascend.planner.gpu_memory import STACKS, gpu_memory
 from workflows.scripts.model_rows import C1, C3, DENSE, Row, pair, planned, row
 from workflows.scripts.tidy import MEMASCEND
 
@@ -49,9 +49,9 @@ def fig02() -> Iterator[Row]:
     """One GPU, 8B, batch 4: each stack of techniques with all before it."""
     spec = model_spec("llama3.1-8b")
     for context in (512, 32_768):
-        for stack in STACKS:
+        for label, stack in STACKS.items():
             made = gpu_memory(spec, stack, system="zero_infinity", batch=4, context=context)
-            cells = {"series": STACK_LABELS[stack], "model": spec.display, "testbed": C1}
+            cells = {"series": label, "model": spec.display, "testbed": C1}
             cells |= {"x_name": AT_CONTEXT, "x_value": str(context)}
             for metric, nbytes in {"peak device memory": made.device_bytes, **made.components()}.items():
                 yield row("memascend-fig02", metric, nbytes / GIB, "GiB", "memascend.planner.gpu_memory", **cells)

@@ -1,0 +1,57 @@
+"""What a model can do to need less GPU memory: words and defaults that `plan` and `train` share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Keys of `memascend train`, flags of `memascend plan`, and keys of the section "memascend" in a DeepSpeed JSON.
+MODEL_OPTIONS = {
+    "attention": ("auto", "eager", "sdpa", "flash"),
+    "loss": ("plain", "chunked", "liger"),
+    "checkpointing": ("none", "plain", "offloaded", "unsloth"),
+}
+DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """What the model does to need less GPU memory, by the words of `MODEL_OPTIONS`; ValueError for any other.
+
+    `fused`: norms and gates as single kernels, which Liger has and neither our options nor a DeepSpeed JSON switch on.
+    """
+
+    attention: str = "auto"
+    loss: str = "chunked"
+    checkpointing: str = "offloaded"
+    fused: bool = False
+
+    def __post_init__(self) -> None:
+        for name, words in MODEL_OPTIONS.items():
+            if getattr(self, name) not in words:
+                raise ValueError(f"unknown {name} '{getattr(self, name)}': use one of {', '.join(words)}")
+
+    @property
+    def checkpoints(self) -> bool:
+        return self.checkpointing != "none"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the checkpoints wait in host memory."""
+        return self.checkpointing in ("offloaded", "unsloth")
+
+    @property
+    def flash(self) -> bool:
+        """Whether no scores are kept; SDPA, which `auto` takes, has such kernels too."""
+        return self.attention != "eager"
+
+    def __str__(self) -> str:
+        return f"attention {self.attention}, loss {self.loss}, checkpointing {self.checkpointing}"
+
+
+DEFAULT_STACK = Stack()
+
+
+def default_context(model_config: dict[str, object]) -> int:
+    """Tokens a sequence where nobody says: 4096, or as many as the model takes where that is less."""
+    most = model_config.get("max_position_embeddings")
+    return min(DEFAULT_CONTEXT, most) if isinstance(most, int) and most > 0 else DEFAULT_CONTEXT

@@ -1,0 +1,92 @@
+"""`memascend plan` and `memascend train` mean the same by the same options, said or left out."""
+
+import dataclasses
+import json
+
+import pytest
+
+from memascend.cli import main
+from memascend.planner import model_spec
+from memascend.planner.footprint import systems as planned_systems
+from memascend.planner.pool import streamed
+from memascend.training import systems
+from memascend.training.config import TrainConfig
+from memascend.training.prepare import _plan
+
+MODEL = "qwen2.5-7b"
+
+
+def planned(capsys, *options, config=None):
+    """The JSON of a plan; `config`: where it writes the DeepSpeed configuration."""
+    more = ["--write-config", str(config), "--nvme", str(config.parent)] if config else []
+    assert main(["plan", "--model", MODEL, "--json", *options, *more]) in (0, 1)
+    return json.loads(capsys.readouterr().out)
+
+
+def as_train_option(name):
+    return {"gpus": "ranks"}.get(name, name)
+
+
+def test_what_is_left_out_is_the_same_in_both(capsys):
+    made, default = planned(capsys), TrainConfig(model=MODEL)
+    for name in ("dtype", "states", "gradients", "attention", "loss", "checkpointing", "gpus", "batch", "accumulate"):
+        assert made[name] == getattr(default, as_train_option(name)), name
+    assert made["system"] == default.system
+    spec = model_spec(MODEL)
+    assert made["host_bytes"] == _plan(default, spec.hf_config_dict(), made["context"], [])["planned_host_bytes"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"checkpointing": "plain", "batch": 4},
+        {"checkpointing": "none", "loss": "plain", "attention": "eager", "ranks": 2},
+        {"states": "bf16", "gradients": "bf16", "accumulate": 8},
+        {"arm": "memascend_bf16"},
+        {"arm": "direct_only", "dtype": "fp16"},
+        {"system": "zero_infinity", "dtype": "fp16"},
+        {"system": "zero_offload", "context": 1024},
+    ],
+    ids=str,
+)
+def test_the_same_options_need_the_same_memory(capsys, options):
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    made = planned(capsys, *words)
+    config = TrainConfig(model=MODEL, **options)
+    host = _plan(config, model_spec(MODEL).hf_config_dict(), made["context"], [])
+    assert host == {"planned_host_bytes": made["host_bytes"], "planned_components": made["components_bytes"]}
+
+
+def test_every_arm_that_train_runs_can_be_planned():
+    for name in systems.provider().system_names():
+        arms = systems.provider().load_system(name).arms
+        assert set(planned_systems()[name]) == set(arms)
+        assert planned_systems()[name][0] == arms[0]
+
+
+@pytest.mark.parametrize("system", ["memascend", "zero_infinity", "zero_offload"])
+@pytest.mark.parametrize("more", [{}, {"dtype": "fp16", "ranks": 2, "batch": 2, "accumulate": 4}], ids=str)
+def test_the_written_configuration_is_what_train_runs(capsys, tmp_path, system, more):
+    """Key by key, but for what the adaptive pool takes from the model itself."""
+    words = [word for name, value in more.items() for word in (f"--{name}", str(value))]
+    planned(capsys, "--system", system, *words, config=tmp_path / "ds.json")
+    written = json.loads((tmp_path / "ds.json").read_text())
+    config = TrainConfig(model=MODEL, system=system, **more)
+    spec = model_spec(MODEL)
+    flow = streamed(spec.tensors(), element_bytes=2, ranks=config.ranks, threshold_bytes=1 << 20)
+    prepared = {"context": 4096, "largest_tensor": flow.largest, "parameters": spec.parameters,
+                "pool_buffers": flow.monolithic_count()}  # fmt: skip
+    run, _ = systems.deepspeed_setup(config, prepared, "run", str(tmp_path))
+    section = written.pop("memascend", {})
+    if system == "memascend":
+        assert section == {name: getattr(config, name) for name in ("attention", "loss", "checkpointing")}
+        for name in ("buffer_count", "buffer_size"):
+            run["zero_optimization"]["offload_param"].pop(name)
+    for name, value in written.items():
+        if name == "optimizer":
+            value["params"] = run[name]["params"] | value["params"]
+        if name in ("fp16", "bf16"):
+            assert value["enabled"] is run[name]["enabled"] is True
+        else:
+            assert value == run[name], name
+    assert dataclasses.asdict(config)["system"] == system
