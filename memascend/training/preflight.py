@@ -45,7 +45,9 @@ def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Pat
         )
     parameters = prepared["parameters"]
     wants = [(output, (config.keep + 1) * CHECKPOINT_BYTES * parameters, "checkpoints", "--output, or --keep 1")]
-    if swap is not None:
+    if swap is not None and config.devices:
+        _check_devices(config.devices, SWAP_BYTES * parameters)
+    elif swap is not None:
         wants.append((swap, SWAP_BYTES * parameters, "swap files", "--nvme"))
     by_device: dict[int, list[tuple[Path, int, str, str]]] = {}
     for want in wants:
@@ -59,6 +61,21 @@ def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Pat
                 f"{group[0][0]} has {free / GIB:.1f} GiB free and this run writes {what}: "
                 f"{(need - free) / GIB:.1f} GiB are missing; free space, or name another folder ({mend})"
             )
+
+
+def _check_devices(devices: list[str], needed: int) -> None:
+    there = 0
+    for device in devices:
+        try:
+            with open(device, "rb", buffering=0) as file:
+                there += file.seek(0, os.SEEK_END)
+        except OSError as error:
+            raise ValueError(f"cannot read the device {device}: {error.strerror}") from None
+    if needed > there:
+        raise ValueError(
+            f"{', '.join(devices)} hold {there / GIB:.1f} GiB and this run swaps {needed / GIB:.1f} GiB: name more or "
+            "larger --devices, or swap to files (--nvme)"
+        )
 
 
 def _less_memory(config: TrainConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from typing import Any
 
 GROUP = "memascend.systems"
@@ -25,7 +26,17 @@ def provider() -> Any:
 
 def check(config: Any) -> None:
     """Refuse, in one line, a system that is not there and keys that exclude one another."""
-    provider().load_system(config.system, config.arm)
+    system = provider().load_system(config.system, config.arm)
+    if config.devices and system.parts(config.arm or system.arms[0]).get("aio") != "direct":
+        raise ValueError(
+            f"devices are for the direct NVMe engine, which {config.system} ({config.arm or system.arms[0]}) does not "
+            "use: set --system memascend, or leave --devices out"
+        )
+    for device in config.devices:
+        if not os.path.exists(device):
+            raise ValueError(
+                f"there is no device {device}; 'memascend storage format' makes one ready"
+            )
     if config.states == "bf16" and (config.system != "memascend" or config.dtype != "bf16"):
         raise ValueError("states 'bf16' are a part of memascend and need dtype bf16: set --system and --dtype")
     if config.gradients == "bf16" and config.dtype != "bf16":
@@ -57,6 +68,8 @@ def deepspeed_setup(
     if config.states == "bf16":
         parts |= {"optimizer_states": "bf16", "numerics": "fast"}
     ds_config = system.deepspeed_config(run, sizes, swap)
+    if config.devices:
+        ds_config["memascend"] = {"devices": list(config.devices)}
     return _fitted(ds_config, config, prepared["parameters"]), parts
 
 

@@ -1,5 +1,6 @@
 """Order of data, learning rate, packing, and what a run says: all functions of the step alone."""
 
+import dataclasses
 import io
 import json
 
@@ -206,3 +207,8 @@ def test_too_little_memory_or_disk_is_said_before_the_start(tmp_path):
     with pytest.raises(ValueError, match=r"GiB of checkpoints and .* GiB of swap files: .* are missing"):
         preflight.check(config, prepared | {"planned_host_bytes": None, "parameters": 10**15}, tmp_path, tmp_path)
     preflight.check(config, prepared | {"planned_host_bytes": 1}, tmp_path, tmp_path)
+    device = tmp_path / "device"
+    device.write_bytes(bytes(4096))
+    devices = dataclasses.replace(config, devices=[str(device)])
+    with pytest.raises(ValueError, match=r"this run swaps .* GiB: name more or larger --devices"):
+        preflight.check(devices, prepared | {"planned_host_bytes": 1, "parameters": 10**6}, tmp_path, tmp_path)

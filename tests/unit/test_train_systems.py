@@ -73,3 +73,16 @@ def test_the_parent_of_a_run_holds_neither_torch_nor_deepspeed():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_devices_go_to_the_direct_engine_alone(tmp_path):
+    device = tmp_path / "device"
+    device.write_bytes(b"")
+    assert setup(devices=[str(device)])[0]["memascend"] == {"devices": [str(device)]}
+    assert "memascend" not in setup()[0]
+    systems.check(dataclasses.replace(CONFIG, devices=[str(device)]))
+    for changes in ({"system": "zero_infinity"}, {"arm": "memascend_on_files"}):
+        with pytest.raises(ValueError, match="devices are for the direct NVMe engine, which"):
+            systems.check(dataclasses.replace(CONFIG, devices=[str(device)], **changes))
+    with pytest.raises(ValueError, match="there is no device /dev/nowhere"):
+        systems.check(dataclasses.replace(CONFIG, devices=["/dev/nowhere"]))
