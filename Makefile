@@ -8,6 +8,8 @@ VENV ?= .venv
 CORES ?= all
 PROFILE ?=
 PYTEST ?=
+# A process a core; more than four would wait for the longest file of tests.
+WORKERS ?= -n logical --maxprocesses 4
 ifdef CUDA
 CONSTRAINTS ?= constraints-cuda.txt
 EXTRAS ?= cuda,deepspeed,huggingface,test,workflow
@@ -36,7 +38,7 @@ smoke: setup ## the same in minutes, on the smallest twins
 	@$(SNAKEMAKE) figures --config profile=smoke
 
 test: setup native-tests ## all tests but those that are slow or need what this machine lacks
-	@$(IN_VENV) pytest $(PYTEST)
+	@$(IN_VENV) pytest $(WORKERS) $(PYTEST)
 
 native-tests: setup ## the C++ core without Python, under AddressSanitizer and ThreadSanitizer
 	@$(MAKE) -s -j $$(nproc) -C tests/native

@@ -3,17 +3,36 @@
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 # No test downloads anything: configurations are committed, weights are initialised, text is the standard library.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# With several processes (make test; pytest -n 2) a file stays in one of them, and so do files that share trainings.
+SHARED_TRAININGS = {"tests/faults/test_train_kill.py": "tests/integration/test_train.py"}
+# First what takes longest, so that no process is left with it at the end.
+LONGEST = ("tests/integration/", "tests/faults/", "tests/workflow/")
+
 NUMA_NODES = Path("/sys/devices/system/node")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return SHARED_TRAININGS.get(file, file)
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 def gpu_missing() -> str | None:
@@ -36,6 +55,8 @@ def deepspeed_missing() -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: [not item.nodeid.startswith(folder) for folder in LONGEST])
     reasons = {
         "slow": lambda: None if config.getoption("--run-slow") else "slow; runs with --run-slow",
         "gpu": gpu_missing,
