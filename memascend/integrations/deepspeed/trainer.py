@@ -2,7 +2,7 @@
 
 States go through the optimizer's own swap-in and swap-out, one sub-group at a time, so that whatever stands in the
 swappers' places is saved and restored alike and host memory holds one sub-group. What an uninterrupted run would have
-in memory is restored to the bit: see :func:`restore_states` for the one thing that DeepSpeed keeps outside its tensors.
+in memory is restored to the bit, and so is what DeepSpeed keeps outside its tensors (`replay_bias_corrections`).
 """
 
 from __future__ import annotations
@@ -163,11 +163,9 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 def restore_states(engine: Any, path: Path, facts: dict[str, Any]) -> None:
-    """Bring the engine to the state that :func:`save_states` wrote: weights, moments, scaler, counters, random state.
+    """Bring the engine to what :func:`save_states` wrote: weights, moments, scaler, counters, random state."""
+    from .swapped_states import replay_bias_corrections
 
-    DeepSpeedCPUAdam keeps beta1^t and beta2^t as a running product in C++ and starts over with pow() where the step
-    jumps; the two differ in the last bit. The product is therefore made anew, step by step, on a tensor of one element.
-    """
     optimizer, steps = engine.optimizer, facts["adam_step"]
     optimizer._partition_all_parameters()
     with TensorFileReader(path) as reader:
@@ -184,7 +182,7 @@ def restore_states(engine: Any, path: Path, facts: dict[str, Any]) -> None:
                 optimizer._optimizer_states_and_gradient_swap_out(index)
         _restore_random(reader, facts)
     optimizer.checkpoint_event_epilogue()
-    _replay_bias_corrections(optimizer.optimizer, steps)
+    replay_bias_corrections(optimizer)
     vars(optimizer.loss_scaler).update(facts["loss_scaler"])
     for name, value in facts["counters"].items():
         setattr(engine, name, value)
@@ -197,16 +195,3 @@ def _restore_random(reader: TensorFileReader, facts: dict[str, Any]) -> None:
     version, words, gauss = facts["python_random"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(facts["numpy_random"]))
-
-
-def _replay_bias_corrections(adam: Any, steps: int) -> None:
-    native = getattr(adam, "ds_opt_adam", None)
-    if native is None:
-        return
-    group, one = adam.param_groups[0], [torch.zeros(1) for _ in range(4)]
-    beta1, beta2 = group["betas"]
-    for step in range(1, steps + 1):
-        native.adam_update(
-            adam.opt_id, step, 0.0, beta1, beta2, group["eps"], 0.0, group["bias_correction"], one[0], one[1], one[2],
-            one[3],
-        )  # fmt: skip
