@@ -54,7 +54,9 @@ class Documents:
             loaded = datasets.load_dataset(name, self._subset, split=self._split)
         except (ConnectionError, FileNotFoundError, OSError, ValueError) as error:
             why = " ".join(str(error).split())[:200]
-            raise ValueError(f"'{name}' is no file or folder here, and no dataset that can be loaded ({why})") from None
+            raise ValueError(
+                f"'{name}' is no file or folder here, and no dataset that can be loaded ({why}); check the path"
+            ) from None
         if self._field not in loaded.column_names:
             raise ValueError(
                 f"the dataset {name} has no field '{self._field}'; name one of {', '.join(loaded.column_names)} with "

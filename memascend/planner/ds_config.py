@@ -105,4 +105,6 @@ def write_config(config: dict[str, Any], path: Path, *, force: bool) -> None:
         os.chmod(partial, 0o644)
         os.replace(partial, path)
     except OSError as error:
-        raise ValueError(f"cannot write the configuration {path}: {error.strerror}") from None
+        raise ValueError(
+            f"cannot write the configuration {path}: {error.strerror}; name a file in another folder"
+        ) from None

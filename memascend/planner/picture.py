@@ -48,7 +48,7 @@ def draw(answers: Answers, path: Path, *, force: bool = False) -> None:
     try:
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     except OSError as error:
-        raise ValueError(f"cannot write the picture {path}: {error.strerror}") from None
+        raise ValueError(f"cannot write the picture {path}: {error.strerror}; name a file in another folder") from None
 
 
 def _bars(axes: Any, plans: list[Plan]) -> None:

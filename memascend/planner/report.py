@@ -17,7 +17,7 @@ _WIDTH = 44
 def as_text(answers: Answers) -> str:
     """The whole answer, section by section."""
     sections = [
-        [_title(answers), f"{answers.work.stack}"],
+        [_title(answers), f"{answers.work.stack}", *_beyond_the_model(answers)],
         _table("host memory at the worst instant of a step", answers.host.components(), answers.work.spec.k),
         _table(
             "memory of each GPU at the worst instant",
@@ -52,6 +52,13 @@ def _title(answers: Answers) -> str:
         f"{answers.host.label}: {spec.display}{twin}, {parameters} parameters{experts}, {work.dtype}{states}, {gpus}, "
         f"batch {work.batch}{more} a GPU, context {work.context}"
     )
+
+
+def _beyond_the_model(answers: Answers) -> list[str]:
+    work, most = answers.work, answers.work.spec.config.get("max_position_embeddings")
+    if not isinstance(most, int) or work.context <= most:
+        return []
+    return [f"note: the model takes at most {most:,} tokens a sequence; memascend train refuses {work.context:,}"]
 
 
 def _table(title: str, components: dict[str, int], k: int) -> list[str]:

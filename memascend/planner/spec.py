@@ -104,11 +104,13 @@ class ModelSpec:
             size = getattr(self, field)
             if size % k:
                 key = _HF_KEYS[field]
-                raise ValueError(f"{self.label} has no twin at k = {k}: {key} {size} is not divisible by it")
+                raise ValueError(
+                    f"{self.label} has no twin at k = {k}: {key} {size} is not divisible by it; take a smaller k"
+                )
         if (self.head_dim // k) % 2:
             raise ValueError(
                 f"{self.label} has no twin at k = {k}: head_dim {self.head_dim} / {k} = {self.head_dim // k} is odd, "
-                "and rotary embedding needs pairs"
+                "and rotary embedding needs pairs; take a smaller k"
             )
         sizes = {field: getattr(self, field) // k for field in _TWIN_SIZES}
         return dataclasses.replace(self, **sizes, k=self.k * k)
@@ -157,7 +159,7 @@ def model_spec(name_or_path: str | Path) -> ModelSpec:
         if wanted in {_normalise(name), _normalise(extra["display"]), _normalise(extra["hub"])}:
             return spec_from_config(config, name=name, display=extra["display"])
     if path.is_dir():
-        raise ValueError(f"the folder {path} holds no config.json")
+        raise ValueError(f"the folder {path} holds no config.json; name a model's folder, or a known model")
     raise ValueError(_unknown(str(name_or_path)))
 
 

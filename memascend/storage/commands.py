@@ -192,6 +192,9 @@ def _verify(options: argparse.Namespace) -> str:
 def _collect(options: argparse.Namespace) -> str:
     from memascend.storage.shared_memory import collect_shared_memory
 
+    for device in options.devices:
+        if not os.path.exists(device):
+            raise ValueError(f"there is no {device}: name a folder, or the devices of a store")
     folders = [device for device in options.devices if os.path.isdir(device)]
     if folders and len(folders) < len(options.devices):
         raise ValueError("gc takes the devices of one store, or folders: name one kind at a time")

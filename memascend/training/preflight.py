@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.training.config import TrainConfig
+from memascend.training.progress import byte_count
 
 GIB = 1 << 30
 # Bytes a parameter on the swap device: 2 weights, 12 master and moments, 4 gradients (evidence: DeepSpeed's swappers
@@ -73,7 +74,7 @@ def _check_devices(devices: list[str], needed: int) -> None:
             raise ValueError(f"cannot read the device {device}: {error.strerror}") from None
     if needed > there:
         raise ValueError(
-            f"{', '.join(devices)} hold {there / GIB:.1f} GiB and this run swaps {needed / GIB:.1f} GiB: name more or "
+            f"{', '.join(devices)}: {byte_count(there)} in all, and this run swaps {byte_count(needed)}; name more or "
             "larger --devices, or swap to files (--nvme)"
         )
 

@@ -34,9 +34,7 @@ def check(config: Any) -> None:
         )
     for device in config.devices:
         if not os.path.exists(device):
-            raise ValueError(
-                f"there is no device {device}; 'memascend storage format' makes one ready"
-            )
+            raise ValueError(f"there is no device {device}; 'memascend storage format' makes one ready")
     if config.states == "bf16" and (config.system != "memascend" or config.dtype != "bf16"):
         raise ValueError("states 'bf16' are a part of memascend and need dtype bf16: set --system and --dtype")
     if config.gradients == "bf16" and config.dtype != "bf16":

@@ -210,5 +210,5 @@ def test_too_little_memory_or_disk_is_said_before_the_start(tmp_path):
     device = tmp_path / "device"
     device.write_bytes(bytes(4096))
     devices = dataclasses.replace(config, devices=[str(device)])
-    with pytest.raises(ValueError, match=r"this run swaps .* GiB: name more or larger --devices"):
+    with pytest.raises(ValueError, match=r"this run swaps 19.1 MiB; name more or larger --devices"):
         preflight.check(devices, prepared | {"planned_host_bytes": 1, "parameters": 10**6}, tmp_path, tmp_path)
