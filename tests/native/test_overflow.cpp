@@ -15,7 +15,7 @@ namespace {
 
 std::vector<SimdLevel> levels_here() {
   std::vector<SimdLevel> levels{SimdLevel::kPortable};
-  for (const SimdLevel level : {SimdLevel::kAvx2, SimdLevel::kAvx512}) {
+  for (const SimdLevel level : {SimdLevel::kAvx2, SimdLevel::kAvx2Vaes, SimdLevel::kAvx512}) {
     if (level <= best_simd_level()) {
       levels.push_back(level);
     }

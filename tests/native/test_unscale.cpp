@@ -13,7 +13,7 @@ namespace {
 
 std::vector<SimdLevel> levels_here() {
   std::vector<SimdLevel> levels;
-  for (const SimdLevel level : {SimdLevel::kPortable, SimdLevel::kAvx2, SimdLevel::kAvx512}) {
+  for (const SimdLevel level : {SimdLevel::kPortable, SimdLevel::kAvx2, SimdLevel::kAvx2Vaes, SimdLevel::kAvx512}) {
     if (level <= best_simd_level()) {
       levels.push_back(level);
     }

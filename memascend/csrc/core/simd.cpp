@@ -11,9 +11,12 @@ SimdLevel best_simd_level() {
     const bool avx2 =
         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("aes");
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                        __builtin_cpu_supports("vaes");
-    return avx2 && avx512 ? SimdLevel::kAvx512 : avx2 ? SimdLevel::kAvx2 : SimdLevel::kPortable;
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    const bool vaes = __builtin_cpu_supports("vaes");
+    if (!avx2) {
+      return SimdLevel::kPortable;
+    }
+    return !vaes ? SimdLevel::kAvx2 : avx512 ? SimdLevel::kAvx512 : SimdLevel::kAvx2Vaes;
   }();
   return level;
 #else
@@ -25,6 +28,8 @@ std::string simd_level_name(SimdLevel level) {
   switch (level) {
     case SimdLevel::kAvx512:
       return "avx512";
+    case SimdLevel::kAvx2Vaes:
+      return "avx2_vaes";
     case SimdLevel::kAvx2:
       return "avx2";
     case SimdLevel::kPortable:

@@ -67,6 +67,14 @@ struct Avx2 {
     return _mm256_movemask_ps(_mm256_cmp_ps(both, both, _CMP_UNORD_Q)) != 0;
   }
 
+  // Of bf16: the exponent is all ones.
+  static bool any_packed_not_finite(const Packed& a, const Packed& b) {
+    const __m256i exponent = _mm256_set1_epi16(0x7F80);
+    const auto full = [&](__m256i x) { return _mm256_cmpeq_epi16(_mm256_and_si256(x, exponent), exponent); };
+    const __m256i any = _mm256_or_si256(_mm256_or_si256(full(a.low), full(a.high)), _mm256_or_si256(full(b.low), full(b.high)));
+    return _mm256_movemask_epi8(any) != 0;
+  }
+
   static Halves to_f16(Floats a) {
     constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return _mm256_set_m128i(_mm256_cvtps_ph(a.high, kNearest), _mm256_cvtps_ph(a.low, kNearest));
@@ -96,8 +104,7 @@ struct Avx2 {
   }
 
   static Noise noise(std::uint64_t first_block, const AdamWFactors& f) {
-    const __m128i first =
-        _mm_set_epi64x(static_cast<long long>(f.step), static_cast<long long>(first_block));
+    const __m128i first = counter(first_block, f);
     __m128i block[4];
     for (int k = 0; k < 4; ++k) {
       block[k] = _mm_xor_si128(_mm_add_epi64(first, _mm_set_epi64x(0, k)), key(f, 0));
@@ -112,11 +119,8 @@ struct Avx2 {
       block[k] = _mm_aesenclast_si128(block[k], key(f, kArsRounds));
       next[k] = _mm_aesenc_si128(block[k], key(f, kArsRounds + 1));
     }
-    const Packed param{_mm256_set_m128i(block[1], block[0]), _mm256_set_m128i(block[3], block[2])};
-    const Packed variance{_mm256_set_m128i(next[1], next[0]), _mm256_set_m128i(next[3], next[2])};
-    return {param,
-            {_mm256_xor_si256(param.low, variance.low), _mm256_xor_si256(param.high, variance.high)},
-            variance};
+    return with_momentum({_mm256_set_m128i(block[1], block[0]), _mm256_set_m128i(block[3], block[2])},
+                         {_mm256_set_m128i(next[1], next[0]), _mm256_set_m128i(next[3], next[2])});
   }
 
   static Doubles zero_sums() {
@@ -146,6 +150,19 @@ struct Avx2 {
     return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
   }
 
+ protected:
+  static Noise with_momentum(const Packed& param, const Packed& variance) {
+    return {param,
+            {_mm256_xor_si256(param.low, variance.low), _mm256_xor_si256(param.high, variance.high)},
+            variance};
+  }
+  static __m128i counter(std::uint64_t block, const AdamWFactors& f) {
+    return _mm_set_epi64x(static_cast<long long>(f.step), static_cast<long long>(block));
+  }
+  static __m128i key(const AdamWFactors& f, int round) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(f.round_key[round]));
+  }
+
  private:
   template <int kWhich>
   static __m256 every_second(Floats a) {
@@ -162,9 +179,6 @@ struct Avx2 {
     const __m256i a = _mm256_add_epi32(_mm256_castps_si256(even), below);
     const __m256i b = _mm256_add_epi32(_mm256_castps_si256(odd), _mm256_srli_epi32(noise, 16));
     return _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xAA);
-  }
-  static __m128i key(const AdamWFactors& f, int round) {
-    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(f.round_key[round]));
   }
   static Halves load_halves(const std::uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   static void store_halves(std::uint16_t* p, Halves a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }

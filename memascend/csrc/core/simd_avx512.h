@@ -53,6 +53,12 @@ struct Avx512 {
     ((sum = _mm512_fmadd_ps(rest, zero, sum)), ...);
     return _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q) != 0;
   }
+  // Of bf16: the exponent is all ones.
+  static bool any_packed_not_finite(Packed a, Packed b) {
+    const __m512i exponent = _mm512_set1_epi16(0x7F80);
+    const auto full = [&](__m512i x) { return _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent); };
+    return (full(a) | full(b)) != 0;
+  }
 
   static Halves to_f16(Floats a) { return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   // Not vcvtneps2bf16, which takes subnormal numbers for zero.

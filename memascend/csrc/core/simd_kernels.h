@@ -1,4 +1,4 @@
-// Kernels that exist once for every instruction set: simd_kernels_{portable,avx2,avx512}.cpp fill a table each. Results
+// Kernels that exist once for every instruction set: simd_kernels_{portable,avx2,avx2_vaes,avx512}.cpp fill a table each. Results
 // are the same bits at every level: the same operations in the same order, each rounded as IEEE 754 says.
 #pragma once
 
@@ -57,6 +57,7 @@ struct SimdKernels {
 const SimdKernels& simd_kernels_portable();
 #if defined(__x86_64__)
 const SimdKernels& simd_kernels_avx2();
+const SimdKernels& simd_kernels_avx2_vaes();
 const SimdKernels& simd_kernels_avx512();
 #endif
 

@@ -14,6 +14,9 @@ const SimdKernels& simd_kernels(SimdLevel level) {
   if (level == SimdLevel::kAvx512) {
     return simd_kernels_avx512();
   }
+  if (level == SimdLevel::kAvx2Vaes) {
+    return simd_kernels_avx2_vaes();
+  }
   if (level == SimdLevel::kAvx2) {
     return simd_kernels_avx2();
   }

@@ -124,7 +124,9 @@ inline bool step_bf16(const AdamWFactors& f, const AdamWPiece& piece, std::int64
   const auto kept = V::round(even.param, odd.param, noise.param);
   const auto kept_momentum = V::round(even.momentum, odd.momentum, noise.momentum);
   const auto kept_variance = V::round(even.variance, odd.variance, noise.variance);
-  if (bad<V>(even, odd)) [[unlikely]] {
+  // Noise makes no number of a NaN that came from bf16, as its low half is zero; a wider gradient's may have all bits set.
+  if (V::any_packed_not_finite(kept, kept_variance) || (Grad != FloatFormat::kBFloat16 && bad<V>(even, odd)))
+      [[unlikely]] {
     return false;
   }
   const auto put = [&](void* data, const auto& packed, bool past_caches) {

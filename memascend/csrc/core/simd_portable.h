@@ -209,6 +209,14 @@ struct Portable {
     }
     return bad;
   }
+  // Of bf16: the exponent is all ones.
+  static bool any_packed_not_finite(const Packed& a, const Packed& b) {
+    bool bad = false;
+    for (int k = 0; k < 32; ++k) {
+      bad |= (a.lane[k] & 0x7F80) == 0x7F80 || (b.lane[k] & 0x7F80) == 0x7F80;
+    }
+    return bad;
+  }
 
   static Halves to_f16(const Floats& a) {
     return each<Halves>([&](int k) { return f16_of(a.lane[k]); });
