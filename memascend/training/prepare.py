@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.planner import ModelSpec, model_spec
+from memascend.planner.command import fused_experts
 from memascend.planner.layouts import TensorSpec, named_tensors
 from memascend.planner.options import MODEL_OPTIONS, Stack, default_context
 from memascend.training import data
@@ -18,7 +19,7 @@ from memascend.training.config import TrainConfig
 from memascend.training.folder import RunFolder, write_atomically
 from memascend.training.processes import die_with_parent
 
-MIB = 1 << 20
+_WEIGHT_BYTES, _GROUPED_ALIGNMENT = 2, 16  # torch._grouped_mm wants strides of multiples of 16 bytes
 
 
 def prepare(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
@@ -43,18 +44,28 @@ def resolve_model(config: TrainConfig) -> tuple[Path | None, dict[str, Any]]:
     """(folder of the weights and tokenizer or None, the model's configuration)."""
     from memascend.integrations import pretrained
 
+    if config.twin > 1:
+        return _folder_of(config.model), _twin(config).hf_config_dict()
     if config.initialised:
         with contextlib.suppress(ValueError):
-            spec = model_spec(config.model)
-            return _folder_of(config.model), spec.twin(config.twin).hf_config_dict()
-        if config.twin > 1:
-            return _folder_of(config.model), model_spec(config.model).twin(config.twin).hf_config_dict()
+            return _folder_of(config.model), model_spec(config.model).hf_config_dict()
         source = pretrained.local_folder(config.model)
         return source, pretrained.configuration(source)
     source = pretrained.local_folder(_hub_name(config.model))
     if not pretrained.has_weights(source):
         raise ValueError(f"{source} holds no weights (*.safetensors); add --random-weights to initialise them")
     return source, pretrained.configuration(source)
+
+
+def _twin(config: TrainConfig) -> ModelSpec:
+    """The model with its widths divided; ValueError where there is none, or none that torch's kernels take."""
+    spec = model_spec(config.model).fused(fused_experts("auto")).twin(config.twin)
+    if spec.fused_experts and spec.expert_intermediate * _WEIGHT_BYTES % _GROUPED_ALIGNMENT:
+        raise ValueError(
+            f"the experts of {config.model} divided by {config.twin} are {spec.expert_intermediate} wide, and torch's "
+            "product of fused experts takes multiples of 8; take a smaller --twin"
+        )
+    return spec
 
 
 def _folder_of(model: str) -> Path | None:
@@ -105,13 +116,11 @@ def _sizes(config: TrainConfig, model_config: dict[str, Any]) -> dict[str, int]:
 
 
 def _spec(config: TrainConfig, model_config: dict[str, Any]) -> ModelSpec:
-    from memascend.planner.command import fused_experts
     from memascend.planner.spec import spec_from_config
 
-    fused = fused_experts("auto")
     if config.twin > 1:
-        return model_spec(config.model).fused(fused).twin(config.twin)
-    return spec_from_config(model_config, name=config.model, display=config.model).fused(fused)
+        return _twin(config)
+    return spec_from_config(model_config, name=config.model, display=config.model).fused(fused_experts("auto"))
 
 
 def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes: list[str]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ def text(tmp_path):
         ({"batch": 100_000, "accumulate": 2}, "one step takes 200000"),
         ({"tokenizer": "/nowhere"}, "there is no folder /nowhere"),
         ({"twin": 128}, "has no twin at k = 128"),
+        ({"model": "qwen3-30b-a3b", "twin": 64}, "divided by 64 are 12 wide, .* take a smaller --twin"),
     ],
 )
 def test_what_cannot_work_is_one_line(tmp_path, text, changes, said):
