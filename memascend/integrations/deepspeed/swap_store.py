@@ -22,7 +22,7 @@ from .derived import IoSettings
 
 SWAP_FOLDER = "zero_stage_3"  # DeepSpeed's, in nvme_path
 _LEAST_GROWTH_BYTES = 64 << 20
-_GROWTH = 1.25
+_GROWTH, _MOST_GROWTH_BYTES = 1.25, 1 << 30
 
 # What forward and backward wait for goes first; nothing waits for a write until its buffer is needed again.
 PARAMETER_READ, OPTIMIZER_READ, WRITE = 2, 1, 0
@@ -49,6 +49,10 @@ class _Place:
     def paths(self) -> list[str]:
         return [] if self._engine is None else self._engine.paths
 
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes
+
     def _open(self) -> DirectEngine:
         config = DirectEngineConfig(
             workers=max(1, self._io.workers // 2),
@@ -72,7 +76,8 @@ class _Place:
             if self._used_bytes <= self._grown_bytes:
                 return
             try:
-                self._grow(max(self._used_bytes + _LEAST_GROWTH_BYTES, int(self._used_bytes * _GROWTH)))
+                more = min(int(self._used_bytes * (_GROWTH - 1)), _MOST_GROWTH_BYTES)
+                self._grow(self._used_bytes + max(_LEAST_GROWTH_BYTES, more))
             except StorageError:  # not that much: then just what is needed
                 self._grow(self._used_bytes)
 
@@ -158,6 +163,11 @@ class SwapStore:
     def paths(self) -> list[str]:
         """The files or devices; empty before the first write."""
         return [path for place in dict.fromkeys(self._places.values()) for path in place.paths]
+
+    @property
+    def used_bytes(self) -> int:
+        """What the tensors take, whole units each; the files are preallocated a little larger."""
+        return sum(place.used_bytes for place in dict.fromkeys(self._places.values()))
 
     def close(self) -> None:
         """End all requests and remove the files. A later write opens an empty store."""

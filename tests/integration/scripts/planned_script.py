@@ -1,7 +1,7 @@
 """A training script as the README shows it, on the JSON that `memascend plan --write-config` wrote.
 
 `python planned_script.py MODEL_CONFIG DS_CONFIG K CONTEXT RESULT`: three steps; RESULT gets bytes moved in each, the
-ledger of live buffers after the last, and the bytes of the swap files.
+ledger of live buffers after the last, and the bytes that the swapped tensors take.
 """
 
 import json
@@ -36,8 +36,7 @@ def main() -> None:
         engine.step()
         phases.append((enabled.io.bytes_read, enabled.io.bytes_written))
         moved.append(phases)
-    folder = Path(ds_config["zero_optimization"]["offload_param"]["nvme_path"])
-    stored = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    stored = enabled.store.used_bytes
     ledger = [[entry.owner, entry.reserved_bytes] for entry in enabled.ledger.live("host")]
     result.write_text(json.dumps({"moved": moved, "ledger": ledger, "stored": stored, "loss": loss.item()}))
 
