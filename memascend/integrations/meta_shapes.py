@@ -42,7 +42,7 @@ def meta_shapes(name: str, config: Mapping[str, Any]) -> MetaShapes:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(built)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split()).partition(" Model type should be one of")[0][:200]
         version = transformers.__version__
         raise ValueError(
             f"{name}: architecture '{model_type}' has no layout rule, and transformers {version} cannot build it as a "

@@ -19,6 +19,15 @@ def prepared(tmp_path, **changes):
     return prepare(complete(values | changes), folder), folder
 
 
+def test_a_model_that_is_no_causal_lm_is_refused_by_its_type(tmp_path, text):
+    (tmp_path / "t5").mkdir()
+    config = {"model_type": "t5", "d_model": 32, "num_layers": 2, "num_heads": 2, "d_ff": 64, "vocab_size": 512}
+    (tmp_path / "t5" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="a model of type 't5' is no causal language model") as refused:
+        prepared(tmp_path, model=str(tmp_path / "t5"), twin=1, random_weights=True)
+    assert len(str(refused.value)) < 200
+
+
 @pytest.fixture
 def text(tmp_path):
     return text_folder(tmp_path)
