@@ -87,10 +87,16 @@ def configuration(folder: Path) -> dict[str, Any]:
 
 def parameter_shapes(config: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
     """Names and shapes of a causal LM's parameters (a tied one once), without memory for them."""
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
+    settings = _config(config)
+    if type(settings) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"a model of type '{settings.model_type}' is no causal language model that transformers knows, and "
+            "memascend train fine-tunes nothing else; name another model"
+        )
     with torch.device("meta"), _quiet_transformers():
-        model = AutoModelForCausalLM.from_config(_config(config))
+        model = AutoModelForCausalLM.from_config(settings)
     return [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
 
 
@@ -141,13 +147,42 @@ def partitioned_model(source: Path | dict[str, Any], ds_config: dict[str, Any], 
 
 
 def _initialised(config: dict[str, Any], ds_config: dict[str, Any], dtype: torch.dtype) -> Any:
-    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import Init
     from transformers.integrations.deepspeed import prevent_arange_dtype_change
 
     from memascend.integrations.huggingface import causal_lm
 
-    with prevent_arange_dtype_change(), deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=dtype):
+    shell = _shell(config)
+
+    class FillingInit(Init):
+        """Before a module's own parameters are partitioned, they get their values.
+
+        transformers fills a model after it is made: under zero.Init it finds nothing. Linear and embedding layers fill
+        themselves (see causal_lm); a mixture's fused experts and routers are torch.empty or zeros without this.
+        """
+
+        def _post_init_method(self, module: torch.nn.Module) -> None:
+            if not hasattr(module, "reset_parameters") and next(module.parameters(recurse=False), None) is not None:
+                shell._init_weights(module)
+            super()._post_init_method(module)
+
+    with prevent_arange_dtype_change(), FillingInit(config_dict_or_path=ds_config, dtype=dtype):
         return causal_lm(config, checkpointing="none")
+
+
+def _shell(config: dict[str, Any]) -> Any:
+    """The model's class with its configuration and nothing in it: it knows how to fill single modules.
+
+    Made before zero.Init, under which the class must not be imported for the first time.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    settings = _config(config)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    shell = model_class.__new__(model_class)
+    torch.nn.Module.__init__(shell)
+    shell.config = settings
+    return shell
 
 
 def save_configuration(model: Any, folder: Path, tokenizer: Path) -> None:
