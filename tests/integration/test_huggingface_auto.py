@@ -74,4 +74,4 @@ try:
 except ValueError as error:
     print(error)
 """
-    assert "unknown key 'pol' in the DeepSpeed config; known keys: pinned" in run(code)
+    assert "unknown key 'pol' in the DeepSpeed config (did you mean pool?)" in run(code)

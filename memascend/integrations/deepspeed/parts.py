@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import tempfile
 from dataclasses import asdict, dataclass
@@ -95,8 +96,10 @@ def parts_from_config(ds_config: dict[str, Any], overrides: dict[str, Any]) -> t
     devices = section.pop("devices", None) or []
     unknown = sorted(set(section) - set(_CHOICES))
     if unknown:
-        known = ", ".join([*_CHOICES, *MEMORY_CHOICES, "blocks_in_flight", "enabled"])
-        raise ValueError(f'"{CONFIG_KEY}": unknown key {unknown[0]!r} in the DeepSpeed config; known keys: {known}')
+        known = [*_CHOICES, *MEMORY_CHOICES, "blocks_in_flight", "devices", "enabled"]
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else f"; known keys: {', '.join(known)}"
+        raise ValueError(f'"{CONFIG_KEY}": unknown key {unknown[0]!r} in the DeepSpeed config{hint}')
     if type(blocks_in_flight) is not int or blocks_in_flight < 1:
         raise ValueError(
             f'"{CONFIG_KEY}.blocks_in_flight" must be a whole number of at least 1, got {blocks_in_flight!r}'
