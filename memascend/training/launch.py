@@ -24,6 +24,7 @@ from memascend.training import config as configs
 from memascend.training.config import TrainConfig
 from memascend.training.folder import Lock, RunFolder, SwapFolder, collect_dead, write_atomically
 from memascend.training.processes import PARENT
+from memascend.training.progress import byte_count
 
 STOPPED = 143  # 128 + SIGTERM: stopped before its end, with a checkpoint
 # Without these glibc keeps freed blocks of over a gigabyte resident (measured on a 256M-parameter model).
@@ -153,8 +154,9 @@ def _prepare(folder: RunFolder, stopping: Stopping) -> dict[str, Any]:
     prepared = _read_prepared(folder)
     if prepared is None:
         say("reading model and text ...")
+        folder.logs.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="memascend-train-") as work:
-            result, log = Path(work) / "result.json", Path(work) / "log"
+            result, log = Path(work) / "result.json", folder.logs / "prepare.log"
             command = [sys.executable, "-m", "memascend.training.prepare", str(folder.root), str(result)]
             with log.open("wb") as output:
                 child = subprocess.Popen(
@@ -167,11 +169,13 @@ def _prepare(folder: RunFolder, stopping: Stopping) -> dict[str, Any]:
                 stopping.children = [child]
                 child.wait()
             if result.is_file():
+                log.unlink()
                 _discard_empty(folder)
                 raise ValueError(json.loads(result.read_text())["error"])
             prepared = _read_prepared(folder)
             if prepared is None and not stopping.asked:
-                raise ValueError(f"the preparation failed (exit {child.returncode}): {log.read_text()[-2000:]}")
+                _discard_empty(folder)
+                raise ValueError(f"the preparation failed (exit {child.returncode}): {_last_line(log)}; see {log}")
             prepared = prepared or {}
         for note in prepared.get("notes", []):
             say(f"note: {note}")
@@ -191,6 +195,8 @@ def _discard_empty(folder: RunFolder) -> None:
             shutil.rmtree(path, ignore_errors=True)
         for path in (folder.config, folder.prepared, folder.metrics):
             path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.logs.rmdir()  # only where it is empty
 
 
 def _steps(config: TrainConfig, prepared: dict[str, Any]) -> int:
@@ -284,7 +290,7 @@ def _announce(config: TrainConfig, prepared: dict[str, Any], job: dict[str, Any]
         f"learning rate {config.peak_learning_rate:g}"
     )
     planned = prepared["planned_host_bytes"]
-    memory = f", {planned / preflight.GIB:.1f} GiB of host memory planned" if planned else ""
+    memory = f", {byte_count(planned)} of host memory planned" if planned else ""
     say(f"system  {config.system}{f' ({config.arm})' if config.arm else ''}{memory}")
     say(f"output  {config.output_folder}")
     if found:
@@ -389,9 +395,13 @@ def _outcome(work: Path, folder: RunFolder, stopping: Stopping) -> int:
             f"rank {rank} was killed (signal 9), as the kernel does when memory runs out; see dmesg, plan with less "
             "(memascend plan), and go on with --resume"
         )
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    said = lines[-1].removeprefix(f"[rank{rank}]: ") if lines else "it said nothing"
+    said = _last_line(log).removeprefix(f"[rank{rank}]: ")
     raise ValueError(f"rank {rank} failed (exit {code}): {said}; see {log}")
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
 
 
 def remove_shared_buffers(port: int) -> None:

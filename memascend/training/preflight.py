@@ -10,7 +10,6 @@ from typing import Any
 from memascend.training.config import TrainConfig
 from memascend.training.progress import byte_count
 
-GIB = 1 << 30
 # Bytes a parameter on the swap device: 2 weights, 12 master and moments, 4 gradients (evidence: DeepSpeed's swappers
 # write 18 B/parameter a step), and a tenth for alignment.
 SWAP_BYTES = 20
@@ -40,9 +39,9 @@ def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Pat
     if needed is not None and needed > available:
         largest = max(prepared["planned_components"].items(), key=lambda part: part[1])
         raise ValueError(
-            f"this run needs {needed / GIB:.1f} GiB of host memory and {available / GIB:.1f} GiB are available: "
-            f"{(needed - available) / GIB:.1f} GiB are missing; largest part: {largest[0]}, "
-            f"{largest[1] / GIB:.1f} GiB. {_less_memory(config)}"
+            f"this run needs {byte_count(needed)} of host memory and {byte_count(available)} are available: "
+            f"{byte_count(needed - available)} are missing; largest part: {largest[0]}, "
+            f"{byte_count(largest[1])}. {_less_memory(config)}"
         )
     parameters = prepared["parameters"]
     wants = [(output, (config.keep + 1) * CHECKPOINT_BYTES * parameters, "checkpoints", "--output, or --keep 1")]
@@ -56,11 +55,11 @@ def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Pat
     for group in by_device.values():
         free, need = shutil.disk_usage(group[0][0]).free, sum(want[1] for want in group)
         if need > free:
-            what = " and ".join(f"{want[1] / GIB:.1f} GiB of {want[2]}" for want in group)
+            what = " and ".join(f"{byte_count(want[1])} of {want[2]}" for want in group)
             mend = " or ".join(want[3] for want in group)
             raise ValueError(
-                f"{group[0][0]} has {free / GIB:.1f} GiB free and this run writes {what}: "
-                f"{(need - free) / GIB:.1f} GiB are missing; free space, or name another folder ({mend})"
+                f"{group[0][0]} has {byte_count(free)} free and this run writes {what}: "
+                f"{byte_count(need - free)} are missing; free space, or name another folder ({mend})"
             )
 
 

@@ -236,3 +236,23 @@ def test_what_cannot_work_is_one_line_and_leaves_the_name_free(tmp_path):
         == "memascend: error: the model takes at most 131072 tokens a sequence, not 2000000; lower --context\n"
     )
     assert {path.name for path in (tmp_path / "run").glob("*")} == {"run.lock"}
+
+
+def test_a_preparation_that_crashes_is_one_line_with_its_log(tmp_path):
+    """Whatever comes out of a library: here an import that fails."""
+    broken = tmp_path / "broken" / "transformers"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise RuntimeError('broken here')")
+    done = subprocess.run(
+        command(tmp_path / "run", "--model", "llama3.2-1b", "--twin", "32", "--data", str(text_folder(tmp_path))),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment() | {"PYTHONPATH": str(tmp_path / "broken")},
+    )
+    assert done.returncode == 2
+    log = tmp_path / "run" / "logs" / "prepare.log"
+    said = f"the preparation failed (exit 1): RuntimeError: broken here; see {log}"
+    assert done.stderr == f"memascend: error: {said}\n"
+    assert "Traceback" in log.read_text()
+    assert {path.name for path in (tmp_path / "run").glob("*")} == {"run.lock", "logs"}

@@ -202,7 +202,7 @@ def test_sizes_and_times_read_well():
 def test_too_little_memory_or_disk_is_said_before_the_start(tmp_path):
     config = TrainConfig(model="m", data=["d"])
     prepared = {"planned_host_bytes": 1 << 50, "planned_components": {"pool": 1 << 49}, "parameters": 10}
-    with pytest.raises(ValueError, match=r"needs 1048576\.0 GiB of host memory .* are missing; largest part: pool"):
+    with pytest.raises(ValueError, match=r"needs 1048576 GiB of host memory .* are missing; largest part: pool"):
         preflight.check(config, prepared, tmp_path, None)
     with pytest.raises(ValueError, match=r"GiB of checkpoints and .* GiB of swap files: .* are missing"):
         preflight.check(config, prepared | {"planned_host_bytes": None, "parameters": 10**15}, tmp_path, tmp_path)
