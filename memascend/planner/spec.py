@@ -12,7 +12,7 @@ import difflib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ class ModelSpec:
         """Every parameter, in the order in which a forward pass meets it; a tied output matrix is not listed twice."""
         return list(self._tensors)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return sum(tensor.numel for tensor in self._tensors)
 
@@ -157,10 +157,16 @@ def model_spec(name_or_path: str | Path) -> ModelSpec:
         config = _committed(name)
         extra = config["_memascend"]
         if wanted in {_normalise(name), _normalise(extra["display"]), _normalise(extra["hub"])}:
-            return spec_from_config(config, name=name, display=extra["display"])
+            return _committed_spec(name)
     if path.is_dir():
         raise ValueError(f"the folder {path} holds no config.json; name a model's folder, or a known model")
     raise ValueError(_unknown(str(name_or_path)))
+
+
+@cache
+def _committed_spec(name: str) -> ModelSpec:
+    config = _committed(name)
+    return spec_from_config(config, name=name, display=config["_memascend"]["display"])
 
 
 def spec_from_config(config: Mapping[str, Any], *, name: str, display: str) -> ModelSpec:

@@ -14,7 +14,7 @@ from hardware.registry import load_testbed
 from memascend.planner import model_spec
 from memascend.planner.footprint import ARRANGEMENTS, GIB, systems
 from memascend.planner.io_volume import io_volume
-from memascend.planner.machine import REASONS, Calibrations, machine_from_testbed
+from memascend.planner.machine import REASONS, Calibrations, Machine, machine_from_testbed
 from memascend.planner.step_time import StepTime, step_time
 from workflows.scripts.model_rows import C1, C2, C3, DENSE, Row, row
 from workflows.scripts.model_sweeps import AT_BATCH, AT_CONTEXT, CONTEXT, CONTEXTS, GPUS, MOE, batches
@@ -68,9 +68,13 @@ def calibrations(exhibit: str, testbed: str) -> Iterator[Row]:
 
 
 @cache
+def machine(testbed: str) -> Machine:
+    return machine_from_testbed(load_testbed(testbed))
+
+
+@cache
 def seconds(model: str, testbed: str, ranks: int, batch: int, context: int, **arm: str) -> StepTime:
-    machine = machine_from_testbed(load_testbed(testbed))
-    return step_time(model_spec(model), machine, ranks=ranks, batch=batch, context=context, **arm)
+    return step_time(model_spec(model), machine(testbed), ranks=ranks, batch=batch, context=context, **arm)
 
 
 def throughput(
