@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        print("memascend: interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError, MemoryError, ImportError) as error:
         print(f"memascend: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

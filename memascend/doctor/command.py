@@ -25,8 +25,8 @@ def add_doctor(commands: Any) -> None:
     parser.add_argument("--no-speed", action="store_true", help="leave out the timed write and read (up to 1 GiB)")
     parser.add_argument("--model", help="check against what the plan of this model needs")
     parser.add_argument("--system", default="memascend", help="of that plan (default memascend)")
-    parser.add_argument("--gpus", type=count, default=1, help="of that plan (default 1)")
-    parser.add_argument("--context", type=count, default=4096, help="of that plan (default 4096)")
+    parser.add_argument("--gpus", "--ranks", type=count, default=1, help="of that plan (default 1)")
+    parser.add_argument("--context", type=count, help="of that plan (default as plan's)")
     parser.add_argument("--batch", type=count, default=1, help="of that plan (default 1)")
     parser.add_argument("--dtype", default="bf16", help="of that plan: bf16 (default) or fp16")
     parser.add_argument("--json", action="store_true", help="machine-readable")
@@ -55,15 +55,17 @@ def _needs(options: argparse.Namespace) -> Any:
     from memascend.memory.ledger import HOST
     from memascend.planner.command import fused_experts
     from memascend.planner.limits import Workload
+    from memascend.planner.options import default_context
     from memascend.planner.spec import model_spec
 
+    spec = model_spec(options.model).fused(fused_experts("auto"))
     work = Workload(
-        spec=model_spec(options.model).fused(fused_experts("auto")),
+        spec=spec,
         system=options.system,
         dtype=options.dtype,
         ranks=options.gpus,
         batch=options.batch,
-        context=options.context,
+        context=options.context or default_context(spec.config),
     )
     host, volume = work.host(), work.volume()
     pinned = [

@@ -94,6 +94,14 @@ def test_every_error_is_one_line_and_status_2(capsys, arguments, words):
     assert err.count("\n") == 1
 
 
+def test_ctrl_c_is_one_line(capsys, monkeypatch):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("memascend.planner.command.run", interrupted)
+    assert run(capsys, "plan", "--model", "llama3.2-1b") == (130, "", "memascend: interrupted\n")
+
+
 def test_an_unreadable_folder_is_one_line(capsys, tmp_path):
     status, _, err = run(capsys, "plan", "--model", str(tmp_path))
     assert status == 2
