@@ -113,6 +113,7 @@ def _engines(options: NvmeOptions) -> dict[str, dict[str, Any]]:
         "engine io_uring": {"backend": "io_uring", "checksums": "full"},
         "engine io_uring, no checksums": {"backend": "io_uring", "checksums": "off"},
         "engine libaio": {"backend": "libaio", "checksums": "full"},
+        "engine libaio, no checksums": {"backend": "libaio", "checksums": "off"},
     }
     return {name: common | extra for name, extra in wanted.items() if not _C.aio_missing(extra["backend"])}
 
