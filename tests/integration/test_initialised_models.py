@@ -1,0 +1,58 @@
+"""A model that train initialises has every weight drawn as transformers draws it, under zero.Init too."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.train_runs import free_port
+
+pytestmark = pytest.mark.deepspeed
+
+BUILD = """
+import json
+import sys
+
+import deepspeed
+import torch
+
+from memascend.integrations import pretrained
+from memascend.integrations.deepspeed import trainer
+
+trainer.start(1)
+sizes = dict(hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=16, vocab_size=512, num_experts=8, num_local_experts=8,
+             num_experts_per_tok=2)
+ds_config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+found = {}
+for kind in sys.argv[2:]:
+    model = pretrained.partitioned_model(sizes | {"model_type": kind}, ds_config, torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
+            found[f"{kind} {name}"] = [parameter.dim(), parameter.float().mean().item(), parameter.float().std().item()]
+open(sys.argv[1], "w").write(json.dumps(found))
+"""
+
+
+def test_fused_experts_and_routers_are_drawn_like_all_other_matrices(tmp_path):
+    """torch.empty or zeros if left to transformers: its own initialisation comes after the partitioning."""
+    port = free_port()
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, str(tmp_path / "found.json"), "qwen3_moe", "mixtral"],
+        env=os.environ | environment | {"MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert sum("experts" in name for name in found) >= 8
+    for name, (dimensions, mean, std) in found.items():
+        if dimensions > 1:
+            assert std == pytest.approx(0.02, rel=0.1), name
+            assert abs(mean) < 0.002, name
+        else:
+            assert (mean, std) == (1.0, 0.0), name  # norms
