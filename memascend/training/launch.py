@@ -241,8 +241,9 @@ def _composed(config: TrainConfig, folder: RunFolder, prepared: dict[str, Any]) 
     finally:
         if swap is not None:
             swap.remove()
-            with contextlib.suppress(OSError):
-                nvme.rmdir()  # only where it is empty
+            if config.nvme is None:  # a folder that the user named stays
+                with contextlib.suppress(OSError):
+                    nvme.rmdir()  # only where it is empty
 
 
 def _make_swap(nvme: Path, folder: RunFolder) -> SwapFolder:

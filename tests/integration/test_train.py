@@ -227,6 +227,16 @@ def test_torchrun_starts_the_same_run(tmp_path, tmp_path_factory):
     assert losses(tmp_path / "run") == losses(two)
 
 
+def test_a_swap_folder_that_was_named_stays(tmp_path):
+    (tmp_path / "nvme").mkdir()
+    (tmp_path / "device").write_bytes(bytes(4096))
+    places = ["--nvme", str(tmp_path / "nvme"), "--devices", str(tmp_path / "device")]
+    done = train(tmp_path / "run", *options_for(text_folder(tmp_path)), *places)
+    assert done.returncode == 2
+    assert "name more or larger --devices" in done.stderr
+    assert list((tmp_path / "nvme").iterdir()) == []
+
+
 def test_what_cannot_work_is_one_line_and_leaves_the_name_free(tmp_path):
     data = ["--data", str(text_folder(tmp_path))]
     done = train(tmp_path / "run", "--model", "llama3.2-1b", "--twin", "32", *data, "--context", "2000000")
