@@ -666,7 +666,7 @@ void bind_direct_engine(py::module_& module) {
       .def("drain_trace", &direct_trace)
       .def_property_readonly("backend", [](const DirectEngine& self) { return aio_kind_name(self.backend()); })
       .def_property_readonly("pending", &DirectEngine::pending)
-      .def_property_readonly("bounce_buffer_bytes", &DirectEngine::bounce_buffer_bytes);
+      .def_property_readonly("bounce_buffers", &DirectEngine::bounce_buffers);
 }
 
 // ----------------------------------------------------------------------------------------- tracking allocator

@@ -138,8 +138,8 @@ class DirectEngine:
     neither version: reads raise StorageError until all of the tensor is written again.
 
     Tensors may lie at any address and have any length. What O_DIRECT does not take (memory not at a multiple of 512
-    bytes, the last part of a sector) is copied through bounce buffers, made when first needed: at most
-    `workers * (depth * 4096 + 4 * (block_bytes + 4096))` bytes, see `bounce_buffer_bytes`.
+    bytes, the last part of a sector) is copied through bounce buffers, made with the engine: of each worker
+    `depth * 4096 + 4 * min(block_bytes, 65536)` bytes, see `bounce_buffers`.
     """
 
     def __init__(
@@ -374,9 +374,12 @@ class DirectEngine:
         return self._native.pending
 
     @property
-    def bounce_buffer_bytes(self) -> int:
-        """Host memory held for transfers that O_DIRECT does not take as they are."""
-        return self._native.bounce_buffer_bytes
+    def bounce_buffers(self) -> list[tuple[int, int]]:
+        """Host memory for transfers that O_DIRECT does not take as they are: (address, bytes), one a worker.
+
+        Pageable, resident and of this size from the engine's start to its end.
+        """
+        return self._native.bounce_buffers
 
 
 def _end(native: Any, scratch: ScratchFile) -> None:

@@ -13,6 +13,7 @@ import torch
 from memascend.integrations.deepspeed.aio import AioModule, IoCounters
 from memascend.integrations.deepspeed.derived import IoSettings
 from memascend.integrations.deepspeed.swap_store import SwapStore
+from memascend.memory.ledger import Ledger, verify_by_address
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.storage.direct_engine import DirectEngine
 from memascend.storage.errors import StorageError
@@ -22,7 +23,7 @@ IO = IoSettings(block_bytes=1 << 20, queue_depth=8, workers=2)
 
 @pytest.fixture
 def store(tmp_path):
-    opened = SwapStore([tmp_path], IO)
+    opened = SwapStore([tmp_path], IO, Ledger())
     yield opened
     opened.close()
 
@@ -85,12 +86,31 @@ def test_no_file_for_a_tensor_and_none_left_after_the_end(store, folder, tmp_pat
 
 
 def test_two_nvme_paths_have_a_store_each(tmp_path):
-    store = SwapStore([tmp_path / "a", tmp_path / "b"], IO)
+    store = SwapStore([tmp_path / "a", tmp_path / "b"], IO, Ledger())
     handle = handle_on(store)
     for folder in "ab":
         handle.sync_pwrite(torch.ones(1000), str(tmp_path / folder / "zero_stage_3" / "w.tensor.swp"), 0)
     assert sorted(Path(path).parents[1].name for path in store.paths) == ["a", "b"]
     store.close()
+
+
+def test_what_the_engines_hold_is_in_the_ledger_while_they_live(tmp_path):
+    ledger = Ledger()
+    store = SwapStore([tmp_path], IO, ledger)
+    assert not ledger.entries()
+    handle = handle_on(store)
+    path = str(tmp_path / "zero_stage_3" / "w.tensor.swp")
+    odd = torch.arange(750_001, dtype=torch.int32).view(torch.uint8)[1:]  # at an address that O_DIRECT does not take
+    handle.sync_pwrite(odd, path, 0)
+    [entry] = ledger.live()
+    assert (entry.owner, entry.role) == ("nvme_engine_buffers", "host")
+    assert entry.reserved_bytes < 1 << 20
+    assert [check.agrees for check in verify_by_address([entry])] == [True]
+    handle.sync_pread(out := torch.empty_like(odd), path, 0)
+    assert torch.equal(out, odd)
+    assert ledger.live() == [entry]  # nothing is made on the way
+    store.close()
+    assert not ledger.live()
 
 
 def test_any_other_path_is_a_file(store, tmp_path):
@@ -125,9 +145,9 @@ def test_one_failed_transfer_fails_the_wait_and_the_rest_is_accounted_for(store,
 
 FULL = """
 import resource, sys, torch
-from test_swap_store import IO, SwapStore, StorageError, handle_on
+from test_swap_store import IO, Ledger, SwapStore, StorageError, handle_on
 resource.setrlimit(resource.RLIMIT_FSIZE, (96 << 20, 96 << 20))
-store = SwapStore([sys.argv[1]], IO) if sys.argv[2] == "direct" else None
+store = SwapStore([sys.argv[1]], IO, Ledger()) if sys.argv[2] == "direct" else None
 handle = handle_on(store)
 try:
     for i in range(8):

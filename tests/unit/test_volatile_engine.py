@@ -23,7 +23,7 @@ MAKE = (
 
 
 def create(folder, size, **options):
-    config = DirectEngineConfig(control_folder=str(folder), block_bytes=1 << 16, **options)
+    config = DirectEngineConfig(**{"control_folder": str(folder), "block_bytes": 1 << 16, **options})
     return DirectEngine.create_file_store(folder, size, "tests", config)
 
 
@@ -47,13 +47,16 @@ def test_a_file_store_holds_what_it_was_made_for_is_written_in_place_and_is_gone
 
 def test_memory_at_any_address_is_taken_and_the_bounce_memory_is_bounded(tmp_path):
     memory = torch.arange(900_001, dtype=torch.int32).view(torch.uint8)
-    with create(tmp_path, 1 << 23, workers=2, depth=4) as engine:
+    with create(tmp_path, 1 << 23, workers=2, depth=4, block_bytes=1 << 20) as engine:
+        buffers = engine.bounce_buffers
+        assert [size for _, size in buffers] == 2 * [4 * 4096 + 4 * 65536]
         for skip in (0, 1, 511, 512):
             engine.write("t", memory[skip : skip + 1_000_003])
             out = torch.zeros(1_000_003 + 7, dtype=torch.uint8)[7:]
             engine.wait(engine.read("t", out))  # in its turn: the write need not be waited for
             assert torch.equal(out, memory[skip : skip + 1_000_003])
-        assert 0 < engine.bounce_buffer_bytes <= 2 * (4 * 4096 + 4 * ((1 << 16) + 4096))
+        assert engine.statistics.bounced_bytes > 4 * 900_000
+        assert engine.bounce_buffers == buffers
 
 
 def test_another_type_or_size_under_the_same_key(tmp_path):
@@ -117,7 +120,8 @@ def test_leftovers_of_killed_processes_are_found_and_those_of_the_living_are_not
         living.write("a", torch.ones(1000))
         living.wait()
         (tmp_path / f"{PREFIX}diary").write_text("not ours" * 2000)
-        arguments = [sys.executable, "-c", MAKE, str(tmp_path)]
+        stays = MAKE + "import time; time.sleep(60)"
+        arguments = [sys.executable, "-c", stays, str(tmp_path)]
         with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as child:
             left = child.stdout.readline().strip()
             (tmp_path / f"{PREFIX}1-empty").write_bytes(bytes(10_000))  # killed while it was made

@@ -18,6 +18,9 @@ namespace {
 
 constexpr int kMaxWorkers = 64;
 constexpr int kMaxDepth = 1024;
+// Blocks that are copied on the way: small, so that what has to be held for them is (DeepSpeed's buffers are aligned,
+// but slices of them, where a bias ends at an odd address, need not be).
+constexpr std::int64_t kBouncedBlockBytes = 64 << 10;
 
 }  // namespace
 
@@ -105,6 +108,19 @@ void DirectEngine::shutdown() {
   }
 }
 
+std::int64_t DirectEngine::bounced_block_bytes() const noexcept {
+  return std::min(options_.block_bytes, kBouncedBlockBytes);
+}
+
+std::vector<std::pair<std::uintptr_t, std::int64_t>> DirectEngine::bounce_buffers() const {
+  std::vector<std::pair<std::uintptr_t, std::int64_t>> found;
+  for (const auto& worker : workers_) {
+    const SectorBuffer& buffer = worker->bounces();
+    found.emplace_back(reinterpret_cast<std::uintptr_t>(buffer.data()), buffer.bytes());
+  }
+  return found;
+}
+
 void DirectEngine::require_own_process() const {
   if (getpid() != owner_pid_) {
     throw Error(ErrorKind::kState, "storage engine: made before the fork, its threads and rings are the parent's: "
@@ -124,7 +140,7 @@ int DirectEngine::region_of(const void* data, std::int64_t bytes) const {
 }
 
 // Cuts [offset, offset + bytes) of the tensor into blocks: the parts of sectors at either end are blocks of their
-// own, the rest goes in pieces of `block_bytes`. Then the devices take turns, in proportion to what each has to do.
+// own, the rest goes in pieces of `block_bytes`, smaller ones where they are bounced. Then the devices take turns, in proportion to what each has to do.
 void DirectEngine::plan(Request& request) const {
   request.blocks.clear();
   std::int64_t extent_begin = 0;
@@ -133,13 +149,14 @@ void DirectEngine::plan(Request& request) const {
     const std::int64_t to = std::min(request.offset + request.bytes, extent_begin + extent.bytes);
     while (from < to) {
       const std::int64_t offset = extent.offset + from - extent_begin;
-      std::int64_t bytes = std::min(to - from, options_.block_bytes);
+      char* data = request.data + (from - request.offset);
+      const bool aligned = reinterpret_cast<std::uintptr_t>(data) % kMemoryAlignment == 0;
+      std::int64_t bytes = std::min(to - from, aligned ? options_.block_bytes : bounced_block_bytes());
       if (offset % kSectorBytes != 0) {
         bytes = std::min(to - from, kSectorBytes - offset % kSectorBytes);
       } else if (bytes > kSectorBytes) {
         bytes = sector_down(bytes);
       }
-      char* data = request.data + (from - request.offset);
       request.blocks.push_back({extent.member, offset, data, bytes, static_cast<std::uint32_t>(request.blocks.size()),
                                 region_of(data, bytes)});
       from += bytes;

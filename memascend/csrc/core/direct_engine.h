@@ -124,7 +124,8 @@ class DirectEngine {
   [[nodiscard]] std::int64_t pending() const;
   [[nodiscard]] IoStatistics statistics() const;
   [[nodiscard]] std::vector<TraceRow> drain_trace();
-  [[nodiscard]] std::int64_t bounce_buffer_bytes() const noexcept { return bounce_bytes_.load(); }
+  // Memory for transfers that O_DIRECT does not take as they are, (address, bytes) of each; resident from the start.
+  [[nodiscard]] std::vector<std::pair<std::uintptr_t, std::int64_t>> bounce_buffers() const;
 
  private:
   struct Block;
@@ -146,6 +147,7 @@ class DirectEngine {
   void end_turn(Request& request, bool cancelled);  // with mutex_
   void require_own_process() const;
   [[nodiscard]] int region_of(const void* data, std::int64_t bytes) const;
+  [[nodiscard]] std::int64_t bounced_block_bytes() const noexcept;
   [[nodiscard]] bool take_block(int worker, std::shared_ptr<Request>& request, std::size_t& block);
   void block_ended(const std::shared_ptr<Request>& request, std::int64_t count);
   void finish(const std::shared_ptr<Request>& request);
@@ -186,7 +188,6 @@ class DirectEngine {
   std::atomic<std::uint64_t> work_version_{0};
   bool stopping_ = false;
 
-  std::atomic<std::int64_t> bounce_bytes_{0};
   std::mutex shutdown_mutex_;
   std::mutex register_mutex_;
   // As are these.

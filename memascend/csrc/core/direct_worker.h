@@ -16,12 +16,20 @@
 namespace memascend {
 
 constexpr int kCommandTries = 1000;  // of one command that is interrupted or refused for the moment
-constexpr int kLargeBounces = 4;     // a worker, each of a block
+constexpr int kLargeBounces = 4;     // a worker, each of kBounceBytes
 
 class DirectEngine::Worker {
  public:
   Worker(DirectEngine& engine, int number)
-      : engine_(engine), number_(number), depth_(engine.options_.depth), transfers_(static_cast<std::size_t>(depth_)) {
+      : engine_(engine),
+        number_(number),
+        depth_(engine.options_.depth),
+        transfers_(static_cast<std::size_t>(depth_)),
+        large_bytes_(engine.bounced_block_bytes()),
+        bounces_(depth_ * kSectorBytes + kLargeBounces * large_bytes_) {
+    for (int bounce = kLargeBounces; bounce-- > 0;) {
+      free_bounces_.push_back(bounce);
+    }
     for (int slot = depth_; slot-- > 0;) {
       free_.push_back(slot);
     }
@@ -29,6 +37,10 @@ class DirectEngine::Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
   ~Worker() = default;
+
+  // What `begin` copies through: a sector a slot, and a few larger ones. Made here, not when first needed, so that the
+  // memory of an engine is known from its start.
+  [[nodiscard]] const SectorBuffer& bounces() const { return bounces_; }
 
   // In the worker's thread, since a ring belongs to the thread that makes it.
   void start() {
@@ -169,13 +181,8 @@ class DirectEngine::Worker {
     transfer.data = block.data;
     transfer.bounced = transfer.bytes != block.bytes || reinterpret_cast<std::uintptr_t>(block.data) % kMemoryAlignment != 0;
     const int slot = free_.back();
-    try {
-      if (transfer.bounced && !give_bounce(transfer, slot)) {
-        stalled_.emplace_back(std::move(request), number);
-        return;
-      }
-    } catch (const Error& error) {
-      refuse(request, block, ENOMEM, error.what());
+    if (transfer.bounced && !give_bounce(transfer, slot)) {
+      stalled_.emplace_back(std::move(request), number);
       return;
     }
     if (request->write && transfer.bounced) {
@@ -195,24 +202,15 @@ class DirectEngine::Worker {
   // A sector a slot is always to be had; of larger ones there are few. False: none is free.
   bool give_bounce(Transfer& transfer, int slot) {
     if (transfer.bytes <= kSectorBytes) {
-      if (!small_bounces_) {
-        small_bounces_ = std::make_unique<SectorBuffer>(depth_ * kSectorBytes);
-        engine_.bounce_bytes_ += small_bounces_->bytes();
-      }
-      transfer.data = small_bounces_->data() + slot * kSectorBytes;
+      transfer.data = bounces_.data() + slot * kSectorBytes;
       return true;
-    }
-    if (free_bounces_.empty() && large_bounces_.size() < kLargeBounces) {
-      large_bounces_.push_back(std::make_unique<SectorBuffer>(engine_.options_.block_bytes + kSectorBytes));
-      engine_.bounce_bytes_ += large_bounces_.back()->bytes();
-      free_bounces_.push_back(static_cast<int>(large_bounces_.size()) - 1);
     }
     if (free_bounces_.empty()) {
       return false;
     }
     transfer.bounce = free_bounces_.back();
     free_bounces_.pop_back();
-    transfer.data = large_bounces_[static_cast<std::size_t>(transfer.bounce)]->data();
+    transfer.data = bounces_.data() + depth_ * kSectorBytes + transfer.bounce * large_bytes_;
     return true;
   }
 
@@ -294,13 +292,6 @@ class DirectEngine::Worker {
                   transfer.bytes, transfer.done, error, std::move(reason)});
   }
 
-  void refuse(const std::shared_ptr<Request>& request, const Block& block, int error, std::string reason) {
-    engine_.fail(*request, {request->id, request->write ? "write" : "read", request->key,
-                            engine_.store_->devices()[block.member]->path(), block.offset, block.bytes, 0, error,
-                            std::move(reason)});
-    engine_.block_ended(request, request->units());
-  }
-
   [[nodiscard]] const std::string& device_of(const Transfer& transfer) const {
     return engine_.store_->devices()[transfer.request->blocks[transfer.block].member]->path();
   }
@@ -325,9 +316,9 @@ class DirectEngine::Worker {
   std::vector<AioEvent> events_;
   std::deque<std::pair<std::shared_ptr<Request>, std::size_t>> stalled_;  // wait for a bounce buffer
   std::deque<std::pair<std::shared_ptr<Request>, std::size_t>> sums_;     // blocks whose checksum is still to be taken
-  std::unique_ptr<SectorBuffer> small_bounces_;
-  std::vector<std::unique_ptr<SectorBuffer>> large_bounces_;
-  std::vector<int> free_bounces_;
+  const std::int64_t large_bytes_;
+  SectorBuffer bounces_;
+  std::vector<int> free_bounces_;  // large ones
   std::uint64_t regions_seen_ = 0;
   bool must_poll_ = false;
   std::atomic<bool> asleep_{false};

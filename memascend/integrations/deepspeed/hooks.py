@@ -178,7 +178,7 @@ def _install(
         else pooled_swapper_class(parts.pool, allocator, n_blocks, minimum_swap_bytes, derived)
     )
     _replace(state, partition_parameters, "AsyncPartitionedParameterSwapper", swapper)
-    state.store = derived.store = _swap_store(parts, ds_config, derived, devices)
+    state.store = derived.store = _swap_store(state, ds_config, derived, devices)
     _replace_loaded_op(state, AioModule(allocator, state.io, derived.io, state.store))
     _replace_pin_module(state, PinModule(allocator))
     _replace_accelerator(state, pinning_accelerator(get_accelerator(), allocator))
@@ -249,12 +249,14 @@ def _allocator(parts: Parts, ledger: Ledger) -> Any:
 
 
 def _swap_store(
-    parts: Parts, ds_config: dict[str, Any], derived: DerivedSettings, devices: list[str]
+    state: Enabled, ds_config: dict[str, Any], derived: DerivedSettings, devices: list[str]
 ) -> SwapStore | None:
     zero = ds_config.get("zero_optimization") or {}
     offloads = [zero.get(name) or {} for name in ("offload_param", "offload_optimizer")]
     folders = [str(offload["nvme_path"]) for offload in offloads if offload.get("device") == "nvme"]
-    return SwapStore(folders, derived.io, devices=devices) if parts.aio == "direct" and folders else None
+    if state.parts.aio != "direct" or not folders:
+        return None
+    return SwapStore(folders, derived.io, state.ledger, devices=devices)
 
 
 def _replace(state: Enabled, module: Any, name: str, value: Any) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from memascend.memory.ledger import Ledger
 from memascend.storage.devices import inspect
 from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig, room_for
 from memascend.storage.errors import StorageError
@@ -31,8 +32,9 @@ PARAMETER_READ, OPTIMIZER_READ, WRITE = 2, 1, 0
 class _Place:
     """One volatile engine, in a file of its own or on devices; opened when first needed. Thread-safe."""
 
-    def __init__(self, folder: Path, devices: Sequence[str], io: IoSettings) -> None:
-        self._folder, self._devices, self._io = folder, devices, io
+    def __init__(self, folder: Path, devices: Sequence[str], io: IoSettings, ledger: Ledger) -> None:
+        self._folder, self._devices, self._io, self._ledger = folder, devices, io, ledger
+        self._booked: list[int] = []
         self._engine: DirectEngine | None = None
         self._sizes: dict[str, int] = {}
         self._used_bytes = self._grown_bytes = 0
@@ -43,6 +45,7 @@ class _Place:
         with self._lock:
             if self._engine is None:
                 self._engine = self._open()
+                self._booked = [self._book(*buffer) for buffer in self._engine.bounce_buffers]
             return self._engine
 
     @property
@@ -65,6 +68,12 @@ class _Place:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._grown_bytes = _LEAST_GROWTH_BYTES
         return DirectEngine.create_file_store(self._folder, _LEAST_GROWTH_BYTES, "memascend", config)
+
+    def _book(self, address: int, nbytes: int) -> int:
+        """DeepSpeed reads into slices of its buffers, at any address: what such transfers go through is the host's."""
+        return self._ledger.record(
+            "bounce buffers", "nvme_engine_buffers", nbytes, allocator="direct engine", address=address
+        )
 
     def make_room(self, path: str, nbytes: int) -> None:
         with self._lock:
@@ -96,7 +105,9 @@ class _Place:
         with self._lock:
             if self._engine is not None:
                 self._engine.close()
-            self._engine, self._sizes = None, {}
+            for entry in self._booked:
+                self._ledger.close(entry)
+            self._engine, self._sizes, self._booked = None, {}, []
             self._used_bytes = self._grown_bytes = 0
 
 
@@ -109,14 +120,20 @@ class SwapStore:
     Args:
         folders: the ``nvme_path`` values; tensors under ``SWAP_FOLDER`` in one of them are the store's, and lie in a
             file there.
+        ledger: where the engines' own buffers are booked, from their first use to ``close``.
         devices: raw devices of one formatted store, in place of the files.
     """
 
     def __init__(
-        self, folders: Sequence[str | os.PathLike[str]], io: IoSettings, *, devices: Sequence[str] = ()
+        self,
+        folders: Sequence[str | os.PathLike[str]],
+        io: IoSettings,
+        ledger: Ledger,
+        *,
+        devices: Sequence[str] = (),
     ) -> None:
         distinct = list(dict.fromkeys(Path(folder).absolute() / SWAP_FOLDER for folder in folders))
-        places = [_Place(folder, devices, io) for folder in (distinct[:1] if devices else distinct)]
+        places = [_Place(folder, devices, io, ledger) for folder in (distinct[:1] if devices else distinct)]
         self._places = {f"{folder}{os.sep}": places[0 if devices else i] for i, folder in enumerate(distinct)}
 
     def _place(self, path: str | os.PathLike[str]) -> _Place | None:
