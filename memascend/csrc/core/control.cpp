@@ -95,7 +95,8 @@ void Control::attach(const std::string& path, const std::array<std::uint8_t, 16>
     throw StorageFailure("share", path, 0, 0, 0, errno, "another process repairs or destroys this store");
   }
   struct stat status {};
-  if ((alone_ && ftruncate(fd_, bytes_) != 0) || fstat(fd_, &status) != 0) {
+  // What a killed process left is given up, not overwritten: pages that nobody touches stay out of our resident memory.
+  if ((alone_ && (ftruncate(fd_, 0) != 0 || ftruncate(fd_, bytes_) != 0)) || fstat(fd_, &status) != 0) {
     throw StorageFailure("share", path, 0, bytes_, 0, errno, std::strerror(errno));
   }
   if (status.st_size != bytes_) {
@@ -136,8 +137,7 @@ void Control::open_file(const std::string& path) {
 }
 
 void Control::initialise(const std::array<std::uint8_t, 16>& uuid) {
-  std::memset(data_, 0, static_cast<std::size_t>(bytes_));
-  Header& head = header();
+  Header& head = header();  // the file is new: zeros
   pthread_mutexattr_t kind;
   pthread_mutexattr_init(&kind);
   pthread_mutexattr_setpshared(&kind, PTHREAD_PROCESS_SHARED);
