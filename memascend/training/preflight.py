@@ -10,11 +10,13 @@ from typing import Any
 from memascend.training.config import TrainConfig
 from memascend.training.progress import byte_count
 
-# Bytes a parameter on the swap device: 2 weights, 12 master and moments, 4 gradients (evidence: DeepSpeed's swappers
-# write 18 B/parameter a step), and a tenth for alignment.
+# Bytes a parameter on the swap device, where there is no plan: 2 weights, 12 master and moments, 4 gradients (evidence:
+# DeepSpeed's swappers write 18 B/parameter a step), and a tenth for alignment.
 SWAP_BYTES = 20
-# In a checkpoint: 2 weights, 12 master and moments.
-CHECKPOINT_BYTES = 14
+# What is taken beyond a plan: alignment, and what a store grows by at a time (swap_store.py), for each rank.
+SWAP_SLACK, SWAP_GROWTH_BYTES = 1.02, 64 << 20
+# In a checkpoint: 2 weights, and master and moments in 4 or 2 bytes each.
+CHECKPOINT_BYTES = {"fp32": 14, "bf16": 8}
 
 
 def available_memory() -> int:
@@ -44,11 +46,20 @@ def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Pat
             f"{byte_count(largest[1])}. {_less_memory(config)}"
         )
     parameters = prepared["parameters"]
-    wants = [(output, (config.keep + 1) * CHECKPOINT_BYTES * parameters, "checkpoints", "--output, or --keep 1")]
+    wants = [
+        (
+            output,
+            (config.keep + 1) * CHECKPOINT_BYTES[config.states] * parameters,
+            "checkpoints",
+            "--output, or --keep 1",
+        )
+    ]
+    planned = prepared.get("planned_swap_bytes")  # a run of an earlier version has not noted it
+    swapped = SWAP_BYTES * parameters if planned is None else round(SWAP_SLACK * planned)
     if swap is not None and config.devices:
-        _check_devices(config.devices, SWAP_BYTES * parameters)
+        _check_devices(config.devices, swapped)
     elif swap is not None:
-        wants.append((swap, SWAP_BYTES * parameters, "swap files", "--nvme"))
+        wants.append((swap, swapped + config.ranks * SWAP_GROWTH_BYTES, "swap files", "--nvme"))
     by_device: dict[int, list[tuple[Path, int, str, str]]] = {}
     for want in wants:
         by_device.setdefault(os.stat(want[0]).st_dev, []).append(want)

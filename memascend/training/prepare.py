@@ -124,11 +124,11 @@ def _spec(config: TrainConfig, model_config: dict[str, Any]) -> ModelSpec:
 
 
 def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes: list[str]) -> dict[str, Any]:
-    """Host memory that the planner expects, in bytes; None where it does not know the model or system."""
+    """Host memory and swap files that the planner expects, in bytes; None where it does not know the model or system."""
     from memascend.planner.limits import Workload
 
     try:
-        planned = Workload(
+        work = Workload(
             spec=_spec(config, model_config),
             system=config.system,
             arm=config.arm,
@@ -140,11 +140,16 @@ def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes
             batch=config.batch,
             context=context,
             micro_batches=config.accumulate,
-        ).host()
+        )
+        planned = work.host()
     except ValueError as error:
         notes.append(f"host memory was not planned: {error}")
-        return {"planned_host_bytes": None, "planned_components": {}}
-    return {"planned_host_bytes": planned.host_bytes, "planned_components": planned.components()}
+        return {"planned_host_bytes": None, "planned_components": {}, "planned_swap_bytes": None}
+    return {
+        "planned_host_bytes": planned.host_bytes,
+        "planned_components": planned.components(),
+        "planned_swap_bytes": work.volume().stored_bytes,
+    }
 
 
 def _text(

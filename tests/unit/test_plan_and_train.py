@@ -49,12 +49,14 @@ def test_what_is_left_out_is_the_same_in_both(capsys):
     ],
     ids=str,
 )
-def test_the_same_options_need_the_same_memory(capsys, options):
+def test_the_same_options_need_the_same_memory_and_space(capsys, options):
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     made = planned(capsys, *words)
     config = TrainConfig(model=MODEL, **options)
     host = _plan(config, model_spec(MODEL).hf_config_dict(), made["context"], [])
-    assert host == {"planned_host_bytes": made["host_bytes"], "planned_components": made["components_bytes"]}
+    assert host["planned_host_bytes"] == made["host_bytes"]
+    assert host["planned_components"] == made["components_bytes"]
+    assert host["planned_swap_bytes"] == made["ssd_bytes"]
 
 
 def test_every_arm_that_train_runs_can_be_planned():
