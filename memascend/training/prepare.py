@@ -124,7 +124,7 @@ def _spec(config: TrainConfig, model_config: dict[str, Any]) -> ModelSpec:
 
 
 def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes: list[str]) -> dict[str, Any]:
-    """Host memory and swap files that the planner expects, in bytes; None where it does not know the model or system."""
+    """Bytes of host memory and swap files that the planner expects; None where it does not know the model or system."""
     from memascend.planner.limits import Workload
 
     try:
