@@ -85,6 +85,7 @@ def as_text(report: dict[str, Any]) -> str:
     lines.append(_row("interpreter and libraries, before the model", "", memory["idle_bytes"], total))
     lines.append(_row(memory["rest_name"], "", memory["rest_bytes"], total))
     lines += [_row("**peak of resident memory**", "", total, total), ""]
+    lines.append(f"Start-up, before the first step: {byte_count(memory['startup_peak_bytes'])} at its peak.")
     if memory["device_peak_bytes"]:
         lines.append(f"GPU memory: {byte_count(memory['device_peak_bytes'])} at the peak, all ranks.")
     lines.append(memory["note"])
@@ -95,12 +96,15 @@ def _row(name: str, buffers: Any, size: int, total: int) -> str:
     return f"| {name} | {buffers} | {size / 2**30:.3f} | {size / total:.1%} |"
 
 
-def memory_facts(ledger_bytes: int, idle_bytes: int, host_peak: int, device_peak: int) -> dict[str, Any]:
+def memory_facts(
+    ledger_bytes: int, idle_bytes: int, host_peak: int, device_peak: int, startup_peak: int
+) -> dict[str, Any]:
     """What the ledger, the idle process and the peak leave over, named for what it is on this machine."""
     rest = host_peak - ledger_bytes - idle_bytes
     on_cpu = device_peak == 0
     return {
         "host_peak_bytes": host_peak,
+        "startup_peak_bytes": startup_peak,
         "device_peak_bytes": device_peak,
         "idle_bytes": idle_bytes,
         "ledger_bytes": ledger_bytes,

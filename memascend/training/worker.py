@@ -89,6 +89,7 @@ class Worker:
             steps=self.steps,
             log_every=self.config.log_every,
         )
+        self.startup_peak = resident_bytes("VmHWM")
         self.stop.training = True
         outcome = self._train()
         self._report(outcome)
@@ -332,6 +333,7 @@ class Worker:
                 resident_bytes("VmHWM"),
                 self.idle_bytes,
                 torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+                self.startup_peak,
             ]
         )
         rows = report.merged(self._gather(report.ledger_rows(self.enabled.ledger)))
@@ -347,7 +349,7 @@ class Worker:
             "memory_options": self.memory_options,
             "parameters": self.job["prepared"]["parameters"],
             "summary": report.summary(read_metrics(self.folder.metrics)),
-            "memory": report.memory_facts(held, int(peaks[1]), int(peaks[0]), int(peaks[2])),
+            "memory": report.memory_facts(held, int(peaks[1]), int(peaks[0]), int(peaks[2]), int(peaks[3])),
             "planned_host_bytes": self.job["prepared"]["planned_host_bytes"],
             "ledger": rows,
         }

@@ -118,7 +118,8 @@ def training(
         "memory": {
             "baseline_bytes": 103 << 20,
             "raw_peak_bytes": net + (600 << 20),
-            "startup_peak_bytes": net + (700 << 20),
+            "startup_peak_bytes": net + (500 << 20),
+            "training_peak_bytes": net + (600 << 20),
             "host_peak_bytes": net + (103 << 20),
             "host_peak_net_bytes": net,
             "device_peak_bytes": 131 << 20,

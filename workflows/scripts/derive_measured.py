@@ -52,6 +52,7 @@ PEAKS = {  # metric -> field of the record's memory section
     "peak system memory": "host_peak_net_bytes",
     "raw resident peak": "raw_peak_bytes",
     "start-up resident peak": "startup_peak_bytes",
+    "training resident peak": "training_peak_bytes",
     "device-role peak": "device_peak_bytes",
     "process baseline": "baseline_bytes",
 }
@@ -155,7 +156,8 @@ def fig08(runs: list[Run]) -> Iterator[dict[str, Any]]:
         peak = run.memory("host_peak_net_bytes")
         yield from byte_rows(exhibit, run, "not in the ledger", peak - sum(components.values()))
         yield from byte_rows(exhibit, run, "peak system memory", peak)
-        yield run_row(exhibit, run, "process baseline", run.memory("baseline_bytes") / GIB, "GiB")
+        for metric in ("process baseline", "start-up resident peak", "training resident peak"):
+            yield run_row(exhibit, run, metric, run.memory(PEAKS[metric]) / GIB, "GiB")
         yield run_row(exhibit, run, "ledger explained share", 100 * run.memory("ledger_explained_share"), "%")
         if run.series == MEMASCEND:
             least = components["parameter buffer pool"] + components["gradient flat buffer"]

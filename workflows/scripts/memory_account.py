@@ -6,6 +6,7 @@
   without the device's share where that is larger.
 * host peak net = largest host resident over the steady steps, which come later, minus the baseline: what grows then
   and is in no ledger entry counts against the explained share.
+* start-up and training peak = largest resident sample before the first step, and from there on (warm-up included).
 * ledger peak = largest sum of host entries alive at one instant in the same window, from allocation events alone.
 """
 
@@ -135,6 +136,7 @@ def _memory(
             max(p["hwm_bytes"] for p in r["phases"] if p["name"].startswith("init")) for r in results
         ),
         "startup_peak_bytes": max((s[1] for s in startup), default=0),
+        "training_peak_bytes": max((s[1] for s in samples if s[0] >= min(map(_training_begin, results))), default=0),
         "startup_host_peak_bytes": max((s[2] + s[3] for s in startup), default=0),
         "warm_up_host_peak_bytes": max((s[2] + s[3] for s in first), default=0),
         "host_peak_bytes": host_peak,

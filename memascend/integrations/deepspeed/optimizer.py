@@ -12,7 +12,6 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import log_dist
-from torch.overrides import TorchFunctionMode
 
 from memascend.ops.overflow import has_overflow, has_overflow_aminmax, has_overflow_chain
 
@@ -28,24 +27,6 @@ CHECKS: dict[str, Callable[[torch.Tensor], bool]] = {
 }
 
 
-class _ZerosWhereTheyStay(TorchFunctionMode):
-    """DeepSpeed makes the gradient buffer by ``torch.zeros`` and copies it into pinned memory: twice its size at once,
-    more than any step of the training needs. Inside, that one call gets its memory from ``allocator``, which the
-    kernel has zeroed; ``pin_memory`` then finds it pinned.
-    """
-
-    def __init__(self, numel: int, dtype: torch.dtype, allocator: PinnedAllocator) -> None:
-        super().__init__()
-        self._numel, self._dtype, self._allocator = numel, dtype, allocator
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.zeros and args[:1] == (self._numel,) and kwargs.get("dtype") == self._dtype:
-            owner = "gradient_flat_buffer"
-            return self._allocator.allocate(self._numel, self._dtype, name=owner, owner=owner)
-        return func(*args, **kwargs)
-
-
 def checked_optimizer_class(
     stock_class: type,
     parts: Parts,
@@ -56,8 +37,8 @@ def checked_optimizer_class(
 ) -> type:
     """Subclass of DeepSpeed's stage-3 optimizer; overflow 'stock' leaves the check alone.
 
-    ``derived``: fills in what the user left out; None for DeepSpeed as it is. ``allocator``: makes the gradient buffer
-    where it is to stay; None leaves that to DeepSpeed.
+    ``derived``: fills in what the user left out; None for DeepSpeed as it is. ``allocator``: keeps start-up and first
+    step in the memory of later ones (:mod:`.first_step`); None leaves them to DeepSpeed.
     """
     check_name = parts.overflow
 
@@ -80,14 +61,6 @@ def checked_optimizer_class(
                 if hasattr(swapper, "adopt_module"):
                     swapper.adopt_module(module)
             return list(swappers.values())
-
-        def _setup_for_real_optimizer(self) -> None:
-            if allocator is None or not self.offload_optimizer_pin_memory:
-                super()._setup_for_real_optimizer()
-                return
-            numel = sum(p.partition_numel() for group in self.fp16_groups for p in group)
-            with _ZerosWhereTheyStay(numel, self.gradient_accumulation_dtype, allocator):
-                super()._setup_for_real_optimizer()
 
         def _configure_tensor_swapping(self, *args: Any, **kwargs: Any) -> None:
             super()._configure_tensor_swapping(*args, **kwargs)
@@ -115,6 +88,10 @@ def checked_optimizer_class(
         def _local_overflow(self) -> bool:
             return CHECKS[check_name](self.grad_partitions_flat_buffer)
 
+    if allocator is not None:
+        from .first_step import first_step_class
+
+        MemAscendStage3 = first_step_class(MemAscendStage3, allocator)
     if parts.numerics == "fast":
         from .numerics import fast_numerics_class
 

@@ -84,6 +84,7 @@ HOOKS: tuple[Hook, ...] = (
     _stage3("overflow check", "_model_parallel_all_reduce", "tensor", "op"),
     _stage3("optimizer swapper", "_configure_tensor_swapping", "offload_optimizer_config", "aio_config"),
     _stage3("gradient buffer", "_setup_for_real_optimizer"),
+    _stage3("first step", "_prepare_sub_group", "sub_group_id", "timer_names"),
 )
 
 CPU_HOOKS: tuple[Hook, ...] = (
@@ -131,6 +132,15 @@ BF16_HOOKS: tuple[Hook, ...] = (
     _stage3("bf16 states", "__init__", "module", named=("bf16_optimizer_states",)),
     Hook("bf16 states", _UTILS, "SwapTensorContext.__init__", ("self", "tensor", "swap_folder")),
     Hook("bf16 states", _UTILS, "SwapTensorContext.release_memory", ("self",)),
+)
+
+# Moments are made in swap buffers where swapped tensors are contexts (0.17 and later).
+FIRST_STEP_HOOKS: tuple[Hook, ...] = (
+    _stage3("first step", "_swappable_optimizer_subgroup", "sub_group_id"),
+    Hook("first step", _UTILS, "OptimizerSwapper._update_param_state_info", ("self", "swap_info", "parameter")),
+    Hook("first step", _UTILS, "OptimizerSwapper._io_aligned_numel", ("self", "numel")),
+    Hook("first step", _UTILS, "SwapTensorContext.set_buffers", ("self", "compute_buffer", "swap_buffer")),
+    Hook("first step", f"{_SWAP}.utils", "SwapBufferManager.allocate", ("self", "num_elems", "count", "dtype")),
 )
 
 FAST_HOOKS: tuple[Hook, ...] = (

@@ -1,0 +1,92 @@
+"""Start-up and the first step in the memory of every later step.
+
+DeepSpeed takes more than that in two places: the gradient buffer is made twice (once pageable, once pinned), and the
+two moments of a sub-group begin their life in pageable memory, from where they are copied into the swap buffers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.swap_tensor import optimizer_utils
+from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import PartitionedOptimizerSwapper
+from torch.overrides import TorchFunctionMode
+
+from .accelerator import PinnedAllocator
+from .signatures import FIRST_STEP_HOOKS, check_hooks
+
+
+class _ZerosWhereTheyStay(TorchFunctionMode):
+    """Inside, ``torch.zeros`` of the gradient buffer's size gets its memory from ``allocator``, which the kernel has
+    zeroed; ``pin_memory`` then finds it pinned, and makes no copy.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, allocator: PinnedAllocator) -> None:
+        super().__init__()
+        self._numel, self._dtype, self._allocator = numel, dtype, allocator
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros and args[:1] == (self._numel,) and kwargs.get("dtype") == self._dtype:
+            owner = "gradient_flat_buffer"
+            return self._allocator.allocate(self._numel, self._dtype, name=owner, owner=owner)
+        return func(*args, **kwargs)
+
+
+def first_step_class(stock_class: type, allocator: PinnedAllocator) -> type:
+    """Subclass of the ZeRO-3 optimizer whose start-up and first step take no more host memory than later steps.
+
+    ``allocator`` makes the gradient buffer. Raises RuntimeError where a hook has changed.
+    """
+    swaps_contexts = hasattr(optimizer_utils, "SwapTensorContext")  # 0.17 and later
+    if swaps_contexts:
+        check_hooks(FIRST_STEP_HOOKS)
+
+    class FirstStepInPlace(stock_class):  # type: ignore[misc, valid-type]
+        def _setup_for_real_optimizer(self) -> None:
+            if not self.offload_optimizer_pin_memory:
+                super()._setup_for_real_optimizer()
+                return
+            numel = sum(p.partition_numel() for group in self.fp16_groups for p in group)
+            with _ZerosWhereTheyStay(numel, self.gradient_accumulation_dtype, allocator):
+                super()._setup_for_real_optimizer()
+
+        def _prepare_sub_group(self, sub_group_id: int, timer_names: set[str]) -> None:
+            super()._prepare_sub_group(sub_group_id, timer_names)
+            if swaps_contexts and self._swappable_optimizer_subgroup(sub_group_id):
+                parameter = self.fp32_partitioned_groups_flat[sub_group_id]
+                make_moments_in_swap_buffers(self.optimizer, self.optimizer_swapper, parameter)
+
+    return FirstStepInPlace
+
+
+def make_moments_in_swap_buffers(optimizer: Any, swapper: Any, parameter: torch.Tensor) -> None:
+    """Where ``parameter``, swapped in with its gradient, has no Adam states yet: zeros, in two of the free buffers.
+
+    Left to DeepSpeed where the optimizer is another one, the swapper is pipelined (its free buffers are the next
+    sub-group's), states have another type than the buffers, or fewer than two buffers are free.
+    """
+    if type(optimizer) is not DeepSpeedCPUAdam or type(swapper) is not PartitionedOptimizerSwapper:
+        return
+    if parameter.grad is None or optimizer.state.get(parameter):
+        return
+    dtype = torch.float if getattr(optimizer, "fp32_optimizer_states", True) else parameter.dtype
+    if dtype != swapper.dtype:
+        return
+    info = swapper.swap_params_info[swapper.parameter_id(parameter)]
+    numel = swapper._io_aligned_numel(info.numel())
+    buffers = swapper.swap_buffer_manager.allocate(num_elems=numel, count=2, dtype=dtype)
+    if buffers is None:
+        return
+    info.swap_buffers += buffers
+    moments = [torch.empty(0, dtype=dtype) for _ in buffers]
+    for moment, buffer in zip(moments, buffers, strict=True):
+        moment.data = buffer.zero_().narrow(0, 0, info.numel()).data
+    optimizer.state[parameter] = {"step": 0, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+    swapper._update_param_state_info(info, parameter)
+    for context in info.tensors:
+        for moment, buffer in zip(moments, buffers, strict=True):
+            if context.compute_tensor is moment:
+                context.set_buffers(compute_buffer=moment, swap_buffer=buffer)
