@@ -13,6 +13,7 @@ _PARTS = {
     "memascend_fast": {**_ALL, "numerics": "fast"},
     "memascend_bf16": {**_BF16, "numerics": "fast"},
     "memascend_bf16_nearest": {**_BF16, "numerics": "exact"},
+    "memascend_kept_gradients": {**_ALL, "gradients": "kept"},
     "pinned_only": {"pinned": "exact", "pool": "monolithic_separate", "overflow": "chain", "aio": "file"},
     "pool_only": {"pinned": "power_of_two", "pool": "adaptive", "overflow": "chain", "aio": "file"},
     "memascend_on_files": {**_ALL, "aio": "file"},

@@ -61,6 +61,7 @@ def enable(
     overflow: str | None = None,
     aio: str | None = None,
     optimizer_states: str | None = None,
+    gradients: str | None = None,
     numerics: str | None = None,
     blocks_in_flight: int | None = None,
     ledger: Ledger | None = None,
@@ -72,7 +73,7 @@ def enable(
     Args:
         ds_config: the DeepSpeed configuration; its section ``"memascend"`` chooses parts, keywords override it;
             ``{"enabled": false}`` leaves DeepSpeed alone.
-        pinned, pool, overflow, aio, optimizer_states, numerics: see :class:`Parts`. Default: all of MemAscend.
+        pinned, pool, overflow, aio, optimizer_states, gradients, numerics: see :class:`Parts`. Default: MemAscend's.
         blocks_in_flight: N of MemAscend IV-B, transformer blocks whose weights may be in host memory at once.
         ledger: account to write to; a new one by default.
         minimum_swap_bytes: replaces DeepSpeed's hard-coded 1 MiB below which tensors stay in memory (twins scale it).
@@ -94,6 +95,7 @@ def enable(
             "overflow": overflow,
             "aio": aio,
             "optimizer_states": optimizer_states,
+            "gradients": gradients,
             "numerics": numerics,
             "blocks_in_flight": blocks_in_flight,
         },

@@ -92,6 +92,10 @@ def checked_optimizer_class(
         from .first_step import first_step_class
 
         MemAscendStage3 = first_step_class(MemAscendStage3, allocator)
+    if parts.gradients == "kept":
+        from .kept_gradients import kept_gradients_class
+
+        MemAscendStage3 = kept_gradients_class(MemAscendStage3)
     if parts.numerics == "fast":
         from .numerics import fast_numerics_class
 

@@ -28,6 +28,7 @@ class Parts:
     aio: ``stock`` is DeepNVMe, ``file`` our engine on a file for each tensor (any address, any length, every completion
         audited), ``direct`` IV-E: all tensors in one preallocated file, or on raw devices (``devices``).
     optimizer_states: ``bf16`` keeps master weights, gradients and Adam states in bf16 (half the bytes a step).
+    gradients: ``swapped`` go over NVMe to the optimizer as in ZeRO-Infinity, ``kept`` wait in the flat gradient buffer.
     numerics: ``exact`` keeps DeepSpeed's norm and AdamW, ``fast`` takes ours (see :mod:`.numerics`).
     """
 
@@ -36,6 +37,7 @@ class Parts:
     overflow: Literal["stock", "chain", "aminmax", "fused"] = "fused"
     aio: Literal["stock", "file", "direct"] = "direct"
     optimizer_states: Literal["fp32", "bf16"] = "fp32"
+    gradients: Literal["swapped", "kept"] = "swapped"
     numerics: Literal["exact", "fast"] = "exact"
 
     def __post_init__(self) -> None:
@@ -71,6 +73,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "overflow": ("stock", "chain", "aminmax", "fused"),
     "aio": ("stock", "file", "direct"),
     "optimizer_states": ("fp32", "bf16"),
+    "gradients": ("swapped", "kept"),
     "numerics": ("exact", "fast"),
 }
 

@@ -143,6 +143,12 @@ FIRST_STEP_HOOKS: tuple[Hook, ...] = (
     Hook("first step", f"{_SWAP}.utils", "SwapBufferManager.allocate", ("self", "num_elems", "count", "dtype")),
 )
 
+KEPT_GRADIENT_HOOKS: tuple[Hook, ...] = (
+    _stage3("kept gradients", "_swap_out_offload_fp32_gradients", "offload_fp32_gradients", "offload_fp32_offsets"),
+    Hook("kept gradients", _UTILS, "OptimizerStateSwapInfo.read_unswapped_gradients", ("self", "dest_buffer")),
+    Hook("kept gradients", _UTILS, "OptimizerStateSwapInfo.release_unswapped_gradients", ("self",)),
+)
+
 FAST_HOOKS: tuple[Hook, ...] = (
     _stage3("fast numerics", "_constant_buffered_norm2", "input", "buffer_size"),
     _stage3("fast numerics", "reset_cpu_buffers"),

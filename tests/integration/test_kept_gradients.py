@@ -1,0 +1,46 @@
+"""gradients: kept computes what swapped computes, to the bit, with 8 bytes a parameter and step less to move."""
+
+from __future__ import annotations
+
+import pytest
+from trainings import Job, train_all
+
+pytestmark = pytest.mark.deepspeed
+
+HARD = {
+    "steps": 8,
+    "layers": 1,
+    "micro_steps": 2,
+    "overflow_at": 3,
+    "freeze": ("layers.0.mlp",),
+    "config": {"gradient_clipping": 0.1, "fp16": {"hysteresis": 1}},
+}
+PLAIN = {"steps": 4, "layers": 1}
+KEPT = {"gradients": "kept"}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    jobs = [
+        Job(name="swapped", **PLAIN),
+        Job(name="kept", parts=KEPT, **PLAIN),
+        Job(name="hard_swapped", **HARD),
+        Job(name="hard_kept", parts=KEPT, **HARD),
+        Job(name="bf16_swapped", arm="memascend_bf16", dtype="bf16", **PLAIN),
+        Job(name="bf16_kept", arm="memascend_bf16", dtype="bf16", parts=KEPT, **PLAIN),
+    ]
+    return train_all(jobs, tmp_path_factory.mktemp("gradients"))
+
+
+@pytest.mark.parametrize("name", ["", "hard_", "bf16_"])
+def test_kept_gradients_train_the_same(results, name):
+    swapped, kept = results[f"{name}swapped"], results[f"{name}kept"]
+    for field in ("losses", "skipped", "scales", "weights_sha256"):
+        assert kept[field] == swapped[field]
+
+
+@pytest.mark.parametrize(("name", "bytes_a_parameter"), [("", 8), ("bf16_", 4)])
+def test_kept_gradients_are_neither_written_nor_read(results, name, bytes_a_parameter):
+    swapped, kept = results[f"{name}swapped"], results[f"{name}kept"]
+    saved = [before - after for before, after in zip(swapped["io_bytes"], kept["io_bytes"], strict=True)]
+    assert saved == pytest.approx([bytes_a_parameter * kept["parameters"]] * len(saved), rel=0.05)
