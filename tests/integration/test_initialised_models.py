@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from memascend.training.launch import remove_shared_buffers
 from tests.train_runs import free_port
 
 pytestmark = pytest.mark.deepspeed
@@ -47,6 +48,7 @@ def test_fused_experts_and_routers_are_drawn_like_all_other_matrices(tmp_path):
         text=True,
         check=False,
     )
+    remove_shared_buffers(port)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
     assert sum("experts" in name for name in found) >= 8

@@ -12,6 +12,8 @@ import pytest
 
 from memascend.cli import main
 from memascend.planner import model_spec
+from memascend.training.launch import remove_shared_buffers
+from tests.train_runs import free_port
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,17 +36,19 @@ def pair(request, tmp_path_factory):
         assert subprocess.run(command, cwd=ROOT, stdout=out, check=False).returncode in (0, 1)
     plan = json.loads((folder / "plan.json").read_text())
     (folder / "model.json").write_text(json.dumps(model_spec(MODEL).twin(K).hf_config_dict()))
+    port = free_port()
     script = Path(__file__).parent / "scripts" / "planned_script.py"
     done = subprocess.run(
         [sys.executable, str(script), str(folder / "model.json"), str(config), str(K), str(CONTEXT), str(result)],
         cwd=folder,
         env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT), "LOCAL_SIZE": "1",
-                          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1",
+                          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1",
                           "LOCAL_RANK": "0"},
         capture_output=True,
         text=True,
         check=False,
     )  # fmt: skip
+    remove_shared_buffers(port)
     assert done.returncode == 0, done.stderr[-3000:]
     return plan, json.loads(result.read_text())
 
