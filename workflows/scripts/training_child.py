@@ -427,6 +427,7 @@ class Run:
                 setattr(self.engine.optimizer, name, lambda i, timer_names=None, call=call: call(i, set()))
 
     def _hash_master_weights(self) -> str:
+        import torch
         from deepspeed.utils import safe_get_full_fp32_param
 
         self._mend_reading_of_016()
@@ -434,7 +435,7 @@ class Run:
         for name, parameter in sorted(self.engine.module.named_parameters()):
             value = safe_get_full_fp32_param(parameter)
             digest.update(name.encode())
-            digest.update(value.contiguous().numpy().tobytes())
+            digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())  # numpy knows no bf16
         return digest.hexdigest()
 
 
