@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +58,19 @@ def test_memory_at_any_address_is_taken_and_the_bounce_memory_is_bounded(tmp_pat
             assert torch.equal(out, memory[skip : skip + 1_000_003])
         assert engine.statistics.bounced_bytes > 4 * 900_000
         assert engine.bounce_buffers == buffers
+
+
+def resident_bytes(kind: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind))
+    return int(line.split()[1]) << 10
+
+
+def test_the_table_that_processes_share_is_resident_only_where_it_is_used(tmp_path):
+    before = resident_bytes("RssShmem")
+    with create(tmp_path, 1 << 22, control_folder="/dev/shm") as engine:
+        engine.write("t", torch.ones(1 << 18))
+        engine.wait()
+        assert resident_bytes("RssShmem") - before < 256 << 10
 
 
 def test_another_type_or_size_under_the_same_key(tmp_path):

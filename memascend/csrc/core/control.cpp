@@ -298,6 +298,9 @@ Control::Overlap Control::rebuild(const std::vector<Extent>& used) {
       overlap = {true, extent};
     }
   }
+  if (head.magic != kMagic) {  // not opened yet: nobody has reserved anything, and the table need not be looked at
+    return overlap;
+  }
   (void)drop_dead_reservations();
   for (int index = 0; index < kMaxReservations; ++index) {
     const Slot& slot = slots()[index];
