@@ -1,14 +1,20 @@
-"""Real training runs of a k = 64 twin, each in its own process, shared by the tests of this folder."""
+"""Real training runs of Qwen2.5-7B's twins, each in its own process, shared by the tests of this folder."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+
+from workflows.scripts import children, run_training
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 11
@@ -20,45 +26,58 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._records: dict[tuple[str, ...], dict[str, Any]] = {}
+        self.shared_buffers: list[SharedBuffers] = []
 
     def record(self, system: str, arm: str, *options: str) -> dict[str, Any]:
         key = (system, arm, *options)
         if key not in self._records:
             out = self._folder / f"run{len(self._records)}.json"
-            done = self.command(system, arm, "--out", str(out), *options)
-            assert done.returncode == 0, done.stderr[-3000:]
+            arguments = self._arguments(system, arm, "--out", str(out), *options)
+            with contextlib.chdir(ROOT), watched(self.shared_buffers):
+                assert run_training.run(run_training.parse(arguments)) == 0
             self._records[key] = json.loads(out.read_text())
         return self._records[key]
 
     def command(self, system: str, arm: str, *options: str) -> subprocess.CompletedProcess[str]:
-        defaults = [
-            "--model",
-            "qwen2.5-7b",
-            "--k",
-            "64",
-            "--steps",
-            str(STEPS),
-            "--run-id",
-            f"test-{system}-{arm}",
-            "--time-limit",
-            "240",
-            "--nvme",
-            str(self._folder / "nvme"),
-            "--out",
-            str(self._folder / "refused.json"),
-        ]
-        command = [
-            sys.executable,
-            "-m",
-            "workflows.scripts.run_training",
-            "--system",
-            system,
-            "--arm",
-            arm,
-            *defaults,
+        """The program itself, in a process of its own."""
+        command = [sys.executable, "-m", "workflows.scripts.run_training", *self._arguments(system, arm, *options)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+
+    def _arguments(self, system: str, arm: str, *options: str) -> list[str]:
+        return [
+            *("--system", system, "--arm", arm),
+            *("--model", "qwen2.5-7b", "--k", "64", "--steps", str(STEPS)),
+            *("--run-id", f"test-{system}-{arm}"),
+            *("--time-limit", "240", "--mode", "time"),  # memory is sampled only where a test reads it: half the time
+            *("--nvme", str(self._folder / "nvme")),
+            *("--out", str(self._folder / "refused.json")),
             *options,
         ]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedBuffers:
+    """Files of one run in /dev/shm: what its processes left there, and what was there after the clearing."""
+
+    made: list[str]
+    left: list[str]
+
+
+@contextlib.contextmanager
+def watched(seen: list[SharedBuffers]) -> Iterator[None]:
+    """Notes what the runs inside leave in /dev/shm; their rendezvous port tells it from what other processes make."""
+    stock = children.remove_shared_buffers
+
+    def files(port: int) -> list[str]:
+        return [path.name for path in Path("/dev/shm").iterdir() if str(port) in path.name.split("_")]
+
+    def remove(port: int) -> None:
+        made = files(port)
+        stock(port)
+        seen.append(SharedBuffers(made, files(port)))
+
+    with mock.patch.object(children, "remove_shared_buffers", remove):
+        yield
 
 
 @pytest.fixture(scope="session")

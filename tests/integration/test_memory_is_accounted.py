@@ -6,43 +6,48 @@ import pytest
 
 pytestmark = pytest.mark.deepspeed
 
+PUBLISHED, OURS = ("zero_infinity", "as_published"), ("memascend", "memascend")
+
+
+@pytest.fixture(scope="module")
+def record(runs):
+    """Runs at k = 16, where the buffers are well above the few MiB by which a process of 450 MiB breathes."""
+    return lambda arm: runs.record(*arm, "--k", "16", "--steps", "3", "--mode", "memory")
+
 
 def held(record, owner):
     return sum(e["reserved_bytes"] for e in record["ledger"] if e["at_peak"] and e["owner"] == owner)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("system", "arm"), [("zero_infinity", "as_published"), ("memascend", "memascend")])
-def test_locked_buffers_are_what_the_kernel_locks(runs, system, arm):
-    memory = runs.record(system, arm)["memory"]
+@pytest.mark.parametrize("arm", [PUBLISHED, OURS], ids="-".join)
+def test_locked_buffers_are_what_the_kernel_locks(record, arm):
+    memory = record(arm)["memory"]
     assert memory["locked_bytes"] == pytest.approx(memory["locked_buffers_bytes"], rel=0.02)
 
 
-@pytest.mark.parametrize(("system", "arm"), [("zero_infinity", "as_published"), ("memascend", "memascend")])
-def test_the_ledger_explains_the_measured_peak(runs, system, arm):
-    """At k = 16, where the buffers are well above the few MiB by which a process of 450 MiB breathes."""
-    memory = runs.record(system, arm, "--k", "16", "--steps", "3")["memory"]
-    assert memory["ledger_explained_share"] == pytest.approx(1.0, abs=0.05)
+@pytest.mark.parametrize("arm", [PUBLISHED, OURS], ids="-".join)
+def test_the_ledger_explains_the_measured_peak(record, arm):
+    assert record(arm)["memory"]["ledger_explained_share"] == pytest.approx(1.0, abs=0.05)
 
 
-def test_no_ledger_entry_is_called_other(runs):
-    assert not [e for e in runs.record("memascend", "memascend")["ledger"] if "other" in e["owner"]]
+def test_no_ledger_entry_is_called_other(record):
+    assert not [e for e in record(OURS)["ledger"] if "other" in e["owner"]]
 
 
-def test_the_chain_needs_one_and_a_quarter_times_the_gradient_buffer(runs):
-    record = runs.record("zero_infinity", "as_published")
+def test_the_chain_needs_one_and_a_quarter_times_the_gradient_buffer(record):
+    published = record(PUBLISHED)
     requested = next(
-        e["requested_bytes"] for e in record["ledger"] if e["owner"] == "gradient_flat_buffer" and e["at_peak"]
+        e["requested_bytes"] for e in published["ledger"] if e["owner"] == "gradient_flat_buffer" and e["at_peak"]
     )
-    assert record["memory"]["overflow_spike_bytes"] == pytest.approx(1.25 * requested, rel=0.01)
+    assert published["memory"]["overflow_spike_bytes"] == pytest.approx(1.25 * requested, rel=0.01)
 
 
-def test_the_fused_check_needs_no_memory(runs):
-    assert runs.record("memascend", "memascend")["memory"]["overflow_spike_bytes"] == 0
+def test_the_fused_check_needs_no_memory(record):
+    assert record(OURS)["memory"]["overflow_spike_bytes"] == 0
 
 
-def test_power_of_two_rounding_holds_more_than_was_asked_for(runs):
-    entries = [e for e in runs.record("zero_infinity", "as_published")["ledger"] if e["allocator"] == "power_of_two"]
+def test_power_of_two_rounding_holds_more_than_was_asked_for(record):
+    entries = [e for e in record(PUBLISHED)["ledger"] if e["allocator"] == "power_of_two"]
     assert entries
     assert all(
         e["reserved_bytes"] == 1 << (e["requested_bytes"] - 1).bit_length() or e["reserved_bytes"] == 4096
@@ -50,7 +55,7 @@ def test_power_of_two_rounding_holds_more_than_was_asked_for(runs):
     )
 
 
-def test_the_adaptive_pool_is_smaller_than_nine_embeddings(runs):
-    published, ours = runs.record("zero_infinity", "as_published"), runs.record("memascend", "memascend")
+def test_the_adaptive_pool_is_smaller_than_nine_embeddings(record):
+    published, ours = record(PUBLISHED), record(OURS)
     assert held(ours, "parameter_pool") < 0.4 * held(published, "parameter_pool")
     assert ours["memory"]["host_peak_net_bytes"] < published["memory"]["host_peak_net_bytes"]
