@@ -27,7 +27,7 @@ def test_locked_buffers_are_what_the_kernel_locks(record, arm):
 
 @pytest.mark.parametrize("arm", [PUBLISHED, OURS], ids="-".join)
 def test_the_ledger_explains_the_measured_peak(record, arm):
-    assert record(arm)["memory"]["ledger_explained_share"] == pytest.approx(1.0, abs=0.05)
+    assert record(arm)["memory"]["ledger_explained_share"] == pytest.approx(1.0, abs=0.03)
 
 
 def test_no_ledger_entry_is_called_other(record):

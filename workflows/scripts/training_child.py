@@ -140,6 +140,8 @@ def products_in_fp32() -> None:
     """
     import torch
 
+    from memascend.integrations.deepspeed.cpu_shims import linear_in_fp32
+
     linear = torch.nn.functional.linear
 
     class Linear(torch.autograd.Function):
@@ -147,7 +149,7 @@ def products_in_fp32() -> None:
         def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
             ctx.save_for_backward(x, weight)
             ctx.has_bias = bias is not None
-            return linear(x.float(), weight.float(), bias.float() if ctx.has_bias else None).to(x.dtype)
+            return linear_in_fp32(x, weight, bias)
 
         @staticmethod
         def backward(ctx: Any, gradient: Any) -> Any:

@@ -45,6 +45,15 @@ def clone_after_gather() -> Undo:
 _ROWS_AT_ONCE = 256
 
 
+def linear_in_fp32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``F.linear`` of 16-bit tensors, products and sums in fp32, rounded once; (..., in), (out, in) -> (..., out)."""
+    y, x = x.new_empty(*x.shape[:-1], len(weight)), x.float()
+    for rows in (slice(i, i + _ROWS_AT_ONCE) for i in range(0, len(weight), _ROWS_AT_ONCE)):
+        part = x @ weight[rows].float().t()
+        y[..., rows] = part + bias[rows].float() if bias is not None else part
+    return y
+
+
 class _LinearInFp32(torch.autograd.Function):
     """``F.linear`` of fp16 tensors with products in fp32 (PyTorch's CPU fp16 products are some 800 times slower)."""
 
@@ -52,11 +61,7 @@ class _LinearInFp32(torch.autograd.Function):
     def forward(ctx, x, weight, bias):  # x (..., in), weight (out, in), bias (out) or None -> (..., out)
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        y, x = x.new_empty(*x.shape[:-1], len(weight)), x.float()
-        for rows in (slice(i, i + _ROWS_AT_ONCE) for i in range(0, len(weight), _ROWS_AT_ONCE)):
-            part = x @ weight[rows].float().t()
-            y[..., rows] = part + bias[rows].float() if bias is not None else part
-        return y
+        return linear_in_fp32(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
