@@ -8,7 +8,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <iterator>
 #include <thread>
 
 #include "check.h"
@@ -48,8 +47,11 @@ std::vector<char> pattern(std::size_t bytes, unsigned seed) {
 }
 
 std::vector<char> content(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
+  std::ifstream file(path, std::ios::binary | std::ios::ate);
+  std::vector<char> data(file ? static_cast<std::size_t>(file.tellg()) : 0);
+  file.seekg(0);
+  file.read(data.data(), static_cast<std::streamsize>(data.size()));
+  return data;
 }
 
 void put(const std::string& path, const std::vector<char>& data) {
@@ -134,13 +136,13 @@ constexpr IoSystemCalls kFaulty{faulty_open, faulty_pread, faulty_pwrite, faulty
 // Writes and reads back `bytes` at every kind of address and offset; the file around it must keep.
 void round_trips(FileEngine& engine, const Folder& folder, const std::string& note) {
   for (const std::int64_t bytes : {1l, 511l, 512l, 4095l, 4096l, 4097l, 40'000l, 3 * 65'536l, 300'001l}) {
+    const auto data = pattern(static_cast<std::size_t>(bytes), 9);
     for (const std::int64_t offset : {0l, 1l, 512l, 4096l, 70'000l}) {
+      const auto around = pattern(static_cast<std::size_t>(offset + bytes + 5000), 7);
       for (const std::size_t shift : {0ul, 1ul, 64ul, 512ul}) {
         const std::string path = folder.file("f" + std::to_string(bytes) + "-" + std::to_string(offset));
-        const auto around = pattern(static_cast<std::size_t>(offset + bytes + 5000), 7);
         put(path, around);
         auto* memory = static_cast<char*>(std::aligned_alloc(4096, (shift + static_cast<std::size_t>(bytes) + 8191) & ~4095ul));
-        const auto data = pattern(static_cast<std::size_t>(bytes), 9);
         std::memcpy(memory + shift, data.data(), data.size());
         engine.submit(IoOp::kWrite, memory + shift, bytes, path, offset);
         auto wrote = engine.wait();

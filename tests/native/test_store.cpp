@@ -396,13 +396,17 @@ TEST(after_a_power_cut_at_any_write_every_commit_is_whole_or_absent) {
   Wreck wreck(wrecked.paths);
   std::mt19937 random(2);
   std::size_t committed = 0;
-  int opened = 0;
+  std::size_t opened = 0;
+  const std::size_t stride = UNDER_SANITIZER ? 7 : 1;  // a sanitizer looks at the accesses, which are alike at all places
   for (std::size_t cut = 0; cut <= recorder.events.size(); ++cut) {
     if (cut > 0) {
       wreck.follow(recorder.events[cut - 1]);
     }
     while (committed + 1 < states.size() && ends[committed + 1] <= cut) {
       ++committed;
+    }
+    if (cut % stride != 0) {
+      continue;
     }
     const bool under_way = committed + 1 < states.size() && begins[committed + 1] < cut;
     for (const double chance : {0.0, 1.0, 0.5, 0.9}) {
@@ -418,5 +422,5 @@ TEST(after_a_power_cut_at_any_write_every_commit_is_whole_or_absent) {
       wreck.mend();
     }
   }
-  CHECK(opened > 500);
+  CHECK(opened > 500 / stride);
 }
