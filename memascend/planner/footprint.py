@@ -74,6 +74,7 @@ class Arrangement:
     overflow: str = "chain"
     whole_swap_out: bool = False  # DeepSpeed 0.16 sizes the swap-out buffer by the whole tensor, not the partition
     states: str | None = None
+    swaps_gradients: bool = True  # False: the optimizer takes them from the flat buffer
 
 
 _EXACT = {"pinned": "page_aligned", "swapped": "page_aligned"}
@@ -99,6 +100,9 @@ ARRANGEMENTS: dict[tuple[str, str], Arrangement] = {
     ),
     ("memascend", "memascend_bf16_nearest"): Arrangement(
         label="MemAscend (bf16 states, nearest rounding)", **_EXACT, pool="adaptive", overflow="fused", states="bf16"
+    ),
+    ("memascend", "memascend_kept_gradients"): Arrangement(
+        label="MemAscend (gradients kept)", **_EXACT, pool="adaptive", overflow="fused", swaps_gradients=False
     ),
     ("memascend", "pinned_only"): Arrangement(label="MemAscend (pinned memory only)", **_EXACT),
     ("memascend", "pool_only"): Arrangement(label="MemAscend (pool only)", pool="adaptive"),
@@ -226,6 +230,11 @@ def plan(
         states=states,
         entries=tuple(ledger.entries()),
     )
+
+
+def swaps_gradients(system: str, arm: str | None) -> bool:
+    """Whether the arm sends gradients over the SSD to the optimizer."""
+    return _arrangement(system, arm)[1].swaps_gradients
 
 
 def kept_states(system: str, arm: str | None, asked: str) -> str:

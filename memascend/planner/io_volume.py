@@ -52,11 +52,12 @@ def io_volume(
     micro_batches: int = 1,
     sub_group_size: int | None = None,
     swap_threshold_bytes: float | None = None,
+    swap_gradients: bool = True,
 ) -> IoVolume:
     """I/O of one optimizer step of `micro_batches` forward and backward passes (gradient accumulation).
 
     Arguments and thresholds as those of :func:`memascend.planner.footprint.plan`. Gradients are written once a micro
-    batch, whole: DeepSpeed writes what it has accumulated so far.
+    batch, whole: DeepSpeed writes what it has accumulated so far. `swap_gradients`: False where they stay in memory.
     """
     nothing = dict.fromkeys(PHASES, 0)
     if system not in SSD_SYSTEMS:
@@ -70,13 +71,14 @@ def io_volume(
     swapped = [numel for numel in sub_groups(spec.tensors(), size, ranks) if numel * state >= threshold]
     states_of_one = ranks * state * sum(swapped)  # one of master, gradient, first and second moment
     again = ranks * weight * partition_numel(spec.vocab * spec.hidden, ranks) if spec.tied else 0
+    gradients = states_of_one if swap_gradients else 0
     passes = micro_batches * (weights + again)
     return IoVolume(
-        read_bytes={"forward": passes, "backward": passes, "optimizer": 4 * states_of_one},
+        read_bytes={"forward": passes, "backward": passes, "optimizer": 3 * states_of_one + gradients},
         write_bytes={
             "forward": 0,
-            "backward": micro_batches * states_of_one,
+            "backward": micro_batches * gradients,
             "optimizer": 3 * states_of_one + weights,
         },
-        stored_bytes=weights + 4 * states_of_one,
+        stored_bytes=weights + 3 * states_of_one + gradients,
     )

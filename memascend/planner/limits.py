@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from memascend.planner.footprint import SUB_GROUP_SIZE, Plan, checkpoint_bytes, kept_states, plan
+from memascend.planner.footprint import SUB_GROUP_SIZE, Plan, checkpoint_bytes, kept_states, plan, swaps_gradients
 from memascend.planner.gpu_memory import DevicePlan, gpu_memory
 from memascend.planner.io_volume import IoVolume, io_volume
 from memascend.planner.machine import Machine
@@ -94,6 +94,7 @@ class Workload:
             states=self.kept_states,
             ranks=self.ranks,
             micro_batches=self.micro_batches,
+            swap_gradients=swaps_gradients(self.system, self.arm),
         )
 
 

@@ -105,7 +105,15 @@ def step_time(
     overflow = ARRANGEMENTS[system, arm].overflow if dtype == "fp16" else "none"
     known = calibrations or Calibrations()
     _require(machine, system)
-    volume = io_volume(spec, system, dtype=dtype, states=states, ranks=ranks, micro_batches=micro_batches)
+    volume = io_volume(
+        spec,
+        system,
+        dtype=dtype,
+        states=states,
+        ranks=ranks,
+        micro_batches=micro_batches,
+        swap_gradients=ARRANGEMENTS[system, arm].swaps_gradients,
+    )
     weights = spec.parameters * DTYPES[dtype].itemsize
     stored = batch * context * spec.layers * spec.hidden * DTYPES[dtype].itemsize
     kept = micro_batches * stored if checkpointing and offload_checkpoints else 0

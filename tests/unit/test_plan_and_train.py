@@ -66,6 +66,15 @@ def test_every_arm_that_train_runs_can_be_planned():
         assert planned_systems()[name][0] == arms[0]
 
 
+def test_gradients_that_stay_in_memory_are_not_planned_on_the_ssd(capsys):
+    swapped, kept = (planned(capsys, "--arm", arm) for arm in ("memascend", "memascend_kept_gradients"))
+    gradients = swapped["io_bytes"]["write"]["backward"]
+    assert kept["io_bytes"]["write"]["backward"] == 0
+    assert swapped["io_bytes"]["read"]["optimizer"] - kept["io_bytes"]["read"]["optimizer"] == gradients
+    assert swapped["ssd_bytes"] - kept["ssd_bytes"] == gradients
+    assert swapped["host_bytes"] == kept["host_bytes"]
+
+
 @pytest.mark.parametrize("system", ["memascend", "zero_infinity", "zero_offload"])
 @pytest.mark.parametrize("more", [{}, {"dtype": "fp16", "ranks": 2, "batch": 2, "accumulate": 4}], ids=str)
 def test_the_written_configuration_is_what_train_runs(capsys, tmp_path, system, more):
