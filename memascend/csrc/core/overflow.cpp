@@ -64,26 +64,42 @@ std::uint64_t read_portable(const void* data, std::int64_t bytes) {
 MEMASCEND_TARGET("avx2")
 inline __m256i max256(__m256i a, __m256i b, bool wide) { return wide ? _mm256_max_epi32(a, b) : _mm256_max_epi16(a, b); }
 
+inline const __m256i* vector_at(const char* data) { return reinterpret_cast<const __m256i*>(data); }
+
+// A core that reads one stream waits at every page for its prefetcher to begin again (two thirds to three quarters of the
+// bandwidth that four give, measured on Zen 3): so four quarters are read side by side.
+constexpr int kStreams = 4;
+constexpr std::int64_t kLine = 64;
+
 template <bool kWide>
 MEMASCEND_TARGET("avx2")
 bool scan_avx2(const char* data, std::int64_t bytes, std::uint32_t mask) {
   const __m256i wanted = _mm256_set1_epi32(static_cast<int>(mask));
-  for (std::int64_t begin = 0; begin < bytes; begin += kBlockBytes) {
-    const std::int64_t end = std::min(bytes, begin + kBlockBytes);
-    __m256i most[4] = {};
-    for (std::int64_t i = begin; i < end; i += 128) {
-      for (int k = 0; k < 4; ++k) {
-        const __m256i value = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + i + 32 * k));
-        most[k] = max256(most[k], _mm256_and_si256(value, wanted), kWide);
+  const std::int64_t quarter = bytes / (kStreams * kLine) * kLine;
+  __m256i most[kStreams] = {};
+  const auto keep = [&](__m256i& most_here, const char* at) MEMASCEND_TARGET("avx2") {
+    most_here = max256(most_here, _mm256_and_si256(_mm256_loadu_si256(vector_at(at)), wanted), kWide);
+  };
+  const auto hit = [&]() MEMASCEND_TARGET("avx2") {
+    const __m256i all = max256(max256(most[0], most[1], kWide), max256(most[2], most[3], kWide), kWide);
+    return _mm256_movemask_epi8(kWide ? _mm256_cmpeq_epi32(all, wanted) : _mm256_cmpeq_epi16(all, wanted)) != 0;
+  };
+  for (std::int64_t begin = 0; begin < quarter; begin += kBlockBytes / kStreams) {
+    const std::int64_t end = std::min(quarter, begin + kBlockBytes / kStreams);
+    for (std::int64_t i = begin; i < end; i += kLine) {
+      for (int k = 0; k < kStreams; ++k) {
+        keep(most[k], data + k * quarter + i);
+        keep(most[k], data + k * quarter + i + kLine / 2);
       }
     }
-    const __m256i all = max256(max256(most[0], most[1], kWide), max256(most[2], most[3], kWide), kWide);
-    const __m256i hit = kWide ? _mm256_cmpeq_epi32(all, wanted) : _mm256_cmpeq_epi16(all, wanted);
-    if (_mm256_movemask_epi8(hit) != 0) {
+    if (hit()) {
       return true;
     }
   }
-  return false;
+  for (std::int64_t i = kStreams * quarter; i < bytes; i += kLine / 2) {
+    keep(most[0], data + i);
+  }
+  return hit();
 }
 
 MEMASCEND_TARGET("avx512f,avx512bw")
@@ -112,11 +128,17 @@ bool scan_avx512(const char* data, std::int64_t bytes, std::uint32_t mask) {
 
 MEMASCEND_TARGET("avx2")
 std::uint64_t read_avx2(const char* data, std::int64_t bytes) {
-  __m256i all[4] = {};
-  for (std::int64_t i = 0; i < bytes; i += 128) {
-    for (int k = 0; k < 4; ++k) {
-      all[k] = _mm256_or_si256(all[k], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + i + 32 * k)));
+  const std::int64_t quarter = bytes / (kStreams * kLine) * kLine;
+  __m256i all[kStreams] = {};
+  for (std::int64_t i = 0; i < quarter; i += kLine) {
+    for (int k = 0; k < kStreams; ++k) {
+      const char* at = data + k * quarter + i;
+      const __m256i both = _mm256_or_si256(_mm256_loadu_si256(vector_at(at)), _mm256_loadu_si256(vector_at(at + kLine / 2)));
+      all[k] = _mm256_or_si256(all[k], both);
     }
+  }
+  for (std::int64_t i = kStreams * quarter; i < bytes; i += kLine / 2) {
+    all[0] = _mm256_or_si256(all[0], _mm256_loadu_si256(vector_at(data + i)));
   }
   const __m256i one = _mm256_or_si256(_mm256_or_si256(all[0], all[1]), _mm256_or_si256(all[2], all[3]));
   return static_cast<std::uint64_t>(_mm256_extract_epi64(one, 0) | _mm256_extract_epi64(one, 1) |
