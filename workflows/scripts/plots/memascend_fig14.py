@@ -75,7 +75,7 @@ def gains(axis: Axes, table: pd.DataFrame) -> None:
     """The average gain, measured beside printed."""
     found = table[table["metric"] == "write bandwidth improvement, average"].set_index("lane")["number"]
     words = [f"{lane} {found[lane]:+.0f} %" for lane in ("measured", "published") if lane in found.index]
-    axis.set_title(f"MemAscend on average: {', '.join(words)}", loc="right", fontsize=7.5)
+    axis.set_title(f"MemAscend on average:\n{', '.join(words)}", loc="right", fontsize=7.5)
 
 
 def hollow(colour: str) -> dict[str, Any]:
