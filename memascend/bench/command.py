@@ -90,11 +90,12 @@ def _counts(option: str, text: str, count: _Count) -> list[int]:
         raise ValueError(f"{option}: {error}") from None
 
 
-def _byte_sizes(text: str) -> tuple[int, ...]:
-    wrong = [part for part in text.split(",") if not part.isdecimal() or int(part) == 0]
-    if wrong:
-        raise ValueError(f"--bytes: {wrong[0]!r} is no number of bytes: give some, separated by commas, or fig14")
-    return tuple(map(int, text.split(",")))
+def _amounts(option: str, text: str, unit: str) -> list[int]:
+    """Elements or bytes: beyond what a count may be, since tensors are."""
+    for part in text.split(","):
+        if not part.isdecimal() or int(part) == 0:
+            raise ValueError(f"{option}: {part!r} is no number of {unit}: give some above zero, separated by commas")
+    return [int(part) for part in text.split(",")]
 
 
 def _show(ratio: dict[str, float]) -> str:
@@ -104,7 +105,7 @@ def _show(ratio: dict[str, float]) -> str:
 def _overflow(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
     from memascend.bench import overflow
 
-    result = overflow.measure(_dtypes(options), _counts("--numels", options.numels, count), options.repeats)
+    result = overflow.measure(_dtypes(options), _amounts("--numels", options.numels, "elements"), options.repeats)
     lines = ["share of the read limit (fastest reader), and times faster; medians with quartiles"]
     lines += [f"without {peer}: {reason}" for peer, reason in result["missing"].items()]
     return result, lines + _shares(result)
@@ -113,7 +114,7 @@ def _overflow(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any
 def _unscale(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
     from memascend.bench import unscale
 
-    result = unscale.measure(_dtypes(options), _counts("--numels", options.numels, count), options.repeats)
+    result = unscale.measure(_dtypes(options), _amounts("--numels", options.numels, "elements"), options.repeats)
     lines = [
         "share of the limit (fastest loop that reads and writes in place), and times faster; medians with quartiles"
     ]
@@ -144,7 +145,7 @@ def _shares(result: dict[str, Any]) -> list[str]:
 def _adamw(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
     from memascend.bench import adamw
 
-    result = adamw.measure(_counts("--numels", options.numels, count), options.repeats)
+    result = adamw.measure(_amounts("--numels", options.numels, "elements"), options.repeats)
     lines = ["one step; limit: bytes over the bandwidth of the fastest in-place loop; medians with quartiles"]
     lines += [f"without {peer}: {reason}" for peer, reason in result["missing"].items()]
     for row in result["summary"]:
@@ -189,7 +190,7 @@ def _nvme(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], l
 
     sizes = tuple(mib << 20 for mib in _counts("--mib", options.mib, count))
     if options.bytes is not None:
-        sizes = nvme.FIG14_BYTES if options.bytes == "fig14" else _byte_sizes(options.bytes)
+        sizes = nvme.FIG14_BYTES if options.bytes == "fig14" else tuple(_amounts("--bytes", options.bytes, "bytes"))
     chosen = nvme.NvmeOptions(
         folder=options.folder,
         target=options.target,

@@ -156,7 +156,7 @@ def test_pool_counts_by_the_code_of_a_run(capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["overflow", "--numels", "5,x"], "'x' is not a positive whole number"),
+        (["overflow", "--numels", "5,x"], "'x' is no number of elements"),
         (["overflow", "--dtypes", "fp64"], "unknown 'fp64': use fp32, fp16, bf16"),
         (["unscale", "--dtypes", "int8"], "unknown 'int8': use fp32, fp16, bf16"),
         (["adamw", "--repeats", "0"], "'0' is not a positive whole number"),

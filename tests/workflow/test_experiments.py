@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
+from memascend import cli
 from workflows.scripts import tidy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,3 +79,19 @@ def test_quick_runs_ten_applied_steps_on_the_7b_twin_in_all_arms_and_the_referen
 def test_schemas_are_themselves_valid() -> None:
     for path in (ROOT / "workflows/schemas").glob("*.schema.json"):
         jsonschema.Draft202012Validator.check_schema(json.loads(path.read_text()))
+
+
+def test_every_size_that_a_profile_benches_is_taken(monkeypatch) -> None:
+    """Counts of layers have a bound that elements go beyond: quick and full asked for more than was taken."""
+    asked: list[int] = []
+    nothing = {"missing": {}, "summary": []}
+    monkeypatch.setattr(
+        "memascend.bench.overflow.measure", lambda dtypes, numels, repeats: asked.extend(numels) or nothing
+    )
+    for profile in PROFILES.values():
+        for group in profile["bench"]:
+            if group["part"] == "overflow":
+                numels = group["options"]["numels"]
+                asked.clear()
+                assert cli.main(["bench", "overflow", "--numels", ",".join(map(str, numels))]) == 0
+                assert asked == numels
