@@ -17,6 +17,21 @@ from memascend.planner.pool import streamed
 
 # One request of 1 MiB at a time is what both engines split a tensor into; 32 of them fill a drive (MemAscend IV-E).
 AIO = {"block_size": 1 << 20, "queue_depth": 32, "single_submit": False, "overlap_events": True}
+# With DeepSpeed's own AdamW bf16 master weights lose small updates; ours rounds stochastically.
+_BF16 = {"optimizer_states": "bf16", "numerics": "fast"}
+_ALONE = {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "chain", "aio": "file"}
+# Keys of the section "memascend" by arm, where they are not the defaults; as baselines/memascend has them.
+_ARM_PARTS: dict[str, dict[str, str]] = {
+    "memascend_fast": {"numerics": "fast"},
+    "memascend_bf16": _BF16,
+    "memascend_bf16_nearest": {"optimizer_states": "bf16"},
+    "memascend_kept_gradients": {"gradients": "kept"},
+    "memascend_on_files": {"aio": "file"},
+    "pinned_only": _ALONE | {"pinned": "exact"},
+    "pool_only": _ALONE | {"pool": "adaptive"},
+    "overflow_only": _ALONE | {"overflow": "fused"},
+    "direct_only": _ALONE | {"aio": "direct"},
+}
 PERSISTENCE_THRESHOLD = 100_000
 MAX_LIVE_PARAMETERS = 1_000_000_000
 
@@ -64,8 +79,8 @@ def deepspeed_config(work: Workload, nvme_path: str, learning_rate: float = 1e-5
     if work.system == "memascend":
         config["memascend"] = {name: getattr(work.stack, name) for name in MODEL_OPTIONS}
         if work.states == "bf16":
-            # With DeepSpeed's own AdamW bf16 master weights lose small updates; ours rounds stochastically.
-            config["memascend"] |= {"optimizer_states": "bf16", "numerics": "fast"}
+            config["memascend"] |= _BF16
+        config["memascend"] |= _ARM_PARTS.get(work.arm or "memascend", {})
     return config
 
 

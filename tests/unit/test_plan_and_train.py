@@ -6,6 +6,7 @@ import json
 import pytest
 
 from memascend.cli import main
+from memascend.integrations.deepspeed.parts import Parts
 from memascend.planner import model_spec
 from memascend.planner.footprint import systems as planned_systems
 from memascend.planner.pool import streamed
@@ -101,3 +102,13 @@ def test_the_written_configuration_is_what_train_runs(capsys, tmp_path, system, 
         else:
             assert value == run[name], name
     assert dataclasses.asdict(config)["system"] == system
+
+
+@pytest.mark.parametrize("arm", systems.provider().load_system("memascend", None).arms)
+def test_the_configuration_written_for_an_arm_switches_its_parts(capsys, tmp_path, arm):
+    dtype = "bf16" if "bf16" in arm else "fp16"
+    planned(capsys, "--arm", arm, "--dtype", dtype, config=tmp_path / "ds.json")
+    section = json.loads((tmp_path / "ds.json").read_text())["memascend"]
+    wanted = systems.provider().load_system("memascend", arm).parts(arm)
+    defaults = dataclasses.asdict(Parts())
+    assert defaults | {k: v for k, v in section.items() if k in defaults} == defaults | wanted
