@@ -90,11 +90,13 @@ def _counts(option: str, text: str, count: _Count) -> list[int]:
         raise ValueError(f"{option}: {error}") from None
 
 
-def _amounts(option: str, text: str, unit: str) -> list[int]:
+def _amounts(option: str, text: str, unit: str, other: str = "") -> list[int]:
     """Elements or bytes: beyond what a count may be, since tensors are."""
     for part in text.split(","):
         if not part.isdecimal() or int(part) == 0:
-            raise ValueError(f"{option}: {part!r} is no number of {unit}: give some above zero, separated by commas")
+            raise ValueError(
+                f"{option}: {part!r} is no number of {unit}: give some above zero, separated by commas{other}"
+            )
     return [int(part) for part in text.split(",")]
 
 
@@ -190,7 +192,11 @@ def _nvme(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], l
 
     sizes = tuple(mib << 20 for mib in _counts("--mib", options.mib, count))
     if options.bytes is not None:
-        sizes = nvme.FIG14_BYTES if options.bytes == "fig14" else tuple(_amounts("--bytes", options.bytes, "bytes"))
+        sizes = (
+            nvme.FIG14_BYTES
+            if options.bytes == "fig14"
+            else tuple(_amounts("--bytes", options.bytes, "bytes", ", or fig14"))
+        )
     chosen = nvme.NvmeOptions(
         folder=options.folder,
         target=options.target,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 # Keys of `memascend train`, flags of `memascend plan`, and keys of the section "memascend" in a DeepSpeed JSON.
@@ -51,7 +52,12 @@ class Stack:
 DEFAULT_STACK = Stack()
 
 
-def default_context(model_config: dict[str, object]) -> int:
-    """Tokens a sequence where nobody says: 4096, or as many as the model takes where that is less."""
+def longest_context(model_config: Mapping[str, object]) -> int | None:
+    """Tokens that the model's positions reach to; None where its configuration does not say."""
     most = model_config.get("max_position_embeddings")
-    return min(DEFAULT_CONTEXT, most) if isinstance(most, int) and most > 0 else DEFAULT_CONTEXT
+    return most if isinstance(most, int) and most > 0 else None
+
+
+def default_context(model_config: Mapping[str, object]) -> int:
+    """Tokens a sequence where nobody says: 4096, or as many as the model takes where that is less."""
+    return min(DEFAULT_CONTEXT, longest_context(model_config) or DEFAULT_CONTEXT)

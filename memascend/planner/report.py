@@ -9,6 +9,7 @@ from typing import Any
 from memascend.planner.answers import Answers, Need
 from memascend.planner.footprint import Plan
 from memascend.planner.machine import REASONS, Calibrations
+from memascend.planner.options import longest_context
 
 GIB = 2**30
 _WIDTH = 44
@@ -55,8 +56,8 @@ def _title(answers: Answers) -> str:
 
 
 def _beyond_the_model(answers: Answers) -> list[str]:
-    work, most = answers.work, answers.work.spec.config.get("max_position_embeddings")
-    if not isinstance(most, int) or work.context <= most:
+    work, most = answers.work, longest_context(answers.work.spec.config)
+    if most is None or work.context <= most:
         return []
     return [f"note: the model takes at most {most:,} tokens a sequence; memascend train refuses {work.context:,}"]
 

@@ -8,9 +8,9 @@ import os
 from typing import Any
 
 from memascend.storage import devices as checks
+from memascend.storage.shared_memory import CONTROL_FOLDER
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-CONTROL_FOLDER = "/dev/shm"
 
 
 def add_storage(commands: Any) -> None:

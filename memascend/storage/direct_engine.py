@@ -35,6 +35,7 @@ from memascend.storage.scratch import (
     require_room,
     room_for,
 )
+from memascend.storage.shared_memory import CONTROL_FOLDER
 
 __all__ = [
     "DirectEngine",
@@ -47,7 +48,6 @@ __all__ = [
     "room_for",
 ]
 
-CONTROL_FOLDER = "/dev/shm"
 _READS = 100
 TRACE_COLUMNS = ("request", "op", "key", "bytes", "priority", "submitted_ns", "started_ns", "ended_ns", "status")
 

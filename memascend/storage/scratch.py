@@ -7,16 +7,15 @@ the open file, never by its number: a number can be another process's by now, or
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import secrets
 import stat
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from memascend.storage.errors import StorageError
+from memascend.storage.locks import try_lock
 from memascend.storage.native import _C
 
 PREFIX = "memascend-scratch-"
@@ -67,7 +66,7 @@ def create_scratch_file(folder: str | os.PathLike[str], size_bytes: int, owner: 
             continue
         except OSError as error:
             raise StorageError("create", path, 0, size_bytes, 0, error.errno, error.strerror) from error
-        if _lock(fd) and os.fstat(fd).st_nlink > 0:  # else somebody who collects leftovers was faster
+        if try_lock(fd, _LIVE_BYTE) and os.fstat(fd).st_nlink > 0:  # else somebody who collects leftovers was faster
             break
         os.close(fd)
     scratch = ScratchFile(path, fd, os.getpid())
@@ -114,7 +113,7 @@ def collect_scratch_files(folder: str | os.PathLike[str], control_folder: str) -
 
 def _dead_owner(path: str, fd: int) -> tuple[str, str] | None:
     """The store's uuid and owner, empty if it was killed while it made the file. None: it lives, or it is not ours."""
-    if not _lock(fd):
+    if not try_lock(fd, _LIVE_BYTE):
         return None
     try:
         block = _C.storage_superblock(path)
@@ -123,13 +122,3 @@ def _dead_owner(path: str, fd: int) -> tuple[str, str] | None:
     if block is None:
         return None if any(os.pread(fd, 2 * _UNIT, 0)) else ("", "")
     return (block["uuid"], block["owner"]) if block["scratch_pid"] else None
-
-
-def _lock(fd: int) -> bool:
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, _LIVE_BYTE, 1, 0))
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise
-    return True

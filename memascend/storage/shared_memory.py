@@ -7,18 +7,17 @@ DeepSpeed never removes them: one is left over when no process maps it and it is
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import re
 import stat
-import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = "/dev/shm"
+from memascend.storage.locks import try_lock
+
+CONTROL_FOLDER = "/dev/shm"
 _CONTROL = re.compile(r"memascend-[0-9a-f]{32}")
 _BUFFER_PREFIX = "deepspeed_allreduce_buffer_"
 _OPENING, _PRESENCE = 0, 1  # bytes of a control file that carry locks: held while it is opened, and while it is used
@@ -34,7 +33,7 @@ class Leftover:
     bytes: int
 
 
-def collect_shared_memory(folder: str | os.PathLike[str] = FOLDER) -> list[Leftover]:
+def collect_shared_memory(folder: str | os.PathLike[str] = CONTROL_FOLDER) -> list[Leftover]:
     """Remove the control files and DeepSpeed's buffers of dead processes; other users' files are left alone."""
     root, removed = Path(folder), []
     for path in sorted(root.glob("memascend-*")):
@@ -59,22 +58,12 @@ def _remove_control(path: Path) -> int | None:
         return None
     try:
         status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode) or not (_lock(handle, _OPENING) and _lock(handle, _PRESENCE)):
+        if not stat.S_ISREG(status.st_mode) or not (try_lock(handle, _OPENING) and try_lock(handle, _PRESENCE)):
             return None
         path.unlink(missing_ok=True)
         return status.st_blocks * 512
     finally:
         os.close(handle)
-
-
-def _lock(handle: int, byte: int) -> bool:
-    try:
-        fcntl.fcntl(handle, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise
-    return True
 
 
 def _is_old_file_of_ours(path: Path) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from memascend.planner import ModelSpec, model_spec
 from memascend.planner.command import fused_experts
 from memascend.planner.layouts import TensorSpec, named_tensors
-from memascend.planner.options import MODEL_OPTIONS, Stack, default_context
+from memascend.planner.options import MODEL_OPTIONS, Stack, default_context, longest_context
 from memascend.training import data
 from memascend.training.config import TrainConfig
 from memascend.training.folder import RunFolder, write_atomically
@@ -83,8 +83,8 @@ def _hub_name(model: str) -> str:
 
 
 def _context(config: TrainConfig, model_config: dict[str, Any]) -> int:
-    most = model_config.get("max_position_embeddings")
-    if config.context and isinstance(most, int) and config.context > most:
+    most = longest_context(model_config)
+    if config.context and most and config.context > most:
         raise ValueError(f"the model takes at most {most} tokens a sequence, not {config.context}; lower --context")
     return config.context or default_context(model_config)
 

@@ -140,7 +140,8 @@ int DirectEngine::region_of(const void* data, std::int64_t bytes) const {
 }
 
 // Cuts [offset, offset + bytes) of the tensor into blocks: the parts of sectors at either end are blocks of their
-// own, the rest goes in pieces of `block_bytes`, smaller ones where they are bounced. Then the devices take turns, in proportion to what each has to do.
+// own, the rest goes in pieces of `block_bytes`, smaller ones where they are bounced. Then the devices take turns, in
+// proportion to what each has to do.
 void DirectEngine::plan(Request& request) const {
   request.blocks.clear();
   std::int64_t extent_begin = 0;

@@ -16,7 +16,7 @@
 namespace memascend {
 
 constexpr int kCommandTries = 1000;  // of one command that is interrupted or refused for the moment
-constexpr int kLargeBounces = 4;     // a worker, each of kBounceBytes
+constexpr int kLargeBounces = 4;     // a worker, each of a block as it is bounced
 
 class DirectEngine::Worker {
  public:

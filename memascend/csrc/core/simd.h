@@ -13,7 +13,8 @@ enum class FloatFormat { kFloat32, kFloat16, kBFloat16 };
 }
 
 // kAvx2 needs FMA, F16C and AES too (Intel since 2013, AMD since 2015), kAvx512 the subsets F, BW, DQ and VL and vector
-// AES (Ice Lake, Zen 4). kAvx2Vaes is for those that have vector AES without AVX-512 (Zen 3, Intel's desktops since 2021).
+// AES (Ice Lake, Zen 4). kAvx2Vaes is for those that have vector AES without AVX-512 (Zen 3, Intel's
+// desktops since 2021).
 enum class SimdLevel { kPortable, kAvx2, kAvx2Vaes, kAvx512 };
 
 // Best level of this processor, found once.

@@ -1,5 +1,5 @@
-// Kernels that exist once for every instruction set: simd_kernels_{portable,avx2,avx2_vaes,avx512}.cpp fill a table each. Results
-// are the same bits at every level: the same operations in the same order, each rounded as IEEE 754 says.
+// Kernels that exist once for every instruction set: simd_kernels_{portable,avx2,avx2_vaes,avx512}.cpp fill a
+// table each. Results are the same bits at every level: the same operations in the same order, each rounded as IEEE 754 says.
 #pragma once
 
 #include <cstdint>
