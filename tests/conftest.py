@@ -9,6 +9,8 @@ import pytest
 
 # No test downloads anything: configurations are committed, weights are initialised, text is the standard library.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Otherwise DeepSpeed's Muon, imported for its list of optimizers, loads torch's compiler: seconds in each process.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 # With several processes (make test; pytest -n 2) a file stays in one of them, and so do files that share trainings.
 SHARED_TRAININGS = {"tests/faults/test_train_kill.py": "tests/integration/test_train.py"}

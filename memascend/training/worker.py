@@ -374,6 +374,7 @@ def main() -> int:
     die_with_parent()
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # DeepSpeed's Muon would load the compiler, for seconds
     job = json.loads(Path(sys.argv[1]).read_text())
     result = Path(job["results"]) / f"result{os.environ['RANK']}.json"
     try:

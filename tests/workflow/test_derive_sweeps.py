@@ -114,6 +114,23 @@ def test_an_improvement_is_the_median_of_ratios_within_a_round(tmp_path: Path) -
     assert number(table, **gains) > 0
 
 
+def test_another_deepspeed_in_the_same_rounds_is_set_beside_memascend(tmp_path: Path) -> None:
+    """An arm of the same name in two environments is two arms. MemAscend's own seconds are another record's rows."""
+    record = step_times("qwen2.5-7b", 1)
+    mine = next(p for p in record["points"] if p["arm"] == "memascend" and p["dtype"] == "fp16" and p["batch"] == 1)
+    old = mine | {"system": "zero_infinity", "arm": "as_published", "forward_s": [2.0, 2.0, 8.0]}
+    record["points"] = [mine, old | {"environment": "deepspeed_016"}, old | {"forward_s": [1.5] * 3}]
+    table = rows_of([record], tmp_path)
+    where = {"exhibit_id": "memascend-tab04", "metric": "step time over MemAscend's", "x_value": "1"}
+    step = 3 + mine["optimizer_s"][0]
+    for series, more in (
+        ("zero_infinity as_published fp16", 0.5),
+        ("zero_infinity as_published fp16 deepspeed_016", 1),
+    ):
+        assert number(table, series=series, **where) == pytest.approx((step + more) / step)
+    assert not (table["series"] == "memascend memascend fp16").any()
+
+
 def test_rounds_that_scatter_judge_nothing(tmp_path: Path) -> None:
     record = step_times("qwen2.5-7b", 1)
     busy = next(p for p in record["points"] if p["arm"] == "memascend" and p["dtype"] == "fp16")

@@ -47,6 +47,18 @@ def test_a_word_that_is_no_stack_says_how_to_write_one() -> None:
         run_training.stack("offloaded")
 
 
+@pytest.mark.parametrize("word", ["memascend:fp16", "memascend:memascend:fp16:a:b", "memascend::fp16"])
+def test_a_word_that_is_no_arm_says_how_to_write_one(word: str) -> None:
+    with pytest.raises(ValueError, match="write system:arm:dtype"):
+        time_arms.Arm(word, None, None)
+
+
+def test_an_environment_that_was_not_made_is_named_with_its_command(monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="make it with: make deepspeed_016"):
+        time_arms.Arm("zero_infinity:today_016:fp16:deepspeed_016", None, None)
+
+
 def result() -> dict:
     """Two points after a warm-up of two steps: stores of 4096 and 16384 bytes, device blocks of 100 and 900."""
     phases = [{"name": "init", "role": "host", "begin_s": 0.0, "end_s": 1.0}]
@@ -86,13 +98,11 @@ def test_each_point_has_the_peaks_of_its_own_steps() -> None:
 class Recorded:
     """An arm that notes when it was asked to step."""
 
-    system_name, arm, dtype = "memascend", "memascend", "fp16"
-
     def __init__(self, name: str, order: list[str]) -> None:
-        self.name, self.order = name, order
+        self.name, self.order, self.labels = name, order, {"arm": name}
 
-    def wait_line(self, deadline: float) -> str:
-        return "ready\n"
+    def wait_until_ready(self, deadline: float) -> None:
+        pass
 
     def step(self, sequence: int, batch: int, deadline: float) -> dict[str, float]:
         self.order.append(self.name)
@@ -105,4 +115,4 @@ def test_arms_take_turns_in_alternating_order_and_the_warm_up_is_left_out() -> N
     assert order[:8] == ["b", "a", "a", "b", "b", "a", "a", "b"]
     assert len(order) == 2 * (2 + 2) + 2 * (1 + 2)
     assert [len(series["forward_s"]) for series in found] == [2, 2, 2, 2]
-    assert {(series["sequence"], series["batch"]) for series in found} == {(32, 1), (128, 1)}
+    assert [(s["arm"], s["sequence"]) for s in found] == [("a", 32), ("b", 32), ("a", 128), ("b", 128)]

@@ -194,6 +194,14 @@ def environment_of(run):
     return python_of(run)
 
 
+def environments_of(run):
+    """The same for a run of several arms."""
+    arms = (
+        named_in(EXPERIMENTS, "arms", word.partition(":")[0]) for word in run["arms"]
+    )
+    return [found for arm in arms if (found := environment_of(arm))]
+
+
 def training_arguments(run):
     """Command-line words of run_training for one run of experiments.yaml."""
     words = (
@@ -228,7 +236,8 @@ def times_arguments(run):
     for word in run["arms"]:
         arm, _, dtype = word.partition(":")
         named = named_in(EXPERIMENTS, "arms", arm)
-        arms.append(f"{named['system']}:{named['arm']}:{dtype}")
+        words = [named["system"], named["arm"], dtype, named.get("environment")]
+        arms.append(":".join(word for word in words if word))
     points = [twin_point(c, b, run["k"], 1) for c, b in run["points"]]
     return (
         f"--model {run['model']} --k {run['k']} --rounds {run['rounds']} --matmul {run['matmul']}"

@@ -23,6 +23,8 @@ rule training_run:
 
 
 rule step_times:
+    input:
+        environments=lambda w: environments_of(run_named(TIMES, w.times_id)),
     output:
         record=f"{RAW}/{{times_id}}.json",
     log:

@@ -20,6 +20,8 @@ from typing import Any
 # product (8 MiB for 2048 tokens of a small twin), which plays a GPU's part and is no host buffer.
 SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "2"}
 SETTINGS |= {"MKL_DISABLE_FAST_MM": "1"}
+# Torch compiles nothing here; DeepSpeed's Muon, imported for its list of optimizers, would load the compiler (3 s).
+SETTINGS |= {"TORCHDYNAMO_DISABLE": "1"}
 SCRATCH = "memascend-run-"
 LOCK = "in-use"
 YOUNG_S = 60  # a folder this young may not have its lock yet
@@ -87,11 +89,16 @@ def free_port() -> int:
 
 
 def start(
-    job: dict[str, Any], work: Path, name: str, env: dict[str, str], keep_open: tuple[int, ...] = ()
+    job: dict[str, Any],
+    work: Path,
+    name: str,
+    env: dict[str, str],
+    keep_open: tuple[int, ...] = (),
+    python: str = sys.executable,
 ) -> subprocess.Popen:
     """One training_child of ``job``; its files in ``work`` are job, result and log, each with ``name``."""
     (work / f"job{name}.json").write_text(json.dumps(job))
-    command = [sys.executable, "-m", "workflows.scripts.training_child"]
+    command = [python, "-m", "workflows.scripts.training_child"]
     command += ["--job", str(work / f"job{name}.json"), "--result", str(work / f"result{name}.json")]
     with (work / f"log{name}.txt").open("w") as log:
         return subprocess.Popen(

@@ -13,7 +13,7 @@ from typing import Any
 from workflows.scripts.tidy import DISPLAY, GIB, SCALED
 
 Row = dict[str, Any]
-Arm = tuple[str, str, str]  # system, arm, dtype
+Arm = tuple[str, ...]  # system, arm, dtype; then the environment where it is not ours
 
 MEMASCEND_BF16 = ("memascend", "memascend", "bf16")
 # Table -> (series, slower arm, faster arm).
@@ -24,6 +24,15 @@ TABLES: dict[str, tuple[str, Arm, Arm]] = {
         ("memascend", "memascend", "fp16"),
     ),
     "memascend-tab06": ("MemAscend+bf16 vs MemAscend", MEMASCEND_BF16, ("memascend", "memascend_bf16", "bf16")),
+}
+# Beside a table's two, where a profile times them: ZeRO-Infinity of both DeepSpeed versions on its own file engine.
+COMPARED: dict[str, tuple[Arm, ...]] = {
+    "memascend-tab04": (
+        ("zero_infinity", "as_published", "fp16"),
+        ("zero_infinity", "today", "fp16"),
+        ("zero_infinity", "as_published", "fp16", "deepspeed_016"),
+        ("zero_infinity", "today_016", "fp16", "deepspeed_016"),
+    )
 }
 VOLUMES: dict[Arm, str] = {
     MEMASCEND_BF16: "MemAscend",
@@ -55,8 +64,11 @@ def measured(record: dict[str, Any], exhibit: str, metric: str, value: float, un
 def steps(record: dict[str, Any], arm: Arm) -> dict[tuple[int, int], dict[str, Any]]:
     """(context of the original, batch) -> the arm's series at that point."""
     k = record["twin"]["k"]
-    mine = [p for p in record["points"] if (p["system"], p["arm"], p["dtype"]) == arm]
-    return {(p["sequence"] * k, p["batch"]): p for p in mine}
+    return {(p["sequence"] * k, p["batch"]): p for p in record["points"] if arm_of(p) == arm}
+
+
+def arm_of(point: dict[str, Any]) -> Arm:
+    return tuple(point[word] for word in ("system", "arm", "dtype", "environment") if word in point)
 
 
 def seconds(point: dict[str, Any]) -> list[float]:
@@ -85,12 +97,30 @@ def improvements(exhibit: str, records: list[dict[str, Any]]) -> Iterator[Row]:
             at = {"series": series, "x_name": "batch", "x_value": str(batch)}
             for metric, value in ((IMPROVEMENT, middle), (LOW, low), (HIGH, high)):
                 yield measured(record, exhibit, metric, value, "%", **at)
-            for name, steps_of in ((slower, before), (faster, after)):
-                cells = {**at, "series": " ".join(name)}
-                yield measured(record, exhibit, "step time", median(seconds(steps_of[point])), "s", **cells)
-                optimizer = median(steps_of[point]["optimizer_s"])
-                yield measured(record, exhibit, "optimizer phase time", optimizer, "s", **cells)
+            for name in (slower, faster):
+                yield from step_times(record, exhibit, name, point)
+        for name in COMPARED.get(exhibit, ()):
+            yield from relative(record, exhibit, name, faster)
     yield from over_all(exhibit, series, records, found, spread)
+
+
+def step_times(record: dict[str, Any], exhibit: str, arm: Arm, point: tuple[int, int]) -> Iterator[Row]:
+    own = steps(record, arm)[point]
+    cells = {"series": " ".join(arm), "x_name": "batch", "x_value": str(point[1])}
+    yield measured(record, exhibit, "step time", median(seconds(own)), "s", **cells)
+    yield measured(record, exhibit, "optimizer phase time", median(own["optimizer_s"]), "s", **cells)
+
+
+def relative(record: dict[str, Any], exhibit: str, arm: Arm, base: Arm) -> Iterator[Row]:
+    """Seconds of an arm, and its ratio to another's within a round with quartiles, at each point that both have."""
+    ours, theirs = steps(record, base), steps(record, arm)
+    for point in theirs.keys() & ours.keys():
+        yield from step_times(record, exhibit, arm, point)
+        pairs = zip(seconds(theirs[point]), seconds(ours[point]), strict=True)
+        cells = {"series": " ".join(arm), "x_name": "batch", "x_value": str(point[1])}
+        names = (f"step time over MemAscend's{end}" for end in (", lower quartile", "", ", upper quartile"))
+        for metric, value in zip(names, quartiles([their / our for their, our in pairs]), strict=True):
+            yield measured(record, exhibit, metric, value, "ratio", **cells)
 
 
 def over_all(

@@ -1,7 +1,8 @@
 """Step times of several arms on one machine in one run: they take turns, step by step, in alternating order.
 
-Each arm is a process of its own with its own swap files; while one computes the others wait. What drifts on a machine
-(other users, the drive, the clock) then meets all arms alike. Memory is not traced, which would slow the steps.
+Each arm is a process of its own with its own swap files, and another DeepSpeed where it names an environment. While one
+computes, the others wait: what drifts on a machine (other users, the drive, the clock) meets all arms alike. Memory is
+not traced, which would slow the steps.
 One immutable record, kind ``step-times``: every step's seconds by phase, and its bytes of I/O.
 """
 
@@ -31,7 +32,7 @@ PHASES = ("forward_s", "backward_s", "optimizer_s", "bytes_read", "bytes_written
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--run-id", required=True)
-    p.add_argument("--arms", nargs="+", required=True, metavar="SYSTEM:ARM:DTYPE")
+    p.add_argument("--arms", nargs="+", required=True, metavar="SYSTEM:ARM:DTYPE[:ENVIRONMENT]")
     p.add_argument("--model", required=True)
     p.add_argument("--k", type=int, required=True, help="the twin's divisor, a power of two")
     p.add_argument("--points", nargs="+", required=True, metavar="TOKENSxBATCH")
@@ -43,13 +44,25 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
+def interpreter(environment: str) -> str:
+    """The Python of an environment that make has built; ours where none is named."""
+    if not environment:
+        return sys.executable
+    python = Path(f".cache/envs/{environment}/bin/python").absolute()
+    if not python.exists():
+        raise ValueError(f"--arms: environment {environment} is missing; make it with: make {environment}")
+    return str(python)
+
+
 class Arm:
     """One process that steps when it is asked to."""
 
     def __init__(self, word: str, args: argparse.Namespace, twin: Any) -> None:
-        self.system_name, self.arm, self.dtype = words = word.split(":") if word.count(":") == 2 else [word, "", ""]
-        if not all(words):
+        words = word.split(":")
+        if len(words) not in (3, 4) or not all(words):
             raise ValueError(f"--arms: {word!r} is no arm; write system:arm:dtype, such as memascend:memascend:fp16")
+        self.system_name, self.arm, self.dtype, self.environment = [*words, ""][:4]
+        self.python = interpreter(self.environment)
         self.system = load_system(self.system_name, self.arm)
         self.name = "-".join(words)
         self.swap = Path(args.nvme).absolute() / f"{args.run_id}-{self.name}"
@@ -70,11 +83,22 @@ class Arm:
         settings["hash_master_weights"] = False
         job = job_of(twin, self.parts, self.config, **settings)
         env = children.environment(0, 1, self.port, threads)
-        self.process: subprocess.Popen = children.start(job, work, self.name, env, keep_open=tuple(fds.values()))
+        self.process: subprocess.Popen = children.start(
+            job, work, self.name, env, keep_open=tuple(fds.values()), python=self.python
+        )
         os.close(turn_in)
         os.close(done_out)
         self.turns: IO[str] = os.fdopen(turn_out, "w", buffering=1)
         self.done: IO[str] = os.fdopen(done_in)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What tells this arm from the others in a record."""
+        here = {"system": self.system_name, "arm": self.arm, "dtype": self.dtype}
+        return here | ({"environment": self.environment} if self.environment else {})
+
+    def wait_until_ready(self, deadline: float) -> None:
+        self.deepspeed = self.wait_line(deadline).split()[1]
 
     def wait_line(self, deadline: float) -> str:
         """The next line of the process; raises TimeoutError, or RuntimeError with the end of its log."""
@@ -104,7 +128,7 @@ class Arm:
 def rounds(arms: list[Arm], points: list[tuple[int, int]], count: int, deadline: float) -> list[dict[str, Any]]:
     """Every step of every arm at every point; the order of the arms turns round in each round."""
     for arm in arms:
-        arm.wait_line(deadline)
+        arm.wait_until_ready(deadline)
     out = []
     for sequence, batch in points:
         steps: dict[str, list[dict[str, float]]] = {arm.name: [] for arm in arms}
@@ -115,9 +139,8 @@ def rounds(arms: list[Arm], points: list[tuple[int, int]], count: int, deadline:
                 if number >= warm_up:
                     steps[arm.name].append(measured)
         for arm in arms:
-            labels = {"system": arm.system_name, "arm": arm.arm, "dtype": arm.dtype}
             series = {name: [step[name] for step in steps[arm.name]] for name in PHASES}
-            out.append({"sequence": sequence, "batch": batch, **labels, **series})
+            out.append({"sequence": sequence, "batch": batch, **arm.labels, **series})
     return out
 
 
@@ -146,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
         "status": status,
         "model": args.model,
         "twin": {"k": args.k, "parameters": sum(t.numel for t in twin.tensors())},
-        "arms": [{"system": a.system_name, "arm": a.arm, "dtype": a.dtype, "parts": a.parts} for a in arms],
+        "arms": [{**a.labels, "parts": a.parts, "deepspeed": getattr(a, "deepspeed", "")} for a in arms],
         "points_requested": [list(p) for p in points],
         "rounds": args.rounds,
         "matmul": args.matmul,

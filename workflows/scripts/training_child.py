@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import gc
 import hashlib
+import importlib.metadata
 import inspect
 import json
 import logging
@@ -338,7 +339,7 @@ class Run:
         """Steps on request: a line with sequence and batch comes in, one with the phases' seconds goes out."""
         self.result["points"] = []
         with os.fdopen(self.job["turn_fd"]) as turns, os.fdopen(self.job["done_fd"], "w", buffering=1) as done:
-            done.write("ready\n")
+            done.write(f"ready {importlib.metadata.version('deepspeed')}\n")
             for step, line in enumerate(turns, 1):
                 sequence, batch = map(int, line.split())
                 self._step(step, sequence, batch)

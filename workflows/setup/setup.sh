@@ -155,7 +155,7 @@ build_extension() {
 }
 
 build_ops() {
-    case ",$extras," in *,deepspeed,*) ;; *) return 0 ;; esac
+    case ",$extras," in *,deepspeed,* | *,papers,*) ;; *) return 0 ;; esac
     local files=(workflows/setup/build_ops.py "$stamps/packages") hash
     hash=$(digest "$(grep -m1 -E '^(flags|Features)' /proc/cpuinfo || true)")
     if fresh ops "$hash"; then return 0; fi

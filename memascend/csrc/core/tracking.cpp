@@ -19,7 +19,7 @@ namespace {
 constexpr std::size_t kMaxEvents = std::size_t{1} << 22;
 
 void* map_shared(std::size_t bytes) {
-  void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
   return address == MAP_FAILED ? nullptr : address;
 }
 

@@ -42,7 +42,8 @@ struct TrackingTotals {
   std::int64_t dropped_events = 0;
 };
 
-// Thread-safe; a freed device block is unmapped at once (no cache: resident memory must follow the account).
+// Thread-safe; a device block is resident as a whole from its first day, as on a GPU, and a freed one is unmapped at once
+// (no cache: resident memory must follow the account).
 class TrackingHeap {
  public:
   static TrackingHeap& instance();  // never destroyed: tensors may outlive static destruction
