@@ -44,6 +44,27 @@ TEST(tracking_serves_the_device_role_from_shared_mappings_only) {
   CHECK(heap.live().empty());
 }
 
+TEST(tracking_gives_a_freed_device_block_to_the_next_of_its_size_and_keeps_none_for_the_host) {
+  TrackingHeap heap;
+  heap.set_role(Role::kDevice);
+  void* first = heap.allocate(100'000);
+  heap.deallocate(first);
+  CHECK(heap.live().empty() && is_shared_mapping(first));
+  void* other_size = heap.allocate(200'000);
+  void* second = heap.allocate(100'000);
+  CHECK(second == first && other_size != first);
+  CHECK(heap.totals().peak_bytes[1] == 300'000);  // what waits is not alive
+  heap.deallocate(second);
+  heap.deallocate(other_size);
+  heap.set_role(Role::kHost);
+  CHECK(!is_shared_mapping(first) && !is_shared_mapping(other_size));
+  heap.set_role(Role::kDevice);
+  void* too_large = heap.allocate(kReusableBytes + 1);
+  heap.deallocate(too_large);
+  CHECK(!is_shared_mapping(too_large));
+  heap.set_role(Role::kHost);
+}
+
 TEST(tracking_logs_large_blocks_with_role_and_time) {
   TrackingHeap heap;
   void* small = heap.allocate(64);

@@ -55,7 +55,7 @@ def stacks(number: int, k: int = 64) -> dict[str, Any]:
     for words, bytes_a_token in STACKS.items():
         for context, batch in ((512, 4), (32_768, 1)):
             device = batch * context // k * bytes_a_token
-            memory = record["memory"] | {"device_allocated_peak_bytes": device}
+            memory = record["memory"] | {"device_peak_bytes": device}
             sizes = {"checkpoint_store_requested_bytes": 0, "checkpoint_store_reserved_bytes": 0}
             point = {"sequence": context // k, "batch": batch, "stack": stack_of(words), "memory": memory}
             points.append({**point, **sizes})

@@ -92,7 +92,7 @@ def test_each_point_has_the_peaks_of_its_own_steps() -> None:
     assert (small["checkpoint_store_requested_bytes"], small["checkpoint_store_reserved_bytes"]) == (3000, 4096)
     assert (large["checkpoint_store_requested_bytes"], large["checkpoint_store_reserved_bytes"]) == (12_000, 16_384)
     assert large["memory"]["host_peak_net_bytes"] - small["memory"]["host_peak_net_bytes"] == 16_384 - 4096
-    assert [p["memory"]["device_allocated_peak_bytes"] for p in (small, large)] == [100, 900]
+    assert [p["memory"]["device_peak_bytes"] for p in (small, large)] == [100, 900]
 
 
 class Recorded:

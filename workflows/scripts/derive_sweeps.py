@@ -133,7 +133,7 @@ def stacks(run: Run) -> Iterator[Row]:
         series = STACKS[tuple(point["stack"][name] for name in ("checkpointing", "attention", "loss"))]
         at = {"x_name": AT_CONTEXT, "x_value": str(context), "series": series}
         at["subfigure"] = "a" if context < CONTEXT else "b"
-        yield from in_bytes(exhibit, run, DEVICE_PEAK, point["memory"]["device_allocated_peak_bytes"], **at)
+        yield from in_bytes(exhibit, run, DEVICE_PEAK, point["memory"]["device_peak_bytes"], **at)
         yield measured(exhibit, run, "batch size", point["batch"], "sequences", **at)
 
 

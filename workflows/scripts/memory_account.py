@@ -6,13 +6,16 @@
   without the device's share where that is larger.
 * host peak net = largest host resident over the steady steps, which come later, minus the baseline: what grows then
   and is in no ledger entry counts against the explained share.
-* start-up and training peak = largest resident sample before the first step, and from there on (warm-up included).
+* start-up and training peak = largest host resident sample, with the device's allocated blocks, before the first step,
+  and from there on (warm-up included).
 * ledger peak = largest sum of host entries alive at one instant in the same window, from allocation events alone.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +118,12 @@ def _memory(
     idle, end_idle = [r["idle"][0] for r in results], [r["idle"][-1] for r in results]
     live_when_idle = sum(_live(ledger, reading["at_s"]) for ledger, reading in zip(ledgers, idle, strict=True))
     idle_host = sum(_host(i["status"]) for i in idle)
+    device = _device_over_time(results)
+
+    def raw_peak(during: list[tuple]) -> int:
+        """Host and device together; the device's share is what was allocated, not what waited for its next use."""
+        return max((s[2] + s[3] + device(s[0]) for s in during), default=0)
+
     baseline = idle_host - live_when_idle
     sampled = max((s[2] + s[3] for s in steady), default=0)
     host_peak = max(sampled, *(_host_high_water_mark(r, begin, end) for r in results)) if len(results) == 1 else sampled
@@ -128,22 +137,21 @@ def _memory(
         "idle_end_bytes": sum(_host(i["status"]) for i in end_idle),
         "idle_end_trimmed_bytes": sum(_host(i["trimmed"]) for i in end_idle),
         "locked_bytes": max((s[5] for s in steady), default=0),
-        "raw_peak_bytes": max((s[1] for s in steady), default=0),
+        "raw_peak_bytes": raw_peak(steady),
         "kernel_hwm_training_bytes": sum(
             max(p["hwm_bytes"] for p in r["phases"] if p["name"].startswith("step")) for r in results
         ),
         "kernel_hwm_startup_bytes": sum(
             max(p["hwm_bytes"] for p in r["phases"] if p["name"].startswith("init")) for r in results
         ),
-        "startup_peak_bytes": max((s[1] for s in startup), default=0),
-        "training_peak_bytes": max((s[1] for s in samples if s[0] >= min(map(_training_begin, results))), default=0),
+        "startup_peak_bytes": raw_peak(startup),
+        "training_peak_bytes": raw_peak([s for s in samples if s[0] >= min(map(_training_begin, results))]),
         "startup_host_peak_bytes": max((s[2] + s[3] for s in startup), default=0),
         "warm_up_host_peak_bytes": max((s[2] + s[3] for s in first), default=0),
         "host_peak_bytes": host_peak,
         "host_peak_sampled_bytes": sampled,
         "host_peak_net_bytes": net,
-        "device_peak_bytes": max((s[4] for s in steady), default=0),
-        "device_allocated_peak_bytes": sum(_device_peak(r, begin, end) for r in results),
+        "device_peak_bytes": sum(_device_peak(r, begin, end) for r in results),
         "ledger_peak_bytes": ledger_peak,
         "ledger_explained_share": ledger_peak / net if net > 0 else 0.0,
         "ledger_live_idle_bytes": live_when_idle,
@@ -157,6 +165,21 @@ def _device_peak(result: dict[str, Any], begin: float, end: float) -> int:
     """Most bytes of the device's role alive at once, from allocation events: no sample can miss it."""
     blocks = [b for b in _blocks(result["tracked_events"]) if b["role"] == "device"]
     return _peak([b | {"reserved_bytes": b["bytes"], "role": "host"} for b in blocks], begin, end)[0]
+
+
+def _device_over_time(results: list[dict[str, Any]]) -> Callable[[float], int]:
+    """Bytes of the device's role alive at a time, from the allocation events of all ranks."""
+    changes = []
+    for result in results:
+        for block in _blocks(result["tracked_events"]):
+            if block["role"] == "device":
+                changes.append((block["born_s"], block["bytes"]))
+                if block["died_s"] is not None:
+                    changes.append((block["died_s"], -block["bytes"]))
+    changes.sort()
+    times = [t for t, _ in changes]
+    totals = [0, *accumulate(delta for _, delta in changes)]
+    return lambda t: totals[bisect.bisect_right(times, t)]
 
 
 def _host(status: dict[str, int]) -> int:

@@ -53,7 +53,10 @@ void* TrackingHeap::allocate(std::size_t bytes) {
   }
   const bool tracked = bytes >= kTrackedFromBytes;
   const Role role = tracked ? this->role() : Role::kHost;
-  void* pointer = role == Role::kDevice ? map_shared(bytes) : heap_block(bytes);
+  void* pointer = role == Role::kDevice ? reuse(bytes) : heap_block(bytes);
+  if (pointer == nullptr && role == Role::kDevice) {
+    pointer = map_shared(bytes);
+  }
   if (pointer == nullptr) {
     throw Error(ErrorKind::kOutOfMemory, "cannot allocate a tensor of " + std::to_string(bytes) + " bytes (" +
                                              std::strerror(ENOMEM) + "): use a smaller model or batch");
@@ -86,11 +89,48 @@ void TrackingHeap::deallocate(void* pointer) noexcept {
       log(true, block, monotonic_ns());
     }
   }
-  if (block.role == Role::kDevice) {
-    munmap(pointer, block.bytes);
-  } else {
+  if (block.role != Role::kDevice) {
     std::free(pointer);
+  } else if (!keep(pointer, block.bytes)) {
+    munmap(pointer, block.bytes);
   }
+}
+
+void* TrackingHeap::reuse(std::size_t bytes) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  const auto same_size = reusable_.find(bytes);
+  if (same_size == reusable_.end() || same_size->second.empty()) {
+    return nullptr;
+  }
+  void* pointer = same_size->second.back();
+  same_size->second.pop_back();
+  reusable_bytes_ -= bytes;
+  return pointer;
+}
+
+bool TrackingHeap::keep(void* pointer, std::size_t bytes) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (role() != Role::kDevice || reusable_bytes_ + bytes > kReusableBytes) {
+    return false;
+  }
+  reusable_[bytes].push_back(pointer);
+  reusable_bytes_ += bytes;
+  return true;
+}
+
+void TrackingHeap::set_role(Role role) noexcept {
+  role_.store(role, std::memory_order_relaxed);
+  if (role == Role::kDevice) {
+    return;
+  }
+  std::lock_guard<std::mutex> guard(mutex_);
+  for (const auto& [bytes, pointers] : reusable_) {
+    for (void* pointer : pointers) {
+      munmap(pointer, bytes);
+    }
+  }
+  reusable_.clear();
+  reusable_bytes_ = 0;
 }
 
 void TrackingHeap::book(void* pointer, std::size_t bytes, Role role) {

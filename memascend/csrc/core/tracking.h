@@ -42,8 +42,12 @@ struct TrackingTotals {
   std::int64_t dropped_events = 0;
 };
 
-// Thread-safe; a device block is resident as a whole from its first day, as on a GPU, and a freed one is unmapped at once
-// (no cache: resident memory must follow the account).
+// Freed device blocks that wait for the next one of their size, as in a GPU's caching allocator: a layer asks for the sizes
+// of the layer before it, and to the kernel each mapping is a third of a training step's work. None are kept in the host's
+// role, so what is resident then is what the account says.
+inline constexpr std::size_t kReusableBytes = std::size_t{32} << 20;
+
+// Thread-safe. A device block is resident as a whole from its birth, as on a GPU.
 class TrackingHeap {
  public:
   static TrackingHeap& instance();  // never destroyed: tensors may outlive static destruction
@@ -53,7 +57,7 @@ class TrackingHeap {
   // Frees what `allocate` returned, whatever the role is by now.
   void deallocate(void* pointer) noexcept;
 
-  void set_role(Role role) noexcept { role_.store(role, std::memory_order_relaxed); }
+  void set_role(Role role) noexcept;
   [[nodiscard]] Role role() const noexcept { return role_.load(std::memory_order_relaxed); }
 
   [[nodiscard]] std::vector<TrackingEvent> drain_events();
@@ -67,6 +71,8 @@ class TrackingHeap {
  private:
   [[nodiscard]] std::atomic<std::uint32_t>& neighbours(std::uintptr_t address) noexcept;
   void book(void* pointer, std::size_t bytes, Role role);
+  [[nodiscard]] void* reuse(std::size_t bytes);
+  [[nodiscard]] bool keep(void* pointer, std::size_t bytes);
   void log(bool is_free, const TrackedBlock& block, std::int64_t t_ns);
 
   std::atomic<Role> role_{Role::kHost};
@@ -74,6 +80,8 @@ class TrackingHeap {
   std::array<std::atomic<std::uint32_t>, 4096> booked_{};
   mutable std::mutex mutex_;
   std::unordered_map<std::uintptr_t, TrackedBlock> blocks_;
+  std::unordered_map<std::size_t, std::vector<void*>> reusable_;  // by size
+  std::size_t reusable_bytes_ = 0;
   std::vector<TrackingEvent> events_;
   TrackingTotals totals_;
   std::uint64_t next_id_ = 1;
