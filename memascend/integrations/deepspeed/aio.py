@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 _DIRECT_IO_ALIGNMENT = 512  # bytes; O_DIRECT's limit for address, length and offset
 
 
-def _path(filename: str | int) -> str:
-    """DeepNVMe takes open descriptors too."""
-    return f"/proc/self/fd/{filename}" if isinstance(filename, int) else str(filename)
+def _path(filename: str | int | None, fd: int | None = None) -> str:
+    """DeepNVMe takes open descriptors too, in the place of the name or as ``fd``."""
+    if (filename is None) == (fd is None):
+        raise TypeError("one of filename and fd must be given")
+    descriptor = filename if fd is None else fd
+    return f"/proc/self/fd/{descriptor}" if isinstance(descriptor, int) else str(descriptor)
 
 
 @dataclass
@@ -105,8 +108,8 @@ class PinHandle:
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
         return is_pinned(tensor)
 
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return is_pinned(tensor)
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        return is_pinned(buffer)
 
 
 class AioHandle(PinHandle):
@@ -156,9 +159,11 @@ class AioHandle(PinHandle):
             self._file_engine().async_read(buffer, path, file_offset)
         return 0
 
-    def async_pwrite(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
+    def async_pwrite(
+        self, buffer: torch.Tensor, filename: str | int | None = None, file_offset: int = 0, *, fd: int | None = None
+    ) -> int:
+        path = _path(filename, fd)
         self._counters.count(read=False, nbytes=buffer.nbytes)
-        path = _path(filename)
         if self._store is not None and self._store.holds(path):
             self._in_store.append(self._store.write(path, buffer, file_offset))
         else:
@@ -246,9 +251,9 @@ class MeteredAioHandle:
         self._realigned.append((aligned, buffer))
         return self._stock.async_pread(aligned, filename, file_offset)
 
-    def async_pwrite(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
+    def async_pwrite(self, buffer: torch.Tensor, *file: Any, **options: Any) -> int:
         self._counters.count(read=False, nbytes=buffer.nbytes)
-        return self._stock.async_pwrite(buffer, filename, file_offset)
+        return self._stock.async_pwrite(buffer, *file, **options)
 
     def wait(self) -> int:
         count = self._stock.wait()
