@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -20,6 +22,18 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """A mistyped option is named before what it then seems to lack."""
+        words = list(sys.argv[1:] if args is None else args)
+        for word in words[: words.index("--")] if "--" in words else words:
+            if self._subparsers is not None and not word.startswith("-"):
+                break  # the rest is the subcommand's
+            option = word.partition("=")[0]
+            if re.fullmatch(r"--[\w-]+", option) and option not in self._option_string_actions:
+                near = difflib.get_close_matches(option, self._option_string_actions, n=1)
+                self.error(f"unknown option {option}" + (f", did you mean {near[0]}?" if near else ""))
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (see {self.prog} --help)")
@@ -41,9 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("memascend: interrupted", file=sys.stderr)
         return 130
     except (ValueError, OSError, MemoryError, ImportError) as error:
-        print(f"memascend: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"memascend: error: {' '.join(_told(error).split())}", file=sys.stderr)
         return 2
     return status
+
+
+def _told(error: Exception) -> str:
+    """The kernel's refusals by path and reason, not by number; all others say it themselves."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

@@ -160,6 +160,10 @@ def model_spec(name_or_path: str | Path) -> ModelSpec:
             return _committed_spec(name)
     if path.is_dir():
         raise ValueError(f"the folder {path} holds no config.json; name a model's folder, or a known model")
+    if path.is_file():
+        raise ValueError(f"{path} is no model configuration: name a config.json, a folder with one, or a known model")
+    if str(name_or_path).startswith((".", "/", "~")):
+        raise ValueError(f"there is no {name_or_path}: name a model's folder or its config.json, or a known model")
     raise ValueError(_unknown(str(name_or_path)))
 
 

@@ -65,7 +65,15 @@ def test_plan_grows_with_context_and_gpus(capsys):
         (["plan", "--model", "llama3.2-1b", "--system", "ssd"], "unknown system 'ssd'"),
         (["plan", "--model", "llama3.2-1b", "--arm", "today"], "has no arm 'today'"),
         (["plan", "--model", "llama3.2-1b", "--dtype", "int8"], "unknown dtype 'int8'"),
-        (["plan", "--model", "llama3.2-1b", "--contxt", "1"], "--contxt"),
+        (["plan", "--model", "llama3.2-1b", "--contxt", "1"], "unknown option --contxt, did you mean --context?"),
+        (
+            ["plan", "--modle", "llama3.2-1b"],
+            "unknown option --modle, did you mean --model? (see memascend plan --help)",
+        ),
+        (["train", "--lerning-rate=1"], "unknown option --lerning-rate, did you mean --learning-rate?"),
+        (["--verison"], "unknown option --verison, did you mean --version?"),
+        (["plan", "--model", "./no-model"], "there is no ./no-model: name a model's folder"),
+        (["plan", "--model", __file__], "is no model configuration: name a config.json"),
         (["plan", "--model", "missing/config.json"], "No such file"),
         (["plan", "--model", "llama3.2-1b", "--checkpointing", "magic"], "unknown checkpointing 'magic'"),
         (
