@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 _Count = Callable[[str], int]
+_LARGEST_AMOUNT = 2**63  # a size in the kernel's words
 
 
 def add_benchmarks(parts: Any, count: _Count) -> None:
@@ -61,11 +63,15 @@ def _add_nvme(parser: argparse.ArgumentParser, count: _Count) -> None:
     parser.add_argument("--depth", type=count, default=16, help="commands under way (default 16)")
     parser.add_argument("--region-mib", type=count, default=512, help="what is streamed over (default 512)")
     parser.add_argument("--ms", type=count, default=700, help="a stream in a round, in milliseconds (default 700)")
-    parser.add_argument("--mib", default="2,8,32,128", help="tensor sizes in MiB, separated by commas")
+    parser.add_argument(
+        "--mib", default="2,8,32,128", help="tensor sizes in MiB, separated by commas (default 2,8,32,128)"
+    )
     parser.add_argument("--bytes", help="tensor sizes in bytes instead, separated by commas; fig14: those of Fig. 14")
     parser.add_argument("--budget-mib", type=count, default=2048, help="a way moves so much of a size (default 2048)")
-    parser.add_argument("--workers", default="1", help="the engine's workers, separated by commas (default 1)")
-    parser.add_argument("--questions", default="stream,sizes", help="stream (against fio), sizes (against DeepNVMe)")
+    parser.add_argument("--workers", default="1", help="threads of the engine, separated by commas (default 1)")
+    parser.add_argument(
+        "--questions", default="stream,sizes", help="stream (against fio), sizes (against DeepNVMe) (default both)"
+    )
 
 
 def _runner(run: Callable[..., tuple[dict[str, Any], list[str]]], count: _Count) -> Callable[..., str]:
@@ -91,13 +97,17 @@ def _counts(option: str, text: str, count: _Count) -> list[int]:
 
 
 def _amounts(option: str, text: str, unit: str, other: str = "") -> list[int]:
-    """Elements or bytes: beyond what a count may be, since tensors are."""
+    """Elements or bytes: beyond what a count may be, since tensors are; 3e7 is 30000000."""
+    amounts = []
     for part in text.split(","):
-        if not part.isdecimal() or int(part) == 0:
+        amount = float(part) if re.fullmatch(r"\d+(\.\d+)?e\d+", part) else int(part) if part.isdecimal() else 0
+        if not 0 < amount < _LARGEST_AMOUNT or amount != int(amount):
             raise ValueError(
-                f"{option}: {part!r} is no number of {unit}: give some above zero, separated by commas{other}"
+                f"{option}: {part!r} is no number of {unit}: give some above zero, such as 1e6, separated by commas"
+                f"{other}"
             )
-    return [int(part) for part in text.split(",")]
+        amounts.append(int(amount))
+    return amounts
 
 
 def _show(ratio: dict[str, float]) -> str:
@@ -187,9 +197,25 @@ def _pool(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], l
     return result, lines
 
 
+def _require_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError(f"--folder {folder} is no folder: make it first, on the disk to measure")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--folder {folder} cannot be written: make it writable, or name another on that disk")
+
+
+def _in_memory(folder: Path) -> list[str]:
+    """A line where there is no disk below the folder."""
+    from memascend.doctor.checks import IN_MEMORY, file_system
+
+    kind = file_system(folder.resolve())
+    return [f"{folder} ({kind}) lies in memory: these are not a disk's speeds"] if kind in IN_MEMORY else []
+
+
 def _nvme(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
     from memascend.bench import nvme
 
+    _require_folder(options.folder)
     sizes = tuple(mib << 20 for mib in _counts("--mib", options.mib, count))
     if options.bytes is not None:
         sizes = (
@@ -211,7 +237,8 @@ def _nvme(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], l
         questions=tuple(options.questions.split(",")),
     )
     result = nvme.measure(chosen)
-    lines = [f"{result['target']}, blocks of {options.block_kib} KiB, depth {options.depth}; medians with quartiles"]
+    lines = _in_memory(options.folder)
+    lines += [f"{result['target']}, blocks of {options.block_kib} KiB, depth {options.depth}; medians with quartiles"]
     lines += [f"without {peer}: {reason}" for peer, reason in result["conditions"]["missing"].items()]
     for row in result["summary"]:
         if row["question"] == "stream":

@@ -23,7 +23,7 @@ KERNEL_WITH_URING = (5, 6)
 AIO_EVENTS_A_RANK = 1024
 # Under this a step of the smallest committed model waits for minutes: a SATA drive, or a network file system.
 SLOW_DRIVE_BYTES_PER_S = 1e9
-_IN_MEMORY = {"tmpfs", "ramfs", "ramdisk"}
+IN_MEMORY = {"tmpfs", "ramfs", "ramdisk"}
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "lustre"}
 
 
@@ -239,7 +239,8 @@ def check_folder(folder: Path, kind: str) -> Check:
     """Whether swap files can be made in `folder` with O_DIRECT; `kind` as of :func:`file_system`."""
     name, where = "O_DIRECT", f"{folder} ({kind or 'unknown file system'})"
     if not folder.is_dir():
-        return Check(name=name, status=FAIL, found=f"{folder} is no folder", mend=f"mkdir -p {folder}")
+        mend = "the folder that it lies in, or another" if folder.exists() else f"mkdir -p {folder}"
+        return Check(name=name, status=FAIL, found=f"{folder} is no folder", mend=mend)
     if not os.access(folder, os.W_OK):
         return Check(
             name=name,
@@ -247,7 +248,7 @@ def check_folder(folder: Path, kind: str) -> Check:
             found=f"{folder} cannot be written",
             mend=f"sudo chown $USER {folder}, or another folder",
         )
-    if kind in _IN_MEMORY:
+    if kind in IN_MEMORY:
         return Check(
             name=name,
             status=FAIL,

@@ -51,7 +51,7 @@ OVERFLOW_WAYS = {"fused", "sum", "read_loop", "aminmax", "isfinite", "chain"}
 def test_overflow_records_every_reader_and_writes_the_same_json(capsys, tmp_path):
     out = tmp_path / "record.json"
     status, text, _ = run(
-        capsys, "overflow", "--dtypes", "fp32,bf16", "--numels", "5000", "--repeats", "2", "--json", "--out", str(out)
+        capsys, "overflow", "--dtypes", "fp32,bf16", "--numels", "5e3", "--repeats", "2", "--json", "--out", str(out)
     )
     made = json.loads(text)
     assert status == 0
@@ -157,6 +157,8 @@ def test_pool_counts_by_the_code_of_a_run(capsys):
     ("arguments", "says"),
     [
         (["overflow", "--numels", "5,x"], "'x' is no number of elements"),
+        (["overflow", "--numels", "1e30"], "'1e30' is no number of elements"),
+        (["adamw", "--numels", "1.55e1"], "'1.55e1' is no number of elements"),
         (["overflow", "--dtypes", "fp64"], "unknown 'fp64': use fp32, fp16, bf16"),
         (["unscale", "--dtypes", "int8"], "unknown 'int8': use fp32, fp16, bf16"),
         (["adamw", "--repeats", "0"], "'0' is not a positive whole number"),

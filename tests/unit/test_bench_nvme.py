@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
 from memascend.bench import nvme_target
+from memascend.bench.command import _in_memory
 from memascend.bench.nvme_sizes import SizeOptions
 from memascend.cli import main
 
@@ -69,3 +71,12 @@ def test_sizes_alone_need_no_fio_and_their_repeats_end_with_the_budget(tmp_path,
     assert main(["bench", "nvme", "--folder", str(tmp_path), "--questions", "sizes", "--mib", "1"]) == 2
     assert "a cache was measured" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_folder_and_what_is_no_disk_are_said(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "nowhere", tmp_path / "file"):
+        assert main(["bench", "nvme", "--folder", str(path)]) == 2
+        assert capsys.readouterr().err.startswith(f"memascend: error: --folder {path} is no folder: make it first")
+    assert _in_memory(Path("/dev/shm")) == ["/dev/shm (tmpfs) lies in memory: these are not a disk's speeds"]
+    assert _in_memory(Path("/proc")) == []

@@ -214,6 +214,8 @@ def test_the_file_system_is_that_of_the_longest_mount_point(tmp_path):
 
 def test_folders_that_cannot_hold_swap_files(tmp_path):
     judged(checks.check_folder(tmp_path / "none", "ext4"), FAIL, "no folder", "mkdir -p")
+    (tmp_path / "file").write_text("")
+    judged(checks.check_folder(tmp_path / "file", "ext4"), FAIL, "no folder", "the folder that it lies in, or another")
     judged(checks.check_folder(tmp_path, "tmpfs"), FAIL, "lies in memory itself")
 
 
