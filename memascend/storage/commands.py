@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 from typing import Any
@@ -101,10 +102,19 @@ def _require_distinct(paths: list[str]) -> None:
             seen[key] = path
 
 
+def _require_existing(paths: list[str], mend: str) -> None:
+    for path in paths:
+        if not os.path.exists(path):
+            raise ValueError(f"there is no {path}: {mend}")
+
+
 def _format(options: argparse.Namespace) -> str:
     from memascend.storage.native import _C
 
     words = _words(options)
+    if options.size is None:
+        _require_existing(options.devices, "name a device, or let --size make a file")
+    _require_existing([os.path.dirname(path) or "." for path in options.devices], "make that folder first")
     _require_distinct(options.devices)
     if options.weight and len(options.weight) != len(options.devices):
         raise ValueError(f"{len(options.devices)} devices but {len(options.weight)} --weight: give one for each")
@@ -135,14 +145,16 @@ def preallocate(path: str, size_bytes: int, written: bool = True) -> None:
                 while left:
                     left = left[file.write(left) :]
             os.fsync(file.fileno())
-        except OSError:
+        except OSError as error:
             os.unlink(path)
-            raise
+            mend = "free space, or choose another folder or size" if error.errno == errno.ENOSPC else "check that disk"
+            raise OSError(error.errno, f"{os.strerror(error.errno)} for {size_bytes:,} bytes: {mend}", path) from error
 
 
 def _open(options: argparse.Namespace) -> Any:
     from memascend.storage.native import _C
 
+    _require_existing(options.devices, "name the devices of a store")
     for path in options.devices:
         checks.require_usable(path)
     return _C.Store(options.devices, "", options.control_folder, 1 << 20, True)
@@ -157,7 +169,7 @@ def _list(options: argparse.Namespace) -> str:
     lines = [f"{record['bytes']:>14} {record['dtype']:<10} {_shape(record):<18} {key}" for key, record in found]
     total = sum(record["bytes"] for _, record in found)
     lines.append(
-        f"{len(found)} tensors, {total} bytes; {space['free_bytes']} of {space['data_bytes']} bytes free; "
+        f"{len(found)} tensors, {total:,} bytes; {space['free_bytes']:,} of {space['data_bytes']:,} bytes free; "
         f"owner '{block['owner']}', {space['processes'] - 1} other processes"
     )
     return "\n".join(lines)
@@ -192,15 +204,13 @@ def _verify(options: argparse.Namespace) -> str:
 def _collect(options: argparse.Namespace) -> str:
     from memascend.storage.shared_memory import collect_shared_memory
 
-    for device in options.devices:
-        if not os.path.exists(device):
-            raise ValueError(f"there is no {device}: name a folder, or the devices of a store")
+    _require_existing(options.devices, "name a folder, or the devices of a store")
     folders = [device for device in options.devices if os.path.isdir(device)]
     if folders and len(folders) < len(options.devices):
         raise ValueError("gc takes the devices of one store, or folders: name one kind at a time")
     lines = _collect_folders(options) if folders else [_collect_store(options)] if options.devices else []
     left = collect_shared_memory(options.control_folder)
-    lines += [f"{each.bytes:>14} {each.path}, {each.kind}" for each in left]
+    lines += [f"{each.bytes:>14,} bytes {each.path}, {each.kind}" for each in left]
     return "\n".join([*lines, f"{len(left)} files of dead processes removed from {options.control_folder}"])
 
 
@@ -208,7 +218,7 @@ def _collect_folders(options: argparse.Namespace) -> list[str]:
     from memascend.storage.scratch import collect_scratch_files
 
     removed = [each for folder in options.devices for each in collect_scratch_files(folder, options.control_folder)]
-    lines = [f"{size:>14} {path} of '{owner}'" for path, owner, size in removed]
+    lines = [f"{size:>14,} bytes {path} of '{owner}'" for path, owner, size in removed]
     return [*lines, f"{len(removed)} scratch files removed"]
 
 
@@ -222,6 +232,7 @@ def _collect_store(options: argparse.Namespace) -> str:
 def _destroy(options: argparse.Namespace) -> str:
     from memascend.storage.native import _C
 
+    _require_existing(options.devices, "name the devices of a store")
     _require_distinct(options.devices)
     for path, word in zip(options.devices, _words(options)):
         report = checks.require_usable(path)

@@ -125,8 +125,9 @@ def require_usable(path: str | os.PathLike[str]) -> DeviceReport:
     if report.problems:
         raise DeviceRefused(f"{report.path} {report.problems[0]}")
     if report.owner is None:
-        inside = f": it holds {report.contents[0]}" if report.contents else ""
-        raise DeviceRefused(f"{report.path} holds no store{inside}: memascend storage format makes one")
+        if report.contents:
+            raise DeviceRefused(f"{report.path} holds no store but {report.contents[0]}: name the devices of a store")
+        raise DeviceRefused(f"{report.path} holds no store: memascend storage format makes one")
     return report
 
 

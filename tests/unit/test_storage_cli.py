@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_format_makes_no_file_and_touches_none_without_its_word(tmp_path, capsys
     assert "one for each" in run(capsys, "format", *paths, *words[:2], "--owner", "x", "--size", "4M")[2]
     assert "confirm by" in run(capsys, "format", *paths, *words[2:], *words[:2], "--owner", "x", "--size", "4M")[2]
     assert not os.path.exists(paths[0])
-    assert "No such file" in run(capsys, "format", *paths, *words, "--owner", "x")[2]
+    assert f"there is no {paths[0]}: name a device" in run(capsys, "format", *paths, *words, "--owner", "x")[2]
 
 
 def test_a_file_with_contents_stays_as_it_is(tmp_path, capsys):
@@ -119,3 +120,31 @@ def test_destroy_is_refused_while_an_engine_runs(store, tmp_path, capsys):
 def test_sizes_that_make_no_sense(tmp_path, capsys, size):
     paths, words = fresh(tmp_path, 1)
     assert "is not a size" in run(capsys, "format", *paths, *words, "--owner", "x", f"--size={size}")[2]
+
+
+@pytest.mark.parametrize("action", ["ls", "verify", "gc", "destroy"])
+def test_a_missing_device_is_named_with_the_mend(tmp_path, capsys, action):
+    gone = tmp_path / "gone"
+    status, _, err = run(capsys, action, gone, *(("--owner", "x") if action == "destroy" else ()))
+    assert status == 2
+    assert err.startswith(f"memascend: error: there is no {gone}: name ")
+
+
+def test_a_file_that_cannot_be_made_is_named_with_the_mend_and_leaves_nothing(tmp_path, capsys):
+    path = tmp_path.resolve() / "no folder" / "device"
+    assert (
+        f"there is no {path.parent}: make"
+        in run(capsys, "format", path, "--serial", path, "--owner", "x", "--size", "4M")[2]
+    )
+    large = tmp_path.resolve() / "large"
+    size = shutil.disk_usage(tmp_path).total // 2**30 + 1
+    err = run(capsys, "format", large, "--serial", large, "--owner", "x", "--size", f"{size}G")[2]
+    assert err.startswith(f"memascend: error: {large}: No space left on device for {size * 2**30:,} bytes: free space")
+    assert not large.exists()
+
+
+def test_a_file_with_other_contents_is_not_offered_to_format(tmp_path, capsys):
+    other = tmp_path / "thesis.tex"
+    other.write_bytes(b"years of work" * 1000)
+    err = run(capsys, "gc", other, "--control-folder", tmp_path)[2]
+    assert err.startswith(f"memascend: error: {other} holds no store but data of unknown kind: name the devices")
