@@ -77,7 +77,7 @@ def keep_dtype_of_swapped_tensors() -> Callable[[], None]:
     """
     from deepspeed.runtime.swap_tensor import optimizer_utils
 
-    check_hooks(BF16_HOOKS)
+    check_hooks(BF16_HOOKS, tried=("0.19.8",), otherwise="set memascend.optimizer_states to 'fp32'")
     stock = optimizer_utils.SwapTensorContext
 
     class DtypeKeepingSwapContext(stock):  # type: ignore[misc, valid-type]

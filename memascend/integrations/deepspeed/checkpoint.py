@@ -24,17 +24,22 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fs.h
 
 
 def can_be_exact() -> bool:
-    """Whether this DeepSpeed keeps swapped tensors as we can save them (0.17 and later)."""
+    """Whether this DeepSpeed keeps swapped tensors as we can save them (0.17 and later).
+
+    Call while its classes are its own. Raises RuntimeError where it does, but a hook has changed.
+    """
     from deepspeed.runtime.swap_tensor import optimizer_utils
 
-    return hasattr(optimizer_utils, "SwapTensorContext")
+    if not hasattr(optimizer_utils, "SwapTensorContext"):
+        return False
+    check_hooks(CHECKPOINT_HOOKS)
+    return True
 
 
 def install_checkpoints() -> Callable[[], None]:
     """Replace both methods of the engine class; returns the call that gives them back."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    check_hooks(CHECKPOINT_HOOKS)
     stock_save, stock_load = DeepSpeedEngine.save_checkpoint, DeepSpeedEngine.load_checkpoint
 
     def save_checkpoint(

@@ -51,6 +51,7 @@ class Enabled:
 
 log = logging.getLogger("memascend")
 _active: Enabled | None = None
+_warned_about: set[str] = set()  # versions of DeepSpeed, in this process
 
 
 def enable(
@@ -151,7 +152,9 @@ def _install(
     state.warnings += [untried] if untried else []
     state.warnings += derived.warnings() if derived is not None else []
     for warning in state.warnings:
-        log.warning("memascend: %s", warning)
+        if warning is not untried or deepspeed.__version__ not in _warned_about:
+            log.warning("memascend: %s", warning)
+    _warned_about.add(deepspeed.__version__)
     parts = state.parts
     _configure_states(state, ds_config)
     if on_cpu:

@@ -25,7 +25,7 @@ _ROUNDING_SEED = 0x4D656D41  # fixed: a resumed run rounds as the uninterrupted 
 
 def fast_numerics_class(stage3_class: type) -> type:
     """Subclass of a ZeRO-3 optimizer of ours with the fused norm and AdamW."""
-    check_hooks(FAST_HOOKS)
+    check_hooks(FAST_HOOKS, otherwise="set memascend.numerics to 'exact'")
 
     class FastNumericsStage3(stage3_class):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -102,7 +102,11 @@ def fast_numerics_class(stage3_class: type) -> type:
 
 def _holds_elements(optimizer: Any, param: Any) -> bool:
     """Whether this rank's partition of ``param`` is more than padding (DeepSpeed skips the others)."""
-    return param.partition_numel() * optimizer._get_param_partition_rank(param) < param.ds_numel
+    if hasattr(optimizer, "_get_param_partition_rank"):
+        rank = optimizer._get_param_partition_rank(param)
+    else:  # 0.16 has one group of ranks for all parameters
+        rank = dist.get_rank(group=optimizer.dp_process_group)
+    return param.partition_numel() * rank < param.ds_numel
 
 
 def _require_cpu_adamw(optimizer: Any) -> None:

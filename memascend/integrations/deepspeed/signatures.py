@@ -73,6 +73,7 @@ HOOKS: tuple[Hook, ...] = (
     _swapper("_get_swap_paths", "params", "must_exist"),
     _swapper("get_path", "param", "must_exist"),
     _swapper("_io_aligned_numel", "numel"),
+    _stage3("parameter pool", "_partition_all_parameters"),
     _stage3(
         "derived settings",
         "__init__",
@@ -123,7 +124,6 @@ CHECKPOINT_HOOKS: tuple[Hook, ...] = (
     _stage3("checkpoints", "_swappable_optimizer_subgroup", "sub_group_id"),
     _stage3("checkpoints", "_set_fp32_optimizer_param_groups"),
     _stage3("checkpoints", "_clear_fp32_optimizer_param_groups"),
-    _stage3("checkpoints", "_partition_all_parameters"),
     Hook("checkpoints", _UTILS, "OptimizerStateSwapInfo.add_state_tensors", ("self", "tensor_list")),
     Hook("checkpoints", f"{_SWAP}.utils", "SwapBufferManager.allocate", ("self", "num_elems", "count", "dtype")),
 )
@@ -143,8 +143,15 @@ FIRST_STEP_HOOKS: tuple[Hook, ...] = (
     Hook("first step", f"{_SWAP}.utils", "SwapBufferManager.allocate", ("self", "num_elems", "count", "dtype")),
 )
 
+_SWAP_OUT_GRADIENTS = ("self", "parameter", "gradient_offsets", "gradient_tensors")
 KEPT_GRADIENT_HOOKS: tuple[Hook, ...] = (
-    _stage3("kept gradients", "_swap_out_offload_fp32_gradients", "offload_fp32_gradients", "offload_fp32_offsets"),
+    *(
+        Hook("kept gradients", f"{_SWAP}.{module}", f"{swapper}.swap_out_gradients", _SWAP_OUT_GRADIENTS)
+        for module, swapper in (
+            ("partitioned_optimizer_swapper", "PartitionedOptimizerSwapper"),
+            ("pipelined_optimizer_swapper", "PipelinedOptimizerSwapper"),
+        )
+    ),
     Hook("kept gradients", _UTILS, "OptimizerStateSwapInfo.read_unswapped_gradients", ("self", "dest_buffer")),
     Hook("kept gradients", _UTILS, "OptimizerStateSwapInfo.release_unswapped_gradients", ("self",)),
 )
@@ -157,16 +164,25 @@ FAST_HOOKS: tuple[Hook, ...] = (
 )
 
 
-def check_hooks(hooks: tuple[Hook, ...] = HOOKS) -> None:
-    """Raises RuntimeError, one line, for the first hook that is gone or has other arguments."""
+def check_hooks(
+    hooks: tuple[Hook, ...] = HOOKS,
+    *,
+    tried: tuple[str, ...] = TRIED_VERSIONS,
+    otherwise: str = "switch memascend off",
+) -> None:
+    """Raises RuntimeError, one line, for the first hook that is not there or has other arguments.
+
+    ``tried``: the versions that have these hooks; ``otherwise``: what to do where DeepSpeed must stay as it is.
+    """
     for hook in hooks:
         problem = _problem(hook)
         if problem:
             import deepspeed
 
+            others = " or ".join(version for version in tried if version != deepspeed.__version__)
             raise RuntimeError(
                 f"memascend: DeepSpeed {deepspeed.__version__} breaks the {hook.part}: {hook.place} {problem}; "
-                f"use one of {', '.join(TRIED_VERSIONS)}, or switch memascend off"
+                f"use DeepSpeed {others}, or {otherwise}"
             )
 
 
@@ -178,11 +194,11 @@ def _problem(hook: Hook) -> str | None:
     for name in hook.path.split("."):
         found = getattr(found, name, None)
         if found is None:
-            return "is gone"
+            return "is not there"
     if hook.leading is None:
         return None
     if not callable(found):
-        return "is not callable any more"
+        return "is not callable"
     parameters = inspect.signature(found).parameters
     if {p.kind for p in parameters.values()} == _PASSED_ON:
         return None  # behind a decorator that hides its arguments (DeepSpeed's instrument_w_nvtx): it is there
@@ -190,7 +206,7 @@ def _problem(hook: Hook) -> str | None:
     if arguments[: len(hook.leading)] != list(hook.leading):
         return f"has the arguments ({', '.join(arguments)}), expected ({', '.join(hook.leading)}, ...)"
     missing = [name for name in hook.named if name not in arguments]
-    return f"has no argument {missing[0]!r} any more" if missing else None
+    return f"has no argument {missing[0]!r}" if missing else None
 
 
 def untried_version_warning(version: str) -> str | None:
