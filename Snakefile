@@ -80,5 +80,9 @@ for paper in PAPERS:
             paper_figures(paper),
 
 
+onstart:
+    start_fork_server()
+
+
 onsuccess:
     list_planned(workflow.dag_settings.targets)

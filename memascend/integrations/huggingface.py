@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from memascend.activation.checkpointing import switch_on
-
 
 def standard_library_text(limit_bytes: int = 24_000_000) -> list[str]:
     """Sources of the standard library in sorted order, without tests and packages; at most ``limit_bytes``."""
@@ -111,6 +109,8 @@ def causal_lm(config: dict[str, Any], *, checkpointing: str) -> Any:
     ``checkpointing``: gradient checkpointing, "reentrant", "non-reentrant" or "none".
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from memascend.activation.checkpointing import switch_on  # here: whoever wants tokens alone needs no torch
 
     settings = {k: v for k, v in json.loads(json.dumps(config)).items() if k != "architectures"}
     model_config = AutoConfig.for_model(settings.pop("model_type"), **settings)

@@ -2,9 +2,10 @@
 
 `install()` puts our allocator in the place of PyTorch's CPU allocator. It logs every block of at least
 TRACKED_FROM_BYTES, and while the role is "device" serves such blocks from shared anonymous mappings: the kernel then
-counts them in RssShmem, and everything else in RssAnon. While the role is "device", up to 32 MiB of freed blocks wait for
-the next of their size, as in a GPU's caching allocator; they are resident then and in no count of ours. Call it early: blocks that exist already stay where they are
-(and are freed by the allocator that made them). Such mappings are shared with forked children, unlike other tensors.
+counts them in RssShmem, and everything else in RssAnon. Up to 32 MiB of freed device blocks wait for the next of
+their size until the role changes, as in a GPU's caching allocator: resident then, and in no count of ours. Call it
+early: blocks that exist already stay where they are (and are freed by the allocator that made them). Such mappings
+are shared with forked children, unlike other tensors.
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
 # Reads and checks the configuration; small helpers for the other rules. Imports nothing of ours.
+import atexit
 import difflib
 import hashlib
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jsonschema
@@ -26,6 +30,7 @@ MEASURED_SCRIPTS = {
         "workflows/scripts/run_training.py",
         "workflows/scripts/training_child.py",
         "workflows/scripts/children.py",
+        "workflows/scripts/fork_server.py",
         "workflows/scripts/memory_account.py",
     ),
     "times": (
@@ -33,6 +38,7 @@ MEASURED_SCRIPTS = {
         "workflows/scripts/run_training.py",
         "workflows/scripts/training_child.py",
         "workflows/scripts/children.py",
+        "workflows/scripts/fork_server.py",
     ),
     "overflow": (
         "workflows/scripts/bench_overflow.py",
@@ -42,6 +48,26 @@ MEASURED_SCRIPTS = {
 }
 # Paper names as typed, where they differ from the registry's.
 PAPER_TARGETS = {"mlpoffload": "mlp-offload"}
+
+
+def start_fork_server():
+    """The process that runs are forked from (workflows/scripts/fork_server.py): a third of a short run is imports.
+
+    It ends with this one; the folder of its socket does too, or is collected like those of killed runs.
+    """
+    folder = tempfile.mkdtemp(prefix="memascend-run-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    address = os.path.join(folder, "socket")
+    log = Path(RAW, "logs", "fork_server.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        subprocess.Popen(
+            [sys.executable, "-m", "workflows.scripts.fork_server", address],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    os.environ["MEMASCEND_FORK_SERVER"] = address
 
 
 def stop(message):

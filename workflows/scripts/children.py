@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from workflows.scripts.fork_server import SOCKET, ForkedRun
+
 # One C library setting for every arm: freed memory goes back at once. MKL would keep the workspace of its largest
 # product (8 MiB for 2048 tokens of a small twin), which plays a GPU's part and is no host buffer.
 SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "2"}
@@ -35,9 +37,16 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
     """
     parent = parent or Path(tempfile.gettempdir())
     collect_scratch(parent)
-    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=parent) as name, (Path(name) / LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=parent) as name, held(Path(name)):
         yield Path(name)
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold a scratch folder, so that nobody collects it."""
+    with (folder / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def collect_scratch(parent: Path) -> list[Path]:
@@ -88,19 +97,33 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+Run = subprocess.Popen | ForkedRun
+
+
 def start(
     job: dict[str, Any],
     work: Path,
     name: str,
     env: dict[str, str],
-    keep_open: tuple[int, ...] = (),
+    descriptors: tuple[str, ...] = (),
     python: str = sys.executable,
-) -> subprocess.Popen:
-    """One training_child of ``job``; its files in ``work`` are job, result and log, each with ``name``."""
-    (work / f"job{name}.json").write_text(json.dumps(job))
-    command = [python, "-m", "workflows.scripts.training_child"]
-    command += ["--job", str(work / f"job{name}.json"), "--result", str(work / f"result{name}.json")]
-    with (work / f"log{name}.txt").open("w") as log:
+) -> Run:
+    """One training_child of ``job``; its files in ``work`` are job, result and log, each with ``name``.
+
+    ``descriptors`` are the fields of the job that are file descriptors. Forked where a fork server runs; several ranks
+    are not, as their memory is read in proportional shares, and the server would have a share of what it has imported.
+    """
+    job_file, result_file, log_file = work / f"job{name}.json", work / f"result{name}.json", work / f"log{name}.txt"
+    job_file.write_text(json.dumps(job))
+    address = os.environ.get(SOCKET)
+    if address and python == sys.executable and job["ranks"] == 1:
+        request = {"job": str(job_file), "result": str(result_file), "log": str(log_file), "folder": os.getcwd()}
+        request |= {"environment": env, "fds": descriptors}
+        with contextlib.suppress(OSError):
+            return ForkedRun(address, request, tuple(job[field] for field in descriptors))
+    command = [python, "-m", "workflows.scripts.training_child", "--job", str(job_file), "--result", str(result_file)]
+    keep_open = tuple(job[field] for field in descriptors)
+    with log_file.open("w") as log:
         return subprocess.Popen(
             command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=keep_open
         )

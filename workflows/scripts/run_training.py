@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -259,7 +258,7 @@ def _train(
     }
 
 
-def _watch(ranks: list[subprocess.Popen], deadline: float, fine: bool) -> tuple[list[tuple], str]:
+def _watch(ranks: list[children.Run], deadline: float, fine: bool) -> tuple[list[tuple], str]:
     """Sample every rank's memory until all have ended. Rows: (t_s, rss, anon, file, shmem, locked), sums."""
     reader = memory_account.sum_of_pss if len(ranks) > 1 else memory_account.sum_of_status
     interval, samples, status = (0.001 if fine else 0.05), [], "ok"

@@ -14,7 +14,6 @@ import os
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -83,9 +82,7 @@ class Arm:
         settings["hash_master_weights"] = False
         job = job_of(twin, self.parts, self.config, **settings)
         env = children.environment(0, 1, self.port, threads)
-        self.process: subprocess.Popen = children.start(
-            job, work, self.name, env, keep_open=tuple(fds.values()), python=self.python
-        )
+        self.process: children.Run = children.start(job, work, self.name, env, tuple(fds), python=self.python)
         os.close(turn_in)
         os.close(done_out)
         self.turns: IO[str] = os.fdopen(turn_out, "w", buffering=1)

@@ -114,22 +114,35 @@ def require_compiled_ops() -> None:
         raise RuntimeError(f"DeepSpeed's ops {', '.join(missing)} are not compiled here; run: make setup")
 
 
-def prepare_imports(job: dict[str, Any]) -> None:
-    """Import everything and load the compiled ops before anything is measured."""
-    import torch
-
+def import_everything() -> None:
+    """What takes seconds and is the same for every run: modules and DeepSpeed's compiled op."""
     require_compiled_ops()
-    torch.set_num_threads(job["threads"])
-    torch.manual_seed(job["seed"])
     import deepspeed
-    import torch._dynamo
+    import torch._dynamo  # noqa: F401
     import transformers
+    import transformers.models.llama.modeling_llama
+    import transformers.models.qwen2.modeling_qwen2
     from deepspeed.ops.op_builder import CPUAdamBuilder
     from transformers import AutoModelForCausalLM  # noqa: F401
+
+    import memascend.integrations.deepspeed.hooks
+    import memascend.integrations.huggingface
+    import memascend.memory.tracking  # noqa: F401
 
     transformers.logging.set_verbosity_error()
     deepspeed.utils.logger.setLevel(logging.ERROR)
     CPUAdamBuilder().load(verbose=False)
+
+
+def prepare_imports(job: dict[str, Any]) -> None:
+    """Import everything and load the compiled ops before anything is measured."""
+    import torch
+
+    torch.set_num_threads(job["threads"])
+    torch.manual_seed(job["seed"])
+    import_everything()
+    import deepspeed
+
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
 
@@ -442,22 +455,31 @@ class Run:
         return digest.hexdigest()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--job", required=True)
-    parser.add_argument("--result", required=True)
-    args = parser.parse_args()
+def train(job: dict[str, Any], result_file: str) -> None:
+    """Run the job, write its result file, and leave this process."""
     die_with_parent()
-    job = json.loads(Path(args.job).read_text())
     try:
         result = Run(job).execute()
     except MemoryError as error:
         result = {"status": "oom", "reason": str(error)}
-    temporary = Path(args.result + ".partial")
+    temporary = Path(result_file + ".partial")
     temporary.write_text(json.dumps(result))
-    os.replace(temporary, args.result)
+    os.replace(temporary, result_file)
     sys.stdout.flush()
     os._exit(0)  # the engine's teardown may touch swap files that the parent removes
+
+
+def run_forked(request: dict[str, Any]) -> None:
+    """A run in a fork of the fork server. The job's file has the descriptors of the process that wrote it."""
+    train(json.loads(Path(request["job"]).read_text()) | request["descriptors"], request["result"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--result", required=True)
+    args = parser.parse_args()
+    train(json.loads(Path(args.job).read_text()), args.result)
 
 
 if __name__ == "__main__":
