@@ -67,7 +67,7 @@ def start_fork_server():
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    os.environ["MEMASCEND_FORK_SERVER"] = address
+    os.environ.update(MEMASCEND_FORK_SERVER=address)
 
 
 def stop(message):
