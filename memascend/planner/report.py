@@ -115,7 +115,7 @@ def _verdicts(answers: Answers) -> list[str]:
 
 def _verdict(need: Need, answers: Answers) -> str:
     spare = need.limit_bytes - need.needed_bytes
-    limit = f"{need.limit_bytes / GIB:.5g} GiB"
+    limit = f"{need.limit_bytes / GIB:.2f}".removesuffix(".00") + " GiB"
     if spare >= 0:
         purpose = " for the page cache and other processes" if need.name == "host memory" else ""
         return f"{need.name}: fits {limit}, with {gib(spare)} GiB to spare{purpose}"

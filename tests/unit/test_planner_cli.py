@@ -317,3 +317,8 @@ def test_a_twin_is_printed_in_mib(capsys):
     assert "MiB   share" in out
     assert float(rows["process overhead"]) == pytest.approx(1.63 * 1024, rel=0.001)
     assert float(rows["gradient flat buffer"]) == pytest.approx(4 * 494_032_768 / 256 / 2**20, rel=0.01)
+
+
+def test_a_measured_limit_is_told_in_two_digits(capsys):
+    _, out, _ = run(capsys, "plan", "--model", "llama3.2-1b", "--ram", "69.86412")
+    assert "host memory: fits 69.86 GiB, with" in out
