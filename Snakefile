@@ -80,6 +80,9 @@ for paper in PAPERS:
             paper_figures(paper),
 
 
+refuse_mistyped_targets(sys.argv[1:], [made.name for made in workflow.rules])
+
+
 onstart:
     start_fork_server()
 

@@ -56,6 +56,22 @@ def test_an_unknown_exhibit_gives_one_line_with_those_near_it(tmp_path: Path, wo
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [("figs", "figures"), ("tabels", "tables"), ("memascned", "memascend"), ("memascend-fgi11", "memascend-fig11")],
+)
+def test_a_mistyped_target_gives_one_line_with_the_one_meant(tmp_path: Path, word: str, near: str) -> None:
+    done = snakemake("-n", word, fresh=tmp_path)
+    assert done.returncode == 1
+    assert last_line(done).startswith(f"{word} is no target; did you mean {near}? Targets: figures, tables, ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_rule_that_is_forced_is_no_mistyped_target(tmp_path: Path) -> None:
+    done = snakemake("-n", "memascend-tab03", "--forcerun", "figure", "profile=smoke", fresh=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_folder_that_cannot_be_written_is_named_with_the_mend(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     done = snakemake("-n", "figures", f"figures_dir={tmp_path / 'file' / 'figures'}", fresh=tmp_path)

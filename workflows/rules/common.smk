@@ -46,6 +46,7 @@ MEASURED_SCRIPTS = {
     ),
     "bench": ("workflows/scripts/bench_record.py",),
 }
+NAMED_TARGETS = ("figures", "tables", "claims", "report", "exhibits", "artifact")
 # Paper names as typed, where they differ from the registry's.
 PAPER_TARGETS = {"mlpoffload": "mlp-offload"}
 
@@ -304,6 +305,19 @@ def refuse_unknown_exhibits(words):
             if word not in known:
                 hint = f"did you mean {', '.join(near)}? " if near else ""
                 stop(f"{word} is no exhibit; {hint}snakemake exhibits lists them all")
+
+
+def refuse_mistyped_targets(words, rule_names):
+    """A word of the command line that is nearly a target, and no rule: one line with the target."""
+    targets = [*NAMED_TARGETS, *(PAPER_TARGETS.get(paper, paper) for paper in PAPERS)]
+    targets += [entry["id"] for entry in EXHIBITS]
+    for word in words:
+        if re.fullmatch(r"[a-z][a-z0-9-]+", word) and word not in rule_names:
+            near = difflib.get_close_matches(word, targets, n=1, cutoff=0.7)
+            if near:
+                stop(
+                    f"{word} is no target; did you mean {near[0]}? Targets: {', '.join(NAMED_TARGETS)}, a paper or an exhibit"
+                )
 
 
 def planned(entry):
