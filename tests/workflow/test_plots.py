@@ -12,7 +12,7 @@ import yaml
 from workflow_fixtures import built_exhibits
 
 from workflows.scripts import claims, plot_exhibit, report, tidy
-from workflows.scripts.plots import rows, style
+from workflows.scripts.plots import memascend_fig12, rows, style
 
 ROOT = Path(__file__).resolve().parents[2]
 REGISTRY = yaml.safe_load((ROOT / "workflows/config/exhibits.yaml").read_text())["exhibits"]
@@ -45,9 +45,24 @@ def test_draws_and_keeps_its_text_inside(request: pytest.FixtureRequest, amount:
 def test_the_line_under_the_axes_names_commit_and_date_of_the_records(full: Path, exhibit: str) -> None:
     figure = drawn(full, exhibit)
     text = " ".join(word for t in figure.texts for word in t.get_text().split())
-    assert "commit c0ffee12" in text
+    assert "Example CPU, 2 cores; commit c0ffee12" in text
     assert "2026-01-02" in text
     assert "measured: " in text
+    plt.close(figure)
+
+
+def test_values_of_fig12_keep_off_the_dashed_line_and_each_other() -> None:
+    figure, axis = plt.subplots(figsize=(4, 4))
+    axis.axhline(97.0)
+    axis.set(xscale="log", xlim=(5e5, 1e9), ylim=(95, 100.5))
+    points = [(1e6, 96.4), (8e6, 95.5), (3.2e7, 96.8), (6.4e7, 97.2), (1.28e8, 97.2), (3e8, 97.3)]
+    memascend_fig12.mark_all(axis, points, 97.0)
+    figure.canvas.draw()
+    boxes = [t.get_window_extent() for t in axis.texts]
+    line = axis.transData.transform((1e6, 97.0))[1]
+    assert len(boxes) == 6
+    assert not [box for box in boxes if box.y0 <= line <= box.y1]
+    assert not [1 for i, box in enumerate(boxes) for other in boxes[:i] if box.overlaps(other)]
     plt.close(figure)
 
 

@@ -54,7 +54,7 @@ def places(testbeds: list[str]) -> list[str]:
 
 
 def measured_when(runs: pd.DataFrame) -> str:
-    """Commit and date of the records, not of the drawing."""
+    """Machine, commit and date of the records, not of the drawing."""
     if runs.empty:
         return ""
     commits = sorted(
@@ -64,7 +64,8 @@ def measured_when(runs: pd.DataFrame) -> str:
         }
     )
     days = sorted({when[:10] for when in runs["started_at"]})
-    return f"; commit {', '.join(commits)}; {' to '.join(dict.fromkeys((days[0], days[-1])))}"
+    machines = sorted({f"{cpu}, {cores} cores" for cpu, cores in zip(runs["cpu"], runs["cores"], strict=True)})
+    return f"; {' and '.join(machines)}; commit {', '.join(commits)}; {' to '.join(dict.fromkeys((days[0], days[-1])))}"
 
 
 def footer(origins: dict[str, str]) -> str:

@@ -45,7 +45,7 @@ def look(series: str, lane: str, ranks: int = 1) -> dict[str, Any]:
     if lane == "measured":
         marker = {"marker": "o" if ranks == 1 else "s", "markersize": 6.5}
         return {"color": fill, "linestyle": "none", "markeredgecolor": "white", "markeredgewidth": 0.6, **marker}
-    outlined = {"marker": "D", "markersize": 8, "markerfacecolor": "none", "markeredgewidth": 1.4}
+    outlined = {"marker": "D", "markersize": 8, "markerfacecolor": "none", "markeredgewidth": 1.4, "clip_on": False}
     return {"linestyle": "none", "markeredgecolor": fill, **outlined}
 
 

@@ -27,7 +27,7 @@ def reached(axis, data: pd.DataFrame, metric: str, divisor: int, unit: str) -> N
     """What each system reaches under the cap, by the paper, as a mark on the cap."""
     printed = data[(data["lane"] == "published") & (data["metric"] == metric)].drop_duplicates("series")
     for each in printed.itertuples():
-        axis.plot([each.number], [128], clip_on=False, zorder=5, **curves.look(each.series, "published"))
+        axis.plot([each.number], [128], zorder=5, **curves.look(each.series, "published"))
         axis.annotate(
             f"paper: {each.number / divisor:g}{unit}",
             (each.number, 128),
