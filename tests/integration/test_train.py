@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -159,28 +160,40 @@ def test_every_system_trains_alike(tmp_path_factory, system, arm):
 
 
 @pytest.fixture
-def raw_device(tmp_path):
-    """A loop device that holds a store."""
+def raw_devices(request, tmp_path):
+    """As many loop devices as the parameter says, which hold one store."""
     if os.geteuid() != 0 or not shutil.which("losetup"):
         pytest.skip("a loop device needs root and losetup")
-    path = tmp_path / "backing"
-    with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, 128 << 20)
-    made = subprocess.run(["losetup", "--find", "--show", path], capture_output=True, text=True, check=False)
-    if made.returncode:
-        pytest.skip(f"no loop device to be had: {made.stderr.strip()}")
-    device = made.stdout.strip()
-    command = [sys.executable, "-m", "memascend.cli", "storage", "format", device, "--owner", "a run"]
-    subprocess.run([*command, "--serial", device], check=True, capture_output=True)
-    yield device
-    subprocess.run(["losetup", "-d", device], check=False)
+    devices = []
+    try:
+        for number in range(request.param):
+            path = tmp_path / f"backing{number}"
+            with path.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, 128 << 20)
+            made = subprocess.run(["losetup", "--find", "--show", path], capture_output=True, text=True, check=False)
+            if made.returncode:
+                pytest.skip(f"no loop device to be had: {made.stderr.strip()}")
+            devices.append(made.stdout.strip())
+        serials = [word for device in devices for word in ("--serial", device)]
+        command = [sys.executable, "-m", "memascend.cli", "storage", "format", *devices, "--owner", "a run", *serials]
+        subprocess.run(command, check=True, capture_output=True)
+        yield devices
+    finally:
+        for device in devices:
+            subprocess.run(["losetup", "-d", device], check=False)
+
+
+def bytes_written_to(device):
+    """Since the machine started, as the kernel counts (512-byte sectors, whatever the device's own size)."""
+    return 512 * int(Path(f"/sys/block/{Path(device).name}/stat").read_text().split()[6])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_raw_device_trains_alike_also_after_a_kill(finished, raw_device, tmp_path):
+@pytest.mark.parametrize("raw_devices", [1], indirect=True)
+def test_a_raw_device_trains_alike_also_after_a_kill(finished, raw_devices, tmp_path):
     output, options = tmp_path / "run", options_for(finished.parent / "text")
-    with subprocess.Popen(command(output, *options, "--devices", raw_device), env=environment()) as run:
+    with subprocess.Popen(command(output, *options, "--devices", *raw_devices), env=environment()) as run:
         while len(listed(output / "checkpoints")[0]) < 2:
             assert run.poll() is None
             time.sleep(0.05)
@@ -191,6 +204,24 @@ def test_a_raw_device_trains_alike_also_after_a_kill(finished, raw_device, tmp_p
         assert time.monotonic() < deadline
     assert done.returncode == 0, done.stdout + done.stderr
     assert losses(output) == losses(finished)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("raw_devices", [2], indirect=True)
+def test_two_ranks_share_raw_devices_and_train_alike(tmp_path_factory, raw_devices, tmp_path):
+    """Both ranks' tensors in one store over two devices, which take all that the run says it writes."""
+    reference = finished_run(tmp_path_factory, "memascend", "--ranks", "2")
+    output, before = tmp_path / "run", [bytes_written_to(device) for device in raw_devices]
+    options = options_for(reference.parent / "text", "memascend", "--ranks", "2", "--devices", *raw_devices)
+    done = train(output, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert losses(output) == losses(reference)
+    assert evaluations(output) == evaluations(reference)
+    said = STEPS * json.loads((output / "report.json").read_text())["summary"]["written_bytes_per_step"]
+    written = [bytes_written_to(device) - first for device, first in zip(raw_devices, before)]
+    assert sum(written) >= said > 0
+    assert min(written) > 0.2 * sum(written)
 
 
 @pytest.mark.slow
