@@ -44,3 +44,20 @@ def test_kept_gradients_are_neither_written_nor_read(results, name, bytes_a_para
     swapped, kept = results[f"{name}swapped"], results[f"{name}kept"]
     saved = [before - after for before, after in zip(swapped["io_bytes"], kept["io_bytes"], strict=True)]
     assert saved == pytest.approx([bytes_a_parameter * kept["parameters"]] * len(saved), rel=0.05)
+
+
+@pytest.mark.slow
+def test_two_ranks_keep_their_own_gradients_and_train_the_same(tmp_path):
+    jobs = [
+        Job(name="swapped", **HARD),
+        Job(name="kept", parts=KEPT, **HARD),
+        Job(name="bf16_swapped", arm="memascend_bf16", dtype="bf16", **PLAIN),
+        Job(name="bf16_kept", arm="memascend_bf16", dtype="bf16", parts=KEPT, **PLAIN),
+    ]
+    results = train_all(jobs, tmp_path, ranks=2)
+    assert results["swapped"]["skipped"][-1] == 1
+    for name in ("", "bf16_"):
+        swapped, kept = results[f"{name}swapped"], results[f"{name}kept"]
+        for field in ("losses", "skipped", "scales", "weights_sha256"):
+            assert kept[field] == swapped[field], f"{name}{field}"
+        assert all(less < more for less, more in zip(kept["io_bytes"], swapped["io_bytes"], strict=True))
