@@ -57,6 +57,22 @@ def test_what_was_written_is_read_at_any_address_and_length(store, folder):
     assert torch.equal(arena[3:begin], torch.cat(tensors()))
 
 
+def test_the_padding_of_a_tensor_may_be_read_though_the_tensor_alone_was_written(store, folder):
+    """DeepSpeed 0.16 does; a read of more than that is an error."""
+    handle = AioModule(PageAlignedPinnedAllocator(), IoCounters(), IO, store).aio_handle(intra_op_parallelism=2)
+    path, tensor = str(folder / "0.tensor.swp"), tensors(1)[0]
+    handle.async_pwrite(torch.zeros(1024), path)  # with its padding
+    handle.wait()
+    handle.async_pwrite(tensor, path)
+    handle.wait()
+    padded = torch.full((1024,), -1.0)
+    handle.async_pread(padded, path)
+    assert handle.wait() == 1
+    assert torch.equal(padded[: tensor.numel()], tensor)
+    with pytest.raises(ValueError, match="give a buffer of the tensor's size"):
+        handle.async_pread(torch.zeros(tensor.numel() + 512), path)
+
+
 def test_the_last_version_is_read_without_a_wait_between(store, folder):
     path, out = str(folder / "w.tensor.swp"), torch.empty(300_000)
     handle, other = handle_on(store), handle_on(store)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .swap_store import Request, SwapStore
 
 _DIRECT_IO_ALIGNMENT = 512  # bytes; O_DIRECT's limit for address, length and offset
+_PADDING_A_THREAD = 1024  # bytes; DeepSpeed's AIO_ALIGNED_BYTES
 
 
 def _path(filename: str | int | None, fd: int | None = None) -> str:
@@ -154,7 +155,8 @@ class AioHandle(PinHandle):
         self._counters.count(read=True, nbytes=buffer.nbytes)
         path = _path(filename)
         if self._store is not None and self._store.holds(path):
-            self._in_store.append(self._store.read(path, buffer, file_offset))
+            padding = self._asked[4] * _PADDING_A_THREAD
+            self._in_store.append(self._store.read(path, buffer, file_offset, padding))
         else:
             self._file_engine().async_read(buffer, path, file_offset)
         return 0

@@ -75,6 +75,9 @@ class _Place:
             "bounce buffers", "nvme_engine_buffers", nbytes, allocator="direct engine", address=address
         )
 
+    def bytes_of(self, path: str) -> int:
+        return self._sizes.get(path, 0)
+
     def make_room(self, path: str, nbytes: int) -> None:
         with self._lock:
             before = self._sizes.get(path)
@@ -152,11 +155,18 @@ class SwapStore:
         place.make_room(path, tensor.nbytes)
         return place.engine, place.engine.write(path, tensor, WRITE)
 
-    def read(self, path: str, tensor: torch.Tensor, offset: int = 0) -> Request:
-        """Fill ``tensor`` from what was written under ``path``. Raises ValueError."""
+    def read(self, path: str, tensor: torch.Tensor, offset: int = 0, padding: int = 0) -> Request:
+        """Fill ``tensor`` from what was written under ``path``. Raises ValueError.
+
+        Of its end, less than ``padding`` bytes may not be there, and are left as they are: DeepSpeed 0.16 writes a
+        tensor and reads it with the padding up to its alignment, which a file still has from an earlier write.
+        """
         priority = OPTIMIZER_READ if f"{os.sep}optimizer{os.sep}" in path else PARAMETER_READ
-        engine = self._place(path).engine
-        return engine, engine.read(path, tensor, offset, priority)
+        place = self._place(path)
+        there = place.bytes_of(path) - offset
+        if there < tensor.nbytes < there + padding:
+            tensor = tensor.view(-1)[: there // tensor.element_size()]
+        return place.engine, place.engine.read(path, tensor, offset, priority)
 
     def wait(self, requests: Iterable[Request]) -> None:
         """Until all of ``requests`` have ended, failed ones included. Then raises the first StorageError, if any."""
