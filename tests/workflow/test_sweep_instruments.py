@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from workflows.scripts import memory_account, run_training, time_arms, training_child
@@ -116,3 +118,12 @@ def test_arms_take_turns_in_alternating_order_and_the_warm_up_is_left_out() -> N
     assert len(order) == 2 * (2 + 2) + 2 * (1 + 2)
     assert [len(series["forward_s"]) for series in found] == [2, 2, 2, 2]
     assert [(s["arm"], s["sequence"]) for s in found] == [("a", 32), ("b", 32), ("a", 128), ("b", 128)]
+
+
+def test_a_gpu_that_is_not_there_is_one_line_before_anything_runs(tmp_path, capsys) -> None:
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("there is one")
+    words = ["--run-id", "x", "--system", "memascend", "--arm", "memascend", "--model", "qwen2.5-7b", "--k", "64"]
+    assert run_training.main([*words, "--device", "cuda", "--out", str(tmp_path / "x.json")]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("run_training: error: --device cuda: no NVIDIA device on this machine; leave --device out")

@@ -145,6 +145,7 @@ def one_training_run(experiments, group, model, k, arm, dtype, seed):
             "steps",
             "ranks",
             "mode",
+            "device",
             "matmul",
             "evaluate_every",
             "time_limit_s",
@@ -161,6 +162,7 @@ def one_training_run(experiments, group, model, k, arm, dtype, seed):
     words.extend([f"s{seed}"] if seed else [])
     words.extend([f"r{group['ranks']}"] if group["ranks"] > 1 else [])
     words.extend(["stacks"] if len(stacks) > 1 else ["sweep"] if points else [])
+    words.extend([group["device"]] if group["device"] != "cpu" else [])
     words.extend(["curve"] if group["evaluate_every"] else [])
     words.extend(
         ["time"] if group["mode"] == "time" and not group["evaluate_every"] else []
@@ -244,6 +246,7 @@ def training_arguments(run):
         "ranks",
         "mode",
         "gpus",
+        "device",
         "matmul",
     )
     return " ".join(
@@ -268,6 +271,7 @@ def times_arguments(run):
     points = [twin_point(c, b, run["k"], 1) for c, b in run["points"]]
     return (
         f"--model {run['model']} --k {run['k']} --rounds {run['rounds']} --matmul {run['matmul']}"
+        f" --device {run.get('device', 'cpu')}"
         f" --time-limit {run['time_limit_s']} --arms {' '.join(arms)} --points {' '.join(points)}"
     )
 

@@ -72,12 +72,12 @@ def _held(folder: Path) -> bool:
     return False
 
 
-def environment(rank: int, ranks: int, port: int, threads: int) -> dict[str, str]:
+def environment(rank: int, ranks: int, port: int, threads: int, device: str = "cpu") -> dict[str, str]:
     """What every rank of every arm runs under: one C library setting, one number of threads, no network."""
     return {
         **os.environ,
         **SETTINGS,
-        "DS_ACCELERATOR": "cpu",
+        "DS_ACCELERATOR": device,
         "LOCAL_RANK": str(rank),
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -95,6 +95,12 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def require_device(device: str) -> None:
+    """Raises ValueError where there is no GPU to play a GPU's part."""
+    if device == "cuda" and not Path("/dev/nvidiactl").exists():
+        raise ValueError("--device cuda: no NVIDIA device on this machine; leave --device out, or take another profile")
 
 
 Run = subprocess.Popen | ForkedRun
@@ -116,7 +122,7 @@ def start(
     job_file, result_file, log_file = work / f"job{name}.json", work / f"result{name}.json", work / f"log{name}.txt"
     job_file.write_text(json.dumps(job))
     address = os.environ.get(SOCKET)
-    if address and python == sys.executable and job["ranks"] == 1:
+    if address and python == sys.executable and job["ranks"] == 1 and job["device"] == "cpu":
         request = {"job": str(job_file), "result": str(result_file), "log": str(log_file), "folder": os.getcwd()}
         request |= {"environment": env, "fds": descriptors}
         with contextlib.suppress(OSError):

@@ -70,6 +70,7 @@ def record_key(record: dict[str, Any]) -> str:
         "steps",
         "seed",
         "mode",
+        "device",
         "checkpointing",
         "stacks",
         "matmul",

@@ -62,6 +62,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "none|plain|offloaded : eager|sdpa : plain|chunked",
     )
     p.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the part of a GPU is played: in host memory, told apart by role, or on a GPU",
+    )
+    p.add_argument(
         "--matmul",
         choices=("native", "fp32"),
         default="native",
@@ -98,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
     points = [point(text) for text in args.points] or [(args.sequence, args.batch)]
     if min(s for s, _ in points) < 2 or min(b for _, b in points) < 1 or args.steps < 1 or args.ranks < 1:
         raise ValueError("--sequence must be at least 2; --steps, --batch and --ranks at least 1")
+    children.require_device(args.device)
     require_results_folder(args.out)
     swap = Path(args.nvme).absolute() / args.run_id
     sizes = sizes_of(twin, args.ranks)
@@ -213,6 +220,7 @@ def job_of(twin: Any, parts: dict[str, str], config: dict[str, Any], **settings:
         "gather_clone": True,
         "checkpointing": "reentrant",
         "stacks": [],
+        "device": "cpu",
         "matmul": "native",
         "evaluate_every": 0,
         "hash_master_weights": True,
@@ -227,7 +235,7 @@ def _train(
 ) -> dict[str, Any]:
     threads = max(1, (os.cpu_count() or 1) // args.ranks)
     same = ("ranks", "seed", "mode", "dtype", "steps", "sequence", "batch")
-    same += ("checkpointing", "matmul")
+    same += ("checkpointing", "device", "matmul")
     settings = {name: getattr(args, name) for name in (*same, "evaluate_every")}
     settings |= {"threads": threads, "points": [point(text) for text in args.points]}
     settings["stacks"] = [stack(text) for text in args.stacks]
@@ -235,7 +243,12 @@ def _train(
     port = children.free_port()
     started = time.monotonic()
     ranks = [
-        children.start({**job, "rank": rank}, work, str(rank), children.environment(rank, args.ranks, port, threads))
+        children.start(
+            {**job, "rank": rank},
+            work,
+            str(rank),
+            children.environment(rank, args.ranks, port, threads, args.device),
+        )
         for rank in range(args.ranks)
     ]
     try:
@@ -308,6 +321,7 @@ def _record(
         "wall_s": outcome["wall_s"],
         "checkpointing": args.checkpointing,
         "stacks": [stack(text) for text in args.stacks],
+        "device": args.device,
         "matmul": args.matmul,
         "points_requested": [list(point(text)) for text in args.points],
         "evaluate_every": args.evaluate_every,
@@ -347,6 +361,8 @@ def _results(args: argparse.Namespace, outcome: dict[str, Any]) -> dict[str, Any
             "realigned_reads_per_step": [s["realigned_reads"] for s in first["io_steps"]],
         },
     }
+    if "cuda_peak_bytes" in first:
+        fields["cuda_peak_bytes"] = max(r["cuda_peak_bytes"] for r in outcome["results"])
     if "evaluation" in first:
         fields["evaluation"] = first["evaluation"]
     if args.mode == "memory":

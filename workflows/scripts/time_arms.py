@@ -35,6 +35,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--model", required=True)
     p.add_argument("--k", type=int, required=True, help="the twin's divisor, a power of two")
     p.add_argument("--points", nargs="+", required=True, metavar="TOKENSxBATCH")
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="as for run_training")
     p.add_argument("--matmul", choices=("native", "fp32"), default="native", help="as for run_training")
     p.add_argument("--rounds", type=int, default=5, help="measured rounds at each point: a step of each arm")
     p.add_argument("--time-limit", type=float, default=600, help="seconds")
@@ -73,15 +74,15 @@ class Arm:
         self.config = self.system.deepspeed_config(spec, sizes, str(self.swap))
         self.parts = self.system.parts(self.arm)
 
-    def start(self, twin: Any, work: Path, threads: int, matmul: str) -> None:
+    def start(self, twin: Any, work: Path, threads: int, device: str, matmul: str) -> None:
         self.work, self.port = work, children.free_port()
         turn_in, turn_out = os.pipe()
         done_in, done_out = os.pipe()
         fds = {"turn_fd": turn_in, "done_fd": done_out}
-        settings = {"threads": threads, "mode": "time", "dtype": self.dtype, "matmul": matmul, **fds}
+        settings = {"threads": threads, "mode": "time", "dtype": self.dtype, "device": device, "matmul": matmul, **fds}
         settings["hash_master_weights"] = False
         job = job_of(twin, self.parts, self.config, **settings)
-        env = children.environment(0, 1, self.port, threads)
+        env = children.environment(0, 1, self.port, threads, device)
         self.process: children.Run = children.start(job, work, self.name, env, tuple(fds), python=self.python)
         os.close(turn_in)
         os.close(done_out)
@@ -144,13 +145,14 @@ def rounds(arms: list[Arm], points: list[tuple[int, int]], count: int, deadline:
 def run(args: argparse.Namespace) -> int:
     twin = model_spec(args.model).twin(args.k)
     points = [point(text) for text in args.points]
+    children.require_device(args.device)
     require_results_folder(args.out)
     arms, started, status, measured = [], time.monotonic(), "ok", []
     try:
         arms += [Arm(word, args, twin) for word in args.arms]
         with children.scratch_folder() as work:
             for arm in arms:
-                arm.start(twin, work, os.cpu_count() or 1, args.matmul)
+                arm.start(twin, work, os.cpu_count() or 1, args.device, args.matmul)
             measured = rounds(arms, points, args.rounds, started + args.time_limit)
     except TimeoutError:
         status = "timeout"
@@ -169,6 +171,7 @@ def run(args: argparse.Namespace) -> int:
         "arms": [{**a.labels, "parts": a.parts, "deepspeed": getattr(a, "deepspeed", "")} for a in arms],
         "points_requested": [list(p) for p in points],
         "rounds": args.rounds,
+        "device": args.device,
         "matmul": args.matmul,
         "time_limit_s": args.time_limit,
         "environment": children.SETTINGS,

@@ -69,8 +69,9 @@ def schedule(job: dict[str, Any]) -> list[dict[str, Any]]:
 class Phases:
     """Names what runs when; resets the kernel's high-water mark at each start and reads it at the end."""
 
-    def __init__(self, set_role: Any, track_memory: bool) -> None:
+    def __init__(self, set_role: Any, track_memory: bool, finish_device: Any = lambda: None) -> None:
         self.rows: list[dict[str, Any]] = []
+        self._finish_device = finish_device
         self._set_role, self._track = set_role, track_memory
 
     @contextlib.contextmanager
@@ -81,6 +82,7 @@ class Phases:
         try:
             yield
         finally:
+            self._finish_device()
             end = time.monotonic()
             self._set_role("host")
             self.rows.append(
@@ -143,7 +145,9 @@ def prepare_imports(job: dict[str, Any]) -> None:
     import_everything()
     import deepspeed
 
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    if job["device"] == "cuda":
+        torch.cuda.set_device(job["rank"])
+    deepspeed.init_distributed(dist_backend="nccl" if job["device"] == "cuda" else "gloo", verbose=False)
 
 
 def products_in_fp32() -> None:
@@ -200,6 +204,8 @@ class Run:
     def execute(self) -> dict[str, Any]:
         job, result = self.job, self.result
         prepare_imports(job)
+        import torch
+
         import memascend
         from memascend.memory import tracking
 
@@ -207,8 +213,9 @@ class Run:
         result["floor"] = read_status()
         if self.memory_mode:
             tracking.install()
-        set_role = tracking.set_role if self.memory_mode else (lambda role: None)
-        self.phases = Phases(set_role, self.memory_mode)
+        on_gpu = job["device"] == "cuda"  # which holds what the device's role stands for elsewhere
+        set_role = tracking.set_role if self.memory_mode and not on_gpu else (lambda role: None)
+        self.phases = Phases(set_role, self.memory_mode, torch.cuda.synchronize if on_gpu else lambda: None)
         self.enabled = memascend.enable(
             job["deepspeed_config"],
             **job["parts"],
@@ -223,6 +230,8 @@ class Run:
         else:
             self._take_turns()
         self._finish()
+        if on_gpu:
+            result["cuda_peak_bytes"] = torch.cuda.max_memory_allocated()
         return result
 
     def _build(self) -> Any:
@@ -333,7 +342,8 @@ class Run:
         tokens = np.load(self.job["token_file"], mmap_mode="r")
         border = len(tokens) * 9 // 10
         tokens = tokens[border:] if held_out else tokens
-        return torch.from_numpy(batches(tokens, sequence, batch, self.job["ranks"], self.job["rank"], step))
+        ids = torch.from_numpy(batches(tokens, sequence, batch, self.job["ranks"], self.job["rank"], step))
+        return ids.to(self.job["device"])
 
     def _evaluate(self, step: int, sequence: int, batch: int) -> None:
         """Mean loss over the same held-out batches each time."""
