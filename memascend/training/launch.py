@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from memascend.training import checkpoint, preflight, systems
 from memascend.training import config as configs
 from memascend.training.config import TrainConfig
 from memascend.training.folder import Lock, RunFolder, SwapFolder, collect_dead, write_atomically
-from memascend.training.processes import PARENT
+from memascend.training.processes import PARENT, free_port, remove_shared_buffers
 from memascend.training.progress import byte_count
 
 STOPPED = 143  # 128 + SIGTERM: stopped before its end, with a checkpoint
@@ -307,7 +306,7 @@ def _take_over(lock: Lock) -> None:
 
 
 def _run_ranks(job: dict[str, Any], folder: RunFolder, stopping: Stopping, lock: Lock) -> int:
-    ranks, port = job["config"]["ranks"], _free_port()
+    ranks, port = job["config"]["ranks"], free_port()
     lock.say(f"pid {os.getpid()}, port {port}")
     folder.logs.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="memascend-train-") as work:
@@ -403,15 +402,3 @@ def _outcome(work: Path, folder: RunFolder, stopping: Stopping) -> int:
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else "it said nothing"
-
-
-def remove_shared_buffers(port: int) -> None:
-    """DeepSpeed's shared-memory all-reduce leaves 66 MiB a run in /dev/shm, named after the rendezvous port."""
-    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_127.0.0.1_{port}_*"):
-        buffer.unlink(missing_ok=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

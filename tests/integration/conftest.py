@@ -14,7 +14,8 @@ from unittest import mock
 
 import pytest
 
-from workflows.scripts import children, run_training
+from memascend.training import processes
+from workflows.scripts import run_training
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 11
@@ -66,7 +67,7 @@ class SharedBuffers:
 @contextlib.contextmanager
 def watched(seen: list[SharedBuffers]) -> Iterator[None]:
     """Notes what the runs inside leave in /dev/shm; their rendezvous port tells it from what other processes make."""
-    stock = children.remove_shared_buffers
+    stock = processes.remove_shared_buffers
 
     def files(port: int) -> list[str]:
         return [path.name for path in Path("/dev/shm").iterdir() if str(port) in path.name.split("_")]
@@ -76,7 +77,7 @@ def watched(seen: list[SharedBuffers]) -> Iterator[None]:
         stock(port)
         seen.append(SharedBuffers(made, files(port)))
 
-    with mock.patch.object(children, "remove_shared_buffers", remove):
+    with mock.patch.object(processes, "remove_shared_buffers", remove):
         yield
 
 

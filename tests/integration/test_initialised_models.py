@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from memascend.training.launch import remove_shared_buffers
+from memascend.training.processes import remove_shared_buffers
 from tests.train_runs import free_port
 
 pytestmark = pytest.mark.deepspeed

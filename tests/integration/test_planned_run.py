@@ -12,7 +12,7 @@ import pytest
 
 from memascend.cli import main
 from memascend.planner import model_spec
-from memascend.training.launch import remove_shared_buffers
+from memascend.training.processes import remove_shared_buffers
 from tests.train_runs import free_port
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -91,12 +90,6 @@ def environment(rank: int, ranks: int, port: int, threads: int, device: str = "c
     }
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def require_device(device: str) -> None:
     """Raises ValueError where there is no GPU to play a GPU's part."""
     if device == "cuda" and not Path("/dev/nvidiactl").exists():
@@ -133,9 +126,3 @@ def start(
         return subprocess.Popen(
             command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=keep_open
         )
-
-
-def remove_shared_buffers(port: int) -> None:
-    """DeepSpeed's shared-memory all-reduce leaves 66 MiB a run in /dev/shm, named after the rendezvous port."""
-    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_127.0.0.1_{port}_*"):
-        buffer.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from typing import Any
 from baselines.protocol import RunSpec, Sizes, load_system, scaled
 from memascend.planner import model_spec
 from memascend.planner.pool import streamed
+from memascend.training import processes
 from workflows.scripts import children, memory_account, provenance
 
 MIB = 1 << 20
@@ -240,7 +241,7 @@ def _train(
     settings |= {"threads": threads, "points": [point(text) for text in args.points]}
     settings["stacks"] = [stack(text) for text in args.stacks]
     job = job_of(twin, parts, config, **settings, gather_clone=not args.no_gather_clone)
-    port = children.free_port()
+    port = processes.free_port()
     started = time.monotonic()
     ranks = [
         children.start(
@@ -254,7 +255,7 @@ def _train(
     try:
         samples, status = _watch(ranks, started + args.time_limit, args.mode == "memory")
     finally:
-        children.remove_shared_buffers(port)
+        processes.remove_shared_buffers(port)
     logs = "".join((work / f"log{r}.txt").read_text() for r in range(args.ranks))
     results = [json.loads(p.read_text()) for p in sorted(work.glob("result*.json"))]
     if status == "ok" and len(results) < args.ranks:

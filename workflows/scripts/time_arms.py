@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from baselines.protocol import RunSpec, load_system
 from memascend.planner import model_spec
+from memascend.training import processes
 from workflows.scripts import children, provenance
 from workflows.scripts.run_training import job_of, point, require_results_folder, require_space, sizes_of
 
@@ -75,7 +76,7 @@ class Arm:
         self.parts = self.system.parts(self.arm)
 
     def start(self, twin: Any, work: Path, threads: int, device: str, matmul: str) -> None:
-        self.work, self.port = work, children.free_port()
+        self.work, self.port = work, processes.free_port()
         turn_in, turn_out = os.pipe()
         done_in, done_out = os.pipe()
         fds = {"turn_fd": turn_in, "done_fd": done_out}
@@ -119,7 +120,7 @@ class Arm:
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-            children.remove_shared_buffers(self.port)
+            processes.remove_shared_buffers(self.port)
         shutil.rmtree(self.swap, ignore_errors=True)
 
 

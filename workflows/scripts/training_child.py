@@ -17,11 +17,12 @@ import inspect
 import json
 import logging
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from memascend.training.processes import die_with_parent
 
 EVALUATION_BATCHES = 4
 
@@ -100,11 +101,6 @@ class Phases:
         if self._track:
             with contextlib.suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")
-
-
-def die_with_parent() -> None:
-    """Be killed when the parent is (prctl PR_SET_PDEATHSIG), so that no trainer is left behind."""
-    ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)
 
 
 def require_compiled_ops() -> None:
