@@ -73,17 +73,22 @@ class Job:
     evaluate_first: bool = False
 
 
-def train_all(jobs: list[Job], folder: Path, ranks: int = 1, timeout_s: float = 600) -> dict[str, dict[str, Any]]:
-    """Run ``jobs`` in one process a rank; results by name. A crash fails the test with the end of its log."""
+def train_all(
+    jobs: list[Job], folder: Path, ranks: int = 1, timeout_s: float = 600, python: Path | str = sys.executable
+) -> dict[str, dict[str, Any]]:
+    """Run ``jobs`` in one process a rank; results by name. A crash fails the test with the end of its log.
+
+    ``python``: the interpreter of the environment whose DeepSpeed trains.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
     results = folder / "results.json"
     results.unlink(missing_ok=True)
-    port = _free_port()
-    command = [sys.executable, __file__, str(folder / "jobs.json"), str(results)]
+    port = free_port()
+    command = [str(python), __file__, str(folder / "jobs.json"), str(results)]
     logs = [(folder / f"rank{rank}.log").open("w+") for rank in range(ranks)]
     children = [
-        subprocess.Popen(command, cwd=ROOT, env=_environment(r, ranks, port), stdout=logs[r], stderr=subprocess.STDOUT)
+        subprocess.Popen(command, cwd=ROOT, env=environment(r, ranks, port), stdout=logs[r], stderr=subprocess.STDOUT)
         for r in range(ranks)
     ]
     try:
@@ -103,13 +108,13 @@ def train_all(jobs: list[Job], folder: Path, ranks: int = 1, timeout_s: float = 
     return {} if wanted else {result["name"]: result for result in json.loads(results.read_text())}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     return os.environ | {
         "DS_ACCELERATOR": "cpu",
         "LOCAL_RANK": str(rank),
@@ -139,6 +144,14 @@ def _initialise_experts(modeling: Any) -> None:
                 torch.nn.init.normal_(parameter, std=0.02)
 
         experts.__init__, experts.initialised_here = construct, True
+
+
+def _mend_reading_of_016(optimizer: Any) -> None:
+    """DeepSpeed 0.16 reads swapped master weights by a call that leaves an argument out."""
+    for name in ("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"):
+        call = getattr(optimizer, name)
+        if inspect.signature(call).parameters["timer_names"].default is inspect.Parameter.empty:
+            setattr(optimizer, name, lambda group, names=None, call=call: call(group, set()))
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -282,6 +295,7 @@ class Training:
         import deepspeed
         from deepspeed.utils import safe_get_full_fp32_param
 
+        _mend_reading_of_016(engine.optimizer)
         digest = hashlib.sha256()
         for name, parameter in sorted(engine.module.named_parameters()):
             if parameter.requires_grad:
