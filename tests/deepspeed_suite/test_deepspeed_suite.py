@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 GROUPS = {
     "aio": ["v1/nvme/test_aio.py", "v1/nvme/test_aio_gil.py"],
     "pinned": ["v1/nvme/test_pinned_manager.py"],
-    "cpu_adam": ["ops/adam/test_cpu_adam.py"],
+    # test_cpu_adam_gpu_error hangs without a GPU, on stock too, until its ten minutes are over
+    "cpu_adam": ["ops/adam/test_cpu_adam.py", "-k", "not gpu_error"],
     "nvme_offload": ["runtime/zero/test_zero_tensor_fragment.py", "-k", "nvme"],
     "nvme_checkpointing": ["runtime/zero/test_nvme_checkpointing.py"],
     "overflow": ["runtime/half_precision/test_zero_optim_overflow.py"],
