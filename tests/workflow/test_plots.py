@@ -66,6 +66,18 @@ def test_values_of_fig12_keep_off_the_dashed_line_and_each_other() -> None:
     plt.close(figure)
 
 
+def test_words_of_fig10_keep_off_the_curves(full: Path) -> None:
+    figure = drawn(full, "memascend-fig10")
+    axis = figure.axes[0]
+    paths = [line.get_transform().transform_path(line.get_path()) for line in axis.lines if len(line.get_xdata()) > 2]
+    words = [text for text in axis.texts if text.get_text().startswith(("paper", "128"))]
+    assert len(words) == 4
+    assert paths
+    touched = [w.get_text() for w in words for p in paths if p.intersects_bbox(w.get_window_extent(), filled=False)]
+    assert not touched
+    plt.close(figure)
+
+
 def test_the_same_table_gives_the_same_bytes(full: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         plot_exhibit.save(drawn(full, "memascend-fig11"), tmp_path / name)

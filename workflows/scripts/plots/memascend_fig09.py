@@ -23,15 +23,17 @@ def draw(table: pd.DataFrame) -> Figure:
     return figure
 
 
-def reached(axis, data: pd.DataFrame, metric: str, divisor: int, unit: str) -> None:
-    """What each system reaches under the cap, by the paper, as a mark on the cap."""
+def reached(
+    axis, data: pd.DataFrame, metric: str, divisor: int, unit: str, offset: tuple[float, float] = (6, 6)
+) -> None:
+    """What each system reaches under the cap, by the paper, as a mark on the cap; `offset` of its words, in points."""
     printed = data[(data["lane"] == "published") & (data["metric"] == metric)].drop_duplicates("series")
     for each in printed.itertuples():
         axis.plot([each.number], [128], zorder=5, **curves.look(each.series, "published"))
         axis.annotate(
             f"paper: {each.number / divisor:g}{unit}",
             (each.number, 128),
-            xytext=(6, 6) if each.number < 60 * divisor else (-6, 6),
+            xytext=offset if each.number < 60 * divisor else (-6, 6),
             textcoords="offset points",
             ha="left" if each.number < 60 * divisor else "right",
             fontsize=7.5,
