@@ -10,7 +10,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from trainings import ROOT, Job, environment, free_port, train_all
+from trainings import ROOT, Job, environment, train_all
+
+from memascend.training.processes import free_port, remove_shared_buffers
 
 PYTHON = ROOT / ".cache" / "envs" / "deepspeed_016" / "bin" / "python"
 pytestmark = [
@@ -76,8 +78,12 @@ def test_our_norm_and_adamw_train_alike(results, model):
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [str(PYTHON), "-c", code, *arguments]
-    surroundings = environment(rank=0, ranks=1, port=free_port())
-    return subprocess.run(command, env=surroundings, capture_output=True, text=True, check=False, timeout=300)
+    port = free_port()
+    surroundings = environment(rank=0, ranks=1, port=port)
+    try:
+        return subprocess.run(command, env=surroundings, capture_output=True, text=True, check=False, timeout=300)
+    finally:
+        remove_shared_buffers(port)
 
 
 def test_bf16_states_are_refused_in_one_line_with_the_version_that_has_them():

@@ -18,7 +18,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ sys.path.insert(0, str(ROOT))  # a child process is started by path
 from baselines.protocol import RunSpec, Sizes, load_system, scaled  # noqa: E402
 from memascend.planner import model_spec  # noqa: E402
 from memascend.planner.pool import streamed  # noqa: E402
+from memascend.training.processes import free_port, remove_shared_buffers  # noqa: E402
 
 SEQUENCE = 16
 
@@ -98,20 +98,13 @@ def train_all(
         for child in children:
             child.kill()
             child.wait()
-        for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_127.0.0.1_{port}_*"):
-            buffer.unlink(missing_ok=True)
+        remove_shared_buffers(port)
         for log in logs:
             log.close()
     tail = (folder / "rank0.log").read_text()[-4000:]
     wanted = -signal.SIGKILL if jobs[-1].die_at_sync else 0
     assert all(child.returncode == wanted for child in children), tail
     return {} if wanted else {result["name"]: result for result in json.loads(results.read_text())}
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
