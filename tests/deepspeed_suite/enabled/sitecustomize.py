@@ -49,6 +49,7 @@ def _allow_fp16(deepspeed: Any) -> None:
 def _enable(deepspeed: Any) -> None:
     import memascend
 
+    _allow_fp16(deepspeed)  # whatever the last configuration asked for, the next test may train in fp16
     nothing: dict[str, Any] = {
         "fp16": {"enabled": True},
         "zero_optimization": {"stage": 3, "memory_efficient_linear": False},
