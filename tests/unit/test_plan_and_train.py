@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
 from memascend.cli import main
-from memascend.integrations.deepspeed.parts import Parts
+from memascend.integrations.deepspeed.parts import Parts, parts_from_config
 from memascend.planner import model_spec
 from memascend.planner.footprint import systems as planned_systems
 from memascend.planner.pool import streamed
@@ -112,3 +113,22 @@ def test_the_configuration_written_for_an_arm_switches_its_parts(capsys, tmp_pat
     wanted = systems.provider().load_system("memascend", arm).parts(arm)
     defaults = dataclasses.asdict(Parts())
     assert defaults | {k: v for k, v in section.items() if k in defaults} == defaults | wanted
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ({"enabled": "false"}, "\"memascend.enabled\" must be true or false, got 'false'"),
+        ([], '"memascend" must be a section such as {"pool": "adaptive"}, got []'),
+    ],
+)
+def test_a_section_that_cannot_be_read_is_refused_in_one_line(section, line) -> None:
+    with pytest.raises(ValueError, match=re.escape(line)):
+        parts_from_config({"memascend": section}, {})
+
+
+def test_an_empty_section_and_a_true_one_mean_everything() -> None:
+    assert all(
+        parts_from_config({"memascend": section}, {}) == parts_from_config({}, {})
+        for section in (None, {}, {"enabled": True})
+    )

@@ -88,12 +88,15 @@ def switched_off(ds_config: dict[str, Any]) -> bool:
 
 def parts_from_config(ds_config: dict[str, Any], overrides: dict[str, Any]) -> tuple[Parts, int, list[str]]:
     """Read ``ds_config["memascend"]`` (optional) and keyword overrides -> (parts, blocks in flight N, raw devices)."""
-    section = ds_config.get(CONFIG_KEY) or {}
+    section = ds_config.get(CONFIG_KEY)
+    section = {} if section is None else section
     if not isinstance(section, dict):
         raise ValueError(f'"{CONFIG_KEY}" must be a section such as {{"pool": "adaptive"}}, got {section!r}')
     section = dict(section)
     section.update({k: v for k, v in overrides.items() if v is not None})
-    section.pop("enabled", None)
+    enabled = section.pop("enabled", True)
+    if not isinstance(enabled, bool):
+        raise ValueError(f'"{CONFIG_KEY}.enabled" must be true or false, got {enabled!r}')
     MemoryOptions.take(section)  # checked here, applied to the model by deepspeed.initialize
     blocks_in_flight = section.pop("blocks_in_flight", 1)
     devices = section.pop("devices", None) or []
