@@ -22,6 +22,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
+        self.refused: dict[str, str] = {}  # options that are not ours, with the reason
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """A mistyped option is named before what it then seems to lack."""
@@ -31,7 +32,9 @@ class _Parser(argparse.ArgumentParser):
                 break  # the rest is the subcommand's
             option = word.partition("=")[0]
             if re.fullmatch(r"--[\w-]+", option) and option not in self._option_string_actions:
-                near = difflib.get_close_matches(option, self._option_string_actions, n=1)
+                if option in self.refused:
+                    self.error(f"{option}: {self.refused[option]}")
+                near = difflib.get_close_matches(option, self._option_string_actions, n=1, cutoff=0.75)
                 self.error(f"unknown option {option}" + (f", did you mean {near[0]}?" if near else ""))
         return super().parse_known_args(words, namespace)
 

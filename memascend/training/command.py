@@ -28,6 +28,7 @@ def add_train(commands: Any) -> None:
             parser.add_argument(flag, nargs="+", metavar="TEXT", help=text)
         else:
             parser.add_argument(flag, metavar="X", help=text)
+    parser.refused = {f"--{name.replace('_', '-')}": reason for name, reason in configs.OUT_OF_SCOPE.items()}
     parser.set_defaults(run=_train)
 
 

@@ -15,9 +15,9 @@ from memascend.planner.options import MODEL_OPTIONS
 
 SAVED_AS = "config.yaml"
 # Keys of runs that this command does not do: refused by name, since a silent full fine-tuning would be a surprise.
-_OUT_OF_SCOPE = dict.fromkeys(
+OUT_OF_SCOPE = dict.fromkeys(
     ("lora", "lora_r", "lora_alpha", "lora_rank", "qlora", "peft", "adapter", "load_in_4bit", "load_in_8bit"),
-    "LoRA and other adapters are out of scope: memascend trains all weights; remove the key",
+    "LoRA and other adapters are out of scope: memascend trains all weights; leave it out",
 )
 # What may differ when a run goes on: none of it changes a loss before the new end. All else must stay as it was.
 MAY_CHANGE_ON_RESUME = (
@@ -161,8 +161,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def checked(name: Any, value: Any, where: str) -> Any:
     """`value` as the type of key `name`; ValueError that names place, key, expected and got."""
-    if name in _OUT_OF_SCOPE:
-        raise ValueError(f"{where}: {_OUT_OF_SCOPE[name]} ({name})")
+    if name in OUT_OF_SCOPE:
+        raise ValueError(f"{where}: {OUT_OF_SCOPE[name]} ({name})")
     if name not in _FIELDS:
         near = difflib.get_close_matches(str(name), OPTIONS, n=1)
         hint = f" (did you mean {near[0]}?)" if near else f"; known keys: {', '.join(OPTIONS)}"

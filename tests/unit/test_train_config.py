@@ -60,7 +60,11 @@ def test_a_wrong_configuration_is_one_line_that_names_the_key(tmp_path, capsys, 
         (["--learning-rate", "fast"], "--learning-rate: 'fast' is not a number"),
         (["--learning-rate", "inf"], "must be a finite number"),
         (["--schedule", "wave"], "'schedule' must be one of cosine, linear, constant"),
-        (["--lora", "8"], "unrecognized arguments: --lora 8"),
+        (
+            ["--lora-r", "8"],
+            "--lora-r: LoRA and other adapters are out of scope: memascend trains all weights; leave it",
+        ),
+        (["--lora-rnk", "8"], "unknown option --lora-rnk (see"),
         (["--resume"], "--resume needs the run's folder"),
     ],
 )

@@ -38,7 +38,7 @@ def text(tmp_path):
     [
         ({"model": "qwen9-1b", "twin": 1}, "the model qwen9-1b is not on this machine and the hub cannot be reached"),
         ({"model": "/nowhere", "twin": 1}, "there is no folder /nowhere"),
-        ({"model": "/nowhere", "random_weights": True}, "unknown model '/nowhere'"),
+        ({"model": "/nowhere", "random_weights": True}, "there is no /nowhere: name a model's folder"),
         ({"data": ["/nowhere"]}, "there is no file or folder /nowhere"),
         ({"data": ["nobody/no-such-dataset"]}, "is no file or folder here, and no dataset"),
         ({"context": 2_000_000}, "the model takes at most 131072 tokens a sequence, not 2000000"),
