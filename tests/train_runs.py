@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -43,12 +42,6 @@ def train(output: Path, *options: str, timeout: float = 280) -> subprocess.Compl
     return subprocess.run(
         command(output, *options), capture_output=True, text=True, check=False, timeout=timeout, env=environment()
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def options_for(text: Path, system: str = "memascend", *more: str) -> list[str]:

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from memascend.training.processes import remove_shared_buffers
-from tests.train_runs import free_port
+from memascend.training.processes import free_port, remove_shared_buffers
 
 pytestmark = pytest.mark.deepspeed
 

@@ -12,8 +12,7 @@ import pytest
 
 from memascend.cli import main
 from memascend.planner import model_spec
-from memascend.training.processes import remove_shared_buffers
-from tests.train_runs import free_port
+from memascend.training.processes import free_port, remove_shared_buffers
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]

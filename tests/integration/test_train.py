@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from memascend.training.checkpoint import listed
+from memascend.training.processes import free_port
 from tests.train_runs import (
     STEPS,
     command,
     environment,
     evaluations,
     finished_run,
-    free_port,
     losses,
     options_for,
     text_folder,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import library
 
 from memascend.ops.adamw import adamw_
 
@@ -285,7 +286,7 @@ def test_empty_tensors_and_parameters_with_gradients_are_fine():
 def test_operator_has_a_fake_for_tracing():
     op = torch.ops.memascend.adamw_.default
     options = {"step": 1, "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
-    torch.library.opcheck(op, tuple(states(40)), options)
-    torch.library.opcheck(op, (*states(40, torch.bfloat16), torch.empty(40, dtype=torch.float16)), options)
+    library.opcheck(op, tuple(states(40)), options)
+    library.opcheck(op, (*states(40, torch.bfloat16), torch.empty(40, dtype=torch.float16)), options)
     with pytest.raises(ValueError, match="shape"):
         op(*(torch.empty(3, device="meta") for _ in range(3)), torch.empty(4, device="meta"), **options)

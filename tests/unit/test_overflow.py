@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memascend.memory import tracking
@@ -152,4 +153,4 @@ def test_operator_has_a_fake_for_tracing():
     with FakeTensorMode():
         result = torch.ops.memascend.has_overflow(torch.empty(5))
     assert (result.shape, result.dtype) == ((), torch.bool)
-    torch.library.opcheck(torch.ops.memascend.has_overflow.default, (torch.ones(5),))
+    library.opcheck(torch.ops.memascend.has_overflow.default, (torch.ones(5),))

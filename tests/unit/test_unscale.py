@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import library
 
 from memascend.ops.unscale import unscale_norm_overflow_
 
@@ -105,7 +106,7 @@ def test_operators_have_fakes_for_tracing():
     to_other = torch.ops.memascend.unscale_norm_overflow.default
     for dtype in DTYPES:
         grad = torch.ones(5, dtype=dtype)
-        torch.library.opcheck(in_place, (grad, 0.5))
-        torch.library.opcheck(to_other, (grad, 0.5, torch.empty(5)))
+        library.opcheck(in_place, (grad, 0.5))
+        library.opcheck(to_other, (grad, 0.5, torch.empty(5)))
     with pytest.raises(ValueError, match="shape"):
         to_other(torch.empty(3, device="meta"), 0.5, torch.empty(4, device="meta"))

@@ -352,13 +352,8 @@ def _results(args: argparse.Namespace, outcome: dict[str, Any]) -> dict[str, Any
         "phases": [{k: p[k] for k in ("name", "role", "seconds", "hwm_bytes")} for p in first["phases"]],
         "overflow_check_seconds": [c["end_s"] - c["begin_s"] for c in first["overflow_checks"]],
         "io": {
-            "read_bytes_per_step": [
-                sum(r["io_steps"][i]["bytes_read"] for r in outcome["results"]) for i in range(len(first["io_steps"]))
-            ],
-            "written_bytes_per_step": [
-                sum(r["io_steps"][i]["bytes_written"] for r in outcome["results"])
-                for i in range(len(first["io_steps"]))
-            ],
+            "read_bytes_per_step": _summed(outcome["results"], "bytes_read"),
+            "written_bytes_per_step": _summed(outcome["results"], "bytes_written"),
             "realigned_reads_per_step": [s["realigned_reads"] for s in first["io_steps"]],
         },
     }
