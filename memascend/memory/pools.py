@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -46,18 +47,22 @@ class PoolClass:
             raise ValueError(f"pool class {self.name!r}: numel {self.numel}, count {self.count}: both must be positive")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Lease:
     """A slot held under `key`. `tensor` has exactly the elements asked for; `slot_tensor` those of `slot_numel` (or the
     whole aligned slot), for transfers in aligned lengths. Both are views of the pool's memory. `since_s` is the instant
     of the lease on the clock of time.monotonic(), `holder` the name of the thread that asked for it."""
 
     key: Hashable
-    tensor: torch.Tensor
+    numel: int
     slot_tensor: torch.Tensor
     class_name: str
     holder: str
     since_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.slot_tensor.narrow(0, 0, self.numel)
 
     def __str__(self) -> str:
         held_s = time.monotonic() - self.since_s
@@ -95,8 +100,7 @@ class _Slots:
         self.capacity = self.free[0].numel()
 
 
-@dataclass(frozen=True)
-class _Request:
+class _Request(NamedTuple):
     """A tensor and the classes that may hold it, by index: `home` is its own or the nearest larger."""
 
     key: Hashable
@@ -136,6 +140,8 @@ class BufferPool:
         self._slots = sorted(slots, key=lambda s: s.capacity)
         self._capacities = [s.capacity for s in self._slots]
         self._by_numel = {s.pool_class.numel: i for i, s in enumerate(self._slots)}
+        self._homes: dict[tuple[int, int | None], tuple[int, bool]] = {}  # of the sizes asked for: a model has a few
+        self._free = sum(len(s.free) for s in self._slots)
         self._held: dict[Hashable, tuple[Lease, int, torch.Tensor]] = {}
         self._waiting: list[_Waiter] = []
         self._lock = threading.Lock()
@@ -215,31 +221,29 @@ class BufferPool:
     def free_count(self, numel: int | None = None) -> int:
         """Free slots in all, or in the class that serves tensors of `numel` elements."""
         with self._lock:
-            if numel is None:
-                return sum(len(s.free) for s in self._slots)
-            home, _ = self._home(numel, self._needed(numel, None))
-            return len(self._slots[home].free)
+            return self._free if numel is None else len(self._slots[self._home(numel, None)[0]].free)
 
     # Each of these is called with the lock held.
 
     def _request(self, key: Hashable, numel: int, slot_numel: int | None, borrow: bool) -> _Request:
-        needed = self._needed(numel, slot_numel)
+        home, exact = self._home(numel, slot_numel)
         if key in self._held:
             raise ValueError(f"buffer pool: {key!r} holds a buffer already: release it before the next lease")
-        if any(waiter.request.key == key for waiter in self._waiting):
+        if self._waiting and any(waiter.request.key == key for waiter in self._waiting):
             raise ValueError(f"buffer pool: {key!r} waits for a buffer in another thread: use another key")
-        home, exact = self._home(numel, needed)
         return _Request(key, numel, slot_numel, home, exact, range(home, len(self._slots) if borrow else home + 1))
 
     def _try(self, request: _Request, holder: str) -> Lease | None:
-        chosen = next((i for i in request.candidates if self._slots[i].free), None)
-        if chosen is None:
+        for chosen in request.candidates:
+            if self._slots[chosen].free:
+                break
+        else:
             return None
         self.fallbacks += not request.exact or chosen != request.home
         slot = self._slots[chosen].free.pop()
+        self._free -= 1
         shown = slot if request.slot_numel is None else slot.narrow(0, 0, request.slot_numel)
-        tensor = slot.narrow(0, 0, request.numel)
-        lease = Lease(request.key, tensor, shown, self._slots[chosen].pool_class.name, holder=holder)
+        lease = Lease(request.key, request.numel, shown, self._slots[chosen].pool_class.name, holder)
         self._held[request.key] = (lease, chosen, slot)
         return lease
 
@@ -247,6 +251,7 @@ class BufferPool:
         """The slot goes to the first in the queue that it fits: so whatever is free is wanted by nobody who waits."""
         _, place, slot = self._held.pop(key)
         self._slots[place].free.append(slot)
+        self._free += 1
         for waiter in self._waiting:
             if place in waiter.request.candidates:
                 waiter.lease = self._try(waiter.request, waiter.holder)
@@ -268,6 +273,18 @@ class BufferPool:
             holders,
         )
 
+    def _home(self, numel: int, slot_numel: int | None) -> tuple[int, bool]:
+        """Index of the class that serves such a tensor, and whether it is the tensor's own. Raises ValueError."""
+        found = self._homes.get((numel, slot_numel))
+        if found is None:
+            needed, own = self._needed(numel, slot_numel), self._by_numel.get(numel)
+            if own is not None and self._capacities[own] >= needed:
+                found = own, True
+            else:
+                found = bisect.bisect_left(self._capacities, needed), self._any_size
+            self._homes[numel, slot_numel] = found
+        return found
+
     def _needed(self, numel: int, slot_numel: int | None) -> int:
         if numel < 1:
             raise ValueError(f"buffer pool: a tensor of {numel} elements needs no buffer")
@@ -280,13 +297,6 @@ class BufferPool:
                 "size the pool from the model that is trained (adaptive_pool_classes)"
             )
         return needed
-
-    def _home(self, numel: int, needed: int) -> tuple[int, bool]:
-        """Index of the class that serves such a tensor, and whether it is the tensor's own."""
-        own = self._by_numel.get(numel)
-        if own is not None and self._capacities[own] >= needed:
-            return own, True
-        return bisect.bisect_left(self._capacities, needed), self._any_size
 
 
 def _aligned_numel(numel: int, dtype: torch.dtype, alignment_bytes: int) -> int:

@@ -174,9 +174,12 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
 
     def _prefetch(self, params: list[Any]) -> None:
         chosen, buffers = [], []
+        used_up: set[int] = set()  # sizes
         for param in params:
-            slot = self._lease(param.ds_id, self.param_id_to_numel[param.ds_id])
+            numel = self.param_id_to_numel[param.ds_id]
+            slot = None if numel in used_up else self._lease(param.ds_id, numel)
             if slot is None:
+                used_up.add(numel)
                 self.denied_prefetches += 1
                 continue
             self.param_id_to_buffer_id[param.ds_id] = param.ds_id
@@ -244,7 +247,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         if self.pool is None:
             return self._staging_buffer(key, slot_numel)
         lease = self.pool.lease(key, numel, slot_numel)
-        return None if lease is None else lease.slot_tensor.narrow(0, 0, slot_numel)
+        return None if lease is None else lease.slot_tensor
 
     def _staging_buffer(self, key: int, slot_numel: int) -> torch.Tensor:
         if self.param_id_to_buffer_id:

@@ -42,6 +42,8 @@ class _Place:
 
     @property
     def engine(self) -> DirectEngine:
+        if (there := self._engine) is not None:
+            return there
         with self._lock:
             if self._engine is None:
                 self._engine = self._open()
@@ -138,10 +140,17 @@ class SwapStore:
         distinct = list(dict.fromkeys(Path(folder).absolute() / SWAP_FOLDER for folder in folders))
         places = [_Place(folder, devices, io, ledger) for folder in (distinct[:1] if devices else distinct)]
         self._places = {f"{folder}{os.sep}": places[0 if devices else i] for i, folder in enumerate(distinct)}
+        self._place_of: dict[str | os.PathLike[str], _Place] = {}  # of paths asked for before
 
     def _place(self, path: str | os.PathLike[str]) -> _Place | None:
+        known = self._place_of.get(path)
+        if known is not None:
+            return known
         absolute = os.path.abspath(path)
-        return next((place for folder, place in self._places.items() if absolute.startswith(folder)), None)
+        place = next((place for folder, place in self._places.items() if absolute.startswith(folder)), None)
+        if place is not None and os.path.isabs(path):
+            self._place_of[path] = place
+        return place
 
     def holds(self, path: str | os.PathLike[str]) -> bool:
         """Whether a tensor of this path is the store's."""
