@@ -68,3 +68,37 @@ def test_a_young_folder_without_a_lock_is_left_to_its_maker(tmp_path: Path) -> N
     assert children.collect_scratch(tmp_path) == []
     make_old(young)
     assert children.collect_scratch(tmp_path) == [young]
+
+
+FAULTS = """
+import ctypes, resource
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.memset.argtypes, libc.free.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], [ctypes.c_void_p]
+def use(nbytes):
+    address = libc.malloc(nbytes)
+    libc.memset(address, 1, nbytes)
+    libc.free(address)
+use(8 << 20)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    use(8 << 20)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_freed_memory_stays_where_time_is_measured_and_goes_where_memory_is() -> None:
+    def faults(mode: str) -> int:
+        env = children.environment(0, 1, 1, 1, mode=mode)
+        return int(subprocess.run([sys.executable, "-c", FAULTS], env=env, stdout=subprocess.PIPE, check=True).stdout)
+
+    assert faults("time") < 100
+    assert faults("memory") >= 10 * (8 << 20) // (2 << 20)  # at least one a huge page
+
+
+def test_settings_of_another_mode_are_not_inherited(monkeypatch) -> None:
+    for name, value in children.settings("memory").items():
+        monkeypatch.setenv(name, value)
+    environment = children.environment(0, 1, 1, 1, mode="time")
+    assert "MKL_DISABLE_FAST_MM" not in environment
+    assert children.settings("time").items() <= environment.items()

@@ -48,7 +48,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproce
 
 
 def start(folder: Path, name: str, code: str, **job: int) -> children.Run:
-    whole = {"code": code, "ranks": 1, "device": "cpu", **job}
+    whole = {"code": code, "mode": "memory", "ranks": 1, "device": "cpu", **job}
     return children.start(whole, folder, name, {**os.environ, "NAME": name}, descriptors=tuple(job))
 
 
@@ -116,8 +116,8 @@ def test_runs_die_with_the_server_and_that_is_no_lack_of_memory(server, tmp_path
 
 def test_without_a_server_a_run_is_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SOCKET, str(tmp_path / "nobody"))
-    run = children.start({"ranks": 1, "device": "cpu"}, tmp_path, "a", {**os.environ})
+    run = children.start({"mode": "memory", "ranks": 1, "device": "cpu"}, tmp_path, "a", {**os.environ})
     assert isinstance(run, subprocess.Popen)
     run.kill()
     run.wait()
-    assert json.loads((tmp_path / "joba.json").read_text()) == {"ranks": 1, "device": "cpu"}
+    assert json.loads((tmp_path / "joba.json").read_text()) == {"mode": "memory", "ranks": 1, "device": "cpu"}

@@ -17,12 +17,21 @@ from typing import Any
 
 from workflows.scripts.fork_server import SOCKET, ForkedRun
 
-# One C library setting for every arm: freed memory goes back at once. MKL would keep the workspace of its largest
-# product (8 MiB for 2048 tokens of a small twin), which plays a GPU's part and is no host buffer.
-SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "2"}
-SETTINGS |= {"MKL_DISABLE_FAST_MM": "1"}
+# One C library setting for every arm. Where memory is measured, freed memory goes back at once; MKL would keep the
+# workspace of its largest product (8 MiB for 2048 tokens of a small twin), which plays a GPU's part and is no host
+# buffer. Where time is measured, freed memory stays, as a GPU's stays with torch: given back at once, it is mapped and
+# cleared again for each activation, how often depends on what lies last in the heap (43,000 faults of pages in the
+# forward pass of one arm of the 8B twin, 27,000 of another, whose pass was 0.2 s shorter for it).
+_OF_MODE = {
+    "memory": {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "131072",
+        "MKL_DISABLE_FAST_MM": "1",
+    },
+    "time": {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "4294967296"},
+}
 # Torch compiles nothing here; DeepSpeed's Muon, imported for its list of optimizers, would load the compiler (3 s).
-SETTINGS |= {"TORCHDYNAMO_DISABLE": "1"}
+_COMMON = {"MALLOC_ARENA_MAX": "2", "TORCHDYNAMO_DISABLE": "1"}
 SCRATCH = "memascend-run-"
 LOCK = "in-use"
 YOUNG_S = 60  # a folder this young may not have its lock yet
@@ -71,11 +80,19 @@ def _held(folder: Path) -> bool:
     return False
 
 
-def environment(rank: int, ranks: int, port: int, threads: int, device: str = "cpu") -> dict[str, str]:
+def settings(mode: str) -> dict[str, str]:
+    """Of the C library, MKL and torch: for measurements of ``memory`` or of ``time``."""
+    return _COMMON | _OF_MODE[mode]
+
+
+def environment(
+    rank: int, ranks: int, port: int, threads: int, device: str = "cpu", mode: str = "memory"
+) -> dict[str, str]:
     """What every rank of every arm runs under: one C library setting, one number of threads, no network."""
+    others = {name for names in _OF_MODE.values() for name in names}
     return {
-        **os.environ,
-        **SETTINGS,
+        **{name: value for name, value in os.environ.items() if name not in others},
+        **settings(mode),
         "DS_ACCELERATOR": device,
         "LOCAL_RANK": str(rank),
         "RANK": str(rank),
@@ -110,12 +127,13 @@ def start(
     """One training_child of ``job``; its files in ``work`` are job, result and log, each with ``name``.
 
     ``descriptors`` are the fields of the job that are file descriptors. Forked where a fork server runs; several ranks
-    are not, as their memory is read in proportional shares, and the server would have a share of what it has imported.
+    are not, as their memory is read in proportional shares, and the server would have a share of what it has imported;
+    nor is what measures time, as the server's C library is set for memory.
     """
     job_file, result_file, log_file = work / f"job{name}.json", work / f"result{name}.json", work / f"log{name}.txt"
     job_file.write_text(json.dumps(job))
     address = os.environ.get(SOCKET)
-    if address and python == sys.executable and job["ranks"] == 1 and job["device"] == "cpu":
+    if address and python == sys.executable and (job["mode"], job["ranks"], job["device"]) == ("memory", 1, "cpu"):
         request = {"job": str(job_file), "result": str(result_file), "log": str(log_file), "folder": os.getcwd()}
         request |= {"environment": env, "fds": descriptors}
         with contextlib.suppress(OSError):

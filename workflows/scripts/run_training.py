@@ -248,7 +248,7 @@ def _train(
             {**job, "rank": rank},
             work,
             str(rank),
-            children.environment(rank, args.ranks, port, threads, args.device),
+            children.environment(rank, args.ranks, port, threads, args.device, args.mode),
         )
         for rank in range(args.ranks)
     ]
@@ -327,7 +327,7 @@ def _record(
         "points_requested": [list(point(text)) for text in args.points],
         "evaluate_every": args.evaluate_every,
         "gpus": args.gpus or args.ranks,
-        "environment": children.SETTINGS,
+        "environment": children.settings(args.mode),
         "config": json.loads(json.dumps(config).replace(str(Path(args.nvme).absolute()), "NVME")),
     }
     if outcome["status"] == "ok":

@@ -83,7 +83,7 @@ class Arm:
         settings = {"threads": threads, "mode": "time", "dtype": self.dtype, "device": device, "matmul": matmul, **fds}
         settings["hash_master_weights"] = False
         job = job_of(twin, self.parts, self.config, **settings)
-        env = children.environment(0, 1, self.port, threads, device)
+        env = children.environment(0, 1, self.port, threads, device, "time")
         self.process: children.Run = children.start(job, work, self.name, env, tuple(fds), python=self.python)
         os.close(turn_in)
         os.close(done_out)
@@ -175,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
         "device": args.device,
         "matmul": args.matmul,
         "time_limit_s": args.time_limit,
-        "environment": children.SETTINGS,
+        "environment": children.settings("time"),
         "wall_s": time.monotonic() - started,
     }
     if measured:
