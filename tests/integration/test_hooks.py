@@ -164,6 +164,27 @@ def test_a_version_that_nobody_tried_is_warned_about_once_and_says_what_was_chec
         assert part in warning
 
 
+@pytest.mark.parametrize(("rank", "lines"), [(None, 2), ("0", 2), ("1", 0)])
+def test_of_the_ranks_of_a_job_the_first_alone_warns(monkeypatch, caplog, tmp_path, rank, lines):
+    import deepspeed
+
+    import memascend
+    from memascend.integrations.deepspeed import hooks as module
+
+    monkeypatch.setattr(deepspeed, "__version__", "0.99.1")
+    monkeypatch.setattr(module, "_warned_about", set())
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    offload = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 1e9}
+    config = CONFIG | {"zero_optimization": CONFIG["zero_optimization"] | {"offload_param": offload}}
+    try:
+        assert len(memascend.enable(config).warnings) == 2
+    finally:
+        memascend.disable()
+    assert len([record for record in caplog.records if record.name == "memascend"]) == lines
+
+
 def test_a_tried_version_is_not_warned_about():
     import deepspeed
 

@@ -16,6 +16,7 @@ bf16 states           ``swap_tensor.optimizer_utils.SwapTensorContext``         
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class Enabled:
     """What is switched on in this process.
 
     ``ledger`` holds every host buffer, ``io`` the bytes that the swappers moved, ``store`` their tensors (aio direct).
+    Every rank has the ``warnings``; rank 0 (environment variable RANK; absent: 0) logs them.
     """
 
     parts: Parts
@@ -125,6 +127,11 @@ def active() -> Enabled | None:
     return _active
 
 
+def _speaks() -> bool:
+    """Whether this process is the one of a job that logs what holds for all its ranks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _roll_back(state: Enabled) -> None:
     while state._undo:
         state._undo.pop()()
@@ -152,7 +159,7 @@ def _install(
     state.warnings += [untried] if untried else []
     state.warnings += derived.warnings() if derived is not None else []
     for warning in state.warnings:
-        if warning is not untried or deepspeed.__version__ not in _warned_about:
+        if _speaks() and (warning is not untried or deepspeed.__version__ not in _warned_about):
             log.warning("memascend: %s", warning)
     _warned_about.add(deepspeed.__version__)
     parts = state.parts
