@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import shutil
 import uuid
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,17 +35,31 @@ class Lock:
     """A held flock on `folder/run.lock`; released by `close` or by the end of the process."""
 
     def __init__(self, folder: Path, *, alone: bool) -> None:
-        self._handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._handle, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except OSError:
-            said = self.said()
+        self._path = folder / LOCK
+        self._handle = self._locked(alone)
+        while not self._is_of_the_file():  # its holder has removed it meanwhile
             os.close(self._handle)
+            self._handle = self._locked(alone)
+
+    def _locked(self, alone: bool) -> int:
+        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except OSError:
+            said = _said(handle)
+            os.close(handle)
             raise InUse(said or "a process that is starting") from None
+        return handle
+
+    def _is_of_the_file(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._handle), os.stat(self._path))
+        except FileNotFoundError:
+            return False
 
     def said(self) -> str:
         """What the holder, or the last one, has left."""
-        return os.pread(self._handle, 200, 0).decode("utf-8", "replace").strip()
+        return _said(self._handle)
 
     def say(self, text: str) -> None:
         """Leave a line for whoever finds the folder locked."""
@@ -52,6 +68,26 @@ class Lock:
 
     def close(self) -> None:
         os.close(self._handle)
+
+    def remove(self) -> None:
+        """Take the lock file away, while it is held: afterwards it may be another's. `close` comes as ever."""
+        self._path.unlink(missing_ok=True)
+
+
+def _said(handle: int) -> str:
+    return os.pread(handle, 200, 0).decode("utf-8", "replace").strip()
+
+
+def missing_folders(folder: Path) -> list[Path]:
+    """Of `folder` and its parents those that are not there, the deepest first."""
+    return list(itertools.takewhile(lambda each: not each.exists(), (folder, *folder.parents)))
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Those of `folders` that are empty, in this order."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -105,6 +141,11 @@ class RunFolder:
         return self.root / "tokenizer"
 
     @property
+    def partial_tokenizer(self) -> Path:
+        """What becomes the tokenizer; left where making it was cut short."""
+        return self.root / ".tokenizer.partial"
+
+    @property
     def prepared(self) -> Path:
         """What the preparation found out; its last file, so it is there only when all is."""
         return self.root / "prepared.json"
@@ -127,7 +168,7 @@ class RunFolder:
             raise ValueError(f"{self.root} is a file; name a folder with --output")
         if resume and SAVED_AS not in found:
             raise ValueError(f"nothing to resume: {self.root} holds no run; name the run's folder with --output")
-        if not resume and set(found) - {LOCK, "logs"}:  # what a refused run leaves
+        if not resume and set(found) - {LOCK, "logs"}:  # what a refused or killed call leaves
             go_on = "go on with it by --resume, or " if SAVED_AS in found else ""
             raise ValueError(f"{self.root} exists and is not empty; {go_on}name another folder with --output")
         try:
@@ -139,6 +180,25 @@ class RunFolder:
             raise ValueError(f"cannot write into {self.root}: {error.strerror}; name a folder with --output") from None
         return lock
 
+    @contextlib.contextmanager
+    def held(self, *, resume: bool) -> Iterator[Lock]:
+        """`open`, for as long as the block runs. If it fails, what this call made and nothing needs is removed again:
+        the lock file where there is no run to go on with, and empty folders."""
+        made, was_locked = missing_folders(self.root), (self.root / LOCK).exists()
+        try:
+            lock = self.open(resume=resume)
+            try:
+                yield lock
+            except BaseException:
+                if not was_locked and not self.config.exists():
+                    lock.remove()
+                raise
+            finally:
+                lock.close()
+        except BaseException:
+            remove_empty(made)
+            raise
+
 
 # -- swap folders ------------------------------------------------------------------------------------------------------
 
@@ -149,14 +209,16 @@ class SwapFolder:
 
     path: Path
     lock: Lock
+    made: list[Path]  # folders above it that were not there before, the deepest first
 
     @classmethod
     def make(cls, parent: Path, output: Path) -> SwapFolder:
+        made = missing_folders(parent)
         path = parent / f"{SWAP_PREFIX}{uuid.uuid4().hex[:12]}"
         path.mkdir(parents=True)
         lock = Lock(path, alone=False)
         (path / OWNER).write_text(json.dumps({"pid": os.getpid(), "output": str(output)}))
-        return cls(path, lock)
+        return cls(path, lock, made)
 
     def remove(self) -> None:
         self.lock.close()

@@ -21,7 +21,7 @@ from memascend.storage.shared_memory import collect_shared_memory
 from memascend.training import checkpoint, preflight, systems
 from memascend.training import config as configs
 from memascend.training.config import TrainConfig
-from memascend.training.folder import Lock, RunFolder, SwapFolder, collect_dead, write_atomically
+from memascend.training.folder import Lock, RunFolder, SwapFolder, collect_dead, remove_empty, write_atomically
 from memascend.training.processes import PARENT, free_port, remove_shared_buffers
 from memascend.training.progress import byte_count
 
@@ -75,13 +75,7 @@ def launch(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
     """
     folder = RunFolder(config.output_folder)
     stopping = Stopping()
-    lock = folder.open(resume=resume)
-    try:
-        _take_over(lock)
-        if resume:
-            config = configs.resumed(configs.read_config(folder.config), wanted)
-        systems.check(config)
-        save_config(folder, config)
+    with _opened(folder, config, resume, wanted) as (config, lock):
         stopping.install()
         prepared = _prepare(folder, stopping)
         if stopping.asked:
@@ -89,8 +83,6 @@ def launch(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
             return STOPPED
         with _composed(config, folder, prepared) as job:
             return _run_ranks(job, folder, stopping, lock) if job else 0
-    finally:
-        lock.close()
 
 
 def join(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
@@ -136,17 +128,31 @@ def join(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
 @contextlib.contextmanager
 def _first_rank(config: TrainConfig, resume: bool, wanted: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
     folder = RunFolder(config.output_folder)
-    lock = folder.open(resume=resume)
-    try:
-        _take_over(lock)
-        if resume:
-            config = configs.resumed(configs.read_config(folder.config), wanted)
-        systems.check(config)
-        save_config(folder, config)
-        with _composed(config, folder, _prepare(folder, Stopping())) as job:
-            yield job
-    finally:
-        lock.close()
+    with (
+        _opened(folder, config, resume, wanted) as (config, _),
+        _composed(config, folder, _prepare(folder, Stopping())) as job,
+    ):
+        yield job
+
+
+@contextlib.contextmanager
+def _opened(
+    folder: RunFolder, config: TrainConfig, resume: bool, wanted: dict[str, Any]
+) -> Iterator[tuple[TrainConfig, Lock]]:
+    """The run's folder, locked, and its configuration, written down there. A call that fails before the first step
+    leaves nothing of its own but logs that say why; what was there before a --resume stays."""
+    with folder.held(resume=resume) as lock:
+        try:
+            _take_over(lock)
+            if resume:
+                config = configs.resumed(configs.read_config(folder.config), wanted)
+            systems.check(config)
+            save_config(folder, config)
+            yield config, lock
+        except BaseException:
+            if not resume and not _has_trained(folder):
+                _discard(folder)
+            raise
 
 
 def _prepare(folder: RunFolder, stopping: Stopping) -> dict[str, Any]:
@@ -169,12 +175,12 @@ def _prepare(folder: RunFolder, stopping: Stopping) -> dict[str, Any]:
                 child.wait()
             if result.is_file():
                 log.unlink()
-                _discard_empty(folder)
                 raise ValueError(json.loads(result.read_text())["error"])
             prepared = _read_prepared(folder)
             if prepared is None and not stopping.asked:
-                _discard_empty(folder)
                 raise ValueError(f"the preparation failed (exit {child.returncode}): {_last_line(log)}; see {log}")
+            if not log.stat().st_size:
+                log.unlink()
             prepared = prepared or {}
         for note in prepared.get("notes", []):
             say(f"note: {note}")
@@ -186,16 +192,19 @@ def _read_prepared(folder: RunFolder) -> dict[str, Any] | None:
     return json.loads(folder.prepared.read_text()) if folder.prepared.is_file() else None
 
 
-def _discard_empty(folder: RunFolder) -> None:
-    """After a refusal nothing is left that would stand in the way of the corrected command: no step was made yet."""
+def _has_trained(folder: RunFolder) -> bool:
+    """Whether a step was made: there is something to go on from, or losses to look at."""
     trained = folder.metrics.exists() and folder.metrics.stat().st_size
-    if not trained and not checkpoint.listed(folder.checkpoints)[0]:
-        for path in (folder.data, folder.tokenizer):
-            shutil.rmtree(path, ignore_errors=True)
-        for path in (folder.config, folder.prepared, folder.metrics):
-            path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            folder.logs.rmdir()  # only where it is empty
+    return bool(trained or checkpoint.listed(folder.checkpoints)[0])
+
+
+def _discard(folder: RunFolder) -> None:
+    """After a refusal nothing is left that would stand in the way of the corrected command."""
+    for path in (folder.data, folder.tokenizer, folder.partial_tokenizer):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in (folder.config, folder.prepared, folder.metrics):
+        path.unlink(missing_ok=True)
+    remove_empty([folder.logs, folder.checkpoints])
 
 
 def _steps(config: TrainConfig, prepared: dict[str, Any]) -> int:
@@ -223,6 +232,7 @@ def _composed(config: TrainConfig, folder: RunFolder, prepared: dict[str, Any]) 
         size = sum(each.bytes for each in left) / (1 << 20)
         say(f"removed {size:,.0f} MiB that killed processes had left in shared memory ({len(left)} files)")
     swap = None
+    unused = [] if config.nvme else [nvme]  # a folder that the user named stays
     try:
         ds_config, parts = systems.deepspeed_setup(config, prepared, folder.root.name, "SWAP")
         if systems.swaps(ds_config):
@@ -234,15 +244,13 @@ def _composed(config: TrainConfig, folder: RunFolder, prepared: dict[str, Any]) 
         job["swap"] = str(swap.path) if swap else None
         _announce(config, prepared, job, found)
         yield job
-    except ValueError:
-        _discard_empty(folder)
+    except BaseException:
+        unused += swap.made if swap is not None else []
         raise
     finally:
         if swap is not None:
             swap.remove()
-            if config.nvme is None:  # a folder that the user named stays
-                with contextlib.suppress(OSError):
-                    nvme.rmdir()  # only where it is empty
+        remove_empty(unused)
 
 
 def _make_swap(nvme: Path, folder: RunFolder) -> SwapFolder:
@@ -393,7 +401,7 @@ def _outcome(work: Path, folder: RunFolder, stopping: Stopping) -> int:
     if code == -signal.SIGKILL:
         raise ValueError(
             f"rank {rank} was killed (signal 9), as the kernel does when memory runs out; see dmesg, plan with less "
-            "(memascend plan), and go on with --resume"
+            f"(memascend plan){', and go on with --resume' if _has_trained(folder) else ''}"
         )
     said = _last_line(log).removeprefix(f"[rank{rank}]: ")
     raise ValueError(f"rank {rank} failed (exit {code}): {said}; see {log}")

@@ -221,7 +221,7 @@ def _tokenizer(
     from memascend.integrations.text import load_tokenizer, train_tokenizer
 
     shutil.rmtree(folder.tokenizer, ignore_errors=True)
-    partial = folder.tokenizer.with_name(".tokenizer.partial")
+    partial = folder.partial_tokenizer
     shutil.rmtree(partial, ignore_errors=True)
     named = config.tokenizer or source
     if named is not None and load_tokenizer(_tokenizer_folder(named), partial):

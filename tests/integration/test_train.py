@@ -258,14 +258,28 @@ def test_torchrun_starts_the_same_run(tmp_path, tmp_path_factory):
     assert losses(tmp_path / "run") == losses(two)
 
 
-def test_a_swap_folder_that_was_named_stays(tmp_path):
-    (tmp_path / "nvme").mkdir()
+@pytest.mark.parametrize("there", [True, False], ids=["there", "made"])
+def test_a_swap_folder_that_was_there_stays_and_one_that_a_refused_call_made_goes(tmp_path, there):
+    if there:
+        (tmp_path / "nvme").mkdir()
     (tmp_path / "device").write_bytes(bytes(4096))
     places = ["--nvme", str(tmp_path / "nvme"), "--devices", str(tmp_path / "device")]
     done = train(tmp_path / "run", *options_for(text_folder(tmp_path)), *places)
     assert done.returncode == 2
     assert "name more or larger --devices" in done.stderr
-    assert list((tmp_path / "nvme").iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"text", "device"} | ({"nvme"} if there else set())
+    assert not there or list((tmp_path / "nvme").iterdir()) == []
+
+
+def test_a_refused_resume_leaves_a_run_as_it_was(tmp_path):
+    """Of a run that was stopped before its first step too: what was typed once is not lost."""
+    (tmp_path / "run").mkdir()
+    config = f"model: llama3.2-1b\ntwin: 32\ndata: [{text_folder(tmp_path)}]\ncontext: 2000000\n"
+    (tmp_path / "run" / "config.yaml").write_text(config)
+    done = train(tmp_path / "run", "--resume")
+    assert done.returncode == 2
+    assert "the model takes at most 131072 tokens" in done.stderr
+    assert "context: 2000000" in (tmp_path / "run" / "config.yaml").read_text()
 
 
 def test_what_cannot_work_is_one_line_and_leaves_the_name_free(tmp_path):
@@ -276,7 +290,7 @@ def test_what_cannot_work_is_one_line_and_leaves_the_name_free(tmp_path):
         done.stderr
         == "memascend: error: the model takes at most 131072 tokens a sequence, not 2000000; lower --context\n"
     )
-    assert {path.name for path in (tmp_path / "run").glob("*")} == {"run.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"text"}
 
 
 def test_a_preparation_that_crashes_is_one_line_with_its_log(tmp_path):
@@ -296,4 +310,4 @@ def test_a_preparation_that_crashes_is_one_line_with_its_log(tmp_path):
     said = f"the preparation failed (exit 1): RuntimeError: broken here; see {log}"
     assert done.stderr == f"memascend: error: {said}\n"
     assert "Traceback" in log.read_text()
-    assert {path.name for path in (tmp_path / "run").glob("*")} == {"run.lock", "logs"}
+    assert {path.name for path in (tmp_path / "run").glob("*")} == {"logs"}

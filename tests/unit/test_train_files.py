@@ -195,6 +195,60 @@ def test_a_folder_in_use_is_refused_and_free_again_after_its_process(tmp_path):
     RunFolder(tmp_path / "run").open(resume=False).close()
 
 
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_call_that_fails_takes_its_lock_and_its_folders_away(tmp_path):
+    with pytest.raises(KeyError), RunFolder(tmp_path / "new" / "run").held(resume=False):
+        raise KeyError
+    assert names(tmp_path) == []
+
+
+def test_a_call_that_fails_leaves_what_was_there_before(tmp_path):
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(KeyError), RunFolder(tmp_path).held(resume=False):
+        raise KeyError
+    assert names(tmp_path) == ["logs"]
+    (tmp_path / "run.lock").write_text("pid 1, port 2")
+    with pytest.raises(KeyError), RunFolder(tmp_path).held(resume=False):
+        raise KeyError
+    assert names(tmp_path) == ["logs", "run.lock"]
+
+
+def test_a_run_that_can_be_gone_on_with_keeps_its_lock_file(tmp_path):
+    def train():
+        with RunFolder(tmp_path).held(resume=False):
+            (tmp_path / "config.yaml").write_text("model: m")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        train()
+    assert names(tmp_path) == ["config.yaml", "run.lock"]
+
+
+def test_who_waits_for_a_folder_does_not_lock_a_file_that_was_removed(tmp_path, monkeypatch):
+    """Opened before the holder removed it, locked afterwards: another would lock the next file of that name."""
+    from memascend.training import folder
+
+    holder = Lock(tmp_path, alone=True)
+    flock, calls = folder.fcntl.flock, []
+
+    def after_the_removal(handle, operation):
+        if not calls:
+            holder.remove()
+            holder.close()
+        calls.append(handle)
+        flock(handle, operation)
+
+    monkeypatch.setattr(folder.fcntl, "flock", after_the_removal)
+    lock = Lock(tmp_path, alone=True)
+    assert len(calls) == 2
+    with pytest.raises(folder.InUse):
+        Lock(tmp_path, alone=True)
+    lock.close()
+
+
 SWAP_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
