@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -230,18 +231,24 @@ def _is_ours(path: Path) -> bool:
     return path.name in (LOCK, OWNER) or path.suffix == ".swp" or path.name.startswith(SCRATCH_PREFIX)
 
 
-def collect_dead(parent: Path) -> list[str]:
+def collect_dead(parent: Path, mine: Path | None = None, patience: float = 60) -> list[str]:
     """Remove the swap files of dead runs below `parent`; one line for each folder about what was done.
 
     Only folders called memascend-swap-* that hold our owner file, that nobody locks, and in them only files of ours.
+    `mine`: an output folder whose lock the caller holds. What locks a swap folder of that run can only be ranks that
+    die with their parent, which takes large ones a while: they are waited for, `patience` seconds in all.
     """
     lines = []
+    deadline = time.monotonic() + patience
     for folder in sorted(parent.glob(f"{SWAP_PREFIX}*")) if parent.is_dir() else []:
         if folder.is_symlink() or not (folder / OWNER).is_file() or not (folder / LOCK).is_file():
             continue
+        is_mine = mine is not None and _owner(folder).get("output") == str(mine)
         try:
-            lock = Lock(folder, alone=True)
+            lock = _lock_by(folder, deadline if is_mine else 0)
         except (InUse, OSError):
+            if is_mine:
+                lines.append(f"left {folder}: processes of the dead run {mine} still hold it")
             continue
         try:
             lines.append(_collect(folder))
@@ -250,10 +257,25 @@ def collect_dead(parent: Path) -> list[str]:
     return lines
 
 
-def _collect(folder: Path) -> str:
-    owner: dict[str, Any] = {}
+def _owner(folder: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        owner = json.loads((folder / OWNER).read_text())
+        return json.loads((folder / OWNER).read_text())
+    return {}
+
+
+def _lock_by(folder: Path, deadline: float) -> Lock:
+    """The lock, alone; tried until `deadline`, and once."""
+    while True:
+        try:
+            return Lock(folder, alone=True)
+        except InUse:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.05)
+
+
+def _collect(folder: Path) -> str:
+    owner = _owner(folder)
     files = [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]
     foreign = [path for path in files if path.is_symlink() or not _is_ours(path)]
     size = sum(path.stat().st_blocks * 512 for path in files if path not in foreign)

@@ -226,7 +226,7 @@ def _composed(config: TrainConfig, folder: RunFolder, prepared: dict[str, Any]) 
     if found and found[-1].manifest["ranks"] != config.ranks:
         raise ValueError(f"{found[-1].path} was written by {found[-1].manifest['ranks']} ranks, not {config.ranks}")
     nvme = Path(config.nvme).absolute() if config.nvme else folder.root / "swap"
-    for line in collect_dead(nvme):
+    for line in collect_dead(nvme, folder.root):
         say(line)
     if left := collect_shared_memory():
         size = sum(each.bytes for each in left) / (1 << 20)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -287,6 +288,30 @@ def test_swap_files_of_a_living_run_stay(tmp_path):
     assert (swap.path / "p.swp").exists()
     rank.close()
     assert len(collect_dead(tmp_path)) == 1
+
+
+HOLD_A_SWAP_FOLDER = """
+import sys, time
+from pathlib import Path
+from memascend.training.folder import Lock
+lock = Lock(Path(sys.argv[1]), alone=False)
+print(flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_ranks_that_are_still_dying_are_waited_for_by_their_own_run_alone(tmp_path):
+    """A run that is killed and gone on with at once: its ranks let go of their swap files only when they are dead."""
+    folder = dead_swap_folder(tmp_path)
+    rank = [sys.executable, "-c", HOLD_A_SWAP_FOLDER, str(folder), "2"]
+    with subprocess.Popen(rank, stdout=subprocess.PIPE) as dying:
+        assert dying.stdout.readline() == b"\n"
+        assert collect_dead(tmp_path) == collect_dead(tmp_path, Path("/another/run")) == []
+        [line] = collect_dead(tmp_path, Path("/the/run"), patience=0)
+        assert line == f"left {folder}: processes of the dead run /the/run still hold it"
+        assert folder.exists()
+        assert "removed 3 MiB of swap files" in collect_dead(tmp_path, Path("/the/run"))[0]
+    assert not folder.exists()
 
 
 def test_what_is_not_ours_is_never_removed(tmp_path):
