@@ -223,6 +223,11 @@ class BufferPool:
         with self._lock:
             return self._free if numel is None else len(self._slots[self._home(numel, None)[0]].free)
 
+    def share_a_class(self, numel: int, other: int) -> bool:
+        """Whether a slot that a tensor of `other` elements gives back can serve one of `numel`. Raises ValueError."""
+        with self._lock:
+            return self._home(numel, None)[0] == self._home(other, None)[0]
+
     # Each of these is called with the lock held.
 
     def _request(self, key: Hashable, numel: int, slot_numel: int | None, borrow: bool) -> _Request:

@@ -89,3 +89,54 @@ def test_what_was_read_ahead_is_given_back_before_a_step(swapper):
     swapper.release_read_ahead()
     assert swapper.available_swap_in_buffers() == 1
     assert first.ds_tensor.status.name == "NOT_AVAILABLE"
+
+
+def test_the_next_block_is_read_into_what_the_device_has_a_copy_of(swapper):
+    first, second = parameter(0), parameter(1)
+    swapper.swap_in([first], async_op=False)
+    first.ds_status.name = "AVAILABLE"
+    swapper.swap_in([second], async_op=True)
+    assert swapper.released_gathered == 1
+    # DeepSpeed's prefetcher goes on to see that the first is there; its data are on the device alone.
+    assert (first.ds_tensor.status.name, first.ds_tensor.numel()) == ("AVAILABLE", 1)
+    swapper.remove_partition_and_release_buffers([first])  # as when its module has run
+    assert first.ds_tensor.status.name == "NOT_AVAILABLE"
+    swapper.synchronize_reads()
+    assert torch.equal(second.ds_tensor, torch.ones(NUMEL, dtype=torch.float16))
+    swapper.remove_partition_and_release_buffers([second])
+    assert (swapper.available_swap_in_buffers(), swapper.available_params, swapper.available_numel) == (1, set(), 0)
+
+
+def test_a_gather_under_way_keeps_its_buffer_from_a_prefetch(swapper):
+    first, second = parameter(0), parameter(1)
+    swapper.swap_in([first], async_op=False)
+    first.ds_status.name = "INFLIGHT"
+    swapper.swap_in([second], async_op=True)
+    assert (swapper.denied_prefetches, swapper.released_gathered, swapper.pending_reads) == (1, 0, 0)
+    assert torch.equal(first.ds_tensor, torch.zeros(NUMEL, dtype=torch.float16))
+
+
+def test_a_device_that_orders_its_own_copies_keeps_gathered_buffers(swapper, monkeypatch):
+    device = SimpleNamespace(resolves_data_dependency=lambda: True, is_synchronized_device=lambda: False)
+    monkeypatch.setattr("memascend.integrations.deepspeed.param_swapper.get_accelerator", lambda: device)
+    first = parameter(0)
+    swapper.swap_in([first], async_op=False)
+    first.ds_status.name = "AVAILABLE"
+    swapper.swap_in([parameter(1)], async_op=True)
+    assert (swapper.denied_prefetches, swapper.released_gathered) == (1, 0)
+
+
+def test_what_was_read_ahead_of_another_size_stays(swapper):
+    from memascend.memory.pinned import PageAlignedPinnedAllocator
+    from memascend.memory.pools import AdaptiveBufferPool, adaptive_pool_classes
+
+    small = NUMEL // 2
+    classes = adaptive_pool_classes([[NUMEL, small]], [], 1)
+    swapper.pool = AdaptiveBufferPool(classes, torch.float16, PageAlignedPinnedAllocator())
+    swapper.param_id_to_numel[1] = small
+    first, other, third = parameter(0), parameter(1), parameter(2)
+    swapper.swap_in([first, other], async_op=True)
+    swapper.swap_in([third], async_op=False)  # must not fail: of the two read ahead, only the first's buffer would do
+    assert (swapper.evicted_prefetches, first.ds_tensor.status.name) == (1, "NOT_AVAILABLE")
+    assert torch.equal(other.ds_tensor, torch.ones(small, dtype=torch.float16))
+    assert torch.equal(third.ds_tensor, torch.full((NUMEL,), 2.0, dtype=torch.float16))

@@ -143,6 +143,16 @@ def test_used_up_class_denies_and_counts_it():
     assert pool.free_count(1000) == pool.free_count() == 1
 
 
+def test_sizes_that_share_a_class():
+    pool = adaptive((100, 1), (1000, 1))
+    assert pool.share_a_class(100, 100)
+    assert pool.share_a_class(500, 1000)  # 500 has no class of its own
+    assert not pool.share_a_class(100, 1000)
+    assert MonolithicBufferPool(1000, 2, HALF, real(), separate=False).share_a_class(100, 1000)
+    with pytest.raises(ValueError, match="fits no class"):
+        pool.share_a_class(100, 2000)
+
+
 def test_borrow_takes_a_larger_slot_and_says_so():
     pool = adaptive((100, 1), (1000, 1), (500, 1))
     pool.lease("a", 100)

@@ -177,7 +177,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         used_up: set[int] = set()  # sizes
         for param in params:
             numel = self.param_id_to_numel[param.ds_id]
-            slot = None if numel in used_up else self._lease(param.ds_id, numel)
+            slot = None if numel in used_up else self._lease_of_gathered(param.ds_id, numel)
             if slot is None:
                 used_up.add(numel)
                 self.denied_prefetches += 1
@@ -209,14 +209,17 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
     def remove_partition_and_release_buffers(self, params: list[Any]) -> None:
         self.synchronize_reads_if_needed(params)  # a buffer that is still being read into is nobody else's yet
         for param in params:
-            if param.ds_id in self._beside_pool:
-                self._beside_pool.discard(param.ds_id)
-            elif param.ds_id in self.param_id_to_buffer_id and self.pool is not None:
-                self.pool.release(param.ds_id)
-            self._swapped_in.pop(param.ds_id, None)
+            self._release_slot(param)
         self.available_buffer_ids = []
         super().remove_partition_and_release_buffers(params)
         self.available_buffer_ids = []
+
+    def _release_slot(self, param: Any) -> None:
+        if param.ds_id in self._beside_pool:
+            self._beside_pool.discard(param.ds_id)
+        elif param.ds_id in self.param_id_to_buffer_id and self.pool is not None:
+            self.pool.release(param.ds_id)
+        self._swapped_in.pop(param.ds_id, None)
 
     def release_read_ahead(self) -> None:
         """Give back the partitions in memory whose parameters are not gathered."""
@@ -262,6 +265,36 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
             )
         return self._staging.narrow(0, 0, slot_numel)
 
+    def _lease_of_gathered(self, key: int, numel: int) -> torch.Tensor | None:
+        """A slot for a prefetch: a free one, or that of a gathered parameter of the same size (MemAscend IV-A).
+
+        The device has its copy as soon as a gather has been waited for, so the next block can be read while this one
+        computes, with the memory of one. DeepSpeed goes on to see a partition in memory, until it releases it: by that
+        its prefetcher tells what is still gathered when it is used again.
+        """
+        slot = self._lease(key, numel)
+        device = get_accelerator()
+        may_be_copying = device.resolves_data_dependency() and not device.is_synchronized_device()
+        if slot is not None or may_be_copying:
+            return slot
+        for param in self._swapped_in.values():
+            if param.ds_status.name == "AVAILABLE" and self._share_slots(param.ds_id, numel):
+                self._give_up_slot(param)
+                self.released_gathered += 1
+                return self._lease(key, numel)
+        return None
+
+    def _share_slots(self, key: int, numel: int) -> bool:
+        return self.pool is None or self.pool.share_a_class(self.param_id_to_numel[key], numel)
+
+    def _give_up_slot(self, param: Any) -> None:
+        self._release_slot(param)
+        if param.ds_id in self.available_params:
+            self.available_params.remove(param.ds_id)
+            self.available_numel -= self.param_id_to_numel[param.ds_id]
+        del self.param_id_to_buffer_id[param.ds_id], self.param_id_to_swap_buffer[param.ds_id]
+        param.ds_tensor.data = self.invalid_buffer.data
+
     def _lease_or_evict(self, key: int, numel: int, keep: Any) -> torch.Tensor:
         """A slot for a read that must not fail.
 
@@ -279,9 +312,14 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
                 in_memory = param.ds_tensor.status == PartitionedParamStatus.AVAILABLE
                 if param.ds_id in keep or not in_memory or param.ds_status.name != status:
                     continue
+                if not self._share_slots(param.ds_id, numel):
+                    continue
                 if not get_accelerator().is_synchronized_device():
                     get_accelerator().synchronize()  # its copy to the device may still be reading the buffer
-                self.remove_partition_and_release_buffers([param])
+                if status == "AVAILABLE":
+                    self._give_up_slot(param)
+                else:
+                    self.remove_partition_and_release_buffers([param])
                 self.released_gathered += status == "AVAILABLE"
                 self.evicted_prefetches += status == "NOT_AVAILABLE"
                 slot = self._lease(key, numel)
