@@ -9,7 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from memascend.training.config import TrainConfig
+
 GIB, MIB = 1 << 30, 1 << 20
+SHORT_CONTEXT = 512  # tokens a sequence, of which a CPU does a few in a time that one waits for
 _HEADER_EVERY = 25  # lines, so that the columns' names stay on the screen
 
 
@@ -76,6 +79,18 @@ def line(record: StepRecord, steps: int, seconds_left: float) -> str:
     )
     text = "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS))
     return text + (f"{byte_count(record.device_peak_bytes):>10}" if record.device_peak_bytes else "")
+
+
+def first_step_note(config: TrainConfig, context: int) -> str | None:
+    """On a CPU: what there is to wait for before the first line, and how to wait less; None where it is short."""
+    if context <= SHORT_CONTEXT:
+        return None
+    sequences = config.batch * config.accumulate * config.ranks
+    return (
+        f"note: no GPU here: nothing shows until the first step has done its {sequences * context:,} tokens (batch "
+        f"{config.batch} x accumulate {config.accumulate} x ranks {config.ranks} x context {context}); a run with "
+        f"--context {SHORT_CONTEXT} does {sequences * SHORT_CONTEXT:,}"
+    )
 
 
 class Progress:

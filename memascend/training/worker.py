@@ -20,7 +20,7 @@ from memascend.training.config import TrainConfig, complete
 from memascend.training.data import Sequences
 from memascend.training.folder import Lock, RunFolder
 from memascend.training.processes import die_with_parent
-from memascend.training.progress import Progress, StepRecord, read_metrics, rewind_metrics
+from memascend.training.progress import Progress, StepRecord, first_step_note, read_metrics, rewind_metrics
 from memascend.training.schedule import learning_rate, sequence_numbers
 from memascend.training.tensor_file import TensorFileWriter
 
@@ -90,6 +90,9 @@ class Worker:
             log_every=self.config.log_every,
         )
         self.startup_peak = resident_bytes("VmHWM")
+        wait = first_step_note(self.config, self.job["prepared"]["context"])
+        if wait and self.step == 0 and not torch.cuda.is_available():
+            self.progress.say(wait)
         self.stop.training = True
         outcome = self._train()
         self._report(outcome)

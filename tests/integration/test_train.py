@@ -88,6 +88,19 @@ def test_training_lowers_the_loss_and_says_what_it_does(finished):
     assert min(list(losses(finished).values())[-2:]) < losses(finished)[1]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU does not keep one waiting")
+def test_a_cpu_says_before_a_long_first_step_what_it_waits_for(finished, tmp_path):
+    options = ["--context", "600", "--steps", "1", "--eval-sequences", "0", "--accumulate", "1", "--batch", "2"]
+    done = train(tmp_path / "run", *options_for(finished.parent / "text"), *options)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said[said.index(next(line for line in said if "s/step" in line)) - 1] == (
+        "note: no GPU here: nothing shows until the first step has done its 1,200 tokens (batch 2 x accumulate 1 x "
+        "ranks 1 x context 600); a run with --context 512 does 1,024"
+    )
+    assert "no GPU here" not in (finished.parent / "said").read_text()
+
+
 def test_checkpoints_are_kept_as_asked_and_their_checksums_hold(finished):
     found, refused = listed(finished / "checkpoints")
     assert refused == []
