@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -49,7 +51,7 @@ def test_within_the_tolerance_or_not(value: str, verdict: str) -> None:
 def test_no_row_in_the_lane_is_not_checkable_and_says_which() -> None:
     found = claims.decide(CLAIM, "measured", table(("modelled", "A", "100", "c1")))
     assert found.verdict == claims.NOT_CHECKABLE
-    assert "series A" in found.reason
+    assert found.reason == "not in this lane: peak of A"
 
 
 def test_a_claim_that_cannot_be_checked_gives_its_reason_whatever_the_rows() -> None:
@@ -83,7 +85,11 @@ def test_a_lane_may_expect_another_value() -> None:
     lanes = copy.deepcopy(CLAIM["lanes"])
     lanes["measured"] |= {"expected": 98.4, "why": "without process overhead"}
     found = claims.decide(changed(lanes=lanes), "measured", table(("measured", "A", "1.5375", "h/m-k8")))
-    assert (found.verdict, found.expected, found.reason) == (claims.REPRODUCED, "98.4", "without process overhead")
+    assert (found.verdict, found.expected, found.reason) == (
+        claims.REPRODUCED,
+        "98.4 GiB",
+        "without process overhead",
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,6 +134,60 @@ def test_ranges(ends: list, value: str, verdict: str) -> None:
     claim = changed(expected_range=ends)
     del claim["expected"]
     assert claims.decide(claim, "modelled", table(("modelled", "A", value, "c1"))).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("ends", "unit", "tolerance", "texts"),
+    [
+        ((100, 100), "GiB", {"relative_percent": 1}, ("100 GiB", "± 1 %")),
+        ((100, 100), "GiB", {"absolute": 0.5}, ("100 GiB", "± 0.5 GiB")),
+        ((50.9, 50.9), "%", {"relative_percent": 1}, ("50.9 %", "± 1 % of it")),
+        ((73, 73), "%", {"absolute": 1}, ("73 %", "± 1 point")),
+        ((73, 73), "%", {"absolute": 1.5}, ("73 %", "± 1.5 points")),
+        ((131072, 131072), "tokens", {"absolute": 0}, ("exactly 131,072 tokens", "")),
+        ((131072, 131072), "tokens", None, ("131,072 tokens", "")),
+        ((1, 1), "", {"absolute": 0.1}, ("1", "± 0.1")),
+        ((0.1, None), "%", {"absolute": 0}, ("at least 0.1 %", "")),
+        ((0, None), "%", {"absolute": 1}, ("at least 0 %", "or up to 1 point less")),
+        ((None, 128), "GiB", {"relative_percent": 2}, ("at most 128 GiB", "or up to 2 % more")),
+        ((1, 1.25), "x", {"absolute": 0}, ("1 to 1.25 x", "")),
+        ((1, 1.25), "x", {"absolute": 0.1}, ("1 to 1.25 x", "± 0.1 x at either end")),
+    ],
+)
+def test_an_expectation_reads_as_a_person_would_say_it(ends, unit, tolerance, texts) -> None:
+    low, high = (math.inf * sign if end is None else end for sign, end in zip((-1, 1), ends, strict=True))
+    assert claims.expected_text(low, high, unit, tolerance) == texts[0]
+    assert claims.tolerance_text(low, high, unit, tolerance) == texts[1]
+
+
+def test_every_committed_claim_has_an_expectation_that_reads_well(full: Path) -> None:
+    document = yaml.safe_load((ROOT / "workflows/config/claims.yaml").read_text())
+    for verdict in claims.decide_all(claims.of_built(document["claims"], REGISTRY), full / "exhibits"):
+        texts = (verdict.expected, verdict.tolerance, claims.value_text(float(verdict.value or 0)))
+        assert not [text for text in texts if re.search(r"or more|± 0( |$)|\b1 points|  | $|inf|e\+", text)]
+        assert verdict.expected.endswith(verdict.unit)
+
+
+def test_counts_are_whole_on_the_page() -> None:
+    rows = table(("modelled", "A", "131072", "c1"))
+    text = claims.page([claims.decide(changed(unit="tokens", expected=131072), "modelled", rows)])
+    assert ">131,072 tokens</td>" in text
+    assert "Modelled: 1 reproduced, 0 deviate, 0 not checkable here." in text
+
+
+@pytest.mark.parametrize(
+    ("selector", "words"),
+    [
+        (
+            {"series": "A", "model": "M", "x_name": "context (tokens)", "x_value": 4096, "metric": "peak"},
+            "peak of A, M at context (tokens) 4096",
+        ),
+        ({"series": "A", "metric": "write latency", "x_value": 7}, "write latency of A at x 7"),
+        ({"model": "M", "testbed": "h/m-k8"}, "a row of M, testbed h/m-k8"),
+    ],
+)
+def test_a_row_that_is_missing_is_described(selector: dict, words: str) -> None:
+    assert claims.described(selector) == words
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def select(rows: pd.DataFrame, selector: dict[str, Any]) -> pd.Series:
         mask &= rows[column] == str(value)
     found = rows[mask & ~rows["testbed"].str.contains(r"-r\d+$")]
     if found.empty:
-        raise Missing("no row with " + ", ".join(f"{column} {value}" for column, value in selector.items()))
+        raise Missing(described(selector))
     if len(found) > 1:
         factor = found["testbed"].map(twin_k)
         hosts = found["testbed"].str.split("/").str[0]
@@ -74,6 +74,17 @@ def select(rows: pd.DataFrame, selector: dict[str, Any]) -> pd.Series:
                 f"claims: selector {selector} is ambiguous: it matches {len(found)} rows of one twin or several hosts"
             )
     return found.iloc[0]
+
+
+def described(selector: dict[str, Any]) -> str:
+    """The row that a selector asks for, in words."""
+    given = dict(selector)
+    what = given.pop("metric", "a row")
+    series, place = given.pop("series", None), given.pop("x_name", None)
+    of = [str(name) for name in (series, given.pop("model", None)) if name]
+    at = f" at {place or 'x'} {given.pop('x_value')}" if "x_value" in given else ""
+    rest = "".join(f", {column} {value}" for column, value in given.items())
+    return f"{what}{' of ' if of else ''}{', '.join(of)}{at}{rest}"
 
 
 class Computation:
@@ -95,7 +106,7 @@ class Computation:
             except Missing:
                 missing.append(str(value))
         if missing:
-            raise Missing(f"no rows for {', '.join(missing)}")
+            raise Missing(f"{column} {', '.join(missing)}")
         return JOINS[self.claim["join"]](results)
 
     def _once(self, fixed: dict[str, Any]) -> float:
@@ -124,7 +135,7 @@ class Computation:
         found = select(self.rows, selector)
         number = tidy.numeric(found["value"])
         if number is None:
-            raise Missing(f"{found['series']}, {found['model']}: {found['value']}")
+            raise Missing(f"{described(selector)} is {found['value']}")
         if found["testbed"] not in self.testbeds:
             self.testbeds.append(found["testbed"])
         return number * (twin_k(found["testbed"]) ** 2 if self.twin_scale else 1)
@@ -139,13 +150,22 @@ def expected_ends(claim: dict[str, Any], lane: dict[str, Any]) -> tuple[float, f
     return (-math.inf if low is None else float(low)), (math.inf if high is None else float(high))
 
 
-def expected_text(low: float, high: float) -> str:
-    """An expectation as a reader wants it."""
+def with_unit(number: str, unit: str) -> str:
+    return f"{number} {unit}".rstrip()
+
+
+def points(amount: float) -> str:
+    return f"{amount:g} {'point' if amount == 1 else 'points'}"
+
+
+def expected_text(low: float, high: float, unit: str, tolerance: dict[str, float] | None) -> str:
+    """An expectation as a reader wants it, with its unit; a tolerance of 0 makes one value an exact one."""
     if low == high:
-        return f"{low:g}"
+        exactly = "exactly " if tolerance is not None and not any(tolerance.values()) else ""
+        return exactly + with_unit(f"{low:,.6g}", unit)
     if math.isinf(low):
-        return f"at most {high:g}"
-    return f"{low:g} or more" if math.isinf(high) else f"{low:g} to {high:g}"
+        return with_unit(f"at most {high:,.6g}", unit)
+    return with_unit(f"at least {low:,.6g}" if math.isinf(high) else f"{low:,.6g} to {high:,.6g}", unit)
 
 
 def widened(low: float, high: float, tolerance: dict[str, float]) -> tuple[float, float]:
@@ -155,11 +175,20 @@ def widened(low: float, high: float, tolerance: dict[str, float]) -> tuple[float
     return low - margins[0], high + margins[1]
 
 
-def tolerance_text(lane: dict[str, Any], unit: str) -> str:
-    ((kind, amount),) = lane["tolerance"].items()
+def tolerance_text(low: float, high: float, unit: str, tolerance: dict[str, float] | None) -> str:
+    """What is accepted beside the expectation; empty where nothing is."""
+    ((kind, amount),) = (tolerance or {"absolute": 0}).items()
+    if amount == 0:
+        return ""
     if kind == "relative_percent":
-        return f"{amount:g} %"
-    return f"{amount:g} {'points' if unit == '%' else unit}"
+        margin = f"{amount:g} % of it" if unit == "%" else f"{amount:g} %"
+    else:
+        margin = points(amount) if unit == "%" else with_unit(f"{amount:g}", unit)
+    if low == high:
+        return f"± {margin}"
+    if math.isinf(low) or math.isinf(high):
+        return f"or up to {margin} {'more' if math.isinf(low) else 'less'}"
+    return f"± {margin} at either end"
 
 
 def decide(claim: dict[str, Any], lane_name: str, table: pd.DataFrame) -> Verdict:
@@ -167,17 +196,18 @@ def decide(claim: dict[str, Any], lane_name: str, table: pd.DataFrame) -> Verdic
     lane = claim["lanes"][lane_name]
     low, high = expected_ends(claim, lane)
     common = {name: claim[name] for name in ("exhibit_id", "unit", "sentence")}
-    common |= {"claim_id": claim["id"], "lane": lane_name, "expected": expected_text(low, high)}
+    common |= {"claim_id": claim["id"], "lane": lane_name}
+    texts = low, high, claim["unit"], lane.get("tolerance")
+    common |= {"expected": expected_text(*texts), "tolerance": tolerance_text(*texts)}
     undecided = {**common, "verdict": NOT_CHECKABLE, "value": "", "testbed": ""}
     if "not_checkable" in lane:
-        return Verdict(**undecided, tolerance="", reason=lane["not_checkable"])
-    common["tolerance"] = tolerance_text(lane, claim["unit"])
+        return Verdict(**undecided, reason=lane["not_checkable"])
     low, high = widened(low, high, lane["tolerance"])
     computation = Computation(table[table["lane"] == lane_name], claim, lane.get("scale") == "twin")
     try:
         value = computation.value()
     except Missing as missing:
-        return Verdict(**undecided, tolerance=common["tolerance"], reason=f"not in this lane: {missing}")
+        return Verdict(**undecided, reason=f"not in this lane: {missing}")
     verdict = REPRODUCED if low - 1e-12 <= value <= high + 1e-12 else DEVIATES
     testbeds = " ".join(computation.testbeds)
     return Verdict(**common, verdict=verdict, value=f"{value:.6g}", reason=lane.get("why", ""), testbed=testbeds)
@@ -219,17 +249,21 @@ td.n{{text-align:right;white-space:nowrap}}.v{{white-space:nowrap;font-weight:60
 """
 
 
+def value_text(value: float) -> str:
+    """Four digits, and all of a larger number."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def verdict_rows(verdicts: list[Verdict]) -> str:
     """HTML rows, one a claim and lane; also used by the report."""
     cells = []
     for v in verdicts:
-        value = f"{float(v.value):.4g} {v.unit}" if v.value else ""
-        tolerance = f"± {v.tolerance}" if v.tolerance else ""
+        value = with_unit(value_text(float(v.value)), v.unit) if v.value else ""
         columns = (
             f"<td>{html.escape(v.sentence)}<br><small>{html.escape(v.claim_id)}</small></td>",
             f"<td>{v.lane}<br><small>{html.escape(v.testbed)}</small></td>",
             f"<td class=n>{html.escape(value)}</td>",
-            f"<td class=n>{html.escape(f'{v.expected} {v.unit}')}<br><small>{html.escape(tolerance)}</small></td>",
+            f"<td class=n>{html.escape(v.expected)}<br><small>{html.escape(v.tolerance)}</small></td>",
             f"<td class='v {v.verdict.split()[0]}'>{v.verdict}</td>",
             f"<td><small>{html.escape(v.reason)}</small></td>",
         )
@@ -254,8 +288,9 @@ def page(verdicts: list[Verdict]) -> str:
     count = Counter((v.lane, v.verdict) for v in verdicts)
     summary = " ".join(
         f"{lane.capitalize()}: "
-        + ", ".join(f"{count[lane, word]} {word}" for word in (REPRODUCED, DEVIATES, NOT_CHECKABLE))
-        + "."
+        + f"{count[lane, REPRODUCED]} {REPRODUCED}, "
+        + f"{count[lane, DEVIATES]} {DEVIATES if count[lane, DEVIATES] == 1 else 'deviate'}, "
+        + f"{count[lane, NOT_CHECKABLE]} {NOT_CHECKABLE}."
         for lane in LANES
     )
     summary += coarse_twins(verdicts)
