@@ -4,6 +4,7 @@ import random
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 
 import pytest
@@ -15,16 +16,21 @@ pytestmark = pytest.mark.deepspeed
 
 
 def kill_after(output, seconds, *options):
-    """Start, wait, SIGKILL the parent. Returns whether it was still running."""
-    with subprocess.Popen(
-        command(output, *options), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
-    ) as run:
+    """Start, wait, SIGKILL the parent. Returns whether it was still running; if it was not, it must have succeeded, or
+    have found the ranks of a run killed before still dying."""
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command(output, *options), stdout=errors, stderr=errors, env=environment()) as run,
+    ):
         try:
-            run.wait(timeout=seconds)
-            return False
+            status = run.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             run.send_signal(signal.SIGKILL)
             return True
+        errors.seek(0)
+        said = errors.read()
+        assert status == 0 or "is in use by" in said, f"exit {status}\n{said}"
+        return False
 
 
 def kill_at_step(output, step, *options):
