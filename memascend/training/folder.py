@@ -169,7 +169,7 @@ class RunFolder:
             raise ValueError(f"{self.root} is a file; name a folder with --output")
         if resume and SAVED_AS not in found:
             raise ValueError(f"nothing to resume: {self.root} holds no run; name the run's folder with --output")
-        if not resume and set(found) - {LOCK, "logs"}:  # what a refused or killed call leaves
+        if not resume and set(found) - {LOCK, "logs", f".{SAVED_AS}.partial"}:  # what a refused or killed call leaves
             go_on = "go on with it by --resume, or " if SAVED_AS in found else ""
             raise ValueError(f"{self.root} exists and is not empty; {go_on}name another folder with --output")
         try:

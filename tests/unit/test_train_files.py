@@ -181,6 +181,12 @@ def test_an_existing_folder_needs_resume_or_another_name(tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
+def test_a_run_killed_while_it_wrote_its_configuration_stands_in_nobodys_way(tmp_path):
+    (tmp_path / ".config.yaml.partial").write_text("model: ")
+    (tmp_path / "run.lock").touch()
+    RunFolder(tmp_path).open(resume=False).close()
+
+
 def test_nothing_to_resume_is_said(tmp_path):
     with pytest.raises(ValueError, match="nothing to resume"):
         RunFolder(tmp_path / "none").open(resume=True)
