@@ -109,6 +109,46 @@ def test_enabling_twice_is_refused():
             "fast_init",
         ),
         ({"zero_optimization": {"stage": 3}}, "memory_efficient_linear"),
+        ({"memascend": {"Pool": "adaptive"}}, "did you mean pool"),
+        ({"memascend": {1: "adaptive", "a": 2}}, "unknown key 1 "),
+        ({"memascend": {"pool": ["adaptive"]}}, "memascend.pool.*choose one of"),
+        ({"memascend": {"overflow": False}}, "memascend.overflow.*choose one of"),
+        ({"memascend": {"attention": {}}}, "memascend.attention.*choose one of"),
+        ({"memascend": {"blocks_in_flight": "2"}}, "at least 1, got '2'"),
+        ({"memascend": {"enabled": 0}}, "true or false"),
+        ({"memascend": {"numerics": "fast", "overflow": "chain"}}, "set overflow to 'fused'"),
+        ({"memascend": {"devices": False}}, "list of paths"),
+        ({"memascend": {"devices": [""]}}, "there is no ''"),
+        ({"memascend": {"devices": ["/proc"]}}, '"memascend.devices": /proc is neither'),
+        ({"memascend": {"devices": ["/proc/version", "/proc/version"]}}, "name each device once"),
+        ({"memascend": {"optimizer_states": "bf16"}}, "set fp16.enabled to false"),
+        ({"fp16": True}, '"fp16" .* must be a section such as {"enabled": true}, got True'),
+        ({"zero_optimization": 3}, '"zero_optimization" .* {"stage": 3}, got 3'),
+        ({"zero_optimization": {"stage": 3, "offload_param": "nvme"}}, '"zero_optimization.offload_param" .* section'),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "ssd"}}},
+            "offload_optimizer.device: 'ssd'",
+        ),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "NVMe"}}}, "one of none, cpu, nvme"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": ["/tmp"]}}},
+            "offload_param.nvme_path must be the path",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "max_in_cpu": "1e9"}}},
+            "offload_param.max_in_cpu must be a whole number of at least 0, got '1e9'",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "buffer_count": 4.5}}},
+            "offload_optimizer.buffer_count must be a whole number of at least 1, got 4.5",
+        ),
+        ({"aio": "fast"}, '"aio" .* section'),
+        ({"aio": {"block_size": "1M"}}, "aio.block_size must be a whole number of at least 1, got '1M'"),
+        ({"aio": {"block_size": 1000}}, "multiple of 4096 bytes, got 1000"),
+        ({"aio": {"queue_depth": 0}}, "aio.queue_depth must be a whole number from 1 to 1024, got 0"),
+        ({"aio": {"intra_op_parallelism": True}}, "aio.intra_op_parallelism must be .* got True"),
+        ({"optimizer": "AdamW"}, '"optimizer" .* {"type": "AdamW"}'),
+        ({"optimizer": {"type": "AdamW", "params": [1]}}, '"optimizer.params" .* section'),
     ],
 )
 def test_bad_configurations_are_refused_in_one_line_and_change_nothing(change, message):
@@ -119,6 +159,33 @@ def test_bad_configurations_are_refused_in_one_line_and_change_nothing(change, m
         memascend.enable(CONFIG | change)
     assert "\n" not in str(caught.value)
     assert places() == before
+
+
+def test_a_path_in_place_of_the_configuration_is_refused_with_the_mend():
+    import memascend
+
+    with pytest.raises(ValueError, match=r"as a dict, got 'ds\.json'; read the file with json\.load"):
+        memascend.enable("ds.json")
+
+
+def test_devices_without_anything_on_nvme_are_refused(tmp_path):
+    import memascend
+    from memascend.storage.commands import preallocate
+    from memascend.storage.native import _C
+
+    store = str(tmp_path / "store")
+    preallocate(store, 1 << 24, written=False)
+    _C.storage_format([store], "tests", [], 4096, 16384)
+    with pytest.raises(ValueError, match=r"and nothing is: set zero_optimization\.offload_param\.device"):
+        memascend.enable(CONFIG | {"memascend": {"devices": [store]}})
+
+
+def test_numbers_that_our_engines_do_not_take_are_left_to_deepspeeds_own():
+    import memascend
+
+    stock = {"pinned": "stock", "aio": "stock", "pool": "stock"}
+    memascend.enable(CONFIG | {"memascend": stock, "aio": {"block_size": 1000}})
+    memascend.disable()
 
 
 def test_a_pinned_tensor_of_the_accelerator_is_pinned_and_exact():

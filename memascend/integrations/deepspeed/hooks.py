@@ -103,7 +103,7 @@ def enable(
             "blocks_in_flight": blocks_in_flight,
         },
     )
-    validate_deepspeed_config(ds_config, parts)
+    validate_deepspeed_config(ds_config, parts, devices)
     state = Enabled(parts=parts, ledger=ledger or Ledger(), io=IoCounters())
     try:
         _install(state, ds_config, n_blocks, devices, minimum_swap_bytes, gather_clone)
