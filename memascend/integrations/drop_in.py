@@ -51,8 +51,9 @@ def _enable_if_asked(function: Callable[..., Any], args: tuple[Any, ...], kwargs
         return False
     # Only now: whoever does not use the key must not notice that memascend is installed.
     from memascend.integrations.deepspeed import active, enable
+    from memascend.integrations.deepspeed.parts import switched_off
 
-    if active() is not None:
+    if active() is not None or switched_off(config):
         return False
     enable(config)
     return True
