@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from test_huggingface import STEPS, Workbench
 from trainings import ROOT, Job, environment, train_all
 
 from memascend.training.processes import free_port, remove_shared_buffers
@@ -74,6 +75,16 @@ def test_our_norm_and_adamw_train_alike(results, model):
     assert fast["skipped"] == reference["skipped"]
     for ours, theirs in zip(fast["losses"], reference["losses"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def test_two_ranks_equal_the_cpu_offload_reference(tmp_path):
+    jobs = [training(model, "reference", system="zero_offload", arm="today") for model in ("qwen", "hard")]
+    jobs += [training(model, "memascend") for model in ("qwen", "hard")]
+    results = train_all(jobs, tmp_path, ranks=2, python=PYTHON)
+    for model in ("qwen", "hard"):
+        result, reference = results[f"{model}-memascend"], results[f"{model}-reference"]
+        for field in ("losses", "skipped", "scales", "weights_sha256"):
+            assert result[field] == reference[field]
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -147,3 +158,12 @@ def test_the_key_in_the_json_is_enough(tmp_path):
     assert (stock["ours"], stock["loaded"]) == (False, False)
     assert (ours["ours"], ours["loaded"]) == (True, True)
     assert ours["losses"] == stock["losses"]
+
+
+def test_the_trainer_of_that_time_gives_equal_losses_with_the_key(tmp_path):
+    bench = Workbench(tmp_path, PYTHON.parent)
+    (reference,) = bench.run("torchrun", "trainer_script.py", None)
+    (found,) = bench.run("deepspeed", "trainer_script.py", {})
+    assert len(reference["losses"]) == STEPS
+    assert (found["losses"], found["evaluation"]) == (reference["losses"], reference["evaluation"])
+    assert "memascend.integrations.deepspeed.hooks" in found["modules"]

@@ -37,10 +37,10 @@ def free_port() -> str:
 
 
 class Workbench:
-    """Runs the scripts in a folder of its own, each kind of run once."""
+    """Runs the scripts in a folder of its own, each kind of run once, by the launchers in ``programs``."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._done = folder, {}
+    def __init__(self, folder: Path, programs: Path = BIN) -> None:
+        self.folder, self._programs, self._done = folder, programs, {}
         self.model = folder / "model"
         self._make_model()
 
@@ -104,15 +104,15 @@ class Workbench:
 
     def _launcher(self, name: str, ranks: int) -> list[str]:
         if name == "torchrun":
-            return [str(BIN / "torchrun"), "--nproc_per_node", str(ranks), "--master_port", free_port()]
-        return [str(BIN / "deepspeed"), "--num_gpus", str(ranks), "--master_port", free_port()]
+            return [str(self._programs / "torchrun"), "--nproc_per_node", str(ranks), "--master_port", free_port()]
+        return [str(self._programs / "deepspeed"), "--num_gpus", str(ranks), "--master_port", free_port()]
 
     def _launch(self, command: list[str]) -> None:
         environment = os.environ | {
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             "LOCAL_SIZE": "2",
-            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "PATH": f"{self._programs}:{os.environ['PATH']}",
         }
         done = subprocess.run(
             command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False, timeout=240

@@ -43,7 +43,7 @@ def main():
     if not torch.cuda.is_available():
         deepspeed.init_distributed(dist_backend="gloo")  # Accelerate does it for GPUs alone
     script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
-    model = AutoModelForCausalLM.from_pretrained(script.model, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(script.model, torch_dtype=torch.bfloat16)
     data = Text(model.config.vocab_size)
     trainer = NotingTrainer(model=model, args=args, train_dataset=data, eval_dataset=data)
     trainer.train()
