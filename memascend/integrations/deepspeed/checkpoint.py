@@ -54,11 +54,18 @@ def install_checkpoints() -> Callable[[], None]:
             return stock_save(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         _refuse_decoupled(self)
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        with _staged(self, Path(save_dir), tag, save_latest) as staging, _with_frozen_from_nvme(self):
-            with _swapping_left_to_us(self):
-                stock_save(self, str(staging), tag, client_state or {}, False, exclude_frozen_parameters)
-            if self.zero_nvme_offload_optimizer():
-                self.optimizer.export_swapped_states(_rank_folder(self, staging / tag))
+        try:
+            with _staged(self, Path(save_dir), tag, save_latest) as staging, _with_frozen_from_nvme(self):
+                with _swapping_left_to_us(self):
+                    stock_save(self, str(staging), tag, client_state or {}, False, exclude_frozen_parameters)
+                if self.zero_nvme_offload_optimizer():
+                    self.optimizer.export_swapped_states(_rank_folder(self, staging / tag))
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"save_checkpoint: {save_dir} cannot be written ({error.strerror or error}), and nothing of {tag} is "
+                "kept; free space, or name another folder",
+            ) from error
         return True
 
     def load_checkpoint(
@@ -79,6 +86,7 @@ def install_checkpoints() -> Callable[[], None]:
             return stock_load(self, load_dir, tag, *options, custom_load_fn)  # warns, and returns (None, None)
         folder = Path(load_dir) / tag
         _finish_replacement(folder)
+        _require_ranks(self, folder)
         swapped = self.zero_nvme_offload_optimizer()
         if swapped and (load_module_only or not load_optimizer_states):
             raise ValueError(
@@ -102,6 +110,24 @@ def _refuse_decoupled(engine: Any) -> None:
         raise ValueError(
             "save_checkpoint: a decoupled checkpoint writer may still be writing when the checkpoint is put in its "
             "place; set checkpoint.writer.decoupled to false"
+        )
+
+
+def _require_ranks(engine: Any, folder: Path) -> None:
+    """Raises ValueError, one line, where ``folder`` is no checkpoint or one of another number of ranks."""
+    from deepspeed import comm as dist
+
+    if not folder.is_dir():
+        there = sorted(path.parent.name for path in folder.parent.glob("*/*_model_states.pt"))
+        known = f"it holds {', '.join(dict.fromkeys(there))}" if there else "it holds none"
+        raise ValueError(f"load_checkpoint: {folder.parent} has no checkpoint {folder.name!r}; {known}")
+    if engine.use_node_local_storage():
+        return  # each node has its own ranks' files
+    saved = len(list(folder.glob("*zero_pp_rank_*_optim_states.pt")))
+    ranks = dist.get_world_size()
+    if saved not in (0, ranks):  # 0: DeepSpeed says what is missing
+        raise ValueError(
+            f"load_checkpoint: {folder} was saved by {saved} ranks, this training has {ranks}; start it with {saved}"
         )
 
 

@@ -6,9 +6,11 @@ the swap file of stock DeepSpeed, and the other way round: no engine has to show
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
 MANIFEST = "manifest.json"
+_SWAP_SUFFIX = ".tensor.swp"  # of DeepSpeed's swap files: <ids of a sub-group>, or <moment>-<ids>
 
 
 class ExactCheckpoints:
@@ -40,17 +43,16 @@ class ExactCheckpoints:
             if not self._swappable_optimizer_subgroup(index):
                 continue
             info = swapper.swap_params_info[swapper.parameter_id(parameter)]
-            [buffer] = _swap_buffers(swapper, info)
-            for context in info.tensors:
-                assert swapper.aio_handle.async_pread(buffer, context.swap_path, 0) == 0
-                assert swapper.aio_handle.wait() == 1
-                name = os.path.basename(context.swap_path)
-                manifest[name] = {
-                    "numel": info.numel(),
-                    "dtype": str(buffer.dtype),
-                    **_write_file(folder / name, buffer),
-                }
-            swapper.swap_buffer_manager.free([buffer])
+            with _swap_buffer(swapper, info) as buffer:
+                for context in info.tensors:
+                    assert swapper.aio_handle.async_pread(buffer, context.swap_path, 0) == 0
+                    assert swapper.aio_handle.wait() == 1
+                    name = os.path.basename(context.swap_path)
+                    manifest[name] = {
+                        "numel": info.numel(),
+                        "dtype": str(buffer.dtype),
+                        **_write_file(folder / name, buffer),
+                    }
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
     def _rigid_state_dict(self) -> dict[str, Any]:
@@ -73,9 +75,10 @@ class ExactCheckpoints:
         self._partition_all_parameters()
         self._release_swapped_in_parameters()
         manifest = self._manifest()
+        saved_ids = iter([name.removesuffix(_SWAP_SUFFIX) for name in manifest if "-" not in name])
         for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
             if self._swappable_optimizer_subgroup(index):
-                self._import_sub_group(index, manifest)
+                self._import_sub_group(index, manifest, next(saved_ids, parameter.ds_id))
             else:
                 parameter.data.copy_(state_dict["fp32_flat_groups"][index].data)
                 self._reassign_or_swap_out_partitioned_parameters(index)
@@ -93,8 +96,12 @@ class ExactCheckpoints:
         path = self.swapped_checkpoint and self.swapped_checkpoint / MANIFEST
         return json.loads(path.read_text()) if path and path.exists() else {}  # stock DeepSpeed writes none
 
-    def _import_sub_group(self, index: int, manifest: dict[str, Any]) -> None:
-        """Master weights and moments from their files to the engine, and the 16-bit weights made from the masters."""
+    def _import_sub_group(self, index: int, manifest: dict[str, Any], saved_id: str) -> None:
+        """Master weights and moments from their files to the engine, and the 16-bit weights made from the masters.
+
+        ``saved_id``: the sub-group's in the names of the files. DeepSpeed counts parameters through all models of a
+        process, so a model that is not its first has other ids than the one that was saved.
+        """
         swapper, parameter = self.optimizer_swapper, self.fp32_partitioned_groups_flat[index]
         info = swapper.swap_params_info[swapper.parameter_id(parameter)]
         info.tensors, info.has_state_tensors = info.tensors[:1], False
@@ -102,22 +109,21 @@ class ExactCheckpoints:
         moments = []
         for name, value in self.optimizer.state.get(parameter, {}).items():
             key = f"{name}-{parameter.ds_id}"
-            if torch.is_tensor(value) and (self.swapped_checkpoint / f"{key}.tensor.swp").exists():
+            if torch.is_tensor(value) and (self.swapped_checkpoint / f"{name}-{saved_id}{_SWAP_SUFFIX}").exists():
                 value.data, value.ds_id = torch.empty(0, dtype=value.dtype), key
                 moments.append(value)
         if moments:
             info.add_state_tensors(moments)
-        [buffer] = _swap_buffers(swapper, info)
-        for context in info.tensors:
-            name = os.path.basename(context.swap_path)
-            _read_file(self.swapped_checkpoint / name, buffer, info.numel(), manifest.get(name))
-            if context.compute_tensor is parameter:
-                parameter.data = buffer.narrow(0, 0, info.numel())
-                self._reassign_or_swap_out_partitioned_parameters(index)
-                parameter.data = torch.empty(0, dtype=buffer.dtype)
-            assert swapper.aio_handle.async_pwrite(buffer, context.swap_path, 0) == 0
-            assert swapper.aio_handle.wait() == 1
-        swapper.swap_buffer_manager.free([buffer])
+        with _swap_buffer(swapper, info) as buffer:
+            for context in info.tensors:
+                name = os.path.basename(context.swap_path).replace(parameter.ds_id, saved_id)
+                _read_file(self.swapped_checkpoint / name, buffer, info.numel(), manifest.get(name))
+                if context.compute_tensor is parameter:
+                    parameter.data = buffer.narrow(0, 0, info.numel())
+                    self._reassign_or_swap_out_partitioned_parameters(index)
+                    parameter.data = torch.empty(0, dtype=buffer.dtype)
+                assert swapper.aio_handle.async_pwrite(buffer, context.swap_path, 0) == 0
+                assert swapper.aio_handle.wait() == 1
 
 
 def replay_bias_corrections(stage3: Any) -> None:
@@ -179,12 +185,17 @@ def _is_on_nvme(param: Any) -> bool:
     return str(getattr(place, "value", place)) == "nvme"
 
 
-def _swap_buffers(swapper: Any, info: Any) -> list[torch.Tensor]:
+@contextlib.contextmanager
+def _swap_buffer(swapper: Any, info: Any) -> Iterator[torch.Tensor]:
+    """One swap buffer for a tensor of ``info``, free again at the end, however that comes."""
     numel = swapper._io_aligned_numel(info.numel())
     buffers = swapper.swap_buffer_manager.allocate(num_elems=numel, count=1, dtype=swapper.dtype)
     if buffers is None:
         raise RuntimeError("memascend: all swap buffers are in use; save and load checkpoints between optimizer steps")
-    return buffers
+    try:
+        yield buffers[0]
+    finally:
+        swapper.swap_buffer_manager.free(buffers)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

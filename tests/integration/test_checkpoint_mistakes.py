@@ -1,0 +1,116 @@
+"""What cannot be saved or loaded is one line, and the training goes on; the second engine of a process loads too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from memascend.training.processes import free_port, remove_shared_buffers
+
+pytestmark = pytest.mark.deepspeed
+
+SCRIPT = """
+import json, resource, shutil, signal, sys
+from pathlib import Path
+
+import deepspeed, torch
+import memascend
+from memascend.integrations.deepspeed.checkpoint import can_be_exact
+
+if not can_be_exact():
+    print(json.dumps(None))
+    sys.exit()
+torch.set_num_threads(1)
+deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+folder = Path(sys.argv[1])
+nvme = {"device": "nvme", "nvme_path": str(folder / "nvme")}
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+}
+batch = torch.randn(2, 1024, dtype=torch.bfloat16)
+
+def engine(seed):
+    torch.manual_seed(seed)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(2)))
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+def step(engine):
+    loss = engine(batch).float().pow(2).mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+def refusal(call, *args, **kwargs):
+    try:
+        call(*args, **kwargs)
+    except (OSError, ValueError) as error:
+        return str(error)
+
+memascend.enable(config)
+first, out = engine(0), {}
+step(first)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, resource.RLIM_INFINITY))  # a master weight has 4 MiB
+out["full"] = refusal(first.save_checkpoint, folder / "full")
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+out["left"] = [path.name for path in (folder / "full").iterdir()]
+first.save_checkpoint(folder / "saved", tag="one")
+out["unknown_tag"] = refusal(first.load_checkpoint, folder / "saved", tag="two")
+out["whole"] = [step(first) for _ in range(2)]
+second = engine(1)
+second.load_checkpoint(folder / "saved")
+out["resumed"] = [step(second) for _ in range(2)]
+[states] = (folder / "saved" / "one").glob("*_optim_states.pt")
+shutil.copy(states, states.with_name(states.name.replace("rank_0", "rank_1")))
+out["two_ranks"] = refusal(second.load_checkpoint, folder / "saved")
+print(json.dumps(out))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder, port = tmp_path_factory.mktemp("mistakes"), free_port()
+    environment = {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(folder)],
+            env=os.environ | environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=200,
+        )
+    finally:
+        remove_shared_buffers(port)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads(done.stdout.strip().splitlines()[-1])
+    if results is None:
+        pytest.skip("DeepSpeed 0.17 and later have checkpoints of ours")
+    return results
+
+
+def test_a_checkpoint_without_room_is_one_line_and_leaves_nothing(found):
+    assert "/full cannot be written (File too large), and nothing of global_step1 is kept; free space" in found["full"]
+    assert "\n" not in found["full"]
+    assert found["left"] == []
+
+
+def test_a_training_goes_on_after_it_and_the_second_engine_of_a_process_resumes_exactly(found):
+    assert len(set(found["whole"])) == 2
+    assert found["resumed"] == found["whole"]
+
+
+def test_a_tag_that_is_not_there_is_named_with_those_that_are(found):
+    assert "/saved has no checkpoint 'two'; it holds one" in found["unknown_tag"]
+
+
+def test_a_checkpoint_of_another_number_of_ranks_is_refused(found):
+    assert "was saved by 2 ranks, this training has 1; start it with 2" in found["two_ranks"]
