@@ -11,12 +11,16 @@ import binascii
 import functools
 import inspect
 import json
+import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 CONFIG_KEY = "memascend"  # the key in the DeepSpeed JSON
 
+log = logging.getLogger("memascend")
+_enabled_by_key: list[Any] = []  # what is enabled, then the section that asked for it and those that came too late
 _CONFIG_ARGUMENTS = ("config", "config_dict_or_path", "config_params")
 
 
@@ -53,10 +57,27 @@ def _enable_if_asked(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     from memascend.integrations.deepspeed import active, enable
     from memascend.integrations.deepspeed.parts import switched_off
 
-    if active() is not None or switched_off(config):
+    if active() is not None:
+        _warn_of_another_choice(active(), config[CONFIG_KEY])
         return False
-    enable(config)
+    if switched_off(config):
+        return False
+    _enabled_by_key[:] = [enable(config), config[CONFIG_KEY]]
     return True
+
+
+def _warn_of_another_choice(enabled: Any, section: Any) -> None:
+    if not _enabled_by_key or _enabled_by_key[0] is not enabled or section in _enabled_by_key[1:]:
+        return
+    _enabled_by_key.append(section)  # said once
+    if os.environ.get("RANK", "0") == "0":
+        log.warning(
+            'memascend: "%s": %r comes too late, this process runs with %r of its first configuration; call '
+            "memascend.disable() between the two, or give both the same",
+            CONFIG_KEY,
+            section,
+            _enabled_by_key[1],
+        )
 
 
 def _as_dict(config: Any) -> dict[str, Any] | None:

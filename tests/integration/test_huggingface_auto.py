@@ -66,6 +66,22 @@ print(found)
     assert run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "[True, True, True, True, False, False, False]"
 
 
+def test_a_second_choice_in_a_process_comes_too_late_and_is_told_so_once():
+    code = """
+import contextlib, logging
+import torch, deepspeed
+
+lines = []
+logging.getLogger("memascend").addFilter(lambda record: lines.append(record.getMessage()))
+for section in ({}, {}, {"pool": "monolithic"}, {"pool": "monolithic"}, {"enabled": False}):
+    with contextlib.suppress(Exception):  # there is no model: only what happens before that counts
+        deepspeed.initialize(config={"zero_optimization": {"stage": 3}, "memascend": section})
+print([("comes too late" in line, "monolithic" in line, "False" in line) for line in lines])
+"""
+    assert run(code) == "[(True, True, False), (True, False, True)]"
+    assert run(code, RANK="1") == "[]"
+
+
 def test_a_mistake_in_the_key_is_one_line_of_ours():
     code = """
 import torch, deepspeed
