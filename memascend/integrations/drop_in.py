@@ -7,7 +7,6 @@ sees the key enables memascend for the process. The Hugging Face Trainer, Accele
 from __future__ import annotations
 
 import base64
-import binascii
 import functools
 import inspect
 import json
@@ -87,7 +86,15 @@ def _as_dict(config: Any) -> dict[str, Any] | None:
     if not isinstance(config, str | Path):
         return None
     try:
-        text = Path(config).read_text() if Path(config).is_file() else base64.urlsafe_b64decode(str(config)).decode()
-        return json.loads(text)
-    except (OSError, UnicodeDecodeError, binascii.Error, json.JSONDecodeError):
+        text = Path(config).read_text() if _is_file(config) else base64.urlsafe_b64decode(str(config)).decode()
+        found = json.loads(text)
+    except (OSError, ValueError):
         return None  # DeepSpeed says what is wrong with it
+    return found if isinstance(found, dict) else None
+
+
+def _is_file(name: str | Path) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # too long for a name, as JSON in base64 is
+        return False

@@ -53,6 +53,7 @@ with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         lambda: deepspeed.initialize(config=file.name),
         lambda: deepspeed.initialize(config_params=encoded),
         lambda: deepspeed.initialize(args=types.SimpleNamespace(deepspeed_config=file.name)),
+        lambda: deepspeed.initialize(config=base64.urlsafe_b64encode((json.dumps(KEY) + 3000 * " ").encode()).decode()),
         lambda: deepspeed.initialize(config=PLAIN),
         lambda: deepspeed.initialize(config=PLAIN | {"memascend": {"enabled": False}}),  # a later one may ask
         lambda: deepspeed.initialize(config="no such file"),
@@ -63,7 +64,7 @@ with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         parts.disable()
 print(found)
 """
-    assert run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "[True, True, True, True, False, False, False]"
+    assert run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "[True, True, True, True, True, False, False, False]"
 
 
 def test_a_second_choice_in_a_process_comes_too_late_and_is_told_so_once():
@@ -80,6 +81,14 @@ print([("comes too late" in line, "monolithic" in line, "False" in line) for lin
 """
     assert run(code) == "[(True, True, False), (True, False, True)]"
     assert run(code, RANK="1") == "[]"
+
+
+def test_what_is_no_configuration_is_left_to_deepspeed():
+    code = """
+from memascend.integrations.drop_in import _as_dict
+print([_as_dict(text) for text in ("/no/such/fîle.json", "Mw==", "W10=", "x" * 5000, 3, None)])
+"""
+    assert run(code) == str([None] * 6)
 
 
 def test_a_mistake_in_the_key_is_one_line_of_ours():
