@@ -15,7 +15,7 @@ SETUP = ROOT / "workflows/setup/setup.sh"
 CONSTRAINTS = ["constraints.txt", "constraints-deepspeed-0.16.txt", "constraints-cuda.txt"]
 # Pins in which the other environments differ from the usual one, and why they exist.
 OVERRIDES = {
-    "constraints-deepspeed-0.16.txt": {"deepspeed", "huggingface-hub", "tokenizers", "transformers"},
+    "constraints-deepspeed-0.16.txt": {"accelerate", "deepspeed", "huggingface-hub", "tokenizers", "transformers"},
     "constraints-cuda.txt": {"datasets", "fsspec", "huggingface-hub", "transformers"},
 }
 # Import names of distributions that are called otherwise.

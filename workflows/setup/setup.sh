@@ -31,6 +31,7 @@ logged() {
         fail "$what failed; the whole output is in $log"
     fi
     echo "$((SECONDS - start)) s"
+    worked=yes
 }
 
 # Hash of the words and files given; a stamp is fresh when it holds that hash.
@@ -178,3 +179,4 @@ mkdir -p "$stamps"
 install_packages
 build_extension
 build_ops
+[ -z "${worked-}" ] || echo "setup: done; use it with: source $environment/bin/activate"
