@@ -65,11 +65,16 @@ def _enable_if_asked(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     return True
 
 
+def speaks() -> bool:
+    """Whether this process is the one of a job that logs what holds for all its ranks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _warn_of_another_choice(enabled: Any, section: Any) -> None:
     if not _enabled_by_key or _enabled_by_key[0] is not enabled or section in _enabled_by_key[1:]:
         return
     _enabled_by_key.append(section)  # said once
-    if os.environ.get("RANK", "0") == "0":
+    if speaks():
         log.warning(
             'memascend: "%s": %r comes too late, this process runs with %r of its first configuration; call '
             "memascend.disable() between the two, or give both the same",

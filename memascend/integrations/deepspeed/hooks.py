@@ -16,12 +16,12 @@ bf16 states           ``swap_tensor.optimizer_utils.SwapTensorContext``         
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from memascend.integrations.drop_in import speaks
 from memascend.integrations.memory_options import MemoryOptions, initialize_with_options
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator
@@ -127,11 +127,6 @@ def active() -> Enabled | None:
     return _active
 
 
-def _speaks() -> bool:
-    """Whether this process is the one of a job that logs what holds for all its ranks."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _roll_back(state: Enabled) -> None:
     while state._undo:
         state._undo.pop()()
@@ -159,7 +154,7 @@ def _install(
     state.warnings += [untried] if untried else []
     state.warnings += derived.warnings() if derived is not None else []
     for warning in state.warnings:
-        if _speaks() and (warning is not untried or deepspeed.__version__ not in _warned_about):
+        if speaks() and (warning is not untried or deepspeed.__version__ not in _warned_about):
             log.warning("memascend: %s", warning)
     _warned_about.add(deepspeed.__version__)
     parts = state.parts

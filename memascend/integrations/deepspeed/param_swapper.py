@@ -280,7 +280,6 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         for param in self._swapped_in.values():
             if param.ds_status.name == "AVAILABLE" and self._share_slots(param.ds_id, numel):
                 self._give_up_slot(param)
-                self.released_gathered += 1
                 return self._lease(key, numel)
         return None
 
@@ -294,6 +293,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
             self.available_numel -= self.param_id_to_numel[param.ds_id]
         del self.param_id_to_buffer_id[param.ds_id], self.param_id_to_swap_buffer[param.ds_id]
         param.ds_tensor.data = self.invalid_buffer.data
+        self.released_gathered += 1
 
     def _lease_or_evict(self, key: int, numel: int, keep: Any) -> torch.Tensor:
         """A slot for a read that must not fail.
@@ -320,8 +320,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
                     self._give_up_slot(param)
                 else:
                     self.remove_partition_and_release_buffers([param])
-                self.released_gathered += status == "AVAILABLE"
-                self.evicted_prefetches += status == "NOT_AVAILABLE"
+                    self.evicted_prefetches += 1
                 slot = self._lease(key, numel)
                 if slot is not None:
                     return slot
