@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -34,10 +35,9 @@ Server(sys.argv[1], lambda: print("prepared", flush=True), run).serve()
 """
 
 
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
-    address = tmp_path / "socket"
-    command = [sys.executable, "-c", SERVER, str(address)]
+@contextlib.contextmanager
+def serving(program: str, address: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", program, str(address)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         while not address.exists():
             assert process.poll() is None
@@ -45,6 +45,12 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproce
         monkeypatch.setenv(SOCKET, str(address))
         yield process
         process.kill()
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    with serving(SERVER, tmp_path / "socket", monkeypatch) as process:
+        yield process
 
 
 def start(folder: Path, name: str, code: str, **job: int) -> children.Run:
@@ -88,6 +94,21 @@ def test_a_run_talks_over_the_descriptors_that_its_job_names(server, tmp_path: P
     assert os.read(done_in, 100) == b""  # neither the server nor anybody else holds the other end
     for descriptor in (turn_out, done_in):
         os.close(descriptor)
+
+
+def test_the_address_appears_only_when_the_server_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_to_listen = """
+import socket, time
+
+class SlowToListen(socket.socket):
+    def listen(self, *backlog):
+        time.sleep(0.3)
+        super().listen(*backlog)
+
+socket.socket = SlowToListen
+"""
+    with serving(slow_to_listen + SERVER, tmp_path / "socket", monkeypatch):
+        assert isinstance(start(tmp_path, "a", ""), ForkedRun)
 
 
 def test_a_run_dies_with_who_asked_for_it(server, tmp_path: Path) -> None:

@@ -80,8 +80,10 @@ class Server:
         self._runs: dict[int, socket.socket] = {}  # by process id
         self._ready = selectors.DefaultSelector()
         self._listening = socket.socket(socket.AF_UNIX)
-        self._listening.bind(address)
+        unannounced = f"{address}.{os.getpid()}"
+        self._listening.bind(unannounced)
         self._listening.listen()
+        os.rename(unannounced, address)  # who finds the address can connect
         self._ready.register(self._listening, selectors.EVENT_READ)
         self._woken, wake = socket.socketpair()
         self._woken.setblocking(False)
