@@ -1,0 +1,42 @@
+"""A calibrated constant: its value, where it comes from, and which published rows were used to find it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """One constant of a model.
+
+    Args:
+        name: what it is, e.g. `gpu_efficiency`.
+        value: in `unit`.
+        reason: why the value is this one, with its source (paper and place, data sheet, benchmark record).
+        reach: where it may be used (testbeds, models); what lies outside is an extrapolation that a page has to name.
+        solved_from: ids of the published rows (exhibit:series:x:metric) that were used to find the value.
+    """
+
+    name: str
+    value: float
+    unit: str
+    reason: str
+    reach: str
+    solved_from: tuple[str, ...] = ()
+
+
+class CircularClaim(ValueError):
+    """A claim is judged by a number that its own expectation was used to find."""
+
+
+def require_held_out(claim: str, expected_rows: Iterable[str], calibrations: Iterable[Calibration]) -> None:
+    """Raises CircularClaim where a row that a claim expects was used to solve a constant behind the claim's value."""
+    rows = set(expected_rows)
+    for calibration in calibrations:
+        both = sorted(rows.intersection(calibration.solved_from))
+        if both:
+            raise CircularClaim(
+                f"claim {claim}: its expectation {both[0]} was used to find {calibration.name} "
+                f"({calibration.value:g} {calibration.unit}), so it cannot judge what follows from it"
+            )

@@ -1,0 +1,306 @@
+"""`play`: the seconds that a graph of tasks takes on a machine.
+
+A task begins when the tasks before it have ended, its pools have what it takes, its locks are free and its FIFO
+resource is idle, all at the same instant: nothing is held while it waits. Pools and locks are handed out in the order
+in which tasks became ready; a FIFO resource goes to the first ready task that can begin (a write that frees a buffer
+overtakes a read that waits for one). While it runs, a task loads each of its resources at the same time, and ends when
+all have served it. On a shared resource tasks get max-min fair shares; no task takes more than it would if it were
+alone.
+
+Time is continuous: rates change only where a task begins or ends, so the clock jumps from one such instant to the next.
+SimPy was considered: its FIFO resources and containers fit, but shares that change while a task runs have to be built
+from interrupted processes, which is most of what stands here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from memascend.simulator.machine import Machine, Server
+from memascend.simulator.tasks import Task, check_tasks
+from memascend.simulator.trace import Event, busy_s, phase_spans
+
+_DONE = 1e-9  # the share of a piece of work below which nothing is left of it but rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """What came of a play.
+
+    `served_s` is, for each phase and server, the seconds that its work takes at the full rate; `levels`, for each pool,
+    (second, amount taken) at each change.
+    """
+
+    machine: str
+    seconds: float
+    events: tuple[Event, ...]
+    served_s: Mapping[str, Mapping[str, float]]
+    levels: Mapping[str, tuple[tuple[float, float], ...]]
+
+    def busy(self, phase: str) -> dict[str, float]:
+        """Seconds that each resource was occupied in `phase`."""
+        return busy_s(self.events).get(phase, {})
+
+    def phases(self) -> dict[str, tuple[float, float]]:
+        """Begin and end of each phase, in the order in which they begin; phases may overlap."""
+        return phase_spans(self.events)
+
+    def bottleneck(self, phase: str | None = None) -> str:
+        """The server with the most work, of one phase or of the whole step. Raises ValueError where there is none."""
+        totals: dict[str, float] = {}
+        for name, by_server in self.served_s.items():
+            if phase in (None, name):
+                for server, seconds in by_server.items():
+                    totals[server] = totals.get(server, 0.0) + seconds
+        if not totals:
+            raise ValueError(f"nothing was done in phase {phase!r}; phases: {', '.join(self.served_s)}")
+        return max(totals, key=lambda server: totals[server])
+
+    def peak(self, pool: str) -> float:
+        """The most that was taken from a pool at any instant."""
+        return max((amount for _, amount in self.levels[pool]), default=0.0)
+
+
+@dataclass
+class _Flow:
+    """A task's work on one server. `cap`: units a second it would use if it were alone."""
+
+    work: str
+    server: Server
+    amount: float
+    rate: float
+    cap: float
+    left: float
+    speed: float = 0.0
+    end_s: float | None = None
+
+
+@dataclass
+class _Running:
+    task: Task
+    begin_s: float
+    flows: list[_Flow] = field(default_factory=list)
+
+
+def roofline_s(tasks: Sequence[Task], machine: Machine) -> float:
+    """The work of the busiest server at its full rate: no play takes less."""
+    totals: dict[str, float] = {}
+    for task in tasks:
+        for work, amount in task.needs.items():
+            server, rate = machine.serve(work)
+            totals[server.name] = totals.get(server.name, 0.0) + amount / rate
+    return max(totals.values(), default=0.0)
+
+
+def play(tasks: Sequence[Task], machine: Machine) -> Played:
+    """Play `tasks` on `machine`. The same input gives the same output, to the bit.
+
+    Raises ValueError, in one line: names that stand twice or are unknown, two FIFO resources in one task, more taken
+    than a pool holds, and tasks that wait for one another for ever (which, and for what).
+    """
+    check_tasks(tasks)
+    return _Play(tasks, machine).run()
+
+
+class _Play:
+    def __init__(self, tasks: Sequence[Task], machine: Machine) -> None:
+        self.machine = machine
+        self.tasks = list(tasks)
+        self.now = 0.0
+        self.taken = dict.fromkeys(machine.pools, 0.0)
+        self.levels: dict[str, list[tuple[float, float]]] = {name: [(0.0, 0.0)] for name in machine.pools}
+        self.busy_fifo: dict[str, str] = {}
+        self.held: dict[str, str] = {}
+        self.running: list[_Running] = []
+        self.waiting: list[Task] = []  # in the order in which they became ready
+        self.events: list[Event] = []
+        self.served_s: dict[str, dict[str, float]] = {}
+        self._serve = {work: machine.serve(work) for task in self.tasks for work in task.needs}
+        self._fifo_of = {task.name: self._fifo(task) for task in self.tasks}
+        self._check_pools_and_locks()
+        self._before = {task.name: len(set(task.after)) for task in self.tasks}
+        self._then: dict[str, list[Task]] = {task.name: [] for task in self.tasks}
+        for task in self.tasks:
+            for name in set(task.after):
+                self._then[name].append(task)
+
+    def _fifo(self, task: Task) -> str | None:
+        names = {self._serve[work][0].name for work in task.needs if not self._serve[work][0].shared}
+        if len(names) > 1:
+            raise ValueError(
+                f"task {task.name!r} occupies {' and '.join(sorted(names))}: a task has at most one FIFO resource, "
+                "split it"
+            )
+        return next(iter(names), None)
+
+    def _check_pools_and_locks(self) -> None:
+        for task in self.tasks:
+            for pool in (*task.takes, *task.gives):
+                if pool not in self.taken:
+                    known = ", ".join(self.taken) or "none"
+                    raise ValueError(
+                        f"task {task.name!r}: machine {self.machine.name} has no pool {pool!r}; it has {known}"
+                    )
+            for pool, amount in task.takes.items():
+                if amount > self.machine.pools[pool]:
+                    raise ValueError(
+                        f"task {task.name!r} takes {amount:g} of pool {pool!r}, which holds "
+                        f"{self.machine.pools[pool]:g}"
+                    )
+            for lock in task.holds:
+                if lock not in self.machine.locks:
+                    known = ", ".join(self.machine.locks) or "none"
+                    raise ValueError(
+                        f"task {task.name!r}: machine {self.machine.name} has no lock {lock!r}; it has {known}"
+                    )
+
+    # -- the clock -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Played:
+        self.waiting = [task for task in self.tasks if not self._before[task.name]]
+        ended = 0
+        self._begin_what_can()
+        while self.running:
+            ended += self._advance()
+            self._begin_what_can()
+        if ended < len(self.tasks):
+            raise ValueError(self._stuck())
+        return Played(
+            machine=self.machine.name,
+            seconds=self.now,
+            events=tuple(self.events),
+            served_s=self.served_s,
+            levels={name: tuple(changes) for name, changes in self.levels.items()},
+        )
+
+    def _advance(self) -> int:
+        """Go to the next instant at which a piece of work is done; returns how many tasks ended there."""
+        self._share()
+        under_way = [flow for each in self.running for flow in each.flows if flow.end_s is None]
+        idle = any(all(flow.end_s is not None for flow in each.flows) for each in self.running)  # tasks without work
+        step = 0.0 if idle else min(flow.left / flow.speed for flow in under_way)
+        self.now += step
+        for flow in under_way:
+            flow.left -= flow.speed * step
+            if flow.left <= _DONE * flow.amount:
+                flow.end_s = self.now
+        ended = [each for each in self.running if all(flow.end_s is not None for flow in each.flows)]
+        self.running = [each for each in self.running if any(flow.end_s is None for flow in each.flows)]
+        for each in ended:
+            self._end(each)
+        return len(ended)
+
+    def _share(self) -> None:
+        """Speeds of all work under way: full on FIFO servers, max-min fair with caps on shared ones."""
+        shared: dict[str, list[_Flow]] = {}
+        for each in self.running:
+            for flow in each.flows:
+                if flow.end_s is None:
+                    if flow.server.shared:
+                        shared.setdefault(flow.server.name, []).append(flow)
+                    else:
+                        flow.speed = flow.rate
+        for flows in shared.values():
+            left = flows[0].rate
+            for number, flow in enumerate(sorted(flows, key=lambda flow: flow.cap)):
+                flow.speed = min(flow.cap, left / (len(flows) - number))
+                left -= flow.speed
+
+    # -- tasks ---------------------------------------------------------------------------------------------------------
+
+    def _begin_what_can(self) -> None:
+        """Begin every waiting task that can. A pool or lock that keeps an earlier one from its idle FIFO resource is
+        not for a later one, so that a large request is not starved by small ones."""
+        spoken_for: set[str] = set()
+        still: list[Task] = []
+        for task in self.waiting:
+            fifo = self._fifo_of[task.name]
+            if fifo is not None and fifo in self.busy_fifo:
+                still.append(task)
+            elif (lacking := self._lacking(task, spoken_for)) is not None:
+                spoken_for.add(lacking)
+                still.append(task)
+            else:
+                self._begin(task)
+        self.waiting = still
+
+    def _lacking(self, task: Task, spoken_for: set[str]) -> str | None:
+        """The first pool or lock that `task` has to wait for."""
+        for name, amount in task.takes.items():
+            if name in spoken_for or not self._has(name, amount):
+                return name
+        return next((name for name in task.holds if name in spoken_for or name in self.held), None)
+
+    def _has(self, pool: str, amount: float) -> bool:
+        return self.taken[pool] + amount <= self.machine.pools[pool] * (1 + _DONE)
+
+    def _begin(self, task: Task) -> None:
+        for name, amount in task.takes.items():
+            self._change(name, amount)
+        for name in task.holds:
+            self.held[name] = task.name
+        fifo = self._fifo_of[task.name]
+        if fifo is not None:
+            self.busy_fifo[fifo] = task.name
+        self.running.append(_Running(task, self.now, self._flows(task)))
+
+    def _flows(self, task: Task) -> list[_Flow]:
+        alone_s = max((amount / self._serve[work][1] for work, amount in task.needs.items()), default=0.0)
+        flows = []
+        for work, amount in task.needs.items():
+            if amount > 0:
+                server, rate = self._serve[work]
+                flows.append(_Flow(work, server, amount, rate, amount / alone_s, amount))
+        return flows
+
+    def _end(self, each: _Running) -> None:
+        task = each.task
+        for name, amount in task.gives.items():
+            self._change(name, -amount)
+        for name in task.holds:
+            del self.held[name]
+        fifo = self._fifo_of[task.name]
+        if fifo is not None:
+            del self.busy_fifo[fifo]
+        by_server = self.served_s.setdefault(task.phase, {})
+        for flow in each.flows:
+            end = self.now if not flow.server.shared else flow.end_s
+            self.events.append(
+                Event(
+                    name=task.name,
+                    phase=task.phase,
+                    resource=flow.work,
+                    begin_s=each.begin_s,
+                    end_s=end,
+                    rank=task.rank,
+                    amount=flow.amount,
+                )
+            )
+            by_server[flow.server.name] = by_server.get(flow.server.name, 0.0) + flow.amount / flow.rate
+        for later in self._then[task.name]:
+            self._before[later.name] -= 1
+            if not self._before[later.name]:
+                self.waiting.append(later)
+
+    def _change(self, pool: str, amount: float) -> None:
+        taken = self.taken[pool] + amount
+        if taken < -_DONE * max(1.0, abs(amount)):
+            raise ValueError(f"pool {pool!r}: {-taken:g} more is given back than was taken")
+        self.taken[pool] = max(0.0, taken)
+        self.levels[pool].append((self.now, self.taken[pool]))
+
+    def _stuck(self) -> str:
+        if not self.waiting:
+            names = [task.name for task in self.tasks if self._before[task.name]]
+            return f"these tasks wait for one another in a circle: {', '.join(names[:5])}"
+        task = self.waiting[0]
+        reasons = [
+            f"{amount:g} of pool {name!r}, of which {self.taken[name]:g} of {self.machine.pools[name]:g} are taken"
+            for name, amount in task.takes.items()
+            if not self._has(name, amount)
+        ] + [f"lock {name!r}" for name in task.holds if name in self.held]
+        return (
+            f"the play stands still at {self.now:g} s with {len(self.waiting)} tasks waiting: {task.name!r} waits for "
+            f"{' and '.join(reasons) or 'a resource'}, which nobody gives back"
+        )

@@ -1,0 +1,50 @@
+"""A task: work on named resources, buffers that it takes and gives back, locks that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One piece of a step.
+
+    Args:
+        name: unique in a play.
+        phase: what its time is booked under (forward, backward, optimizer ...).
+        rank: the process that runs it; only for the trace.
+        needs: work by resource: bytes or floating-point operations for a resource that has a rate, seconds where the
+            rate is 1. At most one of them is a FIFO resource (a stream, a drive, the CPU optimizer), which the task
+            occupies from its begin to its end; of shared resources (PCIe, DRAM, a CXL node) it uses a share.
+        after: names of tasks that have to end first.
+        takes: amounts of memory pools, taken when the task begins; it waits while a pool has not that much.
+        gives: amounts given back to pools when the task ends. What one task takes another may give back.
+        holds: locks that nobody else has while it runs.
+    """
+
+    name: str
+    phase: str
+    rank: int = 0
+    needs: Mapping[str, float] = field(default_factory=dict)
+    after: tuple[str, ...] = ()
+    takes: Mapping[str, float] = field(default_factory=dict)
+    gives: Mapping[str, float] = field(default_factory=dict)
+    holds: tuple[str, ...] = ()
+
+
+def check_tasks(tasks: Iterable[Task]) -> None:
+    """ValueError, in one line, for a name that stands twice, a task that waits for nobody known, a negative amount."""
+    names: set[str] = set()
+    for task in tasks:
+        if task.name in names:
+            raise ValueError(f"two tasks are called {task.name!r}: names are unique in a play")
+        names.add(task.name)
+    for task in tasks:
+        unknown = next((name for name in task.after if name not in names), None)
+        if unknown is not None:
+            raise ValueError(f"task {task.name!r} waits for {unknown!r}, which is no task of this play")
+        for what, amounts in (("needs", task.needs), ("takes", task.takes), ("gives", task.gives)):
+            for name, amount in amounts.items():
+                if not 0 <= amount < float("inf"):
+                    raise ValueError(f"task {task.name!r} {what} {amount!r} of {name!r}: amounts are finite and >= 0")

@@ -1,0 +1,222 @@
+"""The simulator against closed forms: rooflines, pipelines, shares, pools and locks."""
+
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memascend.simulator import Event, Fifo, Machine, Path, Shared, Task, play, read_trace, roofline_s, write_trace
+from memascend.simulator.calibration import Calibration, CircularClaim, require_held_out
+from memascend.simulator.trace import busy_s
+
+
+def machine(pools=None, locks=(), **resources):
+    return Machine(name="test", resources=resources, pools=pools or {}, locks=tuple(locks))
+
+
+def times(played):
+    return {event.name: (event.begin_s, event.end_s) for event in played.events}
+
+
+def test_a_fifo_resource_serves_one_task_at_a_time_in_the_order_of_readiness():
+    tasks = [Task(name=f"t{i}", phase="p", needs={"gpu": 10.0}) for i in range(3)]
+    assert times(play(tasks, machine(gpu=Fifo(rate=5.0)))) == {"t0": (0, 2), "t1": (2, 4), "t2": (4, 6)}
+
+
+def test_two_tasks_share_a_link_and_the_second_speeds_up_when_the_first_ends():
+    tasks = [Task(name="small", phase="p", needs={"dram": 10.0}), Task(name="large", phase="p", needs={"dram": 30.0})]
+    played = play(tasks, machine(dram=Shared(rate=10.0)))
+    assert times(played)["small"][1] == pytest.approx(2.0)  # both at 5 a second
+    assert played.seconds == pytest.approx(4.0)  # nothing of the link is left unused
+
+
+def test_max_min_shares_leave_to_others_what_a_slow_task_cannot_use():
+    """The optimizer needs 2 of the 10 a second of DRAM; the copy gets the other 8."""
+    tasks = [
+        Task(name="adam", phase="p", needs={"cpu": 10.0, "dram": 20.0}),
+        Task(name="copy", phase="p", needs={"dram": 80.0}),
+    ]
+    played = play(tasks, machine(cpu=Fifo(rate=1.0), dram=Shared(rate=10.0)))
+    assert times(played)["adam"][1] == pytest.approx(10.0)
+    assert times(played)["copy"][1] == pytest.approx(10.0)
+
+
+def test_a_task_ends_when_its_slowest_resource_has_served_it():
+    tasks = [Task(name="t", phase="p", needs={"cpu": 1.0, "dram": 50.0})]
+    assert play(tasks, machine(cpu=Fifo(rate=1.0), dram=Shared(rate=10.0))).seconds == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(("duplex", "seconds"), [(True, 4.0), (False, 6.0)])
+def test_a_duplex_path_reads_and_writes_at_once_and_a_simplex_path_in_turn(duplex, seconds):
+    tasks = [
+        Task(name="read", phase="p", needs={"ssd.read": 20.0}),
+        Task(name="write", phase="p", needs={"ssd.write": 20.0}),
+    ]
+    assert play(tasks, machine(ssd=Path(read=10.0, write=5.0, duplex=duplex))).seconds == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("buffers", "seconds"), [(1, 12.0), (2, 8.0), (math.inf, 8.0)])
+def test_the_number_of_buffers_decides_what_overlaps(buffers, seconds):
+    """Read a block (2 s), compute it (1 s), four times: one buffer makes it serial, two hide the computing."""
+    tasks = []
+    for i in range(4):
+        tasks.append(Task(name=f"read {i}", phase="p", needs={"ssd.read": 2.0}, takes={"buffers": 1}))
+        tasks.append(Task(name=f"block {i}", phase="p", needs={"gpu": 1.0}, after=(f"read {i}",), gives={"buffers": 1}))
+    played = play(tasks, machine({"buffers": buffers}, gpu=Fifo(), ssd=Path(read=1.0, write=1.0)))
+    assert played.seconds == pytest.approx(seconds if buffers == 1 else seconds + 1.0)
+    assert played.peak("buffers") == (1 if buffers == 1 else 2)
+
+
+def test_a_write_that_frees_a_buffer_overtakes_a_read_that_waits_for_one():
+    tasks = [
+        Task(name="old", phase="p", takes={"buffers": 1}),
+        Task(
+            name="read", phase="p", needs={"ssd.read": 1.0}, takes={"buffers": 1}, after=("old",), gives={"buffers": 1}
+        ),
+        Task(name="write", phase="p", needs={"ssd.write": 1.0}, after=("old",), gives={"buffers": 1}),
+    ]
+    assert times(play(tasks, machine({"buffers": 1}, ssd=Path(read=1.0, write=1.0)))) == {
+        "write": (0, 1),
+        "read": (1, 2),
+    }
+
+
+def test_a_large_request_of_a_pool_is_not_starved_by_small_ones_behind_it():
+    tasks = [Task(name="first", phase="p", needs={"a": 2.0}, takes={"m": 1}, gives={"m": 1})]
+    tasks.append(Task(name="large", phase="p", needs={"b": 1.0}, takes={"m": 2}, gives={"m": 2}))
+    tasks += [Task(name=f"s{i}", phase="p", needs={f"c{i}": 5.0}, takes={"m": 1}, gives={"m": 1}) for i in range(2)]
+    played = play(tasks, machine({"m": 2}, a=Fifo(), b=Fifo(), c0=Fifo(), c1=Fifo()))
+    assert times(played)["large"] == (2, 3)
+
+
+def test_a_lock_is_held_by_one_rank_at_a_time():
+    tasks = [
+        Task(name=f"rank {i}", phase="p", rank=i, needs={f"stream {i}": 3.0}, holds=("node-0-nvme",)) for i in range(3)
+    ]
+    played = play(tasks, machine(locks=["node-0-nvme"], **{f"stream {i}": Fifo() for i in range(3)}))
+    assert played.seconds == pytest.approx(9.0)
+
+
+def test_what_goes_round_in_circles_or_never_comes_back_is_one_line():
+    both = [Task(name="a", phase="p", after=("b",)), Task(name="b", phase="p", after=("a",))]
+    with pytest.raises(ValueError, match=r"wait for one another in a circle: a, b"):
+        play(both, machine())
+    kept = [Task(name=f"t{i}", phase="p", takes={"m": 1}) for i in range(2)]
+    with pytest.raises(ValueError, match=r"stands still .*'t1' waits for 1 of pool 'm', of which 1 of 1 are taken"):
+        play(kept, machine({"m": 1}))
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (Task(name="t", phase="p", needs={"tpu": 1.0}), "test has no 'tpu'; it has gpu, ssd.read, ssd.write"),
+        (Task(name="t", phase="p", needs={"gpu": 1.0, "ssd.read": 1.0}), "at most one FIFO resource"),
+        (Task(name="t", phase="p", takes={"m": 3}), "takes 3 of pool 'm', which holds 2"),
+        (Task(name="t", phase="p", gives={"m": 1}), "more is given back than was taken"),
+        (Task(name="t", phase="p", gives={"n": 1}), "has no pool 'n'; it has m"),
+        (Task(name="t", phase="p", holds=("l",)), "has no lock 'l'; it has none"),
+        (Task(name="t", phase="p", after=("u",)), "waits for 'u', which is no task"),
+        (Task(name="t", phase="p", needs={"gpu": -1.0}), "amounts are finite and >= 0"),
+    ],
+)
+def test_a_task_that_cannot_be_played_is_refused_by_name(task, said):
+    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+        play([task], machine({"m": 2}, gpu=Fifo(), ssd=Path(read=1.0, write=1.0)))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    stages=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    blocks=st.integers(1, 30),
+    shared=st.integers(0, 20),
+)
+def test_a_pipeline_with_infinite_pools_lies_between_its_roofline_and_roofline_plus_fill_and_drain(
+    stages, blocks, shared
+):
+    """Equal blocks through a chain of FIFO stages, each of which also loads DRAM."""
+    tasks = []
+    for block in range(blocks):
+        for stage, work in enumerate(stages):
+            tasks.append(
+                Task(
+                    name=f"{block}/{stage}",
+                    phase="p",
+                    needs={f"s{stage}": float(work), "dram": float(shared)},
+                    after=(f"{block}/{stage - 1}",) if stage else (),
+                    takes={"m": 1} if stage == 0 else {},
+                    gives={"m": 1} if stage == len(stages) - 1 else {},
+                )
+            )
+    resources = {f"s{stage}": Fifo() for stage in range(len(stages))} | {"dram": Shared(rate=10.0)}
+    testbed = Machine(name="test", resources=resources, pools={"m": 1.0}).with_pools()
+    played = play(tasks, testbed)
+    lower = roofline_s(tasks, testbed)
+    alone = [max(work, shared / 10.0) for work in stages]
+    assert lower * (1 - 1e-6) <= played.seconds
+    if shared == 0 or len(stages) == 1:
+        assert played.seconds <= (blocks - 1) * max(alone) + sum(alone) + 1e-6
+        assert played.seconds <= lower + sum(alone) + 1e-6
+    else:  # shares of DRAM stretch stages, together by no more than DRAM's own work
+        assert played.seconds <= lower + blocks * len(stages) * shared / 10.0 + sum(alone) + 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_random_graphs_take_at_least_the_roofline_and_at_most_everything_one_after_the_other(seed):
+    rng = random.Random(seed)
+    kinds = ["gpu", "ssd.read", "ssd.write", "dram"]
+    tasks = []
+    for number in range(rng.randint(1, 40)):
+        needs = {rng.choice(kinds[:3]): rng.uniform(0, 5)} | ({"dram": rng.uniform(0, 5)} if rng.random() < 0.5 else {})
+        after = tuple({f"t{rng.randrange(number)}" for _ in range(rng.randint(0, 2))}) if number else ()
+        pool = {"m": rng.choice([0.5, 1.0])} if rng.random() < 0.5 else {}
+        tasks.append(Task(name=f"t{number}", phase="p", needs=needs, after=after, takes=pool, gives=pool))
+    testbed = machine({"m": 1.5}, gpu=Fifo(rate=2.0), ssd=Path(read=1.0, write=0.5), dram=Shared(rate=3.0))
+    played = play(tasks, testbed)
+    serial = sum(max(amount / testbed.serve(work)[1] for work, amount in task.needs.items()) for task in tasks)
+    assert roofline_s(tasks, testbed) * (1 - 1e-6) <= played.seconds <= serial * (1 + 1e-6) + 1e-6
+    assert {event.name for event in played.events} == {task.name for task in tasks}
+    assert played.levels["m"][-1][1] == pytest.approx(0.0)
+    for phase, by_server in played.served_s.items():
+        assert all(seconds <= played.seconds * (1 + 1e-6) for seconds in by_server.values()), phase
+    assert play(tasks, testbed) == played
+
+
+def test_a_trace_is_read_back_as_it_was_written_and_perfetto_finds_its_rows(tmp_path):
+    tasks = [
+        Task(name="read", phase="forward", needs={"ssd.read": 20.0}),
+        Task(name="block", phase="forward", rank=1, needs={"gpu": 3.0}, after=("read",)),
+    ]
+    played = play(tasks, machine(gpu=Fifo(), ssd=Path(read=10.0, write=5.0)))
+    write_trace(tmp_path / "t.json", played.events, lane="modelled", source="test", system="toy")
+    events, facts = read_trace(tmp_path / "t.json")
+    assert events == list(played.events)
+    assert facts == {"lane": "modelled", "source": "test", "system": "toy"}
+    raw = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {(e["pid"], e["args"]["name"]) for e in raw if e["name"] == "thread_name"} == {(0, "ssd.read"), (1, "gpu")}
+    assert played.busy("forward") == {"ssd.read": 2.0, "gpu": 3.0}
+    assert played.bottleneck() == "gpu"
+
+
+def test_overlapping_events_of_a_resource_are_busy_once():
+    events = [Event(name=str(b), phase="p", resource="r", begin_s=b, end_s=e) for b, e in ((0, 2), (1, 3), (5, 6))]
+    assert busy_s(events) == {"p": {"r": 4.0}}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"otherData": {"format": "memascend step trace", "version": 99}}'])
+def test_a_file_that_is_no_trace_is_one_line(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=r"x\.json"):
+        read_trace(tmp_path / "x.json")
+
+
+def test_a_claim_cannot_be_judged_by_a_constant_that_its_expectation_fed():
+    fitted = Calibration(
+        name="gpu_efficiency", value=0.449, unit="1", reason="Fig. 17", reach="H100", solved_from=("fig17:32B:1:tok/s",)
+    )
+    require_held_out("other", ["fig17:32B:48:tok/s"], [fitted])
+    with pytest.raises(CircularClaim, match=r"claim level: its expectation fig17:32B:1:tok/s was used to find gpu_eff"):
+        require_held_out("level", ["fig17:32B:1:tok/s"], [fitted])
