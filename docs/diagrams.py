@@ -48,6 +48,13 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def packages() -> Iterator[str]:
+    """The packages of ours, one level below the top ones too: a room that imports no other has no arrow."""
+    for top in TOP:
+        yield top
+        yield from (f"{top}.{path.parent.name}" for path in sorted((ROOT / top).glob("*/__init__.py")))
+
+
 def import_edges() -> set[tuple[str, str]]:
     """(room, room that it imports), for every Python file of the rooms."""
     edges = set()
@@ -60,7 +67,7 @@ def import_edges() -> set[tuple[str, str]]:
 def rooms_dot() -> str:
     """Graph of the rooms: one cluster for the library, arrows from importer to imported."""
     edges = import_edges()
-    names = {name for edge in edges for name in edge} | set(TOP)
+    names = {name for edge in edges for name in edge} | {room(name) for name in packages()}
     library = sorted(name for name in names if name.startswith("memascend"))
     lines = ["digraph rooms {", STYLE, 'subgraph cluster_library { label="memascend: mechanisms"; color="#999999";']
     lines += [node(name, COLOURS["memascend"]) for name in library]

@@ -19,7 +19,8 @@ from typing import Any
 import yaml
 
 from hardware.registry import check
-from memascend.doctor import probe as probed
+from memascend.memory.cgroup import host_memory, ram_bytes
+from memascend.memory.topology import Topology
 
 GIB = 2**30
 # Not drives: loop devices, RAM disks, compressed swap, mappings of other devices, optical and floppy drives.
@@ -30,7 +31,7 @@ _PCIE_GENERATION = {"2.5": "Gen1", "5.0": "Gen2", "8.0": "Gen3", "16.0": "Gen4",
 def probe(root: Path = Path("/")) -> dict[str, Any]:
     """The machine under `root` in the schema's keys; what cannot be read is null or empty, never guessed."""
     cpu, sockets, cores, logical = read_cpu(root)
-    ram, _ = probed.memory_bytes(root)
+    ram, _ = ram_bytes(root)
     testbed = {
         "id": "local",
         "paper": None,
@@ -54,7 +55,7 @@ def probe(root: Path = Path("/")) -> dict[str, Any]:
             "kernel": platform.release(),
             "logical_cores": logical,
             "usable_cores": len(os.sched_getaffinity(0)),
-            "usable_memory_gib": round(probed.usable_memory_bytes(root) / GIB, 2),
+            "usable_memory_gib": round(host_memory(root).limit_bytes / GIB, 2),
             "numa_nodes": read_numa(root),
         },
     }
@@ -75,7 +76,8 @@ def read_cpu(root: Path) -> tuple[str | None, int | None, int | None, int]:
 def read_numa(root: Path) -> list[dict[str, Any]]:
     """Nodes with their CPUs and memory."""
     return [
-        {"node": node, "cpus": cpus, "memory_gib": round(size / GIB, 2)} for node, cpus, size in probed.numa_nodes(root)
+        {"node": node.number, "cpus": node.cpus, "memory_gib": round(node.total_bytes / GIB, 2)}
+        for node in Topology.read(root).nodes.values()
     ]
 
 

@@ -4,6 +4,8 @@ It is loaded by `import memascend.auto`, or by nothing at all: torch loads the e
 `torch.backends` at the end of `import torch`, and ours names this module (TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns torch's
 loading off). Nothing is imported and nothing changed until DeepSpeed has been imported, and DeepSpeed is left alone
 until it is given a configuration with that key.
+
+Since all this happens inside `import torch` and `import deepspeed`, an error here is logged and never raised.
 """
 
 from __future__ import annotations
@@ -11,12 +13,31 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import logging
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 _WATCHED = "deepspeed"
+
+log = logging.getLogger("memascend")
+
+
+def _logged(action: Callable[..., Any], *args: Any) -> Any:
+    """What ``action`` returns; None, and a line in the log, where it fails."""
+    try:
+        return action(*args)
+    except Exception as error:
+        if os.environ.get("RANK", "0") == "0":  # is_logging_rank() may be in what cannot be imported
+            log.warning(
+                'memascend: the key "memascend" in DeepSpeed configurations will not be seen (%s: %s); call '
+                "memascend.enable(ds_config) before deepspeed.initialize, or install memascend again",
+                type(error).__name__,
+                error,
+            )
+        return None
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -34,20 +55,26 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             return None
         self._asking = True
         try:
-            spec = importlib.util.find_spec(name)
+            spec = importlib.util.find_spec(name)  # its errors are those of the import itself
         finally:
             self._asking = False
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
+        if spec is not None and spec.loader is not None:
+            _logged(self._watch_after, spec.loader)
+        return spec
+
+    def _watch_after(self, loader: Any) -> None:
+        execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            sys.meta_path.remove(self)
-            _watch(module)
+            _logged(self._done, module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+        loader.exec_module = exec_module
+
+    def _done(self, module: ModuleType) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        _watch(module)
 
 
 class _SpecInProgress(importlib.machinery.ModuleSpec):
@@ -64,7 +91,7 @@ class _SpecInProgress(importlib.machinery.ModuleSpec):
         self.__dict__["_initializing"] = value
         module = sys.modules.get(self.name)
         if not value and hasattr(module, "initialize"):  # an import that failed leaves none
-            _watch(module)
+            _logged(_watch, module)
 
 
 def _watch(deepspeed: Any) -> None:
@@ -75,6 +102,10 @@ def _watch(deepspeed: Any) -> None:
 
 def install() -> None:
     """Wait for DeepSpeed. Calling it again changes nothing; torch calls it."""
+    _logged(_install)
+
+
+def _install() -> None:
     spec = getattr(sys.modules.get(_WATCHED), "__spec__", None)
     if getattr(spec, "_initializing", False):
         spec.__class__ = _SpecInProgress

@@ -8,13 +8,14 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from memascend import __version__
 from memascend.doctor.command import add_doctor
 from memascend.planner.command import add_plan, count
 from memascend.storage.commands import add_storage
-from memascend.training.command import add_train
+from memascend.training.command import add_train, add_verify
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,12 +75,19 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = _Parser(prog="memascend", description="Full-parameter fine-tuning where host memory is scarce.")
     parser.add_argument("--version", action="version", version=f"memascend {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=_Parser)
-    add_plan(commands)
+    add_plan(commands, _local_machine)
     add_doctor(commands)
     _add_bench(commands)
     add_storage(commands)
     add_train(commands)
+    add_verify(commands)
     return parser.parse_args(arguments)
+
+
+def _local_machine(nvme: Path | None) -> Any:
+    from memascend.doctor.local import local_machine
+
+    return local_machine(nvme)
 
 
 def _add_bench(commands: Any) -> None:

@@ -4,19 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, zero3_config
+from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, ssd_offload, zero3_config
+from memascend.arrangements import Arrangement, arrangement_of_parts
 
-_PARTS = {
-    "as_published": {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "chain", "aio": "file"},
-    "as_published_one_tensor": {
-        "pinned": "power_of_two",
-        "pool": "monolithic",
-        "overflow": "chain",
-        "aio": "file",
-    },
-    "aminmax": {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "aminmax", "aio": "file"},
-    "today_016": {"pinned": "power_of_two", "pool": "stock", "overflow": "stock", "aio": "file"},
-    "today": {"pinned": "stock", "pool": "stock", "overflow": "stock", "aio": "stock"},
+_PUBLISHED = {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "chain", "aio": "file"}
+
+
+def _arm(variant: str, parts: dict[str, str], **others: Any) -> Arrangement:
+    refusal = "stock DeepSpeed fails with bf16 optimizer states on NVMe"
+    return arrangement_of_parts(parts, f"ZeRO-Infinity ({variant})", refuses_bf16_states=refusal, **others)
+
+
+_ARMS = {
+    "as_published": _arm("as published", _PUBLISHED),
+    "as_published_one_tensor": _arm(
+        "as published, one pool tensor", {**_PUBLISHED, "pool": "monolithic"}, whole_swap_out=True
+    ),
+    "as_published_round_threshold": _arm(
+        "as published, rounding bounded by PyTorch",
+        _PUBLISHED,
+        pinned="round_threshold",
+        swapped="round_threshold",
+        shown_beside=True,
+        runs=False,
+    ),
+    "as_published_direct": _arm("as published, direct NVMe engine", {**_PUBLISHED, "aio": "direct"}),
+    "aminmax": _arm("as published, aminmax check", {**_PUBLISHED, "overflow": "aminmax"}),
+    "today_016": _arm(
+        "DeepSpeed 0.16",
+        {"pinned": "power_of_two", "pool": "stock", "overflow": "stock", "aio": "file"},
+        whole_swap_out=True,
+    ),
+    "today": _arm("DeepSpeed 0.19.8", {"pinned": "stock", "pool": "stock", "overflow": "stock", "aio": "stock"}),
 }
 
 
@@ -27,4 +46,4 @@ def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
     return zero3_config(run, param, optimizer)
 
 
-SYSTEM = DeepSpeedSystem(name="zero_infinity", parts_by_arm=_PARTS, configure=_configure)
+SYSTEM = DeepSpeedSystem(name="zero_infinity", arms=_ARMS, configure=_configure, buffers=ssd_offload)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, zero3_config
+from baselines.zero_offload.footprint import footprint
+from memascend.arrangements import arrangement_of_parts
 
 _STOCK = {"pinned": "stock", "pool": "stock", "overflow": "stock", "aio": "stock"}
+# Without swapping there is no swap buffer; what torch pins is rounded as CUDA's caching allocator does.
+_ARMS = {"today": arrangement_of_parts(_STOCK, "ZeRO-Offload", states_on="host", swapped="power_of_two")}
 
 
 def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
@@ -14,4 +18,4 @@ def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
     return zero3_config(run, dict(in_memory), dict(in_memory))
 
 
-SYSTEM = DeepSpeedSystem(name="zero_offload", parts_by_arm={"today": _STOCK}, configure=_configure)
+SYSTEM = DeepSpeedSystem(name="zero_offload", arms=_ARMS, configure=_configure, buffers=footprint)

@@ -70,6 +70,9 @@ def _add_nvme(parser: argparse.ArgumentParser, count: _Count) -> None:
     parser.add_argument("--budget-mib", type=count, default=2048, help="a way moves so much of a size (default 2048)")
     parser.add_argument("--workers", default="1", help="threads of the engine, separated by commas (default 1)")
     parser.add_argument(
+        "--no-register", action="store_true", help="leave the buffers unregistered: every transfer looks its pages up"
+    )
+    parser.add_argument(
         "--questions", default="stream,sizes", help="stream (against fio), sizes (against DeepNVMe) (default both)"
     )
 
@@ -235,6 +238,7 @@ def _nvme(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], l
         workers=tuple(_counts("--workers", options.workers, count)),
         budget_bytes=options.budget_mib << 20,
         questions=tuple(options.questions.split(",")),
+        register=not options.no_register,
     )
     result = nvme.measure(chosen)
     lines = _in_memory(options.folder)

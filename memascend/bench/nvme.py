@@ -57,6 +57,7 @@ class NvmeOptions:
     sizes: tuple[int, ...] = (2 << 20, 8 << 20, 32 << 20, 128 << 20)
     budget_bytes: int = 2 << 30
     questions: tuple[str, ...] = QUESTIONS
+    register: bool = True  # the buffers with the rings (`DirectEngine.register_buffer`)
 
 
 def measure(options: NvmeOptions) -> dict[str, Any]:
@@ -74,6 +75,7 @@ def measure(options: NvmeOptions) -> dict[str, Any]:
         repeats=options.repeats,
         budget_bytes=options.budget_bytes,
         workers=options.workers,
+        register=options.register,
     )
     # fio's region, and each tensor of the stream as committed and as written over it.
     size = (3 * options.region_bytes if streams else 0) + nvme_sizes.room(by_size) + (64 << 20)
@@ -97,6 +99,7 @@ def measure(options: NvmeOptions) -> dict[str, Any]:
         "target": kind,
         "block_bytes": options.block_bytes,
         "depth": options.depth,
+        "registered": options.register,
         "conditions": conditions() | fio | {"missing": missing},
         "points": stream + sizes,
         "summary": _stream_summary(stream) + nvme_sizes.summary(sizes),
@@ -175,7 +178,7 @@ def _engine_way(
 ) -> Callable[[], tuple[float, int]]:
     def run() -> tuple[float, int]:
         with DirectEngine([path], _OWNER, DirectEngineConfig(**config)) as engine:
-            for buffer in buffers:
+            for buffer in buffers if options.register else ():
                 engine.register_buffer(buffer)
             submit = engine.read if op == "read" else engine.write
             # The first lap is not timed: rings and buffers are then in use.

@@ -51,6 +51,7 @@ class SizeOptions:
     repeats: int
     budget_bytes: int
     workers: tuple[int, ...] = (1,)
+    register: bool = True
 
     def rounds(self, size: int) -> int:
         return max(1, min(self.repeats, self.budget_bytes // max(1, size)))
@@ -84,7 +85,7 @@ def measure(options: SizeOptions, owner: str, path: str) -> tuple[list[dict[str,
             engines[IN_FILE] = stack.enter_context(
                 DirectEngine.create_file_store(folder, room_for([largest]), owner, config)
             )
-        for engine in engines.values():
+        for engine in engines.values() if options.register else ():
             engine.register_buffer(memory)
         for size in sorted(options.sizes, reverse=True):
             with _ways(engines, handle, memory[:size], path) as ways:

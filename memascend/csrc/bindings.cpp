@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include <exception>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -18,6 +19,7 @@
 
 #include "core/adamw.h"
 #include "core/clock.h"
+#include "core/completion.h"
 #include "core/crc32c.h"
 #include "core/direct_engine.h"
 #include "core/errors.h"
@@ -25,6 +27,7 @@
 #include "core/file_engine.h"
 #include "core/overflow.h"
 #include "core/pinned.h"
+#include "core/placement.h"
 #include "core/store.h"
 #include "core/tracking.h"
 #include "core/unscale.h"
@@ -85,18 +88,53 @@ PageKind page_kind(const std::string& name) {
   return PageKind::kSmall;
 }
 
+// Mode and nodes; none: where the thread that touches runs.
+using NamedPlacement = std::optional<std::pair<std::string, std::vector<int>>>;
+
+Placement placement_of(const NamedPlacement& named) {
+  if (!named) {
+    return {};
+  }
+  static const std::map<std::string, PlacementMode> modes = {
+      {"bind", PlacementMode::kBind},
+      {"preferred", PlacementMode::kPreferred},
+      {"preferred_many", PlacementMode::kPreferredMany},
+      {"interleaved", PlacementMode::kInterleaved},
+      {"weighted", PlacementMode::kWeighted},
+  };
+  const auto found = modes.find(named->first);
+  if (found == modes.end()) {
+    throw py::value_error("unknown placement '" + named->first +
+                          "': use bind, preferred, preferred_many, interleaved or weighted");
+  }
+  return {found->second, named->second};
+}
+
+std::map<int, std::int64_t> named_pages_by_node(std::uintptr_t address, std::int64_t bytes) {
+  return pages_by_node(reinterpret_cast<const void*>(address), bytes);
+}
+
+void named_move_pages(std::uintptr_t address, std::int64_t bytes, const NamedPlacement& named) {
+  const Placement placement = placement_of(named);
+  py::gil_scoped_release no_gil;
+  move_pages_to(reinterpret_cast<void*>(address), bytes, placement);
+}
+
 std::pair<at::Tensor, py::dict> pinned_empty(std::int64_t numel, const py::object& dtype, std::int64_t reserved_bytes,
-                                             bool lock, bool require_lock, const std::string& pages) {
+                                             bool lock, bool require_lock, const std::string& pages,
+                                             const NamedPlacement& named) {
   if (!THPDtype_Check(dtype.ptr())) {
     throw py::type_error("pinned_empty: dtype must be a torch.dtype");
   }
   const at::ScalarType type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
   const auto item_bytes = static_cast<std::int64_t>(c10::elementSize(type));
   const PageKind kind = page_kind(pages);
+  const Placement placement = placement_of(named);
   PinnedBlock block;
   {
     py::gil_scoped_release no_gil;
-    block = PinnedRegistry::instance().allocate(numel * item_bytes, reserved_bytes, lock, require_lock, kind);
+    block = PinnedRegistry::instance().allocate(numel * item_bytes, reserved_bytes, lock, require_lock, kind,
+                                                placement);
   }
   // The lambda is held by the storage: it runs once, after the last view has gone, with or without the GIL.
   at::Tensor tensor = at::from_blob(
@@ -293,12 +331,123 @@ void adamw_meta(at::Tensor& param, const at::Tensor& grad, at::Tensor& exp_avg, 
   check_adamw(param, grad, exp_avg, exp_avg_sq, half_copy);
 }
 
-// ------------------------------------------------------------------------------------------------ file engine
+// --------------------------------------------------------------------------------------- what both engines share
 
-py::tuple as_tuple(const IoFailure& failure) {
-  return py::make_tuple(failure.op == IoOp::kRead ? "read" : "write", failure.path, failure.offset, failure.expected,
-                        failure.got, failure.error, failure.reason);
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+// (cancelled, failure or None)
+py::tuple as_tuple(const RequestOutcome& outcome) {
+  if (!outcome.failure) {
+    return py::make_tuple(outcome.cancelled, py::none());
+  }
+  const RequestFailure& failure = *outcome.failure;
+  const py::object key = failure.key.empty() ? py::object(py::none()) : py::object(py::str(failure.key));
+  return py::make_tuple(outcome.cancelled,
+                        py::make_tuple(failure.op, key, failure.path, failure.offset, failure.expected, failure.got,
+                                       failure.error, failure.reason));
 }
+
+// (request, cancelled, failure or None) of each
+py::list as_list(const std::vector<EndedRequest>& ended) {
+  py::list out;
+  for (const auto& [request, outcome] : ended) {
+    out.append(py::make_tuple(request) + as_tuple(outcome));
+  }
+  return out;
+}
+
+template <typename Engine>
+py::object wait_for_request(Engine& engine, std::uint64_t request, double seconds) {
+  std::optional<RequestOutcome> outcome;
+  {
+    py::gil_scoped_release no_gil;
+    outcome = engine.wait_for(request, seconds);
+  }
+  return outcome ? py::object(as_tuple(*outcome)) : py::object(py::none());
+}
+
+template <typename Engine>
+py::object wait_for_all(Engine& engine, double seconds) {
+  std::optional<std::vector<EndedRequest>> ended;
+  {
+    py::gil_scoped_release no_gil;
+    ended = engine.wait(seconds);
+  }
+  return ended ? py::object(as_list(*ended)) : py::object(py::none());
+}
+
+py::list histogram_of(const LatencyHistogram& histogram) {
+  py::list out;
+  for (std::size_t bucket = 0; bucket < LatencyHistogram::kBuckets; ++bucket) {
+    if (histogram.counts()[bucket] > 0) {
+      out.append(py::make_tuple(LatencyHistogram::bucket_floor_us(bucket), histogram.counts()[bucket]));
+    }
+  }
+  return out;
+}
+
+py::dict as_dict(const IoStatistics& counted) {
+  py::dict out;
+  out["bytes_read"] = counted.bytes_read;
+  out["bytes_written"] = counted.bytes_written;
+  out["requests"] = counted.requests;
+  out["failed"] = counted.failed;
+  out["cancelled"] = counted.cancelled;
+  out["commands"] = counted.commands;
+  out["short_transfers"] = counted.short_transfers;
+  out["repeated"] = counted.repeated;
+  out["reread"] = counted.reread;
+  out["bounced_bytes"] = counted.bounced_bytes;
+  out["buffered_bytes"] = counted.buffered_bytes;
+  out["max_queue_depth"] = counted.max_queue_depth;
+  out["mean_queue_depth"] = counted.mean_queue_depth;
+  out["reading_s"] = counted.reading_s;
+  out["writing_s"] = counted.writing_s;
+  out["read_latency_us"] = py::tuple(histogram_of(counted.read_latency));
+  out["write_latency_us"] = py::tuple(histogram_of(counted.write_latency));
+  return out;
+}
+
+// Joining the workers may take as long as the requests in flight: others should run meanwhile.
+template <typename Engine>
+struct EndingDeleter {
+  void operator()(Engine* engine) const {
+    {
+      py::gil_scoped_release no_gil;
+      engine->shutdown();
+    }
+    delete engine;  // drops the references to tensors, with the GIL
+  }
+};
+
+template <typename Engine, typename Class>
+void bind_completions(Class& type) {
+  type.def("wait_for", &wait_for_request<Engine>)
+      .def("wait", &wait_for_all<Engine>)
+      .def("take_ended", [](Engine& self) { return as_list(self.take_ended()); })
+      .def("cancel", &Engine::cancel, NoGil())
+      .def("shutdown", &Engine::shutdown, NoGil())
+      .def("statistics", [](const Engine& self) { return as_dict(self.statistics()); })
+      .def_property_readonly("buffered_path", &Engine::buffered_path)
+      .def_property_readonly("completion_fd", &Engine::completion_fd)
+      .def_property_readonly("pending", &Engine::pending);
+}
+
+void bind_faults(py::module_& module) {
+  py::class_<IoSyscalls>(module, "IoSyscalls");
+  py::class_<FaultLayer, IoSyscalls>(module, "FaultLayer")
+      .def(py::init<>())
+      .def("add", [](FaultLayer& self, std::string op, std::int64_t after, std::int64_t times, int error,
+                     std::int64_t at_most, std::int64_t delay_us) {
+        self.add({std::move(op), after, times, error, at_most, delay_us});
+      }, py::arg("op"), py::kw_only(), py::arg("after") = 0, py::arg("times") = -1, py::arg("error") = 0,
+           py::arg("at_most") = -1, py::arg("delay_us") = 0)
+      .def("demand_alignment", &FaultLayer::demand_alignment, py::arg("bytes"), py::arg("told") = true)
+      .def("clear", &FaultLayer::clear)
+      .def_property_readonly("injected", &FaultLayer::injected);
+}
+
+// ------------------------------------------------------------------------------------------------ file engine
 
 std::uint64_t submit(FileEngine& engine, IoOp op, const at::Tensor& tensor, std::string path, std::int64_t offset) {
   if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided || !tensor.is_contiguous()) {
@@ -310,58 +459,24 @@ std::uint64_t submit(FileEngine& engine, IoOp op, const at::Tensor& tensor, std:
                        std::make_shared<at::Tensor>(tensor));
 }
 
-py::tuple wait_all(FileEngine& engine) {
-  IoWaitResult result;
-  {
-    py::gil_scoped_release no_gil;
-    result = engine.wait();
-  }
-  py::list failures;
-  for (const IoFailure& failure : result.failures) {
-    failures.append(as_tuple(failure));
-  }
-  return py::make_tuple(result.completed, failures);
-}
-
-py::dict counters(const FileEngine& engine) {
-  const IoCounters counted = engine.counters();
-  py::dict out;
-  out["bytes_read"] = counted.bytes_read;
-  out["bytes_written"] = counted.bytes_written;
-  out["ops"] = counted.ops;
-  out["bounced_bytes"] = counted.bounced_bytes;
-  out["buffered_bytes"] = counted.buffered_bytes;
-  return out;
-}
-
-// Joining the workers may take as long as the requests in flight: others should run meanwhile.
-struct ReleasingDeleter {
-  void operator()(FileEngine* engine) const {
-    {
-      py::gil_scoped_release no_gil;
-      engine->shutdown();
-    }
-    delete engine;  // drops the references to tensors, with the GIL
-  }
-};
-
 void bind_file_engine(py::module_& module) {
-  py::class_<FileEngine, std::unique_ptr<FileEngine, ReleasingDeleter>>(module, "FileEngine")
-      .def(py::init<int, std::int64_t>(), py::arg("threads"), py::arg("block_bytes"))
+  using Owner = std::unique_ptr<FileEngine, EndingDeleter<FileEngine>>;
+  py::class_<FileEngine, Owner> type(module, "FileEngine");
+  type.def(py::init([](int threads, std::int64_t block_bytes, bool require_direct, IoSyscalls* faults) {
+             return Owner(new FileEngine(threads, block_bytes, faults != nullptr ? *faults : kernel_syscalls(),
+                                         require_direct));
+           }),
+           py::arg("threads"), py::arg("block_bytes"), py::arg("require_direct") = false, py::arg("faults") = nullptr,
+           py::keep_alive<1, 5>())
       .def("read", [](FileEngine& self, const at::Tensor& tensor, std::string path,
                       std::int64_t offset) { return submit(self, IoOp::kRead, tensor, std::move(path), offset); })
       .def("write", [](FileEngine& self, const at::Tensor& tensor, std::string path,
                        std::int64_t offset) { return submit(self, IoOp::kWrite, tensor, std::move(path), offset); })
-      .def("wait", &wait_all)
-      .def("shutdown", &FileEngine::shutdown, py::call_guard<py::gil_scoped_release>())
-      .def("counters", &counters)
-      .def_property_readonly("pending", &FileEngine::pending)
       .def_property_readonly("bounce_buffer_bytes", &FileEngine::bounce_buffer_bytes);
+  bind_completions<FileEngine>(type);
 }
 
 // ---------------------------------------------------------------------------------------------- direct engine
-
-using NoGil = py::call_guard<py::gil_scoped_release>;
 
 py::dict as_dict(const Superblock& block) {
   py::dict out;
@@ -411,8 +526,8 @@ py::dict as_dict(const StoreSpace& space) {
 
 std::shared_ptr<Store> open_store(const std::vector<std::string>& paths, const std::string& owner,
                                   const std::string& control_folder, std::int64_t stripe_bytes, bool any_owner,
-                                  IoSyscalls* faults) {
-  return std::make_shared<Store>(paths, StoreOptions{owner, control_folder, stripe_bytes, any_owner},
+                                  bool require_direct, IoSyscalls* faults) {
+  return std::make_shared<Store>(paths, StoreOptions{owner, control_folder, stripe_bytes, any_owner, require_direct},
                                  faults != nullptr ? *faults : kernel_syscalls());
 }
 
@@ -446,19 +561,10 @@ std::string verify_record(Store& store, const RecordPointer& record) {
 }
 
 void bind_store(py::module_& module) {
-  py::class_<IoSyscalls>(module, "IoSyscalls");
-  py::class_<FaultLayer, IoSyscalls>(module, "FaultLayer")
-      .def(py::init<>())
-      .def("add", [](FaultLayer& self, std::string op, std::int64_t after, std::int64_t times, int error,
-                     std::int64_t at_most, std::int64_t delay_us) {
-        self.add({std::move(op), after, times, error, at_most, delay_us});
-      }, py::arg("op"), py::kw_only(), py::arg("after") = 0, py::arg("times") = -1, py::arg("error") = 0,
-           py::arg("at_most") = -1, py::arg("delay_us") = 0)
-      .def("clear", &FaultLayer::clear)
-      .def_property_readonly("injected", &FaultLayer::injected);
   py::class_<Store, std::shared_ptr<Store>>(module, "Store")
       .def(py::init(&open_store), py::arg("paths"), py::arg("owner"), py::arg("control_folder"),
-           py::arg("stripe_bytes"), py::arg("any_owner"), py::arg("faults") = nullptr, py::keep_alive<1, 7>(), NoGil())
+           py::arg("stripe_bytes"), py::arg("any_owner"), py::arg("require_direct") = false,
+           py::arg("faults") = nullptr, py::keep_alive<1, 8>(), NoGil())
       .def("find", &find_record<Store>)
       .def("list", &list_records<Store>)
       .def("grow", &Store::grow, py::arg("data_bytes"), py::arg("allocate"), NoGil())
@@ -483,8 +589,10 @@ void bind_store(py::module_& module) {
              },
              py::arg("paths"), py::arg("owner"), py::arg("weights"), py::arg("chunk_bytes"), py::arg("log_bytes"),
              py::arg("scratch_pid") = 0, NoGil());
-  module.def("storage_destroy", [](const std::vector<std::string>& paths, const std::string& control_folder) {
-    destroy_store(paths, control_folder);
+  module.def("storage_destroy", [](const std::vector<std::string>& paths) { destroy_store(paths); });
+  module.def("direct_limits", [](const std::string& path) {
+    const Device device(path, kernel_syscalls(), true);
+    return py::make_tuple(device.direct(), device.memory_alignment());
   });
   module.def("storage_superblock", [](const std::string& path) -> py::object {
     const auto block = read_superblock(Device(path, kernel_syscalls(), true));
@@ -544,72 +652,6 @@ std::uint64_t direct_read(DirectEngine& engine, const std::string& key, const at
   return engine.read(key, data, static_cast<std::int64_t>(tensor.nbytes()), offset, priority, std::move(keep_alive));
 }
 
-// (cancelled, failure or None)
-py::tuple as_tuple(const RequestOutcome& outcome) {
-  if (!outcome.failure) {
-    return py::make_tuple(outcome.cancelled, py::none());
-  }
-  const RequestFailure& failure = *outcome.failure;
-  return py::make_tuple(outcome.cancelled,
-                        py::make_tuple(failure.op, failure.key, failure.device, failure.offset, failure.expected,
-                                       failure.got, failure.error, failure.reason));
-}
-
-py::object direct_wait_for(DirectEngine& engine, std::uint64_t request, double seconds) {
-  std::optional<RequestOutcome> outcome;
-  {
-    py::gil_scoped_release no_gil;
-    outcome = engine.wait_for(request, seconds);
-  }
-  return outcome ? py::object(as_tuple(*outcome)) : py::object(py::none());
-}
-
-py::object direct_wait(DirectEngine& engine, double seconds) {
-  std::optional<std::vector<std::pair<std::uint64_t, RequestOutcome>>> outcomes;
-  {
-    py::gil_scoped_release no_gil;
-    outcomes = engine.wait(seconds);
-  }
-  if (!outcomes) {
-    return py::none();
-  }
-  py::list out;
-  for (const auto& [request, outcome] : *outcomes) {
-    out.append(py::make_tuple(request) + as_tuple(outcome));
-  }
-  return out;
-}
-
-py::list histogram_of(const LatencyHistogram& histogram) {
-  py::list out;
-  for (std::size_t bucket = 0; bucket < LatencyHistogram::kBuckets; ++bucket) {
-    if (histogram.counts()[bucket] > 0) {
-      out.append(py::make_tuple(LatencyHistogram::bucket_floor_us(bucket), histogram.counts()[bucket]));
-    }
-  }
-  return out;
-}
-
-py::dict direct_statistics(const DirectEngine& engine) {
-  const IoStatistics counted = engine.statistics();
-  py::dict out;
-  out["bytes_read"] = counted.bytes_read;
-  out["bytes_written"] = counted.bytes_written;
-  out["requests"] = counted.requests;
-  out["failed"] = counted.failed;
-  out["cancelled"] = counted.cancelled;
-  out["commands"] = counted.commands;
-  out["short_transfers"] = counted.short_transfers;
-  out["repeated"] = counted.repeated;
-  out["reread"] = counted.reread;
-  out["bounced_bytes"] = counted.bounced_bytes;
-  out["max_queue_depth"] = counted.max_queue_depth;
-  out["mean_queue_depth"] = counted.mean_queue_depth;
-  out["read_latency_us"] = py::tuple(histogram_of(counted.read_latency));
-  out["write_latency_us"] = py::tuple(histogram_of(counted.write_latency));
-  return out;
-}
-
 py::list direct_trace(DirectEngine& engine) {
   py::list out;
   for (const TraceRow& row : engine.drain_trace()) {
@@ -619,26 +661,15 @@ py::list direct_trace(DirectEngine& engine) {
   return out;
 }
 
-// As for the file engine: ending may take as long as the transfers.
-struct EndingDeleter {
-  void operator()(DirectEngine* engine) const {
-    {
-      py::gil_scoped_release no_gil;
-      engine->shutdown();
-    }
-    delete engine;
-  }
-};
-
 void bind_direct_engine(py::module_& module) {
-  py::class_<DirectEngine, std::unique_ptr<DirectEngine, EndingDeleter>>(module, "DirectEngine")
-      .def(py::init([](std::shared_ptr<Store> store, int workers, std::int64_t block_bytes, int depth,
+  using Owner = std::unique_ptr<DirectEngine, EndingDeleter<DirectEngine>>;
+  py::class_<DirectEngine, Owner> type(module, "DirectEngine");
+  type.def(py::init([](std::shared_ptr<Store> store, int workers, std::int64_t block_bytes, int depth,
                        std::string backend, const std::string& checksums, bool trace, bool is_volatile,
                        IoSyscalls* faults) {
              EngineOptions options{workers, block_bytes, depth, std::move(backend), checksums_of(checksums), trace,
                                    is_volatile};
-             return std::unique_ptr<DirectEngine, EndingDeleter>(new DirectEngine(
-                 std::move(store), options, faults != nullptr ? *faults : kernel_syscalls()));
+             return Owner(new DirectEngine(std::move(store), options, faults != nullptr ? *faults : kernel_syscalls()));
            }),
            py::arg("store"), py::arg("workers"), py::arg("block_bytes"), py::arg("depth"), py::arg("backend"),
            py::arg("checksums"), py::arg("trace"), py::arg("is_volatile"), py::arg("faults") = nullptr,
@@ -652,21 +683,22 @@ void bind_direct_engine(py::module_& module) {
         return verify_record(self.store(), self.find(key));
       }, NoGil())
       .def("read", &direct_read)
-      .def("cancel", &DirectEngine::cancel, NoGil())
-      .def("wait_for", &direct_wait_for)
-      .def("wait", &direct_wait)
       .def("register_buffer", [](DirectEngine& self, const at::Tensor& tensor) {
         auto keep_alive = std::make_shared<at::Tensor>(tensor);
         void* data = require_plain("buffer", tensor).mutable_data_ptr();
         py::gil_scoped_release no_gil;
         return self.register_buffer(data, static_cast<std::int64_t>(tensor.nbytes()), std::move(keep_alive));
       })
-      .def("shutdown", &DirectEngine::shutdown, NoGil())
-      .def("statistics", &direct_statistics)
+      .def("unregister_buffer", [](DirectEngine& self, const at::Tensor& tensor) {
+        std::shared_ptr<void> owner;  // released with the GIL
+        py::gil_scoped_release no_gil;
+        owner = self.unregister_buffer(const_cast<void*>(tensor.const_data_ptr()));
+        return owner != nullptr;
+      })
       .def("drain_trace", &direct_trace)
       .def_property_readonly("backend", [](const DirectEngine& self) { return aio_kind_name(self.backend()); })
-      .def_property_readonly("pending", &DirectEngine::pending)
       .def_property_readonly("bounce_buffers", &DirectEngine::bounce_buffers);
+  bind_completions<DirectEngine>(type);
 }
 
 // ----------------------------------------------------------------------------------------- tracking allocator
@@ -791,7 +823,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::register_exception_translator(&translate);
 
   module.def("pinned_empty", &pinned_empty, py::arg("numel"), py::arg("dtype"), py::arg("reserved_bytes"),
-             py::arg("lock"), py::arg("require_lock"), py::arg("pages") = "small");
+             py::arg("lock"), py::arg("require_lock"), py::arg("pages") = "small", py::arg("placement") = py::none());
+  module.def("pages_by_node", &named_pages_by_node, py::arg("address"), py::arg("bytes"),
+             py::call_guard<py::gil_scoped_release>());
+  module.def("move_pages", &named_move_pages, py::arg("address"), py::arg("bytes"), py::arg("placement"));
   module.def("pinned_contains", [](std::uintptr_t address, std::int64_t bytes) {
     return PinnedRegistry::instance().contains(address, bytes);
   });
@@ -799,7 +834,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("pinned_live", &live_pinned_blocks);
   module.def("pinned_mark_registered", [](std::uint64_t id) { PinnedRegistry::instance().mark_registered(id); });
   module.def("pinned_set_unregister_callback", &set_unregister_callback);
-  module.def("host_memory_bytes", &host_memory_bytes);
   module.def("memlock_limit_bytes", &memlock_limit_bytes);
   module.attr("PAGE_BYTES") = kPageBytes;
   module.attr("HUGE_PAGE_BYTES") = kHugePageBytes;
@@ -808,6 +842,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("read_all", &read_all_bytes, py::call_guard<py::gil_scoped_release>());
   module.def("simd_level", [] { return simd_level_name(best_simd_level()); });
 
+  bind_faults(module);
   bind_file_engine(module);
   bind_store(module);
   bind_direct_engine(module);

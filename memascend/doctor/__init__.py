@@ -1,1 +1,1 @@
-"""What this machine can do, what is missing, and the exact mend. Read-only but for one temporary file of its own."""
+"""What this machine can do, what is missing, and the exact fix. Read-only but for one temporary file of its own."""

@@ -1,4 +1,4 @@
-"""The checks of `memascend doctor`: each says ok, warn or fail, what was found, and the exact mend.
+"""The checks of `memascend doctor`: each says ok, warn or fail, what was found, and the exact fix.
 
 `fail` is what training cannot do without (and ends in exit status 1), `warn` what makes it slower, larger or untried.
 """
@@ -14,6 +14,8 @@ from pathlib import Path
 
 from memascend.doctor import kernel, probe
 from memascend.doctor.speed import DeviceSpeed, device_speed, takes_direct_io
+from memascend.memory.cgroup import host_memory, ram_bytes
+from memascend.memory.topology import Node, Topology
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 GIB, MIB = 2**30, 2**20
@@ -29,12 +31,12 @@ _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "lustre"}
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One line of the report. `mend` is empty where there is nothing to mend."""
+    """One line of the report. `fix` is empty where there is nothing to fix."""
 
     name: str
     status: str
     found: str
-    mend: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,7 @@ def check_kernel() -> Check:
         name="kernel",
         status=WARN,
         found=f"Linux {release}: io_uring needs {wanted}; libaio is used instead",
-        mend=f"install a kernel from {wanted} on",
+        fix=f"install a kernel from {wanted} on",
     )
 
 
@@ -80,7 +82,7 @@ def check_memlock(needs: Needs | None, limit: int | None) -> Check:
         name="locked memory",
         status=WARN,
         found=f"limit {size(limit)}{plan}: buffers are touched instead of locked, and stock DeepSpeed aborts",
-        mend="ulimit -l unlimited; for good: echo '* - memlock unlimited' | sudo tee "
+        fix="ulimit -l unlimited; for good: echo '* - memlock unlimited' | sudo tee "
         "/etc/security/limits.d/90-memlock.conf, and log in again; in Docker: --ulimit memlock=-1",
     )
 
@@ -89,14 +91,14 @@ def check_uring(error: int, disabled: str) -> Check:
     """`error` of kernel.uring_error, `disabled` the text of kernel.io_uring_disabled."""
     if not error:
         return Check(name="io_uring", status=OK, found="set up and closed again")
-    mend = "run outside the container, or with a seccomp profile that allows io_uring_setup"
+    fix = "run outside the container, or with a seccomp profile that allows io_uring_setup"
     if disabled.strip() in ("1", "2"):
-        mend = "sudo sysctl -w kernel.io_uring_disabled=0"
+        fix = "sudo sysctl -w kernel.io_uring_disabled=0"
     elif error == errno.ENOSYS:
-        mend = "install a kernel from 5.6 on"
+        fix = "install a kernel from 5.6 on"
     elif error == errno.ENOMEM:
-        mend = "ulimit -l unlimited (kernels before 5.12 count rings as locked memory)"
-    return Check(name="io_uring", status=WARN, found=f"{os.strerror(error)}; libaio is used instead", mend=mend)
+        fix = "ulimit -l unlimited (kernels before 5.12 count rings as locked memory)"
+    return Check(name="io_uring", status=WARN, found=f"{os.strerror(error)}; libaio is used instead", fix=fix)
 
 
 def check_libaio(error: int, most: str, used: str, ranks: int) -> Check:
@@ -111,41 +113,37 @@ def check_libaio(error: int, most: str, used: str, ranks: int) -> Check:
             name="libaio",
             status=WARN,
             found=f"{free:,} requests of fs.aio-max-nr are free, {wanted:,} may be needed; stock DeepSpeed aborts then",
-            mend="sudo sysctl -w fs.aio-max-nr=1048576; for good: echo fs.aio-max-nr=1048576 | sudo tee "
+            fix="sudo sysctl -w fs.aio-max-nr=1048576; for good: echo fs.aio-max-nr=1048576 | sudo tee "
             "/etc/sysctl.d/90-aio.conf",
         )
     return Check(
         name="libaio",
         status=WARN,
         found=f"{os.strerror(error)}; io_uring is what remains",
-        mend="run on x86_64 or aarch64, outside a sandbox that forbids io_setup",
+        fix="run on x86_64 or aarch64, outside a sandbox that forbids io_setup",
     )
 
 
 def check_memory(needs: Needs | None, root: Path = Path("/")) -> Check:
-    total, available = probe.memory_bytes(root)
-    group = probe.memory_group(root)
-    usable = total if group is None else min(total, group.limit_bytes)
-    where = f"{size(total)} of RAM, {size(available)} available"
-    if group is not None and group.limit_bytes < total:
+    total, free = ram_bytes(root)
+    memory = host_memory(root)
+    where, group = f"{size(total)} of RAM, {size(free)} available", memory.limited_by
+    if group is not None:
         where += f"; control group (v{group.version}) allows {size(group.limit_bytes)}"
+    if memory.scarce_in is not None:
+        where += f", of which {size(memory.available_bytes)} are left"
     if needs is None:
         return Check(name="host memory", status=OK, found=where)
-    if needs.host_bytes > usable:
-        mend = "see docs/how-to/when-it-does-not-fit.md"
+    found = f"{where}; the plan needs {size(needs.host_bytes)}"
+    if needs.host_bytes > memory.limit_bytes:
+        fix = "see docs/how-to/when-it-does-not-fit.md"
         if group is not None and needs.host_bytes <= total:
-            mend = f"raise the limit in {group.file} (in Docker: --memory)"
-        return Check(
-            name="host memory", status=FAIL, found=f"{where}; the plan needs {size(needs.host_bytes)}", mend=mend
-        )
-    if needs.host_bytes > available:
-        return Check(
-            name="host memory",
-            status=WARN,
-            found=f"{where}; the plan needs {size(needs.host_bytes)}",
-            mend="end other programs first: ps aux --sort=-rss | head shows the largest",
-        )
-    return Check(name="host memory", status=OK, found=f"{where}; the plan needs {size(needs.host_bytes)}")
+            fix = f"raise the limit in {group.file} (in Docker: --memory; under Slurm: --mem)"
+        return Check(name="host memory", status=FAIL, found=found, fix=fix)
+    if needs.host_bytes > memory.available_bytes:
+        fix = "end other programs first: ps aux --sort=-rss | head shows the largest"
+        return Check(name="host memory", status=WARN, found=found, fix=fix)
+    return Check(name="host memory", status=OK, found=found)
 
 
 def check_swap(limit: int | None, root: Path = Path("/")) -> Check:
@@ -159,7 +157,7 @@ def check_swap(limit: int | None, root: Path = Path("/")) -> Check:
         name="swap",
         status=WARN,
         found=f"{size(swap)}, and buffers cannot be locked: the kernel may swap them out",
-        mend="raise the limit on locked memory (above), or sudo swapoff -a while training",
+        fix="raise the limit on locked memory (above), or sudo swapoff -a while training",
     )
 
 
@@ -170,27 +168,35 @@ def check_huge_pages(root: Path = Path("/")) -> Check:
             name="huge pages",
             status=WARN,
             found="transparent huge pages are switched off: large buffers cost more page-table walks",
-            mend="echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+            fix="echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
         )
     return Check(name="huge pages", status=OK, found=f"transparent: {text}" if text else "the kernel does not say")
 
 
 def check_numa(ranks: int, root: Path = Path("/")) -> Check:
-    nodes = probe.numa_nodes(root)
-    with_cpus = [node for node in nodes if node[1]]
-    memory_only = len(nodes) - len(with_cpus)
-    if len(nodes) <= 1:
+    """Each node's size, what is free there and its distances: placement.py puts memory on nodes by these numbers."""
+    topology = Topology.read(root)
+    with_cpus = topology.with_cpus
+    if len(topology.nodes) <= 1:
         return Check(name="NUMA", status=OK, found="one node")
-    what = ", ".join(f"node {number}: {size(total)}{'' if cpus else ' without CPUs'}" for number, cpus, total in nodes)
-    if memory_only or len(with_cpus) > ranks:
-        nearest = with_cpus[0][0] if with_cpus else 0
+    what = "; ".join(map(_node_line, topology.nodes.values()))
+    if topology.memory_only or len(with_cpus) > ranks:
+        nearest = with_cpus[0].number if with_cpus else 0
         return Check(
             name="NUMA",
             status=WARN,
             found=f"{what}: buffers may land far from the cores that stream them",
-            mend=f"numactl --cpunodebind={nearest} --preferred={nearest} memascend train ...",
+            fix=f"numactl --cpunodebind={nearest} --preferred={nearest} memascend train ...",
         )
     return Check(name="NUMA", status=OK, found=what)
+
+
+def _node_line(node: Node) -> str:
+    distances = ", ".join(f"{far} to {number}" for number, far in node.distances.items() if number != node.number)
+    return (
+        f"node {node.number}: {size(node.total_bytes)}{' without CPUs' if node.memory_only else ''}, "
+        f"{size(node.available_bytes)} free" + (f", distance {distances}" if distances else "")
+    )
 
 
 def check_gpu(needs: Needs | None, cuda: tuple[bool, str], found: list[probe.Gpu]) -> Check:
@@ -204,7 +210,7 @@ def check_gpu(needs: Needs | None, cuda: tuple[bool, str], found: list[probe.Gpu
                 name="GPU",
                 status=FAIL,
                 found=f"{text}; the plan needs {size(needs.device_bytes)}",
-                mend="a smaller --batch or --context: memascend plan --gpu-memory says the largest",
+                fix="a smaller --batch or --context: memascend plan --gpu-memory says the largest",
             )
         return Check(name="GPU", status=OK, found=text)
     if found:
@@ -212,13 +218,13 @@ def check_gpu(needs: Needs | None, cuda: tuple[bool, str], found: list[probe.Gpu
             name="GPU",
             status=WARN,
             found=f"{len(found)} x {found[0].name}, but this torch ({version}) cannot use it",
-            mend="make setup CUDA=1",
+            fix="make setup CUDA=1",
         )
     return Check(
         name="GPU",
         status=WARN,
         found=f"none (torch {version}): training runs on the CPU, to try things out on small models",
-        mend="a machine with an NVIDIA GPU and its driver; nvidia-smi must list it",
+        fix="a machine with an NVIDIA GPU and its driver; nvidia-smi must list it",
     )
 
 
@@ -239,21 +245,21 @@ def check_folder(folder: Path, kind: str) -> Check:
     """Whether swap files can be made in `folder` with O_DIRECT; `kind` as of :func:`file_system`."""
     name, where = "O_DIRECT", f"{folder} ({kind or 'unknown file system'})"
     if not folder.is_dir():
-        mend = "the folder that it lies in, or another" if folder.exists() else f"mkdir -p {folder}"
-        return Check(name=name, status=FAIL, found=f"{folder} is no folder", mend=mend)
+        fix = "the folder that it lies in, or another" if folder.exists() else f"mkdir -p {folder}"
+        return Check(name=name, status=FAIL, found=f"{folder} is no folder", fix=fix)
     if not os.access(folder, os.W_OK):
         return Check(
             name=name,
             status=FAIL,
             found=f"{folder} cannot be written",
-            mend=f"sudo chown $USER {folder}, or another folder",
+            fix=f"sudo chown $USER {folder}, or another folder",
         )
     if kind in IN_MEMORY:
         return Check(
             name=name,
             status=FAIL,
             found=f"{where} lies in memory itself",
-            mend="--nvme with a folder on the SSD: df -h",
+            fix="--nvme with a folder on the SSD: df -h",
         )
     refused = takes_direct_io(folder)
     if refused:
@@ -261,10 +267,10 @@ def check_folder(folder: Path, kind: str) -> Check:
             name=name,
             status=FAIL,
             found=f"{where}: {refused}",
-            mend="--nvme with a folder on ext4 or XFS on the SSD itself: df -hT lists them",
+            fix="--nvme with a folder on ext4 or XFS on the SSD itself: df -hT lists them",
         )
     if kind in _NETWORK:
-        return Check(name=name, status=WARN, found=f"{where}: a network file system", mend="--nvme with a local SSD")
+        return Check(name=name, status=WARN, found=f"{where}: a network file system", fix="--nvme with a local SSD")
     return Check(name=name, status=OK, found=f"{where}: written and read back")
 
 
@@ -275,10 +281,10 @@ def check_space(folder: Path, needs: Needs | None) -> Check:
     found = f"{size(free)} in {folder}; the plan needs {size(needs.ssd_bytes)}"
     if needs.ssd_bytes > free:
         short = needs.ssd_bytes - free
-        mend = (
+        fix = (
             f"free {size(short)} there, or --nvme with another folder (du -sh {folder}/* shows what earlier runs left)"
         )
-        return Check(name="free space", status=FAIL, found=found, mend=mend)
+        return Check(name="free space", status=FAIL, found=found, fix=fix)
     return Check(name="free space", status=OK, found=found)
 
 
@@ -288,8 +294,8 @@ def check_speed(folder: Path, needs: Needs | None) -> tuple[Check, DeviceSpeed |
         free = shutil.disk_usage(folder).free
         speed = device_speed(folder, min(1 << 30, free // 10))
     except OSError as error:
-        mend = "free some space, or --nvme with another folder"
-        return Check(name="drive speed", status=FAIL, found=f"{folder}: {error.strerror}", mend=mend), None
+        fix = "free some space, or --nvme with another folder"
+        return Check(name="drive speed", status=FAIL, found=f"{folder}: {error.strerror}", fix=fix), None
     found = (
         f"writes {speed.write_bytes_per_s / 1e9:.2f} GB/s, reads {speed.read_bytes_per_s / 1e9:.2f} GB/s "
         f"({size(speed.tried_bytes)} by O_DIRECT)"
@@ -302,7 +308,7 @@ def check_speed(folder: Path, needs: Needs | None) -> tuple[Check, DeviceSpeed |
             name="drive speed",
             status=WARN,
             found=found,
-            mend="an NVMe SSD on PCIe: docs/how-to/choose-and-prepare-an-ssd.md says what to look for",
+            fix="an NVMe SSD on PCIe: docs/how-to/choose-and-prepare-an-ssd.md says what to look for",
         ), speed
     return Check(name="drive speed", status=OK, found=found), speed
 
@@ -323,7 +329,7 @@ def check_all(folder: Path | None, needs: Needs | None, ranks: int, *, try_speed
     yield check_libaio(kernel.libaio_error(events), most, used, ranks)
     if folder is None:
         yield Check(
-            name="O_DIRECT", status=WARN, found="not tried: no folder was named", mend="memascend doctor --nvme FOLDER"
+            name="O_DIRECT", status=WARN, found="not tried: no folder was named", fix="memascend doctor --nvme FOLDER"
         )
         return
     folder = folder.absolute()

@@ -1,4 +1,4 @@
-"""`memascend doctor`: what this machine can do, what is missing, the exact mend. Exit status 1 if something fails."""
+"""`memascend doctor`: what this machine can do, what is missing, the exact fix. Exit status 1 if something fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_doctor(commands: Any) -> None:
 
     parser = commands.add_parser(
         "doctor",
-        help="what this machine can do, what is missing, and the exact mend",
+        help="what this machine can do, what is missing, and the exact fix",
         description="Checks kernel, memory, SSD, GPU and packages. Writes nothing but one nameless temporary file in "
         "--nvme. Exit status: 0, 1 if something fails, 2 for an error.",
     )
@@ -54,9 +54,12 @@ def _needs(options: argparse.Namespace) -> Any:
     from memascend.doctor.checks import Needs
     from memascend.memory.ledger import HOST
     from memascend.planner.command import fused_experts
-    from memascend.planner.limits import Workload
+    from memascend.planner.footprint import plan
+    from memascend.planner.gpu_memory import gpu_memory
+    from memascend.planner.io_volume import io_volume
     from memascend.planner.options import default_context
     from memascend.planner.spec import model_spec
+    from memascend.planner.workload import Workload
 
     spec = model_spec(options.model).fused(fused_experts("auto"))
     work = Workload(
@@ -67,16 +70,17 @@ def _needs(options: argparse.Namespace) -> Any:
         batch=options.batch,
         context=options.context or default_context(spec.config),
     )
-    host, volume = work.host(), work.volume()
+    host, volume = plan(work), io_volume(work)
+    unlocked = ("process", "nvme_engine_buffers")
     pinned = [
-        e for e in host.entries if e.role == HOST and not e.allocator.startswith("torch") and e.owner != "process"
+        e for e in host.entries if e.role == HOST and not e.allocator.startswith("torch") and e.owner not in unlocked
     ]
     return Needs(
         label=f"{host.label}, {work.spec.display}, {work.dtype}, {work.ranks} GPU, batch {work.batch}, "
         f"context {work.context}",
         host_bytes=host.host_bytes,
         locked_bytes=sum(entry.reserved_bytes for entry in pinned) // work.ranks,
-        device_bytes=work.device().device_bytes,
+        device_bytes=gpu_memory(work).device_bytes,
         ssd_bytes=volume.stored_bytes,
         read_bytes=volume.total_read_bytes,
         write_bytes=volume.total_write_bytes,
@@ -87,8 +91,8 @@ def _as_text(checks: list[Any], plan: str | None) -> str:
     lines = [f"against the plan: {plan}", ""] if plan else []
     for check in checks:
         lines.append(f"{check.status:<5} {check.name:<{_WIDTH}} {check.found}")
-        if check.mend and check.status != "ok":
-            lines.append(f"{'':<{7 + _WIDTH}}mend: {check.mend}")
+        if check.fix and check.status != "ok":
+            lines.append(f"{'':<{7 + _WIDTH}}fix: {check.fix}")
     counts = {status: sum(check.status == status for check in checks) for status in ("ok", "warn", "fail")}
     lines += ["", ", ".join(f"{number} {status}" for status, number in counts.items())]
     return "\n".join(lines)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from memascend.doctor import probe
 from memascend.doctor.speed import device_speed, memory_speed
+from memascend.memory.cgroup import host_memory
 from memascend.planner.machine import Machine
 
 
@@ -40,6 +41,6 @@ def local_machine(nvme: Path | None = None) -> Machine:
         ssd_read_bytes_per_s=read,
         ssd_write_bytes_per_s=write,
         memory_bytes_per_s=memory_speed(),
-        ram_bytes=probe.usable_memory_bytes(),
+        ram_bytes=host_memory().limit_bytes,
         sources=sources,
     )

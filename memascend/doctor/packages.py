@@ -35,16 +35,16 @@ def check_extension() -> Check:
         from memascend import _C
     except ImportError as error:
         reason = " ".join(str(error).split())
-        return Check(name="extension", status=FAIL, found=f"memascend._C cannot be loaded: {reason}", mend="make setup")
+        return Check(name="extension", status=FAIL, found=f"memascend._C cannot be loaded: {reason}", fix="make setup")
     return Check(name="extension", status=OK, found=f"memascend._C, kernels for {_C.simd_level()}")
 
 
 def check_torch(found: str | None) -> Check:
     if found is None:
-        return Check(name="torch", status=FAIL, found="not installed", mend="make setup")
+        return Check(name="torch", status=FAIL, found="not installed", fix="make setup")
     if numbers(found) < OLDEST_PYTHON_TORCH:
         return Check(
-            name="torch", status=WARN, found=f"{found} has not been tried", mend="pip install -c constraints.txt torch"
+            name="torch", status=WARN, found=f"{found} has not been tried", fix="pip install -c constraints.txt torch"
         )
     return Check(name="torch", status=OK, found=found)
 
@@ -55,14 +55,14 @@ def check_deepspeed(found: str | None, tried: tuple[str, ...]) -> Check:
             name="DeepSpeed",
             status=WARN,
             found="not installed: plan, bench and storage work, training does not",
-            mend="pip install 'memascend[deepspeed]', or make setup in a checkout",
+            fix="pip install 'memascend[deepspeed]', or make setup in a checkout",
         )
     if found not in tried:
         return Check(
             name="DeepSpeed",
             status=WARN,
             found=f"{found} has not been tried with memascend (tried: {', '.join(tried)})",
-            mend=f"pip install deepspeed=={tried[-1]}, or go on: hooks are found by name and signature",
+            fix=f"pip install deepspeed=={tried[-1]}, or go on: hooks are found by name and signature",
         )
     return Check(name="DeepSpeed", status=OK, found=f"{found}, tried")
 
@@ -75,7 +75,7 @@ def check_ops(site: Path | None) -> Check:
             name="DeepSpeed ops",
             status=WARN,
             found=f"{', '.join(missing)} not compiled: the first step would compile for minutes",
-            mend="make setup in a checkout, or DS_BUILD_AIO=1 DS_BUILD_CPU_ADAM=1 pip install --no-cache-dir "
+            fix="make setup in a checkout, or DS_BUILD_AIO=1 DS_BUILD_CPU_ADAM=1 pip install --no-cache-dir "
             "--force-reinstall --no-deps deepspeed",
         )
     return Check(name="DeepSpeed ops", status=OK, found=f"{', '.join(OPS)} compiled")
@@ -83,15 +83,15 @@ def check_ops(site: Path | None) -> Check:
 
 def check_transformers(found: str | None) -> Check:
     if found is None:
-        mend = "pip install 'memascend[huggingface]', or make setup in a checkout"
-        return Check(name="transformers", status=WARN, found="not installed: memascend train needs it", mend=mend)
+        fix = "pip install 'memascend[huggingface]', or make setup in a checkout"
+        return Check(name="transformers", status=WARN, found="not installed: memascend train needs it", fix=fix)
     if numbers(found) < OLDEST_TRANSFORMERS:
         oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
         return Check(
             name="transformers",
             status=WARN,
             found=f"{found} is older than {oldest}, the oldest that was tried",
-            mend=f"pip install 'transformers>={oldest}'",
+            fix=f"pip install 'transformers>={oldest}'",
         )
     return Check(name="transformers", status=OK, found=found)
 

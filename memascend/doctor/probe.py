@@ -30,7 +30,6 @@ GPU_TFLOPS = {
 }
 # GB/s of one PCIe lane each way, by generation.
 PCIE_LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-_NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,65 +50,9 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
-    """(MemTotal, MemAvailable). ValueError where /proc/meminfo has neither: then this is no Linux that we know."""
-    text = read_text(root / "proc/meminfo")
-    total = re.search(r"^MemTotal:\s+(\d+) kB", text, re.MULTILINE)
-    free = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
-    if not total:
-        raise ValueError(f"cannot read MemTotal from {root / 'proc/meminfo'}: the probe needs Linux with /proc mounted")
-    return int(total[1]) * 1024, int((free or total)[1]) * 1024
-
-
 def swap_bytes(root: Path = Path("/")) -> int:
     found = re.search(r"^SwapTotal:\s+(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE)
     return int(found[1]) * 1024 if found else 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryGroup:
-    """The tightest control group over this process: its limit, and the file that sets it."""
-
-    version: int
-    limit_bytes: int
-    file: Path
-
-
-def memory_group(root: Path = Path("/")) -> MemoryGroup | None:
-    """The smallest limit from this process's own control group up to the top, v2 or v1; None where there is none."""
-    own = read_text(root / "proc/self/cgroup") or "0::/\n1:memory:/\n"  # nothing said: look at the top of both
-    found = []
-    for line in own.splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and controllers == "":
-            base, name, version = root / "sys/fs/cgroup", "memory.max", 2
-        elif "memory" in controllers.split(","):
-            base, name, version = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", 1
-        else:
-            continue
-        places = [Path(path.lstrip("/")), *Path(path.lstrip("/")).parents]
-        for place in dict.fromkeys([*places, Path()]):
-            text = read_text(base / place / name).strip()
-            if text.isdecimal() and int(text) < _NO_LIMIT:
-                found.append(MemoryGroup(version=version, limit_bytes=int(text), file=base / place / name))
-    return min(found, key=lambda group: group.limit_bytes, default=None)
-
-
-def usable_memory_bytes(root: Path = Path("/")) -> int:
-    """The smaller of RAM and the control group's limit."""
-    total, _ = memory_bytes(root)
-    group = memory_group(root)
-    return total if group is None else min(total, group.limit_bytes)
-
-
-def numa_nodes(root: Path = Path("/")) -> list[tuple[int, str, int]]:
-    """(node, its CPUs as the kernel lists them, bytes); a node without CPUs is memory alone, such as a CXL card."""
-    nodes = []
-    for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda p: int(p.name[4:])):
-        found = re.search(r"MemTotal:\s+(\d+) kB", read_text(path / "meminfo"))
-        nodes.append((int(path.name[4:]), read_text(path / "cpulist").strip(), int(found[1]) * 1024 if found else 0))
-    return nodes
 
 
 def nvidia_smi() -> str:

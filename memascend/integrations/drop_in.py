@@ -6,20 +6,23 @@ sees the key enables memascend for the process. The Hugging Face Trainer, Accele
 
 from __future__ import annotations
 
-import base64
 import functools
+import importlib.util
 import inspect
-import json
 import logging
 import os
+import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-CONFIG_KEY = "memascend"  # the key in the DeepSpeed JSON
+from memascend.integrations.configuration import read_configuration
+from memascend.integrations.conventions import CONFIG_KEY, is_logging_rank
 
 log = logging.getLogger("memascend")
 _enabled_by_key: list[Any] = []  # what is enabled, then the section that asked for it and those that came too late
+# What DeepSpeed wants to find, and the environments that it knows otherwise (deepspeed.comm.init_distributed).
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
+_NO_LAUNCHER = {"AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV"}
 _CONFIG_ARGUMENTS = ("config", "config_dict_or_path", "config_params")
 
 
@@ -33,12 +36,17 @@ def watch(deepspeed: Any) -> None:
     @functools.wraps(stock_init)
     def watched_init(*args: Any, **kwargs: Any) -> None:
         _enable_if_asked(stock_init, args, kwargs)
+        if kwargs.get("enabled", True):
+            _require_launcher()
         stock_init(*args, **kwargs)
 
     @functools.wraps(stock_initialize)
     def watched_initialize(*args: Any, **kwargs: Any) -> Any:
-        if _enable_if_asked(stock_initialize, args, kwargs):
-            return deepspeed.initialize(*args, **kwargs)  # what enable made of it
+        asked = _enable_if_asked(stock_initialize, args, kwargs)
+        if kwargs.get("dist_init_required") is not False:
+            _require_launcher()
+        if asked:
+            return deepspeed.initialize(*args, **kwargs)  # enable may have replaced it
         return stock_initialize(*args, **kwargs)
 
     watched_initialize.watched_by_memascend = True
@@ -46,10 +54,13 @@ def watch(deepspeed: Any) -> None:
 
 
 def _enable_if_asked(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except TypeError:
+        return False  # DeepSpeed says which argument it does not know
     candidates = [given.get(name) for name in _CONFIG_ARGUMENTS]
     candidates.append(getattr(given.get("args"), "deepspeed_config", None))  # the launcher's --deepspeed_config
-    config = next((found for value in candidates if (found := _as_dict(value)) is not None), {})
+    config = next((found for value in candidates if (found := read_configuration(value)) is not None), {})
     if CONFIG_KEY not in config:
         return False
     # Only now: whoever does not use the key must not notice that memascend is installed.
@@ -65,16 +76,29 @@ def _enable_if_asked(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     return True
 
 
-def speaks() -> bool:
-    """Whether this process is the one of a job that logs what holds for all its ranks."""
-    return os.environ.get("RANK", "0") == "0"
+def _require_launcher() -> None:
+    """DeepSpeed asks MPI for what a launcher has not set, and ends with "No module named 'mpi4py'"."""
+    hooks = sys.modules.get("memascend.integrations.deepspeed.hooks")
+    if hooks is None or hooks.active() is None:
+        return
+    import torch
+
+    if torch.distributed.is_initialized() or not _NO_LAUNCHER.isdisjoint(os.environ):
+        return
+    missing = [name for name in _LAUNCHED if name not in os.environ]
+    if missing and importlib.util.find_spec("mpi4py") is None:
+        script = sys.argv[0] if os.path.isfile(sys.argv[0]) else "SCRIPT"
+        raise RuntimeError(
+            f"memascend: this process was started without a launcher ({', '.join(missing)} not set), which DeepSpeed "
+            f"needs also for one process; start it with: torchrun --nproc_per_node 1 {script}"
+        )
 
 
 def _warn_of_another_choice(enabled: Any, section: Any) -> None:
     if not _enabled_by_key or _enabled_by_key[0] is not enabled or section in _enabled_by_key[1:]:
         return
     _enabled_by_key.append(section)  # said once
-    if speaks():
+    if is_logging_rank():
         log.warning(
             'memascend: "%s": %r comes too late, this process runs with %r of its first configuration; call '
             "memascend.disable() between the two, or give both the same",
@@ -82,24 +106,3 @@ def _warn_of_another_choice(enabled: Any, section: Any) -> None:
             section,
             _enabled_by_key[1],
         )
-
-
-def _as_dict(config: Any) -> dict[str, Any] | None:
-    """A configuration as DeepSpeed takes it: a dict, a path, or JSON in base64; None for what is none of these."""
-    if isinstance(config, dict):
-        return config
-    if not isinstance(config, str | Path):
-        return None
-    try:
-        text = Path(config).read_text() if _is_file(config) else base64.urlsafe_b64decode(str(config)).decode()
-        found = json.loads(text)
-    except (OSError, ValueError):
-        return None  # DeepSpeed says what is wrong with it
-    return found if isinstance(found, dict) else None
-
-
-def _is_file(name: str | Path) -> bool:
-    try:
-        return Path(name).is_file()
-    except OSError:  # too long for a name, as JSON in base64 is
-        return False

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from memascend.integrations.byte_pairs import train_byte_pairs
+
 
 def standard_library_text(limit_bytes: int = 24_000_000) -> list[str]:
     """Sources of the standard library in sorted order, without tests and packages; at most ``limit_bytes``."""
@@ -43,20 +45,9 @@ def token_file(cache_dir: Path, vocabulary: int, tokens: int = 2_000_000) -> Pat
     out = cache_dir / f"stdlib-bpe{vocabulary}.npy"
     if out.exists():
         return out
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     cache_dir.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=["<|endoftext|>"],
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
     texts = standard_library_text()
-    tokenizer.train_from_iterator(texts[:400], trainer)
+    tokenizer = train_byte_pairs(texts[:400], vocabulary)
     ids: list[int] = []
     for encoding in tokenizer.encode_batch_fast(texts):
         ids += [0, *encoding.ids]

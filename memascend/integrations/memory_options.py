@@ -21,12 +21,8 @@ from memascend.activation import CheckpointStore, offload_checkpoints
 from memascend.activation.checkpointing import switch_on
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
 from memascend.ops.cross_entropy import DEFAULT_CHUNK_BYTES, LogitTransform, chunked_linear_cross_entropy
+from memascend.planner.options import MODEL_OPTIONS
 
-CHOICES = {
-    "attention": ("auto", "eager", "sdpa", "flash"),
-    "loss": ("plain", "chunked", "liger"),
-    "checkpointing": ("none", "plain", "offloaded", "unsloth"),
-}
 _ATTENTION_NAMES = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
 
 Undo = Callable[[], None]
@@ -47,15 +43,10 @@ class MemoryOptions:
     checkpointing: str | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
+        for name, allowed in MODEL_OPTIONS.items():
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ValueError(f"memascend.{name}: {value!r} is unknown; choose one of {', '.join(allowed)}")
-
-    @classmethod
-    def take(cls, section: dict[str, Any]) -> MemoryOptions:
-        """Options from a dict such as ``ds_config["memascend"]``, which loses the keys that are ours."""
-        return cls(**{f.name: section.pop(f.name) for f in fields(cls) if f.name in section})
 
     def __bool__(self) -> bool:
         return any(getattr(self, f.name) is not None for f in fields(self))

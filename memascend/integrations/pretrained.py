@@ -128,22 +128,64 @@ def partitioned_model(source: Path | dict[str, Any], ds_config: dict[str, Any], 
     Call after memascend.enable, before deepspeed.initialize. Both ways compute the model's buffers alike, so that a run
     that began with initialised weights goes on from a checkpoint's folder with the same bits.
     """
-    import transformers
     from transformers.integrations import HfDeepSpeedConfig
+
+    if isinstance(source, dict):
+        return _to_train(_initialised(source, ds_config, dtype))
+    _alive[:] = [HfDeepSpeedConfig(ds_config)]
+    model = _loaded(source, dtype)
+    _alive.clear()
+    return _to_train(model)
+
+
+def in_memory_model(source: Path | dict[str, Any], dtype: torch.dtype) -> Any:
+    """As `partitioned_model`, whole and in memory, without DeepSpeed: the same weights to the bit.
+
+    An initialised model gets its values in the same order of the same draws: as soon as a module stands in its parent,
+    and not, as transformers does it, when the whole model is there.
+    """
+    return _to_train(_initialised_in_memory(source, dtype) if isinstance(source, dict) else _loaded(source, dtype))
+
+
+def _loaded(source: Path, dtype: torch.dtype) -> Any:
+    import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    if isinstance(source, dict):
-        model = _initialised(source, ds_config, dtype)
-    else:
-        _alive[:] = [HfDeepSpeedConfig(ds_config)]
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation="sdpa", local_files_only=True
-        )
-        _alive.clear()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        source, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+    )
+
+
+def _to_train(model: Any) -> Any:
     model.config.use_cache = False
     model.train()
     return model
+
+
+def _initialised_in_memory(config: dict[str, Any], dtype: torch.dtype) -> Any:
+    from transformers import PreTrainedModel
+
+    from memascend.integrations.huggingface import causal_lm
+
+    shell, stock = _shell(config), PreTrainedModel.init_weights
+
+    def fill(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+        if module is not None and _is_filled_by_transformers(module):
+            shell._init_weights(module)
+
+    PreTrainedModel.init_weights = lambda model: model.tie_weights(recompute_mapping=False)
+    hook = torch.nn.modules.module.register_module_module_registration_hook(fill)
+    try:
+        return causal_lm({**config, "dtype": str(dtype).removeprefix("torch.")}, checkpointing="none")
+    finally:
+        hook.remove()
+        PreTrainedModel.init_weights = stock
+
+
+def _is_filled_by_transformers(module: torch.nn.Module) -> bool:
+    """Whether a module has parameters of its own and no way to fill them: a norm, a mixture's experts and routers."""
+    return not hasattr(module, "reset_parameters") and next(module.parameters(recurse=False), None) is not None
 
 
 def _initialised(config: dict[str, Any], ds_config: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -162,7 +204,7 @@ def _initialised(config: dict[str, Any], ds_config: dict[str, Any], dtype: torch
         """
 
         def _post_init_method(self, module: torch.nn.Module) -> None:
-            if not hasattr(module, "reset_parameters") and next(module.parameters(recurse=False), None) is not None:
+            if _is_filled_by_transformers(module):
                 shell._init_weights(module)
             super()._post_init_method(module)
 
@@ -183,6 +225,25 @@ def _shell(config: dict[str, Any]) -> Any:
     torch.nn.Module.__init__(shell)
     shell.config = settings
     return shell
+
+
+def apply_options(model: Any, config: Any, allocator: Any) -> dict[str, str]:
+    """Attention, loss and checkpointing as the run's `config` names them; returns what was chosen, by name.
+
+    `allocator`: where offloaded checkpoints go.
+    """
+    from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
+
+    options = MemoryOptions(attention=config.attention, loss=config.loss, checkpointing=config.checkpointing)
+    return apply_memory_options(model, options, allocator=allocator, use_reentrant=True).chosen
+
+
+def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, buffer) of all that a model saves beside its parameters."""
+    for prefix, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def save_configuration(model: Any, folder: Path, tokenizer: Path) -> None:

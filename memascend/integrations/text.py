@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-END_OF_TEXT = "<|endoftext|>"
+from memascend.integrations.byte_pairs import ALPHABET, END_OF_TEXT, train_byte_pairs
+
 TRAINED_VOCABULARY = 16_384  # of a tokenizer trained here, unless the model's embedding is smaller
 _TRAINED_ON_BYTES = 50_000_000  # text that a tokenizer is trained on; more changes little and takes minutes
 
@@ -31,10 +33,10 @@ class Documents:
                 self._paths.append(path)
             elif path.is_dir():
                 self._paths += self._files(path)
-            elif len(sources) == 1 and not path.is_absolute() and not source.startswith((".", "~")):
+            elif len(sources) == 1 and not source.startswith(("/", ".", "~")) and not _meant(path):
                 self._dataset = self._load(source)
             else:
-                raise ValueError(f"there is no file or folder {source}; name text with --data")
+                raise ValueError(f"there is no file or folder {source}{_meant(path)}; name text with --data")
 
     def _files(self, folder: Path) -> list[Path]:
         found = [
@@ -106,6 +108,13 @@ class Documents:
                     yield text
 
 
+def _meant(path: Path) -> str:
+    """Of a path that is not there: what stands beside its place under nearly the same name."""
+    names = [each.name for each in path.absolute().parent.iterdir()] if path.absolute().parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return f" (did you mean {path.with_name(near[0])}?)" if near else ""
+
+
 # What tokenizers are read from. A folder without any of these gives transformers 5 a tokenizer that knows no word.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -128,25 +137,15 @@ def load_tokenizer(source: Path, folder: Path) -> bool:
 
 def train_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> None:
     """Train a byte-level BPE of at most `vocabulary` ids on the first 50 MB of text and save it to `folder`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocabulary < len(alphabet) + 1:
+    if vocabulary < ALPHABET + 1:
         raise ValueError(
-            f"the model's vocabulary of {vocabulary} ids is too small for a tokenizer of bytes ({len(alphabet) + 1}); "
+            f"the model's vocabulary of {vocabulary} ids is too small for a tokenizer of bytes ({ALPHABET + 1}); "
             "take a smaller --twin, or name a --tokenizer"
         )
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=min(vocabulary, TRAINED_VOCABULARY),
-        special_tokens=[END_OF_TEXT],
-        show_progress=False,
-        initial_alphabet=alphabet,
-    )
-    tokenizer.train_from_iterator(_first_bytes(documents, _TRAINED_ON_BYTES), trainer)
+    texts = _first_bytes(documents, _TRAINED_ON_BYTES)
+    tokenizer = train_byte_pairs(texts, min(vocabulary, TRAINED_VOCABULARY))
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
     wrapped.save_pretrained(folder)
 

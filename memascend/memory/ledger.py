@@ -13,6 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from memascend.memory.budget import HostBudget
 
 HOST = "host"
 DEVICE = "device"
@@ -27,7 +30,8 @@ _PAGEMAP_PRESENT = 1 << 63
 class LedgerEntry:
     """One buffer. `reserved_bytes` >= `requested_bytes`; `touched_bytes` is what became resident.
 
-    `address` is None and `locked` False for a buffer that was only counted; `died_s` is None while it lives.
+    `address` is None and `locked` False for a buffer that was only counted; `died_s` is None while it lives. `nodes`
+    are the NUMA nodes that hold its pages, or in a plan should; None where nobody asked for any.
     """
 
     name: str
@@ -41,6 +45,7 @@ class LedgerEntry:
     locked: bool
     born_s: float
     died_s: float | None = None
+    nodes: tuple[int, ...] | None = None
 
     def alive_at(self, instant_s: float) -> bool:
         return self.born_s <= instant_s and (self.died_s is None or instant_s < self.died_s)
@@ -76,10 +81,12 @@ class Ledger:
     """Thread-safe list of entries.
 
     A source of events (`attach`) is asked to report before every question, so that answers include frees that happened
-    on other threads or in C++ since the last one.
+    on other threads or in C++ since the last one. With a `budget`, an entry of the host's beyond it is refused.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, budget: HostBudget | None = None) -> None:
+        self.budget = budget
+        self._in_use: dict[str, int] = {}  # reserved bytes of live entries of the host's, by owner
         self._lock = threading.Lock()
         self._entries: dict[int, LedgerEntry] = {}
         self._next_id = 1
@@ -105,11 +112,14 @@ class Ledger:
         locked: bool = False,
         born_s: float | None = None,
         died_s: float | None = None,
+        nodes: tuple[int, ...] | None = None,
     ) -> int:
         """Book a buffer and return the number to close it by.
 
         `reserved_bytes` defaults to the request, `touched_bytes` to what is reserved, `born_s` to now.
-        Raises ValueError for an unknown role or bytes that cannot be (negative, reserved under requested).
+        An allocator books first, takes the memory, and completes the entry (`amend`) or takes it back (`withdraw`).
+        Raises ValueError for an unknown role or bytes that cannot be (negative, reserved under requested), and
+        HostBudgetExceeded, with nothing booked, for a buffer of the host's that the budget has no room for.
         """
         reserved = requested_bytes if reserved_bytes is None else reserved_bytes
         touched = reserved if touched_bytes is None else touched_bytes
@@ -124,24 +134,58 @@ class Ledger:
         if died_s is not None and died_s < born:
             raise ValueError(f"ledger entry {name!r}: dies at {died_s} s, before its birth at {born} s")
         entry = LedgerEntry(
-            name, owner, role, allocator, requested_bytes, reserved, touched, address, locked, born, died_s
+            name, owner, role, allocator, requested_bytes, reserved, touched, address, locked, born, died_s, nodes
         )
+        if self.budget is not None and entry.role == HOST:
+            self._sync()  # what has been freed meanwhile is room
         with self._lock:
+            self._count(entry, 1)
             entry_id = self._next_id
             self._next_id += 1
             self._entries[entry_id] = entry
         return entry_id
 
+    def amend(self, entry_id: int, **changes: Any) -> None:
+        """Fill in what is known once the memory is there: address, locked, born_s, nodes. ValueError if closed."""
+        with self._lock:
+            self._entries[entry_id] = dataclasses.replace(self._open(entry_id), **changes)
+
+    def withdraw(self, entry_id: int) -> None:
+        """Remove an entry whose memory could not be had. Raises ValueError if it is closed."""
+        with self._lock:
+            self._count(self._open(entry_id), -1)
+            del self._entries[entry_id]
+
     def close(self, entry_id: int, died_s: float | None = None) -> None:
         """Note that the buffer is gone. Raises ValueError for an unknown or closed entry."""
         died = time.monotonic_ns() / 1e9 if died_s is None else died_s
         with self._lock:
-            entry = self._entries.get(entry_id)
-            if entry is None:
-                raise ValueError(f"ledger has no entry {entry_id}: close what record() returned")
-            if entry.died_s is not None:
-                raise ValueError(f"ledger entry {entry_id} ({entry.name}) is closed already")
+            entry = self._open(entry_id)
+            self._count(entry, -1)
             self._entries[entry_id] = dataclasses.replace(entry, died_s=max(died, entry.born_s))
+
+    def in_use(self) -> dict[str, int]:
+        """Reserved bytes of what the host holds now, by owner: what a budget is set against."""
+        self._sync()
+        with self._lock:
+            return {owner: size for owner, size in self._in_use.items() if size}
+
+    def _open(self, entry_id: int) -> LedgerEntry:
+        """The entry, which must be alive. The caller holds the lock."""
+        entry = self._entries.get(entry_id)
+        if entry is None:
+            raise ValueError(f"ledger has no entry {entry_id}: close what record() returned")
+        if entry.died_s is not None:
+            raise ValueError(f"ledger entry {entry_id} ({entry.name}) is closed already")
+        return entry
+
+    def _count(self, entry: LedgerEntry, sign: int) -> None:
+        """Add an entry to what is in use (1), within the budget, or take it out (-1). The caller holds the lock."""
+        if entry.role != HOST or entry.died_s is not None:
+            return
+        if sign > 0 and self.budget is not None:
+            self.budget.check(entry.name, entry.owner, entry.reserved_bytes, self._in_use)
+        self._in_use[entry.owner] = self._in_use.get(entry.owner, 0) + sign * entry.reserved_bytes
 
     def entries(self) -> list[LedgerEntry]:
         """All entries, in the order of their booking."""

@@ -1,11 +1,15 @@
-"""Page-locked host memory by three policies: exact, power of two, and counted only.
+"""Page-locked host memory: exact, in powers of two, or counted only.
 
 `PageAlignedPinnedAllocator` is MemAscend's alignment-free pinned memory: it reserves at most 4095 bytes over the
 request. `PowerOfTwoPinnedAllocator` is the papers' baseline: PyTorch's CachingHostAllocator rounds every request up to
 the next power of two (`PowerOf2Ceil`, CachingHostAllocator.h), and all of it is resident. `CountingAllocator` applies
-either rounding and allocates nothing, so that a plan runs the code of a run.
+either rounding, or that of PyTorch 2.13 with a threshold, and allocates nothing, so that a plan runs the code of a run.
 
 Memory is freed once, after the last view of a tensor has gone; ledger entries close at that moment.
+
+Forked children (DataLoader workers) share what is not registered until somebody writes, as with any memory. What a
+CUDA driver or an io_uring ring has registered they do not get, since each would take a copy of its own: one that
+touches such a tensor ends by SIGSEGV. Give workers tensors that are not registered, or a copy.
 
 Huge pages are an option of the real allocators. `"transparent"`: a block starts on a huge page and the kernel backs it
 with huge pages as far as it has them; the end that fills none stays on small pages, so nothing more is reserved.
@@ -23,11 +27,16 @@ import torch
 
 from memascend import _C
 from memascend.memory import cuda
+from memascend.memory.cgroup import HostMemory, host_memory
 from memascend.memory.ledger import HOST, Ledger
+from memascend.memory.placement import UNTOUCHED, Placement
+from memascend.memory.topology import Topology
 
 PAGE_BYTES: int = _C.PAGE_BYTES
 HUGE_PAGE_BYTES: int = _C.HUGE_PAGE_BYTES
 PAGES = ("small", "transparent", "reserved")
+
+ROUND_THRESHOLD_BYTES = 1 << 20
 
 _MAX_BYTES = 2**63 - 1
 
@@ -40,7 +49,16 @@ class Allocator(Protocol):
 
     def reserved_bytes(self, requested: int) -> int: ...
 
-    def allocate(self, numel: int, dtype: torch.dtype, *, name: str, owner: str, role: str = HOST) -> torch.Tensor: ...
+    def allocate(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        name: str,
+        owner: str,
+        role: str = HOST,
+        placement: Placement | None = None,
+    ) -> torch.Tensor: ...
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
@@ -64,6 +82,13 @@ def page_rounded_bytes(requested: int) -> int:
 def power_of_two_bytes(requested: int) -> int:
     """The next power of two of the request, at least a page (which is what the driver locks for less)."""
     return max(PAGE_BYTES, 1 << (_checked(requested) - 1).bit_length())
+
+
+def thresholded_bytes(requested: int) -> int:
+    """What PyTorch reserves with `pinned_max_round_threshold_mb:1`, its smallest value: above it no rounding but the
+    driver's, to pages (CachingHostAllocator.h from PyTorch 2.13 on, CUDA alone).
+    """
+    return (page_rounded_bytes if requested > ROUND_THRESHOLD_BYTES else power_of_two_bytes)(requested)
 
 
 def _checked(requested: int) -> int:
@@ -102,6 +127,49 @@ os.register_at_fork(
 )
 
 
+class _Host:
+    """Asks the kernel whether there is room before memory is taken: beyond its limits it kills. One for the process.
+
+    Reading /proc and the control groups for each of hundreds of small buffers would cost more than it can save: what is
+    left is read again after each 64 MiB, and before anything is refused.
+    """
+
+    ASK_EVERY_BYTES = 64 << 20
+    # Beside the pages themselves: their page tables, and what the kernel charges ahead (64 pages a core) or the
+    # interpreter takes meanwhile.
+    PAGE_TABLE_SHARE, MARGIN_BYTES = 512, 4 << 20
+
+    def __init__(self) -> None:  # without a lock: a thread whose change is lost asks a little later
+        self._memory: HostMemory | None = None
+        self._left_bytes = self._unasked_bytes = 0
+
+    def require(self, name: str, requested: int, reserved: int, *, counts_as_available: bool) -> None:
+        """MemoryError, in one line, if `reserved` bytes are more than this process may have, or more than are left.
+
+        Reserved huge pages were taken from what is available when they were set aside: they do not count as such.
+        """
+        needed = reserved + reserved // self.PAGE_TABLE_SHARE + self.MARGIN_BYTES if counts_as_available else 0
+        if self._memory is None or self._unasked_bytes >= self.ASK_EVERY_BYTES or needed > self._left_bytes:
+            self._memory = host_memory()
+            self._left_bytes, self._unasked_bytes = self._memory.available_bytes, 0
+        memory = self._memory
+        size = f"pinned buffer {name!r}: {reserved >> 20} MiB ({requested >> 20} MiB requested) is more than the "
+        if reserved > min(_MAX_BYTES, memory.limit_bytes):
+            where = f"that {memory.limited_by.file} allows" if memory.limited_by else "of RAM"
+            fix = "use a smaller model, more ranks or a smaller sub-group"
+            raise MemoryError(f"{size}{memory.limit_bytes >> 20} MiB {where}: {fix}")
+        if needed > self._left_bytes:
+            where = f"that {memory.scarce_in.file} leaves now" if memory.scarce_in else "of RAM that is free now"
+            fix = "end other programs or use a smaller model"
+            raise MemoryError(f"{size}{memory.available_bytes >> 20} MiB {where}: {fix}")
+        if counts_as_available:
+            self._left_bytes -= reserved
+            self._unasked_bytes += reserved
+
+
+_host = _Host()
+
+
 class _PinnedAllocator:
     """Shared by the real allocators; a subclass gives the name and the rounding. Thread-safe."""
 
@@ -115,10 +183,13 @@ class _PinnedAllocator:
         require_lock: bool = False,
         register_cuda: bool | None = None,
         pages: str = "small",
+        placement: Placement | None = None,
+        topology: Topology | None = None,
     ) -> None:
         """`lock`: page-lock by mlock; where the limit refuses, pages are touched and the entry says `locked=False`,
         unless `require_lock`. `register_cuda`: make the memory known to the driver (default: if there is a device).
-        `pages`: small, transparent or reserved, see above.
+        `pages`: small, transparent or reserved, see above. `placement`: NUMA nodes of blocks that are not given any of
+        their own; `topology`: what placements are checked against (default: this machine, as it is then).
         """
         if pages not in PAGES:
             raise ValueError(f"unknown pages {pages!r}: use one of {', '.join(PAGES)}")
@@ -131,36 +202,62 @@ class _PinnedAllocator:
         self.require_lock = require_lock
         self.register_cuda = register_cuda
         self.pages = pages
+        self.placement = placement
+        self.topology = topology
 
     def reserved_bytes(self, requested: int) -> int:
         """What a request takes: the policy's rounding, in whole huge pages where those are reserved ones."""
         rounded = _POLICIES[self.name](requested)
         return -(-rounded // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES if self.pages == "reserved" else rounded
 
-    def allocate(self, numel: int, dtype: torch.dtype, *, name: str, owner: str, role: str = HOST) -> torch.Tensor:
+    def allocate(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        name: str,
+        owner: str,
+        role: str = HOST,
+        placement: Placement | None = None,
+    ) -> torch.Tensor:
         """A 1-D tensor of exactly `numel` elements, 4096-aligned, zero-filled by the kernel, resident.
 
-        Raises ValueError for a size below one, MemoryError beyond the RAM, the huge pages that are set aside or (with
-        require_lock) the memlock limit.
+        `placement` is set before the first touch (default: the allocator's; without any the kernel's own policy).
+        Raises ValueError for a size below one and for nodes that are not there, MemoryError beyond the RAM, the control
+        group, a strict node, the ledger's budget, the huge pages that are set aside or (with require_lock) the memlock
+        limit.
         """
         requested = numel * dtype.itemsize
         if requested <= 0:
             raise ValueError(f"pinned buffer {name!r} of {numel} elements: ask for at least one")
         reserved = self.reserved_bytes(requested)
-        if reserved > min(_MAX_BYTES, ram := _C.host_memory_bytes()):
-            raise MemoryError(
-                f"pinned buffer {name!r}: {reserved >> 20} MiB ({requested >> 20} MiB requested) is more than the "
-                f"{ram >> 20} MiB of RAM: use a smaller model, more ranks or a smaller sub-group"
-            )
+        _host.require(name, requested, reserved, counts_as_available=self.pages != "reserved")
+        placement = placement or self.placement
+        if placement is not None:
+            placement.check(Topology.read() if self.topology is None else self.topology, reserved)
         _free_events.sync()  # keeps the native log short in runs that never ask the ledger
+        entry = self._book(name, owner, role, requested, reserved)
         try:
-            tensor, block = _C.pinned_empty(numel, dtype, reserved, self.lock, self.require_lock, self.pages)
+            tensor, block = self._take(numel, dtype, name, reserved, placement)
+        except BaseException:
+            if entry is not None:
+                self.ledger.withdraw(entry)
+            raise
+        if entry is not None:
+            self._complete(entry, block, placement)
+        return tensor
+
+    def _take(
+        self, numel: int, dtype: torch.dtype, name: str, reserved: int, placement: Placement | None
+    ) -> tuple[torch.Tensor, dict[str, int]]:
+        """The tensor and what the registry says of its block; registered with CUDA where that is wanted."""
+        try:
+            where = None if placement is None else placement.native()
+            tensor, block = _C.pinned_empty(numel, dtype, reserved, self.lock, self.require_lock, self.pages, where)
         except MemoryError as error:
             raise MemoryError(f"pinned buffer {name!r}: {error}") from None
         self._register(block)
-        if self.ledger is not None:
-            self._book(block, name, owner, role)
-        return tensor
+        return tensor, block
 
     def _register(self, block: dict[str, int]) -> None:
         wanted = cuda.available() if self.register_cuda is None else self.register_cuda
@@ -169,18 +266,17 @@ class _PinnedAllocator:
             cuda.register(block["address"], block["reserved_bytes"])
             _C.pinned_mark_registered(block["id"])
 
-    def _book(self, block: dict[str, int], name: str, owner: str, role: str) -> None:
-        entry = self.ledger.record(
-            name,
-            owner,
-            block["requested_bytes"],
-            role=role,
-            allocator=self.name,
-            reserved_bytes=block["reserved_bytes"],
-            address=block["address"],
-            locked=bool(block["locked"]),
-            born_s=block["born_ns"] / 1e9,
-        )
+    def _book(self, name: str, owner: str, role: str, requested: int, reserved: int) -> int | None:
+        """The entry, before the memory is taken: a budget refuses here."""
+        if self.ledger is None:
+            return None
+        return self.ledger.record(name, owner, requested, role=role, allocator=self.name, reserved_bytes=reserved)
+
+    def _complete(self, entry: int, block: dict[str, int], placement: Placement | None) -> None:
+        locked, born_s, nodes = bool(block["locked"]), block["born_ns"] / 1e9, None
+        if placement is not None:  # where it really is: all but strict policies may take other nodes
+            nodes = tuple(n for n in _C.pages_by_node(block["address"], block["reserved_bytes"]) if n != UNTOUCHED)
+        self.ledger.amend(entry, address=block["address"], locked=locked, born_s=born_s, nodes=nodes)
         _free_events.book(block["id"], self.ledger, entry)
 
 
@@ -199,31 +295,58 @@ class PowerOfTwoPinnedAllocator(_PinnedAllocator):
 _POLICIES = {
     PageAlignedPinnedAllocator.name: page_rounded_bytes,
     PowerOfTwoPinnedAllocator.name: power_of_two_bytes,
+    "round_threshold": thresholded_bytes,
 }
 
 
 class CountingAllocator:
-    """Books what a real allocator of `policy` ("page_aligned" or "power_of_two") would, and allocates nothing.
+    """Books what an allocator of `policy` would, and allocates nothing.
 
-    Tensors are on the meta device; their entries stay open until the ledger is told (`Ledger.close`).
+    Policies: those of the real allocators ("page_aligned", "power_of_two"), and "round_threshold", PyTorch's own with
+    its rounding bounded (`thresholded_bytes`), which only CUDA has.
+
+    Tensors are on the meta device; their entries stay open until the ledger is told (`Ledger.close`). Entries have the
+    nodes of the placement, which is checked against `topology` where a machine is described.
     """
 
-    def __init__(self, policy: str, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self,
+        policy: str,
+        ledger: Ledger | None = None,
+        *,
+        placement: Placement | None = None,
+        topology: Topology | None = None,
+    ) -> None:
         if policy not in _POLICIES:
             raise ValueError(f"unknown allocator policy {policy!r}: use one of {', '.join(_POLICIES)}")
         self.name = policy
         self.ledger = ledger
+        self.placement = placement
+        self.topology = topology
 
     def reserved_bytes(self, requested: int) -> int:
         return _POLICIES[self.name](requested)
 
-    def allocate(self, numel: int, dtype: torch.dtype, *, name: str, owner: str, role: str = HOST) -> torch.Tensor:
+    def allocate(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        name: str,
+        owner: str,
+        role: str = HOST,
+        placement: Placement | None = None,
+    ) -> torch.Tensor:
         """A 1-D meta tensor of `numel` elements, booked as a real one would be. Raises ValueError below one."""
         requested = numel * dtype.itemsize
         if requested > _MAX_BYTES:
             raise ValueError(f"buffer {name!r} of {numel} elements is beyond any memory: check the sizes of the run")
         if requested <= 0:
             raise ValueError(f"pinned buffer {name!r} of {numel} elements: ask for at least one")
+        reserved = self.reserved_bytes(requested)
+        placement = placement or self.placement
+        if placement is not None and self.topology is not None:
+            placement.check(self.topology, reserved)
         if self.ledger is not None:
             self.ledger.record(
                 name,
@@ -231,7 +354,8 @@ class CountingAllocator:
                 requested,
                 role=role,
                 allocator=self.name,
-                reserved_bytes=self.reserved_bytes(requested),
+                reserved_bytes=reserved,
                 locked=False,
+                nodes=None if placement is None else placement.nodes,
             )
         return torch.empty(numel, dtype=dtype, device="meta")

@@ -20,7 +20,7 @@ import torch
 from memascend.memory.pinned import Allocator
 
 OWNER = "parameter_pool"
-# O_DIRECT wants 512-aligned memory; DeepSpeed aligns its swap buffers to 1024 bytes.
+# What O_DIRECT demands of memory at least; a device may demand more. DeepSpeed aligns its swap buffers to 1024 bytes.
 DEFAULT_ALIGNMENT_BYTES = 512
 # So many holders a time-out names, the oldest first: a pool of a whole model has hundreds.
 _NAMED_HOLDERS = 8
@@ -51,13 +51,15 @@ class PoolClass:
 class Lease:
     """A slot held under `key`. `tensor` has exactly the elements asked for; `slot_tensor` those of `slot_numel` (or the
     whole aligned slot), for transfers in aligned lengths. Both are views of the pool's memory. `since_s` is the instant
-    of the lease on the clock of time.monotonic(), `holder` the name of the thread that asked for it."""
+    of the lease on the clock of time.monotonic(), `holder` the name of the thread that asked for it. `wasted_bytes`: of
+    a slot of a larger class, what the tensor has no use for; 0 where the class is the tensor's own."""
 
     key: Hashable
     numel: int
     slot_tensor: torch.Tensor
     class_name: str
     holder: str
+    wasted_bytes: int = 0
     since_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -111,6 +113,16 @@ class _Request(NamedTuple):
     candidates: range
 
 
+@dataclass(frozen=True)
+class Fallback:
+    """Tensors of `numel` elements lay in a class that is not their own, `times` times, each wasting `wasted_bytes`."""
+
+    numel: int
+    class_name: str
+    wasted_bytes: int
+    times: int
+
+
 @dataclass(eq=False)
 class _Waiter:
     """A request that nothing free fits. What comes back goes to the first that it fits, so nobody overtakes."""
@@ -127,15 +139,25 @@ class BufferPool:
     `lease` never waits. `acquire` does, in turn: a buffer that comes back goes to the oldest request that it fits.
 
     Counters: `fallbacks`, leases served by a larger class because the tensor's size has none of its own or the aligned
-    length does not fit it, or, with `borrow`, because its class was used up; `denials`, leases refused.
+    length does not fit it, or, with `borrow`, because its class was used up (`fallback_report` says which sizes);
+    `denials`, leases refused.
     """
 
-    def __init__(self, slots: Sequence[_Slots], dtype: torch.dtype, total_bytes: int, any_size: bool) -> None:
-        """`any_size`: the one class is for tensors of every size, so a smaller tensor is not a fallback."""
+    def __init__(
+        self,
+        slots: Sequence[_Slots],
+        dtype: torch.dtype,
+        total_bytes: int,
+        any_size: bool,
+        arenas: Sequence[torch.Tensor],
+    ) -> None:
+        """`any_size`: the one class is for tensors of every size, so a smaller tensor is not a fallback. `arenas`: the
+        allocations that the slots are cut from."""
         self.dtype = dtype
+        self.arenas = tuple(arenas)
         self.total_bytes = total_bytes
-        self.fallbacks = 0
         self.denials = 0
+        self._fallbacks: Counter[tuple[int, str, int]] = Counter()
         self._any_size = any_size
         self._slots = sorted(slots, key=lambda s: s.capacity)
         self._capacities = [s.capacity for s in self._slots]
@@ -150,6 +172,11 @@ class BufferPool:
     def classes(self) -> list[PoolClass]:
         """Smallest first."""
         return [s.pool_class for s in self._slots]
+
+    @property
+    def largest_numel(self) -> int:
+        """Elements that a slot of the largest class holds."""
+        return self._capacities[-1]
 
     def lease(self, key: Hashable, numel: int, slot_numel: int | None = None, *, borrow: bool = False) -> Lease | None:
         """A slot for `numel` elements under `key`, or None if its class has none free.
@@ -213,6 +240,17 @@ class BufferPool:
         with self._lock:
             return {key: lease for key, (lease, _, _) in self._held.items()}
 
+    @property
+    def fallbacks(self) -> int:
+        with self._lock:
+            return self._fallbacks.total()
+
+    def fallback_report(self) -> list[Fallback]:
+        """Which sizes fell back to a larger class, and what that wastes; the most wasteful first."""
+        with self._lock:
+            found = [Fallback(*what, times) for what, times in self._fallbacks.items()]
+        return sorted(found, key=lambda fallback: fallback.wasted_bytes, reverse=True)
+
     def waiting(self) -> list[Hashable]:
         """Keys that wait for a slot now, in their turn."""
         with self._lock:
@@ -244,11 +282,14 @@ class BufferPool:
                 break
         else:
             return None
-        self.fallbacks += not request.exact or chosen != request.home
-        slot = self._slots[chosen].free.pop()
+        slots = self._slots[chosen]
+        slot = slots.free.pop()
         self._free -= 1
         shown = slot if request.slot_numel is None else slot.narrow(0, 0, request.slot_numel)
-        lease = Lease(request.key, request.numel, shown, self._slots[chosen].pool_class.name, holder)
+        lease = Lease(request.key, request.numel, shown, slots.pool_class.name, holder)
+        if not request.exact or chosen != request.home:
+            lease.wasted_bytes = (slots.capacity - request.numel) * self.dtype.itemsize
+            self._fallbacks[request.numel, lease.class_name, lease.wasted_bytes] += 1
         self._held[request.key] = (lease, chosen, slot)
         return lease
 
@@ -336,7 +377,8 @@ class MonolithicBufferPool(BufferPool):
         else:
             arenas = [allocator.allocate(capacity * count, dtype, name="pool", owner=OWNER)]
             buffers = [arenas[0].narrow(0, i * capacity, capacity) for i in range(count)]
-        super().__init__([_Slots(pool_class, buffers)], dtype, capacity * count * dtype.itemsize, any_size=True)
+        total_bytes = capacity * count * dtype.itemsize
+        super().__init__([_Slots(pool_class, buffers)], dtype, total_bytes, any_size=True, arenas=arenas)
 
 
 class AdaptiveBufferPool(BufferPool):
@@ -362,4 +404,60 @@ class AdaptiveBufferPool(BufferPool):
             buffers = [arena.narrow(0, start + i * capacity, capacity) for i in range(pool_class.count)]
             start += capacity * pool_class.count
             slots.append(_Slots(pool_class, buffers))
-        super().__init__(slots, dtype, total * dtype.itemsize, any_size=False)
+        super().__init__(slots, dtype, total * dtype.itemsize, any_size=False, arenas=[arena])
+
+
+class OnDemandBuffers:
+    """Buffers of any size, each an allocation made when it is asked for: where there is no pool yet, or beside one that
+    is used up. Thread-safe.
+
+    With `keep` the last buffer that came back waits for the next request that it fits, so that a series of tensors, one
+    after the other, costs no more than its largest; the others are freed with their last view.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        allocator: Allocator,
+        *,
+        name: str,
+        keep: bool = False,
+        alignment_bytes: int = DEFAULT_ALIGNMENT_BYTES,
+    ) -> None:
+        """`name`: of the buffers in the ledger."""
+        self.dtype = dtype
+        self.name = name
+        self._allocator, self._keep, self._alignment_bytes = allocator, keep, alignment_bytes
+        self._held: dict[Hashable, tuple[Lease, torch.Tensor]] = {}
+        self._kept: torch.Tensor | None = None
+        self._lock = threading.Lock()
+
+    def lease(self, key: Hashable, numel: int, slot_numel: int | None = None) -> Lease:
+        """As BufferPool.lease, but never None. Raises ValueError, and what the allocator raises."""
+        if numel < 1 or (slot_numel is not None and slot_numel < numel):
+            raise ValueError(f"{self.name}: no buffer for {numel} elements in a slot of {slot_numel}")
+        needed = slot_numel or _aligned_numel(numel, self.dtype, self._alignment_bytes)
+        with self._lock:
+            if key in self._held:
+                raise ValueError(f"{self.name}: {key!r} holds a buffer already: release it before the next lease")
+            buffer, self._kept = self._kept, None
+            if buffer is None or buffer.numel() < needed:
+                buffer = None  # freed before the next one is made
+                buffer = self._allocator.allocate(needed, self.dtype, name=self.name, owner=OWNER)
+            lease = Lease(key, numel, buffer.narrow(0, 0, needed), self.name, threading.current_thread().name)
+            self._held[key] = (lease, buffer)
+            return lease
+
+    def release(self, key: Hashable) -> None:
+        """Give a buffer back. Raises ValueError for a key that holds none."""
+        with self._lock:
+            if key not in self._held:
+                raise ValueError(f"{self.name}: {key!r} holds no buffer: returned already, or never leased here")
+            _, buffer = self._held.pop(key)
+            if self._keep and (self._kept is None or self._kept.numel() < buffer.numel()):
+                self._kept = buffer
+
+    def forget(self) -> None:
+        """Free the buffer that is kept, and keep none from now on."""
+        with self._lock:
+            self._kept, self._keep = None, False

@@ -1,10 +1,19 @@
-"""One AdamW step over CPU memory, in one pass: fp32 states, or bf16 states with stochastic rounding."""
+"""AdamW over CPU memory, in one pass: one step as a function, and an optimizer that allocates its own states.
+
+`adamw_` takes fp32 states, or bf16 states with stochastic rounding. `AdamW` is a torch optimizer over it with fp32
+states from an allocator, so that they are pinned, placed on NUMA nodes, booked by name and held to a budget.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
 from memascend import _C
+from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
+from memascend.memory.placement import Placement
 
 _LOADED = _C.__name__  # importing it registers the operators
 
@@ -57,3 +66,144 @@ def adamw_(
             seed=seed,
             element_offset=element_offset,
         )
+
+
+# What a parameter may need, by the key of its state, with the name and the owner of its ledger entries.
+STATE_OWNERS = {"master": "master_weights", "exp_avg": "momentum", "exp_avg_sq": "variance"}
+
+
+class AdamW(torch.optim.Optimizer):
+    """torch.optim.AdamW over parameters in host memory, with fp32 states of its own memory.
+
+    A float32 parameter is its own master; one of 16 bits gets a float32 master ("master" in its state), of which it is
+    the rounded copy. Results are torch's within 1e-6, and state dicts of float32 parameters are torch's, in both
+    directions (without amsgrad and maximize). Not thread-safe, as any optimizer.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        allocator: Allocator | None = None,
+        placements: Mapping[str, Placement] | None = None,
+    ) -> None:
+        """`params`: as torch takes them; with names, the ledger's entries have them. `allocator`: of all states
+        (default: exact pinned memory, no ledger). `placements`: NUMA policy by state ("master", "exp_avg" ...).
+
+        States are taken at a parameter's first step, or all at once by `allocate_states`. Raises ValueError for options
+        that make no sense and for parameters that are not dense CPU tensors of 32 or 16 bits.
+        """
+        unknown = sorted(set(placements or {}) - set(STATE_OWNERS))
+        if unknown:
+            raise ValueError(f"AdamW: unknown state {unknown[0]!r} in placements: use {', '.join(STATE_OWNERS)}")
+        _check_options(lr, betas, eps, weight_decay)
+        self._allocator = PageAlignedPinnedAllocator() if allocator is None else allocator
+        self._placements = dict(placements or {})
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            fits = parameter.device.type == "cpu" and parameter.is_contiguous()
+            if not fits or parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+                raise ValueError(
+                    f"AdamW: a parameter of {tuple(parameter.shape)} is {parameter.dtype} on {parameter.device}: "
+                    "contiguous CPU tensors of float32, float16 or bfloat16 are needed"
+                )
+
+    def allocate_states(self) -> None:
+        """Take the states of all parameters that train now. MemoryError, by name and owner, where there is no room."""
+        for parameter, name in self._named():
+            if parameter.requires_grad and not self.state[parameter]:
+                self._begin(parameter, name)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; what `closure` returns. RuntimeError for infinite numbers."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        names = dict(self._named())
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, names[parameter], group)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over options and states; states are copied into memory of the allocator.
+
+        torch's own would cast float32 states to a parameter's 16 bits. Raises ValueError for groups that do not fit,
+        and for amsgrad and maximize, which this optimizer does not do.
+        """
+        for group in state_dict["param_groups"]:
+            for option in ("amsgrad", "maximize"):
+                if group.get(option):
+                    raise ValueError(f"AdamW: the state was saved with {option}, which is not done here: train without")
+        super().load_state_dict({**state_dict, "state": {}})  # checks the groups, and lets go of the former states
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, (parameter, name) in zip(numbers, self._named(), strict=True):
+            if saved := state_dict["state"].get(number):
+                state = self._begin(parameter, name)
+                for key, value in saved.items():
+                    if key in state:
+                        state[key].copy_(torch.as_tensor(value))
+
+    def _named(self) -> list[tuple[torch.Tensor, str]]:
+        """Parameters in the order of the groups, with their names, or their numbers where they have none."""
+        named = []
+        for group in self.param_groups:
+            names = group.get("param_names") or [None] * len(group["params"])
+            for parameter, name in zip(group["params"], names, strict=True):
+                named.append((parameter, name or f"parameter {len(named)}"))
+        return named
+
+    def _begin(self, parameter: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+        """The state before the first step."""
+        state: dict[str, torch.Tensor] = {"step": torch.tensor(0.0)}
+        for key, owner in STATE_OWNERS.items():
+            if key != "master" or parameter.dtype != torch.float32:
+                state[key] = self._take(parameter, f"{name} {key}", owner, self._placements.get(key))
+        if "master" in state:
+            state["master"].copy_(parameter.detach())
+        self.state[parameter] = state
+        return state
+
+    def _take(self, parameter: torch.Tensor, name: str, owner: str, placement: Placement | None) -> torch.Tensor:
+        if parameter.numel() == 0:
+            return torch.empty(parameter.shape, dtype=torch.float32)
+        flat = self._allocator.allocate(parameter.numel(), torch.float32, name=name, owner=owner, placement=placement)
+        return flat.view(parameter.shape)
+
+    def _update(self, parameter: torch.Tensor, name: str, group: dict[str, Any]) -> None:
+        if parameter.grad.layout != torch.strided:
+            raise ValueError(f"AdamW: the gradient of {name} is sparse: use a dense one")
+        state = self.state[parameter] or self._begin(parameter, name)
+        state["step"] += 1
+        master = state.get("master")
+        adamw_(
+            parameter.detach() if master is None else master,
+            parameter.grad.contiguous(),
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            None if master is None else parameter.detach(),
+            step=int(state["step"]),
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+        )
+
+
+def _check_options(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    for name, value in {"lr": float(lr), "eps": eps, "weight_decay": weight_decay}.items():
+        if not value >= 0:
+            raise ValueError(f"AdamW: {name} is {value}: it must be at least 0")
+    for beta in betas:
+        if not 0 <= beta < 1:
+            raise ValueError(f"AdamW: a beta is {beta}: it must be at least 0 and below 1")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from memascend.planner.footprint import Plan, systems
-from memascend.planner.gpu_memory import DevicePlan
-from memascend.planner.io_volume import IoVolume
-from memascend.planner.limits import Largest, Limits, Workload, largest
+from memascend import systems
+from memascend.planner.footprint import Plan, plan
+from memascend.planner.gpu_memory import DevicePlan, gpu_memory
+from memascend.planner.io_volume import IoVolume, io_volume
+from memascend.planner.limits import Largest, Limits, largest
 from memascend.planner.machine import Machine
 from memascend.planner.step_time import StepTime, step_time
+from memascend.planner.workload import SwapSizes, Workload
 
 DAY_S = 86_400
 TB = 10**12
@@ -79,7 +82,7 @@ def answer(
     work: Workload, limits: Limits, machine: Machine | None = None, endurance_tb: float | None = None
 ) -> Answers:
     """Plan `work` against `limits`, on `machine` where one is named."""
-    host, device, volume = work.host(), work.device(), work.volume()
+    host, device, volume = plan(work), gpu_memory(work), io_volume(work)
     needs = (
         Need(name="GPU memory", needed_bytes=device.device_bytes, limit_bytes=limits.gpu_bytes),
         Need(name="host memory", needed_bytes=host.host_bytes, limit_bytes=limits.ram_bytes),
@@ -101,15 +104,24 @@ def answer(
             seconds_per_step=time.seconds if time else None,
             endurance_tb=endurance_tb,
         ),
-        others=tuple(
-            # stock DeepSpeed fails with bf16 states on NVMe, so its bar is the one that can be had
-            replace(
-                work, system=system, arm=None, states="fp32" if system == "zero_infinity" else work.kept_states
-            ).host()
-            for system in systems()
-            if system not in (work.system, "all_in_gpu")
-        ),
+        others=tuple(_others(work)),
     )
+
+
+def _others(work: Workload) -> Iterator[Plan]:
+    """The other offloading systems at their defaults, and the arms that each wants shown beside it.
+
+    Stock DeepSpeed fails with bf16 states on NVMe, so its bar is the one that can be had.
+    """
+    for name in systems.names():
+        arms = systems.load(name).arms
+        first = next(iter(arms))
+        if name == work.system or arms[first].states_on == "gpu":
+            continue
+        for arm, parts in arms.items():
+            if arm == first or parts.shown_beside:
+                states = "fp32" if parts.refuses_bf16_states else work.kept_states
+                yield plan(replace(work, system=name, arm=arm, states=states, parts=None, sizes=SwapSizes()))
 
 
 def _time(work: Workload, machine: Machine | None) -> tuple[StepTime | None, str]:
@@ -120,20 +132,6 @@ def _time(work: Workload, machine: Machine | None) -> tuple[StepTime | None, str
     if work.ranks > machine.gpus:
         return None, f"{machine.name} has {machine.gpus} GPU{'s' if machine.gpus > 1 else ''}, not {work.ranks}"
     try:
-        made = step_time(
-            work.spec,
-            machine,
-            work.system,
-            work.arm,
-            dtype=work.dtype,
-            states=work.kept_states,
-            ranks=work.ranks,
-            batch=work.batch,
-            context=work.context,
-            micro_batches=work.micro_batches,
-            checkpointing=work.stack.checkpoints,
-            offload_checkpoints=work.offloads_checkpoints,
-        )
+        return step_time(work, machine), ""
     except ValueError as error:
         return None, str(error)
-    return made, ""

@@ -7,19 +7,25 @@ import json
 import math
 import shlex
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from memascend.memory.budget import parse_bytes
+from memascend.planner.derived_sizes import io_settings
 from memascend.planner.options import DEFAULT_STACK, MODEL_OPTIONS, Stack, default_context
-from memascend.planner.spec import model_spec
+from memascend.planner.spec import ModelSpec, model_spec
+from memascend.planner.workload import SwapSizes, Workload
+from memascend.systems import arrangement
 
 _GIB = 2**30
 _LARGEST_COUNT = 10**8  # far beyond any run, and products of two still fit 64 bits with the model's sizes
 
 
-def add_plan(commands: Any) -> None:
-    """Register the subcommand."""
+def add_plan(commands: Any, probe: Callable[[Path | None], Any]) -> None:
+    """Register the subcommand. ``probe``: the machine at hand, its SSD tried in the folder that is given."""
     parser = commands.add_parser(
         "plan",
         help="where every GiB would go, whether it fits, how long a step takes and what it writes",
@@ -31,13 +37,11 @@ def add_plan(commands: Any) -> None:
     what.add_argument("--twin", type=count, default=1, metavar="K", help="divide the model's widths by K")
     what.add_argument("--gpus", "--ranks", type=count, default=1, help="data-parallel ranks here (default 1)")
     what.add_argument("--context", type=count, help="tokens a sequence (default 4096, or the model's longest if less)")
-    what.add_argument("--batch", type=count, default=1, help="sequences a GPU at a time (default 1)")
-    what.add_argument("--accumulate", type=count, default=1, help="batches a step (default 1)")
-    what.add_argument("--dtype", default="bf16", help="bf16 (default), or fp16, which needs an overflow check")
-    what.add_argument("--states", default="fp32", help="optimizer states: fp32 (default), or bf16 with --dtype bf16")
-    what.add_argument(
-        "--gradients", default="fp32", help="the gradient buffer: fp32 (default), or bf16 with --dtype bf16"
-    )
+    what.add_argument("--batch", type=count, help="sequences a GPU at a time (default 1)")
+    what.add_argument("--accumulate", type=count, help="batches a step (default 1)")
+    what.add_argument("--dtype", help="bf16 (default), or fp16, which needs an overflow check")
+    what.add_argument("--states", help="optimizer states: fp32 (default), or bf16 with --dtype bf16")
+    what.add_argument("--gradients", help="the gradient buffer: fp32 (default), or bf16 with --dtype bf16")
     what.add_argument(
         "--experts",
         default="auto",
@@ -46,14 +50,25 @@ def add_plan(commands: Any) -> None:
         "the installed transformers has it (auto)",
     )
     how = parser.add_argument_group("how")
-    how.add_argument("--system", default="memascend", help="memascend, zero_infinity, zero_offload, all_in_gpu")
+    how.add_argument("--system", help="memascend (default), zero_infinity, zero_offload, all_in_gpu, in_memory")
     how.add_argument("--arm", help="a variant of the system, such as as_published or today for zero_infinity")
     for name, words in MODEL_OPTIONS.items():
         preset = getattr(DEFAULT_STACK, name)
-        how.add_argument(f"--{name}", default=preset, help=f"{', '.join(words)} (default {preset}), as train's")
+        how.add_argument(f"--{name}", help=f"{', '.join(words)} (default {preset}), as train's")
+    how.add_argument(
+        "--ds-config",
+        type=Path,
+        metavar="FILE",
+        help="plan the run of this DeepSpeed JSON: it says dtype, batch, system",
+    )
     where = parser.add_argument_group("what there is")
     where.add_argument("--gpu-memory", type=gib, metavar="GIB", help="memory of one GPU")
     where.add_argument("--ram", type=gib, metavar="GIB", help="host memory")
+    where.add_argument(
+        "--host-memory",
+        metavar="SIZE",
+        help="a hard budget, such as 24GiB: a plan beyond it is refused",
+    )
     where.add_argument("--ssd-space", type=gib, metavar="GIB", help="room for swap files")
     where.add_argument(
         "--ssd-endurance", type=terabytes, metavar="TB", help="terabytes that the drive is rated to write"
@@ -69,7 +84,7 @@ def add_plan(commands: Any) -> None:
     out.add_argument("--picture", type=Path, metavar="FILE", help="stacked bars of every system: .svg, .png or .pdf")
     out.add_argument("--write-config", type=Path, metavar="FILE", help="the DeepSpeed JSON of this plan (needs --nvme)")
     out.add_argument("--force", action="store_true", help="let --write-config and --picture replace a file")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, probe=probe)
 
 
 def count(text: str) -> int:
@@ -103,26 +118,13 @@ def _positive(text: str, unit: str) -> float:
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """(what to print, exit status)."""
     from memascend.planner.answers import answer
-    from memascend.planner.limits import Limits, Workload
+    from memascend.planner.host_budget import require_host_memory
+    from memascend.planner.limits import Limits
     from memascend.planner.report import as_json, as_text
 
-    spec = model_spec(options.model).fused(fused_experts(options.experts))
-    options.context = options.context or default_context(spec.config)
-    work = Workload(
-        spec=spec.twin(options.twin) if options.twin > 1 else spec,
-        system=options.system,
-        arm=options.arm,
-        dtype=options.dtype,
-        states=options.states,
-        gradients=options.gradients,
-        stack=Stack(**{name: getattr(options, name) for name in MODEL_OPTIONS}),
-        ranks=options.gpus,
-        batch=options.batch,
-        context=options.context,
-        micro_batches=options.accumulate,
-    )
-    work.host(), work.device()  # refuse what is wrong in them before the machine is tried
-    machine = _machine(options.testbed, options.nvme)
+    work = _workload(options)
+    require_host_memory(work)
+    machine = _machine(options)
     limits = Limits(
         gpu_bytes=_bytes(options.gpu_memory),
         ram_bytes=_bytes(options.ram),
@@ -134,6 +136,56 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     if options.json:
         return json.dumps(as_json(answers), indent=2), status
     return "\n".join([as_text(answers), *notes]), status
+
+
+# What is planned where neither the command line nor a DeepSpeed configuration says more; train's defaults too.
+_PRESETS = {"batch": 1, "accumulate": 1, "dtype": "bf16", "states": "fp32", "gradients": "fp32", "system": "memascend"}
+_PRESETS |= {name: getattr(DEFAULT_STACK, name) for name in MODEL_OPTIONS}
+
+
+def _workload(options: argparse.Namespace) -> Workload:
+    spec = model_spec(options.model).fused(fused_experts(options.experts))
+    spec = spec.twin(options.twin) if options.twin > 1 else spec
+    options.context = options.context or default_context(spec.config)
+    budget = parse_bytes(options.host_memory, "--host-memory") if options.host_memory else None
+    if options.ds_config is not None:
+        work = _configured(options, spec)
+        return replace(work, host_memory=budget) if budget else work
+    for name, preset in _PRESETS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, preset)
+    return Workload(
+        spec=spec,
+        system=options.system,
+        arm=options.arm,
+        dtype=options.dtype,
+        states=options.states,
+        gradients=options.gradients,
+        stack=Stack(**{name: getattr(options, name) for name in MODEL_OPTIONS}),
+        ranks=options.gpus,
+        batch=options.batch,
+        context=options.context,
+        accumulation=options.accumulate,
+        sizes=SwapSizes(io=io_settings({}, options.nvme)),
+        host_memory=budget,
+    )
+
+
+def _configured(options: argparse.Namespace, spec: ModelSpec) -> Workload:
+    """The run of the DeepSpeed JSON that --ds-config names."""
+    from memascend.planner.from_config import Told, read_config, workload_of
+
+    for name in ("system", "arm", "states", "gradients", "write_config"):
+        if getattr(options, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} and --ds-config exclude one another: the configuration says what is planned")
+    told = Told(
+        dtype=options.dtype,
+        batch=options.batch,
+        accumulation=options.accumulate,
+        **{name: getattr(options, name) for name in MODEL_OPTIONS},
+    )
+    return workload_of(read_config(options.ds_config), spec, ranks=options.gpus, context=options.context, told=told)
 
 
 def fused_experts(experts: str) -> bool:
@@ -158,15 +210,14 @@ def _free_bytes(folder: Path | None) -> float | None:
     return float(shutil.disk_usage(folder).free)
 
 
-def _machine(name: str | None, nvme: Path | None) -> Any:
+def _machine(options: argparse.Namespace) -> Any:
     from memascend.planner.machine import machine_from_file
 
+    name = options.testbed
     if name is None:
         return None
     if name == "local":
-        from memascend.doctor.local import local_machine
-
-        return local_machine(nvme)
+        return options.probe(options.nvme)
     path = Path(name)
     if path.suffix in (".yaml", ".yml", ".json"):
         return machine_from_file(path)
@@ -183,9 +234,8 @@ def _outputs(options: argparse.Namespace, answers: Any) -> list[str]:
     notes = []
     if options.write_config:
         from memascend.planner.ds_config import deepspeed_config, write_config
-        from memascend.planner.io_volume import SSD_SYSTEMS
 
-        if options.nvme is None and options.system in SSD_SYSTEMS:
+        if options.nvme is None and arrangement(options.system, options.arm).states_on == "ssd":
             raise ValueError("--write-config needs --nvme: the folder on the SSD that the configuration names")
         folder = str(options.nvme.absolute()) if options.nvme else ""
         write_config(deepspeed_config(answers.work, folder), options.write_config, force=options.force)

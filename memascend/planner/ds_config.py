@@ -8,30 +8,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from memascend.planner.footprint import DTYPES, OPTIMIZER_BUFFERS, SUB_GROUP_SIZE
+from memascend.arrangements import DEFAULTS
 from memascend.planner.gpu_memory import PREFETCH_BUCKET, REDUCE_BUCKET
-from memascend.planner.io_volume import SSD_SYSTEMS
-from memascend.planner.limits import Workload
 from memascend.planner.options import MODEL_OPTIONS
-from memascend.planner.pool import streamed
+from memascend.planner.workload import Workload
 
 # One request of 1 MiB at a time is what both engines split a tensor into; 32 of them fill a drive (MemAscend IV-E).
 AIO = {"block_size": 1 << 20, "queue_depth": 32, "single_submit": False, "overlap_events": True}
 # With DeepSpeed's own AdamW bf16 master weights lose small updates; ours rounds stochastically.
 _BF16 = {"optimizer_states": "bf16", "numerics": "fast"}
-_ALONE = {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "chain", "aio": "file"}
-# Keys of the section "memascend" by arm, where they are not the defaults; as baselines/memascend has them.
-_ARM_PARTS: dict[str, dict[str, str]] = {
-    "memascend_fast": {"numerics": "fast"},
-    "memascend_bf16": _BF16,
-    "memascend_bf16_nearest": {"optimizer_states": "bf16"},
-    "memascend_kept_gradients": {"gradients": "kept"},
-    "memascend_on_files": {"aio": "file"},
-    "pinned_only": _ALONE | {"pinned": "exact"},
-    "pool_only": _ALONE | {"pool": "adaptive"},
-    "overflow_only": _ALONE | {"overflow": "fused"},
-    "direct_only": _ALONE | {"aio": "direct"},
-}
 PERSISTENCE_THRESHOLD = 100_000
 MAX_LIVE_PARAMETERS = 1_000_000_000
 
@@ -41,9 +26,9 @@ def deepspeed_config(work: Workload, nvme_path: str, learning_rate: float = 1e-5
 
     Raises ValueError for a system that is not ZeRO stage 3.
     """
-    if work.system == "all_in_gpu":
+    if not work.offloads:
         raise ValueError(
-            "all_in_gpu needs no DeepSpeed configuration: name another --system, or leave --write-config out"
+            f"{work.system} needs no DeepSpeed configuration: name another --system, or leave --write-config out"
         )
     area = work.spec.k * work.spec.k
 
@@ -55,7 +40,7 @@ def deepspeed_config(work: Workload, nvme_path: str, learning_rate: float = 1e-5
         "overlap_comm": False,
         "contiguous_gradients": True,
         "reduce_bucket_size": min(scaled(REDUCE_BUCKET), work.spec.parameters),
-        "sub_group_size": max(1, SUB_GROUP_SIZE // work.ranks // area),
+        "sub_group_size": work.sub_group_size,
         "stage3_prefetch_bucket_size": scaled(PREFETCH_BUCKET),
         "stage3_max_live_parameters": scaled(MAX_LIVE_PARAMETERS),
         "stage3_max_reuse_distance": 0,
@@ -65,8 +50,8 @@ def deepspeed_config(work: Workload, nvme_path: str, learning_rate: float = 1e-5
     }
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": work.batch,
-        "gradient_accumulation_steps": work.micro_batches,
-        "train_batch_size": work.batch * work.micro_batches * work.ranks,
+        "gradient_accumulation_steps": work.accumulation,
+        "train_batch_size": work.batch * work.accumulation * work.ranks,
         "optimizer": {"type": "AdamW", "params": {"lr": learning_rate, "weight_decay": 0.01}},
         "gradient_clipping": 1.0,
         work.dtype: {"enabled": True},
@@ -74,32 +59,29 @@ def deepspeed_config(work: Workload, nvme_path: str, learning_rate: float = 1e-5
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": True,
     }
-    if work.system in SSD_SYSTEMS:
+    if work.swaps and not work.arrangement.derives_sizes:  # what derives them asks the machine
         config["aio"] = AIO | {"intra_op_parallelism": 1}
-    if work.system == "memascend":
+    if work.arrangement.derives_sizes:
         config["memascend"] = {name: getattr(work.stack, name) for name in MODEL_OPTIONS}
         if work.states == "bf16":
             config["memascend"] |= _BF16
-        config["memascend"] |= _ARM_PARTS.get(work.arm or "memascend", {})
+        config["memascend"] |= {n: v for n, v in work.arrangement.parts.items() if v != DEFAULTS[n]}
     return config
 
 
 def _offload(work: Workload, nvme_path: str) -> dict[str, Any]:
-    if work.system not in SSD_SYSTEMS:
+    if not work.swaps:
         in_memory = {"device": "cpu", "pin_memory": True}
         return {"offload_param": dict(in_memory), "offload_optimizer": dict(in_memory)}
     param = {"device": "nvme", "nvme_path": nvme_path, "pin_memory": True, "max_in_cpu": 0}
-    if work.system != "memascend":  # ours learns both from the model
-        size = DTYPES[work.dtype].itemsize
-        parts = streamed(
-            work.spec.tensors(), element_bytes=size, ranks=work.ranks, threshold_bytes=(1 << 20) / work.spec.k**2
-        )
+    if not work.arrangement.derives_sizes:  # ours learns both from the model
+        parts = work.streamed()
         param |= {"buffer_count": parts.monolithic_count(), "buffer_size": parts.largest}
     optimizer = {
         "device": "nvme",
         "nvme_path": nvme_path,
         "pin_memory": True,
-        "buffer_count": OPTIMIZER_BUFFERS,
+        "buffer_count": work.optimizer_buffers,
         "pipeline_read": False,
         "pipeline_write": False,
         "fast_init": False,

@@ -15,15 +15,15 @@ fp32 log-probabilities and their gradient (or, in forward, the fp32 copy).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from memascend.memory.ledger import DEVICE, Ledger, LedgerEntry
 from memascend.ops.cross_entropy import DEFAULT_CHUNK_BYTES
-from memascend.planner.footprint import pageable
-from memascend.planner.layouts import is_gated
-from memascend.planner.options import DEFAULT_STACK, Stack
+from memascend.planner.options import Stack
 from memascend.planner.pool import partition_numel
 from memascend.planner.spec import ModelSpec
+from memascend.planner.workload import Workload
 
 # The stacks of Fig. 2 by their labels, each with all before it.
 STACKS = {
@@ -40,14 +40,13 @@ PREFETCH_BUCKET = 50_000_000
 # Checkpoints on the GPU while offloading: one that is computed from, one on its way.
 CHECKPOINTS_IN_FLIGHT = 2
 LOGIT_BYTES = 2 + 4 + 4
+_GATE = re.compile(r"gate_proj|gate_up_proj|\.w3\.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlan:
     """The ledger of one GPU; its sum is the worst instant of a step."""
 
-    spec: ModelSpec
-    stack: Stack
     entries: tuple[LedgerEntry, ...]
 
     @property
@@ -68,6 +67,11 @@ def block_bytes_per_token(spec: ModelSpec, context: int, *, flash: bool, fused: 
     else:
         attention = 2 * 3 * query + 2 * query + 6 * spec.heads * context
     return norms + attention + _feed_forward(spec, fused) + _head_norms(spec, query, keys)
+
+
+def is_gated(spec: ModelSpec) -> bool:
+    """Whether the feed-forward multiplies two products (SwiGLU and kin): then three of its tensors are kept."""
+    return any(_GATE.search(tensor.name) for tensor in spec.tensors() if tensor.block == 0)
 
 
 def _feed_forward(spec: ModelSpec, fused: bool) -> int:
@@ -96,29 +100,21 @@ def logits_bytes(spec: ModelSpec, tokens: int, *, chunked: bool) -> int:
     return min(LOGIT_BYTES * tokens * spec.vocab, DEFAULT_CHUNK_BYTES) + 2 * tokens * spec.hidden
 
 
-def gpu_memory(
-    spec: ModelSpec,
-    stack: Stack | None = None,
-    *,
-    system: str = "memascend",
-    ranks: int = 1,
-    batch: int = 1,
-    context: int = 4096,
-) -> DevicePlan:
+def gpu_memory(work: Workload) -> DevicePlan:
     """Everything on one GPU at the worst instant: in backward, one block recomputed, or the loss, whichever is larger.
 
     With parameters offloaded the GPU holds the largest tensor and what DeepSpeed prefetches; `all_in_gpu` holds 16
-    bytes a parameter, and all checkpoints. `stack`: default `DEFAULT_STACK`.
+    bytes a parameter, and all checkpoints.
     """
-    stack = stack or DEFAULT_STACK
-    tokens, area, ledger = batch * context, spec.k * spec.k, Ledger()
+    spec, stack, context = work.spec, work.stack, work.context
+    tokens, area, ledger = work.batch * context, spec.k * spec.k, Ledger()
 
     def hold(name: str, owner: str, size: int) -> None:
-        pageable(ledger, name, owner, size, role=DEVICE)
+        ledger.record(name, owner, size, role=DEVICE, allocator="torch")
 
     hold("CUDA context and kernels", "device_context", CONTEXT_BYTES)
-    if system == "all_in_gpu":
-        hold("model states", "device_states", 16 * partition_numel(spec.parameters, ranks))
+    if not work.offloads:
+        hold("model states", "device_states", 16 * partition_numel(spec.parameters, work.ranks))
     else:
         largest = spec.largest().numel
         hold("gathered parameters", "device_parameters", 2 * (largest + min(PREFETCH_BUCKET // area, spec.parameters)))
@@ -130,15 +126,15 @@ def gpu_memory(
     if not stack.checkpoints:
         hold("activations of all blocks", "device_activations", spec.layers * block)
         hold("logits and loss", "device_loss", loss)
-        return DevicePlan(spec=spec, stack=stack, entries=tuple(ledger.entries()))
-    kept = CHECKPOINTS_IN_FLIGHT if stack.offloads and system != "all_in_gpu" else spec.layers
+        return DevicePlan(entries=tuple(ledger.entries()))
+    kept = CHECKPOINTS_IN_FLIGHT if work.offloads_checkpoints else spec.layers
     hold("activation checkpoints", "device_checkpoints", kept * checkpoint)
     working = block + _backward_transient(spec, tokens, context, flash=stack.flash)
     if loss > working:
         hold("logits and loss", "device_loss", loss)
     else:
         hold("activations of one block", "device_activations", working)
-    return DevicePlan(spec=spec, stack=stack, entries=tuple(ledger.entries()))
+    return DevicePlan(entries=tuple(ledger.entries()))
 
 
 def _backward_transient(spec: ModelSpec, tokens: int, context: int, *, flash: bool) -> int:

@@ -12,13 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memascend.planner.footprint import DTYPES, STATE_DTYPES, SUB_GROUP_SIZE
-from memascend.planner.pool import SWAP_THRESHOLD_BYTES, partition_numel, streamed, sub_groups
-from memascend.planner.spec import ModelSpec
+from memascend.planner.pool import partition_numel
+from memascend.planner.workload import ELEMENT_BYTES, Workload
 
 PHASES = ("forward", "backward", "optimizer")
-# Systems whose model states live on the SSD; the others move nothing.
-SSD_SYSTEMS = ("zero_infinity", "memascend")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,42 +39,29 @@ class IoVolume:
         return self.total_read_bytes + self.total_write_bytes
 
 
-def io_volume(
-    spec: ModelSpec,
-    system: str = "memascend",
-    *,
-    dtype: str = "fp16",
-    states: str = "fp32",
-    ranks: int = 1,
-    micro_batches: int = 1,
-    sub_group_size: int | None = None,
-    swap_threshold_bytes: float | None = None,
-    swap_gradients: bool = True,
-) -> IoVolume:
-    """I/O of one optimizer step of `micro_batches` forward and backward passes (gradient accumulation).
+def io_volume(work: Workload) -> IoVolume:
+    """I/O of one optimizer step, of all its forward and backward passes (gradient accumulation).
 
-    Arguments and thresholds as those of :func:`memascend.planner.footprint.plan`. Gradients are written once a micro
-    batch, whole: DeepSpeed writes what it has accumulated so far. `swap_gradients`: False where they stay in memory.
+    Gradients are written once a batch, whole: DeepSpeed writes what it has accumulated so far; not at all where the arm
+    keeps them in memory.
     """
     nothing = dict.fromkeys(PHASES, 0)
-    if system not in SSD_SYSTEMS:
+    if not work.swaps:
         return IoVolume(read_bytes=nothing, write_bytes=nothing, stored_bytes=0)
-    area = spec.k * spec.k
-    threshold = SWAP_THRESHOLD_BYTES / area if swap_threshold_bytes is None else swap_threshold_bytes
-    weight, state = DTYPES[dtype].itemsize, STATE_DTYPES[states].itemsize
-    parts = streamed(spec.tensors(), element_bytes=weight, ranks=ranks, threshold_bytes=threshold)
+    spec, ranks = work.spec, work.ranks
+    weight, state = ELEMENT_BYTES[work.dtype], ELEMENT_BYTES[work.kept_states]
+    parts = work.streamed()
     weights = ranks * weight * (sum(map(sum, parts.blocks)) + sum(parts.outside))
-    size = sub_group_size or max(1, SUB_GROUP_SIZE // ranks // area)
-    swapped = [numel for numel in sub_groups(spec.tensors(), size, ranks) if numel * state >= threshold]
+    swapped = [numel for numel in map(sum, work.sub_groups()) if numel * state >= work.swap_threshold_bytes]
     states_of_one = ranks * state * sum(swapped)  # one of master, gradient, first and second moment
     again = ranks * weight * partition_numel(spec.vocab * spec.hidden, ranks) if spec.tied else 0
-    gradients = states_of_one if swap_gradients else 0
-    passes = micro_batches * (weights + again)
+    gradients = states_of_one if work.arrangement.swaps_gradients else 0
+    passes = work.accumulation * (weights + again)
     return IoVolume(
         read_bytes={"forward": passes, "backward": passes, "optimizer": 3 * states_of_one + gradients},
         write_bytes={
             "forward": 0,
-            "backward": micro_batches * gradients,
+            "backward": work.accumulation * gradients,
             "optimizer": 3 * states_of_one + weights,
         },
         stored_bytes=weights + 3 * states_of_one + gradients,

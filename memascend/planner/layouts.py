@@ -6,14 +6,10 @@ refused by name (`UNCLASSED_KEYS`, `LAYOUTS`), never guessed.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from math import prod
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from memascend.planner.spec import ModelSpec
+from memascend.planner.tensors import TensorSpec
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]  # (name, shape) pairs
 
@@ -32,48 +28,27 @@ COVERED_KEYS = {
     "deepseek_v3": ("kv_lora_rank", "num_nextn_predict_layers"),
 }
 
-_BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-_OUTSIDE = re.compile(r"embed|wte|wpe|lm_head|norm|ln_f|output")
 
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One parameter. `block` is its transformer block, None for the embedding, the output matrix and the last norm."""
+class Model(Protocol):
+    """What a rule reads of a model: the sizes of `memascend.planner.spec.ModelSpec`."""
 
     name: str
-    shape: tuple[int, ...]
-    block: int | None
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def is_matrix(self) -> bool:
-        return len(self.shape) >= 2
-
-
-def named_tensors(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[TensorSpec]:
-    """TensorSpecs of any model's named parameters; ValueError names a tensor that is in no block and no known place."""
-    for name, shape in shapes:
-        match = _BLOCK.search(name)
-        if match is None and not _OUTSIDE.search(name):
-            raise ValueError(
-                f"cannot class the tensor {name} {tuple(shape)}: it is in no block (layers.N, h.N, blocks.N) and is "
-                "neither an embedding, an output matrix nor a norm"
-            )
-        yield TensorSpec(name, tuple(shape), int(match.group(1)) if match else None)
+    hidden: int
+    intermediate: int
+    vocab: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool
+    experts: int
+    expert_intermediate: int
+    shared_intermediate: int
+    fused_experts: bool
+    config: Mapping[str, Any]
 
 
-_GATE = re.compile(r"gate_proj|gate_up_proj|\.w3\.")
-
-
-def is_gated(spec: ModelSpec) -> bool:
-    """Whether the feed-forward multiplies two products (SwiGLU and kin): then three of its tensors are kept."""
-    return any(_GATE.search(tensor.name) for tensor in spec.tensors() if tensor.block == 0)
-
-
-def _decoder(spec: ModelSpec, block: Callable[[ModelSpec, int], Shapes]) -> list[TensorSpec]:
+def _decoder(spec: Model, block: Callable[[Model, int], Shapes]) -> list[TensorSpec]:
     out = [TensorSpec("model.embed_tokens.weight", (spec.vocab, spec.hidden), None)]
     for index in range(spec.layers):
         out += [TensorSpec(f"model.layers.{index}.{name}", shape, index) for name, shape in block(spec, index)]
@@ -89,7 +64,7 @@ def _linear(name: str, rows: int, columns: int, bias: bool = False) -> Shapes:
         yield f"{name}.bias", (rows,)
 
 
-def _attention(spec: ModelSpec, *, qkv_bias: bool, o_bias: bool) -> Shapes:
+def _attention(spec: Model, *, qkv_bias: bool, o_bias: bool) -> Shapes:
     query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     yield from _linear("self_attn.q_proj", query, spec.hidden, qkv_bias)
     yield from _linear("self_attn.k_proj", key, spec.hidden, qkv_bias)
@@ -97,7 +72,7 @@ def _attention(spec: ModelSpec, *, qkv_bias: bool, o_bias: bool) -> Shapes:
     yield from _linear("self_attn.o_proj", spec.hidden, query, o_bias)
 
 
-def _head_norms(spec: ModelSpec) -> Shapes:
+def _head_norms(spec: Model) -> Shapes:
     yield "self_attn.q_norm.weight", (spec.head_dim,)
     yield "self_attn.k_norm.weight", (spec.head_dim,)
 
@@ -108,35 +83,35 @@ def _gated(name: str, hidden: int, inner: int, bias: bool = False) -> Shapes:
     yield from _linear(f"{name}.down_proj", hidden, inner, bias)
 
 
-def _norms(spec: ModelSpec, *names: str) -> Shapes:
+def _norms(spec: Model, *names: str) -> Shapes:
     for name in names or ("input_layernorm", "post_attention_layernorm"):
         yield f"{name}.weight", (spec.hidden,)
 
 
-def _flag(spec: ModelSpec, key: str, default: bool = False) -> bool:
+def _flag(spec: Model, key: str, default: bool = False) -> bool:
     return bool(spec.config.get(key, default))
 
 
-def _llama(spec: ModelSpec, _: int) -> Shapes:
+def _llama(spec: Model, _: int) -> Shapes:
     bias = _flag(spec, "attention_bias")
     yield from _attention(spec, qkv_bias=bias, o_bias=bias)
     yield from _gated("mlp", spec.hidden, spec.intermediate, _flag(spec, "mlp_bias"))
     yield from _norms(spec)
 
 
-def _mistral(spec: ModelSpec, _: int) -> Shapes:
+def _mistral(spec: Model, _: int) -> Shapes:
     yield from _attention(spec, qkv_bias=False, o_bias=False)
     yield from _gated("mlp", spec.hidden, spec.intermediate)
     yield from _norms(spec)
 
 
-def _qwen2(spec: ModelSpec, _: int) -> Shapes:
+def _qwen2(spec: Model, _: int) -> Shapes:
     yield from _attention(spec, qkv_bias=True, o_bias=False)
     yield from _gated("mlp", spec.hidden, spec.intermediate)
     yield from _norms(spec)
 
 
-def _qwen3(spec: ModelSpec, _: int) -> Shapes:
+def _qwen3(spec: Model, _: int) -> Shapes:
     bias = _flag(spec, "attention_bias")
     yield from _attention(spec, qkv_bias=bias, o_bias=bias)
     yield from _head_norms(spec)
@@ -144,14 +119,14 @@ def _qwen3(spec: ModelSpec, _: int) -> Shapes:
     yield from _norms(spec)
 
 
-def _gemma(spec: ModelSpec, _: int) -> Shapes:
+def _gemma(spec: Model, _: int) -> Shapes:
     bias = _flag(spec, "attention_bias")
     yield from _attention(spec, qkv_bias=bias, o_bias=bias)
     yield from _gated("mlp", spec.hidden, spec.intermediate)
     yield from _norms(spec)
 
 
-def _gemma2(spec: ModelSpec, _: int) -> Shapes:
+def _gemma2(spec: Model, _: int) -> Shapes:
     bias = _flag(spec, "attention_bias")
     yield from _attention(spec, qkv_bias=bias, o_bias=bias)
     yield from _gated("mlp", spec.hidden, spec.intermediate)
@@ -160,7 +135,7 @@ def _gemma2(spec: ModelSpec, _: int) -> Shapes:
     )
 
 
-def _phi3(spec: ModelSpec, _: int) -> Shapes:
+def _phi3(spec: Model, _: int) -> Shapes:
     query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     yield from _linear("self_attn.o_proj", spec.hidden, query)
     yield from _linear("self_attn.qkv_proj", query + 2 * key, spec.hidden)
@@ -169,13 +144,13 @@ def _phi3(spec: ModelSpec, _: int) -> Shapes:
     yield from _norms(spec)
 
 
-def _sparse(spec: ModelSpec, index: int) -> bool:
+def _sparse(spec: Model, index: int) -> bool:
     """Whether a Qwen MoE block has experts: not where `mlp_only_layers` or `decoder_sparse_step` leave it dense."""
     step = int(spec.config.get("decoder_sparse_step", 1))
     return spec.experts > 0 and index not in spec.config.get("mlp_only_layers", []) and (index + 1) % step == 0
 
 
-def _experts(spec: ModelSpec, inner: int) -> Shapes:
+def _experts(spec: Model, inner: int) -> Shapes:
     """All experts of a block: two tensors as transformers 5 stores them (`fused_experts`), else one matrix each."""
     if spec.fused_experts:
         yield "mlp.experts.gate_up_proj", (spec.experts, 2 * inner, spec.hidden)
@@ -185,11 +160,11 @@ def _experts(spec: ModelSpec, inner: int) -> Shapes:
         yield from _gated(f"mlp.experts.{expert}", spec.hidden, inner)
 
 
-def _router(spec: ModelSpec) -> Shapes:
+def _router(spec: Model) -> Shapes:
     yield "mlp.gate.weight", (spec.experts, spec.hidden)
 
 
-def _qwen3_moe(spec: ModelSpec, index: int) -> Shapes:
+def _qwen3_moe(spec: Model, index: int) -> Shapes:
     bias = _flag(spec, "attention_bias")
     yield from _attention(spec, qkv_bias=bias, o_bias=bias)
     yield from _head_norms(spec)
@@ -203,7 +178,7 @@ def _qwen3_moe(spec: ModelSpec, index: int) -> Shapes:
     yield from _norms(spec)
 
 
-def _qwen2_moe(spec: ModelSpec, index: int) -> Shapes:
+def _qwen2_moe(spec: Model, index: int) -> Shapes:
     yield from _attention(spec, qkv_bias=_flag(spec, "qkv_bias", True), o_bias=False)
     if _sparse(spec, index):
         yield from _router(spec)
@@ -215,7 +190,7 @@ def _qwen2_moe(spec: ModelSpec, index: int) -> Shapes:
     yield from _norms(spec)
 
 
-def _mixtral(spec: ModelSpec, _: int) -> Shapes:
+def _mixtral(spec: Model, _: int) -> Shapes:
     yield from _attention(spec, qkv_bias=False, o_bias=False)
     if spec.fused_experts:
         yield from _router(spec)
@@ -231,7 +206,7 @@ def _mixtral(spec: ModelSpec, _: int) -> Shapes:
     yield from _norms(spec)
 
 
-def _latent_attention(spec: ModelSpec) -> Shapes:
+def _latent_attention(spec: Model) -> Shapes:
     """DeepSeek's: queries and keys through low ranks, a rotary part beside each head's plain one."""
     key = spec.config
     rope, plain, value = (int(key[name]) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
@@ -249,7 +224,7 @@ def _latent_attention(spec: ModelSpec) -> Shapes:
     yield from _linear("self_attn.o_proj", spec.hidden, spec.heads * value, bias)
 
 
-def _deepseek(spec: ModelSpec, index: int) -> Shapes:
+def _deepseek(spec: Model, index: int) -> Shapes:
     yield from _latent_attention(spec)
     if spec.experts and index >= int(spec.config.get("first_k_dense_replace", 0)):
         parts = [_experts(spec, spec.expert_intermediate), _router(spec)]
@@ -261,7 +236,7 @@ def _deepseek(spec: ModelSpec, index: int) -> Shapes:
     yield from _norms(spec)
 
 
-def _gpt2(spec: ModelSpec) -> list[TensorSpec]:
+def _gpt2(spec: Model) -> list[TensorSpec]:
     """Learned positions, fused queries, keys and values, weights stored (in, out), biases everywhere."""
     hidden, inner = spec.hidden, spec.intermediate
     positions = int(spec.config.get("n_positions", 1024))
@@ -285,7 +260,7 @@ def _gpt2(spec: ModelSpec) -> list[TensorSpec]:
     return out if spec.tied else [*out, TensorSpec("lm_head.weight", (spec.vocab, hidden), None)]
 
 
-def _opt(spec: ModelSpec) -> list[TensorSpec]:
+def _opt(spec: Model) -> list[TensorSpec]:
     """Learned positions with two more rows than the context, LayerNorm with bias, a feed-forward without a gate."""
     hidden, decoder = spec.hidden, "model.decoder"
     if int(spec.config.get("word_embed_proj_dim", hidden)) != hidden:
@@ -314,11 +289,11 @@ def _opt(spec: ModelSpec) -> list[TensorSpec]:
     return out if spec.tied else [*out, TensorSpec("lm_head.weight", (spec.vocab, hidden), None)]
 
 
-def _layout(block: Callable[[ModelSpec, int], Shapes]) -> Callable[[ModelSpec], list[TensorSpec]]:
+def _layout(block: Callable[[Model, int], Shapes]) -> Callable[[Model], list[TensorSpec]]:
     return lambda spec: _decoder(spec, block)
 
 
-LAYOUTS: dict[str, Callable[[ModelSpec], list[TensorSpec]]] = {
+LAYOUTS: dict[str, Callable[[Model], list[TensorSpec]]] = {
     "llama": _layout(_llama),
     "mistral": _layout(_mistral),
     "qwen2": _layout(_qwen2),

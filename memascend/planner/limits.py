@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from memascend.planner.footprint import SUB_GROUP_SIZE, Plan, checkpoint_bytes, kept_states, plan, swaps_gradients
-from memascend.planner.gpu_memory import DevicePlan, gpu_memory
-from memascend.planner.io_volume import IoVolume, io_volume
+from memascend.planner.footprint import checkpoint_bytes, plan
+from memascend.planner.gpu_memory import gpu_memory
+from memascend.planner.io_volume import io_volume
 from memascend.planner.machine import Machine
-from memascend.planner.options import DEFAULT_STACK, Stack
-from memascend.planner.spec import ModelSpec, known_models, model_spec
+from memascend.planner.spec import known_models, model_spec
+from memascend.planner.workload import Workload
 
 # Answers are rounded down to so many tokens.
 CONTEXT_STEP = 256
@@ -41,64 +41,6 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
-    """One configuration: what is trained, by which system, in which sizes. Batch is sequences a GPU at a time."""
-
-    spec: ModelSpec
-    system: str = "memascend"
-    arm: str | None = None
-    dtype: str = "fp16"
-    states: str = "fp32"
-    gradients: str = "fp32"
-    stack: Stack = DEFAULT_STACK
-    ranks: int = 1
-    batch: int = 1
-    context: int = 4096
-    micro_batches: int = 1
-
-    @property
-    def kept_states(self) -> str:
-        """fp32 or bf16; an arm may fix it."""
-        return kept_states(self.system, self.arm, self.states)
-
-    @property
-    def offloads_checkpoints(self) -> bool:
-        return self.stack.offloads and self.system != "all_in_gpu"
-
-    def host(self) -> Plan:
-        context = self.context if self.offloads_checkpoints else 0
-        return plan(
-            self.spec,
-            self.system,
-            self.arm,
-            dtype=self.dtype,
-            states=self.states,
-            gradients=self.gradients,
-            ranks=self.ranks,
-            batch=self.batch,
-            context=context,
-            # as train and --write-config set it for every system, so that losses are equal
-            sub_group_size=max(1, SUB_GROUP_SIZE // self.ranks // self.spec.k**2),
-        )
-
-    def device(self) -> DevicePlan:
-        return gpu_memory(
-            self.spec, self.stack, system=self.system, ranks=self.ranks, batch=self.batch, context=self.context
-        )
-
-    def volume(self) -> IoVolume:
-        return io_volume(
-            self.spec,
-            self.system,
-            dtype=self.dtype,
-            states=self.kept_states,
-            ranks=self.ranks,
-            micro_batches=self.micro_batches,
-            swap_gradients=swaps_gradients(self.system, self.arm),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Largest:
     """The largest that fit: context at the batch asked for, batch at the context, committed model at both. None: none.
 
@@ -114,41 +56,39 @@ class Largest:
 class Fitter:
     """Decides for one model and system; what does not depend on batch and context is planned once."""
 
-    def __init__(self, workload: Workload, limits: Limits) -> None:
-        self.workload, self.limits = workload, limits
-        self._base = replace(workload, context=0).host().host_bytes if limits.ram_bytes is not None else 0
-        self._stored = workload.volume().stored_bytes
-
-    def host_bytes(self, batch: int, context: int) -> int:
-        work = self.workload
-        if not work.offloads_checkpoints:
-            return self._base
-        return self._base + checkpoint_bytes(
-            work.spec, work.system, work.arm, dtype=work.dtype, ranks=work.ranks, batch=batch, context=context
-        )
+    def __init__(self, work: Workload, limits: Limits) -> None:
+        self.work, self.limits = work, limits
+        self._base = plan(replace(work, context=0)).host_bytes if limits.ram_bytes is not None else 0
+        self._stored = io_volume(work).stored_bytes if limits.ssd_bytes is not None else 0
 
     def fits(self, batch: int, context: int) -> bool:
-        limits = self.limits
+        limits, work = self.limits, replace(self.work, batch=batch, context=context)
         if limits.ssd_bytes is not None and self._stored > limits.ssd_bytes:
             return False
-        if limits.ram_bytes is not None and self.host_bytes(batch, context) > limits.ram_bytes:
+        if limits.ram_bytes is not None and self._base + checkpoint_bytes(work) > limits.ram_bytes:
             return False
-        if limits.gpu_bytes is None:
-            return True
-        return replace(self.workload, batch=batch, context=context).device().device_bytes <= limits.gpu_bytes
+        return limits.gpu_bytes is None or gpu_memory(work).device_bytes <= limits.gpu_bytes
 
 
-def largest(workload: Workload, limits: Limits) -> Largest:
-    """Search by doubling, then by halving: needs grow with context and with batch."""
-    fitter = Fitter(workload, limits)
-    grows = limits.gpu_bytes is not None or (limits.ram_bytes is not None and workload.offloads_checkpoints)
+def largest(work: Workload, limits: Limits) -> Largest:
+    """The largest context, batch and committed model that fit."""
+    model = largest_model(work, limits)
+    grows = limits.gpu_bytes is not None or (limits.ram_bytes is not None and work.offloads_checkpoints)
     if not grows:
-        return Largest(context=None, batch=None, model=_largest_model(workload, limits), unbounded=True)
-    tokens = _search(lambda steps: fitter.fits(workload.batch, steps * CONTEXT_STEP))
-    batch = _search(lambda size: fitter.fits(size, workload.context))
-    return Largest(
-        context=tokens * CONTEXT_STEP if tokens else None, batch=batch or None, model=_largest_model(workload, limits)
-    )
+        return Largest(context=None, batch=None, model=model, unbounded=True)
+    context, batch = largest_sizes(work, limits)
+    return Largest(context=context, batch=batch, model=model)
+
+
+def largest_sizes(work: Workload, limits: Limits) -> tuple[int | None, int | None]:
+    """(context at the batch asked for, batch at the context) that fit, None where none does.
+
+    Search by doubling, then by halving: needs grow with context and with batch.
+    """
+    fitter = Fitter(work, limits)
+    tokens = _search(lambda steps: fitter.fits(work.batch, steps * CONTEXT_STEP))
+    batch = _search(lambda size: fitter.fits(size, work.context))
+    return tokens * CONTEXT_STEP or None, batch or None
 
 
 def _search(fits: Callable[[int], bool]) -> int:
@@ -165,10 +105,10 @@ def _search(fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _largest_model(workload: Workload, limits: Limits) -> str | None:
+def largest_model(work: Workload, limits: Limits) -> str | None:
     """The committed model with most parameters that fits at the batch and context asked for."""
     for spec in sorted(map(model_spec, known_models()), key=lambda spec: -spec.parameters):
-        spec = spec.fused(workload.spec.fused_experts)
-        if Fitter(replace(workload, spec=spec), limits).fits(workload.batch, workload.context):
+        spec = spec.fused(work.spec.fused_experts)
+        if Fitter(replace(work, spec=spec), limits).fits(work.batch, work.context):
             return spec.display
     return None

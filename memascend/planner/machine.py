@@ -1,7 +1,7 @@
 """The machine that a plan is for, as plain numbers: from a testbed's YAML, or from what a probe of this machine found.
 
 Rates are what the data sheet or a measurement says, in bytes and floating-point operations a second; how much of them
-training reaches is a `Calibration`, each with the published or measured number that it rests on.
+training reaches is a `Calibration`, each with its reason, its reach, and the published rows that it was solved from.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from memascend.simulator.calibration import Calibration
 
 GIB = 2**30
 GB = 1e9
@@ -24,6 +26,7 @@ RATES = {
     "memory_gb_per_s": ("memory_bytes_per_s", GB),
 }
 _MEMORY_KEYS = ("memory_gib", "gpu_memory_gib")
+_ZERO_INFINITY = "ZeRO-Infinity (as published)"  # as the rows of an exhibit name it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,28 +55,86 @@ class Machine:
         return [name for name, (field, _) in RATES.items() if getattr(self, field) is None]
 
 
+_FIG17 = tuple(f"memascend-fig17:MemAscend:Qwen2.5-32B:{batch}:throughput" for batch in (1, 48))
+_FIG08 = tuple(f"memascend-fig08:{series}:Qwen2.5-7B::process overhead" for series in (_ZERO_INFINITY, "MemAscend"))
+CALIBRATIONS = (
+    Calibration(
+        name="gpu_efficiency",
+        value=0.449,
+        unit="of the peak rate",
+        reason="MemAscend Fig. 17, Qwen2.5-32B on 2 H100 PCIe: 49.32 tokens/s at batch 1 and 1322.55 at batch 48, "
+        "solved for this and the next",
+        reach="H100 PCIe, dense models; on the GPUs of configurations 2 and 3 and for mixtures it is an extrapolation",
+        solved_from=_FIG17,
+    ),
+    Calibration(
+        name="host_seconds_per_parameter",
+        value=1.644e-9,
+        unit="s",
+        reason="what Fig. 17's step at batch 1 leaves once the SSD runs at its rated speed: work of DeepSpeed for each "
+        "parameter that no byte count explains",
+        reach="configuration 1, where it is 13 of the 41 s of Llama3.1-8B's step; used unscaled on configurations 2 "
+        "and 3, whose processors are others: an extrapolation there",
+        solved_from=_FIG17,
+    ),
+    Calibration(
+        name="adam_memory_efficiency",
+        value=0.8,
+        unit="of memory bandwidth",
+        reason="assumed, not measured on any of the papers' machines: CPU AdamW streams its operands, and some of the "
+        "peak is always lost; memascend bench adamw prints this machine's share",
+        reach="all machines; nothing was fitted to it, and a step's bytes of AdamW are a small part of its seconds",
+    ),
+    Calibration(
+        name="chain_seconds_per_element",
+        value=5.507 / 8.03e9,
+        unit="s",
+        reason="MemAscend III-C: 5507 ms for 8.03e9 gradients in one process on Configuration 1 (one process is our "
+        "reading: erratum M5); scaled by memory bandwidth on other machines",
+        reach="configuration 1; elsewhere an extrapolation by bandwidth, though few threads are bound by their cores",
+        solved_from=(f"memascend-fig03:{_ZERO_INFINITY}:Llama3.1-8B::overflow check latency",),
+    ),
+    Calibration(
+        name="chain_memory_bytes_per_s",
+        value=409.6e9,
+        unit="B/s",
+        reason="the memory bandwidth of Configuration 1 that the previous one is scaled from: 8 channels of DDR5-6400, "
+        "51.2 GB/s each, by the data sheet",
+        reach="only as the base of that scaling",
+    ),
+    Calibration(
+        name="fused_memory_efficiency",
+        value=0.95,
+        unit="of memory bandwidth",
+        reason="one pass at the read limit: 0.95 to 1.05 of the fastest read loop on two cores of an EPYC Milan "
+        "(results/reference/epyc-milan-2core); memascend bench overflow prints this machine's share",
+        reach="all machines; that enough threads reach the data sheet's bandwidth is assumed, not measured",
+    ),
+)
+# Enters plans rather than times: see PROCESS_OVERHEAD_BYTES in footprint.py.
+PROCESS_OVERHEAD = Calibration(
+    name="process_overhead",
+    value=1.63,
+    unit="GiB",
+    reason="the 1.63 GiB that MemAscend's Fig. 8 leaves as pinned memory overhead, where exact allocations round "
+    "nothing",
+    reach="a process of the papers' runs; a twin's own baseline is measured and taken off instead",
+    solved_from=(*_FIG08, "memascend-fig08:MemAscend:Qwen2.5-7B::peak system memory"),
+)
+REASONS = {each.name: each.reason for each in CALIBRATIONS}
+_VALUES = {each.name: each.value for each in CALIBRATIONS}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Calibrations:
-    """What training reaches of the peak rates. Every default rests on a number that `REASONS` names."""
+    """What training reaches of the peak rates; the defaults are those of `CALIBRATIONS`, with reason and reach."""
 
-    gpu_efficiency: float = 0.449
-    host_seconds_per_parameter: float = 1.644e-9
-    adam_memory_efficiency: float = 0.8
-    chain_seconds_per_element: float = 5.507 / 8.03e9
-    chain_memory_bytes_per_s: float = 409.6e9
-    fused_memory_efficiency: float = 0.95
-
-
-REASONS = {
-    "gpu_efficiency": "MemAscend Fig. 17, Qwen2.5-32B on 2 H100 PCIe: 49.32 tokens/s at batch 1 and 1322.55 at batch "
-    "48, solved for this and the next",
-    "host_seconds_per_parameter": "what Fig. 17's step at batch 1 leaves once the SSD runs at its rated speed: work of "
-    "DeepSpeed for each parameter that no byte count explains",
-    "adam_memory_efficiency": "CPU AdamW streams its operands; memascend bench adamw prints this machine's share",
-    "chain_seconds_per_element": "MemAscend III-C: 5507 ms for 8.03e9 gradients in one process on Configuration 1; "
-    "scaled by memory bandwidth on other machines",
-    "fused_memory_efficiency": "one pass at the read limit; memascend bench overflow prints this machine's share",
-}
+    gpu_efficiency: float = _VALUES["gpu_efficiency"]
+    host_seconds_per_parameter: float = _VALUES["host_seconds_per_parameter"]
+    adam_memory_efficiency: float = _VALUES["adam_memory_efficiency"]
+    chain_seconds_per_element: float = _VALUES["chain_seconds_per_element"]
+    chain_memory_bytes_per_s: float = _VALUES["chain_memory_bytes_per_s"]
+    fused_memory_efficiency: float = _VALUES["fused_memory_efficiency"]
 
 
 def machine_from_testbed(testbed: Mapping[str, Any], where: str = "testbed") -> Machine:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from memascend.planner.layouts import TensorSpec
+from memascend.planner.tensors import TensorSpec
 
 # DeepSpeed keeps a partition under 1 MiB in host memory for good (max(MIN_AIO_BYTES, block_size) in its swappers).
 # For a twin it is divided by k^2, as every threshold in bytes is.
@@ -66,17 +66,19 @@ def streamed(
     return Streamed(tuple(tuple(block) for block in blocks.values()), tuple(outside), tuple(resident))
 
 
-def sub_groups(tensors: Iterable[TensorSpec], size: int, ranks: int = 1) -> list[int]:
-    """Elements a rank of each optimizer sub-group, in order.
+def sub_groups(tensors: Iterable[TensorSpec], size: int, ranks: int = 1) -> list[list[int]]:
+    """Elements of the partitions in each of one rank's optimizer sub-groups, in order.
 
     DeepSpeed closes a group once the partitions in it reach `size` elements (stage3, _create_fp16_sub_groups), so the
     largest one is up to `size` plus the largest tensor. With size 1 every tensor is a group of its own.
     """
-    groups: list[int] = []
-    share = 0
+    groups: list[list[int]] = []
+    open_group: list[int] = []
+    held = 0
     for tensor in tensors:
-        share += partition_numel(tensor.numel, ranks)
-        if share >= size:
-            groups.append(share)
-            share = 0
-    return [*groups, share] if share else groups
+        open_group.append(partition_numel(tensor.numel, ranks))
+        held += open_group[-1]
+        if held >= size:
+            groups.append(open_group)
+            open_group, held = [], 0
+    return [*groups, open_group] if open_group else groups

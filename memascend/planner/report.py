@@ -6,6 +6,7 @@ import dataclasses
 import textwrap
 from typing import Any
 
+from memascend import systems
 from memascend.planner.answers import Answers, Need
 from memascend.planner.footprint import Plan
 from memascend.planner.machine import REASONS, Calibrations
@@ -47,7 +48,7 @@ def _title(answers: Answers) -> str:
     if spec.experts:
         experts = ", experts fused as in transformers 5" if spec.fused_experts else ", experts one matrix each"
     twin = f" (twin, widths / {spec.k})" if spec.k > 1 else ""
-    more = f" x {work.micro_batches}" if work.micro_batches > 1 else ""
+    more = f" x {work.accumulation}" if work.accumulation > 1 else ""
     parameters = f"{spec.parameters / 1e9:.2f} B" if spec.parameters >= 1e9 else f"{spec.parameters / 1e6:.1f} M"
     return (
         f"{answers.host.label}: {spec.display}{twin}, {parameters} parameters{experts}, {work.dtype}{states}, {gpus}, "
@@ -178,12 +179,14 @@ def as_json(answers: Answers) -> dict[str, Any]:
     """Plain types; bytes and seconds. Keys are only added."""
     work, made = answers.work, answers.host
     limits = {need.name: need for need in answers.needs}
+    others = [(other.work, other.host_bytes) for other in answers.others]
+    defaults = {name: systems.default_arm(name) for name in systems.names()}
     ram = limits["host memory"].limit_bytes
     return {
         "model": work.spec.label,
         "parameters": work.spec.parameters,
         "system": work.system,
-        "arm": made.arm,
+        "arm": work.arm_name,
         "dtype": work.dtype,
         "fused_experts": work.spec.fused_experts,
         "states": work.kept_states,
@@ -194,7 +197,7 @@ def as_json(answers: Answers) -> dict[str, Any]:
         "gpus": work.ranks,
         "batch": work.batch,
         "context": work.context,
-        "accumulate": work.micro_batches,
+        "accumulate": work.accumulation,
         "host_bytes": made.host_bytes,
         "device_bytes": answers.device.device_bytes,
         "ssd_bytes": answers.volume.stored_bytes,
@@ -216,7 +219,8 @@ def as_json(answers: Answers) -> dict[str, Any]:
             "days_of_life": answers.wear.days_of_life,
         },
         "time": _time_json(answers),
-        "others": {other.system: other.host_bytes for other in answers.others},
+        "others": {peer.system: size for peer, size in others if peer.arm_name == defaults[peer.system]},
+        "arms": {f"{peer.system}/{peer.arm_name}": size for peer, size in others},
         "ledger": [dataclasses.asdict(entry) for entry in (*made.entries, *answers.device.entries)],
     }
 

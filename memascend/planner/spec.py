@@ -17,9 +17,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from memascend.planner.layouts import COVERED_KEYS, LAYOUTS, UNCLASSED_KEYS, TensorSpec, named_tensors
-
-__all__ = ["ModelSpec", "TensorSpec", "known_models", "model_spec", "named_tensors"]
+from memascend.planner.layouts import COVERED_KEYS, LAYOUTS, UNCLASSED_KEYS
+from memascend.planner.tensors import TensorSpec, named_tensors
 
 # Sizes that a twin divides (DESIGN, Words: Twin). Everything else stays: layers, heads, experts, rope, context limits.
 _TWIN_SIZES = ("hidden", "intermediate", "vocab", "head_dim", "expert_intermediate", "shared_intermediate")

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memascend.planner.footprint import ARRANGEMENTS, DTYPES, STATE_DTYPES, systems
 from memascend.planner.io_volume import IoVolume, io_volume
 from memascend.planner.machine import Calibrations, Machine
 from memascend.planner.spec import ModelSpec
+from memascend.planner.workload import ELEMENT_BYTES, Workload
 
 GPU, PCIE, SSD, CPU = "GPU products", "PCIe", "SSD", "CPU and host memory"
-OFFLOADED = ("zero_infinity", "memascend", "zero_offload")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,69 +80,43 @@ def forward_flops(spec: ModelSpec, batch: int, context: int) -> float:
 
 
 def step_time(
-    spec: ModelSpec,
-    machine: Machine,
-    system: str = "memascend",
-    arm: str | None = None,
-    *,
-    dtype: str = "fp16",
-    states: str = "fp32",
-    ranks: int = 1,
-    batch: int = 1,
-    context: int = 4096,
-    micro_batches: int = 1,
-    checkpointing: bool = True,
-    offload_checkpoints: bool = True,
-    pipelined: bool = False,
-    calibrations: Calibrations | None = None,
+    work: Workload, machine: Machine, *, pipelined: bool = False, calibrations: Calibrations | None = None
 ) -> StepTime:
-    """Time of one optimizer step. Arguments as those of `plan`; `checkpointing` recomputes each block in backward.
+    """Time of one optimizer step; with checkpointing each block is recomputed in backward.
 
     Raises ValueError where the machine lacks a rate that the system needs, naming it.
     """
-    arm = arm or systems()[system][0]
-    overflow = ARRANGEMENTS[system, arm].overflow if dtype == "fp16" else "none"
+    spec, stack = work.spec, work.stack
+    overflow = work.arrangement.overflow if work.dtype == "fp16" else "none"
     known = calibrations or Calibrations()
-    _require(machine, system)
-    volume = io_volume(
-        spec,
-        system,
-        dtype=dtype,
-        states=states,
-        ranks=ranks,
-        micro_batches=micro_batches,
-        swap_gradients=ARRANGEMENTS[system, arm].swaps_gradients,
-    )
-    weights = spec.parameters * DTYPES[dtype].itemsize
-    stored = batch * context * spec.layers * spec.hidden * DTYPES[dtype].itemsize
-    kept = micro_batches * stored if checkpointing and offload_checkpoints else 0
-    flops = micro_batches * forward_flops(spec, batch, context)
-    streamed = micro_batches * weights if system in OFFLOADED else 0
+    _require(machine, work)
+    volume = io_volume(work)
+    element = ELEMENT_BYTES[work.dtype]
+    weights = spec.parameters * element
+    stored = work.batch * work.context * spec.layers * spec.hidden * element
+    kept = work.accumulation * stored if work.offloads_checkpoints else 0
+    flops = work.accumulation * forward_flops(spec, work.batch, work.context)
+    streamed = work.accumulation * weights if work.offloads else 0
     # Without a link of their own, what another GPU read for us comes over PCIe as well; with one, only our share does.
-    gathered = streamed / ranks if machine.direct_gpu_link else streamed
+    gathered = streamed / work.ranks if machine.direct_gpu_link else streamed
+    backward = flops * (3 if stack.checkpoints else 2)
     phases = [
         _overlapped(machine, known, volume, "forward", flops, inward=gathered, outward=kept),
         _overlapped(
-            machine,
-            known,
-            volume,
-            "backward",
-            flops * (3 if checkpointing else 2),
-            inward=gathered + kept,
-            outward=streamed / ranks,
+            machine, known, volume, "backward", backward, inward=gathered + kept, outward=streamed / work.ranks
         ),
     ]
     if overflow != "none":
-        phases.append(_overflow_check(spec, machine, known, overflow, ranks))
-    phases.append(_optimizer(spec, machine, known, volume, system, states, ranks, pipelined))
-    return StepTime(phases=tuple(phases), tokens=ranks * batch * context * micro_batches)
+        phases.append(_overflow_check(spec, machine, known, overflow, work.ranks))
+    phases.append(_optimizer(work, machine, known, volume, pipelined))
+    return StepTime(phases=tuple(phases), tokens=work.ranks * work.batch * work.context * work.accumulation)
 
 
-def _require(machine: Machine, system: str) -> None:
+def _require(machine: Machine, work: Workload) -> None:
     needed = {"gpu_tflops_16bit": machine.gpu_flops_per_s, "pcie_gb_per_s": machine.pcie_bytes_per_s}
-    if system in OFFLOADED:
+    if work.offloads:
         needed["memory_gb_per_s"] = machine.memory_bytes_per_s
-    if system in ("zero_infinity", "memascend"):
+    if work.swaps:
         needed |= {
             "ssd_read_gb_per_s": machine.ssd_read_bytes_per_s,
             "ssd_write_gb_per_s": machine.ssd_write_bytes_per_s,
@@ -189,22 +162,13 @@ def _overflow_check(spec: ModelSpec, machine: Machine, known: Calibrations, over
     return Phase(name="overflow check", seconds=seconds, by_resource={CPU: seconds})
 
 
-def _optimizer(
-    spec: ModelSpec,
-    machine: Machine,
-    known: Calibrations,
-    volume: IoVolume,
-    system: str,
-    states: str,
-    ranks: int,
-    pipelined: bool,
-) -> Phase:
-    if system not in OFFLOADED:
+def _optimizer(work: Workload, machine: Machine, known: Calibrations, volume: IoVolume, pipelined: bool) -> Phase:
+    if not work.offloads:
         return Phase(name="optimizer", seconds=0.0, by_resource={GPU: 0.0})
-    size = STATE_DTYPES[states].itemsize
-    streamed = spec.parameters * (4 * size + 3 * size + 2)  # read p, g, m, v; write p, m, v and the 16-bit weights
+    size, parameters = ELEMENT_BYTES[work.kept_states], work.spec.parameters
+    streamed = parameters * (4 * size + 3 * size + 2)  # read p, g, m, v; write p, m, v and the 16-bit weights
     host = streamed / (machine.memory_bytes_per_s * known.adam_memory_efficiency)
-    host += known.host_seconds_per_parameter * spec.parameters
+    host += known.host_seconds_per_parameter * parameters
     read, written = _ssd_seconds(machine, volume, "optimizer")
     resources = {SSD: read + written, CPU: host}
     seconds = max(read, host, written) if pipelined else sum(resources.values())

@@ -102,10 +102,10 @@ def _require_distinct(paths: list[str]) -> None:
             seen[key] = path
 
 
-def _require_existing(paths: list[str], mend: str) -> None:
+def _require_existing(paths: list[str], fix: str) -> None:
     for path in paths:
         if not os.path.exists(path):
-            raise ValueError(f"there is no {path}: {mend}")
+            raise ValueError(f"there is no {path}: {fix}")
 
 
 def _format(options: argparse.Namespace) -> str:
@@ -147,8 +147,8 @@ def preallocate(path: str, size_bytes: int, written: bool = True) -> None:
             os.fsync(file.fileno())
         except OSError as error:
             os.unlink(path)
-            mend = "free space, or choose another folder or size" if error.errno == errno.ENOSPC else "check that disk"
-            raise OSError(error.errno, f"{os.strerror(error.errno)} for {size_bytes:,} bytes: {mend}", path) from error
+            fix = "free space, or choose another folder or size" if error.errno == errno.ENOSPC else "check that disk"
+            raise OSError(error.errno, f"{os.strerror(error.errno)} for {size_bytes:,} bytes: {fix}", path) from error
 
 
 def _open(options: argparse.Namespace) -> Any:
@@ -210,16 +210,16 @@ def _collect(options: argparse.Namespace) -> str:
         raise ValueError("gc takes the devices of one store, or folders: name one kind at a time")
     lines = _collect_folders(options) if folders else [_collect_store(options)] if options.devices else []
     left = collect_shared_memory(options.control_folder)
-    lines += [f"{each.bytes:>14,} bytes {each.path}, {each.kind}" for each in left]
-    return "\n".join([*lines, f"{len(left)} files of dead processes removed from {options.control_folder}"])
+    return "\n".join(
+        [*lines, *map(str, left), f"{len(left)} files of dead processes removed from {options.control_folder}"]
+    )
 
 
 def _collect_folders(options: argparse.Namespace) -> list[str]:
     from memascend.storage.scratch import collect_scratch_files
 
     removed = [each for folder in options.devices for each in collect_scratch_files(folder, options.control_folder)]
-    lines = [f"{size:>14,} bytes {path} of '{owner}'" for path, owner, size in removed]
-    return [*lines, f"{len(removed)} scratch files removed"]
+    return [*map(str, removed), f"{len(removed)} scratch files removed"]
 
 
 def _collect_store(options: argparse.Namespace) -> str:
@@ -240,5 +240,5 @@ def _destroy(options: argparse.Namespace) -> str:
             raise checks.DeviceRefused(f"{path} belongs to '{report.owner}', not to '{options.owner}'")
         checks.require_word(report, word)
     _C.Store(options.devices, options.owner, options.control_folder, 1 << 20, False)  # all of it, and nothing else
-    _C.storage_destroy(options.devices, options.control_folder)
+    _C.storage_destroy(options.devices)
     return f"the store of '{options.owner}' on {', '.join(options.devices)} is gone"

@@ -24,7 +24,7 @@ PROC = Path("/proc")
 
 
 class DeviceRefused(ValueError):
-    """A device that must not be used or overwritten; the message says why, and the mend."""
+    """A device that must not be used or overwritten; the message says why, and the fix."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ def require_formattable(path: str | os.PathLike[str], word: str | None, discard_
         )
     kept = [what for what in report.contents if not (discard_contents and what == UNKNOWN_CONTENTS)]
     if kept:
-        mend = f"wipefs --all {report.path}" if kept[0] != UNKNOWN_CONTENTS else "--discard-contents"
-        raise DeviceRefused(f"{report.path} holds {kept[0]}: choose another device, or if it may be lost: {mend}")
+        fix = f"wipefs --all {report.path}" if kept[0] != UNKNOWN_CONTENTS else "--discard-contents"
+        raise DeviceRefused(f"{report.path} holds {kept[0]}: choose another device, or if it may be lost: {fix}")
     return require_word(report, word)
 
 

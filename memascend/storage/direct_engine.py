@@ -15,7 +15,6 @@ Source: MemAscend, section IV-E (direct NVMe engine).
 from __future__ import annotations
 
 import csv
-import math
 import os
 import weakref
 from collections.abc import Iterable, Sequence
@@ -27,7 +26,8 @@ import torch
 
 from memascend import _C
 from memascend.storage.devices import require_usable
-from memascend.storage.errors import StorageError, raise_first
+from memascend.storage.engine import EngineStatistics, RequestCancelled, StorageEngine, quantile_us
+from memascend.storage.errors import StorageError
 from memascend.storage.scratch import (
     ScratchFile,
     collect_scratch_files,
@@ -46,9 +46,12 @@ __all__ = [
     "StoredTensor",
     "quantile_us",
     "room_for",
+    "swapping_config",
 ]
 
 _READS = 100
+# Bounce buffers of a worker: a sector for each command, and a few of a block (direct_worker.h).
+_SECTOR_BYTES, _LARGE_BOUNCES, _LARGE_BOUNCE_BYTES = 4096, 4, 65536
 TRACE_COLUMNS = ("request", "op", "key", "bytes", "priority", "submitted_ns", "started_ns", "ended_ns", "status")
 
 
@@ -59,7 +62,8 @@ class DirectEngineConfig:
     `depth` is commands in the kernel a worker; `backend` is auto (io_uring where the kernel offers it), io_uring or
     libaio; `checksums`: off, write (kept in the index, compared by verify), full (also compared on whole reads) or
     auto (full, but off in a volatile engine); tensors from `stripe_bytes` on are striped over all devices;
-    `check_devices` asks the kernel who else uses them. `volatile`: see DirectEngine.
+    `check_devices` asks the kernel who else uses them. `volatile`: see DirectEngine. `require_direct` refuses
+    (RuntimeError) a file system that refuses O_DIRECT, where the engine uses the page cache otherwise and says so.
     """
 
     workers: int = 1
@@ -72,6 +76,17 @@ class DirectEngineConfig:
     stripe_bytes: int = 1 << 20
     control_folder: str = CONTROL_FOLDER
     check_devices: bool = True
+    require_direct: bool = False
+
+    @property
+    def bounce_bytes(self) -> int:
+        """Of each worker, see `DirectEngine`."""
+        return self.depth * _SECTOR_BYTES + _LARGE_BOUNCES * min(self.block_bytes, _LARGE_BOUNCE_BYTES)
+
+
+def swapping_config(workers: int, block_bytes: int, depth: int) -> DirectEngineConfig:
+    """Of an engine for DeepSpeed's swapped tensors; a worker stands for two of the threads that DeepNVMe takes."""
+    return DirectEngineConfig(workers=max(1, workers // 2), block_bytes=block_bytes, depth=depth, volatile=True)
 
 
 @dataclass(frozen=True)
@@ -87,26 +102,6 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class EngineStatistics:
-    """Since the engine was made. Latencies are of commands: (least microseconds of the bucket, count)."""
-
-    bytes_read: int
-    bytes_written: int
-    requests: int
-    failed: int
-    cancelled: int
-    commands: int
-    short_transfers: int
-    repeated: int
-    reread: int
-    bounced_bytes: int
-    max_queue_depth: int
-    mean_queue_depth: float
-    read_latency_us: tuple[tuple[int, int], ...]
-    write_latency_us: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
 class StoreSpace:
     """`reserved_bytes` is space of writes that are not committed, of all processes on the store."""
 
@@ -118,11 +113,7 @@ class StoreSpace:
     processes: int
 
 
-class RequestCancelled(RuntimeError):
-    """The request that was waited for had been cancelled; a cancelled write changes nothing."""
-
-
-class DirectEngine:
+class DirectEngine(StorageEngine):
     """Submit from any thread, then wait. Requests are not ordered among each other; of two writes to one key the
     later wins. The engine keeps tensors in flight alive; their contents must not be changed (or, for reads, used)
     before the wait. A write is seen by later reads of this process once it has been waited for, and by others and
@@ -130,16 +121,18 @@ class DirectEngine:
 
     A *volatile* engine is for swapping, where nothing needs to survive: its tensors are its own (no other engine sees
     them, and it sees no others), and are gone when it closes or dies; nothing is committed. A write of the size that
-    the key has goes in place: no second version, no index record. A write of another size gives the old space back
-    first. So the space in use is that of the tensors, rounded up to units (4096 bytes in a file of this class), and
-    what the engine keeps in memory is some 500 bytes a tensor, besides the 2 to 3 MiB that a store's processes share.
+    the key has overwrites it in place: no second version, no index record. A write of another size takes the old
+    one's space. So the space in use is that of the tensors, rounded up to units (4096 bytes in a file of this class),
+    and what the engine keeps in memory is some 500 bytes a tensor, besides the 2 to 3 MiB that a store's processes
+    share.
     Requests on one key run in the order in which they were submitted, reads side by side, so that a read sees the last
     write before it; requests on different keys go by priority. A write that fails or is cancelled under way leaves
-    neither version: reads raise StorageError until all of the tensor is written again.
+    neither version: reads raise StorageError until all of the tensor is written again. (In an engine that is not
+    volatile, a write that fails or is cancelled changes nothing.)
 
-    Tensors may lie at any address and have any length. What O_DIRECT does not take (memory not at a multiple of 512
-    bytes, the last part of a sector) is copied through bounce buffers, made with the engine: of each worker
-    `depth * 4096 + 4 * min(block_bytes, 65536)` bytes, see `bounce_buffers`.
+    Tensors may lie at any address and have any length. What O_DIRECT does not take (memory that is not aligned as the
+    device demands, to 512 bytes at least; the last part of a sector) is copied through bounce buffers, made with the
+    engine: of each worker `DirectEngineConfig.bounce_bytes`, see `bounce_buffers`.
     """
 
     def __init__(
@@ -162,7 +155,15 @@ class DirectEngine:
         if self.config.check_devices:
             for path in paths:
                 require_usable(path)
-        self._store = _C.Store(paths, owner, self.config.control_folder, self.config.stripe_bytes, False, faults)
+        self._store = _C.Store(
+            paths,
+            owner,
+            self.config.control_folder,
+            self.config.stripe_bytes,
+            False,
+            self.config.require_direct,
+            faults,
+        )
         self._native = _C.DirectEngine(
             self._store,
             self.config.workers,
@@ -174,6 +175,7 @@ class DirectEngine:
             self.config.volatile,
             faults,
         )
+        self._tell_if_buffered()
         self._scratch: ScratchFile | None = None
         # Also at interpreter exit: what was submitted is written; what was not committed is forgotten.
         self._finalizer = weakref.finalize(self, self._native.shutdown)
@@ -186,6 +188,7 @@ class DirectEngine:
         owner: str,
         config: DirectEngineConfig | None = None,
         preallocate: bool = True,
+        faults: _C.FaultLayer | None = None,
     ) -> DirectEngine:
         """A volatile engine on a file of its own in `folder`, with room for `size_bytes` of tensors (`room_for`).
 
@@ -197,7 +200,7 @@ class DirectEngine:
         collect_scratch_files(folder, config.control_folder)
         scratch = create_scratch_file(folder, size_bytes, owner)
         try:
-            engine = cls([scratch.path], owner, config)
+            engine = cls([scratch.path], owner, config, faults)
         except BaseException:
             scratch.remove()
             raise
@@ -226,7 +229,8 @@ class DirectEngine:
     def write(self, key: str, tensor: torch.Tensor, priority: int = 0) -> int:
         """Write the contiguous CPU `tensor` under `key`; higher priorities go first. Returns the request's number.
 
-        Raises ValueError, and StorageError (ENOSPC) when there is no space for another version.
+        Raises ValueError, and StorageError (ENOSPC) when there is no space for another version (volatile: for another
+        size); what the key had it has still.
         """
         return self._native.write(key, tensor, str(tensor.dtype).removeprefix("torch."), priority)
 
@@ -260,29 +264,6 @@ class DirectEngine:
             if self.info(key).generation == stored.generation:
                 return out
         raise TimeoutError(f"'{key}' is written faster than it can be read")
-
-    def wait(self, request: int | None = None, timeout_s: float | None = None) -> int:
-        """Block until `request`, or everything submitted, has ended; returns how many did. Others run meanwhile.
-
-        Raises StorageError for the (first) failed request, RequestCancelled for a cancelled one that was named,
-        TimeoutError when `timeout_s` is up: then nothing has been reported, and waiting again is right.
-        """
-        seconds = -1.0 if timeout_s is None else max(0.0, timeout_s)
-        if request is None:
-            outcomes = self._native.wait(seconds)
-        else:
-            one = self._native.wait_for(request, seconds)
-            outcomes = None if one is None else [(request, *one)]
-        if outcomes is None:
-            raise TimeoutError(f"{self.pending} requests have not ended after {timeout_s} s: {', '.join(self.paths)}")
-        raise_first([failure for _, _, failure in outcomes if failure is not None])
-        if request is not None and outcomes[0][1]:
-            raise RequestCancelled(f"request {request} was cancelled")
-        return len(outcomes)
-
-    def cancel(self, request: int) -> bool:
-        """Drop what of the request has not gone to a device. False: it has ended. It still has to be waited for."""
-        return self._native.cancel(request)
 
     def commit(self) -> int:
         """Make all changes that were waited for durable, all or none, and visible to other processes.
@@ -320,9 +301,18 @@ class DirectEngine:
     def register_buffer(self, tensor: torch.Tensor) -> bool:
         """Pin the tensor's memory in the rings: transfers from and to it, and its views, need no page look-up.
 
-        The engine keeps it alive. False: not possible (libaio, locked memory limit); transfers work all the same.
+        For buffers that live long: each worker pins them, against the limit on locked memory. Until
+        `unregister_buffer` or `close` the engine keeps the memory alive, and forked children do not get it. False: not
+        possible (libaio, locked memory limit, 256 pieces of up to 1 GiB are registered); transfers work all the same.
         """
         return self._native.register_buffer(tensor)
+
+    def unregister_buffer(self, tensor: torch.Tensor) -> bool:
+        """Undo `register_buffer` of this tensor (by its address): when it returns, the memory can be freed.
+
+        Requests under way end as they are. False: it was not registered.
+        """
+        return self._native.unregister_buffer(tensor)
 
     def space(self) -> StoreSpace:
         return StoreSpace(**self._store.space())
@@ -330,10 +320,6 @@ class DirectEngine:
     def collect(self) -> int:
         """Rewrite the log with live records only, free what dead processes had reserved; returns their number."""
         return self._store.collect()
-
-    @property
-    def statistics(self) -> EngineStatistics:
-        return EngineStatistics(**self._native.statistics())
 
     def write_trace(self, path: str | os.PathLike[str]) -> int:
         """Append the requests that ended since the last call to a CSV (TRACE_COLUMNS, CLOCK_MONOTONIC nanoseconds)."""
@@ -363,15 +349,13 @@ class DirectEngine:
         """The devices, in the order of their numbers in the store."""
         return self._store.paths()
 
+    def _where(self) -> str:
+        return f": {', '.join(self.paths)}"
+
     @property
     def backend(self) -> str:
         """io_uring or libaio."""
         return self._native.backend
-
-    @property
-    def pending(self) -> int:
-        """Requests that have not ended."""
-        return self._native.pending
 
     @property
     def bounce_buffers(self) -> list[tuple[int, int]]:
@@ -385,14 +369,3 @@ class DirectEngine:
 def _end(native: Any, scratch: ScratchFile) -> None:
     native.shutdown()
     scratch.remove()
-
-
-def quantile_us(histogram: Sequence[tuple[int, int]], share: float) -> float:
-    """The latency below which `share` of the commands lie, by bucket (an eighth wide); NaN of none."""
-    total = sum(count for _, count in histogram)
-    seen = 0
-    for floor, count in histogram:
-        seen += count
-        if seen >= share * total:
-            return float(floor)
-    return math.nan

@@ -1,4 +1,4 @@
-"""What goes wrong between memory and a device, and the mend."""
+"""What goes wrong between memory and a device, and the fix."""
 
 from __future__ import annotations
 
@@ -29,10 +29,16 @@ class StorageError(OSError):
         what = path if key is None else f"'{key}' on {path}"
         super().__init__(
             f"{op} of {what} failed at offset {offset}: expected {expected} bytes, got {got}: {reason}"
-            f"{_mend(op, errno, key)}{more}"
+            f"{_fix(op, errno, key)}{more}"
         )
         self.op, self.path, self.offset, self.expected, self.got = op, path, offset, expected, got
         self.errno, self.reason, self.others, self.key = errno, reason, others, key
+
+    @classmethod
+    def of(cls, failure: Failure, others: int = 0) -> StorageError:
+        """The error of a failed request as the native engines report it."""
+        op, key, path, offset, expected, got, errno, reason = failure
+        return cls(op, path, offset, expected, got, errno or None, reason, others, key)
 
 
 Failure = tuple[str, str | None, str, int, int, int, int, str]  # op, key, path, offset, expected, got, errno, reason
@@ -41,15 +47,16 @@ Failure = tuple[str, str | None, str, int, int, int, int, str]  # op, key, path,
 def raise_first(failures: Sequence[Failure]) -> None:
     """Raises StorageError for the first failed request of a wait, if any; it tells how many others there are."""
     if failures:
-        op, key, path, offset, expected, got, errno, reason = failures[0]
-        raise StorageError(op, path, offset, expected, got, errno or None, reason, len(failures) - 1, key)
+        raise StorageError.of(failures[0], len(failures) - 1)
 
 
-_MENDS = {
+_FIXES = {
     "EACCES": "check the permissions of the file and its folder",
     "EBUSY": "unmount the device or end its other user",
     "EDQUOT": "free space within your quota or choose another folder",
     "EFBIG": "raise the file size limit (ulimit -f)",
+    "EINVAL": "the kernel refuses this direct transfer: the device may demand memory at multiples of its logical block "
+    "size (blockdev --getss), which kernels before 6.1 do not report: use a newer one, or memory aligned to it",
     "EIO": "check the device (dmesg)",
     "EMFILE": "raise the limit on open files (ulimit -n)",
     "ENODEV": "the device is gone: check the cabling and dmesg, then open the store again and verify",
@@ -58,16 +65,16 @@ _MENDS = {
     "ENXIO": "the device is gone: check the cabling and dmesg, then open the store again and verify",
     "EROFS": "choose a folder that is not on a read-only file system",
 }
-_STORE_MENDS = {
+_STORE_FIXES = {
     "reserve": "commit, which frees what was overwritten, erase tensors, or use a larger device",
     "commit": "destroy the store and format it with a larger log",
 }
 
 
-def _mend(op: str, errno: int | None, key: str | None) -> str:
+def _fix(op: str, errno: int | None, key: str | None) -> str:
     if errno is None:
         shorter = op == "read" and key is None
         return ": the file is shorter than the tensor: write the whole tensor first" if shorter else ""
-    mend = _STORE_MENDS.get(op) if errno == codes.ENOSPC else None
-    mend = mend or _MENDS.get(codes.errorcode.get(errno, ""))
-    return f": {mend}" if mend else ""
+    fix = _STORE_FIXES.get(op) if errno == codes.ENOSPC else None
+    fix = fix or _FIXES.get(codes.errorcode.get(errno, ""))
+    return f": {fix}" if fix else ""

@@ -6,9 +6,12 @@ the open file, never by its number: a number can be another process's by now, or
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,13 +19,14 @@ from pathlib import Path
 
 from memascend.storage.errors import StorageError
 from memascend.storage.locks import try_lock
+from memascend.storage.names import SCRATCH_PREFIX
 from memascend.storage.native import _C
 
-PREFIX = "memascend-scratch-"
 _UNIT = 4096
 _UNITS_AT_MOST = 8 << 20  # so that the map of them takes at most 1 MiB of memory; larger files have larger units
 _LOG_BYTES = 4096  # nothing is ever committed to it
 _EMPTY_BYTES = 2 << 20  # superblocks, the log, and the first of the space
+_OWNER = f"{SCRATCH_PREFIX}owner"  # of a scratch folder: JSON, with the lock on it
 _LIVE_BYTE = (1 << 60) + 1  # its lock says that the process lives; the store's own is the byte before
 
 
@@ -59,7 +63,7 @@ class ScratchFile:
 def create_scratch_file(folder: str | os.PathLike[str], size_bytes: int, owner: str) -> ScratchFile:
     """A file that is to hold `size_bytes`, which it is still to be grown to. Raises StorageError."""
     while True:
-        path = os.path.join(os.path.realpath(folder), f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
+        path = os.path.join(os.path.realpath(folder), f"{SCRATCH_PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
@@ -80,6 +84,47 @@ def create_scratch_file(folder: str | os.PathLike[str], size_bytes: int, owner: 
     return scratch
 
 
+@dataclass
+class ScratchFolder:
+    """A folder of one process's files, removed with them; `fd` holds the lock on its owner file in process `pid`."""
+
+    path: str
+    fd: int
+    pid: int
+
+    @property
+    def owner_file(self) -> str:
+        return os.path.join(self.path, _OWNER)
+
+    def remove(self) -> None:
+        """Idempotent. Only in the process that made it."""
+        if self.fd >= 0 and os.getpid() == self.pid:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self.fd)
+            self.fd = -1
+
+
+def create_scratch_folder(folder: str | os.PathLike[str], owner: str) -> ScratchFolder:
+    """A folder of its own in `folder`, which must be there. Raises StorageError."""
+    while True:
+        path = os.path.join(os.path.realpath(folder), f"{SCRATCH_PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
+        try:
+            os.mkdir(path, 0o700)
+            fd = os.open(os.path.join(path, _OWNER), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            continue
+        except FileNotFoundError as error:
+            if os.path.isdir(folder):  # somebody who collects leftovers has removed it while it was empty
+                continue
+            raise StorageError("create", path, 0, 0, 0, error.errno, error.strerror) from error
+        except OSError as error:
+            raise StorageError("create", path, 0, 0, 0, error.errno, error.strerror) from error
+        if try_lock(fd, _LIVE_BYTE) and os.fstat(fd).st_nlink > 0:
+            os.write(fd, json.dumps({"owner": owner, "pid": os.getpid()}).encode())
+            return ScratchFolder(path, fd, os.getpid())
+        os.close(fd)
+
+
 def require_room(path: str, more_bytes: int) -> None:
     """Raises StorageError (ENOSPC) if the file system has not that much: filling it up would hurt its other users."""
     status = os.statvfs(path)
@@ -89,10 +134,35 @@ def require_room(path: str, more_bytes: int) -> None:
         raise StorageError("allocation", path, 0, more_bytes, free, errno.ENOSPC, reason)
 
 
-def collect_scratch_files(folder: str | os.PathLike[str], control_folder: str) -> list[tuple[str, str, int]]:
-    """Removes the files in `folder` whose processes are dead. Returns (path, owner, bytes on disk) of each."""
+@dataclass(frozen=True)
+class RemovedScratch:
+    """A scratch file that was removed: `bytes` on disk, and what its superblock said of its owner.
+
+    `owner` is empty and `pid` 0 where its process was killed before it had written a superblock.
+    """
+
+    path: str
+    owner: str
+    pid: int
+    bytes: int
+
+    def __str__(self) -> str:
+        if not self.pid:
+            whose = "of a process that was killed while it made the file"
+        else:
+            whose = f"of '{self.owner}', process {self.pid}"
+        return (
+            f"{self.bytes:>14,} bytes {self.path} {whose}: dead, nobody holds the lock that a living owner keeps on it"
+        )
+
+
+def collect_scratch_files(folder: str | os.PathLike[str], control_folder: str) -> list[RemovedScratch]:
+    """Removes the files and folders in `folder` whose processes are dead, and their stores' control files."""
     removed = []
-    for path in sorted(Path(folder).glob(f"{PREFIX}*")):
+    for path in sorted(Path(folder).glob(f"{SCRATCH_PREFIX}*")):
+        if path.is_dir() and not path.is_symlink():
+            removed += _collect_scratch_folder(path)
+            continue
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:  # another user's, a link, or gone by now
@@ -101,18 +171,46 @@ def collect_scratch_files(folder: str | os.PathLike[str], control_folder: str) -
             status = os.fstat(fd)
             owner = _dead_owner(str(path), fd) if stat.S_ISREG(status.st_mode) else None
             if owner is not None:
-                uuid, name = owner
+                uuid, name, pid = owner
                 path.unlink(missing_ok=True)
                 if uuid:
                     Path(control_folder, f"memascend-{uuid}").unlink(missing_ok=True)
-                removed.append((str(path), name, status.st_blocks * 512))
+                removed.append(RemovedScratch(str(path), name, pid, status.st_blocks * 512))
         finally:
             os.close(fd)
     return removed
 
 
-def _dead_owner(path: str, fd: int) -> tuple[str, str] | None:
-    """The store's uuid and owner, empty if it was killed while it made the file. None: it lives, or it is not ours."""
+def _collect_scratch_folder(path: Path) -> list[RemovedScratch]:
+    """Empty where its owner lives, or it is not ours."""
+    try:
+        fd = os.open(path / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        with contextlib.suppress(OSError):  # killed before it wrote one, or not ours: then it is not empty
+            path.rmdir()
+        return []
+    except OSError:
+        return []
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode) or not try_lock(fd, _LIVE_BYTE):
+            return []
+        try:
+            said = json.loads(os.pread(fd, 4096, 0) or b'{"owner": "", "pid": 0}')
+            owner, pid = str(said["owner"]), int(said["pid"])
+        except (ValueError, KeyError, TypeError):
+            return []
+        size = sum(each.lstat().st_blocks * 512 for each in path.iterdir())
+        shutil.rmtree(path, ignore_errors=True)
+        return [RemovedScratch(str(path), owner, pid, size)]
+    finally:
+        os.close(fd)
+
+
+def _dead_owner(path: str, fd: int) -> tuple[str, str, int] | None:
+    """The store's uuid, owner and process; empty and 0 if it was killed while it made the file.
+
+    None: the owner lives (it holds the lock), or the file is not ours.
+    """
     if not try_lock(fd, _LIVE_BYTE):
         return None
     try:
@@ -120,5 +218,5 @@ def _dead_owner(path: str, fd: int) -> tuple[str, str] | None:
     except (OSError, RuntimeError):
         return None
     if block is None:
-        return None if any(os.pread(fd, 2 * _UNIT, 0)) else ("", "")
-    return (block["uuid"], block["owner"]) if block["scratch_pid"] else None
+        return None if any(os.pread(fd, 2 * _UNIT, 0)) else ("", "", 0)
+    return (block["uuid"], block["owner"], block["scratch_pid"]) if block["scratch_pid"] else None

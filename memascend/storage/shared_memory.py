@@ -21,16 +21,22 @@ CONTROL_FOLDER = "/dev/shm"
 _CONTROL = re.compile(r"memascend-[0-9a-f]{32}")
 _BUFFER_PREFIX = "deepspeed_allreduce_buffer_"
 _OPENING, _PRESENCE = 0, 1  # bytes of a control file that carry locks: held while it is opened, and while it is used
+_UNLOCKED = "dead, nobody holds the locks that the users of a store keep on it"
+_UNMAPPED = "dead, no process maps it"
 _YOUNG_S = 60  # ranks of another container, whose mappings are not seen here, have opened their buffers by then
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """A file that was removed, and its bytes."""
+    """A file that was removed, and its bytes; `kind` says what it was, `sign` how its owner was known to be dead."""
 
     path: str
     kind: str
+    sign: str
     bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.bytes:>14,} bytes {self.path}, {self.kind}: {self.sign}"
 
 
 def collect_shared_memory(folder: str | os.PathLike[str] = CONTROL_FOLDER) -> list[Leftover]:
@@ -39,14 +45,15 @@ def collect_shared_memory(folder: str | os.PathLike[str] = CONTROL_FOLDER) -> li
     for path in sorted(root.glob("memascend-*")):
         size = _remove_control(path) if _CONTROL.fullmatch(path.name) else None
         if size is not None:
-            removed.append(Leftover(str(path), "control file", size))
+            removed.append(Leftover(str(path), "control file", _UNLOCKED, size))
     buffers = [path for path in sorted(root.glob(f"{_BUFFER_PREFIX}*")) if _is_old_file_of_ours(path)]
     mapped = _mapped_files() if buffers else set()
     for path in buffers:
         status = path.lstat()
         if (status.st_dev, status.st_ino) not in mapped:
             path.unlink(missing_ok=True)
-            removed.append(Leftover(str(path), "DeepSpeed's all-reduce buffer", status.st_blocks * 512))
+            kind = "DeepSpeed's all-reduce buffer"
+            removed.append(Leftover(str(path), kind, _UNMAPPED, status.st_blocks * 512))
     return removed
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memascend.training.folder import sync_folder, write_atomically
+from memascend.storage.durable import sync, write_atomically
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -110,27 +110,19 @@ def commit(partial: Path, step: int, checksums: dict[str, int], facts: dict[str,
         if path.is_file():
             name = path.relative_to(partial).as_posix()
             if name not in checksums:
-                _sync(path)
+                sync(path)
             crc = checksums.get(name)
             files[name] = {"size": path.stat().st_size, "crc32": file_checksum(path) if crc is None else crc}
     manifest = {"format": FORMAT, "step": step, **facts, "files": files}
     write_atomically(partial / MANIFEST, json.dumps(manifest, indent=1))
     for folder in (partial / "model", partial / "state"):
-        sync_folder(folder)
+        sync(folder)
     final = partial.with_name(f"step-{step:08d}")
     if final.exists():  # of the same step, incomplete, or it would have been resumed from
         _remove(final)
     os.rename(partial, final)
-    sync_folder(final.parent)
+    sync(final.parent)
     return final
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _remove(path: Path) -> None:
@@ -138,7 +130,7 @@ def _remove(path: Path) -> None:
     hidden = path.with_name(f"{_REMOVED}{path.name}")
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(path, hidden)
-    sync_folder(path.parent)
+    sync(path.parent)
     shutil.rmtree(hidden, ignore_errors=True)
 
 

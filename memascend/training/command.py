@@ -1,8 +1,9 @@
-"""`memascend train`."""
+"""`memascend train` and `memascend verify`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,8 +19,30 @@ def add_train(commands: Any) -> None:
         description="Fine-tune all weights of a causal language model. Keys of the configuration and flags are the "
         "same; a flag wins. SIGTERM or Ctrl-C leaves with a checkpoint; --resume goes on as if nothing had happened.",
     )
-    parser.add_argument("--config", type=Path, help="YAML file with any of the keys below")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
+    _add_options(parser)
+    parser.set_defaults(run=_train)
+
+
+def add_verify(commands: Any) -> None:
+    """Registers `verify` with the argparse subparsers `commands`."""
+    parser = commands.add_parser(
+        "verify",
+        help="a few steps on a system against training in memory: equal to the bit, or the first tensor that differs",
+        description="Train the same few steps twice, from the same weights and batches: on the system asked for, and "
+        "in memory. Losses, gradient norms, weights, master weights and moments are compared; exit 0 where they are "
+        "as equal as they should be, else 1. Takes the keys and flags of train; --output keeps both runs.",
+    )
+    parser.add_argument("--json", action="store_true", help="the result as JSON")
+    parser.add_argument(
+        "--reference", help="in_memory: plain PyTorch, one process (default); zero_offload: DeepSpeed, any --ranks"
+    )
+    _add_options(parser)
+    parser.set_defaults(run=_verify)
+
+
+def _add_options(parser: Any) -> None:
+    parser.add_argument("--config", type=Path, help="YAML file with any of the keys below")
     for name in configs.OPTIONS:
         flag, text = f"--{name.replace('_', '-')}", configs.help_of(name)
         if configs.is_flag(name):
@@ -29,7 +52,6 @@ def add_train(commands: Any) -> None:
         else:
             parser.add_argument(flag, metavar="X", help=text)
     parser.refused = {f"--{name.replace('_', '-')}": reason for name, reason in configs.OUT_OF_SCOPE.items()}
-    parser.set_defaults(run=_train)
 
 
 def _wanted(options: argparse.Namespace) -> dict[str, Any]:
@@ -52,3 +74,16 @@ def _train(options: argparse.Namespace) -> NoReturn:
 
     start = join if "RANK" in os.environ and "WORLD_SIZE" in os.environ else launch
     raise SystemExit(start(config, resume=resume, wanted=wanted))
+
+
+def _verify(options: argparse.Namespace) -> tuple[str, int]:
+    wanted = _wanted(options)
+    if options.steps is None:  # a configuration's are those of the whole training
+        wanted.pop("steps", None)
+    config = configs.complete(wanted)
+    from memascend.training import verify
+
+    output = Path(config.output).absolute() if config.output else None
+    found = verify.verify(config, options.reference, output)
+    text = json.dumps(found, indent=1) if options.json else verify.as_text(found)
+    return text, 1 if found["verdict"] == "different" else 0

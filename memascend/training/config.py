@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memascend.memory.budget import parse_bytes
 from memascend.planner.options import MODEL_OPTIONS
 
 SAVED_AS = "config.yaml"
@@ -21,7 +22,8 @@ OUT_OF_SCOPE = dict.fromkeys(
 )
 # What may differ when a run goes on: none of it changes a loss before the new end. All else must stay as it was.
 MAY_CHANGE_ON_RESUME = (
-    "steps", "epochs", "nvme", "devices", "save_every", "eval_every", "log_every", "keep", "eval_sequences",
+    "steps", "epochs", "nvme", "devices", "host_memory", "save_every", "eval_every", "log_every", "keep",
+    "eval_sequences",
 )  # fmt: skip
 
 
@@ -46,7 +48,7 @@ class TrainConfig:
     tokenizer: str | None = _option(
         None, "local folder or hub name; default: the model's, else one trained on the text"
     )
-    dtype: str = _option("bf16", "weights and activations", choices=("bf16", "fp16"))
+    dtype: str = _option("bf16", "weights and activations; fp32 in memory alone", choices=("bf16", "fp16", "fp32"))
     # What it is trained on.
     data: list[str] = dataclasses.field(
         default_factory=list, metadata=_limits("text files, folders, .jsonl files, or one datasets name")
@@ -77,7 +79,7 @@ class TrainConfig:
     clip: float = _option(1.0, "largest norm of the gradients; 0 leaves them as they are", least=0)
     seed: int = _option(0, "of the initial weights, the split and the order of the data", least=0)
     # Where memory goes.
-    system: str = _option("memascend", "a system of baselines/: memascend, zero_infinity, zero_offload ...")
+    system: str = _option("memascend", "memascend, zero_infinity, zero_offload ..., or in_memory: plain PyTorch")
     arm: str | None = _option(None, "a variant of the system; default: its first")
     ranks: int = _option(1, "processes, one a GPU", least=1)
     threads: int | None = _option(None, "CPU threads a rank; default: all cores, shared out", least=1)
@@ -85,6 +87,9 @@ class TrainConfig:
     devices: list[str] = dataclasses.field(
         default_factory=list,
         metadata=_limits("raw devices to swap to in place of files, made ready by 'memascend storage format'"),
+    )
+    host_memory: str | None = _option(
+        None, "host memory that this training may take, all ranks, as 24GiB: planned first, and a limit while it runs"
     )
     states: str = _option("fp32", "master weights and optimizer states; bf16 halves the I/O", choices=("fp32", "bf16"))
     gradients: str = _option("fp32", "the buffer that gradients are added up in", choices=("fp32", "bf16"))
@@ -234,6 +239,8 @@ def complete(values: dict[str, Any]) -> TrainConfig:
         raise ValueError("no data: name text files, folders or a dataset with --data, or with 'data:'")
     if config.twin & (config.twin - 1):
         raise ValueError(f"--twin {config.twin} is not a power of two: take 2, 4, 8, 16 ...")
+    if config.host_memory is not None:
+        parse_bytes(config.host_memory)
     return config
 
 

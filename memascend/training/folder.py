@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memascend.storage.names import SCRATCH_PREFIX
 from memascend.training.config import SAVED_AS
 
 LOCK = "run.lock"
 OWNER = "owner.json"
 SWAP_PREFIX = "memascend-swap-"
-SCRATCH_PREFIX = "memascend-scratch-"  # of the direct engine's files (memascend.storage.direct_engine)
 MIB = 1 << 20
 
 
@@ -89,25 +89,6 @@ def remove_empty(folders: Iterable[Path]) -> None:
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """`path` holds the old text or the new one, at any instant and after a power cut."""
-    temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @dataclass(frozen=True)

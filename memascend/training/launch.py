@@ -13,21 +13,26 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from memascend.storage.durable import write_atomically
+from memascend.storage.folders import swap_folder
 from memascend.storage.shared_memory import collect_shared_memory
-from memascend.training import checkpoint, preflight, systems
+from memascend.training import backends, checkpoint, preflight, systems
 from memascend.training import config as configs
 from memascend.training.config import TrainConfig
-from memascend.training.folder import Lock, RunFolder, SwapFolder, collect_dead, remove_empty, write_atomically
+from memascend.training.folder import Lock, RunFolder, SwapFolder, collect_dead, missing_folders, remove_empty
 from memascend.training.processes import PARENT, free_port, remove_shared_buffers
 from memascend.training.progress import byte_count
 
 STOPPED = 143  # 128 + SIGTERM: stopped before its end, with a checkpoint
 # Without these glibc keeps freed blocks of over a gigabyte resident (measured on a 256M-parameter model).
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "2"}
+
+
+SetupOf = Callable[[TrainConfig, dict[str, Any], str, str], backends.Setup]
 
 
 def saved_config(folder: RunFolder) -> TrainConfig:
@@ -68,10 +73,11 @@ class Stopping:
                 child.send_signal(signal.SIGTERM if self.asked == 1 else signal.SIGKILL)
 
 
-def launch(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
+def launch(config: TrainConfig, *, resume: bool, wanted: dict[str, Any], setup_of: SetupOf = systems.setup) -> int:
     """Train in child processes. Returns the exit status: 0, or 143 where it was stopped with a checkpoint.
 
-    `wanted`: the keys that the caller set. Raises ValueError in one line for whatever the user can mend.
+    `wanted`: the keys that the caller set. `setup_of`: what its backend is told. Raises ValueError in one line for
+    whatever the user can change.
     """
     folder = RunFolder(config.output_folder)
     stopping = Stopping()
@@ -81,7 +87,7 @@ def launch(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
         if stopping.asked:
             say("stopped before training began")
             return STOPPED
-        with _composed(config, folder, prepared) as job:
+        with _composed(config, folder, prepared, setup_of) as job:
             return _run_ranks(job, folder, stopping, lock) if job else 0
 
 
@@ -92,7 +98,6 @@ def join(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
     """
     import torch
 
-    from memascend.integrations.deepspeed import trainer
     from memascend.training.worker import STOPPED as LEFT
     from memascend.training.worker import Worker
 
@@ -103,7 +108,7 @@ def join(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
     if config.ranks not in (1, ranks):
         raise ValueError(f"--ranks {config.ranks}, but the launcher started {ranks}; leave --ranks out")
     config = dataclasses.replace(config, ranks=ranks)
-    trainer.start(config.threads or max(1, len(os.sched_getaffinity(0)) // ranks))
+    backends.load(backends.DEEPSPEED).start(config.threads or max(1, len(os.sched_getaffinity(0)) // ranks))
     with contextlib.ExitStack() as held:
         job: dict[str, Any] | None = None
         if rank == 0:
@@ -146,6 +151,8 @@ def _opened(
             _take_over(lock)
             if resume:
                 config = configs.resumed(configs.read_config(folder.config), wanted)
+                if config.output_folder != folder.root:  # the run's folder was moved or copied
+                    config = dataclasses.replace(config, output=str(folder.root))
             systems.check(config)
             save_config(folder, config)
             yield config, lock
@@ -212,7 +219,9 @@ def _steps(config: TrainConfig, prepared: dict[str, Any]) -> int:
 
 
 @contextlib.contextmanager
-def _composed(config: TrainConfig, folder: RunFolder, prepared: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+def _composed(
+    config: TrainConfig, folder: RunFolder, prepared: dict[str, Any], setup_of: SetupOf = systems.setup
+) -> Iterator[dict[str, Any] | None]:
     """What the ranks are told, or None where there is nothing to do; its swap folder goes at the end."""
     checkpoint.clean(folder.checkpoints)
     found, refused = checkpoint.listed(folder.checkpoints)
@@ -225,7 +234,8 @@ def _composed(config: TrainConfig, folder: RunFolder, prepared: dict[str, Any]) 
         return
     if found and found[-1].manifest["ranks"] != config.ranks:
         raise ValueError(f"{found[-1].path} was written by {found[-1].manifest['ranks']} ranks, not {config.ranks}")
-    nvme = Path(config.nvme).absolute() if config.nvme else folder.root / "swap"
+    made = missing_folders(Path(config.nvme).absolute()) if config.nvme else []
+    nvme = swap_folder(config.nvme, "--nvme") if config.nvme else folder.root / "swap"
     for line in collect_dead(nvme, folder.root):
         say(line)
     if left := collect_shared_memory():
@@ -234,18 +244,18 @@ def _composed(config: TrainConfig, folder: RunFolder, prepared: dict[str, Any]) 
     swap = None
     unused = [] if config.nvme else [nvme]  # a folder that the user named stays
     try:
-        ds_config, parts = systems.deepspeed_setup(config, prepared, folder.root.name, "SWAP")
-        if systems.swaps(ds_config):
+        setup = setup_of(config, prepared, folder.root.name, "SWAP")
+        if setup.swaps:
             swap = _make_swap(nvme, folder)
-            ds_config, parts = systems.deepspeed_setup(config, prepared, folder.root.name, str(swap.path))
+            setup = setup_of(config, prepared, folder.root.name, str(swap.path))
         preflight.check(config, prepared, folder.root, swap.path if swap else None)
-        job = _job(config, folder, prepared, ds_config, parts, steps)
+        job = _job(config, folder, prepared, setup, steps)
         job["checkpoint"] = str(found[-1].path) if found else None
         job["swap"] = str(swap.path) if swap else None
         _announce(config, prepared, job, found)
         yield job
     except BaseException:
-        unused += swap.made if swap is not None else []
+        unused += [*made, *(swap.made if swap is not None else [])]
         raise
     finally:
         if swap is not None:
@@ -266,8 +276,7 @@ def _job(
     config: TrainConfig,
     folder: RunFolder,
     prepared: dict[str, Any],
-    ds_config: dict[str, Any],
-    parts: dict[str, str],
+    setup: backends.Setup,
     steps: int,
 ) -> dict[str, Any]:
     threads = config.threads or max(1, len(os.sched_getaffinity(0)) // config.ranks)
@@ -275,9 +284,8 @@ def _job(
         "config": config.as_dict() | {"steps": steps},
         "output": str(folder.root),
         "prepared": {name: value for name, value in prepared.items() if name != "notes"},
-        "deepspeed_config": ds_config,
-        "parts": parts,
-        "minimum_swap_bytes": max(1, (1 << 20) // config.twin**2) if config.twin > 1 else None,
+        "backend": setup.backend,
+        "settings": setup.settings,
         "threads": threads,
         "terminal": sys.stdout.isatty(),
     }

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from memascend.memory.budget import parse_bytes
+from memascend.memory.cgroup import host_memory
 from memascend.training.config import TrainConfig
 from memascend.training.progress import byte_count
 
@@ -14,34 +16,27 @@ from memascend.training.progress import byte_count
 # DeepSpeed's swappers write 18 B/parameter a step), and a tenth for alignment.
 SWAP_BYTES = 20
 # What is taken beyond a plan: alignment, and what a store grows by at a time (swap_store.py), for each rank.
-SWAP_SLACK, SWAP_GROWTH_BYTES = 1.02, 64 << 20
+SWAP_SLACK, SWAP_INDEX_BYTES = 1.02, 1 << 20  # what a swap file takes beside its tensors
 # In a checkpoint: 2 weights, and master and moments in 4 or 2 bytes each.
 CHECKPOINT_BYTES = {"fp32": 14, "bf16": 8}
-
-
-def available_memory() -> int:
-    """Bytes that this process may still take: the machine's, or what its control group leaves."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        cache = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return available
-    if limit == "max":
-        return available
-    return min(available, int(limit) - used + int(cache.get("inactive_file", 0)))
 
 
 def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Path | None) -> None:
     """ValueError that says what is missing and what would help."""
     needed = prepared["planned_host_bytes"]
-    available = available_memory()
+    budget = parse_bytes(config.host_memory) if config.host_memory else None
+    if needed is not None and budget is not None and needed > budget:
+        raise ValueError(
+            f"this run needs {byte_count(needed)} of host memory, {byte_count(needed - budget)} more than the "
+            f"host_memory of {byte_count(budget)}. {_less_memory(config)}"
+        )
+    memory = host_memory()
+    available = memory.available_bytes
     if needed is not None and needed > available:
+        where = f" in the control group of {memory.scarce_in.file}" if memory.scarce_in else ""
         largest = max(prepared["planned_components"].items(), key=lambda part: part[1])
         raise ValueError(
-            f"this run needs {byte_count(needed)} of host memory and {byte_count(available)} are available: "
+            f"this run needs {byte_count(needed)} of host memory and {byte_count(available)} are available{where}: "
             f"{byte_count(needed - available)} are missing; largest part: {largest[0]}, "
             f"{byte_count(largest[1])}. {_less_memory(config)}"
         )
@@ -59,7 +54,7 @@ def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Pat
     if swap is not None and config.devices:
         _check_devices(config.devices, swapped)
     elif swap is not None:
-        wants.append((swap, swapped + config.ranks * SWAP_GROWTH_BYTES, "swap files", "--nvme"))
+        wants.append((swap, swapped + config.ranks * SWAP_INDEX_BYTES, "swap files", "--nvme"))
     by_device: dict[int, list[tuple[Path, int, str, str]]] = {}
     for want in wants:
         by_device.setdefault(os.stat(want[0]).st_dev, []).append(want)
@@ -67,10 +62,10 @@ def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Pat
         free, need = shutil.disk_usage(group[0][0]).free, sum(want[1] for want in group)
         if need > free:
             what = " and ".join(f"{byte_count(want[1])} of {want[2]}" for want in group)
-            mend = " or ".join(want[3] for want in group)
+            ways = " or ".join(want[3] for want in group)
             raise ValueError(
                 f"{group[0][0]} has {byte_count(free)} free and this run writes {what}: "
-                f"{byte_count(need - free)} are missing; free space, or name another folder ({mend})"
+                f"{byte_count(need - free)} are missing; free space, or name another folder ({ways})"
             )
 
 
@@ -92,4 +87,6 @@ def _check_devices(devices: list[str], needed: int) -> None:
 def _less_memory(config: TrainConfig) -> str:
     if config.system != "memascend":
         return "Try --system memascend, a smaller model, or close other programs"
-    return "Try a smaller model, fewer --ranks, or close other programs (memascend plan shows every part)"
+    halves = [f"--{name} bf16" for name in ("states", "gradients") if getattr(config, name) != "bf16"]
+    less = f"{' or '.join(halves)} (half of these buffers), " if halves and config.dtype == "bf16" else ""
+    return f"Try {less}a smaller model, fewer --ranks, or close other programs (memascend plan shows every part)"

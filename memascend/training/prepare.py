@@ -10,13 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from memascend.memory.budget import parse_bytes
 from memascend.planner import ModelSpec, model_spec
 from memascend.planner.command import fused_experts
-from memascend.planner.layouts import TensorSpec, named_tensors
 from memascend.planner.options import MODEL_OPTIONS, Stack, default_context, longest_context
+from memascend.planner.tensors import TensorSpec, named_tensors
+from memascend.storage.durable import write_atomically
 from memascend.training import data
+from memascend.training.backends import IN_MEMORY
 from memascend.training.config import TrainConfig
-from memascend.training.folder import RunFolder, write_atomically
+from memascend.training.folder import RunFolder
 from memascend.training.processes import die_with_parent
 
 _WEIGHT_BYTES, _GROUPED_ALIGNMENT = 2, 16  # torch._grouped_mm wants strides of multiples of 16 bytes
@@ -27,12 +30,14 @@ def prepare(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
     source, model_config = resolve_model(config)
     notes: list[str] = []
     context = _context(config, model_config)
+    sizes = _sizes(config, model_config)
+    in_memory = config.system == IN_MEMORY
     facts = {
         "model_folder": None if config.initialised else str(source),
         "model_config": model_config,
         "context": context,
-        **_sizes(config, model_config),
-        **_plan(config, model_config, context, notes),
+        **sizes,
+        **(_in_memory(config, sizes["parameters"]) if in_memory else _plan(config, model_config, context, notes)),
     }
     facts |= _text(config, folder, source, model_config, context, notes)
     facts["notes"] = notes
@@ -100,6 +105,7 @@ def _tensors(model_config: dict[str, Any]) -> list[TensorSpec]:
 
 
 def _sizes(config: TrainConfig, model_config: dict[str, Any]) -> dict[str, int]:
+    from memascend.planner.derived_sizes import sub_group_size
     from memascend.planner.pool import OUTSIDE_BUFFERS, SWAP_THRESHOLD_BYTES, partition_numel, streamed
 
     tensors = _tensors(model_config)
@@ -107,6 +113,7 @@ def _sizes(config: TrainConfig, model_config: dict[str, Any]) -> dict[str, int]:
         "parameters": sum(tensor.numel for tensor in tensors),
         "largest_tensor": max(partition_numel(tensor.numel, config.ranks) for tensor in tensors),
         "pool_buffers": OUTSIDE_BUFFERS + 1,
+        "sub_group_size": sub_group_size([[partition_numel(tensor.numel, config.ranks) for tensor in tensors]]),
     }
     threshold = SWAP_THRESHOLD_BYTES / config.twin**2
     with contextlib.suppress(ValueError):  # nothing is large enough to stream
@@ -125,7 +132,9 @@ def _spec(config: TrainConfig, model_config: dict[str, Any]) -> ModelSpec:
 
 def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes: list[str]) -> dict[str, Any]:
     """Bytes of host memory and swap files that the planner expects; None where it does not know the model or system."""
-    from memascend.planner.limits import Workload
+    from memascend.planner.host_budget import HostMemoryTooSmall, require_host_memory
+    from memascend.planner.io_volume import io_volume
+    from memascend.planner.workload import Workload
 
     try:
         work = Workload(
@@ -139,16 +148,38 @@ def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes
             ranks=config.ranks,
             batch=config.batch,
             context=context,
-            micro_batches=config.accumulate,
+            accumulation=config.accumulate,
+            host_memory=parse_bytes(config.host_memory) if config.host_memory else None,
         )
-        planned = work.host()
+        planned = require_host_memory(work)
+    except HostMemoryTooSmall:
+        raise
     except ValueError as error:
         notes.append(f"host memory was not planned: {error}")
         return {"planned_host_bytes": None, "planned_components": {}, "planned_swap_bytes": None}
     return {
         "planned_host_bytes": planned.host_bytes,
         "planned_components": planned.components(),
-        "planned_swap_bytes": work.volume().stored_bytes,
+        "planned_swap_bytes": io_volume(work).stored_bytes,
+    }
+
+
+def _in_memory(config: TrainConfig, parameters: int) -> dict[str, Any]:
+    """As `_plan`, for plain PyTorch on the CPU: what it holds from step to step. Activations are not planned."""
+    import torch
+
+    state = 2 if config.states == "bf16" else 4
+    components = {
+        "weights": 0 if config.dtype == "fp32" else 2 * parameters,  # fp32 weights are their own masters
+        "master weights and moments": 3 * state * parameters,
+        "gradients": (2 if config.gradients == "bf16" else 4) * parameters,
+    }
+    if torch.cuda.is_available():
+        components = {}
+    return {
+        "planned_host_bytes": sum(components.values()),
+        "planned_components": components,
+        "planned_swap_bytes": 0,
     }
 
 
@@ -177,6 +208,11 @@ def _text(
         )
     share = 0.0 if config.eval_data or not config.eval_sequences else config.eval_share
     counts = data.write_tokens(folder.data, texts, encode, seed=config.seed, eval_share=share)
+    if texts.skipped and not counts["train_tokens"] + counts["eval_tokens"]:
+        raise ValueError(
+            f"there is no text in {', '.join(config.data)}: {len(texts.skipped)} files are not UTF-8 text and were "
+            f"skipped, such as {texts.skipped[0]}; name text with --data, or choose files with --files"
+        )
     if texts.skipped:
         notes.append(f"skipped {len(texts.skipped)} files that are not UTF-8 text, such as {texts.skipped[0]}")
     if config.eval_data and config.eval_sequences:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
+import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -15,18 +18,19 @@ from typing import Any, TextIO
 
 import torch
 
-from memascend.training import checkpoint, report
+from memascend.memory.budget import HostBudget
+from memascend.memory.ledger import Ledger
+from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout
+from memascend.training import backends, checkpoint, random_state, report
 from memascend.training.config import TrainConfig, complete
 from memascend.training.data import Sequences
 from memascend.training.folder import Lock, RunFolder
 from memascend.training.processes import die_with_parent
-from memascend.training.progress import Progress, StepRecord, first_step_note, read_metrics, rewind_metrics
+from memascend.training.progress import Progress, StepRecord, byte_count, first_step_note, read_metrics, rewind_metrics
 from memascend.training.schedule import learning_rate, sequence_numbers
-from memascend.training.tensor_file import TensorFileWriter
 
 FINISHED, STOPPED = "finished", "stopped"
 EXIT_STOPPED = 143
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Stop:
@@ -55,7 +59,7 @@ def resident_bytes(name: str) -> int:
 
 
 class Worker:
-    """A rank's part of the run described by `job` (see launch._job). `out`: where rank 0 speaks."""
+    """A rank's part of the run described by `job` (see launch._job). `out`: where rank 0 prints its lines."""
 
     def __init__(self, job: dict[str, Any], out: TextIO) -> None:
         self.job, self.rank, self.ranks = job, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -70,15 +74,16 @@ class Worker:
 
     def run(self) -> str:
         """Train to the end or to a stop; returns FINISHED or STOPPED."""
-        from memascend.integrations.deepspeed import trainer
-
         self.stop.install()
         lock = self._hold_swap_folder()
-        self.trainer = trainer
+        backend = backends.load(self.job["backend"])
         if not torch.distributed.is_initialized():
-            trainer.start(self.job["threads"])
+            backend.start(self.job["threads"])
         self.idle_bytes = resident_bytes("VmRSS")
-        self._say_if(trainer.ops_not_compiled(), "DeepSpeed compiles {} now, once; this takes some minutes")
+        if self.rank == 0:
+            for note in backend.notes():
+                print(note, file=self.out, flush=True)
+        self.backend = backend(self.config, self.job["settings"], Ledger(self._budget()))
         source = self._restore_point()
         self._build(source)
         self._open_data()
@@ -97,8 +102,7 @@ class Worker:
         outcome = self._train()
         self._report(outcome)
         self.progress.close()
-        if self.enabled.store is not None:
-            self.enabled.store.close()
+        self.backend.close()
         if lock is not None:
             lock.close()
         return outcome
@@ -108,9 +112,9 @@ class Worker:
         swap = self.job.get("swap")
         return Lock(Path(swap), alone=False) if swap else None
 
-    def _say_if(self, what: list[str], text: str) -> None:
-        if what and self.rank == 0:
-            print(text.format(", ".join(what)), file=self.out, flush=True)
+    def _budget(self) -> HostBudget | None:
+        limit = self.config.host_memory
+        return HostBudget.of_machine(limit, self.ranks) if limit else None
 
     def _restore_point(self) -> checkpoint.Checkpoint | None:
         """The checkpoint to go on from, its state files checked."""
@@ -128,37 +132,17 @@ class Worker:
         return found
 
     def _build(self, source: checkpoint.Checkpoint | None) -> None:
-        import memascend
-        from memascend.integrations.pretrained import partitioned_model
-
-        config, job = self.config, self.job
-        torch.manual_seed(config.seed)
-        self.enabled = memascend.enable(
-            job["deepspeed_config"], **job["parts"], minimum_swap_bytes=job["minimum_swap_bytes"]
-        )
-        prepared = job["prepared"]
+        prepared = self.job["prepared"]
         start = Path(prepared["model_folder"]) if prepared["model_folder"] else prepared["model_config"]
-        model = partitioned_model(source.model if source else start, job["deepspeed_config"], _DTYPES[config.dtype])
-        self._apply_memory_options(model)
-        self.engine = self.trainer.build_engine(model, job["deepspeed_config"])
-        self.device = self.trainer.device()
-        torch.manual_seed(config.seed * self.ranks + self.rank)
+        torch.manual_seed(self.config.seed)
+        self.backend.build(source.model if source else start)
+        torch.manual_seed(self.config.seed * self.ranks + self.rank)
         if source is not None:
             facts = json.loads((source.state / "trainer.json").read_text())[str(self.rank)]
-            self.trainer.restore_states(self.engine, source.state / f"rank{self.rank}.safetensors", facts)
+            with TensorFileReader(source.state / f"rank{self.rank}.safetensors") as reader:
+                self.backend.restore(reader, facts)
+                random_state.restore(reader, facts)
             self.step = source.step
-
-    def _apply_memory_options(self, model: Any) -> None:
-        """Offloaded checkpoints are pinned as the system's other buffers are."""
-        from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
-        from memascend.memory.pinned import PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator
-
-        config = self.config
-        rounding = self.enabled.parts.pinned == "power_of_two"
-        allocator = (PowerOfTwoPinnedAllocator if rounding else PageAlignedPinnedAllocator)(self.enabled.ledger)
-        options = MemoryOptions(attention=config.attention, loss=config.loss, checkpointing=config.checkpointing)
-        applied = apply_memory_options(model, options, allocator=allocator, use_reentrant=True)
-        self.memory_options = applied.chosen
 
     def _open_data(self) -> None:
         context = self.job["prepared"]["context"]
@@ -191,29 +175,26 @@ class Worker:
         rate = learning_rate(
             self.step, peak=config.peak_learning_rate, steps=self.steps, warmup=config.warmup, schedule=config.schedule
         )
-        self.enabled.io.reset()
-        self.trainer.set_learning_rate(self.engine, rate)
-        skipped, scale = self.engine.skipped_steps, self.trainer.loss_scale(self.engine)
-        losses = [self._micro_batch(number) for number in range(config.accumulate)]
+        scale = self.backend.loss_scale()
+        mean, norm = self.backend.step([self._batch(number) for number in range(config.accumulate)], rate)
         self.step += 1
+        moved = self.backend.statistics()
         mine = [
-            float(torch.stack(losses).mean()),
+            float(mean),
             resident_bytes("VmHWM"),
             torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
-            self.enabled.io.bytes_read,
-            self.enabled.io.bytes_written,
+            moved["read_bytes"],
+            moved["written_bytes"],
             self.stop.asked,
         ]
         loss, host, gpu, read, written, stop = self._sums(mine)
-        overflow = self.engine.skipped_steps > skipped
-        norm = None if overflow else float(self.engine.get_global_grad_norm())
         record = StepRecord(
             step=self.step,
             loss=loss / self.ranks,
             learning_rate=rate,
             grad_norm=norm,
             loss_scale=scale,
-            skipped=overflow,
+            skipped=norm is None,
             tokens=config.batch * config.accumulate * self.ranks * self.job["prepared"]["context"],
             seconds=time.monotonic() - begin,
             host_peak_bytes=int(host),
@@ -222,32 +203,27 @@ class Worker:
             written_bytes=int(written),
         )
         self.progress.step(record)
-        if not math.isfinite(record.loss) and not overflow and config.dtype == "bf16":
+        if not math.isfinite(record.loss) and norm is not None and config.dtype != "fp16":
             raise ValueError(
                 f"the loss of step {self.step} is {record.loss}: training has diverged; go back to an earlier "
                 "checkpoint with a lower --learning-rate"
             )
         return stop > 0
 
-    def _micro_batch(self, number: int) -> torch.Tensor:
+    def _batch(self, number: int) -> torch.Tensor:
         config = self.config
         first = ((self.step * config.accumulate + number) * self.ranks + self.rank) * config.batch
         numbers = sequence_numbers(first, config.batch, sequences=len(self.train_data), seed=config.seed)
-        ids = torch.from_numpy(self.train_data.rows(numbers)).to(self.device)
-        loss = self.engine(input_ids=ids, labels=ids).loss
-        self.engine.backward(loss)
-        self.engine.step()
-        return loss.detach().float()
+        return torch.from_numpy(self.train_data.rows(numbers)).to(self.backend.device)
 
     def _sums(self, values: list[float]) -> list[float]:
         """Sums over all ranks, which are also where ranks agree."""
         if self.ranks == 1:
             return [float(value) for value in values]
-        sums = torch.tensor(values, dtype=torch.float64, device=self.device)
+        sums = torch.tensor(values, dtype=torch.float64, device=self.backend.device)
         torch.distributed.all_reduce(sums)
         return sums.tolist()
 
-    @torch.no_grad()
     def _evaluate(self) -> bool:
         """Mean loss over the evaluation sequences; returns whether any rank was asked to stop meanwhile."""
         config, begin = self.config, time.monotonic()
@@ -256,15 +232,13 @@ class Worker:
             return False
         self.progress.passing(f"evaluating {batches * self.ranks * config.batch} sequences ...")
         total = 0.0
-        self.engine.eval()
         for number in range(batches):
             first = (number * self.ranks + self.rank) * config.batch
-            ids = torch.from_numpy(self.eval_data.rows(range(first, first + config.batch))).to(self.device)
-            loss, stop = self._sums([float(self.engine(input_ids=ids, labels=ids).loss), self.stop.asked])
+            ids = torch.from_numpy(self.eval_data.rows(range(first, first + config.batch))).to(self.backend.device)
+            loss, stop = self._sums([self.backend.evaluate(ids), self.stop.asked])
             if stop:
                 break
             total += loss
-        self.engine.train()
         if stop:
             return True
         sequences = batches * self.ranks * config.batch
@@ -274,6 +248,28 @@ class Worker:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
+        """A checkpoint of this step. ValueError where the disk is full: what it takes, and how to go on."""
+        try:
+            self._write_checkpoint()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise ValueError(self._no_room(error)) from error
+
+    def _no_room(self, error: OSError) -> str:
+        folder = self.folder.checkpoints
+        checkpoint.clean(folder)  # half a checkpoint is of no use, and room
+        layouts = self.backend.weight_layouts() + self.ranks * self.backend.state_layouts()
+        needed, free = sum(layout.nbytes for layout in layouts), shutil.disk_usage(folder).free
+        before = checkpoint.listed(folder)[0]
+        go_on = f"goes on after step {before[-1].step}" if before else "begins again, since none was saved before"
+        return (
+            f"cannot save the checkpoint of step {self.step} in {folder} ({error.strerror}): it takes "
+            f"{byte_count(needed)}, and {byte_count(free)} are free; make room, then: memascend train --output "
+            f"{self.folder.root} --resume ({go_on})"
+        )
+
+    def _write_checkpoint(self) -> None:
         begin = time.monotonic()
         self.progress.passing("saving a checkpoint ...")
         folder = self.folder.checkpoints
@@ -282,8 +278,7 @@ class Worker:
             checkpoint.begin(folder, self.step)
         self._barrier()
         name = f"state/rank{self.rank}.safetensors"
-        crc, facts = self.trainer.save_states(self.engine, partial / name)
-        checksums = {name: crc}
+        checksums, facts = {name: self._save_states(partial / name)}, self.backend.state_facts() | random_state.facts()
         checksums |= self._save_weights(partial / "model")
         everything = self._gather({"checksums": checksums, "facts": facts})
         if self.rank == 0:
@@ -293,10 +288,20 @@ class Worker:
             )
         self._barrier()
 
+    def _save_states(self, path: Path) -> int:
+        """This rank's states and those of its random generators; returns the checksum of the file."""
+        generators = random_state.tensors()
+        layouts = self.backend.state_layouts()
+        layouts += [TensorLayout(name, value.dtype, tuple(value.shape)) for name, value in generators.items()]
+        with TensorFileWriter(path, layouts) as writer:
+            for name, tensor in itertools.chain(self.backend.states(), generators.items()):
+                writer.write(name, tensor)
+        return writer.checksum
+
     def _commit(self, partial: Path, everything: list[dict[str, Any]]) -> None:
         from memascend.integrations.pretrained import save_configuration
 
-        save_configuration(self.engine.module, partial / "model", self.folder.tokenizer)
+        save_configuration(self.backend.model, partial / "model", self.folder.tokenizer)
         facts = {str(rank): entry["facts"] for rank, entry in enumerate(everything)}
         (partial / "state" / "trainer.json").write_text(json.dumps(facts))
         checksums = {name: crc for entry in everything for name, crc in entry["checksums"].items()}
@@ -308,12 +313,12 @@ class Worker:
         """Weights in one safetensors file, gathered tensor by tensor by all ranks, written by rank 0."""
         name = "model.safetensors"
         if self.rank:
-            for _ in self.trainer.gathered_weights(self.engine):
+            for _ in self.backend.weights():
                 pass
             return {}
-        layouts = self.trainer.weight_layouts(self.engine)
+        layouts = self.backend.weight_layouts()
         with TensorFileWriter(folder / name, layouts, {"format": "pt"}) as writer:
-            for key, tensor in self.trainer.gathered_weights(self.engine):
+            for key, tensor in self.backend.weights():
                 writer.write(key, tensor)
         return {f"model/{name}": writer.checksum}
 
@@ -339,17 +344,14 @@ class Worker:
                 self.startup_peak,
             ]
         )
-        rows = report.merged(self._gather(report.ledger_rows(self.enabled.ledger)))
+        rows = report.merged(self._gather(report.ledger_rows(self.backend.ledger)))
         if self.rank:
             return
         held = sum(row["reserved_bytes"] for row in rows)
         result = {
             "outcome": outcome,
             "config": self.job["config"],
-            "deepspeed_config": self.job["deepspeed_config"],
-            "parts": self.job["parts"],
-            "shims": self.enabled.shims,
-            "memory_options": self.memory_options,
+            **self.backend.facts(),
             "parameters": self.job["prepared"]["parameters"],
             "summary": report.summary(read_metrics(self.folder.metrics)),
             "memory": report.memory_facts(held, int(peaks[1]), int(peaks[0]), int(peaks[2]), int(peaks[3])),
@@ -375,9 +377,6 @@ def progress_output() -> TextIO:
 
 def main() -> int:
     die_with_parent()
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # DeepSpeed's Muon would load the compiler, for seconds
     job = json.loads(Path(sys.argv[1]).read_text())
     result = Path(job["results"]) / f"result{os.environ['RANK']}.json"
     try:

@@ -100,6 +100,8 @@ def test_a_run_that_is_stopped_and_then_killed_goes_on_as_if_nothing_had_happene
         ("memascend", ("--ranks", "2")),
         ("zero_offload", ()),
         ("zero_infinity", ()),
+        ("in_memory", ()),
+        ("in_memory", ("--arm", "deepspeed_adamw")),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value) or "plain",
 )

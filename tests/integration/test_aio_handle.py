@@ -60,8 +60,8 @@ def test_the_pin_handle_takes_every_call_of_deepspeeds():
 
 def test_an_open_file_is_written_by_its_descriptor(tmp_path):
     from memascend.integrations.deepspeed.aio import AioModule, IoCounters
-    from memascend.integrations.deepspeed.derived import IoSettings
     from memascend.memory.pinned import PageAlignedPinnedAllocator
+    from memascend.planner.derived_sizes import IoSettings
 
     io = IoSettings(block_bytes=1 << 20, queue_depth=8, workers=2)
     handle = AioModule(PageAlignedPinnedAllocator(), IoCounters(), io).aio_handle()

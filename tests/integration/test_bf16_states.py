@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import subprocess
+import sys
 
 import pytest
 from trainings import Job, train_all
@@ -91,17 +94,86 @@ def test_deepspeeds_own_keys_on_nvme_are_refused_because_they_crash(tmp_path):
         memascend.enable(config)
 
 
-def test_the_configuration_is_given_back():
-    import memascend
+READ_BY_DEEPSPEED = """
+import base64, json, sys
+import deepspeed
+from deepspeed.runtime.config import DeepSpeedConfig
+import memascend
 
-    config = {
-        "memascend": {"optimizer_states": "bf16"},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-    }
-    before = repr(config)
-    memascend.enable(config)
-    try:
-        assert config["bf16"]["bf16_optimizer_states"]
-    finally:
-        memascend.disable()
-    assert repr(config) == before
+plain = {"train_batch_size": 1, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+config = plain | {"memascend": {"optimizer_states": "bf16"}, "bf16": {"enabled": "auto"}}
+json.dump(config, open("ds.json", "w"))
+forms = (config, "ds.json", base64.urlsafe_b64encode(json.dumps(config).encode()).decode(), plain)
+
+def has_bf16_states(form):
+    bf16 = DeepSpeedConfig(form).bfloat16_config
+    return bf16.enabled and bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states
+
+found = []
+for enabled in forms[:3]:
+    memascend.enable(enabled)
+    found += [has_bf16_states(form) for form in forms]
+    assert not has_bf16_states({"train_batch_size": 1})  # a second model that trains nothing
+    memascend.disable()
+    assert not any(has_bf16_states(form) for form in forms)
+assert found == [True] * 12, found
+assert config["bf16"] == {"enabled": "auto"}
+"""
+
+
+def test_every_form_of_a_configuration_that_deepspeed_reads_says_bf16_states(tmp_path):
+    """DeepSpeed reads a file again, the Trainer and Accelerate copy dicts: enable changes whichever it reads."""
+    run_python(READ_BY_DEEPSPEED, tmp_path)
+
+
+TRAINED = """
+import base64, copy, json, os, sys, types
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+import deepspeed, torch
+import memascend
+
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    "memascend": {"optimizer_states": "bf16"},
+}
+json.dump(config, open("ds.json", "w"))
+text = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+found = []
+for first, keywords in (
+    (None, {"config": copy.deepcopy(config)}),
+    (None, {"config": "ds.json"}),
+    (None, {"config_params": text}),
+    (None, {"args": types.SimpleNamespace(deepspeed_config="ds.json")}),
+    ("ds.json", {"config": "ds.json"}),
+    (text, {"config_params": copy.deepcopy(config)}),
+):
+    with deepspeed.zero.Init(config_dict_or_path=first, enabled=first is not None):
+        model = torch.nn.Linear(8, 8)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), **keywords)
+    engine.backward(engine(torch.ones(1, 8, dtype=torch.bfloat16)).sum())
+    engine.step()
+    found.append({group.dtype for group in engine.optimizer.fp32_partitioned_groups_flat})
+    engine.destroy()
+    memascend.disable()
+assert found == [{torch.bfloat16}] * 6, found
+"""
+
+
+def test_states_are_bf16_in_whichever_form_the_configuration_comes(tmp_path):
+    run_python(TRAINED, tmp_path)
+
+
+def run_python(code: str, folder) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=os.environ | {"DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 
 import pytest
 
@@ -99,6 +100,10 @@ def test_enabling_twice_is_refused():
         ),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme_path"),
         (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nowhere/x"}}},
+            "offload_param.nvme_path: /nowhere/x cannot be made, since /nowhere does not exist",
+        ),
+        (
             {
                 "zero_optimization": {
                     "stage": 3,
@@ -116,6 +121,11 @@ def test_enabling_twice_is_refused():
         ({"memascend": {"attention": {}}}, "memascend.attention.*choose one of"),
         ({"memascend": {"blocks_in_flight": "2"}}, "at least 1, got '2'"),
         ({"memascend": {"enabled": 0}}, "true or false"),
+        ({"memascend": {"require_direct": 1}}, 'require_direct" must be true or false, got 1'),
+        (
+            {"memascend": {"require_direct": True, "aio": "stock", "pinned": "stock", "pool": "stock"}},
+            "require_direct with aio='stock' makes no sense",
+        ),
         ({"memascend": {"numerics": "fast", "overflow": "chain"}}, "set overflow to 'fused'"),
         ({"memascend": {"devices": False}}, "list of paths"),
         ({"memascend": {"devices": [""]}}, "there is no ''"),
@@ -161,11 +171,28 @@ def test_bad_configurations_are_refused_in_one_line_and_change_nothing(change, m
     assert places() == before
 
 
-def test_a_path_in_place_of_the_configuration_is_refused_with_the_mend():
+def test_a_file_that_is_not_there_is_named():
     import memascend
 
-    with pytest.raises(ValueError, match=r"as a dict, got 'ds\.json'; read the file with json\.load"):
+    with pytest.raises(ValueError, match=r"JSON in base64, got 'ds\.json', which is none of these; is there such"):
         memascend.enable("ds.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"zero_optimization": {"stage": 3},,\n "memascend": {}}', r"ds\.json, line 1, column 36: .*a comma or a"),
+        ('{"zero_optimization": {"stage": 3},\n "memascend": {}\n', r"ds\.json ends too early: .* not closed"),
+        ('{"memascend": {}, "a": 1, "a": 2}', r"ds\.json: Duplicate keys .*; remove one of the two"),
+    ],
+)
+def test_a_mistake_in_the_json_is_one_line_with_its_place(tmp_path, text, message):
+    import memascend
+
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        memascend.enable(tmp_path / "ds.json")
+    assert "\n" not in str(caught.value)
 
 
 def test_devices_without_anything_on_nvme_are_refused(tmp_path):
@@ -178,6 +205,55 @@ def test_devices_without_anything_on_nvme_are_refused(tmp_path):
     _C.storage_format([store], "tests", [], 4096, 16384)
     with pytest.raises(ValueError, match=r"and nothing is: set zero_optimization\.offload_param\.device"):
         memascend.enable(CONFIG | {"memascend": {"devices": [store]}})
+
+
+@pytest.fixture
+def in_memory():
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no writable /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield folder
+
+
+def nvme_config(folder, section):
+    offload = {"device": "nvme", "nvme_path": str(folder)}
+    zero = CONFIG["zero_optimization"] | {"offload_param": offload}
+    return CONFIG | {"zero_optimization": zero, "memascend": section}
+
+
+@pytest.mark.parametrize("aio", ["direct", "file"])
+def test_a_file_system_without_o_direct_is_refused_where_it_is_required(in_memory, aio):
+    import memascend
+
+    before = places()
+    with pytest.raises(ValueError, match=r"offload_param\.nvme_path: the file system of .* refuses O_DIRECT") as caught:
+        memascend.enable(nvme_config(in_memory, {"require_direct": True, "aio": aio}))
+    assert "\n" not in str(caught.value)
+    assert places() == before
+    assert os.listdir(in_memory) == []
+    memascend.enable(nvme_config(in_memory, {"require_direct": False, "aio": aio}))
+    memascend.disable()
+
+
+@pytest.mark.parametrize("aio", ["direct", "file"])
+def test_the_engines_are_told_that_o_direct_is_required(in_memory, monkeypatch, aio):
+    """Should the kernel's answer be another one once they transfer."""
+    import torch
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    import memascend
+    from memascend.integrations.deepspeed import parts
+    from memascend.storage.folders import DirectLimits
+
+    monkeypatch.setattr(parts, "direct_limits", lambda folder: DirectLimits(True, 512))
+    memascend.enable(nvme_config(in_memory, {"require_direct": True, "aio": aio}))
+    try:
+        handle = AsyncIOBuilder().load().aio_handle()
+        with pytest.raises((RuntimeError, OSError), match="refuses O_DIRECT"):
+            handle.sync_pwrite(torch.zeros(10_000), f"{in_memory}/zero_stage_3/0.swp")
+        handle.close()
+    finally:
+        memascend.disable()
 
 
 def test_numbers_that_our_engines_do_not_take_are_left_to_deepspeeds_own():
@@ -241,3 +317,42 @@ def test_pinned_memory_can_be_left_out():
         assert state.parts.overflow == "fused"
     finally:
         memascend.disable()
+
+
+def test_a_budget_is_kept_from_enable_to_disable(monkeypatch):
+    import torch
+    from deepspeed.ops.op_builder import PinMemoryBuilder
+
+    import memascend
+    from memascend.memory.budget import HostBudgetExceeded
+    from memascend.memory.ledger import Ledger
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    ledger = Ledger()
+    memascend.enable(CONFIG | {"memascend": {"host_memory": "2MiB"}}, ledger=ledger)
+    try:
+        pin = PinMemoryBuilder().load().pin_handle()
+        kept = pin.new_cpu_locked_tensor(1 << 19, torch.empty(0, dtype=torch.uint8))
+        with pytest.raises(HostBudgetExceeded, match=r"budget of 1\.00 MiB \(this rank's share of 2\.00 MiB\)"):
+            pin.new_cpu_locked_tensor(1 << 20, torch.empty(0, dtype=torch.uint8))
+        assert kept.numel() == 1 << 19
+    finally:
+        memascend.disable()
+    assert ledger.budget is None
+
+
+@pytest.mark.parametrize("amount", ["24G", 0, "much", True])
+def test_a_budget_that_is_no_amount_is_refused_by_its_key(amount):
+    import memascend
+
+    with pytest.raises(ValueError, match=r'^"memascend\.host_memory": .* write 24GiB'):
+        memascend.enable(CONFIG | {"memascend": {"host_memory": amount}})
+    assert memascend.integrations.deepspeed.active() is None
+
+
+def test_a_training_beyond_its_budget_ends_with_the_owner_that_asked(tmp_path):
+    from trainings import Job, train_all
+
+    job = Job(name="x", config={"memascend": {"host_memory": "3MiB"}}, steps=1)
+    with pytest.raises(AssertionError, match=r"HostBudgetExceeded: \w+ asks for .* of the budget of 3\.00 MiB; in use"):
+        train_all([job], tmp_path)

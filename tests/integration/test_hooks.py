@@ -23,6 +23,7 @@ OF_PARTS = {
     "checkpoints": ("CHECKPOINT_HOOKS", {}),
     "first step": ("FIRST_STEP_HOOKS", {}),
     "bf16 states": ("BF16_HOOKS", {"optimizer_states": "bf16"}),
+    "idle gradients": ("IDLE_GRADIENT_HOOKS", {}),
     "kept gradients": ("KEPT_GRADIENT_HOOKS", {"gradients": "kept"}),
     "fast numerics": ("FAST_HOOKS", {"numerics": "fast"}),
 }
@@ -83,7 +84,7 @@ def test_every_hook_that_is_gone_is_named_in_one_line(monkeypatch):
             line = refusal()
         assert f"breaks the {hook.part}: {hook.place} is not there" in line
         assert "\n" not in line
-        assert "; use DeepSpeed " in line  # the mend
+        assert "; use DeepSpeed " in line  # the fix
 
 
 @pytest.mark.parametrize("part", OF_PARTS)

@@ -41,6 +41,7 @@ class Workbench:
 
     def __init__(self, folder: Path, programs: Path = BIN) -> None:
         self.folder, self._programs, self._done = folder, programs, {}
+        self.said: list[str] = []  # what each launched run wrote, in order
         self.model = folder / "model"
         self._make_model()
 
@@ -118,6 +119,7 @@ class Workbench:
             command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False, timeout=240
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        self.said.append(done.stdout + done.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +133,7 @@ def test_the_trainer_gives_equal_losses_with_the_key_under_the_deepspeed_launche
     assert len(reference["losses"]) == STEPS
     assert found["losses"] == reference["losses"]
     assert found["evaluation"] == reference["evaluation"]
+    assert [text.count("memascend is on") for text in bench.said] == [0, 1]
     assert "memascend.integrations.deepspeed.hooks" in found["modules"]
     assert "memascend.integrations.deepspeed.hooks" not in reference["modules"]
 
@@ -152,6 +155,18 @@ def test_memory_options_in_the_key_reach_the_trainer_s_model(bench):
     assert found["losses"][0] == pytest.approx(reference["losses"][0], rel=1e-6)
     assert "memascend.integrations.head_loss" in found["modules"]
     assert "OffloadedCheckpoint" in found["checkpoint"]
+
+
+# test_swap_models.py has the quick ones.
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_a_model_that_the_trainer_s_script_initialises_trains_as_in_host_memory(bench, kind, ranks):
+    option = f"--initialise={kind}"
+    reference = bench.run("torchrun", "trainer_script.py", None, option, ranks=ranks)
+    found = bench.run("torchrun", "trainer_script.py", {}, option, ranks=ranks)
+    assert [rank["losses"] for rank in found] == [rank["losses"] for rank in reference]
+    assert len(set(found[0]["losses"])) == STEPS
 
 
 @pytest.mark.slow

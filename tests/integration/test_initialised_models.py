@@ -19,9 +19,9 @@ import deepspeed
 import torch
 
 from memascend.integrations import pretrained
-from memascend.integrations.deepspeed import trainer
+from memascend.integrations.deepspeed.backend import DeepSpeedBackend
 
-trainer.start(1)
+DeepSpeedBackend.start(1)
 sizes = dict(hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=16, vocab_size=512, num_experts=8, num_local_experts=8,
              num_experts_per_tok=2)

@@ -15,7 +15,7 @@ NUMEL = 1024
 
 
 @pytest.fixture
-def swapper(tmp_path, monkeypatch):
+def swapper(tmp_path):
     """Our swapper over files of its own, with a pool of one buffer."""
 
     from memascend.integrations.deepspeed.aio import AioModule, IoCounters
@@ -24,23 +24,19 @@ def swapper(tmp_path, monkeypatch):
     from memascend.memory.pinned import PageAlignedPinnedAllocator
     from memascend.memory.pools import AdaptiveBufferPool, adaptive_pool_classes
 
-    # It asks for the rank, and there is no process group here.
-    monkeypatch.setattr("deepspeed.runtime.swap_tensor.partitioned_param_swapper.print_rank_0", lambda *_, **__: None)
     allocator = PageAlignedPinnedAllocator()
     derived = DerivedSettings({})
     made = object.__new__(pooled_swapper_class("adaptive", allocator, 1, None, derived))
-    handle = AioModule(allocator, IoCounters(), derived.io).aio_handle()
-    made.aio_read_handle, made.dtype, made.swap_element_size = handle, torch.float16, 2
-    made.numel_alignment, made.invalid_buffer = 256, torch.empty(1, dtype=torch.float16)
-    made.param_id_to_buffer_id, made.param_id_to_swap_buffer = {}, {}
+    module = AioModule(allocator, IoCounters(), derived.io)
+    made.aio_read_handle, made.aio_write_handle = module.aio_handle(), module.aio_handle()
+    made.dtype, made.swap_element_size, made.numel_alignment = torch.float16, 2, 256
+    made.invalid_buffer, made.swap_out_params = torch.empty(1, dtype=torch.float16), []
     made.param_id_to_numel = dict.fromkeys(range(3), NUMEL)
-    made.available_params, made.available_numel, made.available_buffer_ids = set(), 0, []
-    made.pending_reads, made.inflight_params, made.inflight_swap_in_buffers, made.inflight_numel = 0, [], [], 0
-    made._swapped_in, made._beside_pool, made._staging = {}, set(), None
-    made.denied_prefetches = made.evicted_prefetches = made.released_gathered = made.buffers_beside_pool = 0
-    made.pool = AdaptiveBufferPool(adaptive_pool_classes([[NUMEL]], [], 1), torch.float16, allocator)
-    made._get_swap_paths = lambda params, must_exist=False: [str(tmp_path / f"{p.ds_id}.swp") for p in params]
+    made.id_to_path = {number: str(tmp_path / f"{number}.swp") for number in range(3)}
+    made._start_stream()
+    made.stream.use_pool(AdaptiveBufferPool(adaptive_pool_classes([[NUMEL]], [], 1), torch.float16, allocator))
     for number in range(3):
+        made.stream.register(number, NUMEL)
         torch.full((NUMEL,), float(number), dtype=torch.float16).numpy().tofile(tmp_path / f"{number}.swp")
     return made
 
@@ -56,17 +52,18 @@ def parameter(number: int, gathered: str = "NOT_AVAILABLE"):
 def test_a_buffer_is_released_only_after_its_read_has_ended(swapper):
     first, second = parameter(0), parameter(1)
     swapper.swap_in([first], async_op=True)
-    assert swapper.pending_reads == 1
+    assert first.ds_tensor.status.name == "INFLIGHT"
     swapper.remove_partition_and_release_buffers([first])
-    assert swapper.pending_reads == 0  # the pool's only buffer is nobody's now
+    assert swapper.available_swap_in_buffers() == 0  # the pool's only buffer is being read into
     swapper.swap_in([second], async_op=False)
+    assert swapper.buffers_beside_pool == 0
     assert torch.equal(second.ds_tensor, torch.full((NUMEL,), 1.0, dtype=torch.float16))
     assert first.ds_tensor.numel() == 1
 
 
 def test_a_gathered_parameter_is_not_read_ahead(swapper):
     swapper.swap_in([parameter(0, gathered="AVAILABLE")], async_op=True)
-    assert swapper.pending_reads == 0
+    assert swapper.stream.statistics().read_ahead == 0
     assert swapper.available_swap_in_buffers() == 1
 
 
@@ -86,6 +83,7 @@ def test_a_read_that_must_not_fail_gets_a_buffer_beside_a_pool_that_is_being_gat
 def test_what_was_read_ahead_is_given_back_before_a_step(swapper):
     first = parameter(0)
     swapper.swap_in([first], async_op=True)
+    swapper.synchronize_reads()
     swapper.release_read_ahead()
     assert swapper.available_swap_in_buffers() == 1
     assert first.ds_tensor.status.name == "NOT_AVAILABLE"
@@ -104,7 +102,7 @@ def test_the_next_block_is_read_into_what_the_device_has_a_copy_of(swapper):
     swapper.synchronize_reads()
     assert torch.equal(second.ds_tensor, torch.ones(NUMEL, dtype=torch.float16))
     swapper.remove_partition_and_release_buffers([second])
-    assert (swapper.available_swap_in_buffers(), swapper.available_params, swapper.available_numel) == (1, set(), 0)
+    assert swapper.available_swap_in_buffers() == 1
 
 
 def test_a_gather_under_way_keeps_its_buffer_from_a_prefetch(swapper):
@@ -112,18 +110,186 @@ def test_a_gather_under_way_keeps_its_buffer_from_a_prefetch(swapper):
     swapper.swap_in([first], async_op=False)
     first.ds_status.name = "INFLIGHT"
     swapper.swap_in([second], async_op=True)
-    assert (swapper.denied_prefetches, swapper.released_gathered, swapper.pending_reads) == (1, 0, 0)
+    assert (swapper.denied_prefetches, swapper.released_gathered) == (1, 0)
+    assert swapper.stream.statistics().read_ahead == 0
     assert torch.equal(first.ds_tensor, torch.zeros(NUMEL, dtype=torch.float16))
 
 
-def test_a_device_that_orders_its_own_copies_keeps_gathered_buffers(swapper, monkeypatch):
-    device = SimpleNamespace(resolves_data_dependency=lambda: True, is_synchronized_device=lambda: False)
-    monkeypatch.setattr("memascend.integrations.deepspeed.param_swapper.get_accelerator", lambda: device)
-    first = parameter(0)
+class FakeDevice:
+    """A device that works on its own: an event passes when the test says so."""
+
+    def __init__(self):
+        self.events = []
+
+    def is_synchronized_device(self):
+        return False
+
+    def current_stream(self):
+        return "the stream of the copy"
+
+    def Event(self):
+        event = SimpleNamespace(passed=False, stream=None)
+        event.query = lambda: event.passed
+        event.record = lambda stream: setattr(event, "stream", stream)
+        event.synchronize = lambda: setattr(event, "passed", True)
+        self.events.append(event)
+        return event
+
+
+@pytest.fixture
+def device(monkeypatch):
+    made = FakeDevice()
+    for module in ("param_swapper", "gathers"):
+        monkeypatch.setattr(f"memascend.integrations.deepspeed.{module}.get_accelerator", lambda: made)
+    return made
+
+
+@pytest.fixture
+def gathers(monkeypatch):
+    """DeepSpeed's gather handles as a changed release might have them: nobody waits for the copies. Ours watch."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    from memascend.integrations.deepspeed.gathers import watch_gathers
+
+    def start_and_return(self, params):
+        for param in params if isinstance(params, list) else [params]:
+            param.ds_status.name = "AVAILABLE"
+
+    for name in ("NoGatherHandle", "NoGatherCoalescedHandle"):
+        monkeypatch.setattr(getattr(partition_parameters, name), "__init__", start_and_return)
+    undo = watch_gathers()
+    yield partition_parameters
+    undo()
+    assert partition_parameters.NoGatherHandle.__init__ is start_and_return
+
+
+@pytest.mark.parametrize("coalesced", [False, True])
+def test_a_copy_that_nobody_waited_for_keeps_its_buffer_until_its_event_has_passed(swapper, device, gathers, coalesced):
+    first, second = parameter(0), parameter(1)
+    first.nvme_swapper = swapper
+    swapper.swap_in([first], async_op=False)
+    gathers.NoGatherCoalescedHandle([first]) if coalesced else gathers.NoGatherHandle(first)
+    assert [event.stream for event in device.events] == ["the stream of the copy"]
+    swapper.swap_in([second], async_op=True)
+    assert (swapper.denied_prefetches, swapper.released_gathered) == (1, 0)
+    assert torch.equal(first.ds_tensor, torch.zeros(NUMEL, dtype=torch.float16))
+    device.events[0].passed = True
+    swapper.swap_in([second], async_op=True)
+    assert swapper.released_gathered == 1
+
+
+def test_a_read_that_must_not_fail_waits_for_the_event_of_the_buffer_that_it_takes(swapper, device, gathers):
+    first, second = parameter(0), parameter(1)
+    first.nvme_swapper = swapper
+    swapper.swap_in([first], async_op=False)
+    gathers.NoGatherHandle(first)
+    swapper.swap_in([second], async_op=False)
+    assert device.events[0].passed
+    assert (swapper.released_gathered, swapper.buffers_beside_pool) == (1, 0)
+
+
+def test_a_gather_by_a_way_that_is_not_known_keeps_its_buffer(swapper, device):
+    first, second = parameter(0), parameter(1)
+    swapper.swap_in([first], async_op=False)
+    first.ds_status.name = "AVAILABLE"  # and no event tells when the device has its copy
+    swapper.swap_in([second], async_op=True)
+    assert (swapper.denied_prefetches, swapper.released_gathered) == (1, 0)
+    swapper.swap_in([second], async_op=False)
+    assert (swapper.released_gathered, swapper.buffers_beside_pool) == (0, 1)
+    assert torch.equal(first.ds_tensor, torch.zeros(NUMEL, dtype=torch.float16))
+
+
+def test_parameters_of_one_gather_do_not_take_each_other_s_buffers(swapper):
+    from deepspeed.runtime.zero import partition_parameters
+
+    from memascend.integrations.deepspeed.gathers import watch_gathers
+
+    first, second = parameter(0), parameter(1)
+    first.nvme_swapper = second.nvme_swapper = swapper
+    first.ds_tensor.final_location = second.ds_tensor.final_location = "nvme"
+    first.ds_status = second.ds_status = partition_parameters.ZeroParamStatus.NOT_AVAILABLE
+    swapper.swap_in([first], async_op=False)  # as read-ahead does
+    undo = watch_gathers()
+    try:
+        partition_parameters.Init._ensure_availability_of_partitioned_params(None, [first, second])
+    finally:
+        undo()
+    assert (swapper.evicted_prefetches, swapper.buffers_beside_pool) == (0, 1)
+    for number, found in enumerate((first, second)):
+        assert torch.equal(found.ds_tensor, torch.full((NUMEL,), float(number), dtype=torch.float16))
+
+
+def test_what_the_user_has_gathered_to_change_keeps_the_buffer_that_the_change_goes_through(swapper):
+    first, second = parameter(0), parameter(1)
     swapper.swap_in([first], async_op=False)
     first.ds_status.name = "AVAILABLE"
-    swapper.swap_in([parameter(1)], async_op=True)
-    assert (swapper.denied_prefetches, swapper.released_gathered) == (1, 0)
+    first._ds_z3_gathered_param_context_depth = 1
+    swapper.swap_in([second], async_op=True)
+    swapper.swap_in([second], async_op=False)
+    assert swapper.released_gathered == 0
+    first.ds_tensor.fill_(7)
+    swapper._swap_out([first], async_op=False)
+    del first._ds_z3_gathered_param_context_depth
+    first.ds_status.name = "NOT_AVAILABLE"
+    swapper.swap_in([first], async_op=False)
+    assert torch.equal(first.ds_tensor, torch.full((NUMEL,), 7.0, dtype=torch.float16))
+
+
+def test_before_there_is_a_pool_as_many_are_staged_as_are_asked_for(swapper):
+    from memascend.memory.ledger import Ledger
+    from memascend.memory.pinned import PageAlignedPinnedAllocator
+
+    ledger = Ledger()
+    swapper._allocator = PageAlignedPinnedAllocator(ledger)
+    swapper._start_stream()
+    three = [parameter(number) for number in range(3)]
+    for param in three:  # as zero.Init partitions them, one by one
+        swapper.get_buffer(param, NUMEL).fill_(param.ds_id + 10)
+        swapper._swap_out([param], async_op=False)
+    assert len(ledger.entries()) == 1
+    swapper.swap_in(three, async_op=False)  # as an initialisation gathers all that a module has
+    assert [param.ds_tensor[0].item() for param in three] == [10, 11, 12]
+    assert len([entry for entry in ledger.entries() if entry.died_s is None]) == 3
+    swapper.remove_partition_and_release_buffers(three)
+    assert len([entry for entry in ledger.entries() if entry.died_s is None]) == 1
+
+
+def test_a_larger_class_is_named_once_with_the_shape_and_what_it_wastes(swapper, caplog):
+    small = parameter(1)
+    small.ds_shape = (NUMEL // 8, 2)
+    swapper.get_buffer(small, NUMEL // 4).fill_(3)
+    swapper._swap_out([small], async_op=False)
+    for _ in range(2):
+        swapper.swap_in([small], async_op=False)
+        swapper.remove_partition_and_release_buffers([small])
+    (line,) = [record.getMessage() for record in caplog.records if "no class of its own" in record.getMessage()]
+    assert "parameter 1 of shape (128, 2)" in line
+    assert f"numel-{NUMEL}" in line
+    assert f"{(NUMEL - NUMEL // 4) * 2} bytes" in line
+    assert swapper.pool_fallbacks == 3
+    assert swapper.pool_fallback_wasted_bytes == (NUMEL - NUMEL // 4) * 2
+
+
+def test_only_rank_0_logs(swapper, caplog, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    swapper._start_stream()
+    swapper.stream._warn("memascend: a line")
+    assert caplog.records == []
+
+
+def test_a_transfer_that_is_refused_or_lost_is_an_error_without_asserts():
+    from memascend.integrations.deepspeed.handle_storage import HandleStorage
+
+    handle = SimpleNamespace(async_pread=lambda *_: 0, async_pwrite=lambda *_: -1, wait=lambda: 0)
+    storage = HandleStorage(handle, handle, str)
+    with pytest.raises(RuntimeError, match="refused"):
+        storage.write("w", torch.zeros(1))
+    read = storage.read("w", torch.zeros(1))
+    assert not read.done()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="1 transfers were submitted, 0 have ended"):
+            read.wait()
+    assert read.done()
 
 
 def test_what_was_read_ahead_of_another_size_stays(swapper):
@@ -132,11 +298,29 @@ def test_what_was_read_ahead_of_another_size_stays(swapper):
 
     small = NUMEL // 2
     classes = adaptive_pool_classes([[NUMEL, small]], [], 1)
-    swapper.pool = AdaptiveBufferPool(classes, torch.float16, PageAlignedPinnedAllocator())
-    swapper.param_id_to_numel[1] = small
+    swapper.stream.use_pool(AdaptiveBufferPool(classes, torch.float16, PageAlignedPinnedAllocator()))
+    swapper.stream.register(1, small)
     first, other, third = parameter(0), parameter(1), parameter(2)
     swapper.swap_in([first, other], async_op=True)
     swapper.swap_in([third], async_op=False)  # must not fail: of the two read ahead, only the first's buffer would do
     assert (swapper.evicted_prefetches, first.ds_tensor.status.name) == (1, "NOT_AVAILABLE")
     assert torch.equal(other.ds_tensor, torch.ones(small, dtype=torch.float16))
     assert torch.equal(third.ds_tensor, torch.full((NUMEL,), 2.0, dtype=torch.float16))
+
+
+@pytest.mark.parametrize(("kind", "alignment"), [("adaptive", 512), ("adaptive", 4096), ("monolithic", 4096)])
+def test_slots_are_aligned_as_the_device_demands(swapper, monkeypatch, kind, alignment):
+    from memascend.integrations.deepspeed import param_swapper
+
+    embedding, weight = 40_000, 600  # neither is a multiple of 2048 elements
+    monkeypatch.setattr(param_swapper, "swapped_numels_by_block", lambda *_: ([[weight, weight]], [embedding]))
+    swapper._start_stream()
+    swapper._pool_kind, swapper.aligned_bytes, swapper.numel_alignment = kind, alignment, alignment // 2
+    swapper.adopt_module(torch.nn.Module())
+    for key, numel in enumerate((embedding, weight, weight)):
+        swapper.stream.register(key, numel)
+        assert swapper.stream.put(key).data_ptr() % alignment == 0
+    if kind == "adaptive":
+        assert swapper.pool.total_bytes == sum(
+            -(-2 * numel // alignment) * alignment for numel in (embedding, weight, weight)
+        )

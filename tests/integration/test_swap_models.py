@@ -42,6 +42,10 @@ KINDS = {
     "nothing-but-folders": Job(name="nothing-but-folders", leave_out=LEFT_OUT),
     # DeepSpeed then gathers ahead by an order that is none of the training's, and all buffers are held.
     "evaluated-first": Job(name="evaluated-first", leave_out=LEFT_OUT, layers=4, evaluate_first=True),
+    # The pool is made when DeepSpeed has partitioned what it was given whole.
+    "built-outside": Job(name="built-outside", built="outside"),
+    # Initialisation gathers a module's weight and bias together, before there is a pool.
+    "built-by-transformers": Job(name="built-by-transformers", built="transformers"),
 }
 
 # The size of sub-groups settles which elements AdamW's vector loop leaves to its scalar one, which rounds otherwise.
@@ -83,7 +87,13 @@ def test_trainable_parameters_alone_have_optimizer_states(trained):
 
 
 # Without settings parameters stay gathered for long, and used to be released while they were being read.
-@pytest.mark.parametrize("names", [["nothing-but-folders"], pytest.param(["untied", "frozen"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["nothing-but-folders", "built-outside"],
+        pytest.param(["untied", "frozen", "built-by-transformers"], marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks_train_as_if_nothing_were_swapped(tmp_path, names):
     kinds = {name: replace(KINDS[name], layers=4) for name in names}
     results = train_all(jobs_of(kinds), tmp_path, ranks=2)

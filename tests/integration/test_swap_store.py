@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +13,15 @@ import pytest
 import torch
 
 from memascend.integrations.deepspeed.aio import AioModule, IoCounters
-from memascend.integrations.deepspeed.derived import IoSettings
-from memascend.integrations.deepspeed.swap_store import SwapStore
+from memascend.integrations.deepspeed.swap_store import OPTIMIZER_READ, PARAMETER_READ, WRITE, SwapStore, owner_name
 from memascend.memory.ledger import Ledger, verify_by_address
 from memascend.memory.pinned import PageAlignedPinnedAllocator
+from memascend.planner.derived_sizes import IoSettings
 from memascend.storage.direct_engine import DirectEngine
 from memascend.storage.errors import StorageError
+from memascend.storage.folders import direct_limits
+from memascend.storage.native import _C
+from memascend.storage.tier import DirectTier
 
 IO = IoSettings(block_bytes=1 << 20, queue_depth=8, workers=2)
 
@@ -99,6 +104,57 @@ def test_no_file_for_a_tensor_and_none_left_after_the_end(store, folder, tmp_pat
     assert [str(p) for p in tmp_path.rglob("*") if p.is_file()] == [path]
     store.close()
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+class SmallVolume:
+    """Stands in for ``os.statvfs``: a volume of ``size_bytes`` that holds the files in ``folder`` alone."""
+
+    f_frsize = 4096
+
+    def __init__(self, folder: Path, size_bytes: int) -> None:
+        self._folder, self._size = folder, size_bytes
+
+    def __call__(self, _path: str) -> SmallVolume:
+        return self
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(path.stat().st_blocks * 512 for path in self._folder.rglob("*") if path.is_file())
+
+    @property
+    def f_bavail(self) -> int:
+        return (self._size - self.used_bytes) // self.f_frsize
+
+
+def test_a_volume_of_60_mib_holds_as_many_tensors_as_have_room_there(store, folder, tmp_path, monkeypatch):
+    volume = SmallVolume(tmp_path, 60 << 20)
+    monkeypatch.setattr("memascend.storage.scratch.os.statvfs", volume)
+    handle = handle_on(store)
+    handle.sync_pwrite(torch.ones(2 << 20, dtype=torch.uint8), str(folder / "0.tensor.swp"))
+    assert volume.used_bytes <= 5 << 20
+    for i in range(1, 29):  # 58 MiB of tensors
+        handle.sync_pwrite(torch.full((2 << 20,), i, dtype=torch.uint8), str(folder / f"{i}.tensor.swp"))
+    with pytest.raises(StorageError, match="has not that much free"):
+        handle.sync_pwrite(torch.ones(4 << 20, dtype=torch.uint8), str(folder / "29.tensor.swp"))
+    handle.sync_pread(out := torch.empty(2 << 20, dtype=torch.uint8), str(folder / "28.tensor.swp"))
+    assert bool((out == 28).all())
+
+
+def test_whether_the_page_cache_is_in_the_way_is_told(store, folder, monkeypatch):
+    assert store.direct
+    handle = handle_on(store)
+    handle.sync_pwrite(torch.ones(100), str(folder / "0.tensor.swp"))
+    assert store.direct == _C.direct_limits(store.paths[0])[0]
+    monkeypatch.setattr(DirectEngine, "direct", False)
+    assert not store.direct
+
+
+def test_a_swap_file_says_which_program_made_it(store, folder, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/opt/finetune.py"])
+    monkeypatch.delenv("RANK", raising=False)
+    handle = handle_on(store)  # the store goes with its last one
+    handle.sync_pwrite(torch.ones(100), str(folder / "0.tensor.swp"))
+    assert _C.storage_superblock(store.paths[0])["owner"] == owner_name() == "finetune.py"
 
 
 def test_two_nvme_paths_have_a_store_each(tmp_path):
@@ -190,26 +246,163 @@ def test_a_write_for_which_there_is_no_space_is_an_error(engine, tmp_path):
 
 
 def test_what_forward_and_backward_wait_for_goes_first(store, folder, tmp_path, monkeypatch):
-    priorities = {}
+    """The handle says so: the same path has another priority for another one."""
+    priorities = []
 
-    def noting(name, stock):
+    def noting(stock):
         def call(self, key, tensor, *rest):
-            priorities[name, key.split("zero_stage_3/")[1].split("/")[0]] = rest[-1]
+            priorities.append(rest[-1])
             return stock(self, key, tensor, *rest)
 
         return call
 
-    monkeypatch.setattr(DirectEngine, "write", noting("write", DirectEngine.write))
-    monkeypatch.setattr(DirectEngine, "read", noting("read", DirectEngine.read))
+    monkeypatch.setattr(DirectEngine, "write", noting(DirectEngine.write))
+    monkeypatch.setattr(DirectEngine, "read", noting(DirectEngine.read))
+    parameters, states = handle_on(store), handle_on(store)
+    states.read_priority = OPTIMIZER_READ
+    for handle in (parameters, states):
+        handle.sync_pwrite(torch.ones(100), str(folder / "optimizer" / "3_param.tensor.swp"), 0)
+        handle.sync_pread(torch.ones(100), str(folder / "optimizer" / "3_param.tensor.swp"), 0)
+    assert priorities == [WRITE, PARAMETER_READ, WRITE, OPTIMIZER_READ] == [0, 2, 0, 1]
+
+
+def test_two_stores_of_files_in_one_folder_keep_their_own(tmp_path):
+    """Two trainings of one model: DeepSpeed gives their tensors the same paths, and removes what it finds there."""
+    stores = [SwapStore([tmp_path], IO, Ledger(), kind="file") for _ in range(2)]
+    handles = [handle_on(store) for store in stores]
+    path = str(tmp_path / "zero_stage_3" / "optimizer" / "rank0" / "0.tensor.swp")
+    for value, handle in enumerate(handles):
+        shutil.rmtree(Path(path).parent, ignore_errors=True)
+        handle.sync_pwrite(torch.full((100_000,), float(value)), path)
+    for value, handle in enumerate(handles):
+        handle.sync_pread(out := torch.empty(100_000), path)
+        assert bool((out == value).all())
+    for store in stores:
+        store.close()
+    assert [found for found in tmp_path.rglob("*") if found.is_file()] == []
+
+
+@pytest.mark.parametrize("kind", ["direct", "file"])
+def test_a_store_goes_with_its_last_user(kind, tmp_path):
+    store = SwapStore([tmp_path], IO, Ledger(), kind=kind)
+    states, parameters = handle_on(store), handle_on(store)
+    paths = [str(tmp_path / "zero_stage_3" / name) for name in ("states.swp", "parameters.swp")]
+    states.sync_pwrite(torch.ones(5000), paths[0])
+    parameters.sync_pwrite(torch.ones(5000), paths[1])
+    states.close()
+    states.close()
+    assert store.used_bytes == 20480
+    with pytest.raises(ValueError, match="no such tensor"):
+        parameters.async_pread(torch.empty(5000), paths[0])
+    parameters.end_training()
+    parameters.sync_pread(out := torch.empty(5000), paths[1])  # a model can be saved after its training
+    assert bool((out == 1).all())
+    other = handle_on(store)
+    store.retire()  # the other one's training goes on
+    other.sync_pwrite(torch.ones(5000), paths[0])
+    assert store.paths != []
+    other.end_training()
+    assert store.paths == []
+    assert [found for found in tmp_path.rglob("*") if found.is_file()] == []
+
+
+def test_a_store_goes_when_its_users_are_collected(tmp_path):
+    store = SwapStore([tmp_path], IO, Ledger())
     handle = handle_on(store)
-    for path in (
-        folder / "1_2.tensor.swp",
-        tmp_path / "zero_stage_3" / "float16params" / "rank0" / "3_param.tensor.swp",
-    ):
-        handle.sync_pwrite(torch.ones(100), str(path), 0)
-        handle.sync_pread(torch.ones(100), str(path), 0)
-    parameter, state = priorities["read", "float16params"], priorities["read", "optimizer"]
-    assert parameter > state > priorities["write", "float16params"] == priorities["write", "optimizer"]
+    handle.sync_pwrite(torch.ones(5000), str(tmp_path / "zero_stage_3" / "w.swp"))
+    [path] = store.paths
+    del handle
+    gc.collect()
+    assert any(not os.path.exists(path) for _ in range(10**6))  # in a thread of its own
+
+
+@pytest.mark.parametrize(
+    ("asked", "alignment"), [((True, 512), 512), ((True, 4096), 4096), ((True, 4), 512), ((False, 1), 512)]
+)
+def test_buffers_are_aligned_as_the_device_demands(store, tmp_path, monkeypatch, asked, alignment):
+    assert handle_on(store).memory_alignment_bytes == max(512, *direct_limits(tmp_path)[1:])
+    monkeypatch.setattr(_C, "direct_limits", lambda path: asked)
+    assert handle_on(store).memory_alignment_bytes == alignment
+    assert handle_on(None).memory_alignment_bytes == 512
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+class AsyncPartitionedParameterSwapper:
+    """Buffers are known by the function of DeepSpeed that asks for them."""
+
+    @staticmethod
+    def reserve_partitioned_swap_space(handle, numel):
+        return handle.new_cpu_locked_tensor(numel, torch.empty(0))
+
+
+swap_out_buffer = AsyncPartitionedParameterSwapper.reserve_partitioned_swap_space
+
+
+@pytest.fixture
+def registers(tmp_path):
+    """Skips where the kernel, or the limit on locked memory, does not let a ring pin a buffer."""
+    with DirectTier.in_file(tmp_path, "probe") as tier:
+        if not tier.register(torch.empty(1 << 20, dtype=torch.uint8)):
+            pytest.skip("buffers cannot be registered here")
+
+
+@pytest.mark.usefixtures("registers")
+def test_swap_buffers_are_registered_until_they_are_freed_or_their_training_is_over(store, folder):
+    handle, other = handle_on(store), handle_on(store)
+    early = swap_out_buffer(handle, 100_000)
+    handle.new_cpu_locked_tensor(1000, torch.empty(0))  # of any other caller, who may drop it whenever he likes
+    assert store.registered_bytes == 0  # no tier is open
+    handle.sync_pwrite(early, str(folder / "0.tensor.swp"))
+    assert store.registered_bytes == 400_000
+    late = swap_out_buffer(other, 1000)
+    assert store.registered_bytes == 404_000
+    assert other.free_cpu_locked_tensor(early)  # any handle knows every buffer
+    assert other.free_cpu_locked_tensor(early)
+    assert store.registered_bytes == late.nbytes
+    other.end_training()
+    assert store.registered_bytes == 0
+    swap_out_buffer(handle, 1000)
+    handle.close()
+    assert store.registered_bytes == 0
+
+
+@pytest.mark.usefixtures("registers")
+def test_a_buffer_at_the_address_of_a_freed_one_is_its_own(store, folder):
+    """A ring that still knew the old pages would read into them."""
+    handle, paths = handle_on(store), [str(folder / f"{value}.tensor.swp") for value in range(20)]
+    addresses = set()
+    for value, path in enumerate(paths):
+        buffer = swap_out_buffer(handle, 100_000)
+        addresses.add(buffer.data_ptr())
+        handle.sync_pwrite(buffer.fill_(value), path)
+        handle.sync_pread(buffer.zero_(), path)
+        assert bool((buffer == value).all())
+        assert store.registered_bytes == buffer.nbytes
+        handle.free_cpu_locked_tensor(buffer)
+        del buffer
+    assert len(addresses) < len(paths)
+
+
+@pytest.mark.usefixtures("registers")
+def test_a_tier_that_opens_again_registers_again(store, folder):
+    handle = handle_on(store)
+    buffer = swap_out_buffer(handle, 1000)
+    for _ in range(2):
+        handle.sync_pwrite(buffer, str(folder / "0.tensor.swp"))
+        assert store.registered_bytes == buffer.nbytes
+        store.close()
+        assert store.registered_bytes == 0
+
+
+def test_a_tier_that_cannot_register_transfers_all_the_same(store, folder, monkeypatch):
+    monkeypatch.setattr(DirectTier, "register", lambda self, tensor: False)
+    handle = handle_on(store)
+    buffer = swap_out_buffer(handle, 1000)
+    handle.sync_pwrite(buffer.fill_(3), str(folder / "0.tensor.swp"))
+    handle.sync_pread(out := torch.empty(1000), str(folder / "0.tensor.swp"))
+    assert bool((out == 3).all())
+    assert store.registered_bytes == 0
+    assert handle.free_cpu_locked_tensor(buffer)
 
 
 def test_the_handle_reports_what_it_was_asked_for(store):

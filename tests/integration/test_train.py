@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from memascend.training import verify
 from memascend.training.checkpoint import listed
+from memascend.training.config import complete
 from memascend.training.processes import free_port
 from tests.train_runs import (
+    MODEL,
     STEPS,
     command,
     environment,
@@ -269,6 +272,41 @@ def test_torchrun_starts_the_same_run(tmp_path, tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(tmp_path / "run") == losses(two)
+
+
+def test_verify_finds_equal_bits_and_then_the_one_element_that_was_changed(tmp_path):
+    """The SSD against plain PyTorch in memory; then a bit of one weight of the tested run is another."""
+    work = [*MODEL, "--data", str(text_folder(tmp_path)), "--files", "*.py", "--context", "32", "--accumulate", "2"]
+    verifying = [sys.executable, "-m", "memascend.cli", "verify", *work, "--steps", "2", "--json"]
+    done = subprocess.run(
+        [*verifying, "--output", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["verdict"] == "equal"
+    assert (found["system"], found["reference_arm"]) == ("memascend", "deepspeed_adamw")
+    assert [step["equal"] for step in found["steps"]] == [True, True]
+    assert found["tensors"]["second moments"]["tensors"] > 100
+
+    config = complete({"model": "llama3.2-1b", "data": ["d"], "twin": 32, "steps": 2})
+    runs = [tmp_path / "out" / name for name in ("tested", "reference")]
+    file = listed(runs[0] / "checkpoints")[0][-1].model / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    name = "model.layers.7.mlp.up_proj.weight"
+    start = 8 + int.from_bytes(content[:8], "little") + header[name]["data_offsets"][0]
+    content[start + 2 * 11] ^= 1
+    file.write_bytes(content)
+    changed = verify.report(config, verify.reference_of(config, None), *runs)
+    assert changed["verdict"] == "different"
+    first = changed["tensors"]["weights"]["first"]
+    assert (first["name"], first["index"], first["different"]) == (name, 11, 1)
+    assert changed["tensors"]["master weights"]["different"] == 0
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["there", "made"])

@@ -45,6 +45,7 @@ class Job:
     with ``resume`` it starts from there; ``die_at_sync``: in the last of these saves the process is killed at that
     fsync. ``minimum_swap_bytes``: smaller tensors stay in memory (default: DeepSpeed's 1 MiB, scaled). ``seed`` chooses
     the text, ``init_seed`` the first weights. ``evaluate_first``: a forward pass in evaluation precedes the steps.
+    ``built``: the model is made under ``zero.Init``, or ``outside`` of it, or by ``transformers`` as in its Trainer.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Job:
     seed: int = 0
     init_seed: int = 0
     evaluate_first: bool = False
+    built: str = "under zero.Init"
 
 
 def train_all(
@@ -139,7 +141,7 @@ def _initialise_experts(modeling: Any) -> None:
         experts.__init__, experts.initialised_here = construct, True
 
 
-def _mend_reading_of_016(optimizer: Any) -> None:
+def _fix_reading_of_016(optimizer: Any) -> None:
     """DeepSpeed 0.16 reads swapped master weights by a call that leaves an argument out."""
     for name in ("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"):
         call = getattr(optimizer, name)
@@ -227,12 +229,29 @@ class Training:
         _initialise_experts(importlib.import_module(f"transformers.models.{kind}.modeling_{kind}"))
         torch.manual_seed(self.job.init_seed)
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[self.job.dtype]
-        with deepspeed.zero.Init(config_dict_or_path=self.config, dtype=dtype):
-            model = causal_lm(self.model_config, checkpointing="reentrant")
+        if self.job.built == "transformers":
+            model = self._built_by_transformers(dtype)
+        elif self.job.built == "outside":
+            model = causal_lm(self.model_config, checkpointing="reentrant").to(dtype)
+        else:
+            with deepspeed.zero.Init(config_dict_or_path=self.config, dtype=dtype):
+                model = causal_lm(self.model_config, checkpointing="reentrant")
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not any(part in name for part in self.job.freeze))
         trainable = [p for p in model.parameters() if p.requires_grad]
         return deepspeed.initialize(model=model, model_parameters=trainable, config=self.config)[0]
+
+    def _built_by_transformers(self, dtype: Any) -> Any:
+        """As under its Trainer: its own initialisation gathers a module's parameters together."""
+        import transformers
+        from transformers.integrations import HfDeepSpeedConfig
+
+        fields = dict(self.model_config)
+        model_config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields, use_cache=False)
+        announced = HfDeepSpeedConfig(self.config)  # in force as long as it lives
+        model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+        del announced
+        return model
 
     def _save(self, engine: Any, step: int) -> None:
         syncs, stock = 0, os.fsync
@@ -288,7 +307,7 @@ class Training:
         import deepspeed
         from deepspeed.utils import safe_get_full_fp32_param
 
-        _mend_reading_of_016(engine.optimizer)
+        _fix_reading_of_016(engine.optimizer)
         digest = hashlib.sha256()
         for name, parameter in sorted(engine.module.named_parameters()):
             if parameter.requires_grad:
@@ -316,6 +335,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     out = []
     shared = results.parent / "nvme"  # every rank writes into folders of its own under it
+    shared.mkdir(exist_ok=True)
     for fields in json.loads(jobs.read_text()):
         nvme = shared / fields["name"]
         out.append(Training(Job(**fields), nvme).run())

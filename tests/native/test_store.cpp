@@ -123,7 +123,7 @@ class Wreck {
       }
     }
   }
-  void mend() {
+  void fix() {
     for (; !undo_.empty(); undo_.pop_back()) {
       put_at(undo_.back().member, undo_.back().offset, undo_.back().data);
     }
@@ -255,12 +255,12 @@ TEST(a_store_in_use_cannot_be_destroyed_or_formatted) {
   const Bench bench;
   {
     const std::shared_ptr<Store> store = bench.open();
-    CHECK(contains(message_of<Error>([&] { destroy_store(bench.paths, bench.folder.path()); }), "in use"));
+    CHECK(contains(message_of<Error>([&] { destroy_store(bench.paths); }), "in use"));
     FormatOptions options;
     options.owner = "other";
     CHECK(contains(message_of<Error>([&] { format_store(bench.paths, options); }), "in use"));
   }
-  destroy_store(bench.paths, bench.folder.path());
+  destroy_store(bench.paths);
   CHECK(contains(message_of<Error>([&] { (void)bench.open(); }), "holds no store"));
 }
 
@@ -419,7 +419,7 @@ TEST(after_a_power_cut_at_any_write_every_commit_is_whole_or_absent) {
       ++opened;
       CHECK_NOTE(found == states[committed] || (under_way && found == states[committed + 1]),
                  "cut " + std::to_string(cut) + ", chance " + std::to_string(chance));
-      wreck.mend();
+      wreck.fix();
     }
   }
   CHECK(opened > 500 / stride);

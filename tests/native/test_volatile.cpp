@@ -35,7 +35,7 @@ RequestOutcome read_into(DirectEngine& engine, const std::string& key, std::vect
 
 }  // namespace
 
-TEST(a_second_write_of_the_same_size_goes_in_place) {
+TEST(a_second_write_of_the_same_size_overwrites_in_place) {
   for (const std::string& backend : backends()) {
     Swap at(backend);
     (void)ended(at.engine, put(at.engine, "t", pattern(200001, 1)));
@@ -81,6 +81,23 @@ TEST(another_size_takes_the_old_ones_space_and_an_erased_tensor_gives_it_back) {
   CHECK(get(at.engine, "t") == pattern(most - 4096, 2));
   CHECK(at.engine.erase("t") && !at.engine.erase("t") && !at.engine.find("t"));
   CHECK(at.store->space().free_bytes == before);
+}
+
+TEST(a_write_that_finds_no_space_leaves_the_tensor_as_it_was) {
+  Swap at(volatile_options("auto"), 1);
+  const std::int64_t space = at.store->space().free_bytes / 4096 * 4096;
+  const std::vector<char> old = pattern(static_cast<std::size_t>(space / 4), 1);
+  (void)ended(at.engine, put(at.engine, "t", old));
+  (void)ended(at.engine, put(at.engine, "u", pattern(static_cast<std::size_t>(space / 2), 2)));
+  const std::int64_t free = at.store->space().free_bytes;
+  CHECK(contains(message_of<StorageFailure>([&] {
+          (void)put(at.engine, "t", pattern(static_cast<std::size_t>(space), 3));
+        }), "no space left"));
+  CHECK(get(at.engine, "t") == old && at.store->space().free_bytes == free);
+  const std::vector<char> larger = pattern(static_cast<std::size_t>(space / 2 - 4096), 4);  // beside it there is no room
+  (void)ended(at.engine, put(at.engine, "t", larger));
+  CHECK(get(at.engine, "t") == larger);
+  CHECK(get(at.engine, "u") == pattern(static_cast<std::size_t>(space / 2), 2));
 }
 
 TEST(requests_on_one_key_run_in_the_order_of_their_submission) {

@@ -2,11 +2,12 @@
 
 import pytest
 
-from baselines.protocol import RunSpec, Sizes, load_system, scaled, system_names
+from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, load_system, scaled, system_names
 from memascend.integrations.deepspeed import Parts
 
 SIZES = Sizes(largest_tensor=1000, parameters=10_000, pool_buffers=9)
-ARMS = [(name, arm) for name in system_names() for arm in load_system(name).arms]
+DEEPSPEED = [name for name in system_names() if isinstance(load_system(name), DeepSpeedSystem)]
+ARMS = [(name, arm) for name in DEEPSPEED for arm, parts in load_system(name).arms.items() if parts.runs]
 
 
 def run_of(system: str, arm: str, **changes) -> RunSpec:

@@ -12,7 +12,7 @@ from memascend.bench.nvme_sizes import SizeOptions
 from memascend.cli import main
 
 
-def test_without_fio_the_mend_is_named(tmp_path, monkeypatch, capsys):
+def test_without_fio_the_fix_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["bench", "nvme", "--folder", str(tmp_path)]) == 2
     assert "apt-get install fio" in capsys.readouterr().err
@@ -52,6 +52,21 @@ def test_a_small_run_compares_with_fio_and_deepnvme(tmp_path, capsys):
         set(row["times_faster_than"]) == (peers if row["method"].startswith("engine") else set()) for row in sizes
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_buffers_are_registered_unless_that_is_asked_for(tmp_path, capsys, monkeypatch):
+    registered = []
+    monkeypatch.setattr(
+        "memascend.storage.direct_engine.DirectEngine.register_buffer",
+        lambda self, tensor: registered.append(tensor.nbytes),
+    )
+    small = ["--folder", str(tmp_path), "--questions", "sizes", "--mib", "1", "--repeats", "1", "--json"]
+    assert main(["bench", "nvme", *small, "--no-register"]) == 0
+    assert not json.loads(capsys.readouterr().out)["registered"]
+    assert registered == []
+    assert main(["bench", "nvme", *small]) == 0
+    assert json.loads(capsys.readouterr().out)["registered"]
+    assert registered == [1 << 20]
 
 
 def test_what_does_not_fit_the_disk_or_is_not_known_is_refused(tmp_path, capsys):

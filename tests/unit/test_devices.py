@@ -194,3 +194,9 @@ def test_two_engines_share_a_loop_device_and_the_kernel_keeps_others_out(loop, t
             DirectEngine([loop], "tests", DirectEngineConfig(control_folder=str(elsewhere)))
     with DirectEngine([loop], "tests", config) as engine:
         assert engine.verify() == {}
+
+
+def test_a_device_is_reached_past_the_page_cache_though_its_node_lies_in_memory(loop):
+    direct, alignment = _C.direct_limits(loop)  # /dev is a devtmpfs
+    assert direct
+    assert alignment in (512, 4096)

@@ -7,12 +7,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch  # noqa: F401  (first: the extension needs its libraries)
 
+from memascend import _C
 from memascend.cli import main
 from memascend.doctor import checks, kernel, packages, probe
 from memascend.doctor.checks import FAIL, OK, WARN, Needs
 from memascend.doctor.local import local_machine
 from memascend.doctor.speed import BLOCK_BYTES, device_speed, takes_direct_io, temporary_file
+from memascend.memory.cgroup import host_memory
 
 GIB = 2**30
 NEEDS = Needs(
@@ -41,53 +44,12 @@ def meminfo(total_gib: int, available_gib: int, swap_gib: int = 0) -> dict[str, 
 
 
 def judged(check, status: str, *words: str) -> None:
-    """The status, words of what was found and of the mend; whatever is not ok has a mend."""
+    """The status, words of what was found and of the fix; whatever is not ok has a fix."""
     assert check.status == status, check
-    assert bool(check.mend) == (status != OK)
+    assert bool(check.fix) == (status != OK)
     for word in words:
-        assert word in f"{check.found} {check.mend}"
-    assert "\n" not in check.found + check.mend
-
-
-def test_memory_of_a_version_2_group_is_the_tightest_on_the_way_up(tmp_path):
-    root = files(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/user.slice/app\n",
-            "sys/fs/cgroup/user.slice/app/memory.max": "max\n",
-            "sys/fs/cgroup/user.slice/memory.max": str(16 * GIB),
-            **meminfo(64, 60),
-        },
-    )
-    group = probe.memory_group(root)
-    assert (group.version, group.limit_bytes) == (2, 16 * GIB)
-    assert group.file == root / "sys/fs/cgroup/user.slice/memory.max"
-    assert probe.usable_memory_bytes(root) == 16 * GIB
-
-
-def test_memory_of_a_version_1_group(tmp_path):
-    root = files(
-        tmp_path,
-        {
-            "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/box\n0::/\n",
-            "sys/fs/cgroup/memory/box/memory.limit_in_bytes": str(8 * GIB),
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096),  # the kernel's word for none
-            **meminfo(64, 60),
-        },
-    )
-    group = probe.memory_group(root)
-    assert (group.version, group.limit_bytes) == (1, 8 * GIB)
-
-
-def test_without_a_group_memory_is_what_there_is(tmp_path):
-    root = files(tmp_path, meminfo(64, 60))
-    assert probe.memory_group(root) is None
-    assert probe.usable_memory_bytes(root) == 64 * GIB
-
-
-def test_a_machine_without_meminfo_is_one_clear_line(tmp_path):
-    with pytest.raises(ValueError, match="cannot read MemTotal"):
-        probe.memory_bytes(tmp_path)
+        assert word in f"{check.found} {check.fix}"
+    assert "\n" not in check.found + check.fix
 
 
 def test_host_memory_fails_over_the_group_and_names_its_file(tmp_path):
@@ -178,6 +140,21 @@ def test_numa(tmp_path):
     judged(checks.check_numa(1, numa(tmp_path / "cxl", "0-7", "")), WARN, "node 1: 32.0 GiB without CPUs")
 
 
+def test_numa_names_what_is_free_and_how_far_each_node_is(tmp_path):
+    root = numa(tmp_path, "0-7", "")
+    for number, row in enumerate(("10 24", "24 10")):
+        folder = root / f"sys/devices/system/node/node{number}"
+        (folder / "distance").write_text(row)
+        free = f"Node {number} MemFree: {(number + 1) * 4 << 20} kB"
+        (folder / "meminfo").write_text(f"Node {number} MemTotal: {32 << 20} kB\n{free}\n")
+    judged(
+        checks.check_numa(1, root),
+        WARN,
+        "node 0: 32.0 GiB, 4.0 GiB free, distance 24 to 1; node 1: 32.0 GiB without CPUs, 8.0 GiB free, ",
+        "distance 24 to 0",
+    )
+
+
 def test_gpu():
     judged(checks.check_gpu(NEEDS, (True, "12.8"), [A100]), OK, "A100", "CUDA 12.8")
     judged(checks.check_gpu(NEEDS, (False, "2.13.0+cpu"), [A100]), WARN, "make setup CUDA=1")
@@ -257,6 +234,11 @@ def direct(tmp_path):
     return tmp_path
 
 
+def test_o_direct_that_is_accepted_and_not_served_is_refused(direct, monkeypatch):
+    monkeypatch.setattr(_C, "direct_limits", lambda path: (False, 1))
+    judged(checks.check_folder(direct, "ext4"), FAIL, "goes through the page cache all the same")
+
+
 def test_the_speed_of_a_drive_is_tried_and_nothing_is_left(direct):
     speed = device_speed(direct, 8 * BLOCK_BYTES)
     assert speed.tried_bytes == 8 * BLOCK_BYTES
@@ -273,7 +255,7 @@ def test_a_slow_drive_warns_and_the_plans_seconds_are_given(direct, monkeypatch)
         judged(check, status, f"would spend {seconds:,.3g} s")
 
 
-def test_a_full_drive_is_a_failure_with_a_mend(direct, monkeypatch):
+def test_a_full_drive_is_a_failure_with_a_fix(direct, monkeypatch):
     def full(folder, size):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -312,7 +294,7 @@ def test_the_command_prints_every_check_and_its_status(capsys, direct):
         "free space", "GPU", "extension", "torch", "DeepSpeed", *ops, "transformers",
     ]  # fmt: skip
     assert {check["status"] for check in made["checks"]} <= {OK, WARN, FAIL}
-    assert all(bool(check["mend"]) for check in made["checks"] if check["status"] != OK)
+    assert all(bool(check["fix"]) for check in made["checks"] if check["status"] != OK)
     assert made["failed"] == (status == 1) == any(check["status"] == FAIL for check in made["checks"])
 
 
@@ -322,7 +304,7 @@ def test_a_plan_that_cannot_fit_ends_in_status_1(capsys, direct):
     assert (status, captured.err) == (1, "")
     assert "against the plan: MemAscend, Qwen2.5-32B" in captured.out
     assert "fail  host memory" in captured.out
-    assert "mend: " in captured.out
+    assert "fix: " in captured.out
 
 
 def test_without_a_folder_o_direct_is_not_claimed(capsys):
@@ -351,7 +333,7 @@ def test_bad_input_is_one_line(capsys, arguments, words):
 
 def test_this_machine_for_the_planner(direct):
     machine = local_machine(None)
-    assert machine.ram_bytes == probe.usable_memory_bytes()
+    assert machine.ram_bytes == host_memory().limit_bytes
     assert machine.memory_bytes_per_s > 0
     assert machine.ssd_read_bytes_per_s is None
     assert set(machine.sources) >= {"memory_bytes_per_s"}

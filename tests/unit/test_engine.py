@@ -123,7 +123,7 @@ def test_mixed_requests_keep_every_byte(tmp_path, backend, workers, requests):
 
 def test_a_striped_tensor_is_spread_in_proportion_to_the_weights(tmp_path):
     paths = make_files(tmp_path, count=2)
-    _C.storage_destroy([str(path) for path in paths], str(tmp_path))
+    _C.storage_destroy([str(path) for path in paths])
     _C.storage_format([str(path) for path in paths], "tests", [3, 1], 4096, 0)
     with open_engine(paths, tmp_path, stripe_bytes=1 << 16) as engine:
         engine.write("large", torch.zeros(4 << 20, dtype=torch.uint8))
@@ -136,7 +136,7 @@ def test_a_striped_tensor_is_spread_in_proportion_to_the_weights(tmp_path):
         assert len(engine.info("small").extents) == 1
 
 
-def test_bad_input_is_refused_with_the_mend(files, tmp_path):
+def test_bad_input_is_refused_with_the_fix(files, tmp_path):
     with open_engine(files, tmp_path) as engine:
         engine.write("w", torch.zeros(100))
         engine.wait()
@@ -157,7 +157,7 @@ def test_bad_input_is_refused_with_the_mend(files, tmp_path):
             open_engine(files, tmp_path, **wrong)
 
 
-def test_no_space_is_a_typed_error_and_a_commit_mends_it(tmp_path):
+def test_no_space_is_a_typed_error_and_a_commit_fixes_it(tmp_path):
     files = make_files(tmp_path, count=1, size=(1 << 20) + (128 << 10) + (256 << 10))
     with open_engine(files, tmp_path) as engine:
         half = torch.zeros(120 << 10, dtype=torch.uint8)

@@ -73,9 +73,9 @@ def test_aligned_pinned_memory_bounces_nothing(engine, tmp_path):
     engine.async_read(tensor, tmp_path / "t")
     engine.wait()
     assert torch.equal(tensor, kept)
-    counters = engine.counters
-    assert (counters.bytes_read, counters.bytes_written, counters.ops) == (1 << 20, 1 << 20, 2)
-    assert counters.bounced_bytes == engine.bounce_buffer_bytes == 0
+    counted = engine.statistics
+    assert (counted.bytes_read, counted.bytes_written, counted.requests) == (1 << 20, 1 << 20, 2)
+    assert counted.bounced_bytes == engine.bounce_buffer_bytes == 0
 
 
 def test_slice_at_an_odd_address_is_read_right(engine, tmp_path):
@@ -87,7 +87,7 @@ def test_slice_at_an_odd_address_is_read_right(engine, tmp_path):
     engine.async_read(flat[64:10_064], tmp_path / "t")
     engine.wait()
     assert torch.equal(flat[64:10_064], source)
-    assert engine.bounced_bytes > 0
+    assert engine.statistics.bounced_bytes > 0
 
 
 def test_memory_file_system_works(tmp_path):

@@ -123,6 +123,7 @@ def test_json_has_the_fields_of_the_record_and_shifted_times():
         "locked",
         "born_s",
         "died_s",
+        "nodes",
     ]
     assert math.isclose(item["born_s"], 0.5)
     assert math.isclose(item["died_s"], 3.0)

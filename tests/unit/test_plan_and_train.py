@@ -6,10 +6,10 @@ import re
 
 import pytest
 
+from memascend import systems as found
 from memascend.cli import main
-from memascend.integrations.deepspeed.parts import Parts, parts_from_config
-from memascend.planner import model_spec
-from memascend.planner.footprint import systems as planned_systems
+from memascend.integrations.deepspeed.parts import Parts, enable_options
+from memascend.planner import Workload, model_spec
 from memascend.planner.pool import streamed
 from memascend.training import systems
 from memascend.training.config import TrainConfig
@@ -61,11 +61,11 @@ def test_the_same_options_need_the_same_memory_and_space(capsys, options):
     assert host["planned_swap_bytes"] == made["ssd_bytes"]
 
 
-def test_every_arm_that_train_runs_can_be_planned():
-    for name in systems.provider().system_names():
-        arms = systems.provider().load_system(name).arms
-        assert set(planned_systems()[name]) == set(arms)
-        assert planned_systems()[name][0] == arms[0]
+@pytest.mark.parametrize(("system", "arm"), [("all_in_gpu", None), ("zero_infinity", "as_published_round_threshold")])
+def test_train_refuses_in_one_line_what_is_planned_alone(system, arm):
+    config = TrainConfig(model="m", data=["d"], system=system, arm=arm)
+    with pytest.raises(ValueError, match="planned and simulated alone"):
+        systems.check(config)
 
 
 def test_gradients_that_stay_in_memory_are_not_planned_on_the_ssd(capsys):
@@ -88,8 +88,9 @@ def test_the_written_configuration_is_what_train_runs(capsys, tmp_path, system, 
     spec = model_spec(MODEL)
     flow = streamed(spec.tensors(), element_bytes=2, ranks=config.ranks, threshold_bytes=1 << 20)
     prepared = {"context": 4096, "largest_tensor": flow.largest, "parameters": spec.parameters,
-                "pool_buffers": flow.monolithic_count()}  # fmt: skip
-    run, _ = systems.deepspeed_setup(config, prepared, "run", str(tmp_path))
+                "pool_buffers": flow.monolithic_count(),
+                "sub_group_size": Workload(spec=spec, ranks=config.ranks).sub_group_size}  # fmt: skip
+    run = systems.setup(config, prepared, "run", str(tmp_path)).settings["deepspeed_config"]
     section = written.pop("memascend", {})
     if system == "memascend":
         assert section == {name: getattr(config, name) for name in ("attention", "loss", "checkpointing")}
@@ -105,12 +106,12 @@ def test_the_written_configuration_is_what_train_runs(capsys, tmp_path, system, 
     assert dataclasses.asdict(config)["system"] == system
 
 
-@pytest.mark.parametrize("arm", systems.provider().load_system("memascend", None).arms)
+@pytest.mark.parametrize("arm", found.load("memascend").arms)
 def test_the_configuration_written_for_an_arm_switches_its_parts(capsys, tmp_path, arm):
     dtype = "bf16" if "bf16" in arm else "fp16"
     planned(capsys, "--arm", arm, "--dtype", dtype, config=tmp_path / "ds.json")
     section = json.loads((tmp_path / "ds.json").read_text())["memascend"]
-    wanted = systems.provider().load_system("memascend", arm).parts(arm)
+    wanted = found.load("memascend", arm).arms[arm].parts
     defaults = dataclasses.asdict(Parts())
     assert defaults | {k: v for k, v in section.items() if k in defaults} == defaults | wanted
 
@@ -124,11 +125,26 @@ def test_the_configuration_written_for_an_arm_switches_its_parts(capsys, tmp_pat
 )
 def test_a_section_that_cannot_be_read_is_refused_in_one_line(section, line) -> None:
     with pytest.raises(ValueError, match=re.escape(line)):
-        parts_from_config({"memascend": section}, {})
+        enable_options({"memascend": section}, {})
 
 
 def test_an_empty_section_and_a_true_one_mean_everything() -> None:
     assert all(
-        parts_from_config({"memascend": section}, {}) == parts_from_config({}, {})
+        enable_options({"memascend": section}, {}) == enable_options({}, {})
         for section in (None, {}, {"enabled": True})
     )
+
+
+def test_keywords_stand_over_the_section_and_one_that_is_none_does_not() -> None:
+    section = {"pool": "monolithic", "loss": "chunked", "devices": None}
+    options = enable_options({"memascend": section}, {"pool": None, "overflow": "chain", "blocks_in_flight": 2})
+    assert options.parts == Parts(pool="monolithic", overflow="chain")
+    assert (options.memory.loss, options.blocks_in_flight, options.devices) == ("chunked", 2, ())
+
+
+def test_an_unknown_keyword_is_refused_and_programs_keywords_are_no_keys() -> None:
+    with pytest.raises(TypeError, match=r"memascend.enable has no keyword 'poool' \(did you mean pool\?\)"):
+        enable_options({}, {"poool": "adaptive"})
+    with pytest.raises(ValueError, match="unknown key 'gather_clone'"):
+        enable_options({"memascend": {"gather_clone": False}}, {})
+    assert not enable_options({}, {"gather_clone": False}).gather_clone

@@ -2,21 +2,20 @@
 
 import csv
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from memascend import systems
 from memascend.memory.ledger import HOST
-from memascend.planner import model_spec
-from memascend.planner.footprint import (
-    ARRANGEMENTS,
-    GIB,
-    OWNER_METRICS,
-    overflow_timeline,
-    plan,
-    systems,
-)
+from memascend.memory.pinned import CountingAllocator
+from memascend.planner import Workload, footprint, model_spec
+from memascend.planner.derived_sizes import IoSettings
+from memascend.planner.footprint import GIB, OWNER_METRICS, overflow_timeline
 from memascend.planner.pool import partition_numel, streamed, sub_groups
+from memascend.planner.workload import SwapSizes, papers
+from memascend.storage.direct_engine import DirectEngine, swapping_config
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published" / "memascend.csv"
 MODELS = {
@@ -26,6 +25,12 @@ MODELS = {
     "Qwen2.5-32B": "qwen2.5-32b",
 }
 SYSTEMS = {"ZeRO-Infinity": "zero_infinity", "MemAscend": "memascend"}
+
+
+def plan(spec, system="zero_infinity", arm=None, *, process_overhead=True, **workload):
+    """With the sizes that the papers' totals describe, and without activation checkpoints unless asked for."""
+    work = Workload(spec=spec, system=system, arm=arm, **({"context": 0} | workload))
+    return footprint.plan(papers(work), process_overhead=process_overhead)
 
 
 def published(exhibit: str, metric: str, series: str, model: str = "", x_value: str = "") -> float:
@@ -163,7 +168,10 @@ def test_table_ii_which_models_fit_where():
     assert device["llama3.2-1b"] < 24 < device["llama3.2-3b"]
 
 
-@pytest.mark.parametrize(("system", "arm"), list(ARRANGEMENTS))
+ARMS = [(name, arm) for name in systems.names() for arm in systems.load(name).arms]
+
+
+@pytest.mark.parametrize(("system", "arm"), ARMS)
 @pytest.mark.parametrize(("model", "workload"), [("llama3.2-1b", {}), ("qwen2.5-7b", {"ranks": 2, "context": 512})])
 def test_components_add_up_to_the_total(system, arm, model, workload):
     made = plan(model_spec(model), system, arm, dtype="bf16", **workload)
@@ -197,6 +205,28 @@ def test_one_pool_tensor_rounds_as_a_whole():
     assert pool.reserved_bytes == 16 * GIB
     separate = plan(model_spec("llama3.1-8b"), "zero_infinity", "as_published")
     assert sum(entry.owner == "parameter_pool" for entry in separate.entries) == 9
+
+
+def test_rounding_bounded_by_pytorch_leaves_the_pool_and_the_chain():
+    """Qwen2.5-7B by hand. Elements: embedding 152064 x 3584, all 7,615,616,512; every buffer is above 1 MiB."""
+    spec, embedding, parameters = model_spec("qwen2.5-7b"), 152064 * 3584, 7_615_616_512
+    made = plan(spec, "zero_infinity", "as_published_round_threshold", process_overhead=False)
+    small = made.requested_bytes("small_parameters")
+    buffers = 9 * 2 * embedding + 5 * 4 * embedding + 2 * embedding + 4 * parameters
+    assert made.host_bytes - small == pytest.approx(buffers + 5 * parameters, abs=200 * 4096)
+    published, ours = (plan(spec, system, process_overhead=False) for system in ("zero_infinity", "memascend"))
+    gone = published.host_bytes - made.host_bytes
+    by_hand = 10 * (2**31 - 2 * embedding) + 5 * (2**32 - 4 * embedding) + (2**35 - 4 * parameters)
+    assert gone == pytest.approx(by_hand, abs=200 * 4096)
+    pool = made.requested_bytes("parameter_pool") - ours.requested_bytes("parameter_pool")
+    assert made.host_bytes - ours.host_bytes == pytest.approx(pool + 5 * parameters, abs=200 * 4096)
+
+
+def test_a_threshold_rounds_small_pinned_buffers_alone():
+    counted = CountingAllocator("round_threshold")
+    mib = 1 << 20
+    assert [counted.reserved_bytes(n) for n in (1, 5000, mib - 1, mib)] == [4096, 8192, mib, mib]
+    assert [counted.reserved_bytes(n) for n in (mib + 1, 5 * mib, 5 * mib + 1)] == [mib + 4096, 5 * mib, 5 * mib + 4096]
 
 
 def test_one_tensor_variant_holds_a_whole_swap_out_buffer_on_each_rank():
@@ -274,19 +304,21 @@ def test_nothing_to_stream_is_refused():
 def test_sub_groups_close_once_they_reach_the_size():
     tensors = model_spec("qwen2.5-7b").tensors()
     each = sub_groups(tensors, 1)
-    assert each == [tensor.numel for tensor in tensors]
+    assert each == [[tensor.numel] for tensor in tensors]
     grouped = sub_groups(tensors, 10**9)
-    assert sum(grouped) == sum(each)
-    assert all(size >= 10**9 for size in grouped[:-1])
-    assert sub_groups(tensors, 10**12) == [sum(each)]
+    whole = [tensor.numel for tensor in tensors]
+    assert [numel for group in grouped for numel in group] == whole
+    assert all(sum(group) >= 10**9 for group in grouped[:-1])
+    assert sub_groups(tensors, 10**12) == [whole]
 
 
 def test_a_larger_sub_group_needs_larger_optimizer_buffers():
     spec = model_spec("qwen2.5-7b")
     small, large = (
-        plan(spec, "memascend", sub_group_size=size).requested_bytes("optimizer_buffers") for size in (1, 10**9)
+        footprint.plan(Workload(spec=spec, sizes=SwapSizes(sub_group_size=size))).requested_bytes("optimizer_buffers")
+        for size in (1, 10**9)
     )
-    assert small == 5 * 4 * spec.largest().numel
+    assert small == 4 * 4 * spec.largest().numel
     assert large > small
 
 
@@ -309,9 +341,37 @@ def test_impossible_arguments_are_one_clear_line(arguments, words):
 
 
 def test_every_system_has_a_default_arm():
-    assert {name: arms[0] for name, arms in systems().items()} == {
+    assert {name: systems.default_arm(name) for name in systems.names()} == {
         "zero_infinity": "as_published",
         "memascend": "memascend",
         "zero_offload": "today",
         "all_in_gpu": "today",
+        "in_memory": "torch_adamw",
     }
+
+
+def test_a_plan_of_the_drop_in_holds_what_it_derives():
+    """Four buffers of the largest sub-group that the derived size makes, and the engine's bounce buffers."""
+    spec = model_spec("qwen2.5-7b")
+    work = Workload(spec=spec, ranks=2, sizes=SwapSizes(io=IoSettings(block_bytes=1 << 20, queue_depth=32, workers=4)))
+    made = footprint.plan(work)
+    embedding = 152064 * 3584 // 2
+    buffers = [e.requested_bytes for e in made.entries if e.owner == "optimizer_buffers"]
+    assert buffers == [pytest.approx(4 * embedding, rel=1e-4)] * 8
+    assert made.requested_bytes("nvme_engine_buffers") == 2 * 2 * (32 * 4096 + 4 * 65536)
+    assert "nvme_engine_buffers" not in {e.owner for e in footprint.plan(papers(work)).entries}
+    assert "nvme_engine_buffers" not in {e.owner for e in footprint.plan(replace(work, arm="pool_only")).entries}
+    assert {e.name for e in made.entries if e.owner == "activation_checkpoints"} == {
+        "activation checkpoints, rank 0",
+        "activation checkpoints, rank 1",
+    }
+
+
+def test_bounce_buffers_are_as_large_as_the_engine_makes_them(tmp_path):
+    config = replace(swapping_config(4, 1 << 20, 16), control_folder=str(tmp_path / "control"))
+    (tmp_path / "control").mkdir()
+    engine = DirectEngine.create_file_store(tmp_path, 1 << 20, "test", config)
+    try:
+        assert [size for _, size in engine.bounce_buffers] == [config.bounce_bytes] * config.workers
+    finally:
+        engine.close()

@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 
-from memascend.planner import model_spec
+from memascend.planner import Workload, model_spec
+from memascend.planner import gpu_memory as module
 from memascend.planner.footprint import GIB
-from memascend.planner.gpu_memory import STACKS, block_bytes_per_token, gpu_memory, logits_bytes
-from memascend.planner.options import Stack
+from memascend.planner.gpu_memory import STACKS, block_bytes_per_token, logits_bytes
+from memascend.planner.options import DEFAULT_STACK, Stack
 
 SMALL = {
     "hidden_size": 128,
@@ -19,6 +20,10 @@ SMALL = {
     "num_key_value_heads": 2,
 }
 BATCH, CONTEXT = 2, 128
+
+
+def gpu_memory(spec, stack=DEFAULT_STACK, **workload):
+    return module.gpu_memory(Workload(spec=spec, stack=stack, **workload))
 
 
 def saved_bytes(config: dict, attention: str) -> tuple[float, float]:

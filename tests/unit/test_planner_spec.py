@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from memascend.planner import known_models, model_spec
-from memascend.planner.layouts import LAYOUTS, named_tensors
+from memascend.planner.layouts import LAYOUTS
+from memascend.planner.tensors import named_tensors
 
 # The models' published parameter counts.
 COUNTS = {

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from hardware.registry import load_testbed
-from memascend.planner import model_spec
-from memascend.planner.io_volume import io_volume
+from memascend.planner import Workload, model_spec
+from memascend.planner import io_volume as volumes
+from memascend.planner import step_time as times
 from memascend.planner.machine import Calibrations, Machine, machine_from_file, machine_from_testbed
-from memascend.planner.step_time import CPU, GPU, PCIE, SSD, forward_flops, step_time
+from memascend.planner.step_time import CPU, GPU, PCIE, SSD, forward_flops
+from memascend.planner.workload import papers
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published" / "memascend.csv"
 MODELS = ("Llama3.1-8B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B")
@@ -23,6 +25,18 @@ ROUND = Machine(
     memory_bytes_per_s=100e9,
 )
 IDEAL = Calibrations(gpu_efficiency=1.0, host_seconds_per_parameter=0.0, adam_memory_efficiency=1.0)
+
+
+def work(spec, system="memascend", **workload):
+    return papers(Workload(spec=spec, system=system, **workload))
+
+
+def io_volume(spec, system="memascend", **workload):
+    return volumes.io_volume(work(spec, system, **workload))
+
+
+def step_time(spec, on, system="memascend", *, pipelined=False, calibrations=None, **workload):
+    return times.step_time(work(spec, system, **workload), on, pipelined=pipelined, calibrations=calibrations)
 
 
 def machine(config: str) -> Machine:
@@ -65,7 +79,7 @@ def test_a_tied_embedding_is_read_once_more_in_each_pass():
 
 def test_gradient_accumulation_repeats_the_passes_but_not_the_optimizer():
     spec = model_spec("qwen2.5-7b")
-    one, four = io_volume(spec), io_volume(spec, micro_batches=4)
+    one, four = io_volume(spec), io_volume(spec, accumulation=4)
     assert four.read_bytes["forward"] == 4 * one.read_bytes["forward"]
     assert four.write_bytes["backward"] == 4 * one.write_bytes["backward"]
     assert four.write_bytes["optimizer"] == one.write_bytes["optimizer"]
@@ -170,7 +184,7 @@ def test_tables_iv_and_vi_are_predicted_within_nine_points_but_for_one_cell(exhi
 
 
 def test_a_machine_without_a_rate_is_refused_by_its_name():
-    with pytest.raises(ValueError, match=r"cxl-a does not say rates\.gpu_tflops_16bit"):
+    with pytest.raises(ValueError, match=r"cxl-a does not say rates\.ssd_read_gb_per_s"):
         step_time(model_spec("llama3.2-1b"), machine_from_testbed(load_testbed("cxl-a")))
 
 

@@ -18,6 +18,7 @@ from memascend.memory.pinned import CountingAllocator, PageAlignedPinnedAllocato
 from memascend.memory.pools import (
     AdaptiveBufferPool,
     MonolithicBufferPool,
+    OnDemandBuffers,
     PoolClass,
     PoolTimeoutError,
     adaptive_pool_classes,
@@ -557,3 +558,66 @@ def test_power_of_two_policy_is_the_allocators_not_the_pools():
     pool = adaptive((3000, 1), allocator=PowerOfTwoPinnedAllocator(ledger, lock=False))
     (entry,) = ledger.live()
     assert (pool.total_bytes, entry.requested_bytes, entry.reserved_bytes) == (6144, 6144, 8192)
+
+
+# ------------------------------------------------------------------------------------------------ fallbacks, on demand
+
+
+def test_fallbacks_are_reported_by_size_class_and_waste():
+    pool = adaptive((256, 2), (1024, 1))
+    assert pool.lease("own", 256).wasted_bytes == 0
+    assert pool.lease("small", 100).wasted_bytes == 156 * 2
+    pool.release("small")
+    pool.lease("small again", 100)
+    pool.lease("borrowed", 256, borrow=True)
+    assert pool.fallbacks == 3
+    report = [(f.numel, f.class_name, f.wasted_bytes, f.times) for f in pool.fallback_report()]
+    assert report == [(256, "c1024", 768 * 2, 1), (100, "c256", 156 * 2, 2)]
+    assert pool.largest_numel == 1024
+
+
+def test_a_pool_for_tensors_of_every_size_has_no_fallbacks():
+    pool = MonolithicBufferPool(1024, 2, HALF, real(), separate=True)
+    assert pool.lease("small", 10).wasted_bytes == 0
+    assert (pool.fallbacks, pool.fallback_report()) == (0, [])
+
+
+def live(ledger):
+    return [entry.requested_bytes for entry in ledger.entries() if entry.died_s is None]
+
+
+def test_buffers_on_demand_are_made_as_asked_for_and_one_is_kept():
+    ledger = Ledger()
+    buffers = OnDemandBuffers(HALF, PageAlignedPinnedAllocator(ledger, lock=False), name="staging", keep=True)
+    for numel in (100, 1000, 100):  # one after the other: the memory of the largest
+        lease = buffers.lease("w", numel)
+        assert (lease.tensor.numel(), lease.slot_tensor.numel() % 256) == (numel, 0)
+        buffers.release("w")
+        del lease
+    assert live(ledger) == [2048]
+    together = [buffers.lease(key, 500) for key in "abc"]
+    ranges = sorted(byte_range(lease.slot_tensor) for lease in together)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ranges))
+    assert len(live(ledger)) == 3
+    for key in "abc":
+        buffers.release(key)
+    del together
+    assert live(ledger) == [2048]
+    buffers.forget()
+    assert live(ledger) == []
+    buffers.lease("z", 10)
+    buffers.release("z")
+    assert live(ledger) == []
+
+
+def test_buffers_on_demand_refuse_what_a_pool_refuses():
+    buffers = OnDemandBuffers(HALF, real(), name="staging")
+    buffers.lease("w", 10)
+    for ask, message in (
+        (lambda: buffers.lease("w", 10), "'w' holds a buffer already"),
+        (lambda: buffers.release("v"), "'v' holds no buffer"),
+        (lambda: buffers.lease("x", 0), "no buffer for 0 elements"),
+        (lambda: buffers.lease("x", 10, 5), "10 elements in a slot of 5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ask()

@@ -98,8 +98,9 @@ def test_every_built_exhibit_that_is_no_listing_has_claims():
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=[claim["id"] for claim in CLAIMS])
 def test_a_claim_has_the_documented_form(claim):
-    required = {"id", "exhibit_id", "sentence", "quote", "unit", "compute", "lanes"}
-    assert required <= set(claim) <= required | {"over", "join", "expected", "expected_range"}
+    required = {"id", "exhibit_id", "sentence", "quote", "unit", "compute", "basis", "lanes"}
+    optional = {"over", "join", "expected", "expected_range", "rests_on", "committed", "changed"}
+    assert required <= set(claim) <= required | optional
     assert ("expected" in claim) != ("expected_range" in claim)
     assert ("over" in claim) == ("join" in claim)
     compute = claim["compute"]

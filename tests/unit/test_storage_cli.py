@@ -123,14 +123,14 @@ def test_sizes_that_make_no_sense(tmp_path, capsys, size):
 
 
 @pytest.mark.parametrize("action", ["ls", "verify", "gc", "destroy"])
-def test_a_missing_device_is_named_with_the_mend(tmp_path, capsys, action):
+def test_a_missing_device_is_named_with_the_fix(tmp_path, capsys, action):
     gone = tmp_path / "gone"
     status, _, err = run(capsys, action, gone, *(("--owner", "x") if action == "destroy" else ()))
     assert status == 2
     assert err.startswith(f"memascend: error: there is no {gone}: name ")
 
 
-def test_a_file_that_cannot_be_made_is_named_with_the_mend_and_leaves_nothing(tmp_path, capsys):
+def test_a_file_that_cannot_be_made_is_named_with_the_fix_and_leaves_nothing(tmp_path, capsys):
     path = tmp_path.resolve() / "no folder" / "device"
     assert (
         f"there is no {path.parent}: make"

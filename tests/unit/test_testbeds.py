@@ -1,6 +1,7 @@
 """The machines of the papers, and the probe of this one."""
 
 import csv
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import yaml
 
 from hardware import probe
 from hardware.registry import FOLDER, check, known_testbeds, load_testbed
+from memascend.simulator import Calibration, Task, play
+from memascend.simulator.testbed import machine_of
 
 ROOT = Path(__file__).parents[2]
 # Testbed -> (paper's CSV, series, exhibit) whose cells it repeats.
@@ -76,6 +79,36 @@ def test_mlp_offload_bandwidths_agree_with_its_printed_table(testbed_id):
         "PFS write": "parallel file system write",
     }
     assert {names[metric]: value for metric, value in printed.items()} == {name: ours[name] for name in names.values()}
+
+
+@pytest.mark.parametrize("testbed_id", ["mlpoffload-testbed1", "mlpoffload-testbed2"])
+def test_mlp_offload_paths_have_the_printed_bandwidths(testbed_id):
+    testbed = load_testbed(testbed_id)
+    printed = {entry["what"]: entry["gb_per_s"] for entry in testbed["bandwidths"]}
+    for path, what in zip(testbed["paths"], ("NVMe", "parallel file system"), strict=True):
+        assert path["read_gb_per_s"]["value"] == printed[f"{what} read"]
+        assert path["write_gb_per_s"]["value"] == printed[f"{what} write"]
+    assert testbed["rates"]["pcie_gb_per_s"]["value"] == printed["pinned device to host, each way"]
+
+
+@pytest.mark.parametrize("testbed_id", known_testbeds())
+def test_every_testbed_becomes_a_machine_of_the_simulator(testbed_id):
+    testbed = load_testbed(testbed_id)
+    machine = machine_of(testbed)
+    gpus = sum(gpu["count"] for gpu in testbed["gpus"])
+    peak = testbed["rates"]["gpu_tflops_16bit"]["value"] * 1e12
+    tasks = [Task(name=f"t{i}", phase="p", rank=i, needs={f"gpu{i}": peak, f"pcie{i}.down": 1.0}) for i in range(gpus)]
+    assert play(tasks, machine).seconds == pytest.approx(1.0)
+    assert {path["name"] for path in testbed.get("paths", [])} <= set(machine.resources)
+    assert {node["name"] for node in testbed.get("memory_nodes", [])} <= set(machine.resources)
+
+
+def test_an_efficiency_holds_for_every_gpu_and_one_of_nothing_is_refused():
+    half = Calibration(name="efficiency of gpu", value=0.5, unit="1", reason="test", reach="test")
+    machine = machine_of(load_testbed("memascend-c1"), calibrations=[half])
+    assert [machine.resources[f"gpu{i}"].rate for i in range(2)] == [378e12, 378e12]
+    with pytest.raises(ValueError, match="'efficiency of tpu': testbed memascend-c1 has no such resource"):
+        machine_of(load_testbed("memascend-c1"), calibrations=[dataclasses.replace(half, name="efficiency of tpu")])
 
 
 def test_an_unknown_testbed_lists_the_known_ones():
@@ -169,7 +202,7 @@ def test_the_probe_writes_this_machine(tmp_path, name, read):
 
 
 def test_a_machine_without_proc_is_one_clear_line(tmp_path):
-    with pytest.raises(ValueError, match="the probe needs Linux"):
+    with pytest.raises(ValueError, match="this needs Linux"):
         probe.probe(tmp_path)
 
 

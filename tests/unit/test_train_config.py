@@ -37,7 +37,7 @@ def write(path, text):
         ("model: m\ndata: d\nrandom_weights: 1\n", "'random_weights' must be true or false, got 1"),
         ("model: m\ndata: d\nclip: .nan\n", "'clip' must be a finite number"),
         ("model: m\ndata: d\nbeta2: 1.0\n", "'beta2' must be below 1, got 1.0"),
-        ("model: m\ndata: d\ndtype: fp8\n", "'dtype' must be one of bf16, fp16, got 'fp8'"),
+        ("model: m\ndata: d\ndtype: fp8\n", "'dtype' must be one of bf16, fp16, fp32, got 'fp8'"),
         ("model: m\ndata: [1]\n", "'data' must be a text or a list of texts, got [1]"),
         ("model: m\ndata: d\nlora: {r: 8}\n", "LoRA and other adapters are out of scope"),
         ("model: m\ndata: d\nlora_r: 8\n", "LoRA and other adapters are out of scope"),

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -213,6 +214,10 @@ def test_too_little_memory_or_disk_is_said_before_the_start(tmp_path):
     preflight.check(config, prepared | fits, tmp_path, tmp_path)
     with pytest.raises(ValueError, match=r"of swap files: .* are missing; free space, or name"):
         preflight.check(config, prepared | too_much, tmp_path, tmp_path)
+    small = {"planned_host_bytes": 1, "planned_swap_bytes": 8 << 20}
+    full = mock.patch.object(preflight.shutil, "disk_usage", return_value=mock.Mock(free=7 << 20))
+    with full, pytest.raises(ValueError, match=r" and 9\.2 MiB of swap files: "):
+        preflight.check(config, prepared | small, tmp_path, tmp_path)
     device = tmp_path / "device"
     device.write_bytes(bytes(4096))
     devices = dataclasses.replace(config, devices=[str(device)])

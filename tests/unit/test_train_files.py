@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout
 from memascend.training import checkpoint
 from memascend.training.folder import OWNER, Lock, RunFolder, SwapFolder, collect_dead
 from memascend.training.progress import read_metrics, rewind_metrics
-from memascend.training.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout
 
 TENSORS = {
     "bf16": torch.arange(7, dtype=torch.bfloat16).reshape(7, 1),

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from memascend import systems as found
 from memascend.training import systems
 from memascend.training.config import TrainConfig
 
@@ -15,18 +16,20 @@ CONFIG = TrainConfig(model="m", data=["d"], accumulate=4, batch=2, ranks=2, clip
 
 
 def setup(**changes):
-    return systems.deepspeed_setup(dataclasses.replace(CONFIG, **changes), PREPARED, "run", "/swap")
+    """(DeepSpeed configuration, parts) of a run."""
+    settings = systems.setup(dataclasses.replace(CONFIG, **changes), PREPARED, "run", "/swap").settings
+    return settings["deepspeed_config"], settings["parts"]
 
 
 def test_the_library_finds_the_systems_by_entry_point():
-    assert [point.value for point in importlib.metadata.entry_points(group=systems.GROUP)] == ["baselines.protocol"]
-    assert "memascend" in systems.provider().system_names()
+    assert [point.value for point in importlib.metadata.entry_points(group=found.GROUP)] == ["baselines.protocol"]
+    assert "memascend" in found.provider().system_names()
 
 
-def test_without_an_entry_point_the_mend_is_said(monkeypatch):
+def test_without_an_entry_point_the_fix_is_said(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
     with pytest.raises(ValueError, match=r"no systems are installed .* make setup"):
-        systems.provider()
+        found.provider.__wrapped__()
 
 
 @pytest.mark.parametrize("name", ["memascend", "zero_infinity", "zero_offload"])
@@ -39,12 +42,13 @@ def test_the_keys_of_a_run_reach_every_system(name):
     assert config["optimizer"]["params"]["lr"] == 1e-4
     assert config["bf16"]["enabled"]
     assert config["zero_optimization"]["reduce_bucket_size"] <= PREPARED["parameters"]
-    assert systems.swaps(config) == (name != "zero_offload")
+    config = dataclasses.replace(CONFIG, system=name)
+    assert systems.setup(config, PREPARED, "run", "/swap").swaps == (name != "zero_offload")
 
 
 def test_every_arm_that_is_offered_can_be_configured():
-    for name in systems.provider().system_names():
-        for arm in systems.provider().load_system(name).arms:
+    for name in ("memascend", "zero_infinity", "zero_offload"):
+        for arm in (arm for arm, parts in found.load(name).arms.items() if parts.runs):
             config, parts = setup(system=name, arm=arm)
             assert config["zero_optimization"]["stage"] == 3
             assert "pinned" in parts
@@ -67,8 +71,8 @@ def test_gradients_are_added_up_as_asked():
 def test_the_parent_of_a_run_holds_neither_torch_nor_deepspeed():
     """It lives as long as the ranks do, in the same memory."""
     code = (
-        "import sys, memascend.cli; from memascend.training.launch import systems; "
-        "systems.provider().load_system('memascend');"
+        "import sys, memascend.cli, memascend.training.launch; from memascend import systems; "
+        "[systems.load(name) for name in systems.names()];"
         "print([name for name in ('torch', 'deepspeed', 'transformers', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,7 +13,8 @@ from memascend.cli import main
 from memascend.storage import scratch
 from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig, room_for
 from memascend.storage.errors import StorageError
-from memascend.storage.scratch import PREFIX, collect_scratch_files
+from memascend.storage.names import SCRATCH_PREFIX
+from memascend.storage.scratch import collect_scratch_files
 
 MAKE = (
     "import sys, torch\nfrom memascend.storage.direct_engine import *\n"
@@ -133,23 +134,23 @@ def test_leftovers_of_killed_processes_are_found_and_those_of_the_living_are_not
     with create(tmp_path, 1 << 20) as living:
         living.write("a", torch.ones(1000))
         living.wait()
-        (tmp_path / f"{PREFIX}diary").write_text("not ours" * 2000)
+        (tmp_path / f"{SCRATCH_PREFIX}diary").write_text("not ours" * 2000)
         stays = MAKE + "import time; time.sleep(60)"
         arguments = [sys.executable, "-c", stays, str(tmp_path)]
         with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as child:
             left = child.stdout.readline().strip()
-            (tmp_path / f"{PREFIX}1-empty").write_bytes(bytes(10_000))  # killed while it was made
+            (tmp_path / f"{SCRATCH_PREFIX}1-empty").write_bytes(bytes(10_000))  # killed while it was made
             child.send_signal(signal.SIGSTOP)
             found = collect_scratch_files(tmp_path, str(tmp_path))
             child.send_signal(signal.SIGKILL)
-        assert [path for path, _, _ in found] == [str(tmp_path / f"{PREFIX}1-empty")]
+        assert [each.path for each in found] == [str(tmp_path / f"{SCRATCH_PREFIX}1-empty")]
         assert os.path.exists(left)
         assert main(["storage", "gc", str(tmp_path), "--control-folder", str(tmp_path)]) == 0
         out = capsys.readouterr().out
-        assert f"{left} of 'run 7'" in out
+        assert f"{left} of 'run 7', process {child.pid}: dead, nobody holds the lock" in out
         assert "1 scratch files removed" in out
         assert bool((living.read_new("a") == 1).all())
-    assert [path.name for path in tmp_path.iterdir()] == [f"{PREFIX}diary"]
+    assert [path.name for path in tmp_path.iterdir()] == [f"{SCRATCH_PREFIX}diary"]
 
 
 def test_the_next_run_takes_the_space_of_a_killed_one(tmp_path):

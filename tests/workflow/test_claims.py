@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from workflows.scripts import claims, tidy
+from workflows.scripts import claims, errata_page, report, tidy
 
 ROOT = Path(__file__).resolve().parents[2]
 REGISTRY = yaml.safe_load((ROOT / "workflows/config/exhibits.yaml").read_text())["exhibits"]
@@ -21,6 +21,7 @@ CLAIM = {
     "sentence": "The peak is 100 GiB.",
     "quote": "100 GiB",
     "unit": "GiB",
+    "basis": "held out",
     "compute": {"operation": "value", "of": {"series": "A", "metric": "peak"}},
     "expected": 100,
     "lanes": {
@@ -28,6 +29,9 @@ CLAIM = {
         "measured": {"tolerance": {"relative_percent": 1}, "scale": "twin"},
     },
 }
+
+
+CLAIMS = yaml.safe_load((ROOT / "workflows/config/claims.yaml").read_text())["claims"]
 
 
 def table(*rows: tuple[str, str, str, str]) -> pd.DataFrame:
@@ -60,10 +64,123 @@ def test_a_claim_that_cannot_be_checked_gives_its_reason_whatever_the_rows() -> 
     assert (found.verdict, found.reason) == (claims.NOT_CHECKABLE, "needs two H100")
 
 
-def test_a_failed_run_is_not_checkable() -> None:
-    found = claims.decide(CLAIM, "measured", table(("measured", "A", "N/A (time-out)", "h/m-k8")))
+@pytest.mark.parametrize("text", ["N/A (time-out)", "N/A (out of memory)", "N/A", "N/A (quartiles 20 points apart)"])
+def test_a_run_that_failed_or_scattered_is_no_result_and_says_why(text: str) -> None:
+    found = claims.decide(CLAIM, "measured", table(("measured", "A", text, "h/m-k8")))
+    assert found.verdict == claims.NO_RESULT
+    assert text in found.reason
+
+
+def test_what_a_failed_run_would_have_given_is_no_result_too() -> None:
+    pool = changed(compute={"operation": "value", "of": {"series": "A", "model": "M", "metric": "pool"}})
+    failed = table(("measured", "A", "N/A (time-out)", "h/m-k8"))
+    found = claims.decide(pool, "measured", failed)
+    assert (found.verdict, found.reason) == (claims.NO_RESULT, "pool of A, M: N/A (time-out)")
+    other = table(("measured", "B", "N/A (time-out)", "h/m-k8"))
+    assert claims.decide(pool, "measured", other).verdict == claims.NOT_CHECKABLE
+
+
+def test_a_model_that_does_not_fit_is_no_failed_run() -> None:
+    found = claims.decide(CLAIM, "modelled", table(("modelled", "A", "N/A (VRAM OOM)", "c1")))
     assert found.verdict == claims.NOT_CHECKABLE
-    assert "time-out" in found.reason
+
+
+def test_only_what_is_held_out_counts_in_the_score() -> None:
+    rows = table(("modelled", "A", "100", "c1"))
+    bases = ("held out", "calibrated", "by construction", "alternate reading")
+    verdicts = [claims.decide(changed(basis=b, rests_on="why"), "modelled", rows) for b in bases]
+    assert {v.verdict for v in verdicts} == {claims.REPRODUCED}
+    assert [v.rests_on for v in verdicts] == ["", "why", "why", "why"]
+    assert claims.score(verdicts, "modelled") == "1 of 1 held-out claim reproduced, 0 deviate"
+    verdicts.append(claims.decide(CLAIM, "modelled", table(("modelled", "A", "120", "c1"))))
+    assert claims.score(verdicts, "modelled") == "1 of 2 held-out claims reproduced, 1 deviates"
+    text = claims.page(verdicts)
+    assert all(f"<td>{basis}<br>" in text for basis in bases)
+
+
+def test_a_claim_whose_expectation_solved_a_constant_is_refused_unless_it_says_calibrated() -> None:
+    where = {"series": "MemAscend", "model": "Qwen2.5-32B", "x_name": "batch", "metric": "throughput"}
+    fitted = changed(exhibit_id="memascend-fig17", compute={"operation": "value", "of": where})
+    with_batch = {"over": {"x_value": ["1", "8"]}, "join": "mean"}
+    claims.refuse_circular(fitted)
+    with pytest.raises(tidy.TableError, match="used to find gpu_efficiency"):
+        claims.refuse_circular(fitted | with_batch)
+    with pytest.raises(tidy.TableError, match="its modelled basis is `calibrated`"):
+        claims.decide_all([fitted | with_batch], Path("nowhere"))
+    claims.refuse_circular(fitted | with_batch | {"basis": {"modelled": "calibrated", "measured": "held out"}})
+
+
+def test_five_verdicts_of_figure_8_and_the_reduction_are_calibrated_by_its_own_residual() -> None:
+    calibrated = {claim["id"] for claim in CLAIMS if claims.basis_of(claim, "modelled") == "calibrated"}
+    assert {name.removeprefix("memascend-fig08-") for name in calibrated if "fig08" in name} == {
+        "pinned-zero-infinity",
+        "pinned-reduction",
+        "peak-memascend",
+        "minimum",
+        "minimum-share",
+        "reduction",
+    }
+    for claim in CLAIMS:
+        if claim["id"] in calibrated:
+            with pytest.raises(tidy.TableError, match="was used to find"):
+                claims.refuse_circular(claim | {"basis": "held out"})
+
+
+def test_a_claim_that_changed_with_a_result_at_hand_says_so_in_its_row() -> None:
+    stamps = {"committed": {"commit": "09faedd", "at": "2026-11-21 13:41"}}
+    stamps["changed"] = {"commit": "0eb24dc", "at": "2026-11-21 14:25", "what": "moved after a trial"}
+    found = claims.decide(changed(**stamps), "modelled", table(("modelled", "A", "100", "c1")))
+    words = "committed 2026-11-21 13:41 (09faedd), changed 2026-11-21 14:25 (0eb24dc): moved after a trial"
+    assert found.history == words
+    assert words in claims.page([found])
+    assert "committed before" not in claims.page([found])
+
+
+def test_both_readings_of_section_iii_c_are_shown_and_neither_scores() -> None:
+    shares = [c for c in CLAIMS if c["id"].startswith("memascend-fig03-latency-share")]
+    cells = [c for c in CLAIMS if c["id"].startswith("memascend-tab04-c1-")]
+    assert (len(shares), len(cells)) == (2, 16)
+    assert {claims.basis_of(claim, "modelled") for claim in shares + cells} == {"alternate reading"}
+    assert all("erratum M5" in claim["rests_on"] for claim in shares + cells)
+
+
+def test_every_cell_of_tables_iv_and_vi_is_a_claim() -> None:
+    printed = pd.read_csv(ROOT / "results/published/memascend.csv", dtype=str, keep_default_na=False)
+    printed = printed[
+        printed["exhibit_id"].isin(["memascend-tab04", "memascend-tab06"]) & (printed["x_name"] == "batch")
+    ]
+    columns = ["exhibit_id", "series", "model", "x_value", "value"]
+    cells = {tuple(line) for line in printed[columns].to_numpy().tolist()}
+    claimed = set()
+    for claim in CLAIMS:
+        of = claim["compute"].get("of", {})
+        if isinstance(of, dict) and of.get("metric") == "throughput improvement" and "not halved" not in of["series"]:
+            names = (claim["exhibit_id"], of["series"], of["model"], of["x_value"])
+            claimed.add((*names, f"{claim['expected']:g}"))
+    assert len(cells) == 32
+    assert claimed == cells
+
+
+def test_the_page_of_errata_is_current_and_names_claims_that_exist() -> None:
+    assert (ROOT / "docs/errata.md").read_text() == errata_page.page(), "python -m workflows.scripts.errata_page"
+    ids = {claim["id"] for claim in CLAIMS}
+    found = errata_page.errata_of("memascend")["errata"]
+    assert len({entry["id"] for entry in found}) == len(found)
+    for entry in found:
+        assert set(entry.get("claims", [])) <= ids, entry["id"]
+        assert entry["grade"] in "ABC"
+
+
+def test_the_erratum_of_section_iii_c_is_on_the_page_of_claims() -> None:
+    verdict = claims.decide(changed(exhibit_id="memascend-fig03"), "modelled", table(("modelled", "A", "100", "c1")))
+    assert "5.507 s / 13.36 % = 41.22 s" in claims.page([verdict])
+
+
+def test_the_score_in_the_readme_is_that_of_the_committed_record() -> None:
+    verdicts = report.read_verdicts(ROOT / "results/reference/modelled/memascend-claims.csv")
+    assert {v.claim_id for v in verdicts} == {c["id"] for c in CLAIMS if c["id"].startswith("memascend-")}
+    assert {v.lane for v in verdicts} == {"modelled"}
+    assert f"MemAscend, modelled: {claims.score(verdicts, 'modelled')}" in (ROOT / "README.md").read_text()
 
 
 def test_twin_scale_and_the_largest_twin_with_one_rank() -> None:
@@ -172,7 +289,8 @@ def test_counts_are_whole_on_the_page() -> None:
     rows = table(("modelled", "A", "131072", "c1"))
     text = claims.page([claims.decide(changed(unit="tokens", expected=131072), "modelled", rows)])
     assert ">131,072 tokens</td>" in text
-    assert "Modelled: 1 reproduced, 0 deviate, 0 not checkable here." in text
+    words = "1 of 1 held-out claim reproduced, 0 deviate; 0 more that do not count, 0 not checkable here"
+    assert f"Modelled: {words}." in text
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,55 @@ def test_seeds_are_joined_by_the_median(tmp_path: Path) -> None:
     assert len(mine["source"].iloc[0].split()) == 3
 
 
+@pytest.mark.parametrize(("field", "other"), [("device", "cuda"), ("matmul", "fp32")])
+def test_runs_that_differ_in_device_or_matmul_are_never_joined(tmp_path: Path, field: str, other: str) -> None:
+    records = [training("Qwen2.5-7B", arm, "fp16", i) for i, arm in enumerate(("as_published", "memascend") * 2)]
+    for i, record in enumerate(records[2:]):
+        record |= {field: other, "run_id": f"{record['run_id']}-{other}"}
+        record["memory"]["host_peak_net_bytes"] += (i + 1) << 20
+    mine = rows_of(records, tmp_path)
+    mine = mine[mine["exhibit_id"] == "memascend-fig15"]
+    peaks = mine[(mine["metric"] == "peak system memory") & (mine["series"] == tidy.MEMASCEND)]
+    sizes = [record["memory"]["host_peak_net_bytes"] for record in records[1::2]]
+    assert sorted(float(value) * tidy.GIB for value in peaks["value"]) == pytest.approx(sizes, rel=1e-6)
+    reductions = mine[mine["metric"] == "reduction"]
+    assert [len(source.split()) for source in reductions["source"]] == [2, 2]
+    assert reductions["testbed"].nunique() == 2
+
+
+def test_an_average_is_of_one_device(tmp_path: Path) -> None:
+    pairs = [training(m, arm, "fp16", i) for i, m in enumerate(tidy.DENSE) for arm in ("as_published", "memascend")]
+    for record in pairs[-2:]:
+        record["device"] = "cuda"
+    assert "average reduction" not in set(rows_of(pairs, tmp_path)["metric"])
+
+
+def test_a_series_is_the_arms_label_or_the_name_that_figures_have_for_it(tmp_path: Path) -> None:
+    """Claims and figures select by these names."""
+    named = {
+        ("zero_infinity", "as_published"): "ZeRO-Infinity (as published)",
+        ("zero_infinity", "aminmax"): "ZeRO-Infinity (aminmax)",
+        ("zero_infinity", "today"): "ZeRO-Infinity (DeepSpeed 0.19.8)",
+        ("zero_infinity", "today_016"): "ZeRO-Infinity (DeepSpeed 0.19.8)",
+        ("memascend", "memascend"): "MemAscend",
+        ("zero_offload", "today"): "ZeRO-Offload",
+        ("all_in_gpu", "today"): "All in GPU",
+        ("in_memory", "torch_adamw"): "In memory (torch AdamW)",
+    }
+    record = training("Qwen2.5-7B", "memascend", "fp16", 1)
+    for (system, arm), series in named.items():
+        assert Run(record | {"system": system, "arm": arm}, tmp_path / "x.json").series == series
+
+
+@pytest.mark.parametrize(("system", "arm"), [("lohann", "as_published"), ("zero_infinity", "as_publishedd")])
+def test_a_record_of_an_unknown_system_is_refused_and_never_called_zero_infinity(
+    tmp_path: Path, system: str, arm: str
+) -> None:
+    record = training("Qwen2.5-7B", "memascend", "fp16", 1) | {"system": system, "arm": arm}
+    with pytest.raises(tidy.TableError, match=r"x\.json: .*(unknown system 'lohann'|no arm 'as_publishedd')"):
+        _ = Run(record, tmp_path / "x.json").series
+
+
 def test_a_run_out_of_memory_is_a_result(tmp_path: Path) -> None:
     record = training("Llama3.2-1B", "zero_offload", "fp16", 1)
     for field in ("memory", "ledger", "losses", "phases"):

@@ -114,6 +114,16 @@ def test_an_improvement_is_the_median_of_ratios_within_a_round(tmp_path: Path) -
     assert number(table, **gains) > 0
 
 
+def test_an_older_records_direct_only_is_as_published_on_the_direct_engine(tmp_path: Path) -> None:
+    record, older = step_times("qwen2.5-7b", 1), step_times("qwen2.5-7b", 1)
+    for point in older["points"]:
+        if point["arm"] == "as_published_direct":
+            point |= {"system": "memascend", "arm": "direct_only"}
+    now, then = (rows_of([each], tmp_path / name) for name, each in (("now", record), ("then", older)))
+    assert now.equals(then)
+    assert "zero_infinity as_published_direct fp16" in set(now["series"])
+
+
 def test_another_deepspeed_in_the_same_rounds_is_set_beside_memascend(tmp_path: Path) -> None:
     """An arm of the same name in two environments is two arms. MemAscend's own seconds are another record's rows."""
     record = step_times("qwen2.5-7b", 1)

@@ -72,7 +72,7 @@ def test_a_rule_that_is_forced_is_no_mistyped_target(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_folder_that_cannot_be_written_is_named_with_the_mend(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     done = snakemake("-n", "figures", f"figures_dir={tmp_path / 'file' / 'figures'}", fresh=tmp_path)
     assert done.returncode == 1
@@ -110,7 +110,7 @@ def test_a_paper_with_nothing_built_says_so(tmp_path: Path) -> None:
 def test_the_plan_of_every_profile_holds_its_runs_and_all_exhibits(tmp_path: Path, profile: str) -> None:
     done = snakemake("-n", "figures", f"profile={profile}", fresh=tmp_path)
     text = done.stdout + done.stderr
-    if profile == "full":  # its 0.16 environment is made on request; without it the plan names the mend
+    if profile == "full":  # its 0.16 environment is made on request; without it the plan names the fix
         assert done.returncode == 0 or "environment deepspeed_016 is missing" in last_line(done)
         return
     assert done.returncode == 0, text

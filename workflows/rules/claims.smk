@@ -6,7 +6,16 @@ rule claims_table:
         claims=config["claims"],
         registry=config["exhibits"],
         tables=expand(f"{DERIVED}/exhibits/{{exhibit}}.csv", exhibit=BUILT),
-        code=["workflows/scripts/claims.py", "workflows/scripts/tidy.py"],
+        errata=sorted(
+            str(path) for path in Path("workflows/papers").glob("*/errata.yaml")
+        ),
+        code=[
+            "workflows/scripts/claims.py",
+            "workflows/scripts/errata_page.py",
+            "workflows/scripts/tidy.py",
+            "memascend/planner/machine.py",
+            "memascend/simulator/calibration.py",
+        ],
     output:
         table=f"{DERIVED}/claims.csv",
         page=f"{FIGURES}/claims.html",

@@ -1,7 +1,7 @@
-# Reads and checks the configuration; small helpers for the other rules. Imports nothing of ours.
+# Reads and checks the configuration; small helpers for the other rules.
+# Of ours it imports workflows.staleness alone.
 import atexit
 import difflib
-import hashlib
 import json
 import os
 import re
@@ -14,38 +14,12 @@ from pathlib import Path
 import jsonschema
 import yaml
 
+from workflows.staleness import Tree, versions
+
 # Rules call `python`: the one that runs Snakemake, whether or not its environment is activated.
 BIN = os.path.dirname(sys.executable)
 shell.prefix(f"export PATH={BIN}:$PATH; ")
 
-# What a measurement depends on; its digest is a parameter of every measuring rule.
-MEASURED_CODE = (
-    "memascend/**/*.py",
-    "memascend/**/*.json",
-    "memascend/csrc/**/*",
-    "baselines/**/*.py",
-)
-MEASURED_SCRIPTS = {
-    "training": (
-        "workflows/scripts/run_training.py",
-        "workflows/scripts/training_child.py",
-        "workflows/scripts/children.py",
-        "workflows/scripts/fork_server.py",
-        "workflows/scripts/memory_account.py",
-    ),
-    "times": (
-        "workflows/scripts/time_arms.py",
-        "workflows/scripts/run_training.py",
-        "workflows/scripts/training_child.py",
-        "workflows/scripts/children.py",
-        "workflows/scripts/fork_server.py",
-    ),
-    "overflow": (
-        "workflows/scripts/bench_overflow.py",
-        "workflows/scripts/memory_account.py",
-    ),
-    "bench": ("workflows/scripts/bench_record.py",),
-}
 NAMED_TARGETS = ("figures", "tables", "claims", "report", "exhibits", "artifact")
 # Paper names as typed, where they differ from the registry's.
 PAPER_TARGETS = {"mlpoffload": "mlp-offload"}
@@ -77,7 +51,7 @@ def stop(message):
 
 
 def checked(document, schema_name, where):
-    """The document, after it passed the JSON schema; otherwise one line that names the place and the mend."""
+    """The document, after it passed the JSON schema; otherwise one line that names the place and the fix."""
     schema = json.loads(Path("workflows/schemas", schema_name).read_text())
     error = jsonschema.exceptions.best_match(
         jsonschema.Draft202012Validator(schema).iter_errors(document)
@@ -191,19 +165,23 @@ def twin_point(context, sequences, k, ranks):
     return f"{context // k}x{sequences // ranks}"
 
 
-def code_digest(kind):
-    """Digest of the code that can change a measurement of this kind."""
-    digest = hashlib.sha256()
-    files = {
-        path
-        for pattern in MEASURED_CODE
-        for path in Path(".").glob(pattern)
-        if path.is_file()
-    }
-    for path in sorted(files | {Path(script) for script in MEASURED_SCRIPTS[kind]}):
-        if path.exists():
-            digest.update(b"\0".join([str(path).encode(), path.read_bytes()]))
-    return digest.hexdigest()[:16]
+def systems_of(run):
+    """Names of the systems that a run trains with."""
+    if "system" in run:
+        return [run["system"]]
+    arms = (
+        named_in(EXPERIMENTS, "arms", word.partition(":")[0]) for word in run["arms"]
+    )
+    return sorted({arm["system"] for arm in arms})
+
+
+def code_of(program, run=None):
+    """Digest of the code that can change what the program measures; a parameter of every measuring rule."""
+    return SOURCES.digest(
+        f"workflows.scripts.{program}",
+        systems_of(run) if run else (),
+        [run["model"]] if run else (),
+    )
 
 
 def python_of(run):
@@ -400,6 +378,7 @@ def plot_code():
     )
 
 
+SOURCES = Tree(Path.cwd())
 checked(config, "config.schema.json", "config")
 RAW, DERIVED, PUBLISHED, FIGURES = (
     config[key] for key in ("raw_dir", "derived_dir", "published_dir", "figures_dir")
@@ -447,6 +426,18 @@ def records_of(exhibit):
 def all_records(exhibits):
     """Records as targets of their own: Snakemake makes a deleted one again only where it is asked for by name."""
     return sorted({record for exhibit in exhibits for record in records_of(exhibit)})
+
+
+def labels_of(exhibit):
+    """Files that name the series of one exhibit: those of the systems that it is measured with."""
+    runs = [
+        run for run in [*RUNS.values(), *TIMES.values()] if exhibit in run["exhibits"]
+    ]
+    systems = {system for run in runs for system in systems_of(run)}
+    return files_of(
+        "memascend/arrangements.py",
+        *(f"baselines/{system}/system.py" for system in systems),
+    )
 
 
 wildcard_constraints:

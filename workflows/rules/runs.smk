@@ -16,7 +16,8 @@ rule training_run:
         python=lambda w: python_of(run_named(RUNS, w.train_id)),
         arguments=lambda w: training_arguments(run_named(RUNS, w.train_id)),
         lock=f"{RAW}/.machine.lock",
-        code=code_digest("training"),
+        code=lambda w: code_of("run_training", run_named(RUNS, w.train_id)),
+        versions=versions(),
     shell:
         "flock {params.lock} {params.python} -m workflows.scripts.run_training --run-id {wildcards.train_id}"
         " {params.arguments} --out {output.record} > {log} 2>&1"
@@ -35,7 +36,8 @@ rule step_times:
     params:
         arguments=lambda w: times_arguments(run_named(TIMES, w.times_id)),
         lock=f"{RAW}/.machine.lock",
-        code=code_digest("times"),
+        code=lambda w: code_of("time_arms", run_named(TIMES, w.times_id)),
+        versions=versions(),
     shell:
         "flock {params.lock} python -m workflows.scripts.time_arms --run-id {wildcards.times_id}"
         " {params.arguments} --out {output.record} > {log} 2>&1"
@@ -53,7 +55,8 @@ rule overflow_bench:
         arguments=lambda w: overflow_arguments(run_named(BENCHES, w.bench_id)),
         time_limit_s=lambda w: run_named(BENCHES, w.bench_id)["time_limit_s"],
         lock=f"{RAW}/.machine.lock",
-        code=code_digest("overflow"),
+        code=lambda w: code_of("bench_overflow"),
+        versions=versions(),
     shell:
         "flock {params.lock} timeout {params.time_limit_s} python -m workflows.scripts.bench_overflow"
         " --out {output.record} {params.arguments} > {log} 2>&1"
@@ -71,7 +74,8 @@ rule kernel_bench:
         arguments=lambda w: bench_arguments(run_named(KERNELS, w.kernel_id)),
         time_limit_s=lambda w: run_named(KERNELS, w.kernel_id)["time_limit_s"],
         lock=f"{RAW}/.machine.lock",
-        code=code_digest("bench"),
+        code=lambda w: code_of("bench_record"),
+        versions=versions(),
     shell:
         "flock {params.lock} timeout {params.time_limit_s} python -m workflows.scripts.bench_record"
         " --out {output.record} {params.arguments} > {log} 2>&1"

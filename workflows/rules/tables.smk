@@ -4,6 +4,7 @@
 rule measured:
     input:
         records=lambda w: records_of(w.exhibit),
+        labels=lambda w: labels_of(w.exhibit),
         code=[
             "workflows/scripts/derive_measured.py",
             "workflows/scripts/check_latency.py",

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from workflows import staleness
 from workflows.scripts import memory_account, provenance
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -36,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
         args.out.write_text(json.dumps(measure(args.dtypes, args.numels, args.repeats)))
         return 0
     points = _in_own_process(args)
-    record = provenance.record_header(args.run_id or args.out.stem, "bench-overflow")
+    record = provenance.record_header(
+        args.run_id or args.out.stem, "bench-overflow", staleness.digest("workflows.scripts.bench_overflow")
+    )
     record |= {
         "points_requested": {"dtypes": args.dtypes, "numels": args.numels, "repeats": args.repeats},
         "points": points,

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from workflows import staleness
 from workflows.scripts import provenance
 
 PARTS = ("overflow", "unscale", "adamw", "pinned", "pool", "nvme")
@@ -28,7 +29,9 @@ def main(argv: list[str] | None = None) -> int:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         return done.returncode
-    record = provenance.record_header(args.run_id or args.out.stem, "bench")
+    models = None if args.part == "pool" else ()  # it alone has the tensors of a model
+    code = staleness.digest("workflows.scripts.bench_record", models=models)
+    record = provenance.record_header(args.run_id or args.out.stem, "bench", code)
     record |= {"points_requested": {"part": args.part, "options": args.options}, **json.loads(done.stdout)}
     record["key"] = provenance.record_key(record)
     provenance.write_json_atomically(args.out, record)

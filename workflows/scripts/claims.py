@@ -1,5 +1,7 @@
-"""Decide the papers' claims: one verdict for each lane, ``reproduced``, ``deviates`` or ``not checkable here``.
+"""Decide the papers' claims: one verdict for each lane, and what it rests on.
 
+``reproduced`` or ``deviates``; ``no result`` where a run failed, timed out or was too noisy; ``not checkable here``
+where nothing that runs here could decide. Only verdicts whose basis is ``held out`` count in the score; all are shown.
 The form of a claim is described at the top of ``workflows/config/claims.yaml``. Each lane is computed from its own rows
 alone.
 """
@@ -19,10 +21,13 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from workflows.scripts import tidy
+from memascend.planner.machine import CALIBRATIONS, PROCESS_OVERHEAD
+from memascend.simulator.calibration import CircularClaim, require_held_out
+from workflows.scripts import errata_page, tidy
 
 LANES = ("modelled", "measured")
-REPRODUCED, DEVIATES, NOT_CHECKABLE = "reproduced", "deviates", "not checkable here"
+REPRODUCED, DEVIATES, NO_RESULT, NOT_CHECKABLE = "reproduced", "deviates", "no result", "not checkable here"
+HELD_OUT = "held out"
 JOINS = {"mean": mean, "max": max, "min": min}
 TWIN = re.compile(r"-k(\d+)(-r\d+)?$")
 
@@ -31,9 +36,13 @@ class Missing(Exception):
     """The rows that a claim needs are not in this lane's table; the message says which."""
 
 
+class NoResult(Exception):
+    """A run that the claim needs was made and has no number; the message says why."""
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """A line of claims.csv."""
+    """A line of claims.csv. `history` is empty unless the claim was changed, or written, with a result at hand."""
 
     claim_id: str
     exhibit_id: str
@@ -46,6 +55,9 @@ class Verdict:
     reason: str
     testbed: str
     sentence: str
+    basis: str
+    rests_on: str
+    history: str
 
 
 def twin_k(testbed: str) -> int:
@@ -87,6 +99,18 @@ def described(selector: dict[str, Any]) -> str:
     return f"{what}{' of ' if of else ''}{', '.join(of)}{at}{rest}"
 
 
+def failed_run(rows: pd.DataFrame, selector: dict[str, Any]) -> str | None:
+    """Why a measured row is missing, where a run that it comes from failed: the text that stands for its result.
+
+    A failed run leaves one row, with "N/A (...)" in place of its peak: it fits where no column but the metric differs.
+    """
+    failed = rows[(rows["lane"] == "measured") & rows["value"].str.startswith("N/A")]
+    for column, value in selector.items():
+        if column != "metric":
+            failed = failed[failed[column].isin(("", str(value)))]
+    return None if failed.empty else str(failed.iloc[0]["value"])
+
+
 class Computation:
     """The value of one claim in one lane; remembers the testbeds it read."""
 
@@ -104,7 +128,7 @@ class Computation:
             try:
                 results.append(self._once({column: value}))
             except Missing:
-                missing.append(str(value))
+                missing.append(str(value))  # a run without a result is told at once: NoResult goes through
         if missing:
             raise Missing(f"{column} {', '.join(missing)}")
         return JOINS[self.claim["join"]](results)
@@ -132,10 +156,17 @@ class Computation:
         )
 
     def _number(self, selector: dict[str, Any]) -> float:
-        found = select(self.rows, selector)
+        try:
+            found = select(self.rows, selector)
+        except Missing:
+            failed = failed_run(self.rows, selector)
+            if failed is None:
+                raise
+            raise NoResult(f"{described(selector)}: {failed}") from None
         number = tidy.numeric(found["value"])
         if number is None:
-            raise Missing(f"{described(selector)} is {found['value']}")
+            ran = found["lane"] == "measured"
+            raise (NoResult if ran else Missing)(f"{described(selector)} is {found['value']}")
         if found["testbed"] not in self.testbeds:
             self.testbeds.append(found["testbed"])
         return number * (twin_k(found["testbed"]) ** 2 if self.twin_scale else 1)
@@ -191,12 +222,54 @@ def tolerance_text(low: float, high: float, unit: str, tolerance: dict[str, floa
     return f"± {margin} at either end"
 
 
+def basis_of(claim: dict[str, Any], lane: str) -> str:
+    """What the claim's verdict in that lane rests on."""
+    return claim["basis"] if isinstance(claim["basis"], str) else claim["basis"][lane]
+
+
+def rows_expected(claim: dict[str, Any]) -> list[str]:
+    """Ids of the published rows that a claim's expectation is made of, as in `Calibration.solved_from`."""
+    fixed = [{c: v} for c, values in claim["over"].items() for v in values] if "over" in claim else [{}]
+    operands = [operand for name, operand in claim["compute"].items() if name != "operation"]
+    ids = []
+    for operand in operands:
+        for selector in operand if isinstance(operand, list) else [operand]:
+            for more in fixed:
+                row = {**selector, **more}
+                cells = (row.get(column, "") for column in ("series", "model", "x_value", "metric"))
+                ids.append(":".join((claim["exhibit_id"], *map(str, cells))))
+    return ids
+
+
+def refuse_circular(claim: dict[str, Any]) -> None:
+    """A modelled value may not be judged as held out by a row that a constant behind it was solved from."""
+    if basis_of(claim, "modelled") == HELD_OUT:
+        try:
+            require_held_out(claim["id"], rows_expected(claim), (*CALIBRATIONS, PROCESS_OVERHEAD))
+        except CircularClaim as error:
+            raise tidy.TableError(f"claims: {error}; its modelled basis is `calibrated`") from None
+
+
+def history(claim: dict[str, Any]) -> str:
+    """When a claim was committed, and what was changed when, in a sentence; empty where nothing was."""
+    if "changed" not in claim:
+        return ""
+
+    def when(stamp: dict[str, str]) -> str:
+        return stamp["at"] + (f" ({stamp['commit']})" if "commit" in stamp else "")
+
+    first = f"committed {when(claim['committed'])}, changed " if "committed" in claim else ""
+    return f"{first}{when(claim['changed'])}: {claim['changed']['what']}"
+
+
 def decide(claim: dict[str, Any], lane_name: str, table: pd.DataFrame) -> Verdict:
     """The verdict of one claim in one lane of its exhibit's table."""
     lane = claim["lanes"][lane_name]
     low, high = expected_ends(claim, lane)
     common = {name: claim[name] for name in ("exhibit_id", "unit", "sentence")}
-    common |= {"claim_id": claim["id"], "lane": lane_name}
+    common |= {"claim_id": claim["id"], "lane": lane_name, "history": history(claim)}
+    basis = basis_of(claim, lane_name)
+    common |= {"basis": basis, "rests_on": "" if basis == HELD_OUT else claim["rests_on"]}
     texts = low, high, claim["unit"], lane.get("tolerance")
     common |= {"expected": expected_text(*texts), "tolerance": tolerance_text(*texts)}
     undecided = {**common, "verdict": NOT_CHECKABLE, "value": "", "testbed": ""}
@@ -206,6 +279,8 @@ def decide(claim: dict[str, Any], lane_name: str, table: pd.DataFrame) -> Verdic
     computation = Computation(table[table["lane"] == lane_name], claim, lane.get("scale") == "twin")
     try:
         value = computation.value()
+    except NoResult as failed:
+        return Verdict(**undecided | {"verdict": NO_RESULT}, reason=str(failed))
     except Missing as missing:
         return Verdict(**undecided, reason=f"not in this lane: {missing}")
     verdict = REPRODUCED if low - 1e-12 <= value <= high + 1e-12 else DEVIATES
@@ -219,11 +294,20 @@ def of_built(claims: list[dict[str, Any]], registry: list[dict[str, Any]]) -> li
     return [claim for claim in claims if claim["exhibit_id"] in built]
 
 
+def decide_modelled(claims: list[dict[str, Any]], table: Path) -> list[Verdict]:
+    """The modelled lane of every claim, from that lane's one table of all exhibits."""
+    rows = tidy.read_table(table)
+    for claim in claims:
+        refuse_circular(claim)
+    return [decide(claim, "modelled", rows[rows["exhibit_id"] == claim["exhibit_id"]]) for claim in claims]
+
+
 def decide_all(claims: list[dict[str, Any]], tables: Path) -> list[Verdict]:
     """Both lanes of every claim; tables are ``<tables>/<exhibit id>.csv``."""
     read: dict[str, pd.DataFrame] = {}
     out = []
     for claim in claims:
+        refuse_circular(claim)
         exhibit = claim["exhibit_id"]
         if exhibit not in read:
             read[exhibit] = tidy.read_table(tables / f"{exhibit}.csv")
@@ -240,11 +324,15 @@ body{{font:15px/1.5 system-ui,sans-serif;max-width:75rem;margin:2rem auto;paddin
 .wide{{overflow-x:auto}}table{{border-collapse:collapse;width:100%}}
 th,td{{text-align:left;vertical-align:top;padding:.35rem .6rem;border-bottom:1px solid #ddd}}
 td.n{{text-align:right;white-space:nowrap}}.v{{white-space:nowrap;font-weight:600}}
-.reproduced{{color:#00674f}}.deviates{{color:#b34700}}.not{{color:#666;font-weight:400}}small{{color:#555}}
+.reproduced{{color:#00674f}}.deviates{{color:#b34700}}.no,.not{{color:#666;font-weight:400}}small{{color:#555}}
 </style></head><body>
 <h1>Claims and verdicts</h1>
-<p>{summary} Tolerances were committed before the first run that they judge. <a href="index.html">All exhibits</a></p>
-{sections}
+<p>{summary} <a href="index.html">All exhibits</a></p>
+<p>Only verdicts that are <b>held out</b> count: the expectation took no part in finding the value, and the value could
+have failed. <b>Calibrated</b>: the expectation was used to find a constant behind the value. <b>By construction</b>:
+cannot fail. <b>Alternate reading</b>: one of several readings of the paper, or a number that another claim counts.
+A claim that was changed, or written, with a result at hand says so in its note.</p>
+{errata}{sections}
 </body></html>
 """
 
@@ -265,10 +353,12 @@ def verdict_rows(verdicts: list[Verdict]) -> str:
             f"<td class=n>{html.escape(value)}</td>",
             f"<td class=n>{html.escape(v.expected)}<br><small>{html.escape(v.tolerance)}</small></td>",
             f"<td class='v {v.verdict.split()[0]}'>{v.verdict}</td>",
-            f"<td><small>{html.escape(v.reason)}</small></td>",
+            f"<td>{v.basis}<br><small>{html.escape(v.rests_on)}</small></td>",
+            f"<td><small>{html.escape('. '.join(note for note in (v.reason, v.history) if note))}</small></td>",
         )
         cells.append(f"<tr>{''.join(columns)}</tr>")
-    head = "<tr><th>The paper says</th><th>Lane</th><th>Value</th><th>Expected</th><th>Verdict</th><th>Note</th></tr>"
+    names = ("The paper says", "Lane", "Value", "Expected", "Verdict", "Basis", "Note")
+    head = f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
     return f"<div class=wide><table>{head}{''.join(cells)}</table></div>"
 
 
@@ -283,39 +373,59 @@ def coarse_twins(verdicts: list[Verdict]) -> str:
     )
 
 
+def paper_of(verdict: Verdict) -> str:
+    return verdict.exhibit_id.rsplit("-", 1)[0]
+
+
+def score(verdicts: list[Verdict], lane: str) -> str:
+    """A lane's verdicts that are held out, in words: "70 of 80 held-out claims reproduced, 10 deviate"."""
+    count = Counter(v.verdict for v in verdicts if v.lane == lane and v.basis == HELD_OUT)
+    decided = count[REPRODUCED] + count[DEVIATES] + count[NO_RESULT]
+    text = f"{count[REPRODUCED]} of {decided} held-out {'claim' if decided == 1 else 'claims'} reproduced, "
+    text += f"{count[DEVIATES]} {DEVIATES if count[DEVIATES] == 1 else 'deviate'}"
+    return text + (f", {count[NO_RESULT]} without a result" if count[NO_RESULT] else "")
+
+
 def page(verdicts: list[Verdict]) -> str:
     """The claims as one HTML page without outside resources."""
-    count = Counter((v.lane, v.verdict) for v in verdicts)
-    summary = " ".join(
-        f"{lane.capitalize()}: "
-        + f"{count[lane, REPRODUCED]} {REPRODUCED}, "
-        + f"{count[lane, DEVIATES]} {DEVIATES if count[lane, DEVIATES] == 1 else 'deviate'}, "
-        + f"{count[lane, NOT_CHECKABLE]} {NOT_CHECKABLE}."
-        for lane in LANES
-    )
-    summary += coarse_twins(verdicts)
+    summary = []
+    for lane in LANES:
+        mine = [v for v in verdicts if v.lane == lane]
+        others = [v for v in mine if v.basis != HELD_OUT and v.verdict in (REPRODUCED, DEVIATES, NO_RESULT)]
+        unchecked = sum(v.verdict == NOT_CHECKABLE for v in mine)
+        shown = f"{len(others)} more that do not count, {unchecked} {NOT_CHECKABLE}"
+        summary.append(f"{lane.capitalize()}: {score(mine, lane)}; {shown}.")
     sections = []
     for exhibit in dict.fromkeys(v.exhibit_id for v in verdicts):
         mine = [v for v in verdicts if v.exhibit_id == exhibit]
         sections.append(f"<h2 id='{exhibit}'><a href='index.html#{exhibit}'>{exhibit}</a></h2>{verdict_rows(mine)}")
-    return PAGE.format(summary=summary, sections="\n".join(sections))
+    errata = "".join(errata_page.as_html(paper) for paper in dict.fromkeys(map(paper_of, verdicts)))
+    text = " ".join(summary) + coarse_twins(verdicts)
+    return PAGE.format(summary=text, errata=errata, sections="\n".join(sections))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--claims", type=Path, required=True, help="workflows/config/claims.yaml")
-    parser.add_argument("--registry", type=Path, required=True, help="workflows/config/exhibits.yaml")
-    parser.add_argument("--tables", type=Path, required=True, help="folder of the exhibits' tidy tables")
     parser.add_argument("--out", type=Path, required=True, help="claims.csv")
-    parser.add_argument("--page", type=Path, required=True, help="claims.html")
+    parser.add_argument("--registry", type=Path, help="workflows/config/exhibits.yaml")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--tables", type=Path, help="folder of the exhibits' tidy tables; needs --registry and --page")
+    source.add_argument("--modelled", type=Path, help="table of the modelled lane, decided alone and without a page")
+    parser.add_argument("--page", type=Path, help="claims.html")
     args = parser.parse_args()
+    if args.tables and not (args.registry and args.page):
+        parser.error("--tables needs --registry and --page")
     try:
         document = yaml.safe_load(args.claims.read_text())
         tidy.check(document, "claims.schema.json", str(args.claims))
-        registry = yaml.safe_load(args.registry.read_text())["exhibits"]
-        verdicts = decide_all(of_built(document["claims"], registry), args.tables)
+        if args.modelled:
+            verdicts = decide_modelled(document["claims"], args.modelled)
+        else:
+            registry = yaml.safe_load(args.registry.read_text())["exhibits"]
+            verdicts = decide_all(of_built(document["claims"], registry), args.tables)
+            tidy.atomically(args.page, lambda path: path.write_text(page(verdicts)))
         tidy.write_table([asdict(v) for v in verdicts], args.out, [f.name for f in fields(Verdict)])
-        tidy.atomically(args.page, lambda path: path.write_text(page(verdicts)))
     except (tidy.TableError, OSError, yaml.YAMLError) as error:
         tidy.fail(error)
 

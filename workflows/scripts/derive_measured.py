@@ -123,6 +123,11 @@ def pairs(runs: list[Run]) -> Iterator[tuple[Run, Run]]:
 
 def reduction_rows(exhibit: str, runs: list[Run], metric: str, amount: Any) -> Iterator[dict[str, Any]]:
     """Reduction from as published to MemAscend in percent; the mean where all four models of the paper are there."""
+    for device in sorted({run.device for run in runs}):
+        yield from reductions_on(device, exhibit, [run for run in runs if run.device == device], metric, amount)
+
+
+def reductions_on(device: str, exhibit: str, runs: list[Run], metric: str, amount: Any) -> Iterator[dict[str, Any]]:
     found = defaultdict(list)
     for before, after in pairs(runs):
         percent = 100 * (1 - amount(after) / amount(before))
@@ -131,10 +136,10 @@ def reduction_rows(exhibit: str, runs: list[Run], metric: str, amount: Any) -> I
         yield row(exhibit, MEMASCEND, metric, percent, "%", before.testbed, source, model=before.model)
     if all(model in found for model in DENSE):
         best = [[p for p, k, _ in found[m] if k == min(k for _, k, _ in found[m])] for m in DENSE]
-        host = runs[0].record["host"]["name"]
+        place = runs[0].record["host"]["name"] + ("" if device == "cpu" else f"/{device}")
         sources = " ".join(source for m in DENSE for _, _, source in found[m])
         mean = sum(median(b) for b in best) / len(best)
-        yield row(exhibit, MEMASCEND, f"average {metric}", mean, "%", f"{host}/twins", sources, model="4 dense models")
+        yield row(exhibit, MEMASCEND, f"average {metric}", mean, "%", f"{place}/twins", sources, model="4 dense models")
 
 
 def fig04(runs: list[Run]) -> Iterator[dict[str, Any]]:

@@ -10,10 +10,10 @@ import argparse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from memascend.planner import model_spec, plan
+from memascend.planner import model_spec
 from memascend.planner.footprint import DEVICE_PEAK, GIB, OWNER_METRICS, PEAK, PINNED_OVERHEAD, overflow_timeline
 from workflows.scripts import model_sweeps, model_times, tidy
-from workflows.scripts.model_rows import C1, C2, DENSE, FOUR, Row, pair, planned, row
+from workflows.scripts.model_rows import C1, C2, DENSE, FOUR, Row, pair, paper_plan, planned, row
 
 TABLE_II = ("llama3.2-1b", "llama3.2-3b", "llama3.1-8b")
 TABLE_II_GPU_GIB, TABLE_II_RAM_GIB = 24, 128
@@ -45,8 +45,8 @@ def fig03() -> Iterator[Row]:
     """Bytes alive through the steps of the check, for 8B."""
     exhibit = "memascend-fig03"
     for made in pair("llama3.1-8b"):
-        chain = made.system == "zero_infinity"
-        steps = list(overflow_timeline(made.spec.parameters, chain=chain))
+        chain = made.work.system == "zero_infinity"
+        steps = list(overflow_timeline(made.work.spec.parameters, chain=chain))
         flat = steps[0][1]
         for step, live in steps:
             yield planned(exhibit, made, "live tensors", live, C1, x_name="step", x_value=step)
@@ -54,7 +54,7 @@ def fig03() -> Iterator[Row]:
         yield planned(exhibit, made, "peak during overflow check", max(live for _, live in steps), C1)
         for step, live in steps:
             if step in ("isinf", "isnan", "fused check"):
-                cells = {"series": made.label, "model": made.spec.display, "testbed": C1}
+                cells = {"series": made.label, "model": made.work.spec.display, "testbed": C1}
                 source = "abs() copy 4 B and mask 1 B an element" if chain else "one pass, no temporaries"
                 cells |= {"x_name": "step", "x_value": step}
                 yield row(exhibit, "peak relative to tensor", live / flat, "x", source, **cells)
@@ -71,7 +71,7 @@ def fig04() -> Iterator[Row]:
         yield planned(exhibit, before, "required", required, C2)
         yield planned(exhibit, before, "overhead", whole - required, C2)
         shares.append(100 * (1 - required / whole))
-        cells = {"series": before.label, "model": before.spec.display, "testbed": C2}
+        cells = {"series": before.label, "model": before.work.spec.display, "testbed": C2}
         yield row(exhibit, "wasted share", shares[-1], "%", source, **cells)
     cells = {"series": tidy.AS_PUBLISHED, "model": FOUR, "testbed": C2}
     yield row(exhibit, "average wasted share", sum(shares) / len(shares), "%", f"mean of {source}", **cells)
@@ -81,7 +81,7 @@ def fig08() -> Iterator[Row]:
     """Components and totals for Qwen2.5-7B, today's DeepSpeed (on a GPU machine) beside the paper's baseline."""
     exhibit, spec = "memascend-fig08", model_spec("qwen2.5-7b")
     as_published, ours = pair("qwen2.5-7b")
-    for made in (as_published, plan(spec, "zero_infinity", "today"), ours):
+    for made in (as_published, paper_plan("qwen2.5-7b", "zero_infinity", "today"), ours):
         parts = made.components()
         for metric in FIGURE_8:
             yield planned(exhibit, made, metric, parts.pop(metric, 0), C1)
@@ -104,7 +104,7 @@ def fig11() -> Iterator[Row]:
         sizes = [made.requested_bytes("parameter_pool") for made in plans]
         for made, size in zip(plans, sizes, strict=True):
             yield planned(exhibit, made, OWNER_METRICS["parameter_pool"], size, C1)
-        pairs.append((plans[0].spec.display, *sizes))
+        pairs.append((plans[0].work.spec.display, *sizes))
     yield from reductions(exhibit, pairs, C1)
 
 
@@ -123,7 +123,7 @@ def peaks(exhibit: str, dtype: str) -> Iterator[Row]:
         plans = pair(model, dtype)
         for made in plans:
             yield planned(exhibit, made, PEAK, made.host_bytes, C2)
-        pairs.append((plans[0].spec.display, *(made.host_bytes for made in plans)))
+        pairs.append((plans[0].work.spec.display, *(made.host_bytes for made in plans)))
     yield from reductions(exhibit, pairs, C2)
 
 
@@ -132,7 +132,7 @@ def tab02() -> Iterator[Row]:
     exhibit = "memascend-tab02"
     for model in TABLE_II:
         for system in ("all_in_gpu", "zero_offload", "zero_infinity"):
-            made = plan(model_spec(model), system)
+            made = paper_plan(model, system)
             yield planned(exhibit, made, PEAK, made.host_bytes, C2)
             if made.device_bytes:
                 yield planned(exhibit, made, DEVICE_PEAK, made.device_bytes, C2)
@@ -142,7 +142,7 @@ def tab02() -> Iterator[Row]:
             elif made.host_bytes > TABLE_II_RAM_GIB * GIB:
                 outcome = "DRAM OOM"
             source = f"against {TABLE_II_GPU_GIB} GiB of GPU and {TABLE_II_RAM_GIB} GiB of host memory"
-            cells = {"series": made.label, "model": made.spec.display, "testbed": C2}
+            cells = {"series": made.label, "model": made.work.spec.display, "testbed": C2}
             yield row(exhibit, "outcome", outcome, "text", source, **cells)
 
 

@@ -7,13 +7,11 @@ own, which ZeRO-Infinity rounds to a power of two. The grids are finer than the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
-from memascend.memory.ledger import Ledger
-from memascend.memory.pinned import CountingAllocator
-from memascend.planner import Plan, model_spec
-from memascend.planner.footprint import ARRANGEMENTS, DTYPES, GIB, PEAK
+from memascend.planner import Plan, Workload, model_spec
+from memascend.planner.footprint import GIB, PEAK, checkpoint_bytes
 from memascend.planner.gpu_memory import STACKS, gpu_memory
 from workflows.scripts.model_rows import C1, C3, DENSE, Row, pair, planned, row
 from workflows.scripts.tidy import MEMASCEND
@@ -50,7 +48,8 @@ def fig02() -> Iterator[Row]:
     spec = model_spec("llama3.1-8b")
     for context in (512, 32_768):
         for label, stack in STACKS.items():
-            made = gpu_memory(spec, stack, system="zero_infinity", batch=4, context=context)
+            work = Workload(spec=spec, system="zero_infinity", stack=stack, batch=4, context=context)
+            made = gpu_memory(work)
             cells = {"series": label, "model": spec.display, "testbed": C1}
             cells |= {"x_name": AT_CONTEXT, "x_value": str(context)}
             for metric, nbytes in {"peak device memory": made.device_bytes, **made.components()}.items():
@@ -72,12 +71,8 @@ def without_activations(model: str) -> tuple[Plan, Plan]:
 
 
 def host_bytes(made: Plan, tokens: int) -> int:
-    """The plan and the checkpoints of ``tokens`` a GPU (Eq. 1), one store a rank, as `plan(context=...)` books them."""
-    ledger = Ledger()
-    for _ in range(GPUS):
-        allocator = CountingAllocator(ARRANGEMENTS[made.system, made.arm].pinned, ledger)
-        allocator.allocate(tokens * made.spec.layers * made.spec.hidden, DTYPES[made.dtype], name="", owner="")
-    return made.host_bytes + sum(entry.reserved_bytes for entry in ledger.entries())
+    """The plan and the checkpoints of ``tokens`` a GPU (Eq. 1), one store a rank."""
+    return made.host_bytes + checkpoint_bytes(replace(made.work, context=tokens))
 
 
 def curves(model: str, x_name: str, values: Iterable[int]) -> list[Point]:
@@ -101,7 +96,7 @@ def under_caps(exhibit: str, metric: str, unit: str, points: list[Point], first:
         mine = [p for p in points if p.made is made and (p.x // first) & (p.x // first - 1) == 0]
         for name, cap in CAPS_GIB.items():
             largest = max(p.x for p in mine if p.host_bytes <= cap * GIB)
-            cells = {"series": made.label, "model": made.spec.display, "testbed": C1}
+            cells = {"series": made.label, "model": made.work.spec.display, "testbed": C1}
             cells |= {"x_name": UNDER_CAP, "x_value": name}
             yield row(exhibit, metric, largest, unit, "last power of two whose peak is under the cap", **cells)
 
@@ -113,9 +108,9 @@ def fig09() -> Iterator[Row]:
     yield from under_caps(exhibit, "largest context", "tokens", points, CONTEXT)
     for made in without_activations("qwen2.5-7b"):
         first, *_, last = (p for p in points if p.made is made)
-        equation_1 = GPUS * (last.x - first.x) * made.spec.layers * made.spec.hidden * 2
+        equation_1 = GPUS * (last.x - first.x) * made.work.spec.layers * made.work.spec.hidden * 2
         growth = (last.host_bytes - first.host_bytes) / equation_1
-        cells = {"series": made.label, "model": made.spec.display, "testbed": C1}
+        cells = {"series": made.label, "model": made.work.spec.display, "testbed": C1}
         source = f"growth from {first.x} to {last.x} tokens over Ng B C L H 2"
         yield row(exhibit, "growth relative to Equation 1", growth, "x", source, **cells)
 
@@ -134,7 +129,7 @@ def batches(model: str) -> list[int]:
 
 def reductions(points: list[Point]) -> dict[int, float]:
     """x -> reduction from as published to MemAscend in percent."""
-    peaks = {(p.made.system, p.x): p.host_bytes for p in points}
+    peaks = {(p.made.work.system, p.x): p.host_bytes for p in points}
     at = dict.fromkeys(p.x for p in points)
     return {x: 100 * (1 - peaks["memascend", x] / peaks["zero_infinity", x]) for x in at}
 

@@ -1,21 +1,23 @@
 """Throughput and I/O in the modelled lane: MemAscend Figs. 10, 17, 18 and 20, Tables IV and VI.
 
 Seconds are the planner's roofline (memascend.planner.step_time) on the paper's testbeds; its calibrations and what they
-rest on are in memascend.planner.machine.REASONS. Two of them are solved from Fig. 17's two printed throughputs.
+rest on are in memascend.planner.machine.CALIBRATIONS. Two of them are solved from Fig. 17's two printed throughputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import replace
 from functools import cache
 
 from hardware.registry import load_testbed
-from memascend.planner import model_spec
-from memascend.planner.footprint import ARRANGEMENTS, GIB, systems
+from memascend.planner import Workload, model_spec
+from memascend.planner.footprint import GIB
 from memascend.planner.io_volume import io_volume
-from memascend.planner.machine import REASONS, Calibrations, Machine, machine_from_testbed
+from memascend.planner.machine import CALIBRATIONS, Calibrations, Machine, machine_from_testbed
 from memascend.planner.step_time import StepTime, step_time
+from memascend.planner.workload import papers
+from memascend.systems import arrangement
 from workflows.scripts.model_rows import C1, C2, C3, DENSE, Row, row
 from workflows.scripts.model_sweeps import AT_BATCH, AT_CONTEXT, CONTEXT, CONTEXTS, GPUS, MOE, batches
 
@@ -32,7 +34,7 @@ CELLS = {
 TIMED = {"memascend-fig10": C1, "memascend-fig17": C1, "memascend-fig18": C3}
 TIMED |= dict.fromkeys(("memascend-tab04", "memascend-tab06"), C1)
 IMPROVEMENT = "throughput improvement"
-# Table -> (series, slower arm, faster arm); arms as keyword arguments of step_time.
+# Table -> (series, slower arm, faster arm); arms as keyword arguments of Workload.
 TABLES = {
     "memascend-tab04": (
         "MemAscend vs ZeRO-Infinity",
@@ -56,15 +58,16 @@ def rows() -> Iterator[Row]:
     yield from fig20()
     for exhibit in TABLES:
         yield from improvements(exhibit)
+    yield from section_iii_c()
     for exhibit, testbed in TIMED.items():
         yield from calibrations(exhibit, testbed)
 
 
 def calibrations(exhibit: str, testbed: str) -> Iterator[Row]:
-    """The constants behind the times, each with the number that it rests on."""
-    for field in fields(Calibrations):
-        cells = {"testbed": testbed, "x_name": "constant", "x_value": field.name}
-        yield row(exhibit, "calibration", field.default, "", REASONS.get(field.name, "as published"), **cells)
+    """The constants behind the times, each with what it rests on and how far it reaches."""
+    for each in CALIBRATIONS:
+        cells = {"testbed": testbed, "x_name": "constant", "x_value": each.name}
+        yield row(exhibit, "calibration", each.value, each.unit, f"{each.reason}. Reach: {each.reach}", **cells)
 
 
 @cache
@@ -73,8 +76,15 @@ def machine(testbed: str) -> Machine:
 
 
 @cache
-def seconds(model: str, testbed: str, ranks: int, batch: int, context: int, **arm: str) -> StepTime:
-    return step_time(model_spec(model), machine(testbed), ranks=ranks, batch=batch, context=context, **arm)
+def seconds(
+    model: str, testbed: str, ranks: int, batch: int, context: int, *, whole_chain: bool = False, **arm: str
+) -> StepTime:
+    """A step; with `whole_chain` the milliseconds of III-C are those of each rank, not divided among the ranks."""
+    work = Workload(spec=model_spec(model), ranks=ranks, batch=batch, context=context, **arm)
+    known = Calibrations()
+    if whole_chain:
+        known = replace(known, chain_seconds_per_element=ranks * known.chain_seconds_per_element)
+    return step_time(papers(work), machine(testbed), calibrations=known)
 
 
 def throughput(
@@ -82,7 +92,7 @@ def throughput(
 ) -> Iterator[Row]:
     """Tokens a second of both systems on two GPUs."""
     for system in ("zero_infinity", "memascend"):
-        label = ARRANGEMENTS[system, systems()[system][0]].label
+        label = arrangement(system).label
         for x in values:
             batch, context = (1, x) if x_name == AT_CONTEXT else (x, CONTEXT)
             step = seconds(model, testbed, GPUS, batch, context, system=system)
@@ -96,7 +106,8 @@ def fig20() -> Iterator[Row]:
     for model in DENSE:
         spec = model_spec(model)
         for series, states in (("MemAscend", "fp32"), (BF16, "bf16")):
-            volume = io_volume(spec, "memascend", dtype="bf16", states=states, ranks=GPUS).total_bytes
+            work = Workload(spec=spec, system="memascend", dtype="bf16", states=states, ranks=GPUS)
+            volume = io_volume(papers(work)).total_bytes
             cells = {"series": series, "model": spec.display, "testbed": C1}
             source = f"memascend.planner.io_volume, {states} states"
             yield row("memascend-fig20", "I/O volume per iteration", volume / GIB, "GiB", source, **cells)
@@ -131,3 +142,24 @@ def improvements(exhibit: str) -> Iterator[Row]:
     yield row(exhibit, "smallest improvement", min(everywhere), "%", source + "; configurations 1 and 2", **cells)
     gain = "smallest gain from the smaller batch"
     yield row(exhibit, gain, min(shrinking), "points", source + "; configurations 1 and 2", **cells)
+
+
+def section_iii_c() -> Iterator[Row]:
+    """III-C's share of the check and Table IV's cells on two GPUs, by both readings of its 5507 ms (erratum M5)."""
+    model, (testbed, ranks) = "llama3.1-8b", CONFIGURATIONS["C1"]
+    series, slower, faster = TABLES["memascend-tab04"]
+    for whole, ending in ((True, ""), (False, ", check halved")):
+        made = seconds(model, testbed, ranks, 8, CONTEXT, whole_chain=whole, **slower)
+        check = next(phase.seconds for phase in made.phases if phase.name == "overflow check")
+        source = f"memascend.planner.step_time: {check:.4g} of {made.seconds:.4g} s; erratum M5"
+        cells = {"series": arrangement("zero_infinity").label, "model": model_spec(model).display, "testbed": testbed}
+        share = 100 * check / made.seconds
+        yield row("memascend-fig03", f"share of iteration latency{ending}", share, "%", source, **cells)
+    source = "memascend.planner.step_time: 100 (slower arm / faster arm - 1), the check not halved; erratum M5"
+    for name, batches_of in CELLS.items():
+        for batch in batches_of["C1"]:
+            before = seconds(name, testbed, ranks, batch, CONTEXT, whole_chain=True, **slower).seconds
+            after = seconds(name, testbed, ranks, batch, CONTEXT, **faster).seconds
+            cells = {"series": f"{series}, C1, check not halved", "model": model_spec(name).display}
+            cells |= {"testbed": testbed, "x_name": AT_BATCH, "x_value": str(batch)}
+            yield row("memascend-tab04", IMPROVEMENT, 100 * (before / after - 1), "%", source, **cells)

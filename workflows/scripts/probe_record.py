@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from hardware.probe import probe
+from workflows import staleness
 from workflows.scripts import provenance, tidy
 
 
@@ -15,7 +16,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     try:
-        record = provenance.record_header(args.run_id, "testbed") | {"testbed": probe()}
+        record = provenance.record_header(args.run_id, "testbed", staleness.digest("workflows.scripts.probe_record"))
+        record |= {"testbed": probe()}
         record["key"] = provenance.record_key(record)
         tidy.check(record, "record.schema.json", args.run_id)
         provenance.write_json_atomically(args.out, record)

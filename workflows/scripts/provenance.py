@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -14,18 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from workflows.staleness import versions
+
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
-CODE = (
-    "memascend",
-    "baselines",
-    "workflows/scripts/run_training.py",
-    "workflows/scripts/time_arms.py",
-    "workflows/scripts/children.py",
-    "workflows/scripts/training_child.py",
-    "workflows/scripts/memory_account.py",
-    "workflows/scripts/bench_overflow.py",
-)
 NOT_IN_KEY = ("key", "commit", "dirty", "started_at", "wall_s")
 
 
@@ -35,8 +25,8 @@ def cache_dir() -> Path:
     return Path(os.environ.get("MEMASCEND_CACHE") or Path(base) / "memascend")
 
 
-def record_header(run_id: str, kind: str) -> dict[str, Any]:
-    """The fields every record begins with."""
+def record_header(run_id: str, kind: str, code_digest: str) -> dict[str, Any]:
+    """The fields every record begins with; ``code_digest`` is that of `workflows.staleness`."""
     return {
         "schema_version": 1,
         "key": "",
@@ -46,7 +36,7 @@ def record_header(run_id: str, kind: str) -> dict[str, Any]:
         "status": "ok",
         "host": host(),
         "versions": versions(),
-        "code_digest": code_digest(),
+        "code_digest": code_digest,
         "commit": commit(),
         "dirty": dirty(),
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -115,34 +105,6 @@ def host() -> dict[str, Any]:
         "kernel": platform.release(),
         "system": platform.system(),
     }
-
-
-def versions() -> dict[str, str]:
-    out = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            out[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return out
-
-
-@lru_cache(maxsize=1)
-def code_digest() -> str:
-    """Hash of the sources that can change a result."""
-    digest = hashlib.sha256()
-    for entry in CODE:
-        path = ROOT / entry
-        files = (
-            sorted(p for p in path.rglob("*") if p.suffix in (".py", ".cpp", ".h", ".yaml", ".json"))
-            if path.is_dir()
-            else [path]
-        )
-        for file in files:
-            if file.exists():
-                digest.update(str(file.relative_to(ROOT)).encode())
-                digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 def _git(*arguments: str) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from baselines.protocol import load_system
 from workflows.scripts import tidy
-from workflows.scripts.tidy import AS_PUBLISHED, MEMASCEND
 
 # Ledger owner -> component of Fig. 8. What is not named here is shown as other host buffers.
 COMPONENTS = {
@@ -21,6 +22,32 @@ COMPONENTS = {
     "overflow_check": "overflow check overhead",
 }
 FIG08_METRICS = (*dict.fromkeys(COMPONENTS.values()), "pinned memory overhead", "other host buffers")
+
+# (system, arm) -> series, where a figure's name for an arm is not the arm's label: of DeepSpeed the version that ran.
+SERIES = {
+    ("zero_infinity", "aminmax"): "ZeRO-Infinity (aminmax)",
+    ("zero_infinity", "today"): "ZeRO-Infinity (DeepSpeed {deepspeed})",
+    ("zero_infinity", "today_016"): "ZeRO-Infinity (DeepSpeed {deepspeed})",
+}
+
+
+def series_of_arm(record: Mapping[str, Any], path: Path) -> str:
+    """The name of a record's arm in tables and figures. TableError for a system or an arm that is not there."""
+    system, arm = record["system"], record["arm"]
+    try:
+        label = load_system(system, arm).arms[arm].label
+    except ValueError as error:
+        raise tidy.TableError(f"{path}: {error}; delete the record, or bring the system back") from None
+    version = record["versions"].get("deepspeed", "version unknown")
+    return SERIES.get((system, arm), label).format(deepspeed=version)
+
+
+def testbed_of(record: Mapping[str, Any]) -> str:
+    """Host and twin, with device and matmul where they are not the usual: what keeps two runs from being joined."""
+    device, matmul, ranks = record.get("device", "cpu"), record.get("matmul", "native"), record.get("ranks", 1)
+    words = [record["model"], *([device] if device != "cpu" else []), *([matmul] if matmul != "native" else [])]
+    words += [f"k{record['twin']['k']}", *([f"r{ranks}"] if ranks > 1 else [])]
+    return f"{record['host']['name']}/{'-'.join(words)}"
 
 
 @dataclass(frozen=True)
@@ -36,17 +63,7 @@ class Run:
 
     @property
     def series(self) -> str:
-        system, arm = self.record["system"], self.record["arm"]
-        if system == "zero_offload":
-            return tidy.ZERO_OFFLOAD
-        if system == "all_in_gpu":
-            return tidy.ALL_IN_GPU
-        if system == "memascend":
-            return MEMASCEND if arm == "memascend" else f"MemAscend ({arm})"
-        if arm == "as_published":
-            return AS_PUBLISHED
-        version = self.record["versions"].get("deepspeed", "version unknown")
-        return f"ZeRO-Infinity (DeepSpeed {version})" if arm.startswith("today") else f"ZeRO-Infinity ({arm})"
+        return series_of_arm(self.record, self.path)
 
     @property
     def model(self) -> str:
@@ -61,9 +78,12 @@ class Run:
         return self.record["dtype"]
 
     @property
+    def device(self) -> str:
+        return self.record.get("device", "cpu")
+
+    @property
     def testbed(self) -> str:
-        ranks = f"-r{self.record['ranks']}" if self.record["ranks"] > 1 else ""
-        return f"{self.record['host']['name']}/{self.record['model']}-k{self.k}{ranks}"
+        return testbed_of(self.record)
 
     def memory(self, field: str) -> int:
         """Bytes of a field of the memory section."""

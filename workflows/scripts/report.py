@@ -24,7 +24,7 @@ figure{{margin:1rem 0}}img{{max-width:100%;height:auto}}figcaption{{max-width:60
 .wide{{overflow-x:auto}}table{{border-collapse:collapse;width:100%}}
 th,td{{text-align:left;vertical-align:top;padding:.35rem .6rem;border-bottom:1px solid #ddd}}
 td.n{{text-align:right;white-space:nowrap}}.v{{white-space:nowrap;font-weight:600}}
-.reproduced{{color:#00674f}}.deviates{{color:#b34700}}.not{{color:#666;font-weight:400}}small{{color:#555}}
+.reproduced{{color:#00674f}}.deviates{{color:#b34700}}.no,.not{{color:#666;font-weight:400}}small{{color:#555}}
 section{{border-top:1px solid #ccc;margin-top:2rem}}nav a{{margin-right:.8rem;white-space:nowrap}}
 </style></head><body>
 <h1>Exhibits</h1>

@@ -21,6 +21,7 @@ from baselines.protocol import RunSpec, Sizes, load_system, scaled
 from memascend.planner import model_spec
 from memascend.planner.pool import streamed
 from memascend.training import processes
+from workflows import staleness
 from workflows.scripts import children, memory_account, provenance
 
 MIB = 1 << 20
@@ -302,7 +303,8 @@ def _watch(ranks: list[children.Run], deadline: float, fine: bool) -> tuple[list
 def _record(
     args: argparse.Namespace, spec: RunSpec, twin: Any, system: Any, config: dict[str, Any], outcome: dict[str, Any]
 ) -> dict[str, Any]:
-    record = provenance.record_header(args.run_id, "training")
+    code = staleness.digest("workflows.scripts.run_training", [args.system], [args.model])
+    record = provenance.record_header(args.run_id, "training", code)
     parameters = sum(_numel(t.shape) for t in twin.tensors())
     record |= {
         "status": outcome["status"],
@@ -349,6 +351,9 @@ def _results(args: argparse.Namespace, outcome: dict[str, Any]) -> dict[str, Any
         "denied_prefetches": first["denied_prefetches"],
         "evicted_prefetches": first["evicted_prefetches"],
         "released_gathered": first["released_gathered"],
+        "buffers_beside_pool": first["buffers_beside_pool"],
+        "pool_fallbacks": first["pool_fallbacks"],
+        "pool_fallback_wasted_bytes": first["pool_fallback_wasted_bytes"],
         "phases": [{k: p[k] for k in ("name", "role", "seconds", "hwm_bytes")} for p in first["phases"]],
         "overflow_check_seconds": [c["end_s"] - c["begin_s"] for c in first["overflow_checks"]],
         "io": {
@@ -357,6 +362,8 @@ def _results(args: argparse.Namespace, outcome: dict[str, Any]) -> dict[str, Any
             "realigned_reads_per_step": [s["realigned_reads"] for s in first["io_steps"]],
         },
     }
+    if "direct_io" in first:  # of our direct engine: past the page cache, or not
+        fields["io"]["direct"] = all(result["direct_io"] for result in outcome["results"])
     if "cuda_peak_bytes" in first:
         fields["cuda_peak_bytes"] = max(r["cuda_peak_bytes"] for r in outcome["results"])
     if "evaluation" in first:

@@ -22,6 +22,7 @@ from typing import IO, Any
 from baselines.protocol import RunSpec, load_system
 from memascend.planner import model_spec
 from memascend.training import processes
+from workflows import staleness
 from workflows.scripts import children, provenance
 from workflows.scripts.run_training import job_of, point, require_results_folder, require_space, sizes_of
 
@@ -165,7 +166,9 @@ def run(args: argparse.Namespace) -> int:
     finally:
         for arm in arms:
             arm.end()
-    record = provenance.record_header(args.run_id, "step-times") | {
+    systems = sorted({arm.system_name for arm in arms})
+    code = staleness.digest("workflows.scripts.time_arms", systems, [args.model])
+    record = provenance.record_header(args.run_id, "step-times", code) | {
         "status": status,
         "model": args.model,
         "twin": {"k": args.k, "parameters": sum(t.numel for t in twin.tensors())},

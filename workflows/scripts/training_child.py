@@ -154,7 +154,7 @@ def products_in_fp32() -> None:
     """
     import torch
 
-    from memascend.integrations.deepspeed.cpu_shims import linear_in_fp32
+    from memascend.ops.half_linear import linear_in_fp32
 
     linear = torch.nn.functional.linear
 
@@ -436,12 +436,14 @@ class Run:
         swapper = next(
             (p.nvme_swapper for p in self.engine.module.parameters() if getattr(p, "nvme_swapper", None)), None
         )
-        for name in ("denied_prefetches", "evicted_prefetches", "released_gathered"):
+        waits = ("denied_prefetches", "evicted_prefetches", "released_gathered", "buffers_beside_pool")
+        for name in (*waits, "pool_fallbacks", "pool_fallback_wasted_bytes"):
             self.result[name] = getattr(swapper, name, 0)
         if self.enabled.store is not None:
+            self.result["direct_io"] = self.enabled.store.direct
             self.enabled.store.close()  # main ends without a teardown
 
-    def _mend_reading_of_016(self) -> None:
+    def _fix_reading_of_016(self) -> None:
         """DeepSpeed 0.16 reads swapped master weights by a call that leaves an argument out."""
         for name in ("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"):
             call = getattr(self.engine.optimizer, name)
@@ -452,7 +454,7 @@ class Run:
         import torch
         from deepspeed.utils import safe_get_full_fp32_param
 
-        self._mend_reading_of_016()
+        self._fix_reading_of_016()
         digest = hashlib.sha256()
         for name, parameter in sorted(self.engine.module.named_parameters()):
             value = safe_get_full_fp32_param(parameter)

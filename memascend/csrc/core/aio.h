@@ -41,13 +41,15 @@ class AioBackend {
 
   // Buffer `index` < kBuffers becomes [data, data + bytes), at most 1 GiB. False: not here, use plain transfers.
   virtual bool register_buffer(int index, void* data, std::size_t bytes) = 0;
+  // Transfers under way keep the memory pinned until they end; what is queued goes as a plain transfer.
+  virtual void unregister_buffer(int index) = 0;
 
   static constexpr int kBuffers = 256;
   static constexpr std::size_t kBufferBytes = std::size_t{1} << 30;
 };
 
 // `files` are descriptors; with io_uring they are registered, so that the ring holds them open until its last
-// transfer has ended, also after a kill. Throws Error(kState) with the mend if the kernel refuses.
+// transfer has ended, also after a kill. Throws Error(kState) with the fix if the kernel refuses.
 [[nodiscard]] std::unique_ptr<AioBackend> make_uring(int depth, const std::vector<int>& files, IoSyscalls& calls);
 [[nodiscard]] std::unique_ptr<AioBackend> make_libaio(int depth, const std::vector<int>& files, IoSyscalls& calls);
 [[nodiscard]] std::unique_ptr<AioBackend> make_backend(AioKind kind, int depth, const std::vector<int>& files,

@@ -468,6 +468,22 @@ Reservation Control::reserve(std::int64_t bytes, std::int64_t stripe_bytes) {
   return out;
 }
 
+Reservation Control::exchange(const Reservation& old, std::int64_t bytes, std::int64_t stripe_bytes) {
+  std::vector<Slot> before;
+  for (const std::uint32_t index : old.slots) {
+    before.push_back(slots()[index]);
+  }
+  release(old);
+  Reservation out = reserve(bytes, stripe_bytes);
+  if (out.extents.empty() && bytes > 0) {  // nobody else has been given the space: the lock is held
+    for (std::size_t at = 0; at < before.size(); ++at) {
+      slots()[old.slots[at]] = before[at];
+      (void)mark(before[at].member, before[at].first, before[at].chunks, true);
+    }
+  }
+  return out;
+}
+
 void Control::keep(const Reservation& reservation) {
   for (const std::uint32_t index : reservation.slots) {
     slots()[index].active = 0;

@@ -80,6 +80,8 @@ class Control {
   Overlap rebuild(const std::vector<Extent>& used);
   // Striped by weight, whole or not at all. Empty extents with `bytes` > 0: no space.
   [[nodiscard]] Reservation reserve(std::int64_t bytes, std::int64_t stripe_bytes);
+  // Other space in place of `old`, which may be part of it; `old` is released. No space: `old` is as it was.
+  [[nodiscard]] Reservation exchange(const Reservation& old, std::int64_t bytes, std::int64_t stripe_bytes);
   void keep(const Reservation& reservation);     // its space now belongs to the index
   void release(const Reservation& reservation);  // free again
   void free_extent(const Extent& extent);

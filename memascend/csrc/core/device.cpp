@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -43,12 +44,32 @@ SectorBuffer::SectorBuffer(std::int64_t bytes)
 }
 void SectorBuffer::Free::operator()(char* data) const noexcept { std::free(data); }
 
-Device::Device(std::string path, IoSyscalls& calls, bool read_only) : path_(std::move(path)), calls_(calls) {
-  const int access = (read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC;
-  fd_ = ::open(path_.c_str(), access | O_DIRECT);
-  if (fd_ < 0 && errno == EINVAL) {
+Device::Device(std::string path, IoSyscalls& calls, bool read_only, bool require_direct)
+    : path_(std::move(path)), calls_(calls) {
+  try {
+    open((read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC, require_direct);
+  } catch (...) {
+    if (fd_ >= 0) {
+      ::close(fd_);
+    }
+    throw;
+  }
+}
+
+void Device::open(int access, bool require_direct) {
+  fd_ = calls_.open(path_.c_str(), access | O_DIRECT, 0);
+  direct_ = fd_ >= 0;
+  const DirectLimits limits = direct_ ? calls_.direct_limits(fd_) : DirectLimits{};
+  if ((fd_ < 0 && errno == EINVAL) || (fd_ >= 0 && !limits.supported)) {
     direct_ = false;
-    fd_ = ::open(path_.c_str(), access);
+    if (require_direct) {
+      throw Error(ErrorKind::kState, path_ + ": its file system refuses O_DIRECT, which this engine requires: use a "
+                                             "folder on ext4 or XFS on the SSD itself, or open it without require_direct");
+    }
+    if (fd_ >= 0) {
+      ::close(fd_);
+    }
+    fd_ = calls_.open(path_.c_str(), access, 0);
   }
   struct stat status {};
   if (fd_ < 0 || fstat(fd_, &status) != 0) {
@@ -58,8 +79,16 @@ Device::Device(std::string path, IoSyscalls& calls, bool read_only) : path_(std:
   is_block_ = S_ISBLK(status.st_mode);
   std::uint64_t size = static_cast<std::uint64_t>(status.st_size);
   if ((!is_block_ && !S_ISREG(status.st_mode)) || (is_block_ && ioctl(fd_, BLKGETSIZE64, &size) != 0)) {
-    ::close(std::exchange(fd_, -1));
     throw StorageFailure("open", path_, 0, 0, 0, EINVAL, "neither a block device nor a regular file");
+  }
+  if (direct_) {
+    if (std::max(limits.memory, limits.offset) > kSectorBytes) {
+      throw Error(ErrorKind::kState, path_ + " demands direct transfers in multiples of " +
+                                         std::to_string(std::max(limits.memory, limits.offset)) +
+                                         " bytes, a store makes them in multiples of 4096: use another device, or a "
+                                         "file system with smaller blocks on it");
+    }
+    memory_alignment_ = std::max(kLeastMemoryAlignment, limits.memory);
   }
   bytes_ = sector_down(static_cast<std::int64_t>(size));
 }
@@ -76,7 +105,7 @@ Device::~Device() {
   }
 }
 
-void Device::check(const char* op, ssize_t result, std::int64_t offset, std::int64_t bytes, std::int64_t done) const {
+void Device::throw_failure(const char* op, ssize_t result, std::int64_t offset, std::int64_t bytes, std::int64_t done) const {
   const int error = result < 0 ? errno : 0;
   throw StorageFailure(op, path_, offset, bytes, done, error,
                        error != 0 ? std::strerror(error) : "the device ends here: it has shrunk or is another one");
@@ -90,7 +119,7 @@ void Device::read(void* data, std::int64_t bytes, std::int64_t offset) const {
     const std::int64_t whole = result > 0 ? (done + result == bytes ? result : sector_down(result)) : 0;
     const bool again = result > 0 || (result < 0 && (errno == EINTR || errno == EAGAIN));
     if (!again || (whole == 0 && ++tries > kTries)) {
-      check("read", result, offset, bytes, done);
+      throw_failure("read", result, offset, bytes, done);
     }
     done += whole;
   }
@@ -104,7 +133,7 @@ void Device::write(const void* data, std::int64_t bytes, std::int64_t offset) co
     const std::int64_t whole = result > 0 ? sector_down(result) : 0;
     const bool again = result > 0 || (result < 0 && (errno == EINTR || errno == EAGAIN));
     if (!again || (whole == 0 && ++tries > kTries)) {
-      check("write", result, offset, bytes, done);
+      throw_failure("write", result, offset, bytes, done);
     }
     done += whole;
   }

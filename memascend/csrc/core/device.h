@@ -12,7 +12,9 @@
 namespace memascend {
 
 constexpr std::int64_t kSectorBytes = 4096;  // unit of everything on a member; holds for 512- and 4096-byte devices
-constexpr std::uintptr_t kMemoryAlignment = 512;
+// Memory at multiples of this goes directly even where the device would take any address: smaller ones make the kernel
+// split transfers, and stacked devices (loop, dm-crypt) have refused them.
+constexpr std::uint32_t kLeastMemoryAlignment = 512;
 
 [[nodiscard]] inline std::int64_t sector_down(std::int64_t value) { return value & ~(kSectorBytes - 1); }
 [[nodiscard]] inline std::int64_t sector_up(std::int64_t value) { return sector_down(value + kSectorBytes - 1); }
@@ -48,8 +50,9 @@ class SectorBuffer {
 
 class Device {
  public:
-  // Throws StorageFailure. A file system that refuses O_DIRECT is used through its page cache (`direct()` tells).
-  Device(std::string path, IoSyscalls& calls, bool read_only = false);
+  // Throws StorageFailure; Error where the device demands what a store cannot give. A file system that refuses O_DIRECT
+  // is used through its page cache (`direct()` tells), or not at all (`require_direct`).
+  Device(std::string path, IoSyscalls& calls, bool read_only = false, bool require_direct = false);
   ~Device();
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
@@ -59,6 +62,11 @@ class Device {
   [[nodiscard]] bool is_block() const noexcept { return is_block_; }
   [[nodiscard]] bool direct() const noexcept { return direct_; }
   [[nodiscard]] std::int64_t bytes() const noexcept { return bytes_; }
+  // What the device takes as it is; other memory is bounced.
+  [[nodiscard]] bool takes(const void* data) const noexcept {
+    return reinterpret_cast<std::uintptr_t>(data) % memory_alignment_ == 0;
+  }
+  [[nodiscard]] std::uint32_t memory_alignment() const noexcept { return memory_alignment_; }
 
   // Whole sectors, aligned memory; short transfers are continued, EINTR and EAGAIN repeated.
   void read(void* data, std::int64_t bytes, std::int64_t offset) const;
@@ -73,7 +81,9 @@ class Device {
   void share_claim();
 
  private:
-  void check(const char* op, ssize_t result, std::int64_t offset, std::int64_t bytes, std::int64_t done) const;
+  void open(int access, bool require_direct);
+  [[noreturn]] void throw_failure(const char* op, ssize_t result, std::int64_t offset, std::int64_t bytes,
+                                  std::int64_t done) const;
   [[nodiscard]] bool lock(short type) const;
 
   const std::string path_;
@@ -83,6 +93,7 @@ class Device {
   pid_t locked_by_ = 0;  // not by a forked child, which shares the descriptor
   bool is_block_ = false;
   bool direct_ = true;
+  std::uint32_t memory_alignment_ = 1;
   std::int64_t bytes_ = 0;
 };
 

@@ -4,13 +4,13 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <exception>
 #include <utility>
 
 #include "clock.h"
 #include "direct_request.h"
 #include "direct_worker.h"
+#include "engine_threads.h"
 #include "errors.h"
 
 namespace memascend {
@@ -38,40 +38,48 @@ DirectEngine::DirectEngine(std::shared_ptr<Store> store, EngineOptions options, 
       options_.block_bytes > (std::int64_t{1} << 30)) {
     throw Error(ErrorKind::kInvalidArgument, "storage engine: blocks are a multiple of 4096 bytes, at most 1 GiB");
   }
-  std::vector<std::exception_ptr> errors(static_cast<std::size_t>(options_.workers));
-  int started = 0;
   for (int number = 0; number < options_.workers; ++number) {
     workers_.push_back(std::make_unique<Worker>(*this, number));
   }
-  for (int number = 0; number < options_.workers; ++number) {
-    threads_->emplace_back([this, number, &errors, &started] {
-      Worker& worker = *workers_[static_cast<std::size_t>(number)];
-      std::exception_ptr error;
-      try {
-        worker.start();
-      } catch (...) {
-        error = std::current_exception();
-      }
-      {
-        std::lock_guard<std::mutex> guard(mutex_);
-        errors[static_cast<std::size_t>(number)] = error;
-        ++started;
-        ended_->notify_all();
-      }
-      if (!error) {
-        worker.run();
-      }
-    });
-  }
-  {
-    std::unique_lock<std::mutex> guard(mutex_);
-    ended_->wait(guard, [&] { return started == options_.workers; });
-  }
-  for (const std::exception_ptr& error : errors) {
-    if (error) {
-      stop_threads();
-      std::rethrow_exception(error);
+  start_threads();
+}
+
+// Each makes its ring, since a ring belongs to the thread that makes it; returns, or throws, when all have tried.
+void DirectEngine::start_threads() {
+  std::vector<std::exception_ptr> errors(static_cast<std::size_t>(options_.workers));
+  int started = 0;
+  const auto body = [this, &errors, &started](int number) {
+    Worker& worker = *workers_[static_cast<std::size_t>(number)];
+    std::exception_ptr error;
+    try {
+      worker.start();
+    } catch (...) {
+      error = std::current_exception();
     }
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      errors[static_cast<std::size_t>(number)] = error;
+      ++started;
+      answered_->notify_all();
+    }
+    if (!error) {
+      worker.run();
+    }
+  };
+  try {
+    memascend::start_threads("storage engine", *threads_, options_.workers, calls_, body);
+    {
+      std::unique_lock<std::mutex> guard(mutex_);
+      answered_->wait(guard, [&] { return started == options_.workers; });
+    }
+    for (const std::exception_ptr& error : errors) {
+      if (error) {
+        std::rethrow_exception(error);
+      }
+    }
+  } catch (...) {
+    stop_threads();
+    throw;
   }
 }
 
@@ -84,6 +92,7 @@ void DirectEngine::stop_threads() {
     ++work_version_;
   }
   work_ready_->notify_all();
+  answered_->notify_all();
   for (std::thread& thread : *threads_) {
     thread.join();
   }
@@ -100,7 +109,8 @@ void DirectEngine::shutdown() {
     }
     workers_.clear();
     (void)work_ready_.release();
-    (void)ended_.release();
+    (void)answered_.release();
+    completions_.abandon_waiters();
     return;
   }
   if (!threads_->empty()) {
@@ -128,15 +138,13 @@ void DirectEngine::require_own_process() const {
   }
 }
 
-int DirectEngine::region_of(const void* data, std::int64_t bytes) const {
-  const auto at = reinterpret_cast<std::uintptr_t>(data);
-  for (const Region& region : regions_) {
-    const auto begin = reinterpret_cast<std::uintptr_t>(region.data);
-    if (at >= begin && at - begin + static_cast<std::uint64_t>(bytes) <= static_cast<std::uint64_t>(region.bytes)) {
-      return region.index;
+std::string DirectEngine::buffered_path() const {
+  for (const auto& device : store_->devices()) {
+    if (!device->direct()) {
+      return device->path();
     }
   }
-  return -1;
+  return "";
 }
 
 // Cuts [offset, offset + bytes) of the tensor into blocks: the parts of sectors at either end are blocks of their
@@ -151,15 +159,15 @@ void DirectEngine::plan(Request& request) const {
     while (from < to) {
       const std::int64_t offset = extent.offset + from - extent_begin;
       char* data = request.data + (from - request.offset);
-      const bool aligned = reinterpret_cast<std::uintptr_t>(data) % kMemoryAlignment == 0;
+      const bool aligned = store_->devices()[extent.member]->takes(data);
       std::int64_t bytes = std::min(to - from, aligned ? options_.block_bytes : bounced_block_bytes());
       if (offset % kSectorBytes != 0) {
         bytes = std::min(to - from, kSectorBytes - offset % kSectorBytes);
       } else if (bytes > kSectorBytes) {
         bytes = sector_down(bytes);
       }
-      request.blocks.push_back({extent.member, offset, data, bytes, static_cast<std::uint32_t>(request.blocks.size()),
-                                region_of(data, bytes)});
+      request.blocks.push_back(
+          {extent.member, offset, data, bytes, static_cast<std::uint32_t>(request.blocks.size())});
       from += bytes;
     }
     extent_begin += extent.bytes;
@@ -173,17 +181,17 @@ void DirectEngine::plan(Request& request) const {
   }
   if (store_->devices().size() > 1) {
     std::array<double, kMaxMembers> seen{};
-    std::vector<std::pair<double, std::size_t>> turns;
+    std::vector<std::pair<double, std::size_t>> order;
     for (std::size_t index = 0; index < request.blocks.size(); ++index) {
       const std::uint32_t member = request.blocks[index].member;
-      turns.emplace_back((seen[member] + 0.5) / count[member], index);
+      order.emplace_back((seen[member] + 0.5) / count[member], index);
       seen[member] += 1;
     }
-    std::sort(turns.begin(), turns.end());
+    std::sort(order.begin(), order.end());
     std::vector<Block> sorted;
-    sorted.reserve(turns.size());
-    for (const auto& turn : turns) {
-      sorted.push_back(request.blocks[turn.second]);
+    sorted.reserve(order.size());
+    for (const auto& [share, index] : order) {
+      sorted.push_back(request.blocks[index]);
     }
     request.blocks = std::move(sorted);
   }
@@ -218,8 +226,10 @@ std::uint64_t DirectEngine::enqueue(std::shared_ptr<Request> request) {
     plan(*request);
     split(*request);
     live_[id] = request;
+    completions_.begin(id);
+    (request->write ? writing_ : reading_).begin(request->submitted_ns);
     empty = request->blocks.empty();
-    if (!empty && (!request->tensor || request->tensor->turns.join(id, request->write))) {
+    if (!empty && (!request->tensor || request->tensor->queue.join(id, request->write))) {
       make_ready(request);
     }
   }
@@ -331,78 +341,94 @@ void DirectEngine::block_ended(const std::shared_ptr<Request>& request, std::int
   }
   finish(request);
 }
-namespace {
 
-// Waits on `condition`; false: the time is up.
-template <typename Done>
-bool wait_on(std::condition_variable& condition, std::unique_lock<std::mutex>& guard, double seconds, Done done) {
-  if (seconds < 0) {
-    condition.wait(guard, done);
-    return true;
-  }
-  return condition.wait_for(guard, std::chrono::duration<double>(std::min(seconds, 1e6)), done);
+std::optional<RequestOutcome> DirectEngine::wait_for(std::uint64_t request, double seconds) {
+  require_own_process();
+  std::unique_lock<std::mutex> lock(mutex_);
+  return completions_.wait_for(lock, request, seconds);
 }
 
-}  // namespace
-
-std::optional<RequestOutcome> DirectEngine::wait_for(std::uint64_t id, double seconds) {
+std::optional<std::vector<EndedRequest>> DirectEngine::wait(double seconds) {
   require_own_process();
-  std::unique_lock<std::mutex> guard(mutex_);
-  const bool ended = wait_on(*ended_, guard, seconds, [&] { return !live_.contains(id); });
-  if (!ended) {
-    return std::nullopt;
-  }
-  const auto found = outcomes_.find(id);
-  if (found == outcomes_.end()) {
-    throw Error(ErrorKind::kInvalidArgument,
-                "storage engine: request " + std::to_string(id) + " is unknown, or has been waited for");
-  }
-  RequestOutcome out = std::move(found->second);
-  outcomes_.erase(found);
-  return out;
+  std::unique_lock<std::mutex> lock(mutex_);
+  return completions_.wait(lock, seconds);
 }
 
-std::optional<std::vector<std::pair<std::uint64_t, RequestOutcome>>> DirectEngine::wait(double seconds) {
+std::vector<EndedRequest> DirectEngine::take_ended() {
   require_own_process();
-  std::unique_lock<std::mutex> guard(mutex_);
-  if (!wait_on(*ended_, guard, seconds, [&] { return live_.empty(); })) {
-    return std::nullopt;
-  }
-  std::vector<std::pair<std::uint64_t, RequestOutcome>> out;
-  for (auto& [id, outcome] : outcomes_) {
-    out.emplace_back(id, std::move(outcome));
-  }
-  outcomes_.clear();
-  return out;
+  std::lock_guard<std::mutex> guard(mutex_);
+  return completions_.take();
+}
+
+int DirectEngine::completion_fd() {
+  require_own_process();
+  std::lock_guard<std::mutex> guard(mutex_);
+  return completions_.fd();
 }
 
 bool DirectEngine::register_buffer(void* data, std::int64_t bytes, std::shared_ptr<void> keep_alive) {
   require_own_process();
   std::lock_guard<std::mutex> one_at_a_time(register_mutex_);
-  std::unique_lock<std::mutex> guard(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto begin = reinterpret_cast<std::uintptr_t>(data);
   const auto piece = static_cast<std::int64_t>(AioBackend::kBufferBytes);
-  const std::int64_t pieces = (bytes + piece - 1) / piece;
-  if (bytes <= 0 || stopping_ || kind_ != AioKind::kUring || next_region_ + pieces > AioBackend::kBuffers) {
+  const auto pieces = static_cast<std::size_t>((bytes + piece - 1) / piece);
+  if (const auto known = registered_.find(begin); known != registered_.end()) {
+    return known->second.bytes == bytes;
+  }
+  if (bytes <= 0 || stopping_ || kind_ != AioKind::kUring || regions_.size() + pieces > AioBackend::kBuffers) {
     return false;
   }
-  candidates_.clear();
-  for (std::int64_t at = 0; at < bytes; at += piece) {
-    candidates_.push_back({static_cast<char*>(data) + at, std::min(piece, bytes - at), next_region_++});
+  std::array<bool, AioBackend::kBuffers> used{};
+  for (const auto& [address, region] : regions_) {
+    used[static_cast<std::size_t>(region.index)] = true;
   }
-  region_owners_.push_back(std::move(keep_alive));  // also if only some rings took it
+  int index = 0;
+  for (std::int64_t at = 0; at < bytes; at += piece) {
+    while (used[static_cast<std::size_t>(index)]) {
+      ++index;
+    }
+    regions_[begin + static_cast<std::uintptr_t>(at)] = {std::min(piece, bytes - at), index++};
+  }
+  auto fork_guard = std::make_unique<ForkGuard>(data, bytes);
+  if (!apply_regions(lock)) {
+    drop_regions(begin, bytes);
+    (void)apply_regions(lock);  // out of the rings that had taken it
+    return false;
+  }
+  registered_[begin] = {bytes, std::move(keep_alive), std::move(fork_guard)};
+  return true;
+}
+
+std::shared_ptr<void> DirectEngine::unregister_buffer(void* data) {
+  require_own_process();
+  std::lock_guard<std::mutex> one_at_a_time(register_mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto found = registered_.find(reinterpret_cast<std::uintptr_t>(data));
+  if (found == registered_.end()) {
+    return nullptr;
+  }
+  drop_regions(found->first, found->second.bytes);
+  (void)apply_regions(lock);
+  std::shared_ptr<void> owner = std::move(found->second.keep_alive);
+  registered_.erase(found);
+  return owner;
+}
+
+void DirectEngine::drop_regions(std::uintptr_t begin, std::int64_t bytes) {
+  regions_.erase(regions_.lower_bound(begin), regions_.lower_bound(begin + static_cast<std::uintptr_t>(bytes)));
+}
+
+// Each worker brings its ring's table up to date. False: a ring has refused, or the engine ends; a worker that has
+// ended answers no more, and sends nothing more either.
+bool DirectEngine::apply_regions(std::unique_lock<std::mutex>& lock) {
   regions_good_ = true;
   regions_answers_ = 0;
   ++regions_version_;
   ++work_version_;
-  work_ready_->notify_all();
-  for (const auto& worker : workers_) {
-    worker->wake();
-  }
-  ended_->wait(guard, [&] { return regions_answers_ == options_.workers; });
-  if (regions_good_) {
-    regions_.insert(regions_.end(), candidates_.begin(), candidates_.end());
-  }
-  return regions_good_;
+  wake_workers();
+  answered_->wait(lock, [&] { return stopping_ || regions_answers_ == options_.workers; });
+  return !stopping_ && regions_good_;
 }
 
 std::int64_t DirectEngine::pending() const {
@@ -415,11 +441,13 @@ IoStatistics DirectEngine::statistics() const {
   {
     std::lock_guard<std::mutex> guard(mutex_);
     out = statistics_;
+    out.reading_s = reading_.seconds(monotonic_ns());
+    out.writing_s = writing_.seconds(monotonic_ns());
   }
   for (const auto& worker : workers_) {
     worker->add_statistics(out);
   }
-  out.mean_queue_depth /= static_cast<double>(std::max<std::int64_t>(1, out.commands));
+  out.finish();
   return out;
 }
 

@@ -24,6 +24,8 @@
 #include <vector>
 
 #include "aio.h"
+#include "completion.h"
+#include "fork_guard.h"
 #include "io_statistics.h"
 #include "store.h"
 #include "volatile_tensor.h"
@@ -40,24 +42,6 @@ struct EngineOptions {
   Checksums checksums = Checksums::kFull;
   bool trace = false;
   bool is_volatile = false;  // for swapping: tensors are written in place, and are gone with the engine
-};
-
-struct RequestFailure {
-  std::uint64_t request = 0;
-  std::string op;
-  std::string key;
-  std::string device;
-  std::int64_t offset = 0;  // on the device
-  std::int64_t expected = 0;
-  std::int64_t got = 0;
-  int error = 0;  // errno; 0: the reason says it
-  std::string reason;
-};
-
-struct RequestOutcome {
-  bool cancelled = false;
-  std::optional<RequestFailure> failure;
-  std::shared_ptr<void> keep_alive;  // the caller lets go of it
 };
 
 struct TraceRow {
@@ -82,10 +66,11 @@ class DirectEngine {
   DirectEngine(const DirectEngine&) = delete;
   DirectEngine& operator=(const DirectEngine&) = delete;
 
-  // Returns the request's number. Throws StorageFailure (ENOSPC) and Error without having begun anything.
+  // Returns the request's number. Throws StorageFailure (ENOSPC) and Error without having begun anything: what `key` had
+  // it has still.
   //
-  // Volatile: a tensor of the size that `key` has goes in place, of another size takes the old one's space. Requests
-  // on one key then run in the order of submission (reads side by side). If a write fails or is cancelled under way,
+  // Volatile: a tensor of the size that `key` has overwrites it in place, one of another size takes the old one's space
+  // (if requests use that one, space beside it). Requests on one key then run in the order of submission (reads side by side). If a write fails or is cancelled under way,
   // the tensor is neither the old nor the new one, and reads of it fail until it is written again.
   std::uint64_t write(const std::string& key, const void* data, TensorRecord record, int priority,
                       std::shared_ptr<void> keep_alive = nullptr);
@@ -106,21 +91,27 @@ class DirectEngine {
   // False: there is none.
   bool erase(const std::string& key);
 
-  // Blocks until the request has ended; every request is reported once. Empty: the time (seconds, < 0: none) is up.
-  // Throws Error for a number that is unknown or reported already.
+  // As Completions says. Not ordered: a request that was submitted later may end, and be reported, before another.
   [[nodiscard]] std::optional<RequestOutcome> wait_for(std::uint64_t request, double seconds);
-  // All that were submitted and not reported. Empty: the time is up.
-  [[nodiscard]] std::optional<std::vector<std::pair<std::uint64_t, RequestOutcome>>> wait(double seconds);
+  [[nodiscard]] std::optional<std::vector<EndedRequest>> wait(double seconds);
+  [[nodiscard]] std::vector<EndedRequest> take_ended();
+  [[nodiscard]] int completion_fd();
 
-  // Pins memory in the rings, so that transfers from and to it need no page look-up. Kept alive by the engine until
-  // it closes. False: not possible here (libaio, limits); transfers work all the same.
+  // Pins memory in the rings, so that transfers from and to it need no page look-up. Until `unregister_buffer` or the
+  // end of the engine `keep_alive` is held, and forked children do not get the memory (ForkGuard): one that touches it
+  // ends by SIGSEGV. False: not possible here (libaio, limits); transfers work all the same.
   bool register_buffer(void* data, std::int64_t bytes, std::shared_ptr<void> keep_alive);
+  // When it returns no ring knows the memory any more. `data` as it was registered; empty: it was not. Requests on it
+  // that are under way end as they are.
+  std::shared_ptr<void> unregister_buffer(void* data);
 
   // Ends all requests, then the workers. Idempotent. In a forked child it only lets go of them.
   void shutdown();
 
   [[nodiscard]] AioKind backend() const noexcept { return kind_; }
   [[nodiscard]] Store& store() noexcept { return *store_; }
+  // The first device or file that is used through the page cache, since its file system refuses O_DIRECT; or none.
+  [[nodiscard]] std::string buffered_path() const;
   [[nodiscard]] std::int64_t pending() const;
   [[nodiscard]] IoStatistics statistics() const;
   [[nodiscard]] std::vector<TraceRow> drain_trace();
@@ -131,10 +122,16 @@ class DirectEngine {
   struct Block;
   struct Request;
   class Worker;
-  struct Region {
-    char* data;
+  struct Region {  // what one slot of the rings' tables holds, at most 1 GiB
     std::int64_t bytes;
     int index;
+    bool operator==(const Region&) const = default;
+  };
+  using Regions = std::map<std::uintptr_t, Region>;  // by address
+  struct Registration {
+    std::int64_t bytes = 0;
+    std::shared_ptr<void> keep_alive;
+    std::unique_ptr<ForkGuard> fork_guard;
   };
 
   std::uint64_t enqueue(std::shared_ptr<Request> request);
@@ -144,9 +141,10 @@ class DirectEngine {
   [[nodiscard]] std::shared_ptr<VolatileTensor> volatile_tensor(const std::string& key) const;
   [[nodiscard]] RecordPointer record_of(const std::shared_ptr<VolatileTensor>& tensor) const;
   [[nodiscard]] std::shared_ptr<VolatileTensor> place_volatile(const std::string& key, const TensorRecord& record);
-  void end_turn(Request& request, bool cancelled);  // with mutex_
+  void leave_queue(Request& request, bool cancelled);  // with mutex_
   void require_own_process() const;
-  [[nodiscard]] int region_of(const void* data, std::int64_t bytes) const;
+  [[nodiscard]] bool apply_regions(std::unique_lock<std::mutex>& lock);
+  void drop_regions(std::uintptr_t begin, std::int64_t bytes);  // with mutex_
   [[nodiscard]] std::int64_t bounced_block_bytes() const noexcept;
   [[nodiscard]] bool take_block(int worker, std::shared_ptr<Request>& request, std::size_t& block);
   void block_ended(const std::shared_ptr<Request>& request, std::int64_t count);
@@ -157,6 +155,7 @@ class DirectEngine {
   void finish_write(Request& request, bool cancelled);
   [[nodiscard]] static std::uint32_t joined_checksum(const Request& request);
   void wake_workers();
+  void start_threads();
   void stop_threads();
   void fail(Request& request, RequestFailure failure);
 
@@ -169,16 +168,16 @@ class DirectEngine {
   mutable std::mutex mutex_;
   // On the heap so that a forked child can let go of them: destroying one waits for its waiters, who are the parent's.
   std::unique_ptr<std::condition_variable> work_ready_ = std::make_unique<std::condition_variable>();
-  std::unique_ptr<std::condition_variable> ended_ = std::make_unique<std::condition_variable>();
+  std::unique_ptr<std::condition_variable> answered_ = std::make_unique<std::condition_variable>();
   // Requests with blocks to hand out, the highest priority first, then the oldest.
   std::map<std::pair<std::int64_t, std::uint64_t>, std::shared_ptr<Request>> ready_;
   std::map<std::uint64_t, std::shared_ptr<Request>> live_;
-  std::map<std::uint64_t, RequestOutcome> outcomes_;
+  Completions completions_;
+  BusyTime reading_;
+  BusyTime writing_;
   std::map<std::string, std::shared_ptr<VolatileTensor>> volatile_;
-  std::vector<Region> regions_;     // in every ring
-  std::vector<Region> candidates_;  // on their way there
-  int next_region_ = 0;
-  std::vector<std::shared_ptr<void>> region_owners_;
+  Regions regions_;  // as each ring's table is to be
+  std::map<std::uintptr_t, Registration> registered_;  // by address
   std::uint64_t regions_version_ = 0;
   int regions_answers_ = 0;
   bool regions_good_ = true;

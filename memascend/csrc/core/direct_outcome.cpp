@@ -46,28 +46,28 @@ void DirectEngine::finish(const std::shared_ptr<Request>& request) {
       return;
     }
   } catch (const StorageFailure& error) {
-    fail(*request, {request->id, op, request->key, error.device, error.offset, error.expected, error.got, error.error,
+    fail(*request, {op, request->key, error.device, error.offset, error.expected, error.got, error.error,
                     error.reason});
   } catch (const std::exception& error) {
-    fail(*request, {request->id, op, request->key, store_->devices()[0]->path(), 0, request->bytes, 0, 0,
+    fail(*request, {op, request->key, store_->devices()[0]->path(), 0, request->bytes, 0, 0,
                     error.what()});
   }
   std::lock_guard<std::mutex> guard(mutex_);
   const bool failed = request->failure.has_value();
-  ++statistics_.requests;
-  statistics_.failed += failed ? 1 : 0;
-  statistics_.cancelled += cancelled && !failed ? 1 : 0;
+  statistics_.count_request(failed, cancelled);
   if (options_.trace && trace_.size() < kTraceRows) {
     trace_.push_back({request->id, request->write, request->key, request->bytes, request->priority,
                       request->submitted_ns, request->started_ns, monotonic_ns(),
                       failed ? "failed" : (cancelled ? "cancelled" : "ok")});
   }
   if (request->tensor) {
-    end_turn(*request, cancelled);
+    leave_queue(*request, cancelled);
+    request->tensor.reset();  // whoever has waited for the request may give its space to another tensor
   }
-  outcomes_[request->id] = {cancelled && !failed, std::move(request->failure), std::move(request->keep_alive)};
   live_.erase(request->id);
-  ended_->notify_all();
+  (request->write ? writing_ : reading_).end(monotonic_ns());
+  completions_.end(request->id,
+                   {cancelled && !failed, std::move(request->failure), std::move(request->keep_alive)});
   if (stopping_) {
     work_ready_->notify_all();
   }

@@ -19,7 +19,6 @@ struct DirectEngine::Block {
   char* data;
   std::int64_t bytes;
   std::uint32_t order;  // by position in the tensor: where its checksum goes
-  int buffer;           // registered, or -1
 };
 
 struct DirectEngine::Request {

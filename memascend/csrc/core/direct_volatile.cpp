@@ -1,4 +1,5 @@
-// What a volatile engine does otherwise: tensors in place, known in memory alone, and requests on one key in turn.
+// What a volatile engine does otherwise: tensors overwritten in place, known in memory alone, and requests on one key in the
+// order of submission.
 #include <algorithm>
 #include <utility>
 
@@ -14,21 +15,24 @@ std::shared_ptr<VolatileTensor> DirectEngine::volatile_tensor(const std::string&
   return found == volatile_.end() ? nullptr : found->second;
 }
 
-// The tensor under `key` if it has that size, else a new one, in place of it. An old one that is in use by requests
-// keeps its space until they have ended.
-std::shared_ptr<VolatileTensor> DirectEngine::place_volatile(const std::string& key,
-                                                             const TensorRecord& record) {
+// The tensor under `key` if it has that size, else a new one. An old one that nobody uses gives it its space; one that
+// is in use keeps its space until its requests have ended. Throws StorageFailure (ENOSPC): the old one is as it was.
+std::shared_ptr<VolatileTensor> DirectEngine::place_volatile(const std::string& key, const TensorRecord& record) {
+  std::shared_ptr<VolatileTensor> gone;  // its space is released without mutex_
   {
-    std::shared_ptr<VolatileTensor> old = volatile_tensor(key);
-    if (old && old->record.bytes == record.bytes) {
-      return old;
+    std::lock_guard<std::mutex> guard(mutex_);  // held so that nobody begins to use the old one meanwhile
+    if (const auto found = volatile_.find(key); found != volatile_.end()) {
+      if (found->second->record.bytes == record.bytes) {
+        return found->second;
+      }
+      if (found->second.use_count() == 1) {
+        return found->second = std::make_shared<VolatileTensor>(*found->second, record);
+      }
     }
-    std::lock_guard<std::mutex> guard(mutex_);
-    volatile_.erase(key);
   }
   auto fresh = std::make_shared<VolatileTensor>(store_, record);
   std::lock_guard<std::mutex> guard(mutex_);
-  volatile_[key] = fresh;
+  gone = std::exchange(volatile_[key], fresh);
   return fresh;
 }
 
@@ -88,7 +92,7 @@ bool DirectEngine::erase(const std::string& key) {
   if (!options_.is_volatile) {
     return store_->erase(key);
   }
-  std::shared_ptr<VolatileTensor> gone;  // its space is given back without mutex_
+  std::shared_ptr<VolatileTensor> gone;  // its space is released without mutex_
   std::lock_guard<std::mutex> guard(mutex_);
   const auto found = volatile_.find(key);
   if (found == volatile_.end()) {
@@ -98,8 +102,8 @@ bool DirectEngine::erase(const std::string& key) {
   volatile_.erase(found);
   return true;
 }
-// What a volatile tensor now is, and whose turn it is.
-void DirectEngine::end_turn(Request& request, bool cancelled) {
+// What a volatile tensor now is, and which requests on its key may start.
+void DirectEngine::leave_queue(Request& request, bool cancelled) {
   VolatileTensor& tensor = *request.tensor;
   if (request.write && !cancelled && !request.failure) {
     const bool all = request.bytes == tensor.record.bytes;
@@ -113,7 +117,7 @@ void DirectEngine::end_turn(Request& request, bool cancelled) {
   } else if (request.write && request.started_ns != 0) {
     tensor.whole = false;
   }
-  const std::vector<std::uint64_t> next = tensor.turns.leave(request.id);
+  const std::vector<std::uint64_t> next = tensor.queue.leave(request.id);
   for (const std::uint64_t id : next) {
     make_ready(live_.at(id));
   }
@@ -121,7 +125,7 @@ void DirectEngine::end_turn(Request& request, bool cancelled) {
     wake_workers();
   }
 }
-// It ran in its turn: the tensor is what the writes before it have left.
+// It ran after the writes before it: the tensor is what they have left.
 void DirectEngine::check_volatile_read(const Request& request) const {
   bool whole = false;
   std::optional<std::uint32_t> checksum;

@@ -56,7 +56,7 @@ class DirectEngine::Worker {
   void run() {
     while (true) {
       const std::uint64_t version = engine_.work_version_.load();
-      register_regions();
+      update_regions();
       fill();
       if (in_flight() > 0) {
         transfer(version);
@@ -76,16 +76,7 @@ class DirectEngine::Worker {
 
   void add_statistics(IoStatistics& sum) const {
     std::lock_guard<std::mutex> guard(statistics_mutex_);
-    sum.bytes_read += statistics_.bytes_read;
-    sum.bytes_written += statistics_.bytes_written;
-    sum.commands += statistics_.commands;
-    sum.short_transfers += statistics_.short_transfers;
-    sum.repeated += statistics_.repeated;
-    sum.bounced_bytes += statistics_.bounced_bytes;
-    sum.max_queue_depth = std::max(sum.max_queue_depth, statistics_.max_queue_depth);
-    sum.mean_queue_depth += statistics_.mean_queue_depth;  // the sum of depths, divided by the engine
-    sum.read_latency.add(statistics_.read_latency);
-    sum.write_latency.add(statistics_.write_latency);
+    sum.add(statistics_);
   }
 
  private:
@@ -139,24 +130,52 @@ class DirectEngine::Worker {
     return !over();
   }
 
-  void register_regions() {
-    std::vector<Region> fresh;
+  // The ring's table of registered memory as the engine wants it now.
+  void update_regions() {
+    Regions wanted;
     {
       std::lock_guard<std::mutex> guard(engine_.mutex_);
       if (engine_.regions_version_ == regions_seen_) {
         return;
       }
       regions_seen_ = engine_.regions_version_;
-      fresh = engine_.candidates_;
+      wanted = engine_.regions_;
     }
+    std::erase_if(regions_, [&](const auto& there) {
+      const auto found = wanted.find(there.first);
+      if (found != wanted.end() && found->second == there.second) {
+        return false;
+      }
+      backend_->unregister_buffer(there.second.index);
+      return true;
+    });
     bool good = true;
-    for (const Region& region : fresh) {
-      good = good && backend_->register_buffer(region.index, region.data, static_cast<std::size_t>(region.bytes));
+    for (const auto& [address, region] : wanted) {
+      if (good && !regions_.contains(address)) {
+        good = backend_->register_buffer(region.index, reinterpret_cast<void*>(address),
+                                         static_cast<std::size_t>(region.bytes));
+        if (good) {
+          regions_[address] = region;
+        }
+      }
     }
     std::lock_guard<std::mutex> guard(engine_.mutex_);
     engine_.regions_good_ = engine_.regions_good_ && good;
     ++engine_.regions_answers_;
-    engine_.ended_->notify_all();
+    engine_.answered_->notify_all();
+  }
+
+  // The slot of the ring's table that holds this memory, or -1.
+  [[nodiscard]] int region_of(const void* data, std::int64_t bytes) const {
+    const auto at = reinterpret_cast<std::uintptr_t>(data);
+    auto found = regions_.upper_bound(at);
+    if (found == regions_.begin()) {
+      return -1;
+    }
+    --found;
+    const bool inside = at - found->first + static_cast<std::uint64_t>(bytes) <=
+                        static_cast<std::uint64_t>(found->second.bytes);
+    return inside ? found->second.index : -1;
   }
 
   void fill() {
@@ -179,7 +198,7 @@ class DirectEngine::Worker {
     transfer.offset = sector_down(block.offset);
     transfer.bytes = sector_up(block.offset + block.bytes) - transfer.offset;
     transfer.data = block.data;
-    transfer.bounced = transfer.bytes != block.bytes || reinterpret_cast<std::uintptr_t>(block.data) % kMemoryAlignment != 0;
+    transfer.bounced = transfer.bytes != block.bytes || !engine_.store_->devices()[block.member]->takes(block.data);
     const int slot = free_.back();
     if (transfer.bounced && !give_bounce(transfer, slot)) {
       stalled_.emplace_back(std::move(request), number);
@@ -220,17 +239,15 @@ class DirectEngine::Worker {
     AioCommand command;
     command.write = transfer.request->write;
     command.file = static_cast<int>(block.member);
-    command.buffer = transfer.bounced ? -1 : block.buffer;
     command.data = transfer.data + transfer.done;
     command.bytes = static_cast<std::uint32_t>(transfer.bytes - transfer.done);
+    command.buffer = transfer.bounced ? -1 : region_of(command.data, command.bytes);
     command.offset = transfer.offset + transfer.done;
     command.token = static_cast<std::uint64_t>(slot);
     transfer.started_ns = monotonic_ns();
     backend_->queue(command);
     std::lock_guard<std::mutex> guard(statistics_mutex_);
-    ++statistics_.commands;
-    statistics_.max_queue_depth = std::max<std::int64_t>(statistics_.max_queue_depth, in_flight());
-    statistics_.mean_queue_depth += in_flight();
+    statistics_.count_command(in_flight());
   }
 
   void completed(const AioEvent& event) {
@@ -278,6 +295,7 @@ class DirectEngine::Worker {
     std::lock_guard<std::mutex> guard(statistics_mutex_);
     (request.write ? statistics_.bytes_written : statistics_.bytes_read) += block.bytes;
     statistics_.bounced_bytes += transfer.bounced ? block.bytes : 0;
+    statistics_.buffered_bytes += engine_.store_->devices()[block.member]->direct() ? 0 : block.bytes;
   }
 
   void give_up(const Transfer& transfer, int result) {
@@ -288,7 +306,7 @@ class DirectEngine::Worker {
     }
     const Request& request = *transfer.request;
     engine_.fail(*transfer.request,
-                 {request.id, request.write ? "write" : "read", request.key, device_of(transfer), transfer.offset,
+                 {request.write ? "write" : "read", request.key, device_of(transfer), transfer.offset,
                   transfer.bytes, transfer.done, error, std::move(reason)});
   }
 
@@ -319,6 +337,7 @@ class DirectEngine::Worker {
   const std::int64_t large_bytes_;
   SectorBuffer bounces_;
   std::vector<int> free_bounces_;  // large ones
+  Regions regions_;  // in the ring's table
   std::uint64_t regions_seen_ = 0;
   bool must_poll_ = false;
   std::atomic<bool> asleep_{false};

@@ -1,8 +1,6 @@
 #include "file_engine.h"
 
 #include <fcntl.h>
-#include <pthread.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,6 +10,8 @@
 #include <limits>
 #include <utility>
 
+#include "clock.h"
+#include "engine_threads.h"
 #include "errors.h"
 
 namespace memascend {
@@ -20,22 +20,19 @@ namespace {
 // File blocks go directly in multiples of this. Not the device's 512: a page must never be written partly through the
 // page cache and partly past it, or the cached page is written back over the direct part.
 constexpr std::int64_t kDirectBytes = 4096;
-constexpr std::uintptr_t kDirectMemoryAlignment = 512;
+constexpr std::uint32_t kLeastMemoryAlignment = 512;  // as in device.h
 constexpr std::int64_t kBounceBytes = 256 * 1024;
 
 std::int64_t round_down(std::int64_t value) { return value & ~(kDirectBytes - 1); }
 std::int64_t round_up(std::int64_t value) { return round_down(value + kDirectBytes - 1); }
-bool memory_aligned(const void* data) { return reinterpret_cast<std::uintptr_t>(data) % kDirectMemoryAlignment == 0; }
 
-int open_file(const char* path, int flags, mode_t mode) { return ::open(path, flags, mode); }
+const char* name_of(IoOp op) { return op == IoOp::kRead ? "read" : "write"; }
 
 struct FreeDeleter {
   void operator()(void* pointer) const noexcept { std::free(pointer); }
 };
 
 }  // namespace
-
-IoSystemCalls kernel_io_calls() { return {open_file, ::pread, ::pwrite, ::close}; }
 
 struct FileEngine::Request {
   std::uint64_t id;
@@ -48,17 +45,22 @@ struct FileEngine::Request {
 
   // Guarded by FileEngine::mutex_.
   std::int64_t cursor = 0;  // bytes handed out to workers
-  bool handed_out = false;
+  bool handed_out = false;  // all of it, or the rest was dropped
   int pieces_running = 0;
+  bool cancelled = false;
+  bool ending = false;      // one thread ends it
 
   // Guarded by `mutex`.
   std::mutex mutex;
   int direct_fd = -1;
   int buffered_fd = -1;
-  bool failed = false;
-  IoFailure failure;
+  std::optional<RequestFailure> failure;
 
   std::atomic<bool> direct{true};  // false once the file system has refused O_DIRECT
+  std::atomic<std::uint32_t> memory_alignment{kLeastMemoryAlignment};  // of direct transfers
+  [[nodiscard]] bool takes(const void* memory) const {
+    return reinterpret_cast<std::uintptr_t>(memory) % memory_alignment.load() == 0;
+  }
 };
 
 // What a worker transfers in one go: never across a block boundary of the file.
@@ -79,7 +81,7 @@ class FileEngine::Worker {
   void run(Request& request, const Piece& piece) {
     {
       std::lock_guard<std::mutex> guard(request.mutex);
-      if (request.failed) {
+      if (request.failure) {
         return;
       }
     }
@@ -96,7 +98,8 @@ class FileEngine::Worker {
       }
       done += moved;
     }
-    (request.op == IoOp::kRead ? engine_.bytes_read_ : engine_.bytes_written_) += done;
+    std::lock_guard<std::mutex> guard(engine_.statistics_mutex_);
+    (request.op == IoOp::kRead ? engine_.statistics_.bytes_read : engine_.statistics_.bytes_written) += done;
   }
 
  private:
@@ -114,10 +117,10 @@ class FileEngine::Worker {
     char* data = piece.data + done;
     const std::int64_t offset = piece.offset + done;
     const std::int64_t left = piece.bytes - done;
-    if (offset % kDirectBytes != 0 || left < kDirectBytes || !memory_aligned(data)) {
+    if (offset % kDirectBytes != 0 || left < kDirectBytes || !request.takes(data)) {
       return read_bounced(request, piece, done, fd);
     }
-    const ssize_t result = engine_.calls_.pread(fd, data, static_cast<std::size_t>(round_down(left)), offset);
+    const ssize_t result = transfer(request.op, fd, data, round_down(left), offset);
     return judge(request, piece, done, true, result);
   }
 
@@ -130,7 +133,7 @@ class FileEngine::Worker {
     if (bounce == nullptr) {
       return kFailed;
     }
-    const ssize_t result = engine_.calls_.pread(fd, bounce, static_cast<std::size_t>(ask), base);
+    const ssize_t result = transfer(request.op, fd, bounce, ask, base);
     if (result < 0) {
       return judge(request, piece, done, true, result);
     }
@@ -140,7 +143,7 @@ class FileEngine::Worker {
       return read_buffered(request, piece, done);
     }
     std::memcpy(piece.data + done, bounce + skip, static_cast<std::size_t>(moved));
-    engine_.bounced_bytes_ += moved;
+    count_copied(moved, 0);
     return moved;
   }
 
@@ -149,15 +152,15 @@ class FileEngine::Worker {
     if (fd < 0) {
       return kFailed;
     }
-    const ssize_t result = engine_.calls_.pread(fd, piece.data + done, static_cast<std::size_t>(piece.bytes - done),
-                                                piece.offset + done);
+    const ssize_t result =
+        transfer(request.op, fd, piece.data + done, piece.bytes - done, piece.offset + done);
     const std::int64_t moved = judge(request, piece, done, false, result);
-    engine_.buffered_bytes_ += std::max<std::int64_t>(0, moved);
+    count_copied(0, std::max<std::int64_t>(0, moved));
     return moved;
   }
 
   std::int64_t write_some(Request& request, const Piece& piece, std::int64_t done) {
-    const char* data = piece.data + done;
+    char* data = piece.data + done;
     const std::int64_t offset = piece.offset + done;
     const std::int64_t left = piece.bytes - done;
     const bool whole = offset % kDirectBytes == 0 && left >= kDirectBytes;
@@ -172,7 +175,7 @@ class FileEngine::Worker {
     } else if (request.direct.load()) {  // up to the next block, so that the middle can go directly
       ask = std::min(left, kDirectBytes - offset % kDirectBytes);
     }
-    const bool bounced = direct && !memory_aligned(data);
+    const bool bounced = direct && !request.takes(data);
     if (bounced) {
       char* bounce = bounce_buffer(request, piece, done);
       if (bounce == nullptr) {
@@ -182,30 +185,59 @@ class FileEngine::Worker {
       std::memcpy(bounce, data, static_cast<std::size_t>(ask));
       data = bounce;
     }
-    const ssize_t result = engine_.calls_.pwrite(fd, data, static_cast<std::size_t>(ask), offset);
+    const ssize_t result = transfer(request.op, fd, data, ask, offset);
     const std::int64_t moved = judge(request, piece, done, direct, result);
     if (moved > 0) {
-      engine_.bounced_bytes_ += bounced ? moved : 0;
-      engine_.buffered_bytes_ += direct ? 0 : moved;
+      count_copied(bounced ? moved : 0, direct ? 0 : moved);
     }
     return moved;
+  }
+
+  // One system call, counted. -1 and errno, as the call.
+  ssize_t transfer(IoOp op, int fd, char* data, std::int64_t bytes, std::int64_t offset) {
+    const std::int64_t begin = monotonic_ns();
+    const int depth = ++engine_.in_kernel_;
+    const ssize_t result = op == IoOp::kRead
+                               ? engine_.calls_.pread(fd, data, static_cast<std::size_t>(bytes), offset)
+                               : engine_.calls_.pwrite(fd, data, static_cast<std::size_t>(bytes), offset);
+    const int error = errno;
+    --engine_.in_kernel_;
+    {
+      std::lock_guard<std::mutex> guard(engine_.statistics_mutex_);
+      IoStatistics& counted = engine_.statistics_;
+      counted.count_command(depth);
+      (op == IoOp::kRead ? counted.read_latency : counted.write_latency).add((monotonic_ns() - begin) / 1000);
+      counted.short_transfers += result >= 0 && result < bytes ? 1 : 0;
+      counted.repeated += result < 0 && (error == EINTR || error == EAGAIN) ? 1 : 0;
+    }
+    errno = error;
+    return result;
+  }
+
+  void count_copied(std::int64_t bounced, std::int64_t buffered) {
+    std::lock_guard<std::mutex> guard(engine_.statistics_mutex_);
+    engine_.statistics_.bounced_bytes += bounced;
+    engine_.statistics_.buffered_bytes += buffered;
   }
 
   // Turns the result of a transfer into progress, another try (0) or a failure.
   std::int64_t judge(Request& request, const Piece& piece, std::int64_t done, bool direct, std::int64_t result) {
     if (result > 0) {
+      tries_ = 0;
       return result;
     }
     if (result == 0) {
       fail(request, piece, done, 0, request.op == IoOp::kRead ? "end of file" : "the file takes no more bytes");
       return kFailed;
     }
-    if (errno == EINTR) {
+    if (errno == EINTR || (errno == EAGAIN && ++tries_ <= kTries)) {
       return 0;
     }
-    if (errno == EINVAL && direct) {  // the file system opened the file with O_DIRECT but does not serve it
-      request.direct.store(false);
-      return 0;
+    if (errno == EINVAL && direct) {
+      if (request.memory_alignment.exchange(kDirectBytes) < kDirectBytes) {
+        return 0;  // perhaps the device demands more than the kernel says: through the bounce buffer then
+      }
+      return use_page_cache(request, piece, done) ? 0 : kFailed;  // opened with O_DIRECT, but not served
     }
     fail(request, piece, done, errno, "");
     return kFailed;
@@ -213,12 +245,26 @@ class FileEngine::Worker {
 
   void fail(Request& request, const Piece& piece, std::int64_t done, int error, std::string reason) {
     std::lock_guard<std::mutex> guard(request.mutex);
-    if (request.failed) {
-      return;
+    if (!request.failure) {
+      request.failure = {name_of(request.op), "", request.path, piece.offset, piece.bytes, done, error,
+                         error != 0 ? std::strerror(error) : std::move(reason)};
     }
-    request.failed = true;
-    request.failure = {request.op, request.path, piece.offset, piece.bytes, done, error,
-                       error != 0 ? std::strerror(error) : std::move(reason)};
+  }
+
+  // O_DIRECT was refused. False: the engine requires it, and the request has failed.
+  bool use_page_cache(Request& request, const Piece& piece, std::int64_t done) {
+    if (engine_.require_direct_) {
+      fail(request, piece, done, 0,
+           "its file system refuses O_DIRECT, which this engine requires: use a folder on ext4 or XFS on the SSD "
+           "itself, or make the engine without require_direct");
+      return false;
+    }
+    request.direct.store(false);
+    std::lock_guard<std::mutex> guard(engine_.statistics_mutex_);
+    if (engine_.buffered_path_.empty()) {
+      engine_.buffered_path_ = request.path;
+    }
+    return true;
   }
 
   // Opens on first use. kTryBuffered: O_DIRECT was refused, choose again.
@@ -235,17 +281,28 @@ class FileEngine::Worker {
       do {
         fd = engine_.calls_.open(request.path.c_str(), access | O_CLOEXEC | (direct ? O_DIRECT : 0), 0644);
       } while (fd < 0 && errno == EINTR);
-      if (fd >= 0) {
+      if (fd >= 0 && (!direct || can_go_directly(request, fd))) {
         return fd;
       }
-      error = errno;
+      error = fd >= 0 ? EINVAL : errno;
+      if (fd >= 0) {
+        (void)engine_.calls_.close(std::exchange(fd, -1));
+      }
     }
     if (direct && error == EINVAL) {
-      request.direct.store(false);
-      return kTryBuffered;
+      return use_page_cache(request, piece, done) ? kTryBuffered : -1;
     }
     fail(request, piece, done, error, "");
     return -1;
+  }
+
+  bool can_go_directly(Request& request, int fd) {
+    const DirectLimits limits = engine_.calls_.direct_limits(fd);
+    if (!limits.supported || std::max(limits.memory, limits.offset) > kDirectBytes) {
+      return false;
+    }
+    request.memory_alignment.store(std::max(kLeastMemoryAlignment, limits.memory));
+    return true;
   }
 
   char* bounce_buffer(Request& request, const Piece& piece, std::int64_t done) {
@@ -260,14 +317,18 @@ class FileEngine::Worker {
     return bounce_.get();
   }
 
+  static constexpr int kTries = 1000;  // of a call that the kernel refuses for the moment
+
   FileEngine& engine_;
   std::unique_ptr<char, FreeDeleter> bounce_;
+  int tries_ = 0;
 };
 
-FileEngine::FileEngine(int threads, std::int64_t block_bytes, IoSystemCalls calls)
+FileEngine::FileEngine(int threads, std::int64_t block_bytes, IoSyscalls& calls, bool require_direct)
     : threads_(threads),
       block_bytes_(block_bytes),
       calls_(calls),
+      require_direct_(require_direct),
       owner_pid_(getpid()),
       workers_(std::make_unique<std::vector<std::thread>>()) {
   if (threads < 1 || threads > 256) {
@@ -278,14 +339,12 @@ FileEngine::FileEngine(int threads, std::int64_t block_bytes, IoSystemCalls call
     throw Error(ErrorKind::kInvalidArgument, "file engine with blocks of " + std::to_string(block_bytes) +
                                                  " bytes: use a positive multiple of 4096");
   }
-  // Signals belong to the program's own threads: workers start with all of them blocked.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  for (int i = 0; i < threads; ++i) {
-    workers_->emplace_back([this] { work(); });
+  try {
+    start_threads("file engine", *workers_, threads, calls_, [this](int) { work(); });
+  } catch (...) {
+    shutdown();
+    throw;
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 FileEngine::~FileEngine() { shutdown(); }
@@ -294,7 +353,7 @@ void FileEngine::shutdown() {
   if (owner_pid_ != getpid()) {
     (void)workers_.release();
     (void)work_ready_.release();
-    (void)all_done_.release();
+    completions_.abandon_waiters();
     return;
   }
   {
@@ -337,7 +396,9 @@ std::uint64_t FileEngine::submit(IoOp op, void* data, std::int64_t bytes, std::s
       throw Error(ErrorKind::kState, "the file engine is closed: make a new one for " + request->path);
     }
     request->id = next_id_++;
-    ++unfinished_;
+    live_[request->id] = request;
+    completions_.begin(request->id);
+    (request->op == IoOp::kWrite ? writing_ : reading_).begin(monotonic_ns());
     queue_.push_back(request);
   }
   work_ready_->notify_all();
@@ -367,54 +428,110 @@ void FileEngine::work() {
       }
     }
     worker.run(*request, piece);
-    finish_piece(*request);
+    finish_piece(request);
   }
 }
 
-void FileEngine::finish_piece(Request& request) {
-  std::lock_guard<std::mutex> guard(mutex_);
-  if (--request.pieces_running > 0 || !request.handed_out) {
-    return;
+void FileEngine::finish_piece(const std::shared_ptr<Request>& request) {
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    if (--request->pieces_running > 0 || !request->handed_out || request->ending) {
+      return;
+    }
+    request->ending = true;
   }
-  // The last piece of the request: nobody else touches it any more.
-  for (const int fd : {request.direct_fd, request.buffered_fd}) {
-    if (fd >= 0 && calls_.close(fd) != 0 && errno != EINTR && request.op == IoOp::kWrite && !request.failed) {
-      request.failed = true;
-      request.failure = {request.op, request.path, request.offset, request.bytes, request.bytes, errno,
-                         std::string("closing the file: ") + std::strerror(errno)};
+  finish(request);
+}
+
+// By one thread, when nobody else touches the request any more; without mutex_.
+void FileEngine::finish(const std::shared_ptr<Request>& request) {
+  for (const int fd : {request->direct_fd, request->buffered_fd}) {
+    if (fd >= 0 && calls_.close(fd) != 0 && errno != EINTR && request->op == IoOp::kWrite && !request->failure) {
+      request->failure = {"write", "", request->path, request->offset, request->bytes, request->bytes, errno,
+                          std::string("closing the file: ") + std::strerror(errno)};
     }
   }
-  if (request.failed) {
-    failures_.push_back(std::move(request.failure));
+  const bool failed = request->failure.has_value();
+  {
+    std::lock_guard<std::mutex> guard(statistics_mutex_);
+    statistics_.count_request(failed, request->cancelled);
   }
-  if (request.keep_alive) {  // not dropped here: a tensor's last reference may need locks that a worker must not take
-    finished_keep_alive_.push_back(std::move(request.keep_alive));
-  }
-  ++ops_;
-  ++completed_;
-  if (--unfinished_ == 0) {
-    all_done_->notify_all();
-  }
+  std::lock_guard<std::mutex> guard(mutex_);
+  live_.erase(request->id);
+  (request->op == IoOp::kWrite ? writing_ : reading_).end(monotonic_ns());
+  completions_.end(request->id, {request->cancelled && !failed, std::move(request->failure),
+                                 std::move(request->keep_alive)});
 }
 
-IoWaitResult FileEngine::wait() {
+bool FileEngine::cancel(std::uint64_t id) {
+  require_own_process();
+  std::shared_ptr<Request> request;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    const auto found = live_.find(id);
+    if (found == live_.end() || found->second->ending) {
+      return false;
+    }
+    request = found->second;
+    request->cancelled = true;
+    if (!request->handed_out) {
+      request->handed_out = true;
+      std::erase(queue_, request);
+    }
+    if (request->pieces_running > 0) {
+      return true;  // who ends the last piece ends the request
+    }
+    request->ending = true;
+  }
+  finish(request);
+  return true;
+}
+
+std::optional<RequestOutcome> FileEngine::wait_for(std::uint64_t request, double seconds) {
   require_own_process();
   std::unique_lock<std::mutex> lock(mutex_);
-  all_done_->wait(lock, [this] { return unfinished_ == 0; });
-  IoWaitResult result{completed_, std::move(failures_), std::move(finished_keep_alive_)};
-  completed_ = 0;
-  failures_.clear();
-  finished_keep_alive_.clear();
-  return result;
+  return completions_.wait_for(lock, request, seconds);
+}
+
+std::optional<std::vector<EndedRequest>> FileEngine::wait(double seconds) {
+  require_own_process();
+  std::unique_lock<std::mutex> lock(mutex_);
+  return completions_.wait(lock, seconds);
+}
+
+std::vector<EndedRequest> FileEngine::take_ended() {
+  require_own_process();
+  std::lock_guard<std::mutex> guard(mutex_);
+  return completions_.take();
+}
+
+int FileEngine::completion_fd() {
+  require_own_process();
+  std::lock_guard<std::mutex> guard(mutex_);
+  return completions_.fd();
 }
 
 std::int64_t FileEngine::pending() const {
   std::lock_guard<std::mutex> guard(mutex_);
-  return unfinished_;
+  return static_cast<std::int64_t>(live_.size());
 }
 
-IoCounters FileEngine::counters() const noexcept {
-  return {bytes_read_.load(), bytes_written_.load(), ops_.load(), bounced_bytes_.load(), buffered_bytes_.load()};
+std::string FileEngine::buffered_path() const {
+  std::lock_guard<std::mutex> guard(statistics_mutex_);
+  return buffered_path_;
+}
+
+IoStatistics FileEngine::statistics() const {
+  IoStatistics out;
+  {
+    std::lock_guard<std::mutex> guard(statistics_mutex_);
+    out = statistics_;
+  }
+  std::lock_guard<std::mutex> guard(mutex_);
+  out.reading_s = reading_.seconds(monotonic_ns());
+  out.writing_s = writing_.seconds(monotonic_ns());
+  out.finish();
+  return out;
 }
 
 }  // namespace memascend

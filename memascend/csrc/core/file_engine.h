@@ -2,7 +2,7 @@
 //
 // Every transfer is audited: a partial one is continued, an interrupted one repeated, an end of file before the last
 // byte is a failure. Any address, length and offset is accepted: whole 4096-byte file blocks go directly, through a
-// bounce buffer if the memory is not 512-aligned, and what is left at either end goes through the page cache (writes)
+// bounce buffer if the memory is not aligned as the device demands, and what is left at either end goes through the page cache (writes)
 // or the bounce buffer (reads).
 #pragma once
 
@@ -13,75 +13,61 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "completion.h"
+#include "io_statistics.h"
+#include "io_syscalls.h"
 
 namespace memascend {
 
 enum class IoOp { kRead, kWrite };
 
-struct IoFailure {
-  IoOp op = IoOp::kRead;
-  std::string path;
-  std::int64_t offset = 0;    // where in the file the failing piece begins
-  std::int64_t expected = 0;  // its length in bytes
-  std::int64_t got = 0;       // bytes of it that were transferred
-  int error = 0;              // errno; 0 for an unexpected end of file
-  std::string reason;
-};
-
-struct IoWaitResult {
-  std::int64_t completed = 0;  // requests that ended since the last wait, failed ones included
-  std::vector<IoFailure> failures;
-  std::vector<std::shared_ptr<void>> keep_alive;  // of the requests that ended: the caller lets go of them
-};
-
-struct IoCounters {
-  std::int64_t bytes_read = 0;
-  std::int64_t bytes_written = 0;
-  std::int64_t ops = 0;             // requests that ended
-  std::int64_t bounced_bytes = 0;   // of these, copied through a bounce buffer
-  std::int64_t buffered_bytes = 0;  // of these, through the page cache
-};
-
-// The system calls, so that a test can stand between the engine and the kernel. All report errors through errno.
-struct IoSystemCalls {
-  int (*open)(const char* path, int flags, mode_t mode);
-  ssize_t (*pread)(int fd, void* data, std::size_t bytes, off_t offset);
-  ssize_t (*pwrite)(int fd, const void* data, std::size_t bytes, off_t offset);
-  int (*close)(int fd);
-};
-[[nodiscard]] IoSystemCalls kernel_io_calls();
-
-// Thread-safe. Buffers must stay alive and, for reads, untouched until `wait` returns. Requests are not ordered among
-// each other: wait before reading what was written. A file is never truncated; bytes outside the request keep.
+// Thread-safe. Buffers must stay alive and, for reads, untouched until their request has been waited for. Requests are
+// not ordered among each other: wait before reading what was written. A file is never truncated; bytes outside the
+// request keep.
 class FileEngine {
  public:
-  // Throws Error(kInvalidArgument): threads in [1, 256], block_bytes a positive multiple of 4096.
-  FileEngine(int threads, std::int64_t block_bytes, IoSystemCalls calls = kernel_io_calls());
+  // Throws Error: threads in [1, 256], block_bytes a positive multiple of 4096; or the system has no more threads.
+  // `require_direct`: requests on a file system that refuses O_DIRECT fail, where they go through its page cache
+  // otherwise (`buffered_path` tells).
+  FileEngine(int threads, std::int64_t block_bytes, IoSyscalls& calls = kernel_syscalls(),
+             bool require_direct = false);
   ~FileEngine();  // shutdown()
   FileEngine(const FileEngine&) = delete;
   FileEngine& operator=(const FileEngine&) = delete;
 
-  // Returns the request's number. Files are opened by the workers, few at a time, so a bad path shows up in `wait`.
-  // `keep_alive` (whatever owns the buffer) is held until `wait` hands it back.
+  // Returns the request's number. Files are opened by the workers, few at a time, so a bad path shows up in the wait.
+  // `keep_alive` (whatever owns the buffer) is held until the outcome is reported.
   std::uint64_t submit(IoOp op, void* data, std::int64_t bytes, std::string path, std::int64_t offset,
                        std::shared_ptr<void> keep_alive = nullptr);
 
-  // Blocks until every submitted request has ended; returns how many did since the last call, and all failures.
-  [[nodiscard]] IoWaitResult wait();
+  // Blocks that no worker has taken are dropped. False: the request has ended already. It still has to be waited for.
+  // A cancelled write leaves the file as far as it had come: it may have been made, and hold any of the blocks.
+  bool cancel(std::uint64_t request);
 
-  // Ends all submitted requests, then the workers. Later submissions fail; `wait` still reports. Idempotent. In a
-  // forked child, which has no workers, it only lets go of them.
+  // As Completions says.
+  [[nodiscard]] std::optional<RequestOutcome> wait_for(std::uint64_t request, double seconds);
+  [[nodiscard]] std::optional<std::vector<EndedRequest>> wait(double seconds);
+  [[nodiscard]] std::vector<EndedRequest> take_ended();
+  [[nodiscard]] int completion_fd();
+
+  // Ends all submitted requests, then the workers. Later submissions fail; what has ended can still be waited for.
+  // Idempotent. In a forked child, which has no workers, it only lets go of them.
   void shutdown();
 
   [[nodiscard]] std::int64_t pending() const;
-  [[nodiscard]] IoCounters counters() const noexcept;
+  [[nodiscard]] IoStatistics statistics() const;
   [[nodiscard]] int threads() const noexcept { return threads_; }
   [[nodiscard]] std::int64_t block_bytes() const noexcept { return block_bytes_; }
+  // The first file whose file system has refused O_DIRECT; or none.
+  [[nodiscard]] std::string buffered_path() const;
   // Memory held for bouncing: allocated by a worker when it first needs it.
   [[nodiscard]] std::int64_t bounce_buffer_bytes() const noexcept { return bounce_buffer_bytes_.load(); }
 
@@ -91,31 +77,31 @@ class FileEngine {
   class Worker;
 
   void work();
-  void finish_piece(Request& request);
+  void finish_piece(const std::shared_ptr<Request>& request);
+  void finish(const std::shared_ptr<Request>& request);
   void require_own_process() const;
 
   const int threads_;
   const std::int64_t block_bytes_;
-  const IoSystemCalls calls_;
+  IoSyscalls& calls_;
+  const bool require_direct_;
   const pid_t owner_pid_;
 
   mutable std::mutex mutex_;
   // On the heap so that a forked child can let go of them: destroying one waits for its waiters, who are the parent's.
   std::unique_ptr<std::condition_variable> work_ready_ = std::make_unique<std::condition_variable>();
-  std::unique_ptr<std::condition_variable> all_done_ = std::make_unique<std::condition_variable>();
   std::deque<std::shared_ptr<Request>> queue_;
-  std::vector<IoFailure> failures_;
-  std::vector<std::shared_ptr<void>> finished_keep_alive_;
-  std::int64_t unfinished_ = 0;
-  std::int64_t completed_ = 0;
+  std::map<std::uint64_t, std::shared_ptr<Request>> live_;
+  Completions completions_;
+  BusyTime reading_;
+  BusyTime writing_;
   std::uint64_t next_id_ = 1;
   bool stopping_ = false;
 
-  std::atomic<std::int64_t> bytes_read_{0};
-  std::atomic<std::int64_t> bytes_written_{0};
-  std::atomic<std::int64_t> ops_{0};
-  std::atomic<std::int64_t> bounced_bytes_{0};
-  std::atomic<std::int64_t> buffered_bytes_{0};
+  mutable std::mutex statistics_mutex_;
+  IoStatistics statistics_;
+  std::string buffered_path_;  // guarded by statistics_mutex_
+  std::atomic<int> in_kernel_{0};
   std::atomic<std::int64_t> bounce_buffer_bytes_{0};
 
   // On the heap so that a forked child can let go of it: a std::thread object must not die joinable.

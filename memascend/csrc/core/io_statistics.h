@@ -38,6 +38,7 @@ class LatencyHistogram {
   std::array<std::uint64_t, kBuckets> counts_{};
 };
 
+// Since the engine was made, of either kind. Bounced and buffered bytes are part of the totals.
 struct IoStatistics {
   std::int64_t bytes_read = 0;
   std::int64_t bytes_written = 0;
@@ -48,11 +49,67 @@ struct IoStatistics {
   std::int64_t short_transfers = 0;
   std::int64_t repeated = 0;       // after EINTR or EAGAIN
   std::int64_t reread = 0;         // reads repeated because the tensor was written meanwhile
-  std::int64_t bounced_bytes = 0;
+  std::int64_t bounced_bytes = 0;   // copied through a bounce buffer
+  std::int64_t buffered_bytes = 0;  // through the page cache
   std::int64_t max_queue_depth = 0;
-  double mean_queue_depth = 0;     // commands in the kernel, averaged over commands given
+  double mean_queue_depth = 0;     // commands in the kernel, averaged over commands given; while counting, their sum
+  double reading_s = 0;            // while at least one read was under way
+  double writing_s = 0;            // while at least one write was
   LatencyHistogram read_latency;   // of commands
   LatencyHistogram write_latency;
+
+  void count_command(std::int64_t in_kernel) {
+    ++commands;
+    max_queue_depth = max_queue_depth > in_kernel ? max_queue_depth : in_kernel;
+    mean_queue_depth += static_cast<double>(in_kernel);
+  }
+  void count_request(bool has_failed, bool was_cancelled) {
+    ++requests;
+    failed += has_failed ? 1 : 0;
+    cancelled += was_cancelled && !has_failed ? 1 : 0;
+  }
+  void add(const IoStatistics& other) {
+    bytes_read += other.bytes_read;
+    bytes_written += other.bytes_written;
+    requests += other.requests;
+    failed += other.failed;
+    cancelled += other.cancelled;
+    commands += other.commands;
+    short_transfers += other.short_transfers;
+    repeated += other.repeated;
+    reread += other.reread;
+    bounced_bytes += other.bounced_bytes;
+    buffered_bytes += other.buffered_bytes;
+    max_queue_depth = max_queue_depth > other.max_queue_depth ? max_queue_depth : other.max_queue_depth;
+    mean_queue_depth += other.mean_queue_depth;
+    read_latency.add(other.read_latency);
+    write_latency.add(other.write_latency);
+  }
+  // What was summed while counting, as means.
+  void finish() { mean_queue_depth /= static_cast<double>(commands > 0 ? commands : 1); }
+};
+
+// How long at least one request of a direction was under way, from its submission to its end.
+class BusyTime {
+ public:
+  void begin(std::int64_t now_ns) noexcept {
+    if (live_++ == 0) {
+      since_ns_ = now_ns;
+    }
+  }
+  void end(std::int64_t now_ns) noexcept {
+    if (--live_ == 0) {
+      total_ns_ += now_ns - since_ns_;
+    }
+  }
+  [[nodiscard]] double seconds(std::int64_t now_ns) const noexcept {
+    return static_cast<double>(total_ns_ + (live_ > 0 ? now_ns - since_ns_ : 0)) * 1e-9;
+  }
+
+ private:
+  std::int64_t live_ = 0;
+  std::int64_t since_ns_ = 0;
+  std::int64_t total_ns_ = 0;
 };
 
 }  // namespace memascend

@@ -1,10 +1,12 @@
-// The seam between the storage engine and the kernel: tests derive from it to inject faults and to record writes.
+// The seam between the storage engines and the kernel: tests derive from it to inject faults and to record writes.
 #pragma once
 
 #include <sys/types.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <thread>
 
 namespace memascend {
 
@@ -19,6 +21,13 @@ struct AioCommand {
   std::uint64_t token = 0;     // handed back with the completion
 };
 
+// What direct transfers from and to an open file must obey.
+struct DirectLimits {
+  bool supported = true;        // false: an open with O_DIRECT may succeed, and is served through the page cache
+  std::uint32_t memory = 0;     // addresses are multiples of this; 0: the kernel does not say
+  std::uint32_t offset = 0;     // offsets and lengths are
+};
+
 // Thread-safe: called by every worker. Errors as the C library reports them: -1 and errno.
 class IoSyscalls {
  public:
@@ -29,6 +38,9 @@ class IoSyscalls {
 
   // io_uring_* and io_* by number.
   virtual long raw(long number, long a, long b, long c, long d, long e, long f);
+  virtual int open(const char* path, int flags, mode_t mode);
+  virtual int close(int fd);
+  virtual DirectLimits direct_limits(int fd);
   virtual ssize_t pread(int fd, void* data, std::size_t bytes, off_t offset);
   virtual ssize_t pwrite(int fd, const void* data, std::size_t bytes, off_t offset);
   virtual int fdatasync(int fd);
@@ -37,6 +49,9 @@ class IoSyscalls {
   virtual int prepare(AioCommand& command);
   // What the kernel reported, and what the engine shall see.
   virtual int complete(std::uint64_t token, int result);
+
+  // Throws std::system_error when the system has no thread to give.
+  virtual std::thread start_thread(std::function<void()> body);
 };
 
 [[nodiscard]] IoSyscalls& kernel_syscalls();

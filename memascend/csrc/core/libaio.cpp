@@ -84,6 +84,7 @@ class Libaio final : public AioBackend {
   }
 
   bool register_buffer(int, void*, std::size_t) override { return false; }
+  void unregister_buffer(int) override {}
 
  private:
   static long address(const void* pointer) { return static_cast<long>(reinterpret_cast<std::uintptr_t>(pointer)); }

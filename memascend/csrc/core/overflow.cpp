@@ -159,7 +159,7 @@ std::uint64_t read_avx512(const char* data, std::int64_t bytes) {
 
 #endif
 
-// Bytes of an unrolled step; what is left behind the last whole step is done word by word.
+// Bytes of an unrolled step; what is left behind the last whole step is done one word at a time.
 std::int64_t step_bytes(SimdLevel level) { return level == SimdLevel::kAvx512 ? 256 : 128; }
 
 struct Layout {
@@ -185,7 +185,7 @@ bool scan_words(const void* data, std::int64_t count, const Layout& layout) {
              : scan_portable<std::uint16_t>(data, count, static_cast<std::uint16_t>(layout.mask));
 }
 
-// One thread's piece: whole steps by the widest instructions, the rest word by word.
+// One thread's piece: whole steps by the widest instructions, the rest one word at a time.
 bool scan(const char* data, std::int64_t count, const Layout& layout, SimdLevel level) {
   std::int64_t whole = 0;
 #if defined(__x86_64__)

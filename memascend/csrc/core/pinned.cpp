@@ -9,7 +9,6 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
-#include <limits>
 #include <string>
 
 #include "clock.h"
@@ -36,21 +35,7 @@ std::int64_t proc_kib_line(const char* path, const std::string& name) {
   return -1;
 }
 
-std::int64_t cgroup_limit_bytes() {
-  for (const char* path : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
-    std::ifstream file(path);
-    std::int64_t limit = 0;
-    if (file >> limit && limit > 0) {  // "max" does not parse: no limit
-      return limit;
-    }
-  }
-  return std::numeric_limits<std::int64_t>::max();
-}
-
 std::string mib(std::int64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
-
-// Small blocks skip the question: reading /proc for each of hundreds of them costs more than it can save.
-constexpr std::int64_t kAskKernelFromBytes = std::int64_t{64} << 20;
 
 void check_sizes(std::int64_t requested, std::int64_t reserved, PageKind pages) {
   if (requested <= 0) {
@@ -62,18 +47,6 @@ void check_sizes(std::int64_t requested, std::int64_t reserved, PageKind pages) 
     throw Error(ErrorKind::kInvalidArgument, "pinned allocation reserves " + std::to_string(reserved) + " bytes for " +
                                                  std::to_string(requested) + " requested: reserve whole " +
                                                  std::to_string(page) + "-byte pages, at least the request");
-  }
-  if (const std::int64_t ram = host_memory_bytes(); reserved > ram) {
-    throw Error(ErrorKind::kOutOfMemory, "pinned allocation of " + mib(reserved) + " is more than the " + mib(ram) +
-                                             " of RAM: use a smaller model, more ranks or a smaller sub-group");
-  }
-  if (reserved >= kAskKernelFromBytes && pages != PageKind::kReserved) {  // those are not counted as available
-    const std::int64_t available = proc_kib_line("/proc/meminfo", "MemAvailable:");
-    if (available >= 0 && reserved > available) {
-      throw Error(ErrorKind::kOutOfMemory, "pinned allocation of " + mib(reserved) + " is more than the " +
-                                               mib(available) +
-                                               " of RAM that is free now: end other programs or use a smaller model");
-    }
   }
 }
 
@@ -156,12 +129,6 @@ void fork_done() { PinnedRegistry::instance().unlock_after_fork(); }
 
 }  // namespace
 
-std::int64_t host_memory_bytes() {
-  static const std::int64_t bytes = std::min<std::int64_t>(
-      static_cast<std::int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE), cgroup_limit_bytes());
-  return bytes;
-}
-
 std::int64_t memlock_limit_bytes() {
   rlimit limit{};
   if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) {
@@ -179,10 +146,16 @@ PinnedRegistry& PinnedRegistry::instance() {
 }
 
 PinnedBlock PinnedRegistry::allocate(std::int64_t requested_bytes, std::int64_t reserved_bytes, bool lock,
-                                     bool require_lock, PageKind pages) {
+                                     bool require_lock, PageKind pages, const Placement& placement) {
   check_sizes(requested_bytes, reserved_bytes, pages);
   const auto length = static_cast<std::size_t>(reserved_bytes);
   void* address = map_pages(reserved_bytes, pages);
+  try {
+    place_pages(address, reserved_bytes, placement, pages != PageKind::kSmall);
+  } catch (...) {
+    munmap(address, length);
+    throw;
+  }
   // Reserved huge pages are never swapped and do not count against the limit; mlock has nothing to do on them.
   const bool reserved = pages == PageKind::kReserved;
   const bool locked = reserved || (lock && mlock(address, length) == 0);
@@ -208,6 +181,7 @@ PinnedBlock PinnedRegistry::allocate(std::int64_t requested_bytes, std::int64_t 
 bool PinnedRegistry::release(std::uintptr_t address) noexcept {
   PinnedBlock block;
   UnregisterHook hook = nullptr;
+  std::unique_ptr<ForkGuard> fork_guard;
   {
     std::lock_guard<std::mutex> guard(mutex_);
     const auto found = blocks_.find(address);
@@ -216,14 +190,25 @@ bool PinnedRegistry::release(std::uintptr_t address) noexcept {
     }
     block = found->second;
     blocks_.erase(found);
+    if (const auto held = guards_.find(address); held != guards_.end()) {
+      fork_guard = std::move(held->second);
+      guards_.erase(held);
+    }
     hook = unregister_hook_;
   }
   void* pointer = reinterpret_cast<void*>(address);
-  // A forked child inherits the mapping but not the driver's registration, which is the parent's to undo.
-  if (block.registered && block.owner_pid == getpid() && !(hook != nullptr && hook(pointer))) {
+  // A forked child inherits neither the driver's registration, which is the parent's to undo, nor guarded pages: what
+  // it has at their addresses is its own.
+  const bool ours = block.owner_pid == getpid();
+  if (ours && block.registered && !(hook != nullptr && hook(pointer))) {
+    std::lock_guard<std::mutex> guard(mutex_);  // the driver still knows the pages, and the address stays taken
+    guards_[address] = std::move(fork_guard);
     return true;
   }
-  munmap(pointer, static_cast<std::size_t>(block.reserved_bytes));  // unlocks too
+  fork_guard.reset();
+  if (ours || !ForkGuard::withheld_from_us(pointer, block.reserved_bytes)) {
+    munmap(pointer, static_cast<std::size_t>(block.reserved_bytes));  // unlocks too
+  }
   std::lock_guard<std::mutex> guard(mutex_);
   log(true, block, monotonic_ns());
   return true;
@@ -258,14 +243,21 @@ std::vector<PinnedEvent> PinnedRegistry::drain_events() {
 }
 
 void PinnedRegistry::mark_registered(std::uint64_t id) {
-  std::lock_guard<std::mutex> guard(mutex_);
-  for (auto& [address, block] : blocks_) {
-    if (block.id == id) {
-      block.registered = true;
-      return;
+  const auto of_id = [id](const auto& item) { return item.second.id == id; };
+  PinnedBlock block;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    const auto found = std::find_if(blocks_.begin(), blocks_.end(), of_id);
+    if (found == blocks_.end()) {
+      throw Error(ErrorKind::kInvalidArgument, "no live pinned block has id " + std::to_string(id));
     }
+    found->second.registered = true;
+    block = found->second;
   }
-  throw Error(ErrorKind::kInvalidArgument, "no live pinned block has id " + std::to_string(id));
+  // Not under the lock: before a fork both locks are taken, in an order of their own.
+  auto fork_guard = std::make_unique<ForkGuard>(reinterpret_cast<void*>(block.address), block.reserved_bytes);
+  std::lock_guard<std::mutex> guard(mutex_);
+  guards_[block.address] = std::move(fork_guard);
 }
 
 void PinnedRegistry::set_unregister_hook(UnregisterHook hook) noexcept {

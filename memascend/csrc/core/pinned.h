@@ -8,8 +8,12 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <vector>
+
+#include "fork_guard.h"
+#include "placement.h"
 
 namespace memascend {
 
@@ -49,10 +53,13 @@ class PinnedRegistry {
  public:
   static PinnedRegistry& instance();
 
-  // Maps `reserved_bytes`, locks them (or touches every page if locking is refused and not required) and books the
-  // block. Throws Error: kInvalidArgument for sizes, kOutOfMemory for RAM, the memlock limit and reserved huge pages.
+  // Maps `reserved_bytes`, sets where they are to lie, locks them (or touches every page if locking is refused and not required) and books the
+  // block. Throws Error: kInvalidArgument for sizes, kOutOfMemory for what cannot be mapped, the memlock limit and
+  // reserved huge pages. Whether RAM and control groups have room is the caller's to ask (memascend/memory/cgroup.py):
+  // beyond that the kernel kills.
   [[nodiscard]] PinnedBlock allocate(std::int64_t requested_bytes, std::int64_t reserved_bytes, bool lock,
-                                     bool require_lock, PageKind pages = PageKind::kSmall);
+                                     bool require_lock, PageKind pages = PageKind::kSmall,
+                                     const Placement& placement = {});
 
   // Frees a block by its first address; false if no live block starts there (a second release, a foreign address).
   bool release(std::uintptr_t address) noexcept;
@@ -63,6 +70,7 @@ class PinnedRegistry {
   [[nodiscard]] std::vector<PinnedBlock> live() const;
   [[nodiscard]] std::vector<PinnedEvent> drain_events();
 
+  // The driver knows the block: it is unregistered before it is unmapped, and forked children do not get it.
   void mark_registered(std::uint64_t id);
   void set_unregister_hook(UnregisterHook hook) noexcept;
 
@@ -75,13 +83,11 @@ class PinnedRegistry {
 
   mutable std::mutex mutex_;
   std::map<std::uintptr_t, PinnedBlock> blocks_;
+  std::map<std::uintptr_t, std::unique_ptr<ForkGuard>> guards_;  // of blocks that are registered
   std::vector<PinnedEvent> events_;
   std::uint64_t next_id_ = 1;
   UnregisterHook unregister_hook_ = nullptr;
 };
-
-// RAM that this process may use at all: physical memory, or the cgroup's limit if that is smaller.
-[[nodiscard]] std::int64_t host_memory_bytes();
 
 // Soft RLIMIT_MEMLOCK in bytes; -1 if unlimited.
 [[nodiscard]] std::int64_t memlock_limit_bytes();

@@ -59,7 +59,7 @@ inline Updated<V> update(const AdamWFactors& f, typename V::Floats grad, Updated
   return {V::fma(step, V::set(-f.step_size), V::mul(old.param, V::set(f.decay))), momentum, variance};
 }
 
-// Momentum that is not finite makes the parameter so: what it is divided by, and multiplied with, cannot mend it.
+// Checking momentum too is not needed: where it is not finite, the parameter made from it is not either.
 template <class V>
 inline bool bad(const Updated<V>& a, const Updated<V>& b) {
   return V::any_not_finite(a.param, b.param, a.variance, b.variance);

@@ -26,7 +26,7 @@ StorageFailure damage(const std::string& device, std::int64_t offset, const std:
 Store::Store(const std::vector<std::string>& paths, StoreOptions options, IoSyscalls& calls)
     : options_(std::move(options)), calls_(calls) {
   open_devices(paths);
-  check_members(paths);
+  check_members();
   open_control();
 }
 
@@ -37,7 +37,7 @@ void Store::open_devices(const std::vector<std::string>& paths) {
   devices_.resize(paths.size());
   superblocks_.resize(paths.size());
   for (const std::string& path : paths) {
-    auto device = std::make_unique<Device>(path, calls_);
+    auto device = std::make_unique<Device>(path, calls_, false, options_.require_direct);
     const std::optional<Superblock> block = read_superblock(*device);
     if (!block) {
       throw Error(ErrorKind::kState, path + " holds no store, or its superblocks are damaged: format it first");
@@ -52,7 +52,7 @@ void Store::open_devices(const std::vector<std::string>& paths) {
   }
 }
 
-void Store::check_members(const std::vector<std::string>&) {
+void Store::check_members() const {
   const Superblock& first = superblocks_[0];
   for (std::size_t member = 0; member < devices_.size(); ++member) {
     const Superblock& block = superblocks_[member];
@@ -259,13 +259,30 @@ Reservation Store::reserve(std::int64_t bytes) {
     out = control_->reserve(bytes, options_.stripe_bytes);
   }
   if (out.extents.empty() && bytes > 0) {
-    const std::int64_t free = control_->free_bytes();
-    throw StorageFailure("reserve", devices_[0]->path(), 0, bytes, free, ENOSPC,
-                         free < bytes ? "no space left on the store"
-                                      : "the space is in too many pieces, or too many tensors (131072) are volatile "
-                                        "or not committed");
+    throw_no_space(bytes);
   }
   return out;
+}
+
+Reservation Store::exchange(const Reservation& old, std::int64_t bytes) {
+  const ControlLock lock(*this);
+  require_sound();
+  Reservation out = control_->exchange(old, bytes, options_.stripe_bytes);
+  if (out.extents.empty() && bytes > 0 && control_->drop_dead_reservations() > 0) {
+    out = control_->exchange(old, bytes, options_.stripe_bytes);
+  }
+  if (out.extents.empty() && bytes > 0) {
+    throw_no_space(bytes);
+  }
+  return out;
+}
+
+void Store::throw_no_space(std::int64_t bytes) const {
+  const std::int64_t free = control_->free_bytes();
+  throw StorageFailure("reserve", devices_[0]->path(), 0, bytes, free, ENOSPC,
+                       free < bytes ? "no space left on the store"
+                                    : "the space is in too many pieces, or too many tensors (131072) are volatile "
+                                      "or not committed");
 }
 
 void Store::release(const Reservation& reservation) {
@@ -336,11 +353,6 @@ RecordPointer Store::find(const std::string& key) {
   }
   const auto found = committed_.find(key);
   return found == committed_.end() ? nullptr : found->second;
-}
-
-bool Store::is_current(const std::string& key, std::uint64_t generation) {
-  const RecordPointer record = find(key);
-  return record && record->generation == generation;
 }
 
 std::vector<std::pair<std::string, RecordPointer>> Store::list() {

@@ -72,14 +72,14 @@ struct Superblock {
 void format_store(const std::vector<std::string>& paths, const FormatOptions& options,
                   IoSyscalls& calls = kernel_syscalls());
 // Unmakes them. Refused (Error) while a process uses the store.
-void destroy_store(const std::vector<std::string>& paths, const std::string& control_folder,
-                   IoSyscalls& calls = kernel_syscalls());
+void destroy_store(const std::vector<std::string>& paths, IoSyscalls& calls = kernel_syscalls());
 
 struct StoreOptions {
   std::string owner;
   std::string control_folder = "/dev/shm";
   std::int64_t stripe_bytes = 1 << 20;  // smaller tensors stay on one device
   bool any_owner = false;               // tools that only look
+  bool require_direct = false;          // refuse a file system that refuses O_DIRECT
 };
 
 struct StoreSpace {
@@ -101,6 +101,8 @@ class Store {
 
   // Throws StorageFailure (ENOSPC) naming the bytes asked and free.
   [[nodiscard]] Reservation reserve(std::int64_t bytes);
+  // The same in place of `old`, whose space it may take. Throws StorageFailure (ENOSPC): `old` is then as it was.
+  [[nodiscard]] Reservation exchange(const Reservation& old, std::int64_t bytes);
   void release(const Reservation& reservation);
 
   [[nodiscard]] std::uint64_t next_generation() { return control_->next_generation(); }
@@ -111,7 +113,6 @@ class Store {
   bool erase(const std::string& key);
 
   [[nodiscard]] RecordPointer find(const std::string& key);
-  [[nodiscard]] bool is_current(const std::string& key, std::uint64_t generation);
   [[nodiscard]] std::vector<std::pair<std::string, RecordPointer>> list();
 
   // All changes of this process become durable and visible to others: all of them or, after a crash, none.
@@ -144,7 +145,7 @@ class Store {
   class ControlLock;
 
   void open_devices(const std::vector<std::string>& paths);
-  void check_members(const std::vector<std::string>& paths);
+  void check_members() const;
   void open_control();
   void share_claims() const;
   void rebuild();
@@ -157,6 +158,7 @@ class Store {
   void compact(const Changes& changes);
   void apply(Changes& changes);
   void require_sound() const;
+  [[noreturn]] void throw_no_space(std::int64_t bytes) const;
   [[nodiscard]] std::string encode(const Changes& changes) const;
   [[nodiscard]] SectorBuffer frame(const std::string& payload, std::uint64_t count, std::uint64_t epoch,
                                    std::uint64_t sequence) const;

@@ -187,10 +187,7 @@ void format_store(const std::vector<std::string>& paths, const FormatOptions& op
   }
 }
 
-void destroy_store(const std::vector<std::string>& paths, const std::string& control_folder, IoSyscalls& calls) {
-  StoreOptions options;
-  options.any_owner = true;
-  options.control_folder = control_folder;
+void destroy_store(const std::vector<std::string>& paths, IoSyscalls& calls) {
   std::vector<std::unique_ptr<Device>> devices;
   for (const std::string& path : paths) {
     devices.push_back(std::make_unique<Device>(path, calls));

@@ -21,6 +21,8 @@ constexpr std::uint64_t kWakeToken = ~std::uint64_t{0};
 
 // Kernel newer than the header: numbers are stable.
 constexpr unsigned kCoopTaskrun = 1u << 8;
+constexpr unsigned kTaskrunFlag = 1u << 9;
+constexpr unsigned kSqTaskrun = 1u << 2;  // of the ring's flags
 constexpr unsigned kSingleIssuer = 1u << 12;
 constexpr unsigned kDeferTaskrun = 1u << 13;
 
@@ -105,7 +107,7 @@ class Uring final : public AioBackend {
     count += take_completions(events + count, room - count);
     const unsigned waiting = queued();
     const bool wait = block && count == 0;
-    if (waiting == 0 && !wait && !overflowed()) {
+    if (waiting == 0 && !wait && !kernel_has_more()) {
       return count;
     }
     const long taken = calls_.raw(__NR_io_uring_enter, ring_.fd, waiting, wait ? 1 : 0, IORING_ENTER_GETEVENTS, 0, 0);
@@ -125,6 +127,26 @@ class Uring final : public AioBackend {
     if (!buffers_registered_ || index < 0 || index >= kBuffers || bytes > kBufferBytes) {
       return false;
     }
+    return update_buffer(index, data, bytes);
+  }
+
+  void unregister_buffer(int index) override {
+    const std::uint32_t head = std::atomic_ref<std::uint32_t>(*sq_head_).load(std::memory_order_acquire);
+    for (std::uint32_t at = head; at != *sq_tail_; ++at) {
+      io_uring_sqe& entry = sqes_[at & sq_mask_];
+      if (entry.buf_index == index && entry.opcode == IORING_OP_WRITE_FIXED) {
+        entry.opcode = IORING_OP_WRITE;
+      } else if (entry.buf_index == index && entry.opcode == IORING_OP_READ_FIXED) {
+        entry.opcode = IORING_OP_READ;
+      }
+    }
+    (void)update_buffer(index, nullptr, 0);
+  }
+
+ private:
+  static long address(const void* pointer) { return static_cast<long>(reinterpret_cast<std::uintptr_t>(pointer)); }
+
+  bool update_buffer(int index, void* data, std::size_t bytes) {
     iovec vector{data, bytes};
     io_uring_rsrc_update2 update{};
     update.offset = static_cast<std::uint32_t>(index);
@@ -134,13 +156,11 @@ class Uring final : public AioBackend {
                       sizeof(update), 0, 0) == 1;
   }
 
- private:
-  static long address(const void* pointer) { return static_cast<long>(reinterpret_cast<std::uintptr_t>(pointer)); }
-
   void setup(unsigned entries) {
     io_uring_params params{};
     // From the best to what every kernel with io_uring takes.
-    for (const unsigned flags : {kSingleIssuer | kDeferTaskrun, kSingleIssuer | kCoopTaskrun, kCoopTaskrun, 0u}) {
+    for (const unsigned flags : {kSingleIssuer | kDeferTaskrun | kTaskrunFlag, kSingleIssuer | kCoopTaskrun | kTaskrunFlag,
+                                 kCoopTaskrun | kTaskrunFlag, 0u}) {
       params = {};
       params.flags = flags | IORING_SETUP_CLAMP;
       ring_.fd = static_cast<int>(calls_.raw(__NR_io_uring_setup, entries, address(&params), 0, 0, 0, 0));
@@ -214,8 +234,10 @@ class Uring final : public AioBackend {
   [[nodiscard]] unsigned queued() const {
     return *sq_tail_ - std::atomic_ref<std::uint32_t>(*sq_head_).load(std::memory_order_acquire);
   }
-  [[nodiscard]] bool overflowed() const {
-    return (std::atomic_ref<std::uint32_t>(*sq_flags_).load(std::memory_order_relaxed) & IORING_SQ_CQ_OVERFLOW) != 0;
+  // Completions that it delivers only when it is entered: the queue was full, or the work was left to this thread.
+  [[nodiscard]] bool kernel_has_more() const {
+    const std::uint32_t flags = std::atomic_ref<std::uint32_t>(*sq_flags_).load(std::memory_order_relaxed);
+    return (flags & (IORING_SQ_CQ_OVERFLOW | kSqTaskrun)) != 0;
   }
 
   // The kernel has not looked at these: they can be taken back.

@@ -10,12 +10,15 @@
 
 namespace memascend {
 
-// Space on a store that is given back with its last user. Nothing of it enters the index: to the store it is a write
+// Space on a store, released with its last user. Nothing of it enters the index: to the store it is a write
 // that is never committed, so that the space of a killed process is free again as well.
 class Place {
  public:
   // Throws StorageFailure (ENOSPC).
   Place(std::shared_ptr<Store> store, std::int64_t bytes);
+  // In place of `old`, whose space it may take, and which then has none. Throws StorageFailure (ENOSPC): `old` is as it
+  // was.
+  Place(Place& old, std::int64_t bytes);
   ~Place();
   Place(const Place&) = delete;
   Place& operator=(const Place&) = delete;
@@ -23,11 +26,11 @@ class Place {
 
  private:
   const std::shared_ptr<Store> store_;
-  const Reservation reservation_;
+  Reservation reservation_;
 };
 
 // First come, first served: any number of reads at once, a write alone. Not thread-safe.
-class Turns {
+class KeyQueue {
  public:
   // True: the request may start now. False: the `leave` of another will name it.
   [[nodiscard]] bool join(std::uint64_t request, bool write);
@@ -43,14 +46,16 @@ class Turns {
   std::deque<Entry> queue_;  // in the order of arrival, with those that have started
 };
 
-// Written in place. Guarded by the engine's mutex, but for `place`; each request on it holds a reference.
+// Overwritten in place. Guarded by the engine's mutex, but for `place`; each request on it holds a reference.
 struct VolatileTensor {
   // `record` says bytes, dtype and shape. Throws StorageFailure (ENOSPC).
   VolatileTensor(std::shared_ptr<Store> store, const TensorRecord& record);
-  const Place place;
+  // Instead of `old`, which nobody uses. Throws StorageFailure (ENOSPC): `old` is as it was.
+  VolatileTensor(VolatileTensor& old, const TensorRecord& record);
+  Place place;
   TensorRecord record;  // bytes and extents never change
   bool whole = false;  // the last write ended well
-  Turns turns;
+  KeyQueue queue;
 };
 
 }  // namespace memascend

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from memascend.memory.pinned import is_pinned
+from memascend.memory.run_buffers import owned
 
 
 class PinnedAllocator(Protocol):
@@ -35,6 +36,9 @@ _OWNER_BY_FUNCTION = {
     "Init._partition_param": "small_parameters",
 }
 
+# Of these, those that are read into and written from at every step, as long as the training goes on.
+SWAP_BUFFERS = frozenset({"parameter_pool", "swap_out_buffer", "optimizer_buffers"})
+
 
 def calling_owner(depth: int = 2, limit: int = 6) -> str:
     """Ledger owner of the DeepSpeed function that is asking for memory (looks up to ``limit`` frames out)."""
@@ -55,7 +59,7 @@ def pinning_accelerator(stock: Any, allocator: PinnedAllocator) -> Any:
     stock_class = type(stock)
 
     def pin(tensor: torch.Tensor, shape: Any, owner: str) -> torch.Tensor:
-        pinned = allocator.allocate(max(1, tensor.numel()), tensor.dtype, name=owner, owner=owner)
+        pinned = owned(allocator, tensor.numel(), tensor.dtype, owner)
         return pinned[: tensor.numel()].view(shape)
 
     class PinningAccelerator(stock_class):  # type: ignore[misc, valid-type]
@@ -72,7 +76,7 @@ def pinning_accelerator(stock: Any, allocator: PinnedAllocator) -> Any:
 
         def pin_empty(self, *size, dtype, device="cpu"):
             shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
-            out = allocator.allocate(max(1, shape.numel()), dtype, name=calling_owner(), owner=calling_owner())
+            out = owned(allocator, shape.numel(), dtype, calling_owner())
             return out[: shape.numel()].view(shape)
 
         def pin_empty_like(self, tensor, device="cpu", dtype=None):

@@ -8,6 +8,7 @@ buffer.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,15 @@ import torch
 
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import is_pinned
+from memascend.memory.run_buffers import owned
+from memascend.planner.derived_sizes import IoSettings
 from memascend.storage.file_engine import FileEngine
 
-from .accelerator import PinnedAllocator, calling_owner
-from .derived import IoSettings
+from .accelerator import SWAP_BUFFERS, PinnedAllocator, calling_owner
+from .swap_store import PARAMETER_READ, SwapStore
 
 if TYPE_CHECKING:
-    from .swap_store import Request, SwapStore
+    from memascend.storage.completion import Completion
 
 _DIRECT_IO_ALIGNMENT = 512  # bytes; O_DIRECT's limit for address, length and offset
 _PADDING_A_THREAD = 1024  # bytes; DeepSpeed's AIO_ALIGNED_BYTES
@@ -60,7 +63,7 @@ class IoCounters:
 class AioModule:
     """Stands where the compiled ``async_io`` module stands; ``aio_handle`` makes handles on our engines.
 
-    With a ``store`` the swappers' tensors go to the direct engine, all else to files; without one everything does.
+    With a ``store`` the swappers' tensors go there, all else to files; without one everything does.
     """
 
     def __init__(
@@ -104,7 +107,13 @@ class PinHandle:
         if num_elem == 0:  # the swapper's own pool, which a pool of ours replaces
             return torch.empty(0, dtype=example_tensor.dtype)
         owner = calling_owner()
-        return self._allocator.allocate(int(num_elem), example_tensor.dtype, name=owner, owner=owner)
+        tensor = owned(self._allocator, num_elem, example_tensor.dtype, owner)
+        if owner in SWAP_BUFFERS:
+            self.register(tensor)
+        return tensor
+
+    def register(self, tensor: torch.Tensor) -> None:
+        """A handle that transfers nothing has no use for it."""
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
         return is_pinned(tensor)
@@ -115,6 +124,9 @@ class PinHandle:
 
 class AioHandle(PinHandle):
     """DeepNVMe's handle surface over our engines: any address and length, every completion audited.
+
+    The swappers' own buffers are registered with the store, which keeps them alive until ``free_cpu_locked_tensor``,
+    ``end_training`` or ``close``. All others live until their last view.
 
     Errors: :class:`memascend.storage.errors.StorageError` from ``wait`` (a failed write is never called done).
     """
@@ -130,8 +142,41 @@ class AioHandle(PinHandle):
         super().__init__(allocator)
         self._counters, self._io, self._store = counters, io, store
         self._asked = asked
+        self.read_priority = PARAMETER_READ  # of what the store holds; the optimizer's handles get a lower one
         self._files: FileEngine | None = None
-        self._in_store: list[Request] = []  # requests of this handle that nobody has waited for
+        self._in_store: list[Completion] = []  # of this handle, that nobody has waited for
+        self._user = None if store is None else store.attach()
+        self._finalizer = None if store is None else weakref.finalize(self, store.lose, self._user)
+        if self._finalizer is not None:
+            self._finalizer.atexit = False
+
+    def close(self) -> None:
+        """Its training is over: what it wrote to the store is erased, and its threads end. Idempotent."""
+        if self._files is not None:
+            self._files.close()
+            self._files = None
+        if self._finalizer is not None and self._finalizer.detach() is not None:
+            self._store.detach(self._user)
+
+    def end_training(self) -> None:
+        """Its training is over; what it wrote can be read until ``memascend.disable()``."""
+        if self._store is not None:
+            self._store.end_training(self._user)
+
+    @property
+    def memory_alignment_bytes(self) -> int:
+        """Buffers that start at its multiples are transferred without a copy."""
+        return _DIRECT_IO_ALIGNMENT if self._store is None else self._store.memory_alignment_bytes
+
+    def register(self, tensor: torch.Tensor) -> None:
+        """Pin a long-lived buffer for the store's transfers (:meth:`SwapStore.register`)."""
+        if self._store is not None:
+            self._store.register(tensor, self._user)
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        if self._store is not None:
+            self._store.unregister(tensor)
+        return super().free_cpu_locked_tensor(tensor)
 
     def get_block_size(self) -> int:
         return self._asked[0]
@@ -156,7 +201,8 @@ class AioHandle(PinHandle):
         path = _path(filename)
         if self._store is not None and self._store.holds(path):
             padding = self._asked[4] * _PADDING_A_THREAD
-            self._in_store.append(self._store.read(path, buffer, file_offset, padding))
+            transfer = self._store.read(path, buffer, file_offset, padding, priority=self.read_priority)
+            self._in_store.append(transfer)
         else:
             self._file_engine().async_read(buffer, path, file_offset)
         return 0
@@ -167,7 +213,7 @@ class AioHandle(PinHandle):
         path = _path(filename, fd)
         self._counters.count(read=False, nbytes=buffer.nbytes)
         if self._store is not None and self._store.holds(path):
-            self._in_store.append(self._store.write(path, buffer, file_offset))
+            self._in_store.append(self._store.write(path, buffer, file_offset, user=self._user))
         else:
             self._file_engine().async_write(buffer, path, file_offset)
         return 0

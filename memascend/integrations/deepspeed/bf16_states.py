@@ -7,25 +7,27 @@ fp32 buffers from a bf16 pool. The context here keeps the dtype.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from memascend.integrations.configuration import read_configuration
 
 from .signatures import BF16_HOOKS, check_hooks
 
 _BF16_KEYS = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
 
 
-def configure_bf16_states(ds_config: dict[str, Any]) -> Callable[[], None]:
-    """Write into ``ds_config`` what bf16 states need; returns the call that takes it out again.
+def with_bf16_states(ds_config: dict[str, Any]) -> dict[str, Any]:
+    """A copy of ``ds_config`` with what bf16 states need; the one given is left as it is.
 
     Raises ValueError, in one line, for settings that contradict it.
     """
     section = "bfloat16" if "bfloat16" in ds_config else "bf16"
-    present = section in ds_config
-    stock = dict(ds_config.get(section) or {})
-    if (ds_config.get("fp16") or {}).get("enabled"):
+    stock = {key: value for key, value in (ds_config.get(section) or {}).items() if value != "auto"}
+    if (ds_config.get("fp16") or {}).get("enabled") not in (None, False, "auto"):
         raise ValueError(
             "memascend.optimizer_states='bf16' trains in bf16, but fp16.enabled is true; "
             "set fp16.enabled to false, or optimizer_states to 'fp32'"
@@ -36,8 +38,7 @@ def configure_bf16_states(ds_config: dict[str, Any]) -> Callable[[], None]:
                 f"memascend.optimizer_states='bf16' contradicts {section}.{key}={stock[key]!r}; remove that key, "
                 "or set optimizer_states to 'fp32'"
             )
-    optimizer = (ds_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
-    if optimizer.get("device") not in ("cpu", "nvme"):
+    if not _offloads_optimizer(ds_config):
         raise ValueError(
             "memascend.optimizer_states='bf16' needs an offloaded optimizer; set "
             "zero_optimization.offload_optimizer.device to 'nvme' or 'cpu'"
@@ -47,13 +48,36 @@ def configure_bf16_states(ds_config: dict[str, Any]) -> Callable[[], None]:
         raise ValueError(
             "memascend.optimizer_states='bf16' contradicts optimizer.params.fp32_optimizer_states=true; remove that key"
         )
-    ds_config[section] = {**stock, "enabled": True, **dict.fromkeys(_BF16_KEYS, True)}
+    return ds_config | {section: {**stock, "enabled": True, **dict.fromkeys(_BF16_KEYS, True)}}
+
+
+def _offloads_optimizer(ds_config: dict[str, Any]) -> bool:
+    zero = ds_config.get("zero_optimization")
+    offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
+    return isinstance(offload, dict) and offload.get("device") in ("cpu", "nvme")
+
+
+def write_bf16_states() -> Callable[[], None]:
+    """Every configuration that DeepSpeed reads from now on says bf16 states; returns the call that undoes it.
+
+    DeepSpeed, the Trainer and Accelerate read files again and copy dicts, so a change to one of them would be lost.
+    Configurations without an offloaded optimizer (a frozen second model, say) have no such states and stay.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    stock = DeepSpeedConfig.__init__
+
+    @functools.wraps(stock)
+    def read_with_bf16_states(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        found = read_configuration(config)
+        if found is not None and _offloads_optimizer(found):
+            config = with_bf16_states(found)
+        stock(self, config, *args, **kwargs)
+
+    DeepSpeedConfig.__init__ = read_with_bf16_states
 
     def undo() -> None:
-        if present:
-            ds_config[section] = stock
-        else:
-            ds_config.pop(section, None)
+        DeepSpeedConfig.__init__ = stock
 
     return undo
 

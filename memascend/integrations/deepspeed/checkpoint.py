@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from memascend.storage.durable import sync
+
 from .signatures import CHECKPOINT_HOOKS, check_hooks
 from .swapped_states import ExactCheckpoints, read_frozen, write_frozen
 
@@ -227,13 +229,13 @@ def _commit(staging: Path, save_dir: Path, tag: str, save_latest: bool) -> None:
         if path.name != Path(tag).parts[0]:  # the script that DeepSpeed lays beside its checkpoints
             os.replace(path, save_dir / path.name)
     _put_in_place(staging / tag, save_dir / tag, staging / "replaced")
-    _fsync(save_dir)
+    sync(save_dir)
     if save_latest:
         temporary = staging / "latest"
         temporary.write_text(tag)
-        _fsync(temporary)
+        sync(temporary)
         os.replace(temporary, save_dir / "latest")
-        _fsync(save_dir)
+        sync(save_dir)
     shutil.rmtree(staging, ignore_errors=True)
 
 
@@ -265,13 +267,5 @@ def _finish_replacement(place: Path) -> None:
 def _make_durable(folder: Path) -> None:
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
-            _fsync(Path(parent) / name)
-        _fsync(Path(parent))
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+            sync(Path(parent) / name)
+        sync(Path(parent))

@@ -14,8 +14,12 @@ from deepspeed.runtime.swap_tensor import optimizer_utils
 from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import PartitionedOptimizerSwapper
 from torch.overrides import TorchFunctionMode
 
+from memascend.memory.run_buffers import gradient_buffer
+
 from .accelerator import PinnedAllocator
-from .signatures import FIRST_STEP_HOOKS, check_hooks
+from .stage3_settings import Stage3Settings
+
+SWAPS_CONTEXTS = hasattr(optimizer_utils, "SwapTensorContext")  # DeepSpeed 0.17 and later
 
 
 class _ZerosWhereTheyStay(TorchFunctionMode):
@@ -23,43 +27,35 @@ class _ZerosWhereTheyStay(TorchFunctionMode):
     zeroed; ``pin_memory`` then finds it pinned, and makes no copy.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, allocator: PinnedAllocator) -> None:
+    def __init__(self, partitions: list[int], dtype: torch.dtype, allocator: PinnedAllocator) -> None:
         super().__init__()
-        self._numel, self._dtype, self._allocator = numel, dtype, allocator
+        self._partitions, self._numel, self._dtype, self._allocator = partitions, sum(partitions), dtype, allocator
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.zeros and args[:1] == (self._numel,) and kwargs.get("dtype") == self._dtype:
-            owner = "gradient_flat_buffer"
-            return self._allocator.allocate(self._numel, self._dtype, name=owner, owner=owner)
+            return gradient_buffer(self._allocator, self._partitions, self._dtype)
         return func(*args, **kwargs)
 
 
-def first_step_class(stock_class: type, allocator: PinnedAllocator) -> type:
-    """Subclass of the ZeRO-3 optimizer whose start-up and first step take no more host memory than later steps.
+class FirstStepInPlace:
+    """Mixin for ``DeepSpeedZeroOptimizer_Stage3``: start-up and first step take no more memory than later steps."""
 
-    ``allocator`` makes the gradient buffer. Raises RuntimeError where a hook has changed.
-    """
-    swaps_contexts = hasattr(optimizer_utils, "SwapTensorContext")  # 0.17 and later
-    if swaps_contexts:
-        check_hooks(FIRST_STEP_HOOKS)
+    settings: Stage3Settings
 
-    class FirstStepInPlace(stock_class):  # type: ignore[misc, valid-type]
-        def _setup_for_real_optimizer(self) -> None:
-            if not self.offload_optimizer_pin_memory:
-                super()._setup_for_real_optimizer()
-                return
-            numel = sum(p.partition_numel() for group in self.fp16_groups for p in group)
-            with _ZerosWhereTheyStay(numel, self.gradient_accumulation_dtype, allocator):
-                super()._setup_for_real_optimizer()
+    def _setup_for_real_optimizer(self) -> None:
+        if not self.offload_optimizer_pin_memory:
+            super()._setup_for_real_optimizer()
+            return
+        partitions = [p.partition_numel() for group in self.fp16_groups for p in group]
+        with _ZerosWhereTheyStay(partitions, self.gradient_accumulation_dtype, self.settings.allocator):
+            super()._setup_for_real_optimizer()
 
-        def _prepare_sub_group(self, sub_group_id: int, timer_names: set[str]) -> None:
-            super()._prepare_sub_group(sub_group_id, timer_names)
-            if swaps_contexts and self._swappable_optimizer_subgroup(sub_group_id):
-                parameter = self.fp32_partitioned_groups_flat[sub_group_id]
-                make_moments_in_swap_buffers(self.optimizer, self.optimizer_swapper, parameter)
-
-    return FirstStepInPlace
+    def _prepare_sub_group(self, sub_group_id: int, timer_names: set[str]) -> None:
+        super()._prepare_sub_group(sub_group_id, timer_names)
+        if SWAPS_CONTEXTS and self._swappable_optimizer_subgroup(sub_group_id):
+            parameter = self.fp32_partitioned_groups_flat[sub_group_id]
+            make_moments_in_swap_buffers(self.optimizer, self.optimizer_swapper, parameter)
 
 
 def make_moments_in_swap_buffers(optimizer: Any, swapper: Any, parameter: torch.Tensor) -> None:

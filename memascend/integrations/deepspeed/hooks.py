@@ -16,20 +16,25 @@ bf16 states           ``swap_tensor.optimizer_utils.SwapTensorContext``         
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from memascend.integrations.drop_in import speaks
-from memascend.integrations.memory_options import MemoryOptions, initialize_with_options
+from memascend.integrations.configuration import read_configuration
+from memascend.integrations.conventions import is_logging_rank
+from memascend.integrations.memory_options import initialize_with_options
+from memascend.memory.budget import HostBudget
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator
+from memascend.ops.half_linear import fp16_products_in_fp32
 
 from . import bf16_states, cpu_shims
 from .aio import AioModule, IoCounters, MeteredAioModule, PinModule
+from .announcement import nothing_offloaded
 from .derived import DerivedSettings
-from .parts import CONFIG_KEY, TODAY, Parts, parts_from_config, switched_off, validate_deepspeed_config
+from .parts import TODAY, EnableOptions, Parts, enable_options, switched_off, validate_deepspeed_config
 from .signatures import CPU_HOOKS, HOOKS, check_hooks, untried_version_warning
 from .swap_store import SwapStore
 
@@ -38,7 +43,7 @@ from .swap_store import SwapStore
 class Enabled:
     """What is switched on in this process.
 
-    ``ledger`` holds every host buffer, ``io`` the bytes that the swappers moved, ``store`` their tensors (aio direct).
+    ``ledger`` holds every host buffer, ``io`` the bytes that the swappers moved, ``store`` their tensors.
     Every rank has the ``warnings``; rank 0 (environment variable RANK; absent: 0) logs them.
     """
 
@@ -57,56 +62,41 @@ _warned_about: set[str] = set()  # versions of DeepSpeed, in this process
 
 
 def enable(
-    ds_config: dict[str, Any],
-    *,
-    pinned: str | None = None,
-    pool: str | None = None,
-    overflow: str | None = None,
-    aio: str | None = None,
-    optimizer_states: str | None = None,
-    gradients: str | None = None,
-    numerics: str | None = None,
-    blocks_in_flight: int | None = None,
-    ledger: Ledger | None = None,
-    minimum_swap_bytes: int | None = None,
-    gather_clone: bool = True,
+    ds_config: dict[str, Any] | str | os.PathLike[str], *, ledger: Ledger | None = None, **options: Any
 ) -> Enabled:
     """Put MemAscend's parts into DeepSpeed. Call before ``deepspeed.zero.Init`` and ``deepspeed.initialize``.
 
     Args:
-        ds_config: the DeepSpeed configuration; its section ``"memascend"`` chooses parts, keywords override it;
-            ``{"enabled": false}`` leaves DeepSpeed alone.
-        pinned, pool, overflow, aio, optimizer_states, gradients, numerics: see :class:`Parts`. Default: MemAscend's.
-        blocks_in_flight: N of MemAscend IV-B, transformer blocks whose weights may be in host memory at once.
+        ds_config: the DeepSpeed configuration in any form that DeepSpeed takes (dict, path, JSON in base64), which
+            stays as it is; its section ``"memascend"`` chooses parts; ``{"enabled": false}`` leaves DeepSpeed alone.
         ledger: account to write to; a new one by default.
-        minimum_swap_bytes: replaces DeepSpeed's hard-coded 1 MiB below which tensors stay in memory (twins scale it).
-        gather_clone: False leaves out the CPU repair of the gather; only for the negative control of the tests.
+        options: any key of the section (see :class:`Parts`, :class:`MemoryOptions`), which it overrides, and the
+            other fields of :class:`EnableOptions`. None: as the section says.
     Raises:
-        ValueError: one line that names the key and the mend. RuntimeError: already enabled, or a hook that is gone.
+        ValueError: one line that names the key and the fix. TypeError: an unknown keyword.
+        RuntimeError: already enabled, or a hook that is gone.
     """
     global _active
     if _active is not None:
         raise RuntimeError("memascend is enabled already; call memascend.disable() first")
-    if switched_off(ds_config):
+    config = read_configuration(ds_config)
+    if config is None:
+        raise ValueError(
+            f"memascend.enable takes the DeepSpeed configuration as a dict, a path or JSON in base64, got {ds_config!r}"
+            ", which is none of these; is there such a file, and is it JSON?"
+        )
+    if switched_off(config):
         _active = Enabled(parts=TODAY, ledger=ledger or Ledger(), io=IoCounters())
         return _active
-    parts, n_blocks, devices = parts_from_config(
-        ds_config,
-        {
-            "pinned": pinned,
-            "pool": pool,
-            "overflow": overflow,
-            "aio": aio,
-            "optimizer_states": optimizer_states,
-            "gradients": gradients,
-            "numerics": numerics,
-            "blocks_in_flight": blocks_in_flight,
-        },
-    )
-    validate_deepspeed_config(ds_config, parts, devices)
-    state = Enabled(parts=parts, ledger=ledger or Ledger(), io=IoCounters())
+    chosen = enable_options(config, options)
+    validate_deepspeed_config(config, chosen)
+    if chosen.parts.optimizer_states == "bf16":
+        config = bf16_states.with_bf16_states(config)
+    else:
+        bf16_states.refuse_contradictions(config)
+    state = Enabled(parts=chosen.parts, ledger=ledger or Ledger(), io=IoCounters())
     try:
-        _install(state, ds_config, n_blocks, devices, minimum_swap_bytes, gather_clone)
+        _install(state, config, chosen)
     except BaseException:
         _roll_back(state)
         raise
@@ -132,42 +122,48 @@ def _roll_back(state: Enabled) -> None:
         state._undo.pop()()
 
 
-def _install(
-    state: Enabled,
-    ds_config: dict[str, Any],
-    n_blocks: int,
-    devices: list[str],
-    minimum_swap_bytes: int | None,
-    gather_clone: bool,
-) -> None:
+def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) -> None:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero import partition_parameters, stage3
 
     from .checkpoint import can_be_exact, install_checkpoints
     from .optimizer import checked_optimizer_class
+    from .stage3_settings import Stage3Settings
 
     on_cpu = get_accelerator().device_name() == "cpu"
+    if options.host_memory is not None:
+        _replace(state, state.ledger, "budget", HostBudget.of_machine(options.host_memory))
     check_hooks(HOOKS + CPU_HOOKS if on_cpu else HOOKS)
     derived = None if state.parts == TODAY else DerivedSettings(ds_config)
     untried = untried_version_warning(deepspeed.__version__)
     state.warnings += [untried] if untried else []
-    state.warnings += derived.warnings() if derived is not None else []
+    if derived is not None:
+        nothing = nothing_offloaded(ds_config)
+        state.warnings += [*([nothing] if nothing else []), *derived.warnings()]
     for warning in state.warnings:
-        if speaks() and (warning is not untried or deepspeed.__version__ not in _warned_about):
+        if is_logging_rank() and (warning is not untried or deepspeed.__version__ not in _warned_about):
             log.warning("memascend: %s", warning)
     _warned_about.add(deepspeed.__version__)
-    parts = state.parts
-    _configure_states(state, ds_config)
+    parts, minimum_swap_bytes = options.parts, options.minimum_swap_bytes
+    if parts.optimizer_states == "bf16":
+        _install_bf16_states(state)
     if on_cpu:
-        _install_cpu_shims(state, ds_config, gather_clone)
+        _install_cpu_shims(state, ds_config, options.gather_clone)
     allocator = _allocator(parts, state.ledger)
-    _apply_memory_options(state, deepspeed, ds_config, allocator)
+    if options.memory:
+        initialize = initialize_with_options(deepspeed.initialize, options.memory, allocator)
+        _replace(state, deepspeed, "initialize", initialize)
     in_place = allocator if parts.pinned == "exact" else None
     exact_checkpoints = derived is not None and can_be_exact()
-    optimizer_class = checked_optimizer_class(
-        stage3.DeepSpeedZeroOptimizer_Stage3, parts, minimum_swap_bytes, derived, in_place, exact_checkpoints
+    settings = Stage3Settings(
+        parts=parts,
+        minimum_swap_bytes=minimum_swap_bytes,
+        derived=derived,
+        allocator=in_place,
+        exact_checkpoints=exact_checkpoints,
     )
+    optimizer_class = checked_optimizer_class(stage3.DeepSpeedZeroOptimizer_Stage3, settings)
     _replace(state, stage3, "DeepSpeedZeroOptimizer_Stage3", optimizer_class)
     if exact_checkpoints:
         state._undo.append(install_checkpoints())
@@ -177,15 +173,19 @@ def _install(
         _install_stock(state, partition_parameters, minimum_swap_bytes)
         return
     from .accelerator import pinning_accelerator
+    from .gathers import watch_gathers
     from .param_swapper import pooled_swapper_class
 
     swapper = (
         _scaled_swapper_class(partition_parameters, minimum_swap_bytes)
         if parts.pool == "stock"
-        else pooled_swapper_class(parts.pool, allocator, n_blocks, minimum_swap_bytes, derived)
+        else pooled_swapper_class(parts.pool, allocator, options.blocks_in_flight, minimum_swap_bytes, derived)
     )
     _replace(state, partition_parameters, "AsyncPartitionedParameterSwapper", swapper)
-    state.store = derived.store = _swap_store(state, ds_config, derived, devices)
+    if parts.pool != "stock":
+        state._undo.append(watch_gathers())
+    state.store = _swap_store(state, ds_config, derived, options)
+    derived.reserve = state.store and state.store.reserve
     _replace_loaded_op(state, AioModule(allocator, state.io, derived.io, state.store))
     _replace_pin_module(state, PinModule(allocator))
     _replace_accelerator(state, pinning_accelerator(get_accelerator(), allocator))
@@ -225,7 +225,7 @@ def _install_cpu_shims(state: Enabled, ds_config: dict[str, Any], gather_clone: 
         state.shims.append("gather-clone")
     if (ds_config.get("fp16") or {}).get("enabled"):
         state._undo.append(cpu_shims.allow_fp16_on_cpu(type(get_accelerator())))
-        state._undo.append(cpu_shims.fp16_products_in_fp32())
+        state._undo.append(fp16_products_in_fp32())
         state.shims += ["fp16-allowed-on-cpu", "fp16-products-in-fp32"]
         zero = ds_config.get("zero_optimization") or {}
         if zero.get("memory_efficient_linear", True):
@@ -235,18 +235,9 @@ def _install_cpu_shims(state: Enabled, ds_config: dict[str, Any], gather_clone: 
             )
 
 
-def _apply_memory_options(state: Enabled, deepspeed: Any, ds_config: dict[str, Any], allocator: Any) -> None:
-    options = MemoryOptions.take(dict(ds_config.get(CONFIG_KEY) or {}))
-    if options:
-        _replace(state, deepspeed, "initialize", initialize_with_options(deepspeed.initialize, options, allocator))
-
-
-def _configure_states(state: Enabled, ds_config: dict[str, Any]) -> None:
-    if state.parts.optimizer_states == "bf16":
-        state._undo.append(bf16_states.configure_bf16_states(ds_config))
-        state._undo.append(bf16_states.keep_dtype_of_swapped_tensors())
-    else:
-        bf16_states.refuse_contradictions(ds_config)
+def _install_bf16_states(state: Enabled) -> None:
+    state._undo.append(bf16_states.keep_dtype_of_swapped_tensors())
+    state._undo.append(bf16_states.write_bf16_states())
 
 
 def _allocator(parts: Parts, ledger: Ledger) -> Any:
@@ -256,14 +247,23 @@ def _allocator(parts: Parts, ledger: Ledger) -> Any:
 
 
 def _swap_store(
-    state: Enabled, ds_config: dict[str, Any], derived: DerivedSettings, devices: list[str]
+    state: Enabled, ds_config: dict[str, Any], derived: DerivedSettings, options: EnableOptions
 ) -> SwapStore | None:
     zero = ds_config.get("zero_optimization") or {}
     offloads = [zero.get(name) or {} for name in ("offload_param", "offload_optimizer")]
     folders = [str(offload["nvme_path"]) for offload in offloads if offload.get("device") == "nvme"]
-    if state.parts.aio != "direct" or not folders:
+    if state.parts.aio == "stock" or not folders:
         return None
-    return SwapStore(folders, derived.io, state.ledger, devices=devices)
+    store = SwapStore(
+        folders,
+        derived.io,
+        state.ledger,
+        devices=options.devices,
+        kind=options.parts.aio,
+        require_direct=options.require_direct,
+    )
+    state._undo.append(store.retire)
+    return store
 
 
 def _replace(state: Enabled, module: Any, name: str, value: Any) -> None:

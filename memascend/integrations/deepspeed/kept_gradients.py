@@ -9,27 +9,49 @@ from __future__ import annotations
 
 from typing import Any
 
-from .signatures import KEPT_GRADIENT_HOOKS, check_hooks
 
+class KeptGradients:
+    """Mixin over :class:`.idle_gradients.IdleGradients` that swaps no gradients that the flat buffer holds."""
 
-def kept_gradients_class(stock_class: type) -> type:
-    """Subclass of the ZeRO-3 optimizer that swaps no gradients. Raises RuntimeError where a hook has changed."""
-    check_hooks(KEPT_GRADIENT_HOOKS, otherwise="set memascend.gradients to 'swapped'")
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._in_earlier_micro_batches: dict[Any, None] = {}  # parameters, in order; of this step
+        super().__init__(*args, **kwargs)
+        sizes = self.fp16_partitioned_groups_flat_numel
+        self._flat_begin = [sum(sizes[:index]) for index in range(len(sizes))]
 
-    class KeptGradients(stock_class):  # type: ignore[misc, valid-type]
-        def _configure_tensor_swapping(self, *args: Any, **kwargs: Any) -> None:
-            super()._configure_tensor_swapping(*args, **kwargs)
-            self.optimizer_swapper.swap_out_gradients = self._keep_gradients
+    def _store_gradients(self, parameter: Any, gradient_offsets: list[int], gradient_tensors: list[Any]) -> None:
+        """DeepSpeed's own way for gradients too small to swap: their tensors are read at swap-in. Here they are the
+        flat buffer's parts, which have its order.
+        """
+        begin = self._flat_begin[self._sub_group_of[self.optimizer_swapper.parameter_id(parameter)]]
+        flat = self.grad_partitions_flat_buffer
+        views = [
+            flat.narrow(0, begin + offset, tensor.numel())
+            for offset, tensor in zip(gradient_offsets, gradient_tensors, strict=True)
+        ]
+        self._pieces_of(parameter).store_views(gradient_offsets, views)
 
-        def _keep_gradients(self, parameter: Any, gradient_offsets: list[int], gradient_tensors: list[Any]) -> None:
-            """DeepSpeed's own way for gradients too small to swap: their tensors are read at swap-in. Here it is one
-            tensor, the sub-group's part of the flat buffer, which has its order; as swap files would, it stays.
-            """
-            swapper, sizes = self.optimizer_swapper, self.fp16_partitioned_groups_flat_numel
-            info = swapper.swap_params_info[swapper.parameter_id(parameter)]
-            sub_group = next(i for i, flat in enumerate(self.fp32_partitioned_groups_flat) if flat is parameter)
-            begin = sum(sizes[:sub_group])
-            info.unswapped_gradients = {0: self.grad_partitions_flat_buffer.narrow(0, begin, sizes[sub_group])}
-            info.release_unswapped_gradients = lambda: None
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Any]) -> Any:
+        boundary = self.is_gradient_accumulation_boundary
+        if not (boundary() if callable(boundary) else boundary):  # an attribute in 0.16
+            self._in_earlier_micro_batches |= dict.fromkeys(params_to_release)
+        return super().partition_grads(params_to_release, grad_partitions)
 
-    return KeptGradients
+    def step(self, closure: Any = None) -> None:
+        self._refuse_overwritten_gradients()
+        super().step(closure)
+
+    def _refuse_overwritten_gradients(self) -> None:
+        """CPU offload takes the gradient of the last micro batch's parameters alone, and steps the others with their
+        previous one. For a parameter of earlier micro batches alone, the flat buffer no longer has it.
+        """
+        touched, self._in_earlier_micro_batches = self._in_earlier_micro_batches, {}
+        for parameter in touched:
+            sub_group, offset, _ = self.grad_position[self.get_param_id(parameter)]
+            pieces = self._pieces.get(sub_group)
+            if pieces is not None and pieces.is_old_view(offset):
+                raise RuntimeError(
+                    f"memascend.gradients='kept': a parameter of shape {tuple(parameter.ds_shape)} got a gradient in "
+                    "an earlier micro batch of this step, but not in the last one, and its previous gradient, which "
+                    "DeepSpeed takes then, is overwritten; set memascend.gradients to 'swapped'"
+                )

@@ -18,86 +18,81 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from memascend.ops.adamw import adamw_
 from memascend.ops.unscale import unscale_norm_overflow_
 
-from .signatures import FAST_HOOKS, check_hooks
-
 _ROUNDING_SEED = 0x4D656D41  # fixed: a resumed run rounds as the uninterrupted one does
 
 
-def fast_numerics_class(stage3_class: type) -> type:
-    """Subclass of a ZeRO-3 optimizer of ours with the fused norm and AdamW."""
-    check_hooks(FAST_HOOKS, otherwise="set memascend.numerics to 'exact'")
+class FastNumerics:
+    """Mixin over :class:`.idle_gradients.IdleGradients` with the fused norm and AdamW."""
 
-    class FastNumericsStage3(stage3_class):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._norm_saw_overflow = self._norm_elsewhere = False
-            super().__init__(*args, **kwargs)
-            _require_cpu_adamw(self.optimizer)
-            self._normed_partitions = sum(_holds_elements(self, p) for group in self.fp16_groups for p in group)
-            numels = self.fp16_partitioned_groups_flat_numel
-            rank = dist.get_rank(group=self.dp_process_group)
-            self._first_element = [sum(numels) * rank + sum(numels[:i]) for i in range(len(numels))]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._norm_saw_overflow = self._norm_elsewhere = False
+        super().__init__(*args, **kwargs)
+        _require_cpu_adamw(self.optimizer)
+        self._normed_partitions = sum(_holds_elements(self, p) for group in self.fp16_groups for p in group)
+        numels = self.fp16_partitioned_groups_flat_numel
+        rank = dist.get_rank(group=self.dp_process_group)
+        self._first_element = [sum(numels) * rank + sum(numels[:i]) for i in range(len(numels))]
 
-        def _constant_buffered_norm2(self, input: torch.Tensor, buffer_size: int = 250_000_000) -> torch.Tensor:
-            if input.device.type != "cpu":
-                self._norm_elsewhere = True
-                return super()._constant_buffered_norm2(input, buffer_size)
-            result = unscale_norm_overflow_(input.view(-1), 1.0)
-            self._norm_saw_overflow |= bool(result.overflow)
-            return result.sum_squares.sqrt()
+    def _constant_buffered_norm2(self, input: torch.Tensor, buffer_size: int = 250_000_000) -> torch.Tensor:
+        if input.device.type != "cpu":
+            self._norm_elsewhere = True
+            return super()._constant_buffered_norm2(input, buffer_size)
+        result = unscale_norm_overflow_(input.view(-1), 1.0)
+        self._norm_saw_overflow |= bool(result.overflow)
+        return result.sum_squares.sqrt()
 
-        def _local_overflow(self) -> bool:
-            """From the norm's pass, if it has seen every gradient; otherwise by a pass of its own."""
-            if self._norm_saw_overflow:
-                return True
-            seen_all = not self._norm_elsewhere and len(self.norm_for_param_grads) >= self._normed_partitions
-            return False if seen_all else super()._local_overflow()
+    def _local_overflow(self) -> bool:
+        """From the norm's pass, if it has seen every gradient; otherwise by a pass of its own."""
+        if self._norm_saw_overflow:
+            return True
+        seen_all = not self._norm_elsewhere and len(self.norm_for_param_grads) >= self._normed_partitions
+        return False if seen_all else super()._local_overflow()
 
-        def reset_cpu_buffers(self) -> None:
-            super().reset_cpu_buffers()
-            self._norm_saw_overflow = self._norm_elsewhere = False
+    def reset_cpu_buffers(self) -> None:
+        super().reset_cpu_buffers()
+        self._norm_saw_overflow = self._norm_elsewhere = False
 
-        def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
-            self._grad_scale = 1.0
-            if not self._swappable_optimizer_subgroup(sub_group_id):
-                super().unscale_and_clip_grads(sub_group_id, total_norm)  # in place: this gradient buffer is kept
-                return
-            scale = float(self.loss_scale)
-            if self.clip_grad > 0.0:
-                scale *= max(1.0, (float(total_norm) / scale + 1e-6) / self.clip_grad)
-            self._grad_scale = 1.0 / scale
+    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
+        self._grad_scale = 1.0
+        if not self._swappable_optimizer_subgroup(sub_group_id):
+            super().unscale_and_clip_grads(sub_group_id, total_norm)  # in place: this gradient buffer is kept
+            return
+        scale = float(self.loss_scale)
+        if self.clip_grad > 0.0:
+            scale *= max(1.0, (float(total_norm) / scale + 1e-6) / self.clip_grad)
+        self._grad_scale = 1.0 / scale
+        self._note_scaling(sub_group_id, self._grad_scale)
 
-        def _optimizer_step(self, sub_group_id: int) -> None:
-            if self.subgroup_to_device[sub_group_id] != "cpu":
-                super()._optimizer_step(sub_group_id)
-                return
-            param = self.fp32_partitioned_groups_flat[sub_group_id]
-            if param.grad is None:
-                return
-            group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
-            state = self.optimizer.state[param]
-            if not state:
-                state |= {
-                    "step": 0,
-                    "exp_avg": torch.zeros_like(param.data),
-                    "exp_avg_sq": torch.zeros_like(param.data),
-                }
-            state["step"] += 1
-            adamw_(
-                param.data,
-                param.grad.data,
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                step=state["step"],
-                lr=group["lr"],
-                betas=tuple(group["betas"]),
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                grad_scale=self._grad_scale,
-                seed=_ROUNDING_SEED,
-                element_offset=self._first_element[sub_group_id],
-            )
-
-    return FastNumericsStage3
+    def _optimizer_step(self, sub_group_id: int) -> None:
+        if self.subgroup_to_device[sub_group_id] != "cpu":
+            super()._optimizer_step(sub_group_id)
+            return
+        param = self.fp32_partitioned_groups_flat[sub_group_id]
+        if param.grad is None:
+            return
+        group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
+        state = self.optimizer.state[param]
+        if not state:
+            state |= {
+                "step": 0,
+                "exp_avg": torch.zeros_like(param.data),
+                "exp_avg_sq": torch.zeros_like(param.data),
+            }
+        state["step"] += 1
+        adamw_(
+            param.data,
+            param.grad.data,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            step=state["step"],
+            lr=group["lr"],
+            betas=tuple(group["betas"]),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            grad_scale=self._grad_scale,
+            seed=_ROUNDING_SEED,
+            element_offset=self._first_element[sub_group_id],
+        )
 
 
 def _holds_elements(optimizer: Any, param: Any) -> bool:

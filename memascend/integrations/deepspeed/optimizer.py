@@ -1,6 +1,7 @@
 """The ZeRO-3 optimizer with the overflow check of our choice; pool, settings and gradient buffer made from the module.
 
-Hook: ``stage3.DeepSpeedZeroOptimizer_Stage3``, replaced by a subclass (the engine imports it when it needs it).
+Hook: ``stage3.DeepSpeedZeroOptimizer_Stage3``, replaced by a subclass (the engine imports it when it needs it). The
+subclass is put together from mixins; what they need to know is in one object, :class:`Stage3Settings`.
 """
 
 from __future__ import annotations
@@ -11,95 +12,109 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import log_dist
 
+from memascend.integrations.conventions import announce
 from memascend.ops.overflow import has_overflow, has_overflow_aminmax, has_overflow_chain
 
-from .accelerator import PinnedAllocator
-from .derived import DerivedSettings
-from .parts import Parts
+from .announcement import enabled_line
+from .first_step import SWAPS_CONTEXTS, FirstStepInPlace
+from .idle_gradients import IdleGradients
+from .kept_gradients import KeptGradients
+from .signatures import FAST_HOOKS, FIRST_STEP_HOOKS, IDLE_GRADIENT_HOOKS, KEPT_GRADIENT_HOOKS, check_hooks
+from .stage3_settings import Stage3Settings
+from .storage_user import StorageUser
 from .swapped_states import ExactCheckpoints
 
-CHECKS: dict[str, Callable[[torch.Tensor], bool]] = {
+_CHECKS: dict[str, Callable[[torch.Tensor], bool]] = {
     "fused": has_overflow,
     "chain": has_overflow_chain,
     "aminmax": has_overflow_aminmax,
 }
 
 
-def checked_optimizer_class(
-    stock_class: type,
-    parts: Parts,
-    minimum_swap_bytes: int | None,
-    derived: DerivedSettings | None,
-    allocator: PinnedAllocator | None,
-    exact_checkpoints: bool = False,
-) -> type:
-    """Subclass of DeepSpeed's stage-3 optimizer; overflow 'stock' leaves the check alone.
+def checked_optimizer_class(stock_class: type, settings: Stage3Settings) -> type:
+    """Subclass of DeepSpeed's stage-3 optimizer. Raises RuntimeError where a hook has changed."""
+    bases: list[type] = [OurStage3, StorageUser]
+    if settings.derived is not None:
+        check_hooks(IDLE_GRADIENT_HOOKS)
+        bases += [ExactCheckpoints, IdleGradients] if settings.exact_checkpoints else [IdleGradients]
+    if settings.allocator is not None:
+        if SWAPS_CONTEXTS:
+            check_hooks(FIRST_STEP_HOOKS)
+        bases.insert(0, FirstStepInPlace)
+    if settings.parts.gradients == "kept":
+        check_hooks(KEPT_GRADIENT_HOOKS, otherwise="set memascend.gradients to 'swapped'")
+        bases.insert(0, KeptGradients)
+    if settings.parts.numerics == "fast":
+        check_hooks(FAST_HOOKS, otherwise="set memascend.numerics to 'exact'")
+        from .numerics import FastNumerics
 
-    ``derived``: fills in what the user left out; None for DeepSpeed as it is. ``allocator``: keeps start-up and first
-    step in the memory of later ones (:mod:`.first_step`); None leaves them to DeepSpeed.
+        bases.insert(0, FastNumerics)
+    return type(f"MemAscend{stock_class.__name__}", (*bases, stock_class), {"settings": settings})
+
+
+def local_overflow(check: str, gradients: torch.Tensor) -> bool:
+    """Whether ``gradients`` hold an infinite or NaN element, by the check of that name.
+
+    Without an offloaded optimizer DeepSpeed keeps them on the accelerator, where the checks of ours for host memory are
+    one ``torch.aminmax``.
     """
-    check_name = parts.overflow
+    if check == "fused" and not gradients.is_cpu:
+        check = "aminmax"
+    return _CHECKS[check](gradients)
 
-    bases = (ExactCheckpoints, stock_class) if exact_checkpoints else (stock_class,)
 
-    class MemAscendStage3(*bases):  # type: ignore[misc, valid-type]
-        def __init__(self, module: torch.nn.Module, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            self._swappers = swappers = self._adopt(module)
-            if derived is not None:
-                derived.fill_stage3(init_optimizer, kwargs)
-                pools = [s.pool.total_bytes for s in swappers if getattr(s, "pool", None) is not None]
-                log_dist(derived.line(sum(pools) if pools else None), ranks=[0])
-            super().__init__(module, init_optimizer, *args, **kwargs)
+class OurStage3:
+    """Mixin for ``DeepSpeedZeroOptimizer_Stage3``: derived settings, swap limit, overflow check."""
 
-        def _adopt(self, module: torch.nn.Module) -> list[Any]:
-            swappers = {
-                id(s): s for s in (getattr(p, "nvme_swapper", None) for p in module.parameters()) if s is not None
-            }
-            for swapper in swappers.values():
-                if hasattr(swapper, "adopt_module"):
-                    swapper.adopt_module(module)
-            return list(swappers.values())
+    settings: Stage3Settings
 
-        def _configure_tensor_swapping(self, *args: Any, **kwargs: Any) -> None:
-            super()._configure_tensor_swapping(*args, **kwargs)
-            if minimum_swap_bytes is not None:
-                self.optimizer_swapper.min_aio_bytes = minimum_swap_bytes
+    def __init__(self, module: torch.nn.Module, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if self.settings.derived is not None:
+            self.settings.derived.fill_stage3(init_optimizer, kwargs)
+        super().__init__(module, init_optimizer, *args, **kwargs)
 
-        def _partition_all_parameters(self) -> None:
-            """Before a step, partitions that were read ahead and not used go too: DeepSpeed would update the copies in
-            memory alone and leave the old weights on NVMe.
-            """
-            super()._partition_all_parameters()
-            for swapper in self._swappers:
-                if hasattr(swapper, "release_read_ahead"):
-                    swapper.release_read_ahead()
+    def initialize_ds_offload(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Every parameter is partitioned when this ends, those of a model built outside ``zero.Init`` too, and none has
+        been gathered yet: now the swappers can size their pools."""
+        offload = super().initialize_ds_offload(module, *args, **kwargs)
+        self._swappers = _adopt(module)
+        if self.settings.derived is not None:
+            pools = [s.pool.total_bytes for s in self._swappers if getattr(s, "pool", None) is not None]
+            announce(enabled_line(self.settings.parts, self.settings.derived, sum(pools) if pools else None))
+        return offload
 
-        def has_overflow(self, partition_gradients: bool = True) -> bool:
-            if check_name == "stock" or not partition_gradients:
-                return super().has_overflow(partition_gradients)
-            found = self._local_overflow()
-            flag = get_accelerator().ByteTensor([int(found)]).to(get_accelerator().current_device_name())
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.dp_process_group)
-            self._model_parallel_all_reduce(tensor=flag, op=dist.ReduceOp.MAX)
-            return bool(flag[0].item())
+    def _configure_tensor_swapping(self, *args: Any, **kwargs: Any) -> None:
+        super()._configure_tensor_swapping(*args, **kwargs)
+        if self.settings.minimum_swap_bytes is not None:
+            self.optimizer_swapper.min_aio_bytes = self.settings.minimum_swap_bytes
 
-        def _local_overflow(self) -> bool:
-            return CHECKS[check_name](self.grad_partitions_flat_buffer)
+    def _partition_all_parameters(self) -> None:
+        """Before a step, partitions that were read ahead and not used go too: DeepSpeed would update the copies in
+        memory alone and leave the old weights on NVMe.
+        """
+        super()._partition_all_parameters()
+        for swapper in self._swappers:
+            if hasattr(swapper, "release_read_ahead"):
+                swapper.release_read_ahead()
 
-    if allocator is not None:
-        from .first_step import first_step_class
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        if self.settings.parts.overflow == "stock" or not partition_gradients:
+            return super().has_overflow(partition_gradients)
+        found = self._local_overflow()
+        flag = get_accelerator().ByteTensor([int(found)]).to(get_accelerator().current_device_name())
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.dp_process_group)
+        self._model_parallel_all_reduce(tensor=flag, op=dist.ReduceOp.MAX)
+        return bool(flag[0].item())
 
-        MemAscendStage3 = first_step_class(MemAscendStage3, allocator)
-    if parts.gradients == "kept":
-        from .kept_gradients import kept_gradients_class
+    def _local_overflow(self) -> bool:
+        return local_overflow(self.settings.parts.overflow, self.grad_partitions_flat_buffer)
 
-        MemAscendStage3 = kept_gradients_class(MemAscendStage3)
-    if parts.numerics == "fast":
-        from .numerics import fast_numerics_class
 
-        MemAscendStage3 = fast_numerics_class(MemAscendStage3)
-    MemAscendStage3.__name__ = f"MemAscend{stock_class.__name__}"
-    MemAscendStage3.__qualname__ = MemAscendStage3.__name__
-    return MemAscendStage3
+def _adopt(module: torch.nn.Module) -> list[Any]:
+    """The parameter swappers of ``module``, each told of it."""
+    swappers = {id(s): s for s in (getattr(p, "nvme_swapper", None) for p in module.parameters()) if s is not None}
+    for swapper in swappers.values():
+        if hasattr(swapper, "adopt_module"):
+            swapper.adopt_module(module)
+    return list(swappers.values())

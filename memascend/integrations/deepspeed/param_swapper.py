@@ -1,13 +1,18 @@
 """The parameter swapper over a buffer pool of ours (MemAscend IV-B, Fig. 6).
 
-Hook: module global ``partition_parameters.AsyncPartitionedParameterSwapper``. The swapper is built before any parameter
-exists, so the pool is made in two stages: while ``zero.Init`` partitions parameters one by one, a single staging buffer
-suffices; when the ZeRO-3 optimizer is built, the module is known and :meth:`adopt_module` makes the pool.
+Hook: module global ``partition_parameters.AsyncPartitionedParameterSwapper``. Leases, read-ahead and eviction are those
+of :class:`memascend.engine.WeightStream`; here DeepSpeed's calls become the stream's, and its parameters' states tell
+the stream what may lose its buffer.
+
+The swapper is built before any parameter exists. Until the ZeRO-3 optimizer knows the module and :meth:`adopt_module`
+makes the pool, partitions pass through staging buffers: one, while ``zero.Init`` partitions parameters one by one, and
+as many as are asked for where a model's initialisation gathers several.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -17,20 +22,27 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
     AsyncPartitionedParameterSwapper,
     PartitionedParamStatus,
 )
-from deepspeed.runtime.swap_tensor.utils import swap_in_tensors
 
+from memascend.engine import Use, WeightStream
+from memascend.integrations.conventions import is_logging_rank
 from memascend.memory.pools import (
     DEFAULT_ALIGNMENT_BYTES,
     AdaptiveBufferPool,
     BufferPool,
     MonolithicBufferPool,
+    OnDemandBuffers,
     adaptive_pool_classes,
 )
 
 from .accelerator import PinnedAllocator
+from .aio import AioHandle
 from .derived import DerivedSettings
+from .handle_storage import HandleStorage
 
 log = logging.getLogger("memascend")
+
+# DeepSpeed's count of the user's GatheredParameters contexts that a parameter is in (from 0.19 on).
+_CONTEXTS = "_ds_z3_gathered_param_context_depth"
 
 
 def pooled_swapper_class(
@@ -67,29 +79,51 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
             object.__setattr__(config, "buffer_count", real_count)
         self.param_buffer_count = real_count
         self.buffers = None
-        # Our engine takes any length; 512-aligned slots keep direct I/O free of copies.
-        self.aligned_bytes = DEFAULT_ALIGNMENT_BYTES
+        # Our engine takes any length; slots that are aligned as the device demands are transferred without a copy.
+        ours = isinstance(self.aio_read_handle, AioHandle)  # not where "aio.use_gds" asks for another module
+        self.aligned_bytes = self.aio_read_handle.memory_alignment_bytes if ours else DEFAULT_ALIGNMENT_BYTES
         self.numel_alignment = self.aligned_bytes // self.swap_element_size
         self.aligned_elements_per_buffer = self._io_aligned_numel(self.elements_per_buffer)
         if self._minimum_swap_bytes is not None:
             self.min_aio_bytes = self._minimum_swap_bytes
         # DeepSpeed keeps smaller parameters gathered for good: on NVMe they would hold their buffers for good, too.
         self._kept_gathered_numel = ds_config.zero_config.param_persistence_threshold
-        self.pool: BufferPool | None = None
-        self._staging: torch.Tensor | None = None
-        self._swapped_in: dict[int, Any] = {}
-        self._reserved: list[str] = []
-        self._beside_pool: set[int] = set()  # parameters whose buffers are not the pool's
-        self.denied_prefetches = 0
-        self.evicted_prefetches = 0
-        self.released_gathered = 0
-        self.buffers_beside_pool = 0
+        self._start_stream()
         if self._pool_kind != "adaptive" and self._derived.pool_is_sized_by_user:
             self._make_monolithic_pool(self.aligned_elements_per_buffer, real_count)
 
+    def _start_stream(self) -> None:
+        self.gathering: Collection[int] = frozenset()  # set by .gathers
+        self._read_in: dict[int, Any] = {}  # parameters that were read, by id
+        self._arriving: dict[int, Any] = {}
+        self._copies_noted: set[int] = set()
+        self._shapes: dict[int, tuple[int, ...]] = {}
+        self._reserved: list[str] = []
+        self._storage = HandleStorage(self.aio_read_handle, self.aio_write_handle, lambda key: self.id_to_path[key])
+        self.stream = WeightStream(
+            self._storage,
+            staging=OnDemandBuffers(self.dtype, self._allocator, name="staging buffer", keep=True),
+            beside=OnDemandBuffers(self.dtype, self._allocator, name="beside the pool"),
+            owner=self,
+            slot_multiple=self.numel_alignment,
+            describe=lambda key: f"parameter {key} of shape {self._shapes.get(key)}",
+            warn=log.warning if is_logging_rank() else lambda line: None,
+        )
+
+    @property
+    def pool(self) -> BufferPool | None:
+        return self.stream.pool
+
     def _make_monolithic_pool(self, numel: int, count: int) -> None:
         separate = self._pool_kind == "monolithic_separate"
-        self.pool = MonolithicBufferPool(numel, count, self.dtype, self._allocator, separate=separate)
+        pool = MonolithicBufferPool(numel, count, self.dtype, self._allocator, separate, self.aligned_bytes)
+        self._use_pool(pool)
+
+    def _use_pool(self, pool: BufferPool) -> None:
+        self.stream.use_pool(pool)
+        if isinstance(self.aio_read_handle, AioHandle):
+            for arena in pool.arenas:
+                self.aio_read_handle.register(arena)
 
     def adopt_module(self, module: torch.nn.Module) -> None:
         """Size the pool from the partitioned parameters of ``module``; frees the staging buffer."""
@@ -101,17 +135,48 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         if self._pool_kind != "adaptive":
             largest = max(numel for part in (*blocks, outside) for numel in part)
             count = len(outside) + max(map(len, blocks), default=0) * self._blocks_in_flight
-            self._staging = None
             self._make_monolithic_pool(self._io_aligned_numel(largest), self._derived.pool_count_of_user or count)
             return
         classes = adaptive_pool_classes(blocks, outside, self._blocks_in_flight)
-        self.pool = AdaptiveBufferPool(classes, self.dtype, self._allocator)
-        self._staging = None
+        self._use_pool(AdaptiveBufferPool(classes, self.dtype, self._allocator, self.aligned_bytes))
         log.info(
             "memascend: adaptive pool of %d bytes: %s",
             self.pool.total_bytes,
             ", ".join(f"{c.count} x {c.numel}" for c in classes),
         )
+
+    # -- what the stream asks of us ---------------------------------------------------------------------------------
+
+    def use_of(self, key: int) -> Use:
+        """A partition that was read and is not gathered is idle. What is gathered has a copy on the device, and goes on
+        counting as read for DeepSpeed's prefetcher, which tells by that what is still gathered when it is used again.
+        """
+        param = self._read_in.get(key)
+        if param is None or key in self.gathering:
+            return Use.NEEDED
+        status = param.ds_status.name
+        if status == "NOT_AVAILABLE":
+            return Use.IDLE
+        in_context = getattr(param, _CONTEXTS, 0) > 0  # an update in there is written through the partition's buffer
+        covered = key in self._copies_noted or get_accelerator().is_synchronized_device()
+        return Use.COPIED if status == "AVAILABLE" and covered and not in_context else Use.NEEDED
+
+    def dropped(self, key: int, use: Use) -> None:
+        param = self._forget(key)
+        param.ds_tensor.data = self.invalid_buffer.data
+        if use is Use.IDLE:
+            param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
+
+    def _forget(self, key: int) -> Any:
+        self._arriving.pop(key, None)
+        self._copies_noted.discard(key)
+        return self._read_in.pop(key, None)
+
+    def gathered(self, param: Any, event: Any) -> None:
+        """``event`` stands behind the copy of ``param`` to the device (called by :mod:`.gathers`)."""
+        if param.ds_id in self._read_in:
+            self.stream.copied(param.ds_id, event)
+            self._copies_noted.add(param.ds_id)
 
     # -- what DeepSpeed asks of a swapper ---------------------------------------------------------------------------
 
@@ -121,112 +186,95 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         return super().swappable_tensor(param, numel) and not kept_gathered
 
     def available_swap_in_buffers(self) -> int:
-        return 1 if self.pool is None else self.pool.free_count()
+        return self.stream.free_count()
 
     def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
         """Buffer for the first partition of ``param`` (1-D, ``numel`` elements); written out and released at once."""
-        self.param_id_to_numel[param.ds_id] = numel
-        slot = self._lease(param.ds_id, numel)
-        if slot is None:
-            slot = self._lease_or_evict(param.ds_id, numel, keep=())
-        self.param_id_to_buffer_id[param.ds_id] = param.ds_id
-        self.param_id_to_swap_buffer[param.ds_id] = slot
-        return slot.narrow(0, 0, numel)
-
-    def _allocate_and_return_buffers_for_swap_in(
-        self, params: list[Any]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        compute, swap = [], []
-        for param in params:
-            numel = self.param_id_to_numel[param.ds_id]
-            slot = self._lease_or_evict(param.ds_id, numel, keep={p.ds_id for p in params})
-            self.param_id_to_buffer_id[param.ds_id] = param.ds_id
-            self.param_id_to_swap_buffer[param.ds_id] = slot
-            compute.append(slot.narrow(0, 0, numel))
-            swap.append(slot)
-        return compute, swap
+        key = param.ds_id
+        self.param_id_to_numel[key], self._shapes[key] = numel, tuple(getattr(param, "ds_shape", (numel,)))
+        self.stream.register(key, numel)
+        self.get_path(param)
+        return self.stream.put(key)
 
     def swap_in(
         self, params: list[Any], async_op: bool = True, swap_in_buffers: list[torch.Tensor] | None = None
     ) -> None:
         """Read ``params``. A prefetch (``async_op``) takes those for which there is room and leaves the rest."""
-        unique = list({p.ds_id: p for p in params}.values())
-        if async_op and swap_in_buffers is None:
-            held = self.param_id_to_swap_buffer
-            unique = [p for p in unique if p.ds_id not in held and p.ds_status.name == "NOT_AVAILABLE"]
-            self._prefetch(unique)
+        if swap_in_buffers is not None:
+            raise ValueError("memascend: swap_in takes buffers of its own pool alone; swap_into_buffer takes yours")
+        unique = {p.ds_id: p for p in params}
+        if async_op:
+            keys = [key for key, p in unique.items() if p.ds_status.name == "NOT_AVAILABLE"]
+            self._on_their_way(unique[key] for key in self.stream.prefetch(keys))
             return
-        super_params = [p for p in unique if p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE]
-        if swap_in_buffers is None:
-            self.synchronize_reads_if_needed(unique)
-            compute, swap_in_buffers = self._allocate_and_return_buffers_for_swap_in(super_params)
-            numel = sum(t.numel() for t in compute)
-        else:
-            numel = sum(t.numel() for t in swap_in_buffers)
-        swap_in_tensors(self.aio_read_handle, swap_in_buffers, self._get_swap_paths(super_params))
-        self._update_inflight_swap_in(super_params, swap_in_buffers, numel)
-        if not async_op:
-            self.synchronize_reads()
+        absent = [key for key, p in unique.items() if p.ds_tensor.status != PartitionedParamStatus.AVAILABLE]
+        self.stream.fetch(absent)
+        self._on_their_way(unique[key] for key in absent)
+        self.synchronize_reads()
 
-    def synchronize_reads_if_needed(self, params: list[Any]) -> None:
-        if any(p.ds_tensor.status == PartitionedParamStatus.INFLIGHT for p in params):
-            self.synchronize_reads()
-
-    def _prefetch(self, params: list[Any]) -> None:
-        chosen, buffers = [], []
-        used_up: set[int] = set()  # sizes
+    def _on_their_way(self, params: Iterable[Any]) -> None:
         for param in params:
-            numel = self.param_id_to_numel[param.ds_id]
-            slot = None if numel in used_up else self._lease_of_gathered(param.ds_id, numel)
-            if slot is None:
-                used_up.add(numel)
-                self.denied_prefetches += 1
-                continue
-            self.param_id_to_buffer_id[param.ds_id] = param.ds_id
-            self.param_id_to_swap_buffer[param.ds_id] = slot
-            chosen.append(param)
-            buffers.append(slot)
-        if chosen:
-            swap_in_tensors(self.aio_read_handle, buffers, self._get_swap_paths(chosen))
-            self._update_inflight_swap_in(chosen, buffers, sum(self.param_id_to_numel[p.ds_id] for p in chosen))
+            self._read_in[param.ds_id] = self._arriving[param.ds_id] = param
+            param.ds_tensor.status = PartitionedParamStatus.INFLIGHT
 
-    def _update_inflight_swap_in(
-        self, params: list[Any], swap_in_buffers: list[torch.Tensor], inflight_numel: int
-    ) -> None:
-        super()._update_inflight_swap_in(params, swap_in_buffers, inflight_numel)
-        self._swapped_in.update({p.ds_id: p for p in params})
+    def synchronize_reads(self) -> None:
+        self.stream.wait(self._arriving)
+        arrived, self._arriving = self._arriving, {}
+        for key, param in arrived.items():
+            param.ds_tensor.data = self.stream.tensor(key).data
+            param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
 
     def swap_into_buffer(self, param: Any, dest_buffer: torch.Tensor) -> None:
         """Read ``param`` into a buffer of the caller's; our engine takes any address and length, so no copy."""
-        assert param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE, (
-            f"param {param.ds_id} is already available"
-        )
-        self.synchronize_reads()
-        numel = self.param_id_to_numel[param.ds_id]
-        self.aio_read_handle.async_pread(dest_buffer.narrow(0, 0, numel), self.get_path(param, must_exist=True), 0)
-        assert self.aio_read_handle.wait() == 1
+        if param.ds_tensor.status != PartitionedParamStatus.NOT_AVAILABLE:
+            raise RuntimeError(f"memascend: parameter {param.ds_id} is in memory already: its partition is there")
+        dest = dest_buffer.narrow(0, 0, self.param_id_to_numel[param.ds_id])
+        self._storage.read(param.ds_id, dest).wait()
 
     def remove_partition_and_release_buffers(self, params: list[Any]) -> None:
-        self.synchronize_reads_if_needed(params)  # a buffer that is still being read into is nobody else's yet
         for param in params:
-            self._release_slot(param)
-        self.available_buffer_ids = []
-        super().remove_partition_and_release_buffers(params)
-        self.available_buffer_ids = []
-
-    def _release_slot(self, param: Any) -> None:
-        if param.ds_id in self._beside_pool:
-            self._beside_pool.discard(param.ds_id)
-        elif param.ds_id in self.param_id_to_buffer_id and self.pool is not None:
-            self.pool.release(param.ds_id)
-        self._swapped_in.pop(param.ds_id, None)
+            self._forget(param.ds_id)
+            self.stream.drop(param.ds_id)  # a buffer that is still being read into is nobody else's until that ends
+            param.ds_tensor.data = self.invalid_buffer.data
+            param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
 
     def release_read_ahead(self) -> None:
         """Give back the partitions in memory whose parameters are not gathered."""
-        self.synchronize_reads()
         self.remove_partition_and_release_buffers(
-            [p for p in self._swapped_in.values() if p.ds_status.name == "NOT_AVAILABLE"]
+            [p for p in self._read_in.values() if p.ds_status.name == "NOT_AVAILABLE"]
         )
+
+    def _swap_out(self, params: list[Any], async_op: bool = True) -> None:
+        for param in params:
+            self.stream.write(param.ds_id)
+        self.swap_out_params += params
+        if not async_op:
+            self.synchronize_writes()
+
+    def synchronize_writes(self) -> None:
+        self.stream.flush()
+        written, self.swap_out_params = self.swap_out_params, []
+        self.remove_partition_and_release_buffers(written)
+
+    def swap_out_partitioned_params(self, dst_fp16_params: list[Any], src_fp32_params: list[torch.Tensor]) -> None:
+        """Write new weights (1-D each) through the buffer of ``reserve_partitioned_swap_space``."""
+        self.synchronize_writes()
+        begin, writes = 0, []
+        for param, source in zip(dst_fp16_params, src_fp32_params, strict=True):
+            slot = self.partitioned_swap_buffer.narrow(0, begin, self._io_aligned_numel(source.numel()))
+            slot.narrow(0, 0, source.numel()).copy_(source.data)
+            writes.append(self._storage.write(param.ds_id, slot))
+            begin += slot.numel()
+        for write in writes:
+            write.wait()
+        for param in dst_fp16_params:
+            param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
+
+    def reserve_partitioned_swap_space(self, partition_num_elems: list[int]) -> None:
+        """Once for each optimizer over these parameters; the buffer of the one before goes."""
+        if self.partitioned_swap_buffer is not None:
+            self.aio_write_handle.free_cpu_locked_tensor(self.partitioned_swap_buffer)
+        super().reserve_partitioned_swap_space(partition_num_elems)
 
     def reserve_available_buffers(self) -> list[torch.Tensor]:
         """All free buffers (``fast_init`` only; refused with the adaptive pool, see parts.py)."""
@@ -243,100 +291,31 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
             self.pool.release(key)
         self._reserved = []
 
-    # -- the pool ---------------------------------------------------------------------------------------------------
+    # -- for the record ---------------------------------------------------------------------------------------------
 
-    def _lease(self, key: int, numel: int) -> torch.Tensor | None:
-        slot_numel = self._io_aligned_numel(numel)
-        if self.pool is None:
-            return self._staging_buffer(key, slot_numel)
-        lease = self.pool.lease(key, numel, slot_numel)
-        return None if lease is None else lease.slot_tensor
+    @property
+    def denied_prefetches(self) -> int:
+        return self.stream.statistics().denied
 
-    def _staging_buffer(self, key: int, slot_numel: int) -> torch.Tensor:
-        if self.param_id_to_buffer_id:
-            raise RuntimeError(
-                f"memascend: parameter {next(iter(self.param_id_to_buffer_id))} still holds the staging buffer "
-                f"while parameter {key} is partitioned; construct the model under deepspeed.zero.Init"
-            )
-        if self._staging is None or self._staging.numel() < slot_numel:
-            self._staging = None
-            self._staging = self._allocator.allocate(
-                slot_numel, self.dtype, name="staging buffer", owner="parameter_pool"
-            )
-        return self._staging.narrow(0, 0, slot_numel)
+    @property
+    def evicted_prefetches(self) -> int:
+        return self.stream.statistics().evicted
 
-    def _lease_of_gathered(self, key: int, numel: int) -> torch.Tensor | None:
-        """A slot for a prefetch: a free one, or that of a gathered parameter of the same size (MemAscend IV-A).
+    @property
+    def released_gathered(self) -> int:
+        return self.stream.statistics().taken
 
-        The device has its copy as soon as a gather has been waited for, so the next block can be read while this one
-        computes, with the memory of one. DeepSpeed goes on to see a partition in memory, until it releases it: by that
-        its prefetcher tells what is still gathered when it is used again.
-        """
-        slot = self._lease(key, numel)
-        device = get_accelerator()
-        may_be_copying = device.resolves_data_dependency() and not device.is_synchronized_device()
-        if slot is not None or may_be_copying:
-            return slot
-        for param in self._swapped_in.values():
-            if param.ds_status.name == "AVAILABLE" and self._share_slots(param.ds_id, numel):
-                self._give_up_slot(param)
-                return self._lease(key, numel)
-        return None
+    @property
+    def buffers_beside_pool(self) -> int:
+        return self.stream.statistics().beside_pool
 
-    def _share_slots(self, key: int, numel: int) -> bool:
-        return self.pool is None or self.pool.share_a_class(self.param_id_to_numel[key], numel)
+    @property
+    def pool_fallbacks(self) -> int:
+        return self.stream.statistics().fallbacks
 
-    def _give_up_slot(self, param: Any) -> None:
-        self._release_slot(param)
-        if param.ds_id in self.available_params:
-            self.available_params.remove(param.ds_id)
-            self.available_numel -= self.param_id_to_numel[param.ds_id]
-        del self.param_id_to_buffer_id[param.ds_id], self.param_id_to_swap_buffer[param.ds_id]
-        param.ds_tensor.data = self.invalid_buffer.data
-        self.released_gathered += 1
-
-    def _lease_or_evict(self, key: int, numel: int, keep: Any) -> torch.Tensor:
-        """A slot for a read that must not fail.
-
-        Where the class is used up, parameters give up theirs: first those that are gathered (the device has its copy,
-        so the host's is done with: MemAscend IV-A), then prefetched ones that nobody uses yet. Where all are being
-        gathered (DeepSpeed gathers ahead by an order of modules that an evaluation has changed), the read gets a buffer
-        of its own until its release.
-        """
-        slot = self._lease(key, numel)
-        if slot is not None:
-            return slot
-        self.synchronize_reads()
-        for status in ("AVAILABLE", "NOT_AVAILABLE"):
-            for param in reversed(list(self._swapped_in.values())):
-                in_memory = param.ds_tensor.status == PartitionedParamStatus.AVAILABLE
-                if param.ds_id in keep or not in_memory or param.ds_status.name != status:
-                    continue
-                if not self._share_slots(param.ds_id, numel):
-                    continue
-                if not get_accelerator().is_synchronized_device():
-                    get_accelerator().synchronize()  # its copy to the device may still be reading the buffer
-                if status == "AVAILABLE":
-                    self._give_up_slot(param)
-                else:
-                    self.remove_partition_and_release_buffers([param])
-                    self.evicted_prefetches += 1
-                slot = self._lease(key, numel)
-                if slot is not None:
-                    return slot
-        if not self.buffers_beside_pool:
-            log.warning(
-                "memascend: no buffer of the pool fits parameter %s (%d elements): all are held by parameters that are "
-                "being gathered; it gets one of its own for a while, and so will others (more memory than planned; "
-                "memascend.blocks_in_flight makes the pool larger)",
-                key,
-                numel,
-            )
-        slot_numel = self._io_aligned_numel(numel)
-        slot = self._allocator.allocate(slot_numel, self.dtype, name="beside the pool", owner="parameter_pool")
-        self._beside_pool.add(key)
-        self.buffers_beside_pool += 1
-        return slot
+    @property
+    def pool_fallback_wasted_bytes(self) -> int:
+        return self.stream.statistics().fallback_wasted_bytes
 
 
 def swapped_numels_by_block(module: torch.nn.Module, swapper: Any) -> tuple[list[list[int]], list[int]]:

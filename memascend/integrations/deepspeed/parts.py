@@ -5,15 +5,14 @@ from __future__ import annotations
 import difflib
 import math
 import os
-import tempfile
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, get_args, get_type_hints
 
-from memascend.integrations.drop_in import CONFIG_KEY
-from memascend.integrations.memory_options import CHOICES as MEMORY_CHOICES
+from memascend.integrations.conventions import CONFIG_KEY
 from memascend.integrations.memory_options import MemoryOptions
+from memascend.memory.budget import parse_bytes
 from memascend.storage.devices import DeviceRefused, require_usable
+from memascend.storage.folders import direct_limits, swap_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,62 +67,109 @@ class Parts:
         return asdict(self)
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "pinned": ("stock", "power_of_two", "exact"),
-    "pool": ("stock", "monolithic_separate", "monolithic", "adaptive"),
-    "overflow": ("stock", "chain", "aminmax", "fused"),
-    "aio": ("stock", "file", "direct"),
-    "optimizer_states": ("fp32", "bf16"),
-    "gradients": ("swapped", "kept"),
-    "numerics": ("exact", "fast"),
-}
+# The words of each part, as its annotation lists them.
+_CHOICES: dict[str, tuple[str, ...]] = {name: get_args(hint) for name, hint in get_type_hints(Parts).items()}
 
 TODAY = Parts(pinned="stock", pool="stock", overflow="stock", aio="stock")
 
 
 def switched_off(ds_config: dict[str, Any]) -> bool:
     """True where the configuration says ``"memascend": {"enabled": false}``: DeepSpeed is then left alone."""
-    if not isinstance(ds_config, dict):
-        raise ValueError(
-            f"memascend.enable takes the DeepSpeed configuration as a dict, got {ds_config!r}; read the file with "
-            f'json.load, or give DeepSpeed a file with the key "{CONFIG_KEY}" and leave enable out'
-        )
     section = ds_config.get(CONFIG_KEY)
     return isinstance(section, dict) and section.get("enabled") is False
 
 
-def parts_from_config(ds_config: dict[str, Any], overrides: dict[str, Any]) -> tuple[Parts, int, list[str]]:
-    """Read ``ds_config["memascend"]`` (optional) and keyword overrides -> (parts, blocks in flight N, raw devices)."""
+@dataclass(frozen=True, kw_only=True)
+class EnableOptions:
+    """What one call of `enable` puts in: the section ``"memascend"`` with the call's keywords over it, checked.
+
+    parts: what stands in each place of DeepSpeed.
+    memory: what each new model is given to need less device memory.
+    blocks_in_flight: N of MemAscend IV-B, transformer blocks whose weights may be in host memory at once.
+    devices: formatted raw devices for ``aio="direct"``; none: files in ``nvme_path``.
+    host_memory: what our buffers may take of this machine, such as "24GiB", equally divided by its ranks; an allocation
+        beyond it is a HostBudgetExceeded that names its owner. None: no budget.
+    require_direct: refuse a file system that does not take O_DIRECT, where tensors would go through the page cache.
+    minimum_swap_bytes: replaces DeepSpeed's hard-coded 1 MiB below which tensors stay in memory (twins scale it).
+    gather_clone: False leaves out the CPU repair of the gather; only for the negative control of the tests.
+    """
+
+    parts: Parts = Parts()
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    blocks_in_flight: int = 1
+    devices: tuple[str, ...] = ()
+    host_memory: str | int | None = None
+    require_direct: bool = False
+    minimum_swap_bytes: int | None = None
+    gather_clone: bool = True
+
+    def __post_init__(self) -> None:
+        if type(self.blocks_in_flight) is not int or self.blocks_in_flight < 1:
+            raise ValueError(
+                f'"{CONFIG_KEY}.blocks_in_flight" must be a whole number of at least 1, got {self.blocks_in_flight!r}'
+            )
+        if not isinstance(self.require_direct, bool):
+            raise ValueError(f'"{CONFIG_KEY}.require_direct" must be true or false, got {self.require_direct!r}')
+        if self.require_direct and self.parts.aio == "stock":
+            raise ValueError(
+                "memascend: require_direct with aio='stock' makes no sense: DeepNVMe is not asked; set aio to "
+                "'direct' or 'file', or leave require_direct out"
+            )
+        _check_devices(self.devices, self.parts)
+        if self.host_memory is not None:
+            parse_bytes(self.host_memory, f'"{CONFIG_KEY}.host_memory"')
+
+
+_KEYWORDS_ONLY = ("minimum_swap_bytes", "gather_clone")  # for programs; no keys of the section
+_GROUPS = {"parts": Parts, "memory": MemoryOptions}
+_KEYS = (
+    *(f.name for group in _GROUPS.values() for f in fields(group)),
+    *(f.name for f in fields(EnableOptions) if f.name not in (*_GROUPS, *_KEYWORDS_ONLY)),
+    "enabled",
+)
+
+
+def enable_options(ds_config: dict[str, Any], keywords: dict[str, Any]) -> EnableOptions:
+    """Read ``ds_config["memascend"]`` (optional) with ``keywords`` over it; those that are None are left out.
+
+    Raises ValueError, in one line, for what cannot be read; TypeError for an unknown keyword.
+    """
     section = ds_config.get(CONFIG_KEY)
     section = {} if section is None else section
     if not isinstance(section, dict):
         raise ValueError(f'"{CONFIG_KEY}" must be a section such as {{"pool": "adaptive"}}, got {section!r}')
-    section = dict(section)
-    section.update({k: v for k, v in overrides.items() if v is not None})
-    enabled = section.pop("enabled", True)
+    _refuse_unknown(section, keywords)
+    given = section | {name: value for name, value in keywords.items() if value is not None}
+    enabled = given.pop("enabled", True)
     if not isinstance(enabled, bool):
         raise ValueError(f'"{CONFIG_KEY}.enabled" must be true or false, got {enabled!r}')
-    MemoryOptions.take(section)  # checked here, applied to the model by deepspeed.initialize
-    blocks_in_flight = section.pop("blocks_in_flight", 1)
-    devices = section.pop("devices", None)
-    devices = [] if devices is None else devices
-    unknown = sorted(set(section) - set(_CHOICES), key=str)
+    if given.get("devices", ()) is None:
+        del given["devices"]
+    if isinstance(given.get("devices"), list):
+        given["devices"] = tuple(given["devices"])
+    groups = {
+        name: group(**{f.name: given.pop(f.name) for f in fields(group) if f.name in given})
+        for name, group in _GROUPS.items()
+    }
+    return EnableOptions(**groups, **given)
+
+
+def _refuse_unknown(section: dict[Any, Any], keywords: dict[str, Any]) -> None:
+    unknown = sorted(set(section) - set(_KEYS), key=str)
     if unknown:
-        known = [*_CHOICES, *MEMORY_CHOICES, "blocks_in_flight", "devices", "enabled"]
-        near = difflib.get_close_matches(str(unknown[0]), known, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else f"; known keys: {', '.join(known)}"
+        near = difflib.get_close_matches(str(unknown[0]), _KEYS, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else f"; known keys: {', '.join(_KEYS)}"
         raise ValueError(f'"{CONFIG_KEY}": unknown key {unknown[0]!r} in the DeepSpeed config{hint}')
-    if type(blocks_in_flight) is not int or blocks_in_flight < 1:
-        raise ValueError(
-            f'"{CONFIG_KEY}.blocks_in_flight" must be a whole number of at least 1, got {blocks_in_flight!r}'
-        )
-    parts = Parts(**section)
-    _check_devices(devices, parts)
-    return parts, blocks_in_flight, list(devices)
+    known = (*_KEYS, *_KEYWORDS_ONLY)
+    for name in keywords:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else f"; known: {', '.join(known)}"
+            raise TypeError(f"memascend.enable has no keyword {name!r}{hint}")
 
 
 def _check_devices(devices: Any, parts: Parts) -> None:
-    if not isinstance(devices, list) or not all(isinstance(device, str) for device in devices):
+    if not isinstance(devices, tuple) or not all(isinstance(device, str) for device in devices):
         raise ValueError(f'"{CONFIG_KEY}.devices" must be a list of paths such as ["/dev/nvme1n1"], got {devices!r}')
     if devices and parts.aio != "direct":
         raise ValueError(
@@ -156,26 +202,33 @@ _AIO_LIMITS = {"queue_depth": 1024, "intra_op_parallelism": 128}
 _PAGE_BYTES = 4096
 
 
-def validate_deepspeed_config(ds_config: dict[str, Any], parts: Parts, devices: list[str]) -> None:
-    """Refuse, with the mend, what cannot work. Called before anything is patched."""
+def validate_deepspeed_config(ds_config: dict[str, Any], options: EnableOptions) -> None:
+    """Refuse, with the fix, what cannot work. Called before anything is patched."""
     _require_sections(ds_config)
     zero = ds_config.get("zero_optimization") or {}
     if zero.get("stage") != 3:
         raise ValueError(
             f"memascend needs ZeRO stage 3, got zero_optimization.stage={zero.get('stage')!r}; set it to 3"
         )
-    if parts.aio != "stock":
+    if options.parts.aio != "stock":
         _require_numbers(ds_config)
     offloads = {name: zero.get(name) or {} for name in _OFFLOADS}
     fast_init = offloads["offload_optimizer"].get("fast_init")
-    if parts.pool == "adaptive" and offloads["offload_param"].get("device") == "nvme" and fast_init:
+    if options.parts.pool == "adaptive" and offloads["offload_param"].get("device") == "nvme" and fast_init:
         raise ValueError(
             "offload_optimizer.fast_init needs every pool buffer to hold the largest sub-group, which is what the "
             "adaptive pool removes; set fast_init to false or memascend.pool to 'monolithic'"
         )
     for name, offload in offloads.items():
         _check_offload(f"zero_optimization.{name}", offload)
-    if devices and not any(offload.get("device") == "nvme" for offload in offloads.values()):
+        if options.require_direct and offload.get("device") == "nvme" and not options.devices:
+            _check_direct(f"zero_optimization.{name}.nvme_path", offload["nvme_path"])
+    if not __debug__ and any(offload.get("device") == "nvme" for offload in offloads.values()):
+        raise ValueError(
+            "python -O leaves out assert statements, and in them DeepSpeed starts and awaits its transfers to NVMe: "
+            "the training would be silently wrong; start python without -O and without PYTHONOPTIMIZE"
+        )
+    if options.devices and not any(offload.get("device") == "nvme" for offload in offloads.values()):
         raise ValueError(
             f'"{CONFIG_KEY}.devices" hold what DeepSpeed keeps on NVMe, and nothing is: set '
             "zero_optimization.offload_param.device or offload_optimizer.device to 'nvme', or leave devices out"
@@ -233,14 +286,12 @@ def _check_offload(key: str, offload: dict[str, Any]) -> None:
         raise ValueError(f"{key}.device is 'nvme' but nvme_path is missing; name a folder on the SSD")
     if not isinstance(folder, str | os.PathLike):
         raise ValueError(f"{key}.nvme_path must be the path of a folder on the SSD, got {folder!r}")
-    _require_writable(f"{key}.nvme_path", Path(folder))
+    swap_folder(folder, f"{key}.nvme_path")
 
 
-def _require_writable(key: str, folder: Path) -> None:
-    """The swap folder exists or can be made, and a file in it can be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(f"{key}: {folder} cannot be written ({error.strerror}); name a folder on the SSD") from None
+def _check_direct(key: str, folder: Any) -> None:
+    if not direct_limits(folder).served:
+        raise ValueError(
+            f"{key}: the file system of {folder} refuses O_DIRECT, which memascend.require_direct asks for: name a "
+            "folder on ext4 or XFS on the SSD itself, or set require_direct to false"
+        )

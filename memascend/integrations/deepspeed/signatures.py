@@ -61,9 +61,10 @@ HOOKS: tuple[Hook, ...] = (
     _swapper("swappable_tensor", "param", "numel"),
     _swapper("available_swap_in_buffers"),
     _swapper("get_buffer", "param", "numel"),
-    _swapper("_allocate_and_return_buffers_for_swap_in", "params"),
     _swapper("swap_in", "params", "async_op", "swap_in_buffers"),
-    _swapper("_update_inflight_swap_in", "params", "swap_in_buffers", "inflight_numel"),
+    _swapper("_swap_out", "params", "async_op"),
+    _swapper("synchronize_writes"),
+    _swapper("swap_out_partitioned_params", "dst_fp16_params", "src_fp32_params"),
     _swapper("swap_into_buffer", "param", "dest_buffer"),
     _swapper("remove_partition_and_release_buffers", "params"),
     _swapper("reserve_available_buffers"),
@@ -74,6 +75,13 @@ HOOKS: tuple[Hook, ...] = (
     _swapper("get_path", "param", "must_exist"),
     _swapper("_io_aligned_numel", "numel"),
     _stage3("parameter pool", "_partition_all_parameters"),
+    _stage3("parameter pool", "initialize_ds_offload", "module"),
+    Hook(
+        "parameter pool",
+        f"{_ZERO}.partition_parameters",
+        "Init._ensure_availability_of_partitioned_params",
+        ("self", "params"),
+    ),
     _stage3(
         "derived settings",
         "__init__",
@@ -86,6 +94,7 @@ HOOKS: tuple[Hook, ...] = (
     _stage3("optimizer swapper", "_configure_tensor_swapping", "offload_optimizer_config", "aio_config"),
     _stage3("gradient buffer", "_setup_for_real_optimizer"),
     _stage3("first step", "_prepare_sub_group", "sub_group_id", "timer_names"),
+    _stage3("end of training", "destroy"),
 )
 
 CPU_HOOKS: tuple[Hook, ...] = (
@@ -123,12 +132,14 @@ CHECKPOINT_HOOKS: tuple[Hook, ...] = (
     _stage3("checkpoints", "_reassign_or_swap_out_partitioned_parameters", "sub_group_id"),
     _stage3("checkpoints", "_swappable_optimizer_subgroup", "sub_group_id"),
     _stage3("checkpoints", "_set_fp32_optimizer_param_groups"),
+    _stage3("idle gradients", "_writeback_swap_state", "sub_group_id", "write_opt_state", "write_gradients"),
     _stage3("checkpoints", "_clear_fp32_optimizer_param_groups"),
     Hook("checkpoints", _UTILS, "OptimizerStateSwapInfo.add_state_tensors", ("self", "tensor_list")),
     Hook("checkpoints", f"{_SWAP}.utils", "SwapBufferManager.allocate", ("self", "num_elems", "count", "dtype")),
 )
 
 BF16_HOOKS: tuple[Hook, ...] = (
+    Hook("bf16 states", "deepspeed.runtime.config", "DeepSpeedConfig.__init__", ("self", "config")),
     _stage3("bf16 states", "__init__", "module", named=("bf16_optimizer_states",)),
     Hook("bf16 states", _UTILS, "SwapTensorContext.__init__", ("self", "tensor", "swap_folder")),
     Hook("bf16 states", _UTILS, "SwapTensorContext.release_memory", ("self",)),
@@ -144,16 +155,26 @@ FIRST_STEP_HOOKS: tuple[Hook, ...] = (
 )
 
 _SWAP_OUT_GRADIENTS = ("self", "parameter", "gradient_offsets", "gradient_tensors")
-KEPT_GRADIENT_HOOKS: tuple[Hook, ...] = (
+IDLE_GRADIENT_HOOKS: tuple[Hook, ...] = (
     *(
-        Hook("kept gradients", f"{_SWAP}.{module}", f"{swapper}.swap_out_gradients", _SWAP_OUT_GRADIENTS)
+        Hook("idle gradients", f"{_SWAP}.{module}", f"{swapper}.swap_out_gradients", _SWAP_OUT_GRADIENTS)
         for module, swapper in (
             ("partitioned_optimizer_swapper", "PartitionedOptimizerSwapper"),
             ("pipelined_optimizer_swapper", "PipelinedOptimizerSwapper"),
         )
     ),
-    Hook("kept gradients", _UTILS, "OptimizerStateSwapInfo.read_unswapped_gradients", ("self", "dest_buffer")),
-    Hook("kept gradients", _UTILS, "OptimizerStateSwapInfo.release_unswapped_gradients", ("self",)),
+    Hook("idle gradients", _UTILS, "OptimizerStateSwapInfo.has_gradients", ("self",)),
+    Hook("idle gradients", _UTILS, "OptimizerStateSwapInfo.get_or_create_gradient_paths", ("self", "offsets")),
+    Hook("idle gradients", _UTILS, "OptimizerStateSwapInfo.read_unswapped_gradients", ("self", "dest_buffer")),
+    Hook("idle gradients", _UTILS, "OptimizerStateSwapInfo.release_unswapped_gradients", ("self",)),
+    Hook("idle gradients", _UTILS, "OptimizerSwapper._adjust_for_misaligned_lengths", ("self", "tensors", "offsets")),
+    _stage3("idle gradients", "_optimizer_states_and_gradient_swap_in", "sub_group_id"),
+    _stage3("idle gradients", "_prepare_sub_group", "sub_group_id", "timer_names"),
+    _stage3("idle gradients", "unscale_and_clip_grads", "sub_group_id", "total_norm"),
+    _stage3("idle gradients", "step", "closure"),
+)
+KEPT_GRADIENT_HOOKS: tuple[Hook, ...] = (
+    _stage3("kept gradients", "partition_grads", "params_to_release", "grad_partitions"),
 )
 
 FAST_HOOKS: tuple[Hook, ...] = (

@@ -1,75 +1,113 @@
-"""DeepSpeed's swap files as tensors in the direct NVMe engine (MemAscend IV-E), under the same names.
+"""DeepSpeed's swap files as tensors in a tier, under the same names (MemAscend IV-E).
 
-DeepSpeed's swappers know files: a path for each tensor under ``<nvme_path>/zero_stage_3``. :class:`SwapStore` keeps
-what they write there in one volatile engine, by path as the key, in a preallocated file in that folder or on devices.
-Any other path (a checkpoint written through DeepNVMe) stays a file.
+DeepSpeed's swappers know files: a path for each tensor under ``<nvme_path>/zero_stage_3``, the same for every training
+of a model. :class:`SwapStore` keeps what they write there in a tier of this process, by path as the key: the direct
+engine's file, its devices, or a folder of files. Any other path (a checkpoint written through DeepNVMe) stays a file.
 """
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import os
+import sys
 import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from memascend.memory.ledger import Ledger
+from memascend.planner.derived_sizes import IoSettings
+from memascend.storage.completion import Completion
 from memascend.storage.devices import inspect
-from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig, room_for
+from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.errors import StorageError
+from memascend.storage.folders import direct_limits
+from memascend.storage.tier import DirectTier, FileTier, Tier
 
-from .derived import IoSettings
+from .long_lived import LongLivedBuffers
 
 SWAP_FOLDER = "zero_stage_3"  # DeepSpeed's, in nvme_path
-_LEAST_GROWTH_BYTES = 64 << 20
-_GROWTH, _MOST_GROWTH_BYTES = 1.25, 1 << 30
 
+# Whatever a device demands: older kernels do not say, and DeepSpeed's buffers and the plans are made so.
+LEAST_ALIGNMENT_BYTES = 512
 # What forward and backward wait for goes first; nothing waits for a write until its buffer is needed again.
 PARAMETER_READ, OPTIMIZER_READ, WRITE = 2, 1, 0
 
 
-class _Place:
-    """One volatile engine, in a file of its own or on devices; opened when first needed. Thread-safe."""
+def owner_name() -> str:
+    """What a swap file says of its owner: the program, and its rank among several."""
+    program = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] not in ("", "-c") else "python"
+    rank = os.environ.get("RANK")
+    return (program if rank is None else f"{program}, rank {rank}").encode()[:200].decode(errors="ignore")
 
-    def __init__(self, folder: Path, devices: Sequence[str], io: IoSettings, ledger: Ledger) -> None:
-        self._folder, self._devices, self._io, self._ledger = folder, devices, io, ledger
+
+def _direct_tier(folder: Path, devices: Sequence[str], io: IoSettings, require_direct: bool) -> DirectTier:
+    config = DirectEngineConfig(
+        workers=max(1, io.workers // 2),
+        block_bytes=io.block_bytes,
+        depth=io.queue_depth,
+        volatile=True,
+        require_direct=require_direct,
+    )
+    if devices:
+        return DirectTier.on_devices(devices, inspect(devices[0]).owner or "", config)
+    return DirectTier.in_file(folder, owner_name(), config)
+
+
+class _Place:
+    """One tier, opened when first needed. Thread-safe."""
+
+    def __init__(
+        self,
+        folder: Path,
+        kind: str,
+        devices: Sequence[str],
+        io: IoSettings,
+        ledger: Ledger,
+        buffers: LongLivedBuffers,
+        require_direct: bool,
+    ) -> None:
+        self._folder, self._kind, self._devices, self._io, self._ledger = folder, kind, devices, io, ledger
+        self._buffers, self._require_direct = buffers, require_direct
         self._booked: list[int] = []
-        self._engine: DirectEngine | None = None
-        self._sizes: dict[str, int] = {}
-        self._used_bytes = self._grown_bytes = 0
-        self._lock = threading.RLock()
+        self._tier: Tier | None = None
+        self._lock = threading.Lock()
 
     @property
-    def engine(self) -> DirectEngine:
-        if (there := self._engine) is not None:
+    def tier(self) -> Tier:
+        if (there := self._tier) is not None:
             return there
         with self._lock:
-            if self._engine is None:
-                self._engine = self._open()
-                self._booked = [self._book(*buffer) for buffer in self._engine.bounce_buffers]
-            return self._engine
+            if self._tier is None:
+                if not self._devices:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                if self._kind == "file":
+                    self._tier = FileTier(
+                        self._folder,
+                        owner_name(),
+                        threads=self._io.workers,
+                        block_bytes=self._io.block_bytes,
+                        require_direct=self._require_direct,
+                    )
+                else:
+                    self._tier = _direct_tier(self._folder, self._devices, self._io, self._require_direct)
+                    self._booked = [self._book(*buffer) for buffer in self._tier.engine.bounce_buffers]
+                self._buffers.opened(self._tier)
+            return self._tier
+
+    def memory_alignment_bytes(self) -> int:
+        if not self._devices:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        asked = [direct_limits(place) for place in (self._devices or [self._folder])]
+        return max(limits.alignment_bytes for limits in asked)
 
     @property
-    def paths(self) -> list[str]:
-        return [] if self._engine is None else self._engine.paths
-
-    @property
-    def used_bytes(self) -> int:
-        return self._used_bytes
-
-    def _open(self) -> DirectEngine:
-        config = DirectEngineConfig(
-            workers=max(1, self._io.workers // 2),
-            block_bytes=self._io.block_bytes,
-            depth=self._io.queue_depth,
-            volatile=True,
-        )
-        if self._devices:
-            return DirectEngine(self._devices, inspect(self._devices[0]).owner or "", config)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._grown_bytes = _LEAST_GROWTH_BYTES
-        return DirectEngine.create_file_store(self._folder, _LEAST_GROWTH_BYTES, "memascend", config)
+    def open_tier(self) -> Tier | None:
+        return self._tier
 
     def _book(self, address: int, nbytes: int) -> int:
         """DeepSpeed reads into slices of its buffers, at any address: what such transfers go through is the host's."""
@@ -77,56 +115,38 @@ class _Place:
             "bounce buffers", "nvme_engine_buffers", nbytes, allocator="direct engine", address=address
         )
 
-    def bytes_of(self, path: str) -> int:
-        return self._sizes.get(path, 0)
-
-    def make_room(self, path: str, nbytes: int) -> None:
-        with self._lock:
-            before = self._sizes.get(path)
-            if before == nbytes:
-                return
-            self._used_bytes += room_for([nbytes]) - (0 if before is None else room_for([before]))
-            self._sizes[path] = nbytes
-            if self._used_bytes <= self._grown_bytes:
-                return
-            try:
-                more = min(int(self._used_bytes * (_GROWTH - 1)), _MOST_GROWTH_BYTES)
-                self._grow(self._used_bytes + max(_LEAST_GROWTH_BYTES, more))
-            except StorageError:  # not that much: then just what is needed
-                self._grow(self._used_bytes)
-
-    def reserve(self, more_bytes: int) -> None:
-        with self._lock:
-            self._grow(self._used_bytes + more_bytes)
-
-    def _grow(self, size_bytes: int) -> None:
-        """Space on devices is what it is: a write for which there is none fails."""
-        engine = self.engine
-        if not self._devices and size_bytes > self._grown_bytes:
-            engine.grow(size_bytes)
-            self._grown_bytes = size_bytes
-
     def close(self) -> None:
         with self._lock:
-            if self._engine is not None:
-                self._engine.close()
+            tier, self._tier = self._tier, None
+            if tier is not None:
+                self._buffers.closing(tier)
+                tier.close()
             for entry in self._booked:
                 self._ledger.close(entry)
-            self._engine, self._sizes, self._booked = None, {}, []
-            self._used_bytes = self._grown_bytes = 0
+            self._booked = []
 
 
-Request = tuple[DirectEngine, int]
+@dataclass(eq=False)
+class StoreUser:
+    """One I/O handle, as the store sees it: the tensors that it wrote, and whether its training is over."""
+
+    paths: set[str] = field(default_factory=set)
+    idle: bool = False
 
 
 class SwapStore:
     """The swapped tensors of this process, by path. Thread-safe.
 
+    It lives as long as somebody uses it: the tensors that a handle wrote are erased when it is detached or collected,
+    and the tiers close (threads, descriptors, files) when no handle is left, or after :meth:`retire` when the trainings
+    of all that are left are over.
+
     Args:
-        folders: the ``nvme_path`` values; tensors under ``SWAP_FOLDER`` in one of them are the store's, and lie in a
-            file there.
+        folders: the ``nvme_path`` values; tensors under ``SWAP_FOLDER`` in one of them are the store's, and lie there.
         ledger: where the engines' own buffers are booked, from their first use to ``close``.
-        devices: raw devices of one formatted store, in place of the files.
+        devices: raw devices of one formatted store, in place of the folders.
+        kind: ``direct`` (one file or the devices, past the page cache), or ``file`` (a file for each tensor).
+        require_direct: the first transfer to a file system that refuses O_DIRECT fails; else the page cache is used.
     """
 
     def __init__(
@@ -136,11 +156,19 @@ class SwapStore:
         ledger: Ledger,
         *,
         devices: Sequence[str] = (),
+        kind: str = "direct",
+        require_direct: bool = False,
     ) -> None:
         distinct = list(dict.fromkeys(Path(folder).absolute() / SWAP_FOLDER for folder in folders))
-        places = [_Place(folder, devices, io, ledger) for folder in (distinct[:1] if devices else distinct)]
+        self._buffers = LongLivedBuffers()
+        own = distinct[:1] if devices else distinct
+        places = [_Place(folder, kind, devices, io, ledger, self._buffers, require_direct) for folder in own]
         self._places = {f"{folder}{os.sep}": places[0 if devices else i] for i, folder in enumerate(distinct)}
         self._place_of: dict[str | os.PathLike[str], _Place] = {}  # of paths asked for before
+        self._lock = threading.Lock()  # of the users
+        self._users: set[StoreUser] = set()
+        self._lost: deque[StoreUser] = deque()
+        self._retired = False
 
     def _place(self, path: str | os.PathLike[str]) -> _Place | None:
         known = self._place_of.get(path)
@@ -156,56 +184,137 @@ class SwapStore:
         """Whether a tensor of this path is the store's."""
         return self._place(path) is not None
 
-    def write(self, path: str, tensor: torch.Tensor, offset: int = 0) -> Request:
+    def write(
+        self, path: str, tensor: torch.Tensor, offset: int = 0, *, priority: int = WRITE, user: StoreUser | None = None
+    ) -> Completion:
         """Write ``tensor`` (contiguous, on the CPU) under ``path``, which the store holds. Raises StorageError."""
-        place = self._place(path)
-        if offset:
-            return place.engine, place.engine.write_part(path, tensor, offset, WRITE)
-        place.make_room(path, tensor.nbytes)
-        return place.engine, place.engine.write(path, tensor, WRITE)
+        if user is not None:
+            user.paths.add(path)
+        return self._place(path).tier.write(path, tensor, offset=offset, priority=priority)
 
-    def read(self, path: str, tensor: torch.Tensor, offset: int = 0, padding: int = 0) -> Request:
+    def read(
+        self, path: str, tensor: torch.Tensor, offset: int = 0, padding: int = 0, *, priority: int = PARAMETER_READ
+    ) -> Completion:
         """Fill ``tensor`` from what was written under ``path``. Raises ValueError.
 
         Of its end, less than ``padding`` bytes may not be there, and are left as they are: DeepSpeed 0.16 writes a
         tensor and reads it with the padding up to its alignment, which a file still has from an earlier write.
         """
-        priority = OPTIMIZER_READ if f"{os.sep}optimizer{os.sep}" in path else PARAMETER_READ
-        place = self._place(path)
-        there = place.bytes_of(path) - offset
+        tier = self._place(path).tier
+        there = (tier.size_of(path) or 0) - offset
         if there < tensor.nbytes < there + padding:
             tensor = tensor.view(-1)[: there // tensor.element_size()]
-        return place.engine, place.engine.read(path, tensor, offset, priority)
+        return tier.read(path, tensor, offset=offset, priority=priority)
 
-    def wait(self, requests: Iterable[Request]) -> None:
-        """Until all of ``requests`` have ended, failed ones included. Then raises the first StorageError, if any."""
+    def wait(self, transfers: Iterable[Completion]) -> None:
+        """Until all of ``transfers`` have ended, failed ones included. Then raises the first StorageError, if any."""
         failure: StorageError | None = None
-        for engine, request in requests:
+        for transfer in transfers:
             try:
-                engine.wait(request)
+                transfer.wait()
             except StorageError as error:
                 failure = failure or error
         if failure is not None:
             raise failure
 
     def reserve(self, nvme_path: str | os.PathLike[str], more_bytes: int) -> None:
-        """Make the file in ``nvme_path`` ready for ``more_bytes`` to come, so that a full disk is found now.
-
-        Raises StorageError.
-        """
-        self._places[f"{Path(nvme_path).absolute() / SWAP_FOLDER}{os.sep}"].reserve(more_bytes)
+        """Make ready for ``more_bytes`` to come to ``nvme_path``, so that a full disk is found now. StorageError."""
+        self._places[f"{Path(nvme_path).absolute() / SWAP_FOLDER}{os.sep}"].tier.reserve(more_bytes)
 
     @property
     def paths(self) -> list[str]:
-        """The files or devices; empty before the first write."""
-        return [path for place in dict.fromkeys(self._places.values()) for path in place.paths]
+        """The files, folders or devices; empty before the first write."""
+        tiers = [place.open_tier for place in dict.fromkeys(self._places.values())]
+        return [path for tier in tiers if tier is not None for path in tier.paths]
+
+    @property
+    def direct(self) -> bool:
+        """False once tensors go through the page cache, since a folder's file system refuses O_DIRECT."""
+        tiers = [place.open_tier for place in dict.fromkeys(self._places.values())]
+        return all(tier.direct for tier in tiers if tier is not None)
+
+    @property
+    def memory_alignment_bytes(self) -> int:
+        """What the devices demand of a buffer's address, or copy it (at least 512). Raises StorageError, OSError."""
+        asked = (place.memory_alignment_bytes() for place in dict.fromkeys(self._places.values()))
+        return max(LEAST_ALIGNMENT_BYTES, *asked)
 
     @property
     def used_bytes(self) -> int:
-        """What the tensors take, whole units each; the files are preallocated a little larger."""
-        return sum(place.used_bytes for place in dict.fromkeys(self._places.values()))
+        """What the tensors take, whole units each; a file that grows is preallocated a little larger."""
+        tiers = [place.open_tier for place in dict.fromkeys(self._places.values())]
+        return sum(tier.used_bytes for tier in tiers if tier is not None)
+
+    # -- buffers that live as long as a training -----------------------------------------------------------------------
+
+    def register(self, tensor: torch.Tensor, user: StoreUser) -> None:
+        """Pin a buffer of ``user`` for transfers, where tiers can. It is kept alive until :meth:`unregister`, or until
+        the training of ``user`` is over; forked children do not get its memory meanwhile."""
+        if user in self._users:
+            self._buffers.add(tensor, user)
+
+    def unregister(self, tensor: torch.Tensor) -> None:
+        """When it returns, no tier knows the memory. No error for a buffer that was not registered."""
+        self._buffers.remove(tensor)
+
+    @property
+    def registered_bytes(self) -> int:
+        """Of the buffers that at least one open tier has pinned."""
+        return self._buffers.registered_bytes
+
+    # -- who uses it ---------------------------------------------------------------------------------------------------
+
+    def attach(self) -> StoreUser:
+        """A new user, until :meth:`detach`."""
+        user = StoreUser()
+        with self._lock:
+            self._users.add(user)
+        return user
+
+    def detach(self, user: StoreUser) -> None:
+        """Its tensors are erased. Idempotent."""
+        with self._lock:
+            if user not in self._users:
+                return
+            self._users.discard(user)
+            self._buffers.remove_all_of(user)
+            for path in user.paths:
+                if (tier := self._place(path).open_tier) is not None:
+                    tier.erase(path)
+            self._close_if_unused()
+
+    def lose(self, user: StoreUser) -> None:
+        """As ``detach``, from a finalizer: that can run within any lock of its thread, so another one does the work."""
+        self._lost.append(user)
+        with contextlib.suppress(RuntimeError):  # at interpreter exit, where everything is closed anyway
+            _thread.start_new_thread(self._detach_lost, ())
+
+    def _detach_lost(self) -> None:
+        while True:
+            try:
+                user = self._lost.popleft()
+            except IndexError:
+                return
+            self.detach(user)
+
+    def end_training(self, user: StoreUser) -> None:
+        """The training of this user is over; what it wrote can still be read until :meth:`retire`."""
+        with self._lock:
+            user.idle = True
+            self._buffers.remove_all_of(user)
+            self._close_if_unused()
+
+    def retire(self) -> None:
+        """No new training will use the store: it closes with the last that does."""
+        with self._lock:
+            self._retired = True
+            self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if not self._users or (self._retired and all(user.idle for user in self._users)):
+            self.close()
 
     def close(self) -> None:
-        """End all requests and remove the files. A later write opens an empty store."""
+        """End all transfers and remove the files. A later write opens an empty store."""
         for place in self._places.values():
             place.close()

@@ -21,8 +21,26 @@ MANIFEST = "manifest.json"
 _SWAP_SUFFIX = ".tensor.swp"  # of DeepSpeed's swap files: <ids of a sub-group>, or <moment>-<ids>
 
 
+def require_transfers(ended: int, started: int, path: str) -> None:
+    """Raises RuntimeError unless as many transfers of an I/O handle have ended as were started."""
+    if ended != started:
+        raise RuntimeError(
+            f"memascend: {path}: {started} transfers were started and {ended} have ended; others use this I/O handle"
+        )
+
+
+def _transfer(handle: Any, call: str, buffer: torch.Tensor, path: str) -> None:
+    """One read or write of a swapped tensor, to its end. Raises StorageError, or RuntimeError from DeepNVMe."""
+    if getattr(handle, call)(buffer, path, 0) != 0:
+        raise RuntimeError(
+            f"memascend: {call} of {path}, {buffer.nbytes} bytes, was refused by {type(handle).__name__}"
+        )
+    require_transfers(handle.wait(), 1, path)
+
+
 class ExactCheckpoints:
-    """Mixin for ``DeepSpeedZeroOptimizer_Stage3``: a load restores what an uninterrupted run would have, to the bit.
+    """Mixin for ``DeepSpeedZeroOptimizer_Stage3`` over :class:`.idle_gradients.IdleGradients`: a load restores what an
+    uninterrupted run would have, to the bit.
 
     Stock, with an optimizer on NVMe, forgets the moments and step counts of swapped sub-groups, the sub-groups in
     memory, and the loss scaler; and it cannot load parameters that are on NVMe when the optimizer is not.
@@ -45,8 +63,7 @@ class ExactCheckpoints:
             info = swapper.swap_params_info[swapper.parameter_id(parameter)]
             with _swap_buffer(swapper, info) as buffer:
                 for context in info.tensors:
-                    assert swapper.aio_handle.async_pread(buffer, context.swap_path, 0) == 0
-                    assert swapper.aio_handle.wait() == 1
+                    _transfer(swapper.aio_handle, "async_pread", buffer, context.swap_path)
                     name = os.path.basename(context.swap_path)
                     manifest[name] = {
                         "numel": info.numel(),
@@ -105,7 +122,7 @@ class ExactCheckpoints:
         swapper, parameter = self.optimizer_swapper, self.fp32_partitioned_groups_flat[index]
         info = swapper.swap_params_info[swapper.parameter_id(parameter)]
         info.tensors, info.has_state_tensors = info.tensors[:1], False
-        info.swapped_gradients, info.unswapped_gradients = {}, {}
+        self.forget_gradients(index)
         moments = []
         for name, value in self.optimizer.state.get(parameter, {}).items():
             key = f"{name}-{parameter.ds_id}"
@@ -122,8 +139,7 @@ class ExactCheckpoints:
                     parameter.data = buffer.narrow(0, 0, info.numel())
                     self._reassign_or_swap_out_partitioned_parameters(index)
                     parameter.data = torch.empty(0, dtype=buffer.dtype)
-                assert swapper.aio_handle.async_pwrite(buffer, context.swap_path, 0) == 0
-                assert swapper.aio_handle.wait() == 1
+                _transfer(swapper.aio_handle, "async_pwrite", buffer, context.swap_path)
 
 
 def replay_bias_corrections(stage3: Any) -> None:

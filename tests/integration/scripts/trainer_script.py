@@ -8,13 +8,21 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    HfArgumentParser,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 
 @dataclass
 class ScriptArguments:
     model: str
     result: str
+    initialise: str = ""  # a model type: a model of its own, large enough that parameters are swapped
 
 
 class Text(torch.utils.data.Dataset):
@@ -43,7 +51,15 @@ def main():
     if not torch.cuda.is_available():
         deepspeed.init_distributed(dist_backend="gloo")  # Accelerate does it for GPUs alone
     script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
-    model = AutoModelForCausalLM.from_pretrained(script.model, torch_dtype=torch.bfloat16)
+    if script.initialise:
+        set_seed(0)
+        sizes = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 2048, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "use_cache": False}
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(script.initialise, **sizes, **heads), dtype=torch.bfloat16
+        )
+    else:
+        model = AutoModelForCausalLM.from_pretrained(script.model, torch_dtype=torch.bfloat16)
     data = Text(model.config.vocab_size)
     trainer = NotingTrainer(model=model, args=args, train_dataset=data, eval_dataset=data)
     trainer.train()

@@ -111,6 +111,11 @@ class TensorFileReader:
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         self._header, self._start = header, 8 + length
 
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors, in the order in which they were written."""
+        return list(self._header)
+
     def read(self, name: str) -> torch.Tensor:
         """The tensor called `name`, in new memory."""
         entry = self._entry(name)

@@ -1,0 +1,10 @@
+"""Plain training with everything in GPU memory: what the papers' memory tables begin with."""
+
+from __future__ import annotations
+
+from baselines.protocol import PlannedSystem, device_only
+from memascend.arrangements import Arrangement
+
+_ARMS = {"today": Arrangement(label="All in GPU", states_on="gpu", runs=False)}
+
+SYSTEM = PlannedSystem(name="all_in_gpu", arms=_ARMS, buffers=device_only)

@@ -1,0 +1,39 @@
+"""Plain PyTorch in memory: the reference of every other system."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from baselines.protocol import PlannedSystem, device_only
+from memascend.arrangements import Arrangement
+from memascend.training.backends import IN_MEMORY, UPDATES, Setup
+
+if TYPE_CHECKING:
+    from memascend.training.config import TrainConfig
+
+_ARMS = {name: Arrangement(label=f"In memory ({update} AdamW)", states_on="gpu") for name, update in UPDATES.items()}
+
+
+class InMemory(PlannedSystem):
+    """One process; what a GPU would hold lies on the device."""
+
+    def refuse(self, config: TrainConfig) -> None:
+        if config.ranks > 1:
+            raise ValueError(
+                f"system 'in_memory' is one process, not {config.ranks}: leave --ranks out, or use another"
+            )
+        for name in ("devices", "nvme"):
+            if getattr(config, name):
+                raise ValueError(f"system 'in_memory' swaps nothing: leave --{name} out, or set --system memascend")
+        if config.states == "bf16" and (config.arm in (None, "torch_adamw") or config.dtype != "bf16"):
+            raise ValueError(
+                "states 'bf16' in memory need --arm memascend_adamw (which rounds stochastically) or deepspeed_adamw, "
+                "and dtype bf16"
+            )
+
+    def trainer(self, config: TrainConfig, prepared: dict[str, Any], run_id: str, swap: str) -> Setup:
+        update = UPDATES[config.arm or next(iter(UPDATES))]
+        return Setup(backend=IN_MEMORY, settings={"update": update, "group_elements": None}, swaps=False)
+
+
+SYSTEM = InMemory(name="in_memory", arms=_ARMS, buffers=device_only)

@@ -1,0 +1,78 @@
+"""What a system must provide, and where systems are found. Adding a system is adding a folder.
+
+`<name>/system.yaml` describes it, `<name>/system.py` defines `SYSTEM`, an object as `memascend.systems.System` asks for
+(`footprint.py` and `schedule.py` beside it keep what a plan and a simulation need). A system imports `memascend`, this
+package and itself, never another system. The folders named by MEMASCEND_SYSTEMS (separated by colons) hold further
+systems; nothing else has to be changed for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from pathlib import Path
+
+from baselines.protocol.deepspeed import DeepSpeedSystem, nvme_offload, scaled, swaps, zero3_config
+from baselines.protocol.described import Described, PlannedSystem, read_description
+from baselines.protocol.footprints import device_only, ssd_offload
+from baselines.protocol.runs import RunSpec, Sizes
+from memascend.systems import System
+
+__all__ = [
+    "DeepSpeedSystem",
+    "Described",
+    "PlannedSystem",
+    "RunSpec",
+    "Sizes",
+    "System",
+    "device_only",
+    "folders",
+    "load_system",
+    "nvme_offload",
+    "read_description",
+    "scaled",
+    "ssd_offload",
+    "swaps",
+    "system_names",
+    "zero3_config",
+]
+
+VARIABLE = "MEMASCEND_SYSTEMS"
+
+
+def folders() -> dict[str, Path]:
+    """Every system with its folder, by name. ValueError where two have one name."""
+    return _folders(os.environ.get(VARIABLE, ""))
+
+
+@functools.cache
+def _folders(further: str) -> dict[str, Path]:
+    package = sys.modules[__name__.partition(".")[0]]
+    places = [Path(__file__).parents[1], *map(Path, filter(None, further.split(":")))]
+    for place in places[1:]:
+        if not place.is_dir():
+            raise ValueError(f"{VARIABLE} names {place}, which is no folder")
+        if str(place) not in package.__path__:
+            package.__path__.append(str(place))
+    found: dict[str, Path] = {}
+    for path in (path.parent for place in places for path in sorted(place.glob("*/system.yaml"))):
+        if path.name in found:
+            raise ValueError(f"two systems are called {path.name!r}: {found[path.name]} and {path}")
+        found[path.name] = path
+    return found
+
+
+def system_names() -> list[str]:
+    return sorted(folders())
+
+
+def load_system(name: str, arm: str | None = None) -> System:
+    """The system called `name`; ValueError in one line when it, or its arm, does not exist."""
+    if name not in folders():
+        raise ValueError(f"unknown system {name!r}; known systems: {', '.join(system_names())}")
+    system: System = importlib.import_module(f"baselines.{name}.system").SYSTEM
+    if arm is not None and arm not in system.arms:
+        raise ValueError(f"system {name!r} has no arm {arm!r}; its arms: {', '.join(system.arms)}")
+    return system

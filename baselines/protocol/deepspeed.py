@@ -1,0 +1,183 @@
+"""What systems on DeepSpeed's ZeRO stage 3 share: how a run is configured, and the host buffers that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from baselines.protocol.described import PlannedSystem
+from baselines.protocol.runs import RunSpec, Sizes
+from memascend.planner.derived_sizes import optimizer_buffers
+from memascend.training.backends import DEEPSPEED, Setup
+
+if TYPE_CHECKING:
+    from memascend.training.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedSystem(PlannedSystem):
+    """A system that is DeepSpeed with parts of ours or its own: its arms, its buffers, how to configure a run."""
+
+    configure: Callable[[RunSpec, Sizes, str], dict[str, Any]]
+
+    def parts(self, arm: str) -> dict[str, str]:
+        """Keyword arguments of `memascend.enable` for this arm: which parts stand in DeepSpeed's places."""
+        return dict(self.arms[arm].parts)
+
+    def deepspeed_config(self, run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
+        """The complete DeepSpeed configuration of a run."""
+        return self.configure(run, sizes, nvme_path)
+
+    def refuse(self, config: TrainConfig) -> None:
+        """Keys that exclude one another on DeepSpeed, or on this arm."""
+        name = config.arm or next(iter(self.arms))
+        arm = self.arms[name]
+        if config.dtype == "fp32":
+            raise ValueError(
+                "dtype 'fp32' is for --system in_memory; DeepSpeed systems train in 16 bits: set --dtype bf16"
+            )
+        if config.devices and not arm.direct:
+            raise ValueError(
+                f"devices are for the direct NVMe engine, which {self.name} ({name}) does not use: set --system "
+                "memascend, or leave --devices out"
+            )
+        if config.states == "bf16" and (not arm.derives_sizes or config.dtype != "bf16"):
+            raise ValueError("states 'bf16' are a part of memascend and need dtype bf16: set --system and --dtype")
+
+    def trainer(self, config: TrainConfig, prepared: dict[str, Any], run_id: str, swap: str) -> Setup:
+        """The DeepSpeed backend with this run's configuration and parts."""
+        arm = config.arm or next(iter(self.arms))
+        run = RunSpec(
+            run_id=run_id,
+            system=self.name,
+            arm=arm,
+            model=config.model,
+            k=config.twin,
+            dtype=config.dtype,
+            sequence=prepared["context"],
+            batch=config.batch,
+            steps=1,
+            seed=config.seed,
+            ranks=config.ranks,
+        )
+        sizes = Sizes(**{name: prepared[name] for name in ("largest_tensor", "parameters", "pool_buffers")})
+        parts = self.parts(arm)
+        if config.states == "bf16":
+            parts |= {"optimizer_states": "bf16", "numerics": "fast"}
+        ds_config = self.deepspeed_config(run, sizes, swap)
+        if config.devices:
+            ds_config["memascend"] = {"devices": list(config.devices)}
+        ds_config = self._fitted(ds_config, config, prepared)
+        minimum = scaled(1 << 20, config.twin) if config.twin > 1 else None
+        settings = {"deepspeed_config": ds_config, "parts": parts, "minimum_swap_bytes": minimum}
+        return Setup(backend=DEEPSPEED, settings=settings, swaps=swaps(ds_config))
+
+    def _fitted(self, ds_config: dict[str, Any], config: TrainConfig, prepared: dict[str, Any]) -> dict[str, Any]:
+        """The system's configuration with this run's optimizer, accumulation and clipping.
+
+        Sub-groups are those that the drop-in derives, for every system alike, so that all train to equal losses;
+        MemAscend has as many optimizer buffers and the I/O settings that `"memascend": {}` would give it.
+        The reduce bucket is a buffer of its full size: no larger than the model. The fp16 loss scale starts where
+        DeepSpeed's default does, since skipped steps are part of a real run.
+        """
+        zero = ds_config["zero_optimization"]
+        zero["reduce_bucket_size"] = max(1, min(zero["reduce_bucket_size"], prepared["parameters"]))
+        zero["sub_group_size"] = prepared.get("sub_group_size", zero["sub_group_size"])  # older runs have not noted it
+        if next(iter(self.arms.values())).derives_sizes and "sub_group_size" in prepared:
+            zero["offload_optimizer"]["buffer_count"] = optimizer_buffers(zero["offload_optimizer"])
+            del ds_config["aio"]
+        ds_config["gradient_accumulation_steps"] = config.accumulate
+        ds_config["train_batch_size"] = config.batch * config.accumulate * config.ranks
+        ds_config["gradient_clipping"] = config.clip
+        ds_config["optimizer"]["params"] |= {
+            "lr": config.peak_learning_rate,
+            "betas": [config.beta1, config.beta2],
+            "eps": config.eps,
+            "weight_decay": config.weight_decay,
+        }
+        ds_config["data_types"]["grad_accum_dtype"] = config.gradients
+        ds_config["fp16"] |= {"initial_scale_power": 16}
+        return ds_config
+
+
+def swaps(ds_config: dict[str, Any]) -> bool:
+    """Whether anything is offloaded to NVMe."""
+    zero = ds_config["zero_optimization"]
+    return any((zero.get(part) or {}).get("device") == "nvme" for part in ("offload_param", "offload_optimizer"))
+
+
+def scaled(threshold: float, k: int) -> int:
+    """A threshold in bytes or elements, divided by k squared as the twin's matrices are (at least 1)."""
+    return max(1, int(threshold) // (k * k))
+
+
+def zero3_config(run: RunSpec, offload_param: dict[str, Any], offload_optimizer: dict[str, Any]) -> dict[str, Any]:
+    """The ZeRO-3 settings that every DeepSpeed system here shares; thresholds are DeepSpeed's defaults / k^2.
+
+    ``initial_scale_power`` is 8 so that no step is skipped for overflow; the check runs all the same.
+    ``stage3_max_reuse_distance`` is 0: with more, live parameters hold their swap buffers and the pool runs out.
+    ``sub_group_size`` is small, so that the largest sub-group is the largest tensor, as the papers' totals imply
+    (DeepSpeed counts a rank's partitions, hence the division by ranks).
+    """
+    return {
+        "train_micro_batch_size_per_gpu": run.batch,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": run.batch * run.ranks,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01},
+        },
+        "fp16": {"enabled": run.dtype == "fp16", "loss_scale": 0, "initial_scale_power": 8, "loss_scale_window": 1000},
+        "bf16": {"enabled": run.dtype == "bf16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": scaled(5e8, run.k),
+            "sub_group_size": scaled(6.4e7 / run.ranks, run.k),
+            "stage3_prefetch_bucket_size": scaled(5e7, run.k),
+            "stage3_max_live_parameters": scaled(1e9, run.k),
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": scaled(1e5, run.k),
+            "memory_efficient_linear": False,
+            "offload_param": offload_param,
+            "offload_optimizer": offload_optimizer,
+        },
+        "aio": {
+            "block_size": 1 << 20,
+            "queue_depth": 32,
+            "single_submit": False,
+            "overlap_events": True,
+            "intra_op_parallelism": 1,
+        },
+        "zero_force_ds_cpu_optimizer": True,
+        "steps_per_print": 1_000_000,
+        "wall_clock_breakdown": False,
+    }
+
+
+def nvme_offload(run: RunSpec, sizes: Sizes, nvme_path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parameter and optimizer offload to NVMe: buffers of the embedding's size, five optimizer buffers.
+
+    ``max_in_cpu`` is 0: its default of 1e9 silently keeps every parameter of a small model in memory.
+    """
+    param = {
+        "device": "nvme",
+        "nvme_path": nvme_path,
+        "pin_memory": True,
+        "buffer_count": sizes.pool_buffers,
+        "buffer_size": sizes.largest_tensor,
+        "max_in_cpu": 0,
+    }
+    optimizer = {
+        "device": "nvme",
+        "nvme_path": nvme_path,
+        "pin_memory": True,
+        "buffer_count": 5,
+        "fast_init": False,
+        "pipeline_read": False,
+        "pipeline_write": False,
+    }
+    return param, optimizer

@@ -1,0 +1,61 @@
+"""A system's `system.yaml`: name, label, colour, its paper, what runs and what is simulated, a sentence an arm."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from memascend.arrangements import Arrangement
+
+if TYPE_CHECKING:
+    from memascend.planner.footprint import RankFootprint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """A system called as its folder is."""
+
+    name: str
+
+    @property
+    def label(self) -> str:
+        """As the paper writes it; the series of its default arm."""
+        return self.describe()["label"]
+
+    @property
+    def colour(self) -> str:
+        """`#rrggbb`, the same in every figure."""
+        return self.describe()["colour"]
+
+    def describe(self) -> dict[str, Any]:
+        """`system.yaml`, checked. ValueError in one line that names the file and the key."""
+        folder = Path(importlib.import_module(f"baselines.{self.name}.system").__file__).parent
+        return read_description(folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedSystem(Described):
+    """A system with arms and a footprint; one that can be run adds `refuse` and `trainer`."""
+
+    arms: Mapping[str, Arrangement]
+    buffers: Callable[[RankFootprint], None]
+
+    def footprint(self, build: RankFootprint) -> None:
+        """Every buffer of one rank at the worst instant of a step."""
+        self.buffers(build)
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    path = folder / "system.yaml"
+    described = yaml.safe_load(path.read_text(encoding="utf-8"))
+    missing = [key for key in ("name", "label", "colour", "paper", "runs", "arms") if key not in (described or {})]
+    if missing:
+        raise ValueError(f"{path}: the key {missing[0]!r} is missing")
+    if described["name"] != folder.name:
+        raise ValueError(f"{path}: name is {described['name']!r}, and the folder is called {folder.name!r}")
+    return described

@@ -1,0 +1,106 @@
+#include "completion.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+
+#include "errors.h"
+
+namespace memascend {
+namespace {
+
+// False: the time is up.
+template <typename Done>
+bool wait_on(std::condition_variable& condition, std::unique_lock<std::mutex>& lock, double seconds, Done done) {
+  if (seconds < 0) {
+    condition.wait(lock, done);
+    return true;
+  }
+  return condition.wait_for(lock, std::chrono::duration<double>(std::min(seconds, 1e6)), done);
+}
+
+void signal(int fd, std::uint64_t count) { (void)!::write(fd, &count, sizeof(count)); }
+
+}  // namespace
+
+Completions::~Completions() {
+  if (fd_ >= 0) {
+    ::close(fd_);
+  }
+}
+
+void Completions::end(std::uint64_t request, RequestOutcome outcome) {
+  outcomes_[request] = std::move(outcome);
+  live_.erase(request);
+  if (fd_ >= 0) {
+    signal(fd_, 1);
+  }
+  ended_->notify_all();
+}
+
+std::optional<RequestOutcome> Completions::wait_for(std::unique_lock<std::mutex>& lock, std::uint64_t request,
+                                                    double seconds) {
+  const auto claim = awaited_.insert(request);
+  const bool ended = wait_on(*ended_, lock, seconds, [&] { return !live_.contains(request); });
+  awaited_.erase(claim);
+  if (!ended) {
+    return std::nullopt;
+  }
+  const auto found = outcomes_.find(request);
+  if (found == outcomes_.end()) {
+    throw Error(ErrorKind::kInvalidArgument,
+                "request " + std::to_string(request) + " is unknown, or its outcome has been reported: each is reported once");
+  }
+  RequestOutcome out = std::move(found->second);
+  outcomes_.erase(found);
+  drain_if_empty();
+  return out;
+}
+
+std::optional<std::vector<EndedRequest>> Completions::wait(std::unique_lock<std::mutex>& lock, double seconds) {
+  if (!wait_on(*ended_, lock, seconds, [&] { return live_.empty(); })) {
+    return std::nullopt;
+  }
+  return take();
+}
+
+std::vector<EndedRequest> Completions::take() {
+  std::vector<EndedRequest> out;
+  for (auto at = outcomes_.begin(); at != outcomes_.end();) {
+    if (awaited_.contains(at->first)) {
+      ++at;
+      continue;
+    }
+    out.emplace_back(at->first, std::move(at->second));
+    at = outcomes_.erase(at);
+  }
+  drain_if_empty();
+  return out;
+}
+
+int Completions::fd() {
+  if (fd_ < 0) {
+    fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (fd_ < 0) {
+      throw Error(ErrorKind::kState, std::string("completion_fd: no event descriptor: ") + std::strerror(errno) +
+                                         ": raise the limit on open files (ulimit -n)");
+    }
+    if (!outcomes_.empty()) {
+      signal(fd_, outcomes_.size());
+    }
+  }
+  return fd_;
+}
+
+void Completions::drain_if_empty() {
+  if (fd_ >= 0 && outcomes_.empty()) {
+    std::uint64_t count = 0;
+    (void)!::read(fd_, &count, sizeof(count));
+  }
+}
+
+}  // namespace memascend

@@ -1,0 +1,90 @@
+// What O_DIRECT demands, as the kernel tells it: STATX_DIOALIGN (Linux 6.1), else the logical block size of the device,
+// which kernels before 6.0 demand of the memory's address too.
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <linux/magic.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstring>
+#include <fstream>
+#include <string>
+
+#include "io_syscalls.h"
+
+namespace memascend {
+namespace {
+
+// Kernel newer than the header: the layout of struct statx is stable.
+constexpr unsigned kStatxDioAlign = 0x2000;
+constexpr std::size_t kMemoryAt = 152;
+constexpr std::size_t kOffsetAt = 156;
+
+// Files in memory: newer kernels take O_DIRECT there, and copy all the same. The node of a device lies in memory too
+// (devtmpfs), its data does not.
+bool lies_in_memory(int fd) {
+  struct stat file {};
+  if (fstat(fd, &file) != 0 || !S_ISREG(file.st_mode)) {
+    return false;
+  }
+  struct statfs status {};
+  if (fstatfs(fd, &status) != 0) {
+    return false;
+  }
+  return status.f_type == TMPFS_MAGIC || status.f_type == RAMFS_MAGIC || status.f_type == HUGETLBFS_MAGIC;
+}
+
+bool ask_statx(int fd, DirectLimits& limits) {
+  alignas(8) std::array<char, 256> raw{};
+  if (::syscall(SYS_statx, fd, "", AT_EMPTY_PATH, kStatxDioAlign, raw.data()) != 0) {
+    return false;
+  }
+  std::uint32_t mask = 0;
+  std::memcpy(&mask, raw.data(), sizeof(mask));
+  if ((mask & kStatxDioAlign) == 0) {
+    return false;
+  }
+  std::memcpy(&limits.memory, raw.data() + kMemoryAt, sizeof(limits.memory));
+  std::memcpy(&limits.offset, raw.data() + kOffsetAt, sizeof(limits.offset));
+  limits.supported = limits.memory != 0;
+  return true;
+}
+
+// Of a block device, or of the one under a file system; 0 where there is none (a network, an overlay).
+std::uint32_t logical_block_bytes(int fd) {
+  struct stat status {};
+  if (fstat(fd, &status) != 0) {
+    return 0;
+  }
+  int bytes = 0;
+  if (S_ISBLK(status.st_mode)) {
+    return ioctl(fd, BLKSSZGET, &bytes) == 0 ? static_cast<std::uint32_t>(bytes) : 0;
+  }
+  const std::string device =
+      "/sys/dev/block/" + std::to_string(major(status.st_dev)) + ":" + std::to_string(minor(status.st_dev));
+  for (const char* queue : {"/queue/logical_block_size", "/../queue/logical_block_size"}) {  // a disk, a partition
+    if (std::ifstream(device + queue) >> bytes) {
+      return static_cast<std::uint32_t>(bytes);
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+DirectLimits IoSyscalls::direct_limits(int fd) {
+  DirectLimits limits;
+  if (lies_in_memory(fd)) {
+    limits.supported = false;
+  } else if (!ask_statx(fd, limits)) {
+    limits.memory = limits.offset = logical_block_bytes(fd);
+  }
+  return limits;
+}
+
+}  // namespace memascend

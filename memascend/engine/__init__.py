@@ -1,0 +1,25 @@
+"""The streaming room: tensors of a model on their way between storage and a device, through a few host buffers.
+
+Nothing here knows DeepSpeed. What there is so far is the part that any runtime over offloaded weights needs:
+
+    stream = WeightStream(tier, pool=pool)              # memascend.storage.tier, memascend.memory.pools
+    for name, numel in sizes.items():
+        stream.register(name, numel)
+    stream.read_ahead(["block.0", "block.1", "block.2"])  # in this order, as far as slots and budget go
+    (weights,) = stream.fetch(["block.0"])              # waits for its read
+    ...                                                 # copy to the device, or compute from the host buffer
+    stream.copied("block.0", event)                     # the slot may be taken once the event has passed
+    stream.release("block.1")                           # or: the slot goes back
+
+- `protocols`: what the stream asks of a storage (`Storage`, `Completion`), of a device (`Event`) and of a runtime that
+  keeps the account of uses itself (`Owner`, as DeepSpeed does).
+- `weights`: `WeightStream`, leases on pool slots by key, the read-ahead queue, eviction, release, statistics.
+
+Users: the parameter swapper of `memascend.integrations.deepspeed`; tests/unit/test_streamed_blocks.py trains a plain
+module whose blocks pass through two slots.
+"""
+
+from .protocols import Completion, Event, Owner, Storage, Use
+from .weights import StreamStatistics, WeightStream
+
+__all__ = ["Completion", "Event", "Owner", "Storage", "StreamStatistics", "Use", "WeightStream"]

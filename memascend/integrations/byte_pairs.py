@@ -1,0 +1,26 @@
+"""A byte-level BPE tokenizer trained on texts at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+END_OF_TEXT = "<|endoftext|>"  # id 0
+ALPHABET = 256  # ids that a tokenizer of bytes needs beside END_OF_TEXT
+
+
+def train_byte_pairs(texts: Iterable[str], vocabulary: int) -> Any:
+    """A ``tokenizers.Tokenizer`` of at most ``vocabulary`` ids (at least ALPHABET + 1)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer

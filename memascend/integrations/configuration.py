@@ -1,0 +1,55 @@
+"""A DeepSpeed configuration in every form that DeepSpeed takes, read as DeepSpeed reads it."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+from memascend.integrations.conventions import CONFIG_KEY
+
+
+def read_configuration(given: Any) -> dict[str, Any] | None:
+    """The dict itself, or the (H)JSON in a file or in base64; None for what is none of these, which is DeepSpeed's.
+
+    Raises ValueError, in one line with the place, for text that names memascend's key and cannot be read. DeepSpeed
+    must be installed.
+    """
+    if isinstance(given, dict):
+        return given
+    if not isinstance(given, str | Path):
+        return None
+    try:
+        text = Path(given).read_text() if _is_file(given) else base64.urlsafe_b64decode(str(given)).decode()
+    except (OSError, ValueError):
+        return None
+    import hjson
+    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+
+    try:
+        found = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+    except ValueError as error:
+        if f'"{CONFIG_KEY}"' not in text:
+            return None
+        raise ValueError(_mistake(given, text, error)) from None
+    return found if isinstance(found, dict) else None
+
+
+def _is_file(name: str | Path) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # too long for a name, as JSON in base64 is
+        return False
+
+
+def _mistake(given: str | Path, text: str, error: Any) -> str:
+    what = str(given) if _is_file(given) else "the DeepSpeed configuration in base64"
+    line = getattr(error, "lineno", None)
+    if line is None:  # a key that stands twice
+        return f"{what}: {' '.join(str(error).split())}; remove one of the two"
+    message = error.msg.split(" (check your syntax")[0]
+    lines = text.splitlines()
+    if line > len(lines):
+        return f"{what} ends too early: {message}; a bracket or a quote is not closed"
+    shown = lines[line - 1].strip()[:60]
+    return f"{what}, line {line}, column {error.colno}: {message}, in {shown!r}; a comma or a bracket is wrong there"

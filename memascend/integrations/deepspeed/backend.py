@@ -1,0 +1,209 @@
+"""Training on DeepSpeed: start-up, one engine, weights tensor by tensor, states group by group.
+
+A backend of `memascend train` (memascend.training.backends.protocol), loaded by its name.
+
+States go through the optimizer's own swap-in and swap-out, one sub-group at a time, so that whatever stands in the
+swappers' places is saved and restored alike and host memory holds one sub-group. What an uninterrupted run would have
+in memory is restored to the bit, and so is what DeepSpeed keeps outside its tensors (`replay_bias_corrections`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memascend.integrations.pretrained import apply_options, partitioned_model, persistent_buffers
+from memascend.memory.ledger import Ledger
+from memascend.storage.tensor_file import TensorFileReader, TensorLayout
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class DeepSpeedBackend:
+    """A DeepSpeed engine with the parts of a system of `baselines/` in it."""
+
+    def __init__(self, config: Any, settings: dict[str, Any], ledger: Ledger) -> None:
+        self._config, self._settings, self.ledger = config, settings, ledger
+
+    @staticmethod
+    def notes() -> list[str]:
+        from deepspeed.git_version_info import installed_ops
+
+        missing = [op for op in ("async_io", "cpu_adam") if not installed_ops.get(op)]
+        return [f"DeepSpeed compiles {', '.join(missing)} now, once; this takes some minutes"] if missing else []
+
+    @staticmethod
+    def start(threads: int) -> None:
+        """torch._dynamo and transformers come first: under zero.Init, which replaces torch.Tensor.new_tensor, they
+        fail."""
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # DeepSpeed's Muon would load the compiler, for seconds
+        importlib.import_module("torch._dynamo")
+        importlib.import_module("transformers.models.auto.modeling_auto")
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+
+        torch.set_num_threads(threads)
+        deepspeed.utils.logger.setLevel(logging.ERROR)
+        get_accelerator().set_device(int(deepspeed.comm.get_local_rank() or 0) if torch.cuda.is_available() else 0)
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        deepspeed.init_distributed(dist_backend=backend, verbose=False, auto_mpi_discovery=False)
+
+    def build(self, source: Path | dict[str, Any]) -> None:
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+
+        import memascend
+        from memascend.memory.pinned import PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator
+
+        ds_config = self._settings["deepspeed_config"]
+        self._enabled = memascend.enable(
+            ds_config,
+            **self._settings["parts"],
+            minimum_swap_bytes=self._settings["minimum_swap_bytes"],
+            ledger=self.ledger,
+        )
+        self.model = partitioned_model(source, ds_config, _DTYPES[self._config.dtype])
+        rounding = self._enabled.parts.pinned == "power_of_two"  # offloaded checkpoints as the system's other buffers
+        allocator = (PowerOfTwoPinnedAllocator if rounding else PageAlignedPinnedAllocator)(self.ledger)
+        self._options = apply_options(self.model, self._config, allocator)
+        self._engine, *_ = deepspeed.initialize(
+            model=self.model, model_parameters=self.model.parameters(), config=ds_config
+        )
+        self.device = torch.device(get_accelerator().current_device_name())
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def step(self, batches: Sequence[torch.Tensor], learning_rate: float) -> tuple[torch.Tensor, float | None]:
+        engine = self._engine
+        self._enabled.io.reset()
+        for group in engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        skipped, losses = engine.skipped_steps, []
+        for ids in batches:
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach().float())
+        norm = None if engine.skipped_steps > skipped else float(engine.get_global_grad_norm())
+        return torch.stack(losses).mean(), norm
+
+    @torch.no_grad()
+    def evaluate(self, batch: torch.Tensor) -> float:
+        self._engine.eval()
+        loss = float(self._engine(input_ids=batch, labels=batch).loss)
+        self._engine.train()
+        return loss
+
+    def loss_scale(self) -> float | None:
+        return float(self._engine.optimizer.loss_scale) if self._engine.fp16_enabled() else None
+
+    def statistics(self) -> dict[str, int]:
+        return {"read_bytes": self._enabled.io.bytes_read, "written_bytes": self._enabled.io.bytes_written}
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "deepspeed_config": self._settings["deepspeed_config"],
+            "parts": self._settings["parts"],
+            "shims": self._enabled.shims,
+            "memory_options": self._options,
+        }
+
+    def close(self) -> None:
+        if self._enabled.store is not None:
+            self._enabled.store.close()
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def weight_layouts(self) -> list[TensorLayout]:
+        layouts = [TensorLayout(n, p.dtype, tuple(p.ds_shape)) for n, p in self.model.named_parameters()]
+        return layouts + [TensorLayout(n, b.dtype, tuple(b.shape)) for n, b in persistent_buffers(self.model)]
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        import deepspeed
+
+        for name, parameter in self.model.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
+                yield name, parameter.detach().cpu()
+        for name, buffer in persistent_buffers(self.model):
+            yield name, buffer.detach().cpu()
+
+    # -- optimizer states ----------------------------------------------------------------------------------------------
+
+    def _adam_step(self) -> int:
+        """Updates applied so far, the same in every sub-group; ValueError otherwise: that optimizer is not ours to
+        save."""
+        optimizer = self._engine.optimizer
+        states = (optimizer.optimizer.state.get(p, {}) for p in optimizer.fp32_partitioned_groups_flat)
+        steps = {int(state.get("step", 0)) for state in states}
+        if len(steps) != 1:
+            raise ValueError(f"the optimizer's sub-groups have made different numbers of steps ({sorted(steps)})")
+        return steps.pop()
+
+    def state_layouts(self) -> list[TensorLayout]:
+        optimizer = self._engine.optimizer
+        optimizer._partition_all_parameters()
+        layouts = []
+        for index, parameter in enumerate(optimizer.fp32_partitioned_groups_flat):
+            shape = (int(optimizer.fp16_partitioned_groups_flat_numel[index]),)
+            layouts.append(TensorLayout(f"{index}.master", optimizer.master_weights_and_grads_dtype, shape))
+            state = optimizer.optimizer.state.get(parameter, {})
+            layouts += [TensorLayout(f"{index}.{name}", state[name].dtype, shape) for name in _MOMENTS if state]
+        return layouts
+
+    def states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        optimizer = self._engine.optimizer
+        optimizer._partition_all_parameters()
+        for index, parameter in enumerate(optimizer.fp32_partitioned_groups_flat):
+            swapped = optimizer._swappable_optimizer_subgroup(index)
+            if swapped:
+                optimizer._optimizer_states_and_gradient_swap_in(index)
+            yield f"{index}.master", parameter.data
+            state = optimizer.optimizer.state.get(parameter, {})
+            for name in _MOMENTS if state else ():
+                yield f"{index}.{name}", state[name]
+            if swapped:
+                optimizer._release_swap_buffers(index)
+        optimizer.checkpoint_event_epilogue()
+
+    def state_facts(self) -> dict[str, Any]:
+        optimizer = self._engine.optimizer
+        scaler = vars(optimizer.loss_scaler)
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return {
+            "adam_step": self._adam_step(),
+            "loss_scaler": {k: v for k, v in scaler.items() if isinstance(v, int | float | bool)},
+            "counters": {name: getattr(self._engine, name) for name in _COUNTERS},
+            "groups": [[(names[id(p)], int(p.partition_numel())) for p in group] for group in optimizer.fp16_groups],
+        }
+
+    def restore(self, reader: TensorFileReader, facts: dict[str, Any]) -> None:
+        from .swapped_states import replay_bias_corrections
+
+        optimizer, steps = self._engine.optimizer, facts["adam_step"]
+        optimizer._partition_all_parameters()
+        for index, parameter in enumerate(optimizer.fp32_partitioned_groups_flat):
+            swapped = optimizer._swappable_optimizer_subgroup(index)
+            if swapped:
+                optimizer._optimizer_states_and_gradient_swap_in(index)
+            reader.read_into(f"{index}.master", parameter.data)
+            if steps:
+                moments = {name: reader.read(f"{index}.{name}") for name in _MOMENTS}
+                optimizer.optimizer.state[parameter] = {"step": steps, **moments}
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+            if swapped:
+                optimizer._optimizer_states_and_gradient_swap_out(index)
+        optimizer.checkpoint_event_epilogue()
+        replay_bias_corrections(optimizer)
+        vars(optimizer.loss_scaler).update(facts["loss_scaler"])
+        for name, value in facts["counters"].items():
+            setattr(self._engine, name, value)

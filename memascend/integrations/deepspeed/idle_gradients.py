@@ -1,0 +1,232 @@
+"""Gradients of swapped sub-groups for parameters that got none in a step: what DeepSpeed has with CPU offload.
+
+With CPU offload each sub-group has a gradient buffer for the whole training. It begins as zeros, a parameter's range is
+overwritten in the last micro batch of a step in which the parameter got a gradient, and the step scales the whole
+buffer in place. A parameter without a gradient (unused, or an expert without a token) is therefore stepped with zeros,
+or with its last gradient, scaled once more. Padding at a partition's end stays zero.
+
+DeepSpeed's swapper fills a buffer with what was swapped out and leaves the rest of it as the last sub-group left it;
+and a sub-group without any gradient has none, which ends in an AttributeError. Here the buffer is completed to what CPU
+offload's would hold: zeros where there never was a gradient, and the last one with the scale factors of the steps since
+it was made. The factors are replayed one by one, because a product of them would round differently.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.swap_tensor.utils import swap_out_tensors
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from .swapped_states import require_transfers
+
+# DeepSpeed 0.16 requires an argument that some of its own callers leave out.
+_SWAP_IN = inspect.signature(DeepSpeedZeroOptimizer_Stage3._optimizer_states_and_gradient_swap_in)
+_TIMERS_REQUIRED = _SWAP_IN.parameters["timer_names"].default is inspect.Parameter.empty
+
+Factor = float | torch.Tensor  # of one step: 1 / (loss scale and clipping)
+
+# After so many replays a gradient is stored anew, with its factors applied. At a loss scale of 2^16 it is zero before.
+_MOST_REPLAYS = 16
+
+
+class GradientPieces:
+    """The gradient of one swapped sub-group, as pieces of its flat buffer by their offset (elements).
+
+    Where a piece lies between steps is DeepSpeed's own bookkeeping, ``info``: in a swap file, or, where it is too small
+    to swap, in a tensor in memory. Not thread-safe.
+    """
+
+    def __init__(self, swapper: Any, info: Any) -> None:
+        self._swapper, self._info = swapper, info
+        self._numels: dict[int, int] = {}
+        self._factors: dict[int, tuple[Factor, ...]] = {}  # of the steps since the piece was stored
+        self._new: set[int] = set()  # since the last step
+        self._views: set[int] = set()  # into a buffer that others write to
+        info.has_gradients = lambda: True  # every step takes one: a buffer for it is read into and counted
+        info.release_unswapped_gradients = lambda: None
+
+    def store_by(self, swap_out: Callable[[], None], offsets: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Take new gradients that DeepSpeed's ``swap_out`` puts away; small ones are copied, they are views."""
+        kept = self._info.unswapped_gradients
+        self._info.unswapped_gradients = {}
+        swap_out()
+        for offset, tensor in self._info.unswapped_gradients.items():
+            if offset in kept:
+                kept[offset].copy_(tensor)
+            else:
+                kept[offset] = tensor.clone()
+        self._info.unswapped_gradients = kept
+        for offset, tensor in self._split(offsets, tensors):
+            self._note(offset, tensor.numel())
+
+    def store_views(self, offsets: Sequence[int], views: Sequence[torch.Tensor]) -> None:
+        """Take new gradients that stay where they are, in ``views`` of a buffer that outlives the step."""
+        for offset, _ in self._split(offsets, views):
+            self._forget(offset)
+        for offset, view in zip(offsets, views, strict=True):
+            self._info.unswapped_gradients[offset] = view
+            self._views.add(offset)
+            self._note(offset, view.numel())
+
+    def store(self, offset: int, values: torch.Tensor) -> None:
+        """Put ``values`` away as they are, in place of the piece at ``offset``; between the swapper's transfers."""
+        self._forget(offset)
+        for begin, part in self._split([offset], [values]):
+            if self._swapper.is_swappable_tensor(tensor=part):
+                paths = self._info.get_or_create_gradient_paths([begin], [part.numel()])
+                handle = self._idle_handle()
+                swap_out_tensors(handle, [part], paths)
+                require_transfers(handle.wait(), 1, paths[0])
+            else:
+                self._info.unswapped_gradients[begin] = part.clone()
+            self._numels[begin], self._factors[begin] = part.numel(), ()
+
+    def store_all(self, gradient: torch.Tensor) -> None:
+        """Put the whole ``gradient`` away, with the ranges that had no piece."""
+        ranges = [*self._gaps(gradient.numel()), *((offset, offset + n) for offset, n in self._numels.items())]
+        for begin, end in ranges:
+            self.store(begin, gradient[begin:end])
+
+    def complete(self, gradient: torch.Tensor) -> None:
+        """``gradient`` holds the stored pieces; make it what CPU offload's buffer holds before the step."""
+        for begin, end in self._gaps(gradient.numel()):
+            gradient[begin:end].zero_()
+        for offset, factors in self._factors.items():
+            for factor in factors:
+                gradient.narrow(0, offset, self._numels[offset]).mul_(factor)
+
+    def settle(self, gradient: torch.Tensor) -> None:
+        """Of the completed ``gradient``, forget old pieces that have become zeros, and store long replayed ones."""
+        for offset, factors in list(self._factors.items()):
+            if not factors:
+                continue
+            piece = gradient.narrow(0, offset, self._numels[offset])
+            if not piece.any():
+                self._forget(offset)
+            elif len(factors) >= _MOST_REPLAYS:
+                self.store(offset, piece)
+
+    def scaled(self, factor: Factor) -> None:
+        """The step has scaled the gradient by ``factor``, which the next one has to do to what it finds stored."""
+        if factor != 1:
+            self._factors = {offset: (*factors, factor) for offset, factors in self._factors.items()}
+
+    def is_old_view(self, offset: int) -> bool:
+        """Whether the piece at ``offset`` is a view that was stored before the last :meth:`end_of_step`."""
+        return offset in self._views - self._new
+
+    def end_of_step(self) -> None:
+        self._new.clear()
+
+    def forget_all(self) -> None:
+        """As before the first gradient."""
+        for pieces in (self._numels, self._factors, self._new, self._views):
+            pieces.clear()
+        self._info.swapped_gradients, self._info.unswapped_gradients = {}, {}
+
+    def _note(self, offset: int, numel: int) -> None:
+        self._numels[offset], self._factors[offset] = numel, ()
+        self._new.add(offset)
+
+    def _forget(self, offset: int) -> None:
+        for pieces in (self._info.swapped_gradients, self._info.unswapped_gradients, self._numels, self._factors):
+            pieces.pop(offset, None)
+        self._views.discard(offset)
+
+    def _split(self, offsets: Sequence[int], tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+        """As DeepSpeed does: what does not fill a unit of I/O at the end of a tensor is a small piece of its own."""
+        parts, begins = self._swapper._adjust_for_misaligned_lengths(tensors=tensors, offsets=offsets)
+        return zip(begins, parts, strict=True)
+
+    def _gaps(self, numel: int) -> Iterator[tuple[int, int]]:
+        end = 0
+        for offset in sorted(self._numels):
+            if end < offset:
+                yield end, offset
+            end = offset + self._numels[offset]
+        if end < numel:
+            yield end, numel
+
+    def _idle_handle(self) -> Any:
+        """The handle that writes, with nothing under way: a pipelined swapper may still be writing the last states."""
+        operations = getattr(self._swapper, "swap_ops", {})
+        if operations.get("async_swap_out"):
+            self._swapper._complete_swap_out("async_swap_out")
+        return self._swapper.aio_handle
+
+
+class IdleGradients:
+    """Mixin for ``DeepSpeedZeroOptimizer_Stage3``: parameters that get no gradient train as with CPU offload."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._pieces: dict[int, GradientPieces] = {}  # by sub-group
+        super().__init__(*args, **kwargs)
+        if not self.swap_optimizer:
+            return
+        swapper = self.optimizer_swapper
+        for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
+            if self._swappable_optimizer_subgroup(index):
+                info = swapper.swap_params_info[swapper.parameter_id(parameter)]
+                self._pieces[index] = GradientPieces(swapper, info)
+        self._sub_group_of = {swapper.parameter_id(p): i for i, p in enumerate(self.fp32_partitioned_groups_flat)}
+        self._swap_out_gradients_of_stock = swapper.swap_out_gradients
+        swapper.swap_out_gradients = self._store_gradients
+
+    def _store_gradients(self, parameter: Any, gradient_offsets: list[int], gradient_tensors: list[Any]) -> None:
+        """Stands in for the swapper's ``swap_out_gradients``."""
+
+        def swap_out() -> None:
+            self._swap_out_gradients_of_stock(
+                parameter=parameter, gradient_offsets=gradient_offsets, gradient_tensors=gradient_tensors
+            )
+
+        self._pieces_of(parameter).store_by(swap_out, gradient_offsets, gradient_tensors)
+
+    def _pieces_of(self, parameter: Any) -> GradientPieces:
+        return self._pieces[self._sub_group_of[self.optimizer_swapper.parameter_id(parameter)]]
+
+    def _optimizer_states_and_gradient_swap_in(self, sub_group_id: int, timer_names: set[str] | None = None) -> None:
+        if timer_names is None and _TIMERS_REQUIRED:
+            timer_names = set()
+        super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
+        if sub_group_id in self._pieces:
+            self._pieces[sub_group_id].complete(self.fp32_partitioned_groups_flat[sub_group_id].grad)
+
+    def _prepare_sub_group(self, sub_group_id: int, timer_names: set[str]) -> None:
+        super()._prepare_sub_group(sub_group_id, timer_names)
+        if sub_group_id in self._pieces:
+            self._pieces[sub_group_id].settle(self.fp32_partitioned_groups_flat[sub_group_id].grad)
+
+    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
+        """DeepSpeed's arithmetic, with its factor kept."""
+        scale = self.loss_scale
+        if self.clip_grad > 0.0:
+            clip = ((total_norm / self.loss_scale) + 1e-6) / self.clip_grad
+            scale = torch.clamp(clip, min=1.0) * self.loss_scale
+        factor = 1.0 / scale
+        self.fp32_partitioned_groups_flat[sub_group_id].grad.mul_(factor)
+        self._note_scaling(sub_group_id, factor)
+
+    def _note_scaling(self, sub_group_id: int, factor: Factor) -> None:
+        if sub_group_id in self._pieces:
+            self._pieces[sub_group_id].scaled(factor)
+
+    def _writeback_swap_state(self, sub_group_id: int, write_opt_state: bool, write_gradients: bool) -> None:
+        """After ``safe_set_full_grad``: the buffer as it is, whichever parameter has been set."""
+        if write_gradients and sub_group_id in self._pieces:
+            self._pieces[sub_group_id].store_all(self.fp32_partitioned_groups_flat[sub_group_id].grad)
+            write_gradients = False
+        super()._writeback_swap_state(sub_group_id, write_opt_state, write_gradients)
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for pieces in self._pieces.values():
+            pieces.end_of_step()
+
+    def forget_gradients(self, sub_group_id: int) -> None:
+        """As in a fresh process: a checkpoint holds no gradients."""
+        self._pieces[sub_group_id].forget_all()

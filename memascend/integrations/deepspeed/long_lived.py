@@ -1,0 +1,81 @@
+"""Buffers that live as long as a training, registered with the tiers that are open (io_uring pins them once)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from memascend.storage.tier import Tier
+
+
+class LongLivedBuffers:
+    """The buffers of a store's users, each kept alive until it is removed. Thread-safe.
+
+    Finalizers may call it too, also while their thread is inside one of its methods: a collection can run anywhere.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # taken last, so that whoever holds another lock may call
+        self._buffers: dict[int, tuple[torch.Tensor, object]] = {}  # by address, with whose it is
+        self._tiers: list[Tier] = []
+        self._taken: set[int] = set()  # addresses that a tier has pinned
+        self._pid = os.getpid()
+
+    def add(self, tensor: torch.Tensor, user: object) -> None:
+        """Best effort: a tier that cannot pin it (another kind, the limit on locked memory) transfers all the same."""
+        if tensor.numel() == 0 or os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._buffers[tensor.data_ptr()] = tensor, user
+            for tier in list(self._tiers):
+                self._register(tier, tensor)
+
+    def remove(self, tensor: torch.Tensor) -> None:
+        """When it returns, no tier knows the memory. No error where the buffer is not known, or in a forked child."""
+        if os.getpid() == self._pid:
+            self._remove(tensor.data_ptr())
+
+    def remove_all_of(self, user: object) -> None:
+        if os.getpid() == self._pid:
+            with self._lock:
+                for address in [each for each, (_, owner) in self._buffers.items() if owner is user]:
+                    self._remove(address)
+
+    def opened(self, tier: Tier) -> None:
+        with self._lock:
+            self._tiers.append(tier)
+            for tensor, _ in list(self._buffers.values()):
+                self._register(tier, tensor)
+
+    def closing(self, tier: Tier) -> None:
+        """Before it closes, which lets go of what it has pinned."""
+        with self._lock:
+            self._tiers.remove(tier)
+            if not self._tiers:
+                self._taken.clear()
+
+    @property
+    def registered_bytes(self) -> int:
+        """Of the buffers that at least one open tier has pinned."""
+        with self._lock:
+            return sum(self._buffers[address][0].nbytes for address in self._taken)
+
+    def _register(self, tier: Tier, tensor: torch.Tensor) -> None:
+        address = tensor.data_ptr()
+        if tier.register(tensor):
+            self._taken.add(address)
+        if address not in self._buffers:  # a finalizer has removed it meanwhile
+            tier.unregister(tensor)
+            self._taken.discard(address)
+
+    def _remove(self, address: int) -> None:
+        with self._lock:
+            held = self._buffers.pop(address, None)
+            self._taken.discard(address)
+            if held is not None:
+                for tier in self._tiers:
+                    tier.unregister(held[0])

@@ -1,0 +1,25 @@
+"""What the mixins that make up our ZeRO-3 optimizer are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .accelerator import PinnedAllocator
+from .derived import DerivedSettings
+from .parts import Parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage3Settings:
+    """One object for all of them, bound to the class as ``settings``.
+
+    ``minimum_swap_bytes``: replaces DeepSpeed's 1 MiB below which it does not swap. ``derived`` fills in what the user
+    left out; None for DeepSpeed as it is, which is not corrected either. ``allocator`` keeps start-up and first step in
+    the memory of later ones; None leaves them to DeepSpeed. ``exact_checkpoints``: as :mod:`.checkpoint` installs them.
+    """
+
+    parts: Parts
+    minimum_swap_bytes: int | None = None
+    derived: DerivedSettings | None = None
+    allocator: PinnedAllocator | None = None
+    exact_checkpoints: bool = False

@@ -1,0 +1,109 @@
+"""NUMA nodes of a machine, from /sys/devices/system/node: sizes, what is free, distances, CPUs. No torch.
+
+A node without CPUs is memory alone, such as a CXL card. Where the kernel has no NUMA there is one node, 0.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from memascend.memory.cgroup import ram_bytes
+
+_ROOT = Path("/")
+_NODES = "sys/devices/system/node"
+_WEIGHTS = "sys/kernel/mm/mempolicy/weighted_interleave"
+# What the kernel can drop for a new allocation on a node, beside what is free.
+_RECLAIMABLE = ("Active(file)", "Inactive(file)", "SReclaimable")
+LOCAL_DISTANCE = 10  # of a node to itself, by the ACPI specification
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One node. `cpus` as the kernel lists them ("0-7,16"), empty for memory alone; `distances` by node number.
+
+    `available_bytes`: free, or page cache. `weight`: of the kernel's weighted interleaving (Linux 6.9), else None.
+    """
+
+    number: int
+    cpus: str = ""
+    total_bytes: int = 0
+    available_bytes: int = 0
+    distances: dict[int, int]
+    weight: int | None = None
+
+    @property
+    def memory_only(self) -> bool:
+        return not self.cpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Nodes by number, in ascending order; `allowed` are those that this process may take memory from (cpusets)."""
+
+    nodes: dict[int, Node]
+    allowed: frozenset[int]
+
+    @classmethod
+    def of(cls, *nodes: Node) -> Topology:
+        """A machine that is described, for plans and tests: all of its nodes are allowed."""
+        by_number = {node.number: node for node in sorted(nodes, key=lambda node: node.number)}
+        return cls(nodes=by_number, allowed=frozenset(by_number))
+
+    @classmethod
+    def read(cls, root: Path = _ROOT) -> Topology:
+        """The machine under `root` (default: this one)."""
+        folders = sorted((root / _NODES).glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
+        nodes = [_read_node(path, root) for path in folders] or [_whole_machine(root)]
+        by_number = {node.number: node for node in nodes}
+        status = re.search(r"^Mems_allowed_list:\s*(\S+)", _read(root / "proc/self/status"), re.MULTILINE)
+        allowed = _listed(status[1]) & by_number.keys() if status else by_number.keys()
+        return cls(nodes=by_number, allowed=frozenset(allowed or by_number))
+
+    @property
+    def with_cpus(self) -> tuple[Node, ...]:
+        return tuple(node for node in self.nodes.values() if not node.memory_only)
+
+    @property
+    def memory_only(self) -> tuple[Node, ...]:
+        return tuple(node for node in self.nodes.values() if node.memory_only)
+
+
+def _read_node(folder: Path, root: Path) -> Node:
+    memory = {name: int(kib) * 1024 for name, kib in re.findall(r"(\S+):\s+(\d+) kB", _read(folder / "meminfo"))}
+    number = int(folder.name[4:])
+    others = sorted(int(path.name[4:]) for path in folder.parent.glob("node[0-9]*"))
+    row = [int(text) for text in _read(folder / "distance").split() if text.isdecimal()]
+    weight = _read(root / _WEIGHTS / folder.name).strip()
+    return Node(
+        number=number,
+        cpus=_read(folder / "cpulist").strip(),
+        total_bytes=memory.get("MemTotal", 0),
+        available_bytes=memory.get("MemFree", 0) + sum(memory.get(name, 0) for name in _RECLAIMABLE),
+        distances=dict(zip(others, row, strict=False)) if row else {number: LOCAL_DISTANCE},
+        weight=int(weight) if weight.isdecimal() else None,
+    )
+
+
+def _whole_machine(root: Path) -> Node:
+    total, available = ram_bytes(root)
+    cpus = _read(root / "sys/devices/system/cpu/online").strip() or "0"
+    return Node(number=0, cpus=cpus, total_bytes=total, available_bytes=available, distances={0: LOCAL_DISTANCE})
+
+
+def _listed(text: str) -> set[int]:
+    """The numbers of a kernel list such as 0-3,8."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdecimal() and (last or first).isdecimal():
+            numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

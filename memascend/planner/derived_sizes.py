@@ -1,0 +1,96 @@
+"""Sizes that a run of ours derives from model and machine where the DeepSpeed configuration leaves them out.
+
+Arithmetic alone, without torch and DeepSpeed: the drop-in fills them in, the planner plans with them. DeepSpeed's own
+defaults are sizes for one model and one machine: a sub-group of 1e9 parameters alone asks for 16 GB of optimizer
+buffers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Transfers of 1 MiB saturate NVMe drives (MemAscend, Fig. 14); DeepNVMe's own default too.
+_BLOCK_BYTES = 1 << 20
+_MOST_IN_FLIGHT = 32
+# Sub-groups may exceed the largest tensor by this much before smaller ones are tried.
+_SLACK = 1.02
+STATES_AND_GRADIENT = 4  # buffers of one sub-group: master weights, two Adam moments, gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class IoSettings:
+    """How requests go to the device: in blocks of ``block_bytes``, ``queue_depth`` at once in each of ``workers``."""
+
+    block_bytes: int
+    queue_depth: int
+    workers: int
+
+    def __str__(self) -> str:
+        return f"I/O in blocks of {self.block_bytes >> 10} KiB, {self.queue_depth} at once, {self.workers} threads"
+
+
+def given(section: Any, key: str) -> bool:
+    """Whether the user set ``key`` in this section of the configuration; null and "auto" are left to us."""
+    return isinstance(section, Mapping) and section.get(key) not in (None, "auto")
+
+
+def io_settings(ds_config: Mapping[str, Any], folder: str | os.PathLike[str] | None) -> IoSettings:
+    """From the section ``aio`` where it says so, else from the cores and the queue of the device under ``folder``."""
+    aio = ds_config.get("aio") or {}
+    cores = len(os.sched_getaffinity(0))
+    requests = _queue_limit(folder) if folder is not None else _MOST_IN_FLIGHT
+    return IoSettings(
+        block_bytes=int(aio["block_size"]) if given(aio, "block_size") else _BLOCK_BYTES,
+        queue_depth=int(aio["queue_depth"]) if given(aio, "queue_depth") else min(_MOST_IN_FLIGHT, requests),
+        workers=max(2, int(aio["intra_op_parallelism"])) if given(aio, "intra_op_parallelism") else min(4, 2 * cores),
+    )
+
+
+def _queue_limit(folder: str | os.PathLike[str]) -> int:
+    """Requests that the block device under ``folder`` queues; the usual 32 where there is none (tmpfs, network)."""
+    try:
+        number = os.stat(folder).st_dev
+        node = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve(strict=True)
+        queue = next(path for path in (node / "queue", node.parent / "queue") if path.is_dir())
+        return max(1, int((queue / "nr_requests").read_text()))
+    except (OSError, StopIteration, ValueError):
+        return _MOST_IN_FLIGHT
+
+
+def largest_sub_group(groups: Iterable[Sequence[int]], sub_group_size: int) -> int:
+    """Elements of the largest sub-group that DeepSpeed makes: one closes as soon as it holds ``sub_group_size``."""
+    largest = 0
+    for group in groups:
+        held = 0
+        for numel in group:
+            held += numel
+            largest = max(largest, held)
+            if held >= sub_group_size:
+                held = 0
+    return largest
+
+
+def sub_group_size(groups: Sequence[Sequence[int]]) -> int:
+    """The size with which no sub-group is (much) larger than the largest tensor, so that the buffers are that large.
+
+    ``groups``: for each parameter group the sizes of a rank's partitions, in DeepSpeed's order. Larger sizes are
+    preferred: fewer, longer transfers.
+    """
+    most = max((numel for group in groups for numel in group), default=1)
+    candidates = [max(1, most >> shift) for shift in range(most.bit_length())]
+    best = min(largest_sub_group(groups, size) for size in candidates)
+    limit = max(best, int(most * _SLACK))
+    return next(size for size in candidates if largest_sub_group(groups, size) <= limit)
+
+
+def optimizer_buffers(offload_optimizer: Mapping[str, Any]) -> int:
+    """``buffer_count`` that AdamW on NVMe needs: the buffers of one sub-group, again for each pipelined direction.
+
+    ``offload_optimizer``: that section of the configuration.
+    """
+    stages = 1 + bool(offload_optimizer.get("pipeline_read")) + bool(offload_optimizer.get("pipeline_write"))
+    return STATES_AND_GRADIENT * stages

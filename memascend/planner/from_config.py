@@ -1,0 +1,193 @@
+"""The workload that a user's DeepSpeed configuration describes: what it sets is kept, the rest as a run derives it.
+
+`enable` and DeepSpeed check a configuration; here what a plan needs is read, and refused where a plan cannot tell.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memascend.arrangements import arrangement_of_parts
+from memascend.memory.budget import parse_bytes
+from memascend.planner.derived_sizes import given, io_settings, optimizer_buffers
+from memascend.planner.options import MODEL_OPTIONS, Stack
+from memascend.planner.pool import SWAP_THRESHOLD_BYTES
+from memascend.planner.spec import ModelSpec
+from memascend.planner.workload import SwapSizes, Workload
+
+SECTION = "memascend"
+# DeepSpeed's defaults where no part of ours derives them (zero/config.py, zero/offload_config.py).
+_STOCK_SUB_GROUP_SIZE, _STOCK_OPTIMIZER_BUFFERS = 1_000_000_000, 4
+_STOCK_POOL_BUFFERS, _STOCK_POOL_NUMEL = 5, 100_000_000
+# As a Hugging Face model is where neither configuration nor command line says more.
+_AS_THE_MODEL_HAS_IT = {"attention": "auto", "loss": "plain", "checkpointing": "none"}
+_DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What the command line says; the configuration may leave it out, but not say otherwise. None: nothing is said."""
+
+    dtype: str | None = None
+    batch: int | None = None
+    accumulation: int | None = None
+    attention: str | None = None
+    loss: str | None = None
+    checkpointing: str | None = None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A configuration from a JSON file; ValueError in one line where it cannot be read."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read the DeepSpeed configuration {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"the DeepSpeed configuration {path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"the DeepSpeed configuration {path} is not a JSON object")
+    return config
+
+
+def workload_of(
+    config: Mapping[str, Any], spec: ModelSpec, *, ranks: int = 1, context: int = 4096, told: Told | None = None
+) -> Workload:
+    """The run of `config` (a dict as DeepSpeed takes it) on `ranks` GPUs of one machine, with `context` tokens a
+    sequence. With a section "memascend" it is MemAscend's, with its parts; without one today's DeepSpeed.
+
+    Raises ValueError, in one line, for what a plan does not know: ZeRO stages below 3, fp32, parameters kept by
+    max_in_cpu, parameters and optimizer in different places.
+    """
+    told = told or Told()
+    zero, section = _section(config, "zero_optimization"), _section(config, SECTION)
+    ours = SECTION in config and section.get("enabled", True) is not False
+    section = section if ours else {}
+    system = _system(zero, ours)
+    bf16 = {**_section(config, "bfloat16"), **_section(config, "bf16")}
+    states = (
+        "bf16" if section.get("optimizer_states") == "bf16" or bf16.get("bf16_optimizer_states") is True else "fp32"
+    )
+    dtype = "bf16" if states == "bf16" else _dtype(config, bf16, told)
+    batch, accumulation = _batch(config, ranks, told)
+    budget = section.get("host_memory")
+    return Workload(
+        spec=spec,
+        system=system,
+        arm="today" if system == "zero_infinity" else None,
+        dtype=dtype,
+        states=states,
+        gradients=_gradients(config, dtype),
+        stack=Stack(**{name: _option(section, name, told) for name in MODEL_OPTIONS}),
+        ranks=ranks,
+        batch=batch,
+        context=context,
+        accumulation=accumulation,
+        blocks_in_flight=section.get("blocks_in_flight", 1),
+        sizes=_sizes(config, zero, system),
+        parts=arrangement_of_parts(section, derives_sizes=True) if ours else None,
+        host_memory=None if budget is None else parse_bytes(budget, f'"{SECTION}.host_memory"'),
+    )
+
+
+def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = config.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f'"{name}" in the DeepSpeed configuration must be a section, got {value!r}')
+    return dict(value or {})
+
+
+def _system(zero: Mapping[str, Any], ours: bool) -> str:
+    if zero.get("stage") != 3:
+        raise ValueError(f"a plan needs ZeRO stage 3, got zero_optimization.stage={zero.get('stage')!r}")
+    places = {_section(zero, name).get("device") for name in ("offload_param", "offload_optimizer")}
+    if places == {"nvme"}:
+        param = _section(zero, "offload_param")
+        if given(param, "max_in_cpu") and param["max_in_cpu"]:
+            raise ValueError(
+                f"zero_optimization.offload_param.max_in_cpu={param['max_in_cpu']:g} keeps parameters in memory that a "
+                "plan does not count: set it to 0, or leave it out"
+            )
+        return "memascend" if ours else "zero_infinity"
+    if places == {"cpu"}:
+        return "zero_offload"
+    raise ValueError(
+        "a plan knows offload_param and offload_optimizer both on 'nvme' or both on 'cpu', got "
+        + " and ".join(sorted(repr(place) for place in places))
+    )
+
+
+def _dtype(config: Mapping[str, Any], bf16: Mapping[str, Any], told: Told) -> str:
+    on = [
+        name for name, section in (("fp16", _section(config, "fp16")), ("bf16", bf16)) if section.get("enabled") is True
+    ]
+    if len(on) > 1:
+        raise ValueError("fp16.enabled and bf16.enabled are both true: choose one")
+    if on and told.dtype not in (None, on[0]):
+        raise ValueError(f"the configuration says {on[0]}, the command line {told.dtype}: leave --dtype out")
+    if not on and told.dtype is None:
+        raise ValueError('the configuration enables neither bf16 nor fp16: set "bf16": {"enabled": true}, or --dtype')
+    return on[0] if on else str(told.dtype)
+
+
+def _gradients(config: Mapping[str, Any], dtype: str) -> str:
+    """DeepSpeed's default is the type of the model."""
+    named = _section(config, "data_types").get("grad_accum_dtype")
+    return dtype if named in (None, "auto") else _DTYPES.get(named, str(named))
+
+
+def _batch(config: Mapping[str, Any], ranks: int, told: Told) -> tuple[int, int]:
+    """(sequences a GPU, batches a step), the third of DeepSpeed's three numbers from the other two."""
+    whole = _count(config, "train_batch_size", None, "")
+    batch = _count(config, "train_micro_batch_size_per_gpu", told.batch, "--batch")
+    steps = _count(config, "gradient_accumulation_steps", told.accumulation, "--accumulate")
+    if whole and not batch:
+        batch = max(1, whole // ranks // (steps or 1))
+    if whole and not steps:
+        steps = max(1, whole // ranks // batch)
+    return batch or 1, steps or 1
+
+
+def _count(config: Mapping[str, Any], key: str, said: int | None, flag: str) -> int | None:
+    if not given(config, key):
+        return said
+    value = config[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} must be a whole number of at least 1, got {value!r}")
+    if said not in (None, value):
+        raise ValueError(f"the configuration says {key} {value}, the command line {said}: leave {flag} out")
+    return value
+
+
+def _option(section: Mapping[str, Any], name: str, told: Told) -> str:
+    said = getattr(told, name)
+    value = section.get(name)
+    if value is not None and said not in (None, value):
+        raise ValueError(f"the configuration says {name} '{value}', the command line '{said}': leave --{name} out")
+    return value or said or _AS_THE_MODEL_HAS_IT[name]
+
+
+def _sizes(config: Mapping[str, Any], zero: Mapping[str, Any], system: str) -> SwapSizes:
+    ours = system == "memascend"
+    param, optimizer = _section(zero, "offload_param"), _section(zero, "offload_optimizer")
+
+    def size(section: Mapping[str, Any], key: str, stock: int) -> int | None:
+        if given(section, key):
+            return int(section[key])
+        return None if ours else stock
+
+    derived = optimizer_buffers(optimizer) if ours else _STOCK_OPTIMIZER_BUFFERS
+    folders = {str(section["nvme_path"]) for section in (param, optimizer) if section.get("nvme_path")}
+    block = int(config["aio"]["block_size"]) if given(config.get("aio"), "block_size") else SWAP_THRESHOLD_BYTES
+    return SwapSizes(
+        sub_group_size=size(zero, "sub_group_size", _STOCK_SUB_GROUP_SIZE),
+        optimizer_buffers=int(optimizer["buffer_count"]) if given(optimizer, "buffer_count") else derived,
+        pool_numel=size(param, "buffer_size", _STOCK_POOL_NUMEL),
+        pool_buffers=size(param, "buffer_count", _STOCK_POOL_BUFFERS),
+        swap_threshold_bytes=max(SWAP_THRESHOLD_BYTES, block),
+        io=io_settings(config, next(iter(folders), None)),
+        engines=max(1, len(folders)),
+    )

@@ -1,0 +1,147 @@
+"""Host memory against a hard budget, before anything is allocated: what is missing, and which change would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from memascend.planner.footprint import Plan, plan
+from memascend.planner.limits import Limits, largest_model, largest_sizes
+from memascend.planner.workload import Workload
+
+GIB = 2**30
+# How a change is called: by the flags of `plan` and `train`, or by the keys of a DeepSpeed configuration.
+FLAGS = {
+    "batch": "--batch {}",
+    "context": "--context {}",
+    "checkpointing": "--checkpointing {}",
+    "gradients": "--gradients {}",
+    "states": "--states {}",
+    "system": "--system {}",
+}
+KEYS = {
+    "batch": '"train_micro_batch_size_per_gpu": {}',
+    "context": "{} tokens a sequence",
+    "checkpointing": '"memascend": {{"checkpointing": "{}"}}',
+    "gradients": '"data_types": {{"grad_accum_dtype": "{}"}}',
+    "states": '"memascend": {{"optimizer_states": "{}"}}',
+    "system": 'the section "{}"',
+}
+
+
+class HostMemoryTooSmall(ValueError):
+    """A run that is planned beyond its budget. `needed_bytes`, `budget_bytes`; `fits`: changes that would fit, each by
+    the names of Workload (`checkpointing` of its stack).
+    """
+
+    def __init__(self, made: Plan, budget_bytes: int, fits: list[Change], words: Mapping[str, str]) -> None:
+        self.needed_bytes, self.budget_bytes = made.host_bytes, budget_bytes
+        self.fits = [change.settings for change in fits]
+        parts = made.components()
+        name = max(parts, key=lambda part: parts[part])
+        ways = [f"{change.words(words)} ({_gib(change.host_bytes)})" for change in fits]
+        super().__init__(
+            f"this run needs {_gib(made.host_bytes)} of host memory, {_gib(made.host_bytes - budget_bytes)} more than "
+            f"the host_memory of {_gib(budget_bytes)}; largest part: {name}, {_gib(parts[name])}; "
+            + (f"what fits: {'; or '.join(ways)}" if ways else _nothing(made.work, budget_bytes))
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Settings in place of the run's own, and what the run then needs."""
+
+    settings: dict[str, str | int]
+    host_bytes: int
+
+    def words(self, words: Mapping[str, str]) -> str:
+        return " ".join(words[name].format(value) for name, value in self.settings.items())
+
+
+def require_host_memory(work: Workload, budget_bytes: int | None = None, *, words: Mapping[str, str] = FLAGS) -> Plan:
+    """The plan of `work`, whose host memory is within the budget (default `work.host_memory`; None: any will do).
+
+    Raises HostMemoryTooSmall, a ValueError of one line: what is missing, the largest part, and what would fit, in
+    `words` (FLAGS or KEYS). Nothing is allocated.
+    """
+    budget_bytes = work.host_memory if budget_bytes is None else budget_bytes
+    made = plan(work)
+    if budget_bytes is None or made.host_bytes <= budget_bytes:
+        return made
+    raise HostMemoryTooSmall(made, budget_bytes, what_fits(work, budget_bytes), words)
+
+
+def what_fits(work: Workload, budget_bytes: int) -> list[Change]:
+    """Changes that bring the run under the budget: every single one that is enough, or, where none is, the first of
+    them together. Batch and context are the largest that fit. Empty: nothing does.
+    """
+    single = [change for change in _each(work, budget_bytes) if change.host_bytes <= budget_bytes]
+    if single:
+        return single
+    settings: dict[str, str | int] = {}
+    for name, value in _options(work):
+        settings[name] = value
+        changed = _with(work, settings)
+        if changed is None:
+            del settings[name]
+        elif (needed := plan(changed).host_bytes) <= budget_bytes:
+            return [Change(settings=settings, host_bytes=needed)]
+        else:
+            for more in _sizes(changed, budget_bytes):
+                return [Change(settings=settings | more.settings, host_bytes=more.host_bytes)]
+    return []
+
+
+def _each(work: Workload, budget_bytes: int) -> Iterator[Change]:
+    yield from _sizes(work, budget_bytes)
+    for name, value in _options(work):
+        changed = _with(work, {name: value})
+        if changed is not None:
+            yield Change(settings={name: value}, host_bytes=plan(changed).host_bytes)
+
+
+def _sizes(work: Workload, budget_bytes: int) -> Iterator[Change]:
+    """The largest batch and the largest context that fit, where they are what the memory goes into."""
+    if not work.offloads_checkpoints:
+        return
+    context, batch = largest_sizes(work, Limits(ram_bytes=budget_bytes))
+    for name, size in (("batch", batch), ("context", context)):
+        if size and size < getattr(work, name):
+            changed = replace(work, **{name: size})
+            yield Change(settings={name: size}, host_bytes=plan(changed).host_bytes)
+
+
+def _options(work: Workload) -> Iterator[tuple[str, str]]:
+    """What takes less host memory, in the order in which it costs least."""
+    if work.system != "memascend":
+        yield "system", "memascend"
+    if work.offloads_checkpoints:
+        yield "checkpointing", "plain"
+    if work.dtype == "bf16":
+        if work.kept_states != "bf16":
+            yield "states", "bf16"
+        if work.gradients == "fp32":
+            yield "gradients", "bf16"
+
+
+def _with(work: Workload, settings: Mapping[str, str | int]) -> Workload | None:
+    """None where the settings exclude one another, such as bf16 states and stock DeepSpeed."""
+    fields = dict(settings)
+    if "checkpointing" in fields:
+        fields["stack"] = replace(work.stack, checkpointing=str(fields.pop("checkpointing")))
+    if "system" in fields:
+        fields |= {"arm": None, "parts": None}
+    try:
+        return replace(work, **fields)
+    except ValueError:
+        return None
+
+
+def _nothing(work: Workload, budget_bytes: int) -> str:
+    model = largest_model(replace(work, batch=1), Limits(ram_bytes=budget_bytes))
+    known = f" ({model} fits at batch 1)" if model else ""
+    return f"no setting brings it under that: raise host_memory, or take a smaller model{known}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"

@@ -1,0 +1,40 @@
+"""One parameter of a model by name, shape and place, and how names give the place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+_BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_OUTSIDE = re.compile(r"embed|wte|wpe|lm_head|norm|ln_f|output")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One parameter. `block` is its transformer block, None for the embedding, the output matrix and the last norm."""
+
+    name: str
+    shape: tuple[int, ...]
+    block: int | None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) >= 2
+
+
+def named_tensors(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[TensorSpec]:
+    """TensorSpecs of any model's named parameters; ValueError names a tensor that is in no block and no known place."""
+    for name, shape in shapes:
+        match = _BLOCK.search(name)
+        if match is None and not _OUTSIDE.search(name):
+            raise ValueError(
+                f"cannot class the tensor {name} {tuple(shape)}: it is in no block (layers.N, h.N, blocks.N) and is "
+                "neither an embedding, an output matrix nor a norm"
+            )
+        yield TensorSpec(name, tuple(shape), int(match.group(1)) if match else None)

@@ -1,0 +1,396 @@
+"""What is under way, to be waited for or chained: no thread blocks for a step that another one follows.
+
+    read = tier.read("layer.3", buffer)
+    ready = read.then(lambda _: copy_to_device(buffer)).then(lambda event: when(event.query))
+    ready.wait()
+
+**Threads.** Callbacks and the functions of `then` run one after another in one dispatcher thread a process, never in
+the thread that attached them, also where the completion had ended before. So they must be short and must not block:
+`wait` on something that has not ended raises RuntimeError there, since it might wait for itself. A longer step (an
+optimizer's) is handed to an executor by `then(..., on=executor)`. The dispatcher starts when it is first needed and
+ends when there is nothing left to watch.
+
+**Errors.** The error of a step goes down its chain, past the steps that were to follow, to whoever waits or attaches a
+callback that asks. Nothing is lost: a failed completion that is dropped before anybody looked at its error is logged.
+
+**Fork and exit.** Nothing that began before a fork ends in the child: `wait` raises RuntimeError there. At interpreter
+exit the tiers are closed, which ends their transfers, then the callbacks that are due run, then the dispatcher ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from typing import Any
+
+from memascend.storage.engine import RequestCancelled
+
+__all__ = ["Completion", "Promise", "RequestCancelled", "all_of", "when"]
+
+log = logging.getLogger("memascend")
+_POLL_S = 2e-4  # between two questions of `when`: some 100 us is what a copy of 1 MiB to a device takes
+_states = threading.Lock()  # of all completions; held for a few instructions
+
+
+class Completion:
+    """Something that ends once, with a value or an error. Made by tiers, `then`, `all_of`, `when`; thread-safe."""
+
+    def __init__(self, what: str) -> None:
+        """`what` names the operation in messages."""
+        self._what = what
+        self._done = self._observed = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[Completion], None]] = []
+        self._ended: threading.Event | None = None  # made by the first who waits
+        self._pid = os.getpid()
+
+    def __repr__(self) -> str:
+        state = "under way" if not self._done else "done" if self._error is None else f"failed: {self._error}"
+        return f"<{self._what}: {state}>"
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Does not block."""
+        return self._done
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Block until it has ended; its value. Other threads run meanwhile.
+
+        Raises its error (StorageError, RequestCancelled, or what a step raised), each time it is asked; TimeoutError
+        when `timeout_s` is up; RuntimeError in the dispatcher thread and in a forked child.
+        """
+        if not self._done:
+            self._block(timeout_s)
+        self._observed = True
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def error(self) -> BaseException | None:
+        """The error of a completion that has ended, None if it ended well. Raises RuntimeError before that."""
+        if not self._done:
+            raise RuntimeError(f"{self._what} has not ended")
+        self._observed = True
+        return self._error
+
+    def cancel(self) -> bool:
+        """Ask that what has not begun be left out. False: it has ended, or cannot be stopped any more.
+
+        It still ends: with RequestCancelled, unless it was too far on; wait for it before the buffer is used again.
+        """
+        return False
+
+    def add_done_callback(self, function: Callable[[Completion], None]) -> None:
+        """Call `function(self)` in the dispatcher thread when it has ended. What it raises is logged."""
+        with _states:
+            if not self._done:
+                self._callbacks.append(function)
+                self._watched()
+                return
+        _dispatcher.call(lambda: self._call(function))
+
+    def then(self, function: Callable[[Any], Any], *, on: Executor | None = None) -> Completion:
+        """The completion of `function(value)`, called when this one has ended well; an error goes past it.
+
+        Where `function` returns a completion, the result ends when that one does. It runs in the dispatcher thread, or
+        in `on`.
+        """
+        stage = _Stage(self, function, on)
+        self.add_done_callback(stage.begin)
+        return stage
+
+    def _watched(self) -> None:
+        """With `_states` held: somebody other than a waiting thread wants to know when it ends."""
+
+    def _block(self, timeout_s: float | None) -> None:
+        if self._pid != os.getpid():
+            raise RuntimeError(f"{self._what} began before the fork, in the parent: begin it in each process")
+        if _dispatcher.is_this_thread():
+            raise RuntimeError(f"{self._what} has not ended: a callback must not wait for it; chain it by then()")
+        with _states:
+            if self._done:
+                return
+            self._ended = self._ended or threading.Event()
+            self._watched()
+        if not self._ended.wait(timeout_s):
+            raise TimeoutError(f"{self._what} has not ended after {timeout_s} s")
+
+    def _settle(self, value: Any = None, error: BaseException | None = None) -> bool:
+        """End it; the first to do so decides. False: it has ended."""
+        with _states:
+            if self._done:
+                return False
+            self._value, self._error, self._done = value, error, True
+            callbacks, self._callbacks = self._callbacks, []
+        if self._ended is not None:
+            self._ended.set()
+        for function in callbacks:
+            _dispatcher.call(lambda function=function: self._call(function))
+        return True
+
+    def _call(self, function: Callable[[Completion], None]) -> None:
+        try:
+            function(self)
+        except Exception:
+            log.exception("memascend: a callback of %s raised", self._what)
+
+    def __del__(self) -> None:
+        if self._error is not None and not self._observed and not isinstance(self._error, RequestCancelled):
+            log.error("memascend: %s failed and nobody asked for its end: %s", self._what, self._error)
+
+
+class Promise(Completion):
+    """A completion that its maker ends, once."""
+
+    def set_result(self, value: Any = None) -> None:
+        """Raises RuntimeError where it has ended."""
+        if not self._settle(value):
+            raise RuntimeError(f"{self._what} has ended already")
+
+    def set_error(self, error: BaseException) -> None:
+        """Raises RuntimeError where it has ended."""
+        if not self._settle(error=error):
+            raise RuntimeError(f"{self._what} has ended already")
+
+
+class _Stage(Completion):
+    """What follows a completion."""
+
+    def __init__(self, upstream: Completion, function: Callable[[Any], Any], executor: Executor | None) -> None:
+        super().__init__(f"{getattr(function, '__name__', 'a step')} after {upstream._what}")
+        self._function: Callable[[Any], Any] | None = function
+        self._executor = executor
+        self._source: Completion | None = upstream  # what it waits for: before its function, or what that returned
+        self._cancelled = False
+
+    def begin(self, upstream: Completion) -> None:
+        error, self._source = upstream.error(), None
+        if error is not None or self._cancelled:
+            self._function = None
+            self._settle(error=error or RequestCancelled(f"{self._what} was cancelled"))
+        elif self._executor is None:
+            self._run(upstream._value)
+        else:
+            try:
+                self._executor.submit(self._run, upstream._value)
+            except RuntimeError as refused:  # it has been shut down
+                self._settle(error=refused)
+
+    def _run(self, value: Any) -> None:
+        function, self._function = self._function, None  # with all that it holds
+        try:
+            if self._cancelled:
+                raise RequestCancelled(f"{self._what} was cancelled")
+            result = function(value)
+        except BaseException as error:  # raised by whoever waits
+            self._settle(error=error)
+            return
+        if isinstance(result, Completion):
+            self._source = result
+            result.add_done_callback(self._adopt)
+        else:
+            self._settle(result)
+
+    def _adopt(self, inner: Completion) -> None:
+        self._source = None
+        self._settle(inner._value, inner.error())
+
+    def cancel(self) -> bool:
+        if self._done:
+            return False
+        self._cancelled = True
+        source = self._source
+        return (source is not None and source.cancel()) or self._function is not None
+
+
+def all_of(completions: Iterable[Completion]) -> Completion:
+    """Ends when all have ended, failed ones included: with the list of their values, or the first one's error."""
+    return _All(list(completions))
+
+
+class _All(Completion):
+    def __init__(self, parts: list[Completion]) -> None:
+        super().__init__(f"{len(parts)} operations")
+        self._parts = parts
+        self._left = len(parts)
+        for part in parts:
+            part.add_done_callback(self._one_ended)
+        if not parts:
+            self._settle([])
+
+    def _one_ended(self, _part: Completion) -> None:  # in the dispatcher thread, one at a time
+        self._left -= 1
+        if self._left == 0:
+            errors = [error for part in self._parts if (error := part.error()) is not None]
+            self._settle([part._value for part in self._parts], errors[0] if errors else None)
+            self._parts = []
+
+    def cancel(self) -> bool:
+        return bool([part for part in self._parts if part.cancel()])  # each of them
+
+
+def when(is_done: Callable[[], bool], what: str = "an event") -> Completion:
+    """Ends when `is_done()` is true, such as the query of a device's event, or with what it raises.
+
+    It is asked in the dispatcher thread, every 200 us as long as it waits.
+    """
+    completion = Completion(what)
+    _dispatcher.ask(is_done, completion)
+    return completion
+
+
+class _Dispatcher:
+    """The thread that waits for the engines' completions and runs callbacks. One a process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._epoll: select.epoll | None = None
+        self._wake_fd = -1
+        self._sources: dict[int, Callable[[], None]] = {}
+        self._calls: deque[Callable[[], None]] = deque()
+        self._questions: list[tuple[Callable[[], bool], Completion]] = []
+        self._stopped = False
+
+    def is_this_thread(self) -> bool:
+        return self._thread is threading.current_thread()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run `function` in the thread; after `stop`, here."""
+        with self._lock:
+            if not self._stopped:
+                self._calls.append(function)
+                self._wake()
+                return
+        function()
+
+    def ask(self, is_done: Callable[[], bool], completion: Completion) -> None:
+        with self._lock:
+            self._questions.append((is_done, completion))
+            self._wake()
+
+    def watch(self, fd: int, take: Callable[[], None]) -> None:
+        """Call `take` whenever the eventfd `fd` is signalled, until `unwatch`."""
+        with self._lock:
+            self._sources[fd] = take
+            self._wake()
+            # By edges: an outcome that a waiting thread has claimed leaves the descriptor readable until it is taken.
+            self._epoll.register(fd, select.EPOLLIN | select.EPOLLET)
+
+    def unwatch(self, fd: int) -> None:
+        with self._lock:
+            if self._sources.pop(fd, None) is not None and self._epoll is not None:
+                with contextlib.suppress(OSError):
+                    self._epoll.unregister(fd)
+                self._wake()
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._epoll, self._wake_fd = select.epoll(), os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._epoll.register(self._wake_fd, select.EPOLLIN)
+            self._thread = threading.Thread(target=self._run, name="memascend-dispatch", daemon=True)
+            self._thread.start()
+        if not self.is_this_thread():
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
+        epoll, wake_fd = self._epoll, self._wake_fd
+        while True:
+            if self._questions:
+                time.sleep(_POLL_S)
+            for fd, _ in epoll.poll(0 if self._questions or self._calls else None):
+                if fd == wake_fd:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(wake_fd)
+                elif (take := self._sources.get(fd)) is not None:
+                    self._run_one(take)
+            while self._calls:
+                self._run_one(self._calls.popleft())
+            self._ask()
+            with self._lock:
+                if not (self._sources or self._calls or self._questions):
+                    epoll.close()
+                    os.close(wake_fd)
+                    self._thread = self._epoll = None
+                    return
+
+    def _run_one(self, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except Exception:
+            log.exception("memascend: the thread that runs callbacks goes on after an error of its own")
+
+    def _ask(self) -> None:
+        for question in list(self._questions):
+            is_done, completion = question
+            try:
+                ended, error = bool(is_done()), None
+            except Exception as raised:
+                ended, error = True, raised
+            if ended:
+                self._questions.remove(question)
+                completion._settle(error=error)
+
+    def abandon(self) -> None:
+        """In a forked child: the descriptors are copies of the parent's, and the thread is not there."""
+        if self._thread is not None:
+            self._epoll.close()
+            os.close(self._wake_fd)
+
+    def stop(self) -> None:
+        """At interpreter exit, after the tiers: run what is due, then end."""
+        with self._lock:
+            self._stopped = True
+            self._sources.clear()
+            unanswered, self._questions = self._questions, []
+            thread = self._thread
+            if thread is not None:
+                self._wake()
+        for _, completion in unanswered:
+            completion._settle(error=RequestCancelled(f"{completion._what}: the interpreter ends"))
+        if thread is not None and not self.is_this_thread():
+            thread.join(5)
+
+
+_dispatcher = _Dispatcher()
+
+
+def in_dispatcher() -> bool:
+    """Whether this is the thread that runs callbacks."""
+    return _dispatcher.is_this_thread()
+
+
+def call(function: Callable[[], None]) -> None:
+    """Run `function` in the dispatcher thread."""
+    _dispatcher.call(function)
+
+
+def watch(fd: int, take: Callable[[], None]) -> None:
+    """Call `take` in the dispatcher thread whenever the eventfd `fd` is signalled, until :func:`unwatch`."""
+    _dispatcher.watch(fd, take)
+
+
+def unwatch(fd: int) -> None:
+    """Before `fd` is closed."""
+    _dispatcher.unwatch(fd)
+
+
+def _begin_anew_in_child() -> None:
+    """The parent's thread is not in the child, its locks may be held there, and its descriptors are the parent's."""
+    global _dispatcher, _states
+    _dispatcher.abandon()
+    _states, _dispatcher = threading.Lock(), _Dispatcher()
+
+
+os.register_at_fork(after_in_child=_begin_anew_in_child)
+atexit.register(lambda: _dispatcher.stop())

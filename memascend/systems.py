@@ -1,0 +1,83 @@
+"""The systems that can be planned, simulated and trained, found by entry point: the library imports none of them.
+
+A system is a folder that owns everything about it (`baselines/` of this repository; `baselines.protocol` lists them).
+No torch here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from memascend.arrangements import Arrangement
+
+GROUP = "memascend.systems"
+
+
+class System(Protocol):
+    """What the library asks of a system; `baselines.protocol` has what systems on DeepSpeed share."""
+
+    name: str
+    label: str
+    colour: str  # '#rrggbb', the same in every figure
+
+    @property
+    def arms(self) -> Mapping[str, Arrangement]:
+        """Named variants; the first is the default."""
+
+    def footprint(self, build: Any) -> None:
+        """Book every buffer of one rank at the worst instant of a step, by the classes that a run uses.
+
+        `build` is a `memascend.planner.footprint.RankFootprint`.
+        """
+
+    def refuse(self, config: Any) -> None:
+        """ValueError, in one line, for keys of a `memascend.training.config.TrainConfig` that it cannot follow."""
+
+    def trainer(self, config: Any, prepared: dict[str, Any], run_id: str, swap: str) -> Any:
+        """How it really trains: a `memascend.training.backends.Setup`, a backend with its settings.
+
+        `prepared` holds facts of the model (`memascend.training.prepare`), `swap` the folder for swap files.
+        """
+
+
+@functools.cache
+def provider() -> Any:
+    """The module that lists and loads systems, looked up once; ValueError where none is installed."""
+    found = list(importlib.metadata.entry_points(group=GROUP))
+    if not found:
+        raise ValueError(
+            f"no systems are installed (entry point {GROUP}); install again: make setup, or pip install -e ."
+        )
+    try:
+        return found[0].load()
+    except ImportError as error:
+        raise ValueError(
+            f"the systems of {found[0].value} cannot be loaded ({error}); install again: make setup"
+        ) from None
+
+
+def names() -> list[str]:
+    """Every system, in the order in which they are shown."""
+    return list(provider().system_names())
+
+
+def load(name: str, arm: str | None = None) -> System:
+    """The system called `name`. Raises ValueError, in one line, for an unknown system or arm."""
+    return provider().load_system(name, arm)
+
+
+def default_arm(name: str) -> str:
+    return next(iter(load(name).arms))
+
+
+def arm_of(name: str, arm: str | None) -> str:
+    """The arm itself, or the system's default. Raises ValueError for an unknown system or arm."""
+    return arm if arm is not None and load(name, arm) else default_arm(name)
+
+
+def arrangement(name: str, arm: str | None = None) -> Arrangement:
+    """Of an arm, or of the system's default one. Raises ValueError, in one line, for what is unknown."""
+    return load(name, arm).arms[arm_of(name, arm)]

@@ -1,0 +1,228 @@
+"""Plain PyTorch with nothing offloaded: 16- or 32-bit weights, fp32 masters, AdamW. The reference of all others.
+
+Gradients are added up in fp32 (or bf16) as they arrive, normed, clipped and applied in the order of ZeRO-3 with an
+optimizer in CPU memory, group by group, so that every system that keeps that order has the same bits. A parameter that
+got no gradient in a step gets a gradient of zero, as in ZeRO's flat groups; torch.optim would leave it out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memascend.memory.ledger import Ledger
+from memascend.storage.tensor_file import TensorFileReader, TensorLayout
+from memascend.training.backends.groups import Group
+from memascend.training.backends.loss_scale import LossScale
+from memascend.training.backends.updates import Update, make_update
+from memascend.training.config import TrainConfig
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class InMemoryBackend:
+    """One process. States are where the weights are, and on the CPU for an update that only a CPU has."""
+
+    def __init__(self, config: TrainConfig, settings: dict[str, Any], ledger: Ledger) -> None:
+        self._config, self._settings, self.ledger = config, settings, ledger
+        self._scale = LossScale.dynamic() if config.dtype == "fp16" else None
+        self._steps = self._skipped = 0
+        self._filled: set[torch.nn.Parameter] = set()
+        self._undo: list[Callable[[], None]] = []
+
+    @staticmethod
+    def notes() -> list[str]:
+        return []
+
+    @staticmethod
+    def start(threads: int) -> None:
+        from memascend.integrations import pretrained  # noqa: F401  what is imported now is in the idle memory
+
+        torch.set_num_threads(threads)
+
+    def build(self, source: Path | dict[str, Any]) -> None:
+        from memascend.integrations.pretrained import apply_options, in_memory_model
+        from memascend.memory.pinned import PageAlignedPinnedAllocator
+        from memascend.ops.half_linear import fp16_products_in_fp32
+
+        config = self._config
+        gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
+        self.model = in_memory_model(source, _DTYPES[config.dtype]).to(self.device)
+        if config.dtype == "fp16" and self.device.type == "cpu":
+            self._undo.append(fp16_products_in_fp32())
+        self._options = apply_options(self.model, config, PageAlignedPinnedAllocator(self.ledger))
+        self._update: Update = make_update(self._settings["update"], config)
+        self._groups = self._make_groups()
+        for group in self._groups:
+            for _, parameter in group.parameters:
+                parameter.register_post_accumulate_grad_hook(self._collect)
+
+    def _make_groups(self) -> list[Group]:
+        """Parameters in the model's order; a group is closed when it has `group_elements` (None: one group)."""
+        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        limit, groups, open_group, first = self._settings["group_elements"], [], [], 0
+        for name, parameter in trained:
+            open_group.append((name, parameter))
+            count = sum(p.numel() for _, p in open_group)
+            if (limit and count >= limit) or parameter is trained[-1][1]:
+                groups.append(self._make_group(open_group, first))
+                open_group, first = [], first + count
+        return groups
+
+    def _make_group(self, parameters: list[tuple[str, torch.nn.Parameter]], first: int) -> Group:
+        config, count = self._config, sum(p.numel() for _, p in parameters)
+        device = torch.device("cpu") if self._update.on_cpu else self.device
+        states = torch.bfloat16 if config.states == "bf16" else torch.float32
+
+        def flat(owner: str, dtype: torch.dtype) -> torch.Tensor:
+            role = "host" if device.type == "cpu" else "device"
+            self.ledger.record(f"{owner} {first}", owner, count * dtype.itemsize, role=role)
+            return torch.zeros(count, dtype=dtype, device=device)
+
+        gradient = flat("gradients", torch.bfloat16 if config.gradients == "bf16" else torch.float32)
+        master, exp_avg, exp_avg_sq = (flat("optimizer_states", states) for _ in range(3))
+        group = Group(parameters, first, master, gradient, exp_avg, exp_avg_sq)
+        place = 0
+        for _, parameter in parameters:
+            part = slice(place, place + parameter.numel())
+            group.slices[parameter] = gradient[part]
+            master[part].copy_(parameter.data.reshape(-1))
+            if self._is_its_own_master(group, parameter):
+                parameter.data = master[part].view(parameter.shape)
+            place = part.stop
+        return group
+
+    @staticmethod
+    def _is_its_own_master(group: Group, parameter: torch.nn.Parameter) -> bool:
+        return (parameter.dtype, parameter.device) == (group.master.dtype, group.master.device)
+
+    def _collect(self, parameter: torch.nn.Parameter) -> None:
+        """Called by autograd when a parameter's gradient is there: add it up and let go of it."""
+        view = next(group.slices[parameter] for group in self._groups if parameter in group.slices)
+        gradient = parameter.grad.reshape(-1)
+        if parameter in self._filled:
+            view.add_(gradient.to(view.device, view.dtype))
+        else:
+            view.copy_(gradient)
+            self._filled.add(parameter)
+        parameter.grad = None
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def step(self, batches: Sequence[torch.Tensor], learning_rate: float) -> tuple[torch.Tensor, float | None]:
+        self._filled.clear()
+        scale, losses = self._scale.value if self._scale else 1.0, []
+        for ids in batches:
+            loss = self.model(input_ids=ids, labels=ids).loss
+            (loss / len(batches) * scale).backward()
+            losses.append(loss.detach().float())
+        mean = torch.stack(losses).mean()
+        with torch.no_grad():
+            norm = self._norm()
+            overflow = not bool(torch.isfinite(norm))
+            if self._scale is not None:
+                self._scale.after_step(overflow)
+            if overflow:
+                self._skipped += 1
+                return mean, None
+            self._steps += 1
+            for group in self._groups:
+                self._update.apply(group, self._steps, learning_rate, scale=scale, norm=norm)
+                self._copy_weights(group)
+        return mean, float(norm / scale)
+
+    def _norm(self) -> torch.Tensor:
+        """Of the gradients as they are, scaled: fp32, 0-d, infinite where an element is infinite or NaN."""
+        norms = []
+        for group in self._groups:
+            total = 0.0
+            for _, parameter in group.parameters:
+                view = group.slices[parameter]
+                if parameter in self._filled:
+                    total = total + self._update.norm(view) ** 2
+                else:
+                    view.zero_()
+            norms.append(torch.tensor([float(total)])[0] ** 0.5)
+        combined = torch.linalg.vector_norm(torch.stack(norms))
+        return torch.where(torch.isfinite(combined), combined, torch.inf)
+
+    def _copy_weights(self, group: Group) -> None:
+        place = 0
+        for _, parameter in group.parameters:
+            part = group.master[place : place + parameter.numel()]
+            if not self._is_its_own_master(group, parameter):
+                parameter.data.copy_(part.view(parameter.shape))
+            place += parameter.numel()
+
+    @torch.no_grad()
+    def evaluate(self, batch: torch.Tensor) -> float:
+        self.model.eval()
+        loss = float(self.model(input_ids=batch, labels=batch).loss)
+        self.model.train()
+        return loss
+
+    def loss_scale(self) -> float | None:
+        return self._scale.value if self._scale else None
+
+    def statistics(self) -> dict[str, int]:
+        return {"read_bytes": 0, "written_bytes": 0}
+
+    def facts(self) -> dict[str, Any]:
+        return {"update": self._settings["update"], "memory_options": self._options}
+
+    def close(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    # -- weights and states --------------------------------------------------------------------------------------------
+
+    def weight_layouts(self) -> list[TensorLayout]:
+        return [TensorLayout(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._saved()]
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._saved():
+            yield name, tensor.detach().cpu()
+
+    def _saved(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from memascend.integrations.pretrained import persistent_buffers
+
+        yield from self.model.named_parameters()
+        yield from persistent_buffers(self.model)
+
+    def _states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, group in enumerate(self._groups):
+            yield f"{index}.master", group.master
+            for name in _MOMENTS if self._steps else ():
+                yield f"{index}.{name}", getattr(group, name)
+
+    def state_layouts(self) -> list[TensorLayout]:
+        return [TensorLayout(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._states()]
+
+    def states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._states():
+            yield name, tensor.cpu()
+
+    def state_facts(self) -> dict[str, Any]:
+        return {
+            "adam_step": self._steps,
+            "skipped_steps": self._skipped,
+            "loss_scaler": self._scale.facts() if self._scale else {},
+            "groups": [[(name, p.numel()) for name, p in group.parameters] for group in self._groups],
+        }
+
+    @torch.no_grad()
+    def restore(self, reader: TensorFileReader, facts: dict[str, Any]) -> None:
+        self._steps, self._skipped = facts["adam_step"], facts["skipped_steps"]
+        if self._scale is not None:
+            self._scale = LossScale(**facts["loss_scaler"])
+        for name, tensor in self._states():
+            tensor.copy_(reader.read(name))
+        for group in self._groups:
+            self._copy_weights(group)
+        self._update.replay(self._steps)

@@ -1,0 +1,130 @@
+"""AdamW on flat groups, three ways. They differ in the last bits: each has its own order of roundings.
+
+`torch`: torch.optim's, on any device. `deepspeed`: the native update of DeepSpeedCPUAdam, whose bits every system has
+that leaves the step to DeepSpeed. `memascend`: `memascend.ops.adamw_`, whose bits `numerics: fast` has, and the only
+one with stochastic rounding of bf16 states.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.optim.adamw import adamw
+
+from memascend.training.backends.groups import Group
+
+_NORMED_AT_ONCE = 250_000_000  # elements, as DeepSpeed's stage3._constant_buffered_norm2: the order of sums
+_ROUNDING_SEED = 0x4D656D41  # as memascend.integrations.deepspeed.numerics
+
+
+class Update(Protocol):
+    """One optimizer step of a group."""
+
+    on_cpu: bool  # whether states must be in CPU memory
+
+    def norm(self, gradient: torch.Tensor) -> torch.Tensor:
+        """L2 norm of a flat gradient; fp64, 0-d."""
+
+    def apply(self, group: Group, step: int, learning_rate: float, *, scale: float, norm: torch.Tensor) -> None:
+        """Unscale, clip and apply `group.gradient`; `norm` is of all gradients, with the scale in it."""
+
+    def replay(self, steps: int) -> None:
+        """Be as after `steps` updates: called once, when a run goes on."""
+
+
+def make_update(name: str, config: Any) -> Update:
+    """`config`: the run's betas, eps, weight_decay and clip."""
+    return {"torch": TorchUpdate, "deepspeed": DeepSpeedUpdate, "memascend": MemAscendUpdate}[name](config)
+
+
+class _Unscaling:
+    """Norm and scaling as DeepSpeed's ZeRO-3 takes them, operation by operation."""
+
+    on_cpu = False
+
+    def __init__(self, config: Any) -> None:
+        self.betas, self.eps = (config.beta1, config.beta2), config.eps
+        self.weight_decay, self.clip = config.weight_decay, config.clip
+
+    def norm(self, gradient: torch.Tensor) -> torch.Tensor:
+        total = sum(part.double().norm(2) ** 2.0 for part in gradient.split(_NORMED_AT_ONCE))
+        return total**0.5
+
+    def unscaled(self, group: Group, scale: float, norm: torch.Tensor) -> torch.Tensor:
+        """The gradient in the states' type, unscaled and clipped; in place where the types agree."""
+        combined: Any = scale
+        if self.clip > 0:
+            combined = torch.clamp(((norm / scale) + 1e-6) / self.clip, min=1.0) * scale
+        return group.gradient.to(group.master.dtype).mul_(1.0 / combined)
+
+    def replay(self, steps: int) -> None:
+        pass
+
+
+class TorchUpdate(_Unscaling):
+    def apply(self, group: Group, step: int, learning_rate: float, *, scale: float, norm: torch.Tensor) -> None:
+        adamw(
+            [group.master],
+            [self.unscaled(group, scale, norm)],
+            [group.exp_avg],
+            [group.exp_avg_sq],
+            [],
+            [torch.tensor(float(step - 1))],
+            foreach=False,
+            amsgrad=False,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=learning_rate,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            maximize=False,
+        )
+
+
+class DeepSpeedUpdate(_Unscaling):
+    on_cpu = True
+
+    def __init__(self, config: Any) -> None:
+        from memascend.integrations.deepspeed.cpu_adamw import DeepSpeedAdamW
+
+        super().__init__(config)
+        self._adamw = DeepSpeedAdamW(self.betas, self.eps, self.weight_decay)
+
+    def apply(self, group: Group, step: int, learning_rate: float, *, scale: float, norm: torch.Tensor) -> None:
+        gradient = self.unscaled(group, scale, norm)
+        self._adamw.update(step, learning_rate, (group.master, gradient, group.exp_avg, group.exp_avg_sq))
+
+    def replay(self, steps: int) -> None:
+        self._adamw.replay(steps)
+
+
+class MemAscendUpdate(_Unscaling):
+    on_cpu = True
+
+    def norm(self, gradient: torch.Tensor) -> torch.Tensor:
+        from memascend.ops.unscale import unscale_norm_overflow_
+
+        if gradient.device.type != "cpu":
+            return super().norm(gradient)
+        return unscale_norm_overflow_(gradient, 1.0).sum_squares.sqrt()
+
+    def apply(self, group: Group, step: int, learning_rate: float, *, scale: float, norm: torch.Tensor) -> None:
+        from memascend.ops.adamw import adamw_
+
+        if self.clip > 0:
+            scale *= max(1.0, (float(norm) / scale + 1e-6) / self.clip)
+        adamw_(
+            group.master,
+            group.gradient.to(group.master.dtype),
+            group.exp_avg,
+            group.exp_avg_sq,
+            step=step,
+            lr=learning_rate,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            grad_scale=1.0 / scale,
+            seed=_ROUNDING_SEED,
+            element_offset=group.first_element,
+        )

@@ -1,0 +1,134 @@
+"""Two checkpoints of one model, tensor by tensor: weights, master weights and moments under the parameters' names."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memascend.storage.tensor_file import TensorFileReader
+from memascend.training.checkpoint import listed
+from memascend.training.folder import RunFolder
+
+WEIGHTS = "weights"
+STATES = {"master": "master weights", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A tensor whose bits differ. `largest`: of the absolute differences; infinite where one of the two is not finite.
+    `index`: of the first element that differs, in the flat tensor, with its two values."""
+
+    name: str
+    elements: int
+    different: int
+    largest: float
+    index: int
+    tested: float
+    reference: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+class Saved:
+    """A checkpoint's tensors by kind and name. Holds one group of states in memory at a time. Not thread-safe."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._readers = {"model": TensorFileReader(checkpoint / "model" / "model.safetensors")}
+        self._places: dict[str, dict[str, tuple[str, str, slice | None]]] = {WEIGHTS: {}}
+        for name in self._readers["model"].names:
+            self._places[WEIGHTS][name] = ("model", name, None)
+        facts = json.loads((checkpoint / "state" / "trainer.json").read_text())
+        for rank in sorted(facts, key=int):
+            self._add_rank(checkpoint, rank, facts[rank]["groups"], several=len(facts) > 1)
+        self._held: tuple[tuple[str, str], torch.Tensor] | None = None
+
+    def _add_rank(self, checkpoint: Path, rank: str, groups: list[Any], *, several: bool) -> None:
+        file = f"rank{rank}"
+        reader = self._readers[file] = TensorFileReader(checkpoint / "state" / f"{file}.safetensors")
+        for index, group in enumerate(groups):
+            place = 0
+            for name, count in group:
+                for state, kind in STATES.items():
+                    if f"{index}.{state}" in reader.names:
+                        label = f"{name} (rank {rank})" if several else name
+                        part = slice(place, place + count)
+                        self._places.setdefault(kind, {})[label] = (file, f"{index}.{state}", part)
+                place += count
+
+    @classmethod
+    def of_run(cls, folder: Path) -> Saved:
+        """The newest checkpoint of a run; ValueError where there is none."""
+        found, refused = listed(RunFolder(folder).checkpoints)
+        if not found:
+            raise ValueError(f"{folder} holds no checkpoint{f' ({refused[0]})' if refused else ''}")
+        return cls(found[-1].path)
+
+    @property
+    def kinds(self) -> list[str]:
+        return list(self._places)
+
+    def names(self, kind: str) -> list[str]:
+        return list(self._places.get(kind, {}))
+
+    def tensor(self, kind: str, name: str) -> torch.Tensor | None:
+        """Valid until the next call; None where this checkpoint has none of that name."""
+        place = self._places.get(kind, {}).get(name)
+        if place is None:
+            return None
+        file, key, part = place
+        if self._held is None or self._held[0] != (file, key):
+            self._held = None
+            self._held = (file, key), self._readers[file].read(key)
+        whole = self._held[1]
+        return whole if part is None else whole[part]
+
+    def __enter__(self) -> Saved:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+
+def differences(tested: Saved, reference: Saved, kind: str) -> Iterator[Difference]:
+    """Those of `kind` that differ, in the model's order; ValueError where the two have other tensors."""
+    ours, theirs = tested.names(kind), reference.names(kind)
+    if odd := sorted(set(ours) ^ set(theirs)):
+        raise ValueError(f"only one of the two runs has {kind} of {odd[0]} ({len(odd)} such): these are other models")
+    for name in ours:
+        found = difference(name, tested.tensor(kind, name), reference.tensor(kind, name))
+        if found is not None:
+            yield found
+
+
+def difference(name: str, tested: torch.Tensor, reference: torch.Tensor) -> Difference | None:
+    """None where every bit is equal; ValueError for other shapes or types."""
+    if (tested.shape, tested.dtype) != (reference.shape, reference.dtype):
+        raise ValueError(
+            f"{name} is {tested.dtype} of {tuple(tested.shape)} in the tested run and {reference.dtype} of "
+            f"{tuple(reference.shape)} in the reference: these cannot be compared"
+        )
+    a, b = tested.reshape(-1), reference.reshape(-1)
+    bits = _BITS[a.element_size()]
+    other = (a.view(bits) != b.view(bits)).nonzero().reshape(-1)
+    if not len(other):
+        return None
+    gaps = (a[other].double() - b[other].double()).abs().nan_to_num(torch.inf, torch.inf)
+    first = int(other[0])
+    return Difference(
+        name=name,
+        elements=a.numel(),
+        different=len(other),
+        largest=float(gaps.max()),
+        index=first,
+        tested=float(a[first]),
+        reference=float(b[first]),
+    )

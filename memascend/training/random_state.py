@@ -1,0 +1,38 @@
+"""The state of a process's random generators, for its checkpoint: tensors into the tensor file, the rest into JSON."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from memascend.storage.tensor_file import TensorFileReader
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """torch's generators of the CPU and of the current GPU."""
+    states = {"random.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["random.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def facts() -> dict[str, Any]:
+    """Python's and numpy's."""
+    version, words, gauss = random.getstate()
+    return {
+        "python_random": [version, list(words), gauss],
+        "numpy_random": [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()],
+    }
+
+
+def restore(reader: TensorFileReader, saved: dict[str, Any]) -> None:
+    """All of them, from what `tensors` and `facts` said."""
+    for name, value in tensors().items():
+        reader.read_into(name, value)
+        (torch.set_rng_state if name == "random.cpu" else torch.cuda.set_rng_state)(value)
+    version, words, gauss = saved["python_random"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(saved["numpy_random"]))

@@ -1,0 +1,227 @@
+"""`memascend verify`: the same few steps on the system asked for and in memory, and what differs afterwards, by name.
+
+Both runs start from the same weights and see the same batches, seed for seed. Each is a run of its own, one after the
+other, so that the machine holds one at a time; losses and gradient norms are compared step by step, weights and
+optimizer states after the last step, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memascend.systems import arrangement
+from memascend.training import systems
+from memascend.training.backends import IN_MEMORY, UPDATES, Setup
+from memascend.training.config import TrainConfig
+from memascend.training.folder import RunFolder
+from memascend.training.launch import STOPPED, launch
+from memascend.training.progress import read_metrics
+from memascend.training.schedule import learning_rate
+
+STEPS = 3
+REFERENCES = (IN_MEMORY, "zero_offload")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """What two runs should have in common. `bound`: of differences of weights; 0 where all bits should be equal."""
+
+    bound: float
+    why: str
+
+
+def verify(config: TrainConfig, reference: str | None, output: Path | None) -> dict[str, Any]:
+    """Run both and compare; what `as_text` and `--json` show. `output` keeps both runs' folders, else they go.
+
+    Raises ValueError in one line where a run cannot be made.
+    """
+    config = dataclasses.replace(config, steps=config.steps or STEPS, eval_sequences=0, save_every=0, keep=1)
+    systems.check(config)
+    theirs = reference_of(config, reference)
+    parent = output or Path(tempfile.mkdtemp(prefix=f"{config.output_folder.name}-verify-", dir=_place(config)))
+    tested, compared = parent / "tested", parent / "reference"
+    try:
+        _run(config, tested, "tested", systems.setup)
+        _run(theirs, compared, "reference", functools.partial(_like, config))
+        return report(config, theirs, tested, compared)
+    finally:
+        if output is None:
+            shutil.rmtree(parent, ignore_errors=True)
+
+
+def _place(config: TrainConfig) -> Path:
+    """Where a run of this configuration would put its folder, or the nearest parent that is there."""
+    return next(folder for folder in config.output_folder.parents if folder.is_dir())
+
+
+def reference_of(config: TrainConfig, reference: str | None) -> TrainConfig:
+    """The run that `config` is compared with; ValueError for one that there is not."""
+    alone = config.ranks == 1 and config.system != IN_MEMORY
+    name = reference or (IN_MEMORY if alone else "zero_offload")
+    if name not in REFERENCES:
+        raise ValueError(f"--reference: {name!r} is none; choose one of {', '.join(REFERENCES)}")
+    arms = {update: arm for arm, update in UPDATES.items()}
+    arm = arms[_update(config)] if name == IN_MEMORY else None
+    theirs = dataclasses.replace(config, system=name, arm=arm, nvme=None, devices=[], host_memory=None)
+    try:
+        systems.check(theirs)
+    except ValueError as error:
+        raise ValueError(f"the reference {name} cannot be trained so: {error}") from None
+    return theirs
+
+
+def _update(config: TrainConfig) -> str:
+    """Whose AdamW it is, a name of `memascend.training.backends.updates`."""
+    if config.system == IN_MEMORY:
+        return UPDATES[config.arm or next(iter(UPDATES))]
+    parts = arrangement(config.system, config.arm).parts
+    fast = parts.get("numerics") == "fast" or config.states == "bf16"
+    return "memascend" if fast else "deepspeed"
+
+
+def expectation(config: TrainConfig, theirs: TrainConfig) -> Expectation:
+    """Equal bits where every sum is taken in the same order; a bound where the two AdamWs round differently."""
+    ours, other = _update(config), _update(theirs)
+    if ours == other:
+        return Expectation(
+            bound=0.0, why=f"all bits: the same order of sums, groups of the same size, and the AdamW of {ours} in both"
+        )
+    rates = [_rate(config, step) for step in range(config.steps or STEPS)]
+    # Kingma and Ba, Adam (2015), 2.1: a step is at most the rate times this, however the gradients are.
+    most = max(1.0, (1 - config.beta1) / math.sqrt(1 - config.beta2))
+    return Expectation(
+        bound=2 * most * sum(rates),
+        why=f"a bound: the AdamW of {ours} and that of {other} round in another order, and no step of either moves a "
+        f"weight by more than {most:.2f} times the learning rate",
+    )
+
+
+def _rate(config: TrainConfig, step: int) -> float:
+    peak, steps = config.peak_learning_rate, config.steps or STEPS
+    return learning_rate(step, peak=peak, steps=steps, warmup=config.warmup, schedule=config.schedule)
+
+
+def _like(tested: TrainConfig, config: TrainConfig, *run: Any) -> Setup:
+    """The reference's setup with the groups that the tested one updates at once: they decide the order of sums."""
+    setup, other = systems.setup(config, *run), systems.setup(tested, *run)
+    if "deepspeed_config" not in other.settings:
+        return setup
+    size = other.settings["deepspeed_config"]["zero_optimization"]["sub_group_size"]
+    if "group_elements" in setup.settings:
+        return dataclasses.replace(setup, settings=setup.settings | {"group_elements": size})
+    setup.settings["deepspeed_config"]["zero_optimization"]["sub_group_size"] = size
+    return setup
+
+
+def _run(config: TrainConfig, output: Path, name: str, setup_of: Any) -> None:
+    """Progress goes to standard error: standard output is for the result."""
+    print(f"-- {name}: {config.system}{f' ({config.arm})' if config.arm else ''}", file=sys.stderr, flush=True)
+    with contextlib.redirect_stdout(sys.stderr):
+        config = dataclasses.replace(config, output=str(output))
+        status = launch(config, resume=False, wanted={}, setup_of=setup_of)
+    if status == STOPPED:
+        raise ValueError(f"the {name} run was stopped; nothing was compared")
+
+
+def report(config: TrainConfig, theirs: TrainConfig, tested: Path, reference: Path) -> dict[str, Any]:
+    """Compare two finished runs."""
+    from memascend.training.compare import Saved, differences
+
+    expected = expectation(config, theirs)
+    steps = list(_steps(tested, reference))
+    kinds = {}
+    with Saved.of_run(tested) as ours, Saved.of_run(reference) as other:
+        for kind in ours.kinds:
+            found = list(differences(ours, other, kind))
+            kinds[kind] = {
+                "tensors": len(ours.names(kind)),
+                "different": len(found),
+                "first": found[0].as_dict() if found else None,
+                "largest": max((each.largest for each in found), default=0.0),
+            }
+    equal = all(step["equal"] for step in steps) and not any(kind["different"] for kind in kinds.values())
+    within = kinds["master weights"]["largest"] <= expected.bound
+    return {
+        "system": config.system,
+        "arm": config.arm,
+        "reference": theirs.system,
+        "reference_arm": theirs.arm,
+        "seed": config.seed,
+        "expected": dataclasses.asdict(expected),
+        "steps": steps,
+        "tensors": kinds,
+        "verdict": "equal" if equal else "bounded" if within and expected.bound else "different",
+    }
+
+
+def _steps(tested: Path, reference: Path) -> Iterator[dict[str, Any]]:
+    rows = [
+        [row for row in read_metrics(RunFolder(folder).metrics) if row["kind"] == "step"]
+        for folder in (tested, reference)
+    ]
+    for ours, other in zip(*rows, strict=True):
+        names = ("loss", "grad_norm")
+        yield {
+            "step": ours["step"],
+            **{name: ours[name] for name in names},
+            **{f"reference_{name}": other[name] for name in names},
+            "equal": all(ours[name] == other[name] for name in names),
+        }
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """For people; the verdict is the last line."""
+
+    def label(name: str, arm: str | None) -> str:
+        return f"{name} ({arm})" if arm else name
+
+    ours = label(found["system"], found["arm"])
+    theirs = label(found["reference"], found["reference_arm"])
+    lines = [
+        f"{ours} against {theirs}: {len(found['steps'])} steps, seed {found['seed']}",
+        f"expected: {found['expected']['why']}",
+        f"{'step':>6}{'loss':>20}{'of the reference':>20}{'grad norm':>16}{'of the reference':>20}",
+    ]
+    for step in found["steps"]:
+        values = (step["loss"], step["reference_loss"], step["grad_norm"], step["reference_grad_norm"])
+        cells = "".join(f"{_cell(value):>{width}}" for value, width in zip(values, (20, 20, 16, 20), strict=True))
+        lines.append(f"{step['step']:>6}{cells}{'' if step['equal'] else '   differ'}")
+    for kind, each in found["tensors"].items():
+        lines.append(
+            f"{kind}: {each['tensors'] - each['different']} of {each['tensors']} tensors equal to the last bit"
+        )
+        if each["first"]:
+            lines.append(f"  first that differs: {_first(each['first'])}; largest difference {each['largest']:.3g}")
+    lines.append(_verdict(found))
+    return "\n".join(lines)
+
+
+def _cell(value: float | None) -> str:
+    return "skipped" if value is None else f"{value:.9g}"
+
+
+def _first(first: dict[str, Any]) -> str:
+    return (
+        f"{first['name']}, {first['different']} of {first['elements']} elements, by at most {first['largest']:.3g}; "
+        f"element {first['index']} is {first['tested']!r}, and {first['reference']!r} in the reference"
+    )
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    bound = found["expected"]["bound"]
+    if found["verdict"] == "equal":
+        return "verdict: equal to the last bit"
+    if found["verdict"] == "bounded":
+        return f"verdict: within the bound, master weights differ by at most {bound:.3g}"
+    limit = f"master weights may differ by {bound:.3g}" if bound else "every bit should be equal"
+    return f"verdict: DIFFERENT; {limit}"

@@ -1,0 +1,50 @@
+"""python -O leaves out asserts: DeepSpeed's transfers to NVMe stand in some, ours in none."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trainings import environment, free_port
+
+pytestmark = pytest.mark.deepspeed
+
+ENABLE = """
+import memascend, sys
+device, folder = sys.argv[1:]
+offload = {"device": device} | ({"nvme_path": folder} if device == "nvme" else {})
+memascend.enable({"zero_optimization": {"stage": 3, "offload_optimizer": offload}})
+print("asserts:", __debug__)
+"""
+
+
+def enable(device: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *options, "-c", ENABLE, device, str(folder)]
+    return subprocess.run(command, env=environment(0, 1, free_port()), capture_output=True, text=True, check=False)
+
+
+def test_offloading_to_nvme_without_asserts_is_refused_in_one_line(tmp_path):
+    done = enable("nvme", tmp_path, "-O")
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ValueError: python -O")
+    assert last.endswith("start python without -O and without PYTHONOPTIMIZE")
+
+
+def test_without_asserts_all_else_may_be_enabled(tmp_path):
+    assert enable("cpu", tmp_path, "-O").stdout.splitlines()[-1] == "asserts: False"
+
+
+def test_no_assert_of_the_library_does_anything():
+    """None of them calls a function, but for the few that only look."""
+    looks = {"all", "any", "isinstance", "len", "str"}
+    found = []
+    for path in sorted((Path(__file__).parents[2] / "memascend").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assert):
+                calls = [ast.unparse(call.func) for call in ast.walk(node.test) if isinstance(call, ast.Call)]
+                found += [f"{path.name}:{node.lineno}: {call}" for call in calls if call not in looks]
+    assert found == []

@@ -1,0 +1,57 @@
+"""Sizes derived from a model's tensors and from the machine, in the order in which DeepSpeed counts them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from memascend.planner.derived_sizes import io_settings, largest_sub_group, optimizer_buffers, sub_group_size
+
+EMBEDDING, BLOCK = (
+    545_000_000,
+    [12_800_000, 3_600, 1_800_000, 1_800_000, 12_800_000, 67_900_000, 67_900_000, 67_900_000],
+)
+MODEL = [EMBEDDING, *(BLOCK * 28), 3_584, EMBEDDING]  # Qwen2.5-7B's order and sizes
+
+
+def test_a_sub_group_closes_as_soon_as_it_is_large_enough():
+    assert largest_sub_group([[4, 4, 4, 4]], 8) == 8
+    assert largest_sub_group([[4, 7, 1]], 8) == 11
+    assert largest_sub_group([[1, 1, 1], [100]], 1000) == 100
+    assert largest_sub_group([[1, 1, 1]], 1000) == 3
+
+
+@pytest.mark.parametrize("groups", [[MODEL], [MODEL[::2], MODEL[1::2]], [[7]], [[64, 64, 64]], [[1, 10, 100, 1000]]])
+def test_no_sub_group_is_much_larger_than_the_largest_tensor(groups):
+    largest = max(n for group in groups for n in group)
+    size = sub_group_size(groups)
+    assert largest_sub_group(groups, size) <= max(1.02 * largest, min(largest_sub_group(groups, 1), 2 * largest))
+
+
+def test_sub_groups_are_as_large_as_that_allows():
+    assert sub_group_size([[64, 64, 64]]) == 64
+    assert sub_group_size([MODEL]) > 30_000_000
+
+
+def test_io_follows_the_machine_unless_the_user_said_how(tmp_path):
+    derived = io_settings({}, tmp_path)
+    assert derived.block_bytes == 1 << 20
+    assert 1 <= derived.queue_depth <= 32
+    assert derived.workers >= 2
+    said = io_settings({"aio": {"block_size": 1 << 18, "queue_depth": 3, "intra_op_parallelism": 5}}, tmp_path)
+    assert (said.block_bytes, said.queue_depth, said.workers) == (1 << 18, 3, 5)
+
+
+def test_each_pipelined_direction_of_the_optimizer_takes_the_buffers_of_another_sub_group():
+    assert optimizer_buffers({}) == 4
+    assert optimizer_buffers({"pipeline_read": True}) == 8
+    assert optimizer_buffers({"pipeline_read": True, "pipeline_write": True}) == 12
+
+
+def test_they_need_neither_torch_nor_deepspeed():
+    """The planner takes them where neither is installed."""
+    program = "import sys, memascend.planner.derived_sizes; print(sorted({'torch', 'deepspeed'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

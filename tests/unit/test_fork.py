@@ -1,0 +1,122 @@
+"""Forked children (DataLoader workers) do not take a copy of memory that a ring or a device has pinned."""
+
+import subprocess
+import sys
+
+import pytest
+
+PRELUDE = """
+import os, signal, sys, tempfile, torch
+from memascend.memory.pinned import PageAlignedPinnedAllocator as Exact
+from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig
+
+torch.set_num_threads(1)  # OpenMP's threads are not there in a child, and torch would wait for them
+
+def private_mib():
+    with open("/proc/self/smaps_rollup") as rollup:
+        fields = dict(line.split(":", 1) for line in rollup.read().splitlines()[1:])
+    return int(fields["Private_Dirty"].split()[0]) >> 10
+
+def in_child(body):
+    "What body() returns in a forked child, or minus the signal that ended it."
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # a child that waits for ever ends by this signal
+        os._exit(body())
+    status = os.waitpid(child, 0)[1]
+    return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+def pinned(mib):
+    return Exact(lock=False).allocate(mib << 20, torch.uint8, name="x", owner="test").fill_(7)
+
+folder = tempfile.TemporaryDirectory()
+engine = DirectEngine.create_file_store(folder.name, 1 << 20, "test", DirectEngineConfig(workers=1, volatile=True))
+if engine.backend != "io_uring":
+    print("no io_uring")
+    sys.exit(0)
+"""
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    if done.stdout.strip() == "no io_uring":
+        pytest.skip("io_uring is not to be had here")
+    return done.stdout
+
+
+def test_a_child_takes_no_copy_of_what_is_registered_with_io_uring():
+    out = run_python("""
+tensor = pinned(64)
+before = in_child(private_mib)
+assert engine.register_buffer(tensor)
+print(before, in_child(private_mib))
+""")
+    before, registered = map(int, out.split())
+    assert before < 32, "an unregistered tensor is shared until somebody writes"
+    assert registered < 32, "each child took its own copy of 64 MiB"
+
+
+def test_a_child_that_touches_registered_memory_ends_by_sigsegv_and_other_pinned_memory_is_its_own():
+    run_python("""
+registered, other = pinned(1), pinned(1)
+assert engine.register_buffer(registered)
+assert in_child(lambda: int(registered[5])) == -signal.SIGSEGV
+assert in_child(lambda: int(other[5])) == 7
+def write():
+    other.fill_(1)
+    return int(other[5])
+assert in_child(write) == 1 and int(other[5]) == int(registered[5]) == 7
+""")
+
+
+def test_a_child_that_drops_registered_memory_keeps_what_it_has_there_now():
+    run_python("""
+registered = [pinned(4)]
+address = registered[0].data_ptr()
+assert engine.register_buffer(registered[0])
+engine.close = lambda: None
+def drop():
+    own = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(64)]
+    registered.clear()
+    return sum(int(tensor.sum() != 1 << 20) for tensor in own)
+assert in_child(drop) == 0
+""")
+
+
+def test_memory_is_for_children_again_when_the_engine_closes():
+    run_python("""
+tensor = pinned(1)
+assert engine.register_buffer(tensor)
+assert in_child(lambda: int(tensor[5])) == -signal.SIGSEGV
+engine.close()
+assert in_child(lambda: int(tensor[5])) == 7
+""")
+
+
+def test_a_heap_tensor_that_shares_its_pages_leaves_the_heap_to_children():
+    run_python("""
+tensor = torch.full((3 << 20,), 7, dtype=torch.uint8)[100:]
+assert engine.register_buffer(tensor)
+def allocate():
+    return int(sum(len(bytes(1000)) for _ in range(1000)) == 1_000_000)
+assert in_child(allocate) == 1
+""")
+
+
+def test_memory_registered_with_cuda_is_kept_from_children():
+    run_python("""
+from memascend.memory import cuda
+class Driver:
+    def cudaHostRegister(self, *_): return 0
+    def cudaHostUnregister(self, _): return 0
+cuda.available = lambda: True
+torch.cuda.cudart = lambda: Driver()
+tensor = pinned(1)
+view = tensor[10:]
+assert in_child(lambda: int(view[5])) == -signal.SIGSEGV
+del tensor, view
+assert int(pinned(1)[5]) == 7
+""")

@@ -1,0 +1,114 @@
+"""Adding a system is adding a folder: nothing of the library or the harness is touched for it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOY = """
+from baselines.protocol import PlannedSystem
+from memascend.arrangements import Arrangement
+from memascend.memory.ledger import HOST
+from memascend.training.backends import IN_MEMORY, Setup
+
+
+def buffers(build):
+    build.pageable("toy buffer", "in_memory_optimizer", 8 * build.work.spec.parameters, role=HOST)
+
+
+class Toy(PlannedSystem):
+    def refuse(self, config):
+        if config.ranks > 1:
+            raise ValueError("a toy has one rank")
+
+    def trainer(self, config, prepared, run_id, swap):
+        return Setup(backend=IN_MEMORY, settings={"update": "torch", "group_elements": None}, swaps=False)
+
+
+SYSTEM = Toy(name="toy", arms={"wooden": Arrangement(label="Toy (wooden)", states_on="host")}, buffers=buffers)
+"""
+YAML = """
+name: toy
+label: Toy
+colour: '#123456'
+paper: none
+runs: plain PyTorch
+arms:
+  wooden: Eight bytes a parameter.
+"""
+
+
+@pytest.fixture
+def toys(tmp_path):
+    """The environment of a process that is told of a folder with one system."""
+    folder = tmp_path / "systems" / "toy"
+    folder.mkdir(parents=True)
+    (folder / "system.yaml").write_text(YAML)
+    (folder / "system.py").write_text(TOY)
+    return {**os.environ, "MEMASCEND_SYSTEMS": str(folder.parent), "PYTHONPATH": str(ROOT)}
+
+
+def python(environment, code):
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_system_in_a_folder_of_the_user_is_planned_and_compared(toys):
+    command = [sys.executable, "-m", "memascend.cli", "plan", "--model", "llama3.2-1b", "--json"]
+    made = subprocess.run([*command, "--system", "toy"], env=toys, capture_output=True, text=True, check=False)
+    plan = json.loads(made.stdout)
+    assert plan["system"] == "toy"
+    assert plan["arm"] == "wooden"
+    assert plan["host_bytes"] == plan["components_bytes"]["process overhead"] + 8 * plan["parameters"]
+    ours = json.loads(subprocess.run(command, env=toys, capture_output=True, text=True, check=False).stdout)
+    assert ours["others"]["toy"] == plan["host_bytes"]
+    assert ours["arms"]["toy/wooden"] == plan["host_bytes"]
+
+
+def test_a_system_in_a_folder_of_the_user_trains(toys):
+    done = python(
+        toys,
+        "from memascend.training import systems; from memascend.training.config import TrainConfig; "
+        "config = TrainConfig(model='m', data=['d'], system='toy'); systems.check(config); "
+        "print(systems.setup(config, {}, 'run', '').backend)",
+    )
+    assert done.stdout.strip() == "in_memory", done.stderr
+
+
+def test_its_own_refusal_is_the_one_line_that_a_user_sees(toys):
+    done = python(
+        toys,
+        "from memascend.training import systems; from memascend.training.config import TrainConfig; "
+        "systems.check(TrainConfig(model='m', data=['d'], system='toy', ranks=2))",
+    )
+    assert "a toy has one rank" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("name: toy", "name: ball"), "the folder is called 'toy'"),
+        (("colour: '#123456'\n", ""), "the key 'colour' is missing"),
+    ],
+)
+def test_a_description_that_is_wrong_is_one_line(toys, change, said):
+    path = Path(toys["MEMASCEND_SYSTEMS"]) / "toy" / "system.yaml"
+    path.write_text(path.read_text().replace(*change))
+    assert said in python(toys, "from memascend import systems; systems.load('toy').label").stderr
+
+
+def test_two_systems_of_one_name_and_a_folder_that_is_not_there_are_refused(toys, tmp_path):
+    twice = toys | {"MEMASCEND_SYSTEMS": f"{toys['MEMASCEND_SYSTEMS']}:{toys['MEMASCEND_SYSTEMS']}"}
+    assert "two systems are called 'toy'" in python(twice, "from memascend import systems; systems.names()").stderr
+    nowhere = toys | {"MEMASCEND_SYSTEMS": str(tmp_path / "nowhere")}
+    assert "which is no folder" in python(nowhere, "from memascend import systems; systems.names()").stderr
+
+
+def test_systems_import_no_torch():
+    load = "from memascend import systems; [systems.load(name) for name in systems.names()]"
+    code = f"import sys; {load}; print('torch' in sys.modules)"
+    assert python({**os.environ, "PYTHONPATH": str(ROOT)}, code).stdout.strip() == "False"

@@ -1,0 +1,525 @@
+"""What every tier promises (memascend/storage/tier.py). A new kind joins by an entry in KINDS."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from memascend import _C
+from memascend.storage.completion import Promise, RequestCancelled, all_of, when
+from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.errors import StorageError
+from memascend.storage.scratch import collect_scratch_files
+from memascend.storage.tier import DirectTier, FileTier, Tier
+
+MAX_S = 60  # for an end that must come; nothing is timed
+
+
+def _config(folder: Path, **options) -> DirectEngineConfig:
+    return DirectEngineConfig(control_folder=str(folder), block_bytes=1 << 16, **options)
+
+
+def _in_file(folder: Path, faults) -> DirectTier:
+    return DirectTier.in_file(folder, "tests", _config(folder), faults)
+
+
+def _store(folder: Path) -> str:
+    path = folder / "store"
+    with path.open("wb") as file:
+        file.truncate(64 << 20)
+    _C.storage_format([str(path)], "tests", [], 4096, 1 << 20)
+    return str(path)
+
+
+def _durable(folder: Path, faults) -> DirectTier:
+    return DirectTier.on_devices([_store(folder)], "tests", _config(folder), faults)
+
+
+def _files(folder: Path, faults) -> FileTier:
+    return FileTier(folder, "tests", block_bytes=1 << 16, faults=faults)
+
+
+KINDS: dict[str, Callable[[Path, _C.FaultLayer | None], Tier]] = {
+    "direct, volatile file": _in_file,
+    "direct, durable store": _durable,
+    "files": _files,
+}
+
+
+@contextlib.contextmanager
+def loop_device(folder: Path) -> Iterator[str]:
+    if os.geteuid() != 0 or not shutil.which("losetup"):
+        pytest.skip("a loop device needs root and losetup")
+    made = subprocess.run(["losetup", "--find", "--show", _store(folder)], capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        pytest.skip(f"no loop device: {made.stderr.strip()}")
+    try:
+        yield made.stdout.strip()
+    finally:
+        subprocess.run(["losetup", "-d", made.stdout.strip()], check=False)
+
+
+@pytest.fixture
+def faults():
+    return _C.FaultLayer()
+
+
+@pytest.fixture(params=[*KINDS, "direct, volatile loop device"])
+def tier(request, tmp_path, faults):
+    with contextlib.ExitStack() as stack:
+        if request.param in KINDS:
+            made = KINDS[request.param](tmp_path, faults)
+        else:
+            device = stack.enter_context(loop_device(tmp_path))
+            made = DirectTier.on_devices([device], "tests", _config(tmp_path, volatile=True), faults)
+        stack.callback(made.close)
+        yield made
+
+
+def tensor(value: float, numel: int = 50_000) -> torch.Tensor:
+    return torch.full((numel,), float(value))
+
+
+def test_it_has_the_protocol(tier):
+    assert isinstance(tier, Tier)
+
+
+def test_what_was_written_is_read_from_any_address_and_in_any_part(tier):
+    data = torch.randint(0, 256, (300_001,), dtype=torch.uint8)
+    tier.write("a/b c", data[3:]).wait(MAX_S)
+    out = torch.empty(data.numel(), dtype=torch.uint8)
+    tier.read("a/b c", out[3:]).wait(MAX_S)
+    assert torch.equal(out[3:], data[3:])
+    tier.read("a/b c", out[:100], offset=4097).wait(MAX_S)
+    assert torch.equal(out[:100], data[4100:4200])
+    assert tier.size_of("a/b c") == data.numel() - 3
+    assert tier.size_of("other") is None
+
+
+def test_transfers_of_a_key_run_in_the_order_of_their_submission(tier):
+    outs = [torch.empty(50_000) for _ in range(5)]
+    last = []
+    for value, out in enumerate(outs):
+        tier.write("w", tensor(value))
+        last.append(tier.read("w", out))
+    for completion in reversed(last):
+        assert completion.wait(MAX_S) is None
+    assert [int(out[0]) for out in outs] == [0, 1, 2, 3, 4]
+    assert all(bool((out == out[0]).all()) for out in outs)
+
+
+def test_a_tensor_of_another_size_takes_the_place_of_the_old_one(tier):
+    for numel in (10_000, 100, 70_000, 1):
+        tier.write("w", tensor(numel, numel))
+        tier.read("w", out := torch.empty(numel)).wait(MAX_S)
+        assert torch.equal(out, tensor(numel, numel))
+        with pytest.raises(ValueError, match="give a buffer of the tensor's size"):
+            tier.read("w", torch.empty(numel + 1))
+
+
+def test_a_part_is_written_over(tier):
+    if isinstance(tier, DirectTier) and not tier.engine.config.volatile:
+        pytest.skip("a durable store takes whole tensors")
+    tier.write("w", tensor(1, 5000))
+    tier.write("w", tensor(2, 1024), offset=4096)
+    tier.read("w", out := torch.empty(5000)).wait(MAX_S)
+    assert out.eq(2).nonzero().flatten().tolist() == list(range(1024, 2048))
+    with pytest.raises(ValueError, match="begin and end at multiples of 4096"):
+        tier.write("w", tensor(2, 10), offset=4)
+    with pytest.raises(ValueError, match="write all of it first"):
+        tier.write("v", tensor(2, 1024), offset=4096)
+
+
+def test_what_cannot_be_right_is_refused_before_it_begins(tier):
+    with pytest.raises(ValueError, match="no such tensor"):
+        tier.read("w", torch.empty(10))
+    with pytest.raises(ValueError, match="contiguous CPU tensor"):
+        tier.write("w", torch.ones(10, 10).t()[1:])
+    with pytest.raises(ValueError, match="on meta"):
+        tier.write("w", torch.ones(10, device="meta"))
+    assert tier.size_of("w") is None
+    tier.wait(MAX_S)
+
+
+def test_an_erased_tensor_is_gone_and_its_room_is_free(tier):
+    tier.write("w", tensor(1)).wait(MAX_S)
+    free = tier.free_bytes
+    assert tier.erase("w")
+    assert not tier.erase("w")
+    tier.wait(MAX_S)
+    assert tier.size_of("w") is None
+    with pytest.raises(ValueError, match="no such tensor"):
+        tier.read("w", torch.empty(10))
+    tier.write("w", tensor(2))
+    tier.erase("w")  # while it is written
+    tier.write("w", tensor(3))
+    tier.read("w", out := torch.empty(50_000)).wait(MAX_S)
+    assert torch.equal(out, tensor(3))
+    assert free > 0
+
+
+def test_room_is_reserved_or_refused(tier):
+    if isinstance(tier, DirectTier) and tier.engine._scratch is None:
+        pytest.skip("room on devices is what it is")
+    tier.reserve(1 << 20)
+    with pytest.raises(StorageError, match="has not that much free"):
+        tier.reserve(1 << 50)
+    tier.write("w", tensor(1)).wait(MAX_S)
+
+
+def test_bytes_and_seconds_of_each_direction_are_measured(tier):
+    before = tier.transferred
+    assert before.read_bytes_per_s is None
+    tier.write("w", tensor(1)).wait(MAX_S)
+    written = tier.transferred - before
+    assert written.bytes_written >= 200_000  # whole sectors
+    assert written.write_bytes_per_s == written.bytes_written / written.writing_s > 0
+    assert written.read_bytes_per_s is None
+    tier.read("w", torch.empty(50_000)).wait(MAX_S)
+    both = tier.transferred - before
+    assert both.bytes_read >= 200_000
+    assert both.read_bytes_per_s > 0
+    assert both.writing_s == written.writing_s
+    assert (tier.transferred - before).reading_s == both.reading_s  # idle time does not count
+
+
+# -- completions -------------------------------------------------------------------------------------------------------
+
+
+def test_it_tells_that_it_is_done_without_a_wait(tier):
+    write = tier.write("w", tensor(1))
+    for _ in range(10**6):
+        if write.done():
+            break
+    assert write.done()
+    assert write.error() is None
+
+
+def test_chains_of_three_stages_carry_values_and_errors(tier, faults):
+    on_device = torch.zeros(50_000)
+    for key in "ab":
+        tier.write(key, tensor(1))
+    tier.wait(MAX_S)
+    buffers = {key: torch.empty(50_000) for key in "ab"}
+    threads = []
+
+    def copied(key):
+        threads.append(threading.current_thread().name)
+        on_device.copy_(buffers[key])
+        return when(lambda: True)
+
+    def updated(_event):
+        on_device.add_(1)
+        return tier.write("b", on_device)
+
+    tier.read("a", buffers["a"]).then(lambda _: copied("a")).then(updated).wait(MAX_S)
+    tier.read("b", out := torch.empty(50_000)).wait(MAX_S)
+    assert torch.equal(out, tensor(2))
+    assert threads == ["memascend-dispatch"]
+    faults.add("read", error=5)  # EIO
+    chain = tier.read("b", buffers["b"]).then(lambda _: copied("b")).then(updated)
+    with pytest.raises(StorageError, match=r"read.*[Ii]nput/output error"):
+        chain.wait(MAX_S)
+    assert threads == ["memascend-dispatch"]
+    faults.clear()
+    faults.add("write", error=28)  # ENOSPC
+    chain = tier.read("a", buffers["a"]).then(lambda _: copied("a")).then(updated)
+    with pytest.raises(StorageError, match=r"write.*No space left"):
+        chain.wait(MAX_S)
+    faults.clear()
+
+
+def test_after_a_failed_write_nothing_wrong_is_read(tier, faults):
+    tier.write("w", tensor(1)).wait(MAX_S)
+    faults.add("write", error=5)
+    with pytest.raises(StorageError, match="write"):
+        tier.write("w", tensor(2)).wait(MAX_S)
+    faults.clear()
+    out = torch.empty(50_000)
+    if isinstance(tier, DirectTier) and not tier.engine.config.volatile:
+        tier.read("w", out).wait(MAX_S)
+        assert torch.equal(out, tensor(1))
+    else:
+        with pytest.raises(StorageError, match="write all of it again"):
+            tier.read("w", out).wait(MAX_S)
+    tier.write("w", tensor(3))
+    tier.read("w", out).wait(MAX_S)
+    assert torch.equal(out, tensor(3))
+
+
+def test_an_error_that_nobody_asks_for_is_logged_and_one_that_was_raised_is_not(tier, faults, caplog):
+    tier.write("w", tensor(1)).wait(MAX_S)
+    faults.add("read", error=5)
+    with caplog.at_level(logging.ERROR, "memascend"):
+        with pytest.raises(StorageError):
+            tier.read("w", torch.empty(50_000)).wait(MAX_S)
+        gc.collect()
+        assert not caplog.records
+        read = tier.read("w", torch.empty(50_000)).then(lambda _: None)
+        with contextlib.suppress(StorageError):
+            tier.wait(MAX_S)  # of the read; the stage after it has been asked by nobody
+        while not read.done():
+            pass
+        del read
+        gc.collect()
+    assert [record.getMessage() for record in caplog.records if "nobody asked for its end" in record.getMessage()]
+
+
+def test_callbacks_that_raise_are_logged_and_stop_nothing(tier, caplog):
+    done = threading.Event()
+    with caplog.at_level(logging.ERROR, "memascend"):
+        write = tier.write("w", tensor(1))
+        write.add_done_callback(lambda _: 1 / 0)
+        write.add_done_callback(lambda completion: done.set() if completion.error() is None else None)
+        assert done.wait(MAX_S)
+        with pytest.raises(ZeroDivisionError):
+            write.then(lambda _: 1 / 0).then(lambda _: pytest.fail("after an error")).wait(MAX_S)
+    assert ["a callback of" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_callback_must_not_wait(tier):
+    tier.write("w", tensor(1)).wait(MAX_S)
+    never = Promise("something else")
+    with pytest.raises(RuntimeError, match="must not wait"):
+        tier.read("w", torch.empty(50_000)).then(lambda _: never.wait(MAX_S)).wait(MAX_S)
+
+
+def test_a_long_step_runs_in_an_executor(tier):
+    with ThreadPoolExecutor(1, thread_name_prefix="optimizer") as executor:
+        tier.write("w", tensor(1))
+        out = torch.empty(50_000)
+        name = (
+            tier.read("w", out)
+            .then(lambda _: (out.add_(1), threading.current_thread().name)[1], on=executor)
+            .then(lambda name: tier.write("w", out).then(lambda _: name))
+            .wait(MAX_S)
+        )
+    assert name.startswith("optimizer")
+    tier.read("w", out).wait(MAX_S)
+    assert torch.equal(out, tensor(2))
+    with pytest.raises(RuntimeError, match="shutdown"):
+        tier.read("w", out).then(lambda _: None, on=executor).wait(MAX_S)
+
+
+def test_a_thousand_chains_with_the_same_few_buffers(tier):
+    keys, buffers = 8, [torch.empty(4096) for _ in range(4)]
+    for key in range(keys):
+        tier.write(f"k{key}", tensor(key, 4096))
+    ends: list = [None] * len(buffers)
+    for number in range(1000):
+        buffer, key = buffers[number % 4], f"k{number % keys}"
+        if ends[number % 4] is not None:
+            ends[number % 4].wait(MAX_S)
+        update = lambda _, buffer=buffer: buffer.add_(1)  # noqa: E731
+        write = lambda _, buffer=buffer, key=key: tier.write(key, buffer)  # noqa: E731
+        ends[number % 4] = tier.read(key, buffer).then(update).then(write)
+    all_of(ends).wait(MAX_S)
+    for key in range(keys):
+        tier.read(f"k{key}", out := torch.empty(4096)).wait(MAX_S)
+        assert torch.equal(out, tensor(key + 1000 // keys, 4096))
+
+
+def test_all_of_waits_for_the_rest_and_has_the_first_error(tier, faults):
+    for key in "abc":
+        tier.write(key, tensor(1)).wait(MAX_S)
+    faults.add("read", after=0, times=1, error=5)
+    reads = [tier.read(key, torch.empty(50_000)) for key in "abc"]
+    with pytest.raises(StorageError):
+        all_of(reads).wait(MAX_S)
+    assert all(read.done() for read in reads)
+    faults.clear()
+    assert all_of([tier.read("a", torch.empty(10)), all_of([])]).wait(MAX_S) == [None, []]
+
+
+def test_what_has_not_begun_is_cancelled(tier, faults):
+    tier.write("w", tensor(1)).wait(MAX_S)
+    faults.add("read", delay_us=20_000)
+    reads = [tier.read("w", torch.empty(50_000)) for _ in range(50)]
+    stage = reads[-1].then(lambda _: pytest.fail("cancelled"))
+    assert stage.cancel()
+    with pytest.raises(RequestCancelled):
+        stage.wait(MAX_S)
+    assert not reads[0].wait(MAX_S)
+    assert not reads[0].cancel()
+    faults.clear()
+    tier.wait(MAX_S)
+
+
+def test_a_wait_gives_up_in_time_and_may_be_repeated(tier, faults):
+    tier.write("w", tensor(1)).wait(MAX_S)
+    faults.add("read", times=1, delay_us=200_000)
+    read = tier.read("w", torch.empty(50_000))
+    with pytest.raises(TimeoutError, match="read of 'w'"):
+        read.wait(0.0)
+    read.wait(MAX_S)
+
+
+def test_waits_of_many_threads_and_chains_side_by_side(tier):
+    for key in range(4):
+        tier.write(f"k{key}", tensor(key))
+
+    def work(key):
+        for _ in range(20):
+            read = tier.read(f"k{key}", out := torch.empty(50_000))
+            chained = read.then(lambda _, out=out: int(out[0]))
+            read.wait(MAX_S)
+            assert chained.wait(MAX_S) == key
+        return key
+
+    with ThreadPoolExecutor(4) as executor:
+        assert sorted(executor.map(work, range(4), timeout=MAX_S)) == [0, 1, 2, 3]
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_close_ends_what_is_under_way_and_what_follows_is_refused(tier, faults):
+    faults.add("write", delay_us=5_000)
+    kept = tensor(1)
+    writes = [tier.write(f"k{number % 3}", kept) for number in range(12)]
+    refused = writes[-1].then(lambda _: tier.write("late", kept))
+    tier.close()
+    assert all(write.done() and write.error() is None for write in writes)
+    with contextlib.suppress(RuntimeError):  # it may have come before the end
+        refused.wait(MAX_S)
+    tier.close()
+    for call in (
+        lambda: tier.write("w", kept),
+        lambda: tier.read("k0", kept),
+        lambda: tier.erase("k0"),
+        lambda: tier.reserve(1),
+        lambda: tier.free_bytes,
+        lambda: tier.transferred,
+    ):
+        with pytest.raises(RuntimeError, match="is closed"):
+            call()
+
+
+def test_close_from_a_callback(tier):
+    tier.write("w", tensor(1)).then(lambda _: tier.close()).wait(MAX_S)
+    with pytest.raises(RuntimeError, match="is closed"):
+        tier.write("w", tensor(1))
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_left_of_a_closed_tier(kind, tmp_path):
+    def use(folder):
+        folder.mkdir()
+        tier = KINDS[kind](folder, None)
+        tier.write("w", tensor(1)).then(lambda _: tier.read("w", torch.empty(10))).wait(MAX_S)
+        tier.register(tensor(1))
+        tier.close()
+        assert [path.name for path in folder.iterdir() if path.name != "store"] == []
+
+    def settled(before):  # the kernel takes a ring's descriptors and threads down a little later
+        return any(descriptors() <= before[0] and threads() <= before[1] and not dispatcher() for _ in range(10**5))
+
+    def dispatcher():
+        return any(thread.name == "memascend-dispatch" for thread in threading.enumerate())
+
+    use(tmp_path / "warm")
+    before = (descriptors(), threads())
+    use(tmp_path / "one")
+    use(tmp_path / "two")
+    assert settled(before), (before, descriptors(), threads())
+
+
+PROGRAM = """
+import os, sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from tests.unit.test_tier import KINDS
+from memascend.storage.completion import all_of, when
+tiers, ends, buffer = [], [], torch.ones(1 << 20)
+for number, kind in enumerate(KINDS):
+    folder = Path(sys.argv[1], str(number))
+    folder.mkdir()
+    tier = KINDS[kind](folder, None)
+    tier.write("w", buffer).wait()
+    tiers.append(tier)
+    ends.append(tier.read("w", buffer).then(lambda _: print("followed", flush=True)))
+"""
+
+
+def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-c", PROGRAM + program, str(folder), root]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=120)
+
+
+def left_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("*/*") if path.name != "store"]
+
+
+def test_a_process_that_ends_closes_its_tiers_and_lets_chains_run(tmp_path):
+    done = run("sys.modules['kept'] = [sys, tiers]", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "followed\n" * len(KINDS), "")
+    assert left_in(tmp_path) == []
+
+
+def test_a_forked_child_is_refused_and_takes_nothing_from_its_parent(tmp_path):
+    done = run(
+        """
+all_of(ends).wait()
+pending = [tier.read("w", buffer) for tier in tiers]
+child = os.fork()
+if child == 0:
+    for call in [each.wait for each in pending] + [lambda tier=tier: tier.read("w", buffer) for tier in tiers]:
+        try:
+            call()
+        except RuntimeError as error:
+            assert "fork" in str(error), error
+        else:
+            os._exit(1)
+    when(lambda: True).then(lambda _: None).wait(30)  # in its own dispatcher
+    for tier in tiers:
+        tier.close()
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+for each, tier in zip(pending, tiers):
+    each.wait()
+    tier.read("w", buffer).then(lambda _: print("after", flush=True)).wait()
+""",
+        tmp_path,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "followed\n" * len(KINDS) + "after\n" * len(KINDS), "")
+    assert left_in(tmp_path) == []
+
+
+def test_the_folder_of_a_killed_process_is_collected_and_that_of_a_living_one_is_not(tmp_path):
+    (tmp_path / "memascend-scratch-notes").mkdir()
+    (tmp_path / "memascend-scratch-notes" / "mine").write_text("keep")
+    with FileTier(tmp_path, "the living") as tier:
+        tier.write("w", tensor(1)).wait(MAX_S)
+        done = run("all_of(ends).wait(); os.kill(os.getpid(), 9)", tmp_path)
+        assert done.returncode == -9
+        folder = tmp_path / str(list(KINDS).index("files"))
+        left = collect_scratch_files(folder, str(folder))  # the next tier would do so, too
+        assert [each.owner for each in left] == ["tests"]
+        assert left[0].bytes >= 4 << 20
+        assert "process" in str(left[0])
+        tier.read("w", out := torch.empty(50_000)).wait(MAX_S)
+        assert torch.equal(out, tensor(1))
+        assert Path(tier.paths[0]).is_dir()
+    assert list(folder.iterdir()) == []
+    assert [path.name for path in tmp_path.glob("memascend*")] == ["memascend-scratch-notes"]

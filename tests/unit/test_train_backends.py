@@ -1,0 +1,201 @@
+"""Backends of a training: plain PyTorch in memory, its updates and loss scale, what it saves and goes on from."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from memascend.memory.ledger import Ledger
+from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter
+from memascend.training import backends, systems
+from memascend.training.backends.groups import Group
+from memascend.training.backends.in_memory import InMemoryBackend
+from memascend.training.backends.loss_scale import LossScale
+from memascend.training.backends.updates import make_update
+from memascend.training.config import TrainConfig
+
+CONFIG = TrainConfig(model="m", data=["d"], system="in_memory", loss="plain", checkpointing="none", clip=0.5)
+MODEL = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 128, "tie_word_embeddings": True, "initializer_range": 0.02,
+}  # fmt: skip
+IDS = torch.arange(2 * 16).reshape(2, 16) % 128
+
+
+def built(update="torch", group_elements=None, **changes):
+    config = dataclasses.replace(CONFIG, **changes)
+    backend = InMemoryBackend(config, {"update": update, "group_elements": group_elements}, Ledger())
+    torch.manual_seed(3)
+    backend.build(MODEL)
+    return backend
+
+
+def saved(backend, path):
+    with TensorFileWriter(path, backend.state_layouts()) as writer:
+        for name, tensor in backend.states():
+            writer.write(name, tensor)
+    return backend.state_facts()
+
+
+def weights(backend):
+    return {name: tensor.clone() for name, tensor in backend.weights()}
+
+
+def steps(backend, count):
+    return [tuple(map(float, backend.step([IDS, IDS.flip(0) + 1], 1e-3))) for _ in range(count)]
+
+
+def test_every_backend_is_found_by_its_name():
+    assert backends.load("in_memory") is InMemoryBackend
+    with pytest.raises(ValueError, match="there is no backend 'nothing'; known: deepspeed, in_memory"):
+        backends.load("nothing")
+
+
+@pytest.mark.parametrize(
+    ("update", "changes"),
+    [
+        ("torch", {}),
+        ("torch", {"dtype": "fp32"}),
+        ("torch", {"dtype": "fp16"}),
+        ("torch", {"gradients": "bf16"}),
+        ("memascend", {"states": "bf16"}),
+        pytest.param("deepspeed", {}, marks=pytest.mark.deepspeed),
+    ],
+)
+def test_what_goes_on_from_saved_states_goes_on_to_the_same_bits(tmp_path, update, changes):
+    whole = built(update, 5000, **changes)
+    all_losses = steps(whole, 5)
+    first = built(update, 5000, **changes)
+    assert steps(first, 2) == all_losses[:2]
+    facts = saved(first, tmp_path / "states")
+    second = built(update, 5000, **changes)
+    with TensorFileReader(tmp_path / "states") as reader:
+        second.restore(reader, facts)
+    assert steps(second, 3) == all_losses[2:]
+    for name, tensor in whole.weights():
+        assert torch.equal(tensor, weights(second)[name]), name
+    assert [sum(count for _, count in group) for group in facts["groups"]] == [
+        layout.shape[0] for layout in first.state_layouts() if layout.name.endswith(".master")
+    ]
+    assert len(facts["groups"]) > 1
+    for backend in (whole, first, second):
+        backend.close()
+
+
+def test_fp32_in_memory_is_the_plain_loop_of_pytorch():
+    """The loop that everybody writes, on the same weights: forward, backward, clip_grad_norm_, torch.optim.AdamW."""
+    from memascend.integrations.pretrained import in_memory_model
+
+    ours = built(dtype="fp32")
+    torch.manual_seed(3)
+    model = in_memory_model(MODEL, torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    for _ in range(4):
+        batches = [IDS, IDS.flip(0) + 1]
+        losses = [model(input_ids=ids, labels=ids).loss for ids in batches]
+        for loss in losses:
+            (loss / len(batches)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CONFIG.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss, our_norm = ours.step(batches, 1e-3)
+        assert float(loss) == pytest.approx(float(sum(losses).detach()) / 2, rel=1e-6)
+        assert our_norm == pytest.approx(float(norm), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(weights(ours)[name], parameter.detach(), rtol=1e-4, atol=2e-6)
+
+
+def test_a_parameter_without_a_gradient_gets_one_of_zero():
+    """As in ZeRO's flat groups: weight decay and the moments go on."""
+    backend = built(weight_decay=0.1)
+    steps(backend, 1)
+    frozen = {name: parameter for name, parameter in backend.model.named_parameters() if "layers.1." in name}
+    backend.model.model.layers = backend.model.model.layers[:1]
+    group = backend._groups[0]
+    place = 0
+    for name, parameter in group.parameters:
+        if name in frozen:
+            break
+        place += parameter.numel()
+    before = group.exp_avg[place : place + 8].clone()
+    steps(backend, 1)
+    torch.testing.assert_close(group.exp_avg[place : place + 8], 0.9 * before, rtol=1e-6, atol=0)
+    assert before.abs().max() > 0
+
+
+def test_an_infinite_gradient_skips_the_step_and_leaves_weights_and_states():
+    backend = built(dtype="fp16")
+    steps(backend, 1)
+    before, scale = weights(backend), backend.loss_scale()
+    hook = backend.model.lm_head.weight.register_hook(lambda grad: grad * float("inf"))
+    assert [backend.step([IDS], 1e-3)[1] for _ in range(2)] == [None, None]
+    hook.remove()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
+    assert backend.loss_scale() == scale / 2  # the first overflow is forgiven
+    assert backend.step([IDS], 1e-3)[1] is not None
+    assert backend.state_facts()["adam_step"] == 2
+    backend.close()
+
+
+@pytest.mark.deepspeed
+def test_the_loss_scale_is_deepspeeds():
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    theirs = DynamicLossScaler(2.0**16, 1000, 1.0, 2, False, raise_error_at_min_scale=True)
+    ours, rng = LossScale.dynamic(), random.Random(5)
+    for _ in range(20_000):
+        overflow = rng.random() < 0.001
+        if overflow:
+            theirs.cur_iter += 1  # what update_scale does, without its log of ranks
+            theirs.last_overflow_iter = theirs.cur_iter - 1
+            if theirs.cur_hysteresis == 1:
+                theirs.cur_scale = max(theirs.cur_scale / 2, 1.0)
+            else:
+                theirs.cur_hysteresis -= 1
+        else:
+            theirs.update_scale(False)
+        ours.after_step(overflow)
+        assert (ours.value, ours.patience, ours.step) == (theirs.cur_scale, theirs.cur_hysteresis, theirs.cur_iter)
+    assert 1 < ours.value != 2.0**16
+
+
+def test_a_loss_scale_that_cannot_fall_any_further_is_one_line():
+    scale = LossScale(1.0, patience=1)
+    with pytest.raises(ValueError, match="training has diverged; lower --learning-rate"):
+        scale.after_step(True)
+
+
+@pytest.mark.parametrize("name", ["torch", "memascend", pytest.param("deepspeed", marks=pytest.mark.deepspeed)])
+def test_an_update_is_torchs_adamw_within_rounding(name):
+    generator = torch.Generator().manual_seed(1)
+    master = torch.randn(999, generator=generator)
+    parameter = master.clone().requires_grad_()
+    optimizer = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.01)
+    group = Group([], 0, master, torch.empty(999), torch.zeros(999), torch.zeros(999))
+    update = make_update(name, dataclasses.replace(CONFIG, clip=0.0))
+    for step in range(1, 6):
+        gradient = torch.randn(999, generator=generator)
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        group.gradient.copy_(gradient * 4)
+        update.apply(group, step, 1e-2, scale=4.0, norm=torch.tensor(1.0))
+    torch.testing.assert_close(group.master, parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"arm": "sgd"}, "has no arm 'sgd'; its arms: torch_adamw, deepspeed_adamw, memascend_adamw"),
+        ({"ranks": 2}, "system 'in_memory' is one process, not 2"),
+        ({"nvme": "/swap"}, "swaps nothing: leave --nvme out"),
+        ({"devices": ["/dev/null"]}, "swaps nothing: leave --devices out"),
+        ({"states": "bf16"}, "need --arm memascend_adamw"),
+        ({"gradients": "bf16", "dtype": "fp32"}, "gradients 'bf16' need dtype bf16"),
+        ({"system": "memascend", "dtype": "fp32"}, "dtype 'fp32' is for --system in_memory"),
+    ],
+)
+def test_what_cannot_be_trained_in_memory_is_one_line(changes, said):
+    with pytest.raises(ValueError, match=said) as refused:
+        systems.check(dataclasses.replace(CONFIG, **changes))
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,143 @@
+"""What `memascend verify` says of two finished runs: equal bits, or the tensor, element and size of a difference."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from memascend.cli import main
+from memascend.storage.tensor_file import TensorFileWriter, TensorLayout
+from memascend.training import checkpoint, verify
+from memascend.training.compare import Saved, difference, differences
+from memascend.training.config import TrainConfig
+from memascend.training.folder import RunFolder
+
+CONFIG = TrainConfig(model="m", data=["d"], steps=2, random_weights=True)
+REFERENCE = dataclasses.replace(CONFIG, system="in_memory", arm="deepspeed_adamw")
+# Two groups of a model with three tensors.
+GROUPS = [[("embed.weight", 6), ("a.weight", 4)], [("b.weight", 5)]]
+
+
+def write(path, tensors):
+    layouts = [TensorLayout(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    with TensorFileWriter(path, layouts) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+
+
+def run(folder, *, loss=2.5, corrupt=None, groups=GROUPS):
+    """A run's folder after two steps; `corrupt`: (state, element of group 0, by how much)."""
+    run_folder = RunFolder(folder)
+    partial = checkpoint.begin(run_folder.checkpoints, 2)
+    values = {name: torch.arange(count) / 7 for group in groups for name, count in group}
+    write(partial / "model" / "model.safetensors", {name: value.bfloat16() for name, value in values.items()})
+    states = {}
+    for index, group in enumerate(groups):
+        for number, state in enumerate(("master", "exp_avg", "exp_avg_sq")):
+            states[f"{index}.{state}"] = torch.cat([values[name] + number for name, _ in group])
+    if corrupt:
+        state, element, amount = corrupt
+        states[f"0.{state}"][element] += amount
+    write(partial / "state" / "rank0.safetensors", states)
+    (partial / "state" / "trainer.json").write_text(json.dumps({"0": {"groups": groups}}))
+    checkpoint.commit(partial, 2, {}, {"ranks": 1})
+    rows = [{"kind": "step", "step": step, "loss": loss, "grad_norm": 1.0} for step in (1, 2)]
+    run_folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_equal_runs_are_equal_also_where_their_groups_are_others(tmp_path):
+    one_group = [[part for group in GROUPS for part in group]]
+    found = verify.report(CONFIG, REFERENCE, run(tmp_path / "a"), run(tmp_path / "b", groups=one_group))
+    assert found["verdict"] == "equal"
+    assert {kind: each["tensors"] for kind, each in found["tensors"].items()} == {
+        "weights": 3, "master weights": 3, "first moments": 3, "second moments": 3,
+    }  # fmt: skip
+    assert verify.as_text(found).splitlines()[-1] == "verdict: equal to the last bit"
+
+
+@pytest.mark.parametrize("state", ["master", "exp_avg", "exp_avg_sq"])
+def test_one_corrupted_element_is_named(tmp_path, state):
+    found = verify.report(CONFIG, REFERENCE, run(tmp_path / "a", corrupt=(state, 8, 0.25)), run(tmp_path / "b"))
+    assert found["verdict"] == "different"
+    [(kind, each)] = [(kind, each) for kind, each in found["tensors"].items() if each["different"]]
+    assert kind == {"master": "master weights", "exp_avg": "first moments", "exp_avg_sq": "second moments"}[state]
+    assert (each["first"]["name"], each["first"]["index"], each["first"]["different"]) == ("a.weight", 2, 1)
+    assert each["first"]["largest"] == pytest.approx(0.25)
+    said = verify.as_text(found)
+    assert "first that differs: a.weight, 1 of 4 elements, by at most 0.25; element 2 is" in said
+    assert said.splitlines()[-1] == "verdict: DIFFERENT; every bit should be equal"
+
+
+def test_a_loss_that_differs_is_enough(tmp_path):
+    found = verify.report(CONFIG, REFERENCE, run(tmp_path / "a", loss=2.5000002), run(tmp_path / "b"))
+    assert found["verdict"] == "different"
+    assert [step["equal"] for step in found["steps"]] == [False, False]
+
+
+def test_another_adamw_is_held_to_a_bound(tmp_path):
+    torch_adamw = dataclasses.replace(CONFIG, system="in_memory")
+    bound = verify.expectation(torch_adamw, REFERENCE).bound
+    assert bound == pytest.approx(2 * (0.1 / 0.001**0.5) * (5e-4 + 5e-4), rel=1e-6)
+    reference = run(tmp_path / "b")
+    within = run(tmp_path / "a", corrupt=("master", 1, bound / 2))
+    beyond = run(tmp_path / "c", corrupt=("master", 1, bound * 2))
+    assert verify.report(torch_adamw, REFERENCE, within, reference)["verdict"] == "bounded"
+    assert verify.report(torch_adamw, REFERENCE, beyond, reference)["verdict"] == "different"
+
+
+@pytest.mark.parametrize("corrupt", [None, ("master", 3, 1.0)])
+def test_the_exit_status_is_the_verdict(tmp_path, monkeypatch, capsys, corrupt):
+    found = verify.report(CONFIG, REFERENCE, run(tmp_path / "a", corrupt=corrupt), run(tmp_path / "b"))
+    asked = []
+    monkeypatch.setattr(verify, "verify", lambda config, *_: asked.append(config.steps) or found)
+    (tmp_path / "run.yaml").write_text("model: m\ndata: d\nsteps: 1000\n")
+    command = ["verify", "--config", str(tmp_path / "run.yaml")]
+    assert main([*command, "--json", "--steps", "4"]) == (1 if corrupt else 0)
+    assert json.loads(capsys.readouterr().out) == found
+    main(command)
+    assert asked == [4, None]  # the steps of a configuration are those of the whole training
+
+
+def test_a_nan_and_a_zero_of_another_sign_differ():
+    one = torch.tensor([0.0, 1.0, 2.0])
+    assert difference("w", one, one.clone()) is None
+    negative = difference("w", torch.tensor([-0.0, 1.0, 2.0]), one)
+    assert (negative.index, negative.largest) == (0, 0.0)
+    assert difference("w", torch.tensor([0.0, torch.nan, 2.0]), one).largest == torch.inf
+    with pytest.raises(ValueError, match=r"w is torch\.float32 of"):
+        difference("w", one, one.bfloat16())
+
+
+def test_runs_of_other_models_are_refused(tmp_path):
+    other = [[("embed.weight", 6), ("c.weight", 4)], [("b.weight", 5)]]
+    a, b = run(tmp_path / "a"), run(tmp_path / "b", groups=other)
+    with (
+        Saved.of_run(a) as ours,
+        Saved.of_run(b) as theirs,
+        pytest.raises(ValueError, match=r"only one of the two runs has weights of a\.weight \(2 such\)"),
+    ):
+        list(differences(ours, theirs, "weights"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "system", "arm"),
+    [
+        ({}, "in_memory", "deepspeed_adamw"),
+        ({"states": "bf16"}, "in_memory", "memascend_adamw"),
+        ({"arm": "memascend_fast"}, "in_memory", "memascend_adamw"),
+        ({"ranks": 2}, "zero_offload", None),
+        ({"system": "in_memory"}, "zero_offload", None),
+    ],
+)
+def test_the_reference_has_the_adamw_of_what_is_tested(changes, system, arm):
+    found = verify.reference_of(dataclasses.replace(CONFIG, **changes), None)
+    assert (found.system, found.arm) == (system, arm)
+
+
+def test_a_reference_that_cannot_be_is_one_line():
+    with pytest.raises(ValueError, match="--reference: 'gpu' is none; choose one of in_memory, zero_offload"):
+        verify.reference_of(CONFIG, "gpu")
+    with pytest.raises(ValueError, match=r"the reference in_memory cannot be trained so: .* one process, not 2"):
+        verify.reference_of(dataclasses.replace(CONFIG, ranks=2), "in_memory")

@@ -1,0 +1,145 @@
+"""Too little memory, a full disk, a folder that was moved, text that is none: one line with what to do."""
+
+import dataclasses
+import errno
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from memascend.integrations.text import Documents
+from memascend.memory.cgroup import host_memory
+from memascend.storage.tensor_file import TensorLayout
+from memascend.training import launch, preflight
+from memascend.training.config import TrainConfig, complete
+from memascend.training.folder import RunFolder
+from memascend.training.prepare import prepare
+from memascend.training.worker import Worker
+from tests.train_runs import text_folder
+
+CONFIG = TrainConfig(model="m", data=["d"])
+
+
+def full_disk(worker):
+    """A worker whose disk takes no checkpoint."""
+
+    def write():
+        (worker.folder.checkpoints / ".partial-step-00000007").mkdir(parents=True)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    worker._write_checkpoint = write
+    return worker
+
+
+def test_a_checkpoint_onto_a_full_disk_says_path_bytes_and_how_to_go_on(tmp_path):
+    worker = Worker.__new__(Worker)
+    worker.folder, worker.step, worker.ranks = RunFolder(tmp_path / "run"), 7, 2
+    layouts = [TensorLayout("a", torch.float32, (1 << 18,))]
+    worker.backend = SimpleNamespace(weight_layouts=lambda: layouts, state_layouts=lambda: layouts)
+    with pytest.raises(ValueError, match=r"cannot save the checkpoint of step 7 in .*/run/checkpoints") as refused:
+        full_disk(worker)._save()
+    said = str(refused.value)
+    assert "(No space left on device): it takes 3.0 MiB, and " in said
+    assert f"then: memascend train --output {tmp_path / 'run'} --resume (begins again" in said
+    assert "\n" not in said
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_another_error_of_the_disk_stays_what_it_is(tmp_path):
+    worker = Worker.__new__(Worker)
+
+    def write():
+        raise OSError(errno.EIO, "Input/output error")
+
+    worker._write_checkpoint = write
+    with pytest.raises(OSError, match="Input/output error"):
+        worker._save()
+
+
+def test_a_copied_run_goes_on_under_its_new_name(tmp_path, capsys):
+    (tmp_path / "copy").mkdir()
+    began = dataclasses.replace(CONFIG, output=str(tmp_path / "old"), system="in_memory")
+    launch.save_config(RunFolder(tmp_path / "copy"), began)
+    wanted = {"output": str(tmp_path / "copy")}
+    with launch._opened(RunFolder(tmp_path / "copy"), complete(began.as_dict() | wanted), True, wanted) as (config, _):
+        assert config.output_folder == tmp_path / "copy"
+        prepared = dict.fromkeys(("parameters", "train_tokens", "train_sequences", "eval_sequences", "context"), 1)
+        launch._announce(config, prepared | {"planned_host_bytes": 1}, {"config": {"steps": 3}}, [])
+    assert f"output  {tmp_path / 'copy'}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "Try --states bf16 or --gradients bf16 (half of these buffers), a smaller model"),
+        ({"states": "bf16"}, "Try --gradients bf16 (half of these buffers), a smaller model"),
+        ({"states": "bf16", "gradients": "bf16"}, "Try a smaller model"),
+        ({"dtype": "fp16"}, "Try a smaller model"),
+        ({"system": "zero_infinity"}, "Try --system memascend"),
+    ],
+)
+def test_too_little_memory_names_what_would_take_less(tmp_path, changes, said):
+    prepared = {
+        "planned_host_bytes": host_memory().available_bytes + (1 << 40),
+        "planned_components": {"pool": 1 << 40},
+        "parameters": 10,
+    }
+    with pytest.raises(ValueError, match="of host memory and") as refused:
+        preflight.check(dataclasses.replace(CONFIG, **changes), prepared, tmp_path, None)
+    assert said in str(refused.value)
+
+
+def test_a_budget_is_refused_before_the_start_also_where_a_run_goes_on(tmp_path):
+    prepared = {"planned_host_bytes": 3 << 30, "planned_components": {"pool": 1 << 30}, "parameters": 10}
+    config = dataclasses.replace(CONFIG, host_memory="2GiB")
+    with pytest.raises(ValueError, match=r"needs 3.0 GiB of host memory, 1.0 GiB more than the host_memory of 2.0 GiB"):
+        preflight.check(config, prepared, tmp_path, None)
+    preflight.check(dataclasses.replace(CONFIG, host_memory="3GiB"), prepared, tmp_path, None)
+
+
+def test_a_budget_is_planned_and_what_would_fit_is_said(tmp_path):
+    values = {"model": "llama3.2-1b", "twin": 32, "data": [str(text_folder(tmp_path))], "context": 64}
+    folder = RunFolder(tmp_path / "run")
+    folder.root.mkdir()
+    with pytest.raises(ValueError, match=r"more than the host_memory of .*; largest part: .*; ") as refused:
+        prepare(complete(values | {"host_memory": "100MiB"}), folder)
+    assert "\n" not in str(refused.value)
+    assert not folder.prepared.exists()
+
+
+def test_an_amount_that_is_none_is_one_line():
+    with pytest.raises(ValueError, match="host_memory: '24G' is no amount of memory: write 24GiB"):
+        complete({"model": "m", "data": ["d"], "host_memory": "24G"})
+
+
+def test_a_missing_parent_of_the_swap_folder_is_not_made(tmp_path):
+    config = dataclasses.replace(CONFIG, output=str(tmp_path / "run"), nvme=str(tmp_path / "typo" / "swap"), steps=1)
+    (tmp_path / "run").mkdir()
+    with (
+        pytest.raises(ValueError, match=r"--nvme: .*/typo/swap cannot be made, since .*/typo does not exist"),
+        launch._composed(config, RunFolder(tmp_path / "run"), {"steps_an_epoch": 1}),
+    ):
+        pass
+    assert not (tmp_path / "typo").exists()
+
+
+def documents(*sources):
+    return Documents([str(source) for source in sources], pattern="*", field="text", subset=None, split="train")
+
+
+def test_a_mistyped_folder_of_text_is_suggested(tmp_path, monkeypatch):
+    (tmp_path / "texts").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"there is no file or folder texst \(did you mean texts\?\); name text"):
+        documents("texst")
+    with pytest.raises(ValueError, match=r"did you mean .*/texts\?"):
+        documents(tmp_path / "text", tmp_path / "texts")
+
+
+def test_data_that_is_binary_is_said_to_have_been_skipped(tmp_path):
+    (tmp_path / "image.png").write_bytes(b"\xff\xfe\x00" * 100)
+    values = {"model": "llama3.2-1b", "twin": 32, "data": [str(tmp_path / "image.png")], "context": 64}
+    folder = RunFolder(tmp_path / "run")
+    folder.root.mkdir()
+    with pytest.raises(ValueError, match=r"1 files are not UTF-8 text and were skipped, such as .*image\.png"):
+        prepare(complete(values), folder)

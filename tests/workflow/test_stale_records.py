@@ -1,0 +1,56 @@
+"""Which records the rules make again after a change, in a copy of the repository: nothing is measured."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MEMASCEND = "train-qwen2.5-7b-k64-fp16-memascend"
+OFFLOAD = "train-qwen2.5-7b-k64-fp16-zero_offload"
+BENCH = "bench-overflow-smoke"
+RECORDS = (MEMASCEND, OFFLOAD, BENCH)
+
+
+def snakemake(project: Path, *words: str) -> str:
+    targets = [f"results/raw/{name}.json" for name in RECORDS]
+    command = [sys.executable, "-m", "snakemake", "--cores", "1", *words, *targets, "--config", "profile=smoke"]
+    environment = {**os.environ, "HOME": str(project), "XDG_CACHE_HOME": str(project / "cache")}
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def made_again(project: Path) -> set[str]:
+    return set(re.findall(r"output: results/raw/(\S+)\.json", snakemake(project, "-n")))
+
+
+def test_a_change_reaches_the_records_that_it_can_have_changed_and_no_others(tmp_path: Path) -> None:
+    for name in ("workflows", "profiles", "memascend", "baselines", "hardware"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("Snakefile", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "results/raw").mkdir(parents=True)
+    for name in RECORDS:
+        (tmp_path / f"results/raw/{name}.json").write_text("{}")
+    snakemake(tmp_path, "--touch", "--forceall")
+
+    (tmp_path / "README.md").write_text("changed")
+    (tmp_path / "baselines/memascend/README.md").write_text("new")
+    shutil.copytree(tmp_path / "baselines/zero_infinity", tmp_path / "baselines/lohan")
+    (tmp_path / "memascend/planner/models/new.json").write_text("{}")
+    with (tmp_path / "memascend/doctor/checks.py").open("a") as file:
+        file.write("\nCHANGED = True\n")
+    assert made_again(tmp_path) == set()
+
+    with (tmp_path / "baselines/memascend/system.py").open("a") as file:
+        file.write("\nCHANGED = True\n")
+    assert made_again(tmp_path) == {MEMASCEND}
+
+    with (tmp_path / "memascend/csrc/core/pinned.cpp").open("a") as file:
+        file.write("\n// changed\n")
+    assert made_again(tmp_path) == set(RECORDS)

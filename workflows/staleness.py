@@ -1,0 +1,186 @@
+"""What makes a record stale: the code that measured it, followed by its imports, and the folders of its systems.
+
+A module counts with all that it imports, in functions too (not for types alone), and with every module of ours that a
+string in it names whole, such as "memascend.cli" behind `-m`. A package that is only passed through counts with what it
+imports when it is imported. C++ counts where its extension is imported. What no text names is listed in DYNAMIC.
+No torch here and nothing of ours: the rules import it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Collection, Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = ("baselines", "hardware", "memascend", "workflows")
+EXTENSION = "memascend._C"
+EXTENSION_SOURCES = ("memascend/csrc/**/*", "setup.py")
+MODELS = "memascend/planner/models"
+PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
+# Module -> what it loads under a name that no text holds. Those with nothing load what is not ours, or a system, whose
+# folder is asked for by name.
+DYNAMIC: dict[str, tuple[str, ...]] = {
+    "baselines.protocol": (),
+    "baselines.protocol.described": (),
+    "memascend.integrations.deepspeed.signatures": (),
+    "memascend.systems": ("baselines.protocol",),
+    # The interpreter imports it when it starts (memascend.pth), and it waits for DeepSpeed to be imported.
+    "workflows.scripts.training_child": ("memascend.auto", "memascend.integrations.drop_in"),
+}
+# Module that names far more than a measurement asks it for -> what a measurement does ask it for.
+DISPATCHERS: dict[str, tuple[str, ...]] = {"memascend.cli": ("memascend.bench.command",), "workflows.staleness": ()}
+_A_MODULE = re.compile(rf"({'|'.join(OURS)})(\.\w+)+(:\w+)?")
+
+
+def versions() -> dict[str, str]:
+    """Python's and those of the packages that a measurement rests on, where they are installed."""
+    out = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            out[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return out
+
+
+def digest(program: str, systems: Collection[str] = (), models: Collection[str] | None = ()) -> str:
+    """As `Tree.digest` gives it for the repository that this module lies in."""
+    return _here().digest(program, systems, models)
+
+
+@cache
+def _here() -> Tree:
+    return Tree(ROOT)
+
+
+class Tree:
+    """The sources under `root`, each read once: a tree that changes needs another object. Not thread-safe."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        named = os.environ.get("MEMASCEND_SYSTEMS", "").split(":")
+        self._systems = [root / "baselines", *map(Path, filter(None, named))]
+        self._read: dict[tuple[str, bool], set[str]] = {}
+        self._hashes: dict[Path, str] = {}
+
+    def digest(self, program: str, systems: Collection[str] = (), models: Collection[str] | None = ()) -> str:
+        """Of `files`: their places and what is in them."""
+        whole = hashlib.sha256()
+        for name, path in self.files(program, systems, models).items():
+            if path not in self._hashes:
+                self._hashes[path] = hashlib.sha256(path.read_bytes()).hexdigest()
+            whole.update(f"{name} {self._hashes[path]}\n".encode())
+        return whole.hexdigest()
+
+    def files(
+        self, program: str, systems: Collection[str] = (), models: Collection[str] | None = ()
+    ) -> dict[str, Path]:
+        """Place -> file of what can change a record of the module `program` with these systems and models.
+
+        `models` None: every model counts. Raises ValueError for a program, a system or a model that is not there.
+        """
+        found = {}
+        modules = self.closure(program, systems)
+        for module in modules - {EXTENSION}:
+            found[module.replace(".", "/")] = self._file(module)
+        for system in systems:
+            for path in self._folder(system):
+                found[f"baselines/{system}/{path.name}"] = path
+        if EXTENSION in modules:
+            found |= {str(p.relative_to(self.root)): p for pattern in EXTENSION_SOURCES for p in self._glob(pattern)}
+        names = [path.stem for path in self._glob(f"{MODELS}/*.json")] if models is None else models
+        for name in names:
+            path = self.root / MODELS / f"{name}.json"
+            if not path.is_file():
+                raise ValueError(f"there is no model {name!r} in {MODELS}")
+            found[f"{MODELS}/{name}.json"] = path
+        return dict(sorted(found.items()))
+
+    def closure(self, program: str, systems: Collection[str] = ()) -> set[str]:
+        """Modules of ours that the program can come to import, itself and those of its systems' folders included."""
+        roots = [program]
+        if systems:
+            roots += [f"baselines.protocol.{path.stem}" for path in self._glob("baselines/protocol/*.py")]
+        for system in systems:
+            roots += [f"baselines.{system}.{path.stem}" for path in self._folder(system) if path.suffix == ".py"]
+        roots = [name.removesuffix(".__init__") for name in roots]
+        for name in roots:
+            if self._file(name) is None:
+                raise ValueError(f"there is no module {name!r} under {self.root}")
+        waiting, seen = [(name, True) for name in roots], set()
+        while waiting:
+            module, named = waiting.pop()
+            if (module, named) in seen:
+                continue
+            seen.add((module, named))
+            parent = module.rpartition(".")[0]
+            waiting += [(parent, False)] if parent else []
+            waiting += [(found, True) for found in self._imports(module, named)]
+        return {module for module, _ in seen if module == EXTENSION or self._file(module)}
+
+    def _imports(self, module: str, named: bool) -> set[str]:
+        """Modules of ours that one imports; of a package that is only passed through, when it is imported."""
+        key = module, named
+        if key not in self._read:
+            path = self._file(module)
+            tree = ast.parse(path.read_text(encoding="utf-8")) if path else ast.Module([], [])
+            found = DISPATCHERS[module] if module in DISPATCHERS else self._names(tree, module, path, named)
+            self._read[key] = {*found, *DYNAMIC.get(module, ())}
+        return self._read[key]
+
+    def _names(self, tree: ast.Module, module: str, path: Path | None, everywhere: bool) -> Iterator[str]:
+        package = module if path and path.name == "__init__.py" else module.rpartition(".")[0]
+        for node in _nodes(tree, everywhere):
+            if isinstance(node, ast.Import):
+                for alias in node.names:  # `import a.b` binds a too
+                    yield from self._known(alias.name)
+                    yield from self._known(alias.name.partition(".")[0] if alias.asname is None else "")
+            elif isinstance(node, ast.ImportFrom):
+                above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+                base = ".".join([*above, *([node.module] if node.module else [])])
+                for alias in node.names:
+                    yield from self._known(f"{base}.{alias.name}") or self._known(base)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _A_MODULE.fullmatch(node.value):
+                yield from self._known(node.value.partition(":")[0])
+
+    def _known(self, module: str) -> list[str]:
+        return [module] if module == EXTENSION or self._file(module) else []
+
+    def _file(self, module: str) -> Path | None:
+        top, _, rest = module.partition(".")
+        if top not in OURS:
+            return None
+        places = self._systems if top == "baselines" else [self.root / top]
+        inside = rest.replace(".", "/")
+        stems = [place / inside for place in places] if rest else places[:1]
+        files = (path for stem in stems for path in (stem / "__init__.py", stem.with_suffix(".py")))
+        return next((path for path in files if path.is_file()), None)
+
+    def _folder(self, system: str) -> list[Path]:
+        """Files of a system: all but what is only read by people."""
+        folder = next((place / system for place in self._systems if (place / system).is_dir()), None)
+        if folder is None:
+            raise ValueError(f"there is no system {system!r} in {', '.join(map(str, self._systems))}")
+        return sorted(path for path in folder.iterdir() if path.is_file() and path.suffix != ".md")
+
+    def _glob(self, pattern: str) -> list[Path]:
+        return sorted(path for path in self.root.glob(pattern) if path.is_file())
+
+
+def _nodes(tree: ast.Module, everywhere: bool) -> Iterator[ast.AST]:
+    """Nodes that can run; without `everywhere` those outside of functions. What stands for types alone is left out."""
+    waiting: list[ast.AST] = [*tree.body]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
+        elif everywhere or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield node
+            waiting += ast.iter_child_nodes(node)
