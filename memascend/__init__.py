@@ -7,6 +7,11 @@ Two calls are all that a training script needs::
     ...
     memascend.disable()           # stock DeepSpeed again
 
+Around any loop, with DeepSpeed or without, activations go to the SSD::
+
+    with memascend.offload_activations("/mnt/nvme"):
+        ...
+
 Nothing is imported or patched before the call.
 """
 
@@ -15,13 +20,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from os import PathLike
+
+    from memascend.activation.cache import ActivationCache
     from memascend.integrations.deepspeed.hooks import Enabled
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "disable", "enable"]
+__all__ = ["__version__", "disable", "enable", "offload_activations"]
 
 
-def enable(ds_config: dict[str, Any], **options: Any) -> Enabled:
+def enable(ds_config: dict[str, Any] | str | PathLike[str], **options: Any) -> Enabled:
     """Swap MemAscend's parts into DeepSpeed; see :func:`memascend.integrations.deepspeed.enable`."""
     from memascend.integrations.deepspeed import enable as enable_deepspeed
 
@@ -33,3 +42,10 @@ def disable() -> None:
     from memascend.integrations.deepspeed import disable as disable_deepspeed
 
     disable_deepspeed()
+
+
+def offload_activations(where: Any, **options: Any) -> AbstractContextManager[ActivationCache]:
+    """Send what forward passes save to the SSD; see :func:`memascend.activation.offload_activations`."""
+    from memascend.activation import offload_activations as offload
+
+    return offload(where, **options)

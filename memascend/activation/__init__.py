@@ -1,6 +1,18 @@
-"""Activations: gradient checkpoints that wait for the backward pass in host memory (MemAscend II-C4 and V-B)."""
+"""Activations: gradient checkpoints that wait in host memory (MemAscend II-C4 and V-B), and whatever autograd saves on
+a storage tier (SSDTrain).
+"""
 
+from memascend.activation.cache import ActivationCache, ActivationError, CacheOptions
 from memascend.activation.checkpointing import OffloadedCheckpoint, offload_checkpoints
+from memascend.activation.offload import offload_activations
 from memascend.activation.store import CheckpointStore
 
-__all__ = ["CheckpointStore", "OffloadedCheckpoint", "offload_checkpoints"]
+__all__ = [
+    "ActivationCache",
+    "ActivationError",
+    "CacheOptions",
+    "CheckpointStore",
+    "OffloadedCheckpoint",
+    "offload_activations",
+    "offload_checkpoints",
+]

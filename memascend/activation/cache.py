@@ -1,0 +1,555 @@
+"""An activation cache on a storage tier: what autograd saves in forward waits on the SSD until backward needs it.
+
+SSDTrain, section III: saved tensors are packed to identifiers and written asynchronously; backward reads them back in
+the reverse order, ahead of their use. What is still being written is *forwarded* from memory. Weights stay where they
+are. A region of activation checkpointing is left to PyTorch: what its recomputation saves is needed at once.
+
+One cache serves one process and any number of models, micro batches and threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from memascend.activation.record import Plan, Record, next_plan
+from memascend.storage.tier import Completion, Tier
+
+log = logging.getLogger("memascend")
+
+_IDENTITY = "_memascend_activation"  # attribute of an untyped storage: a number that no other storage of a process has
+
+
+class ActivationError(RuntimeError):
+    """A saved activation that backward needs is lost or was changed; the message names it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """What is offloaded, and how far ahead it is read.
+
+    Args:
+        amount: `all` (whatever is large enough), `auto` (what the SSD takes while forward runs, nothing where the
+            device's memory suffices anyway), or bytes a forward pass.
+        minimum_bytes: smaller tensors stay. The paper's limit is 2^20 elements (Algorithm 1 prints 2 * 20).
+        prefetch_bytes: how much may be read ahead of backward.
+        reserve_bytes: space that is left free on the tier; beyond it tensors stay in memory, which is logged once.
+        write_budget_bytes: what may be written in all (the drive's endurance); beyond it tensors stay, logged once.
+        device: whose tensors are activations; default: cuda (or another accelerator) where there is one, else cpu.
+    """
+
+    amount: str | int = "auto"
+    minimum_bytes: int = 1 << 20
+    prefetch_bytes: int = 256 << 20
+    reserve_bytes: int = 1 << 30
+    write_budget_bytes: int | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.amount in ("auto", "all") or (isinstance(self.amount, int) and self.amount >= 0)):
+            raise ValueError(f"activations: amount must be 'auto', 'all' or bytes, got {self.amount!r}")
+        for name in ("minimum_bytes", "prefetch_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"activations: {name} must be at least 1, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheStatistics:
+    """Since the cache was made; bytes. `waited_s`: how long backward stood still for reads."""
+
+    written: int = 0
+    read: int = 0
+    kept: int = 0
+    forwarded: int = 0
+    deduplicated: int = 0
+    waited_s: float = 0.0
+    live_tensors: int = 0
+
+
+class _Saved:
+    """One region of a storage at one version. `memory` is the region as bytes while it is in memory."""
+
+    def __init__(self, number: int, name: str, tensor: torch.Tensor, begin: int, nbytes: int) -> None:
+        self.number, self.name, self.nbytes = number, name, nbytes
+        self.version, self.begin, self.device = tensor._version, begin, tensor.device
+        self.probe: torch.Tensor | None = tensor  # shares the version counter of what was saved
+        self.memory: torch.Tensor | None = _bytes_of(tensor, begin, nbytes)
+        self.writing: Completion | None = None
+        self.reading: Completion | None = None
+        self.on_tier = False
+        self.error: BaseException | None = None
+        self.references = self.packs = self.unpacks = 0
+        self.previous: weakref.ref[_Saved] | None = None
+        self.region = (_identity(tensor.untyped_storage()), self.version, begin, nbytes)
+
+    @property
+    def key(self) -> str:
+        return f"activation-{self.number}"
+
+    def check_unchanged(self) -> None:
+        if self.probe is not None and self.probe._version != self.version:
+            raise ActivationError(
+                f"activation {self.name} was modified in place after it had been saved for backward (version "
+                f"{self.probe._version}, expected {self.version}): use the operation that is not in place"
+            )
+
+
+class _InMemory:
+    """What the cache leaves on the graph as it is; autograd does not check versions under hooks, so this does."""
+
+    __slots__ = ("name", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, name: str) -> None:
+        self.tensor, self.version, self.name = tensor, tensor._version, name
+
+    def unpack(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise ActivationError(
+                f"a tensor saved in {self.name} ({tuple(self.tensor.shape)}, {self.tensor.dtype}) was modified in "
+                f"place before backward used it (version {self.tensor._version}, expected {self.version}): use the "
+                "operation that is not in place"
+            )
+        return self.tensor
+
+
+class _Packed:
+    """A view of a saved region, as autograd's graph holds it. The region is released with its last view."""
+
+    __slots__ = ("__weakref__", "_cache", "dtype", "offset", "saved", "shape", "stride")
+
+    def __init__(self, cache: ActivationCache, saved: _Saved, tensor: torch.Tensor) -> None:
+        self._cache, self.saved = cache, saved
+        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
+        self.offset = tensor.storage_offset() - saved.begin // tensor.element_size()
+
+    def unpack(self) -> torch.Tensor:
+        return self._cache._unpack(self)
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+    def __del__(self) -> None:
+        self._cache._let_go.append(self.saved)  # in whichever thread, perhaps inside our own lock: an append is atomic
+
+
+class ActivationCache:
+    """Offloads what forward passes save while :meth:`active` is entered. Thread-safe.
+
+    Owns `tier` from now on: :meth:`close` closes it. An I/O error is raised as ActivationError, with the tensor's name,
+    by the backward pass that needs the tensor.
+    """
+
+    def __init__(self, tier: Tier, options: CacheOptions | None = None) -> None:
+        self.options = options or CacheOptions()
+        self.tier = tier
+        self.plan = Plan(offload_bytes=self.options.amount if isinstance(self.options.amount, int) else None)
+        self.record: Record | None = None  # of the last whole forward pass
+        self._device = torch.device(self.options.device).type if self.options.device else _device_in_use()
+        if self._device != "cpu":
+            raise ValueError(
+                f"activations on {self._device} cannot be offloaded yet: only CPU tensors go to the tier; use "
+                "checkpointing 'offloaded' there"
+            )
+        self._lock = threading.RLock()
+        self._numbers = itertools.count()
+        self._regions: dict[tuple[int, int, int, int], weakref.ref[_Saved]] = {}
+        self._live: set[_Saved] = set()
+        self._releasing: set[_Saved] = set()  # waiting for their last transfer to end
+        self._released = threading.Condition(self._lock)
+        self._let_go: deque[_Saved] = deque()
+        self._local = threading.local()
+        self._names: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+        self._counts = CacheStatistics()
+        self._read_ahead_bytes = 0
+        self._warned: set[str] = set()
+        self._closing = self._closed = False
+
+    # -- around the loop -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def active(self) -> Iterator[ActivationCache]:
+        """Forward passes of this thread are offloaded inside. Contexts nest; the innermost cache gets the tensors."""
+        if self._closing:
+            raise RuntimeError("this activation cache is closed: make another one")
+        outer, self._local.stack = getattr(self._local, "stack", None), []
+        before = torch_module.register_module_forward_pre_hook(self._enter_module)
+        after = torch_module.register_module_forward_hook(self._leave_module, always_call=True)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                yield self
+        finally:
+            before.remove()
+            after.remove()
+            self._local.stack = outer
+
+    def close(self) -> None:
+        """Wait for transfers under way and close the tier; what a live graph still needs of it is lost. Idempotent."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            waiting = [done for saved in self._live for done in (saved.writing, saved.reading) if done is not None]
+        for completion in waiting:
+            _settle(completion)
+        with self._lock:
+            self._release_unreferenced()
+            self._released.wait_for(lambda: not self._releasing)
+            for saved in self._live:
+                if saved.memory is None and saved.error is None:
+                    saved.error = RuntimeError("the activation cache was closed before backward")
+            self._live.clear()
+            self._closed = True
+        self.tier.close()
+
+    @property
+    def statistics(self) -> CacheStatistics:
+        with self._lock:
+            self._release_unreferenced()
+            return replace(self._counts, live_tensors=len(self._live))
+
+    # -- modules: where we are -----------------------------------------------------------------------------------------
+
+    def _enter_module(self, module: torch.nn.Module, _: Any) -> None:
+        stack = getattr(self._local, "stack", None)
+        if stack is None or not torch.is_grad_enabled() or _in_backward():
+            return
+        if hasattr(module, "_orig_mod"):
+            raise RuntimeError(
+                "activations of a model under torch.compile cannot be offloaded: its saved tensors never pass the "
+                "hooks; leave out torch.compile or the offloading"
+            )
+        if not stack:
+            self._local.record, self._local.last = Record(), None
+            if module not in self._names:
+                self._names[module] = {id(part): name for name, part in module.named_modules()}
+            self._local.names = self._names[module]
+        # Read here: inside an operator, where tensors are packed, autocast is off.
+        self._local.autocast = torch.is_autocast_enabled(self._device)
+        stack.append(module)
+
+    def _leave_module(self, module: torch.nn.Module, *_: Any) -> None:
+        stack = getattr(self._local, "stack", None)
+        if not stack or stack[-1] is not module:
+            return
+        stack.pop()
+        if not stack:
+            self._end_of_forward(self._local.record)
+
+    def _where(self) -> str:
+        stack = getattr(self._local, "stack", None)
+        if not stack:
+            return "no module"
+        return self._local.names.get(id(stack[-1])) or type(stack[-1]).__name__
+
+    def _end_of_forward(self, record: Record) -> None:
+        record.end()
+        if not record.tensors:
+            return
+        with self._lock:
+            self.record = record
+            plan = next_plan(
+                record, self.options.amount, self.tier.transferred.write_bytes_per_s, _free_device_bytes(self._device)
+            )
+            if plan.reason and plan.reason != self.plan.reason:
+                log.info("memascend: activations: %s", plan.reason)
+            self.plan = plan
+
+    # -- forward: pack -------------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> _InMemory | _Packed:
+        name = self._where()
+        if not self._is_activation(tensor):
+            return _InMemory(tensor, name)
+        storage = tensor.untyped_storage()
+        with self._lock:
+            self._release_unreferenced()
+            saved = self._known(tensor, storage)
+            if saved is None:
+                begin, nbytes = _region(tensor, storage)
+                label = f"{name}[{len(self._local.record.tensors)}]" if self._recording() else name
+                saved = _Saved(next(self._numbers), label, tensor, begin, nbytes)
+                self._regions[saved.region] = weakref.ref(saved)
+                self._live.add(saved)
+                self._note(saved)
+                if self._is_to_be_offloaded(saved):
+                    self._write(saved)
+                else:
+                    self._count(kept=saved.nbytes)
+            else:
+                self._count(deduplicated=tensor.nbytes)
+            saved.references += 1
+            saved.packs += 1
+            return _Packed(self, saved, tensor)
+
+    def _is_activation(self, tensor: torch.Tensor) -> bool:
+        if tensor.device.type != self._device or tensor.layout != torch.strided or _in_backward():
+            return False
+        if tensor.nbytes < self.options.minimum_bytes or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return False
+        return not self._is_weight(tensor)
+
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        """By storage, looked up in the modules that are running: ZeRO-3 gathers weights into fresh storages, and what
+        autocast makes of a weight is a fresh tensor of its shape."""
+        address = tensor.untyped_storage()._cdata
+        casts = getattr(self._local, "autocast", False)
+        for module in reversed(getattr(self._local, "stack", None) or ()):
+            for parameter in (*module._parameters.values(), *module._buffers.values()):
+                if parameter is None:
+                    continue
+                if parameter.untyped_storage()._cdata == address:
+                    return True
+                same_shape = parameter.shape == tensor.shape or parameter.shape == tensor.shape[::-1]
+                if casts and same_shape and parameter.dim() > 1 and parameter.dtype != tensor.dtype:
+                    return True
+        return False
+
+    def _known(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> _Saved | None:
+        """The region that holds `tensor`, if it has been saved at this version."""
+        number = getattr(storage, _IDENTITY, None)
+        if number is None:
+            return None
+        for begin, nbytes in {(0, storage.nbytes()), _region(tensor, storage)}:
+            found = self._regions.get((number, tensor._version, begin, nbytes))
+            saved = found() if found is not None else None
+            if saved is not None and saved.error is None:
+                return saved
+        return None
+
+    def _recording(self) -> bool:
+        return bool(getattr(self._local, "stack", None))
+
+    def _note(self, saved: _Saved) -> None:
+        if self._recording():
+            record, last = self._local.record, self._local.last
+            saved.previous = weakref.ref(last) if last is not None else None
+            self._local.last = saved
+            record.add(saved.name, saved.nbytes)
+
+    def _is_to_be_offloaded(self, saved: _Saved) -> bool:
+        offloaded = self._local.record.offloaded_bytes if self._recording() else 0
+        if self.plan.offload_bytes is not None and offloaded + saved.nbytes > self.plan.offload_bytes:
+            return False
+        budget = self.options.write_budget_bytes
+        if budget is not None and self._counts.written + saved.nbytes > budget:
+            return self._stays("the write budget of %d bytes is used up", budget)
+        if self.tier.free_bytes - saved.nbytes < self.options.reserve_bytes:
+            return self._stays("less than reserve_bytes=%d would be left free", self.options.reserve_bytes)
+        return True
+
+    def _stays(self, reason: str, number: int) -> bool:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            log.warning("memascend: activations stay in memory from here on: " + reason, number)
+        return False
+
+    def _write(self, saved: _Saved) -> None:
+        if self._recording():
+            self._local.record.offloaded_bytes += saved.nbytes
+        self._count(written=saved.nbytes)
+        try:
+            saved.writing = self.tier.write(saved.key, saved.memory)
+        except OSError as error:
+            saved.error = error.with_traceback(None)
+            return
+        saved.on_tier = True
+        saved.writing.add_done_callback(lambda completion: self._written(saved, completion))
+
+    def _written(self, saved: _Saved, completion: Completion) -> None:
+        """In the tier's thread: the tensor's memory is free from here on."""
+        failure = _settle(completion)
+        with self._lock:
+            if failure is None:
+                try:
+                    saved.check_unchanged()
+                except ActivationError as error:
+                    failure = error
+            saved.error = saved.error or failure
+            saved.writing = saved.memory = saved.probe = None
+
+    # -- backward: unpack ----------------------------------------------------------------------------------------------
+
+    def _unpack(self, packed: _Packed) -> torch.Tensor:
+        saved = packed.saved
+        with self._lock:
+            self._release_unreferenced()
+            memory = self._from_memory(saved)
+            if memory is None:
+                self._read(saved)
+            self._read_ahead(saved)
+            reading = saved.reading
+        if memory is None:
+            if reading is not None and not reading.done():
+                begin = time.monotonic()
+                _settle(reading)
+                self._count(waited_s=time.monotonic() - begin)
+            memory = self._arrived(saved, reading)
+        with self._lock:
+            saved.unpacks += 1
+            if saved.on_tier and saved.writing is None and saved.unpacks >= saved.packs:
+                saved.memory = None  # autograd has its views; a second backward reads it again
+        return packed.view(memory)
+
+    def _from_memory(self, saved: _Saved) -> torch.Tensor | None:
+        if saved.error is not None:
+            raise self._failure(saved)
+        if saved.reading is not None or saved.memory is None:
+            return None
+        saved.check_unchanged()
+        if saved.writing is not None:
+            self._count(forwarded=saved.nbytes)
+        return saved.memory
+
+    def _failure(self, saved: _Saved) -> ActivationError:
+        """A new exception each time: a traceback kept here would keep the graph, and so the region, alive."""
+        if isinstance(saved.error, ActivationError):
+            return ActivationError(str(saved.error))
+        error = ActivationError(f"activation {saved.name} ({saved.nbytes} bytes) is lost: {saved.error}")
+        error.__cause__ = saved.error
+        return error
+
+    def _read(self, saved: _Saved) -> None:
+        if saved.reading is not None or saved.memory is not None or saved.error is not None:
+            return
+        memory = torch.empty(saved.nbytes, dtype=torch.uint8, device=saved.device)
+        try:
+            saved.reading = self.tier.read(saved.key, memory)
+        except (OSError, ValueError) as error:
+            saved.error = error.with_traceback(None)
+            return
+        saved.memory = memory
+        self._read_ahead_bytes += saved.nbytes
+        self._count(read=saved.nbytes)
+
+    def _arrived(self, saved: _Saved, reading: Completion | None) -> torch.Tensor:
+        failure = _settle(reading) if reading is not None else None
+        with self._lock:
+            if saved.reading is not None and saved.reading is reading:
+                saved.reading = None
+                self._read_ahead_bytes -= saved.nbytes
+                saved.error = saved.error or failure
+            if saved.error is not None:
+                raise self._failure(saved)
+            return saved.memory
+
+    def _read_ahead(self, saved: _Saved) -> None:
+        """Begin to read what was saved before, in the reverse order, as far as `prefetch_bytes` go."""
+        earlier = saved.previous() if saved.previous is not None else None
+        while earlier is not None and self._read_ahead_bytes < self.options.prefetch_bytes:
+            if earlier.on_tier and earlier.memory is None and earlier.unpacks < earlier.packs:
+                self._read(earlier)
+            earlier = earlier.previous() if earlier.previous is not None else None
+
+    # -- release -------------------------------------------------------------------------------------------------------
+
+    def _release_unreferenced(self) -> None:
+        """Give back the extents of what no graph holds any more. The lock is held."""
+        while self._let_go:
+            saved = self._let_go.popleft()
+            saved.references -= 1
+            if saved.references == 0:
+                self._release(saved)
+
+    def _release(self, saved: _Saved) -> None:
+        self._live.discard(saved)
+        known = self._regions.get(saved.region)
+        if known is not None and known() in (None, saved):
+            del self._regions[saved.region]  # now: what is released must not be found again
+        under_way = saved.writing or saved.reading
+        if under_way is not None:
+            self._releasing.add(saved)
+            under_way.add_done_callback(lambda _: self._erase(saved))
+        else:
+            self._erase(saved)
+
+    def _erase(self, saved: _Saved) -> None:
+        with self._lock:
+            if saved.reading is not None:
+                self._read_ahead_bytes -= saved.nbytes
+            saved.memory = saved.probe = saved.reading = saved.writing = None
+            if saved.on_tier and not self._closed:
+                saved.on_tier = False
+                self.tier.erase(saved.key)
+            self._releasing.discard(saved)
+            self._released.notify_all()
+
+    def _count(self, **more: float) -> None:
+        with self._lock:
+            self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
+
+
+def _unpack(packed: _InMemory | _Packed) -> torch.Tensor:
+    return packed.unpack()
+
+
+def _in_backward() -> bool:
+    """Whether this thread runs a backward pass, as it does where a checkpointed region is computed again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _device_in_use() -> str:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def _free_device_bytes(device: str) -> int | None:
+    if device == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    module = torch.get_device_module(device)
+    return module.mem_get_info()[0] if hasattr(module, "mem_get_info") else None
+
+
+def _identity(storage: torch.UntypedStorage) -> int:
+    """A number for the life of a storage; an address would be used again, and a clock may stand still."""
+    number = getattr(storage, _IDENTITY, None)
+    if number is None:
+        number = next(_storage_numbers)
+        setattr(storage, _IDENTITY, number)
+    return number
+
+
+_storage_numbers = itertools.count(1)
+
+
+def _region(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
+    """(first byte, bytes) of the storage to save for `tensor`: all of it where the tensor covers half or more, so that
+    other views find it there, else the tensor's own span."""
+    size = tensor.element_size()
+    begin = tensor.storage_offset() * size
+    span = (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))) * size
+    return (0, storage.nbytes()) if 2 * span >= storage.nbytes() else (begin, span)
+
+
+def _bytes_of(tensor: torch.Tensor, begin: int, nbytes: int) -> torch.Tensor:
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage(), begin, (nbytes,), (1,))
+
+
+def _settle(completion: Completion) -> BaseException | None:
+    """Wait; the error of a failed transfer, None of one that went well."""
+    try:
+        completion.wait()
+    except Exception as error:
+        return error.with_traceback(None)
+    return None
+
+
+def options_from(section: Mapping[str, Any]) -> CacheOptions:
+    """CacheOptions of a configuration section; ValueError in one line for an unknown key."""
+    known = CacheOptions.__dataclass_fields__
+    unknown = next((key for key in section if key not in known), None)
+    if unknown is not None:
+        raise ValueError(f"activations: unknown key {unknown!r}; known: {', '.join(known)}")
+    return CacheOptions(**section)

@@ -1,0 +1,72 @@
+"""What a forward pass saved, and how much of the next one is worth offloading (SSDTrain, Fig. 3 and III-D)."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+
+_NUMBERED = re.compile(r"^(.*?\.?\d+)(?:\.|\[|$)")
+# What the SSD has not taken when forward ends saves nothing at the peak, and backward would wait for its reads.
+_SHARE_OF_RATE = 0.9
+# Activations of less than this share of the free memory are no reason to write to a drive.
+_NEEDS_NOTHING = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """`offload_bytes`: how much of a forward pass goes to the tier, from its begin on; None is everything."""
+
+    offload_bytes: int | None = None
+    reason: str = ""
+
+
+@dataclass
+class Record:
+    """One forward pass of a root module: (name, bytes, seconds since its begin) of every region that it saved."""
+
+    tensors: list[tuple[str, int, float]] = field(default_factory=list)
+    offloaded_bytes: int = 0
+    forward_s: float = 0.0
+    _begin: float = field(default_factory=time.monotonic)
+
+    def add(self, name: str, nbytes: int) -> None:
+        self.tensors.append((name, nbytes, time.monotonic() - self._begin))
+
+    def end(self) -> None:
+        self.forward_s = time.monotonic() - self._begin
+
+    @property
+    def bytes(self) -> int:
+        return sum(nbytes for _, nbytes, _ in self.tensors)
+
+    @property
+    def last_module_bytes(self) -> int:
+        """What was saved since the last numbered block began: its backward comes before any read could."""
+        blocks = [match.group(1) if (match := _NUMBERED.match(name)) else None for name, _, _ in self.tensors]
+        last = next((block for block in reversed(blocks) if block is not None), None)
+        if last is None:
+            return 0
+        return sum(nbytes for _, nbytes, _ in self.tensors[blocks.index(last) :])
+
+
+def next_plan(record: Record, amount: str | int, write_rate: float | None, free_bytes: int | None) -> Plan:
+    """The plan of the next forward pass from what the last one showed.
+
+    `write_rate`: bytes a second that the tier takes, None if unknown; `free_bytes`: of the device's memory.
+    """
+    if isinstance(amount, int):
+        return Plan(offload_bytes=amount)
+    most = max(0, record.bytes - record.last_module_bytes)
+    if amount == "all":
+        return Plan(offload_bytes=most)
+    kept = record.bytes - record.offloaded_bytes
+    if free_bytes is not None and record.bytes < _NEEDS_NOTHING * (free_bytes + kept):
+        return Plan(
+            offload_bytes=0,
+            reason=f"{record.bytes >> 20} MiB a forward pass fit in {(free_bytes + kept) >> 20} MiB of free memory: "
+            "nothing is offloaded (amount='all' offloads all the same)",
+        )
+    if write_rate is None:
+        return Plan(offload_bytes=most)
+    return Plan(offload_bytes=min(most, int(_SHARE_OF_RATE * write_rate * record.forward_s)))

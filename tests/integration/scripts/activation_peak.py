@@ -1,0 +1,91 @@
+"""Peak of saved activations of a GPT or Llama twin, kept and offloaded: one process, the kernel's high-water mark.
+
+usage: activation_peak.py gpt|llama FOLDER     prints one line of JSON
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers as hf
+
+import memascend
+from memascend.activation.peak import predicted_peak
+from memascend.activation.record import Plan
+
+kind, folder = sys.argv[1:]
+torch.manual_seed(0)
+if kind == "gpt":
+    model = hf.GPT2LMHeadModel(
+        hf.GPT2Config(n_embd=128, n_layer=6, n_head=4, vocab_size=512, attn_implementation="sdpa")
+    )
+else:
+    model = hf.LlamaForCausalLM(
+        hf.LlamaConfig(
+            hidden_size=128,
+            intermediate_size=352,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            vocab_size=512,
+            max_position_embeddings=1024,
+        )
+    )
+ids = torch.randint(0, 512, (16, 512))
+
+
+def memory(name):
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(name)
+
+
+def step():
+    """Bytes of the peak over what was resident before the step."""
+    model.zero_grad(set_to_none=False)
+    gc.collect()
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    loss = model(input_ids=ids, labels=ids).loss
+    at_end_of_forward = memory("VmRSS")
+    loss.backward()
+    del loss
+    return memory("VmHWM") - before, at_end_of_forward - before
+
+
+step()
+kept = min(step() for _ in range(2))
+options = {"amount": "all", "minimum_bytes": 1 << 18, "reserve_bytes": 0, "device": "cpu", "prefetch_bytes": 32 << 20}
+with memascend.offload_activations(folder, **options) as cache:
+    for _ in range(2):
+        step()
+    begun = cache.tier.transferred
+    offloaded = sorted(step() for _ in range(3))[1]
+    moved = cache.tier.transferred - begun
+    record, plan = cache.record, cache.plan
+prediction = predicted_peak(
+    record,
+    Plan(offload_bytes=record.bytes - record.last_module_bytes),
+    write_bytes_per_s=moved.write_bytes_per_s,
+    read_bytes_per_s=moved.read_bytes_per_s or 1e9,
+    prefetch_bytes=options["prefetch_bytes"],
+)
+print(
+    json.dumps(
+        {
+            "saved_bytes": record.bytes,
+            "kept_peak": kept[0],
+            "offloaded_peak": offloaded[0],
+            "kept_forward": kept[1],
+            "offloaded_forward": offloaded[1],
+            "measured_reduction": 1 - offloaded[0] / kept[0],
+            "predicted_reduction": (record.bytes - prediction.peak_bytes) / kept[0],
+            "predicted_peak": prediction.peak_bytes,
+            "write_bytes_per_s": moved.write_bytes_per_s,
+            "forward_s": record.forward_s,
+        }
+    )
+)

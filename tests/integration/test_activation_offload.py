@@ -1,0 +1,119 @@
+"""Activations on the SSD under real models: gradients to the last bit, the peak as predicted, faults by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import memascend
+from memascend._C import FaultLayer
+from memascend.activation import ActivationError
+from memascend.storage.tier import DirectTier
+
+ROOT = Path(__file__).parents[2]
+WIDTHS = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 128}
+DECODER = WIDTHS | {"intermediate_size": 160, "num_key_value_heads": 2, "max_position_embeddings": 128}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """So that sums are always taken in one order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def model(kind):
+    import transformers as hf
+
+    torch.manual_seed(0)
+    made = {
+        "gpt": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=128)),
+        "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**WIDTHS, intermediate_size=160)),
+        "t5": lambda: hf.T5ForConditionalGeneration(
+            hf.T5Config(d_model=64, num_layers=2, num_heads=4, d_ff=160, vocab_size=128, decoder_start_token_id=0)
+        ),
+        "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)),
+        "qwen": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**DECODER)),
+    }
+    return made[kind]().train()
+
+
+def train(kind, steps=2, accumulate=2):
+    """(losses, weights) of a plain loop with accumulation; dropout of the model's own configuration is on."""
+    trained = model(kind)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
+    losses = []
+    torch.manual_seed(1)
+    for step in range(steps):
+        for micro in range(accumulate):
+            seed = torch.Generator().manual_seed(10 * step + micro)
+            ids = torch.randint(0, 128, (4, 64), generator=seed)
+            loss = trained(input_ids=ids, labels=ids).loss / accumulate
+            loss.backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: p.detach().clone() for name, p in trained.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert", "t5", "llama", "qwen"])
+def test_a_training_is_the_same_to_the_last_bit(kind, tmp_path):
+    losses, weights = train(kind)
+    options = {"amount": "all", "minimum_bytes": 4096, "reserve_bytes": 0, "device": "cpu"}
+    with memascend.offload_activations(tmp_path, **options) as cache:
+        offloaded_losses, offloaded = train(kind)
+        assert cache.statistics.read > 0
+        assert cache.statistics.written > 3 * 2 * 4 * 64 * 64 * 4
+    assert offloaded_losses == losses
+    different = {name: float((weights[name] - offloaded[name]).abs().max()) for name in weights}
+    assert {name: most for name, most in different.items() if most} == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [3, 20, 60])
+def test_an_io_error_in_a_training_is_raised_by_the_step_that_needs_the_tensor(number, tmp_path):
+    """EIO from the kernel at three instants; afterwards the same process trains as if nothing had been."""
+    faults = FaultLayer()
+    tier = DirectTier.in_file(tmp_path, "activations", faults=faults)
+    options = {"amount": "all", "minimum_bytes": 4096, "reserve_bytes": 0, "device": "cpu"}
+    faults.add("any", after=number, times=1, error=5)
+    lost = pytest.raises(ActivationError, match=r"activation .+ \(\d+ bytes\) is lost: .*")
+    with lost, memascend.offload_activations(tier, **options):
+        train("llama", steps=8)
+    assert faults.injected == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_option_is_one_line(tmp_path):
+    with (
+        pytest.raises(ValueError, match="unknown key 'amuont'; known: amount"),
+        memascend.offload_activations(tmp_path, amuont="all"),
+    ):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_the_peak_of_resident_memory_falls_as_predicted(kind, tmp_path):
+    """In processes of their own, whose allocator gives large blocks back at once, by the kernel's counters."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "scripts" / "activation_peak.py"), kind, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["saved_bytes"] > 100e6
+    assert found["measured_reduction"] > 0.2, found
+    assert abs(found["measured_reduction"] - found["predicted_reduction"]) < 0.05, found

@@ -1,0 +1,509 @@
+"""The activation cache: gradients equal to the last bit, memory released, faults raised by name."""
+
+import gc
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from memascend.activation.cache import ActivationCache, ActivationError, CacheOptions
+from memascend.activation.record import Record, next_plan
+from memascend.storage.tier import Transferred
+
+
+class _Done:
+    def __init__(self, future):
+        self._future = future
+
+    def done(self):
+        return self._future.done()
+
+    def wait(self, timeout_s=None):
+        return self._future.result(timeout_s)
+
+    def add_done_callback(self, function):
+        self._future.add_done_callback(lambda _: function(self))
+
+
+class MemoryTier:
+    """A tier in a dict, with a thread a direction; `gate` holds transfers back, `fail` says which of them break."""
+
+    def __init__(self, fail=lambda op, number: False, free=1 << 40):
+        self.kept, self.sizes = {}, []
+        self._pools = {op: ThreadPoolExecutor(1) for op in ("write", "read")}
+        self._written, self._fail, self._number = {}, fail, 0
+        self.gates = {op: threading.Event() for op in ("write", "read")}
+        for gate in self.gates.values():
+            gate.set()
+        self.free_bytes, self.closed, self.ops = free, False, []
+
+    def _submit(self, op, key, work):
+        number, self._number = self._number, self._number + 1
+        self.ops.append((op, key))
+
+        def run():
+            assert self.gates[op].wait(20)
+            if self._fail(op, number):
+                raise OSError(5, f"{op} {number} failed")
+            work()
+
+        return _Done(self._pools[op].submit(run))
+
+    def write(self, key, tensor):
+        self.sizes.append(tensor.nbytes)
+        done = self._submit("write", key, lambda: self.kept.__setitem__(key, tensor.clone()))
+        self._written[key] = done
+        return done
+
+    def read(self, key, tensor):
+        return self._submit("read", key, lambda: tensor.copy_(self.kept[key]))
+
+    def erase(self, key):
+        self.kept.pop(key, None)
+
+    @property
+    def transferred(self):
+        return Transferred(0, sum(self.sizes), 0.0, 1.0)
+
+    def close(self):
+        self.closed = True
+        for pool in self._pools.values():
+            pool.shutdown()
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, width=64, layers=4):
+        super().__init__()
+        self.embed = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def net(**sizes):
+    torch.manual_seed(0)
+    return Net(**sizes)
+
+
+def batch(seed=0, rows=512):
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def equal(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def offloading(tier=None, **options):
+    given = {"amount": "all", "minimum_bytes": 1 << 12, "reserve_bytes": 0, "device": "cpu"} | options
+    return ActivationCache(tier or MemoryTier(), CacheOptions(**given))
+
+
+def reference(steps=1, **sizes):
+    model = net(**sizes)
+    for step in range(steps):
+        model(batch(step)).backward()
+    return gradients(model)
+
+
+def drained(cache, tier):
+    """Nothing is live, and no extent is left once writes under way have ended."""
+    if cache.statistics.live_tensors:
+        gc.collect()  # a failed backward leaves cycles
+    assert cache.statistics.live_tensors == 0
+    cache.close()
+    return tier.kept == {}
+
+
+@pytest.mark.parametrize("prefetch", [1, 1 << 30])
+def test_gradients_are_those_of_keeping_everything_and_all_extents_are_released(prefetch):
+    tier, model = MemoryTier(), net()
+    cache = offloading(tier, prefetch_bytes=prefetch)
+    with cache.active():
+        for step in range(3):
+            model(batch(step)).backward()
+    assert equal(gradients(model), reference(3))
+    counts = cache.statistics
+    assert counts.written > 3 * 4 * 512 * 64 * 4 * 4
+    assert counts.read > 0
+    assert drained(cache, tier)
+
+
+def test_a_tensor_that_several_operators_save_is_written_once_also_through_views():
+    tier = MemoryTier()
+    cache = offloading(tier)
+    x = torch.randn(64, 64, requires_grad=True)
+    with cache.active():
+        h = x * 2.0
+        y = h.exp() + (h.t() @ h) + h.view(-1).sin().view(64, 64)
+        y.sum().backward()
+    assert tier.sizes.count(64 * 64 * 4) == len([1 for op, _ in tier.ops if op == "write"])
+    assert cache.statistics.deduplicated >= 2 * 64 * 64 * 4
+    expected = torch.zeros_like(x).requires_grad_()
+    expected.data.copy_(x.data)
+    h = expected * 2.0
+    (h.exp() + (h.t() @ h) + h.view(-1).sin().view(64, 64)).sum().backward()
+    assert torch.equal(x.grad, expected.grad)
+    assert drained(cache, tier)
+
+
+def test_weights_stay_also_transposed_tied_and_cast_by_autocast():
+    tier, model = MemoryTier(), net(width=128)
+    cache = offloading(tier)
+    with cache.active(), torch.autocast("cpu", dtype=torch.bfloat16):
+        model(batch(rows=300)).backward()
+    weights = {p.numel() * size for p in model.parameters() if p.dim() > 1 for size in (2, 4)}
+    assert weights.isdisjoint(tier.sizes)
+    assert drained(cache, tier)
+
+
+def test_what_is_still_being_written_is_taken_from_memory():
+    tier, model = MemoryTier(), net()
+    cache = offloading(tier)
+    tier.gates["write"].clear()
+    with cache.active():
+        model(batch()).backward()
+    tier.gates["write"].set()
+    assert equal(gradients(model), reference())
+    assert cache.statistics.forwarded > 0
+    assert cache.statistics.read == 0
+    assert drained(cache, tier)
+
+
+def test_backward_reads_ahead_in_the_reverse_order_of_forward():
+    tier, model = MemoryTier(), net()
+    cache = offloading(tier, prefetch_bytes=1 << 30)
+    with cache.active():
+        loss = model(batch())
+        for pool in tier._pools.values():
+            pool.submit(lambda: None).result()
+        loss.backward()
+    reads = [int(key.split("-")[1]) for op, key in tier.ops if op == "read"]
+    assert reads == sorted(reads, reverse=True)
+    assert drained(cache, tier)
+
+
+def test_reading_ahead_keeps_to_its_budget():
+    tier, model = MemoryTier(), net(layers=8)
+    one = 512 * 256 * 4
+    cache = offloading(tier, prefetch_bytes=one)
+    most = 0
+    read = tier.read
+
+    def counted(key, tensor):
+        nonlocal most
+        most = max(most, cache._read_ahead_bytes + tensor.nbytes)
+        return read(key, tensor)
+
+    tier.read = counted
+    with cache.active():
+        loss = model(batch())
+        tier._pools["write"].submit(lambda: None).result()
+        loss.backward()
+    assert 0 < most <= 3 * one
+    assert drained(cache, tier)
+
+
+def test_the_last_block_is_kept_from_the_second_step_on():
+    tier, model = MemoryTier(), net()
+    cache = offloading(tier)
+    with cache.active():
+        for step in range(2):
+            before = len(tier.ops)
+            model(batch(step)).backward()
+    second = [key for op, key in tier.ops[before:] if op == "write"]
+    assert cache.record.last_module_bytes >= 512 * 256 * 4
+    assert 0 < len(second) < len(cache.record.tensors)
+    assert drained(cache, tier)
+
+
+def test_micro_batches_interleaved_as_a_pipeline_does():
+    tier, model = MemoryTier(), net()
+    cache = offloading(tier)
+    with cache.active():
+        first, second = model(batch(0)), model(batch(1))
+        first.backward()
+        third = model(batch(2))
+        second.backward()
+        third.backward()
+    assert equal(gradients(model), reference(3))
+    assert drained(cache, tier)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_region_is_left_to_pytorch_and_its_inputs_are_offloaded(reentrant):
+    def run(model, x):
+        x = model.embed(x)
+        for number, block in enumerate(model.blocks):
+            x = checkpoint(block, x, use_reentrant=reentrant) if number % 2 else block(x)
+        return x.square().mean()
+
+    plain, model, tier = net(), net(), MemoryTier()
+    run(plain, batch()).backward()
+    cache = offloading(tier)
+    with cache.active():
+        loss = run(model, batch())
+        written = cache.statistics.written
+        loss.backward()
+    assert cache.statistics.written == written  # nothing of the recomputation
+    assert equal(gradients(model), gradients(plain))
+    assert drained(cache, tier)
+
+
+def test_a_graph_that_is_kept_is_read_twice():
+    tier, model = MemoryTier(), net()
+    cache = offloading(tier)
+    with cache.active():
+        loss = model(batch())
+        tier._pools["write"].submit(lambda: None).result()
+        loss.backward(retain_graph=True)
+        read = cache.statistics.read
+        loss.backward()
+    assert cache.statistics.read == 2 * read
+    twice = {name: 2 * gradient for name, gradient in reference().items()}
+    assert equal(gradients(model), twice)
+    del loss
+    assert drained(cache, tier)
+
+
+def test_an_exception_in_forward_or_backward_releases_everything():
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ZeroDivisionError("in backward")
+
+    tier, model = MemoryTier(), net()
+    cache = offloading(tier)
+    with cache.active():
+        with pytest.raises(RuntimeError):
+            model(torch.randn(4, 9))
+        with pytest.raises(ZeroDivisionError):
+            Broken.apply(model.blocks[0](model.embed(batch()))).sum().backward()
+        model.zero_grad()
+        model(batch()).backward()
+    assert equal(gradients(model), reference())
+    assert drained(cache, tier)
+
+
+def test_a_tensor_changed_in_place_before_its_write_has_ended_is_refused_by_name():
+    tier = MemoryTier()
+    cache = offloading(tier)
+    tier.gates["write"].clear()
+    x = torch.randn(64, 64, requires_grad=True)
+    with cache.active():
+        y = (x * 2.0).exp()
+        loss = y.sin().sum()
+        y.add_(1.0)
+        tier.gates["write"].set()
+        with pytest.raises(ActivationError, match="modified in place"):
+            loss.backward()
+    del loss, y
+    assert drained(cache, tier)
+
+
+def test_a_tensor_that_stays_in_memory_is_watched_as_autograd_would():
+    cache = offloading(minimum_bytes=1 << 30)
+    x = torch.randn(8, requires_grad=True)
+    with cache.active():
+        y = x.exp()
+        loss = y.sum()
+        y.add_(1.0)
+        with pytest.raises(
+            ActivationError, match=r"saved in no module \(\(8,\), torch.float32\) was modified in place"
+        ):
+            loss.backward()
+    cache.close()
+
+
+def test_contexts_nest_and_the_inner_cache_gets_the_tensors():
+    outer_tier, inner_tier, model = MemoryTier(), MemoryTier(), net()
+    outer, inner = offloading(outer_tier), offloading(inner_tier)
+    with outer.active():
+        x = model.blocks[0](model.embed(batch()))
+        with inner.active():
+            x = model.blocks[1](x)
+        model.blocks[3](model.blocks[2](x)).square().mean().backward()
+    assert equal(gradients(model), reference())
+    assert outer.statistics.written > inner.statistics.written > 0
+    assert drained(outer, outer_tier)
+    assert drained(inner, inner_tier)
+
+
+def test_threads_train_side_by_side():
+    tier = MemoryTier()
+    cache, models = offloading(tier), [net() for _ in range(3)]
+
+    def train(model):
+        with cache.active():
+            for step in range(3):
+                model(batch(step)).backward()
+
+    threads = [threading.Thread(target=train, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(equal(gradients(model), reference(3)) for model in models)
+    assert drained(cache, tier)
+
+
+def test_a_thread_outside_the_context_and_a_model_that_saves_nothing_are_left_alone():
+    tier, model = MemoryTier(), net()
+    cache = offloading(tier)
+    with cache.active(), torch.no_grad():
+        model(batch())
+    with cache.active():
+        thread = threading.Thread(target=lambda: model(batch()).backward())
+        thread.start()
+        thread.join()
+        nn.Identity()(batch())
+    assert tier.ops == []
+    assert drained(cache, tier)
+
+
+def small_gradients():
+    model = net(width=16)
+    model(batch(rows=32)).backward()
+    return gradients(model)
+
+
+def test_fifty_random_faults_are_each_raised_by_name_and_none_is_silent():
+    expected, silent, raised = small_gradients(), 0, 0
+    for seed in range(50):
+        rng = random.Random(seed)
+        broken = rng.randrange(40)
+        failed = []
+
+        def fail(op, number, broken=broken, failed=failed):
+            if number == broken:
+                failed.append(op)
+            return number == broken
+
+        tier, model = MemoryTier(fail), net(width=16)
+        cache = offloading(tier, minimum_bytes=1 << 10)
+        with cache.active():
+            loss = model(batch(rows=32))
+            tier._pools["write"].submit(lambda: None).result()
+            try:
+                loss.backward()
+            except ActivationError as error:
+                raised += "activation " in str(error) and "Errno 5" in str(error)
+            else:
+                silent += bool(failed) or not equal(gradients(model), expected)
+        del loss
+        assert drained(cache, tier)
+    assert silent == 0
+    assert raised >= 25
+
+
+def test_the_error_names_the_module_whose_tensor_is_lost():
+    tier, model = MemoryTier(lambda op, number: op == "read" and number > 20), net()
+    cache = offloading(tier, prefetch_bytes=1)
+    with cache.active():
+        loss = model(batch())
+        tier._pools["write"].submit(lambda: None).result()
+        with pytest.raises(ActivationError, match=r"activation blocks\.\d\.\w+\[\d+\] \(\d+ bytes\) is lost: .*read"):
+            loss.backward()
+    del loss
+    assert drained(cache, tier)
+
+
+@pytest.mark.parametrize(
+    ("options", "free", "said"),
+    [
+        ({"reserve_bytes": 100}, 100, "less than reserve_bytes=100 would be left free"),
+        ({"write_budget_bytes": 600_000}, 1 << 40, "write budget of 600000 bytes is used up"),
+    ],
+)
+def test_space_and_write_budgets_keep_tensors_in_memory_and_say_so_once(options, free, said, caplog):
+    tier, model = MemoryTier(free=free), net()
+    cache = offloading(tier, **options)
+    with cache.active():
+        for step in range(2):
+            model(batch(step)).backward()
+    assert equal(gradients(model), reference(2))
+    assert cache.statistics.written <= options.get("write_budget_bytes", 0)
+    assert [record.message.count(said) for record in caplog.records] == [1]
+    assert drained(cache, tier)
+
+
+def test_torch_compile_is_refused_in_one_line():
+    class Compiled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self._orig_mod = nn.Identity()
+
+        def forward(self, x):
+            return self._orig_mod(x)
+
+    cache = offloading()
+    with cache.active(), pytest.raises(RuntimeError, match=r"leave out torch\.compile or the offloading"):
+        Compiled()(batch())
+    cache.close()
+
+
+def test_closing_with_a_graph_alive_names_what_is_lost_and_entering_again_is_refused():
+    model, cache = net(), offloading()
+    with cache.active():
+        loss = model(batch())
+    cache.close()
+    cache.close()
+    with pytest.raises(ActivationError, match="closed before backward"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="closed"), cache.active():
+        pass
+
+
+def record(sizes, seconds=1.0, offloaded=0):
+    made = Record()
+    made.tensors = [(f"model.layers.{i}.mlp[{i}]", size, i) for i, size in enumerate(sizes)]
+    made.forward_s, made.offloaded_bytes = seconds, offloaded
+    return made
+
+
+def test_the_amount_follows_the_drives_rate_and_nothing_is_offloaded_where_memory_suffices():
+    made = record([100] * 10, seconds=2.0)
+    assert made.last_module_bytes == 100
+    assert next_plan(made, "all", 1.0, 1 << 40).offload_bytes == 900
+    assert next_plan(made, 123, 1.0, 1 << 40).offload_bytes == 123
+    assert next_plan(made, "auto", 100.0, 500).offload_bytes == 180  # 0.9 * 100 bytes a second for two seconds
+    assert next_plan(made, "auto", 1e9, 500).offload_bytes == 900
+    declined = next_plan(made, "auto", 1e9, 1500)
+    assert declined.offload_bytes == 0
+    assert "nothing is offloaded" in declined.reason
+
+
+@pytest.mark.parametrize("wrong", [{"amount": "some"}, {"amount": -1}, {"minimum_bytes": 0}, {"prefetch_bytes": 0}])
+def test_wrong_options_are_one_line(wrong):
+    with pytest.raises(ValueError, match=f"activations: {next(iter(wrong))}"):
+        CacheOptions(**wrong)
+
+
+def test_a_device_without_a_way_to_the_tier_is_refused_in_one_line():
+    with pytest.raises(ValueError, match=r"activations on cuda cannot be offloaded yet: .* checkpointing 'offloaded'"):
+        offloading(device="cuda:0")
