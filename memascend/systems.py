@@ -33,6 +33,12 @@ class System(Protocol):
         `build` is a `memascend.planner.footprint.RankFootprint`.
         """
 
+    def schedule(self, step: Any) -> None:
+        """Add the tasks of one optimizer step: what works on what, which buffers it takes, what waits for what.
+
+        `step` is a `memascend.planner.step.Step`.
+        """
+
     def refuse(self, config: Any) -> None:
         """ValueError, in one line, for keys of a `memascend.training.config.TrainConfig` that it cannot follow."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from baselines.all_in_gpu.schedule import schedule
 from baselines.protocol import PlannedSystem, device_only
 from memascend.arrangements import Arrangement
 
 _ARMS = {"today": Arrangement(label="All in GPU", states_on="gpu", runs=False)}
 
-SYSTEM = PlannedSystem(name="all_in_gpu", arms=_ARMS, buffers=device_only)
+SYSTEM = PlannedSystem(name="all_in_gpu", arms=_ARMS, buffers=device_only, tasks=schedule)

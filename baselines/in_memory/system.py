@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from baselines.in_memory.schedule import schedule
 from baselines.protocol import PlannedSystem, device_only
 from memascend.arrangements import Arrangement
 from memascend.training.backends import IN_MEMORY, UPDATES, Setup
@@ -36,4 +37,4 @@ class InMemory(PlannedSystem):
         return Setup(backend=IN_MEMORY, settings={"update": update, "group_elements": None}, swaps=False)
 
 
-SYSTEM = InMemory(name="in_memory", arms=_ARMS, buffers=device_only)
+SYSTEM = InMemory(name="in_memory", arms=_ARMS, buffers=device_only, tasks=schedule)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from baselines.memascend.schedule import schedule
 from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, ssd_offload, zero3_config
 from memascend.arrangements import Arrangement, arrangement_of_parts
 
@@ -37,4 +38,4 @@ def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
     return zero3_config(run, *nvme_offload(run, sizes, nvme_path))
 
 
-SYSTEM = DeepSpeedSystem(name="memascend", arms=_ARMS, configure=_configure, buffers=ssd_offload)
+SYSTEM = DeepSpeedSystem(name="memascend", arms=_ARMS, configure=_configure, buffers=ssd_offload, tasks=schedule)

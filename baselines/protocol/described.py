@@ -14,6 +14,7 @@ from memascend.arrangements import Arrangement
 
 if TYPE_CHECKING:
     from memascend.planner.footprint import RankFootprint
+    from memascend.planner.step import Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +41,21 @@ class Described:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSystem(Described):
-    """A system with arms and a footprint; one that can be run adds `refuse` and `trainer`."""
+    """A system with arms, a footprint and a schedule; one that can be run adds `refuse` and `trainer`."""
 
     arms: Mapping[str, Arrangement]
     buffers: Callable[[RankFootprint], None]
+    tasks: Callable[[Step], None] | None = None  # None: its steps are not simulated yet
 
     def footprint(self, build: RankFootprint) -> None:
         """Every buffer of one rank at the worst instant of a step."""
         self.buffers(build)
+
+    def schedule(self, step: Step) -> None:
+        """The tasks of one optimizer step. ValueError where nobody has described them."""
+        if self.tasks is None:
+            raise ValueError(f"system {self.name!r} has no schedule: its steps cannot be simulated")
+        self.tasks(step)
 
 
 def read_description(folder: Path) -> dict[str, Any]:

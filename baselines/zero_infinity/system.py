@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, ssd_offload, zero3_config
+from baselines.zero_infinity.schedule import schedule
 from memascend.arrangements import Arrangement, arrangement_of_parts
 
 _PUBLISHED = {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "chain", "aio": "file"}
@@ -46,4 +47,4 @@ def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
     return zero3_config(run, param, optimizer)
 
 
-SYSTEM = DeepSpeedSystem(name="zero_infinity", arms=_ARMS, configure=_configure, buffers=ssd_offload)
+SYSTEM = DeepSpeedSystem(name="zero_infinity", arms=_ARMS, configure=_configure, buffers=ssd_offload, tasks=schedule)

@@ -6,6 +6,7 @@ from typing import Any
 
 from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, zero3_config
 from baselines.zero_offload.footprint import footprint
+from baselines.zero_offload.schedule import schedule
 from memascend.arrangements import arrangement_of_parts
 
 _STOCK = {"pinned": "stock", "pool": "stock", "overflow": "stock", "aio": "stock"}
@@ -18,4 +19,4 @@ def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
     return zero3_config(run, dict(in_memory), dict(in_memory))
 
 
-SYSTEM = DeepSpeedSystem(name="zero_offload", arms=_ARMS, configure=_configure, buffers=footprint)
+SYSTEM = DeepSpeedSystem(name="zero_offload", arms=_ARMS, configure=_configure, buffers=footprint, tasks=schedule)

@@ -56,9 +56,9 @@ def _needs(options: argparse.Namespace) -> Any:
     from memascend.planner.command import fused_experts
     from memascend.planner.footprint import plan
     from memascend.planner.gpu_memory import gpu_memory
-    from memascend.planner.io_volume import io_volume
     from memascend.planner.options import default_context
     from memascend.planner.spec import model_spec
+    from memascend.planner.step import io_volume
     from memascend.planner.workload import Workload
 
     spec = model_spec(options.model).fused(fused_experts("auto"))

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from memascend import systems
 from memascend.planner.footprint import Plan, plan
 from memascend.planner.gpu_memory import DevicePlan, gpu_memory
-from memascend.planner.io_volume import IoVolume, io_volume
 from memascend.planner.limits import Largest, Limits, largest
 from memascend.planner.machine import Machine
+from memascend.planner.step import IoVolume, io_volume
 from memascend.planner.step_time import StepTime, step_time
 from memascend.planner.workload import SwapSizes, Workload
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from memascend.planner.footprint import checkpoint_bytes, plan
 from memascend.planner.gpu_memory import gpu_memory
-from memascend.planner.io_volume import io_volume
 from memascend.planner.machine import Machine
 from memascend.planner.spec import known_models, model_spec
+from memascend.planner.step import io_volume
 from memascend.planner.workload import Workload
 
 # Answers are rounded down to so many tokens.

@@ -35,7 +35,8 @@ class Machine:
 
     `gpu_flops_per_s` is one GPU's dense 16-bit matrix rate with 32-bit sums, `pcie_bytes_per_s` one GPU's link each
     way; SSD and host memory are shared by all GPUs. `direct_gpu_link`: GPUs exchange weights beside PCIe (NVLink).
-    `sources` says for each field where its number comes from.
+    `described`: links, paths and memory nodes as the YAML has them. `sources` says where each number comes
+    from.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Machine:
     memory_bytes_per_s: float | None = None
     ram_bytes: float | None = None
     direct_gpu_link: bool = False
+    described: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def missing(self) -> list[str]:
@@ -60,16 +62,16 @@ _FIG08 = tuple(f"memascend-fig08:{series}:Qwen2.5-7B::process overhead" for seri
 CALIBRATIONS = (
     Calibration(
         name="gpu_efficiency",
-        value=0.449,
+        value=0.4511,
         unit="of the peak rate",
         reason="MemAscend Fig. 17, Qwen2.5-32B on 2 H100 PCIe: 49.32 tokens/s at batch 1 and 1322.55 at batch 48, "
-        "solved for this and the next",
+        "solved for this and the next by the simulator",
         reach="H100 PCIe, dense models; on the GPUs of configurations 2 and 3 and for mixtures it is an extrapolation",
         solved_from=_FIG17,
     ),
     Calibration(
         name="host_seconds_per_parameter",
-        value=1.644e-9,
+        value=1.643e-9,
         unit="s",
         reason="what Fig. 17's step at batch 1 leaves once the SSD runs at its rated speed: work of DeepSpeed for each "
         "parameter that no byte count explains",
@@ -167,6 +169,7 @@ def machine_from_testbed(testbed: Mapping[str, Any], where: str = "testbed") -> 
         gpu_memory_bytes=None if vram is None else _positive(vram, f"{where}: gpus.memory_gib") * GIB,
         ram_bytes=None if ram is None else _positive(ram, f"{where}: memory_gib") * GIB,
         direct_gpu_link="nvlink" in link and "none" not in link,
+        described={key: testbed[key] for key in ("links", "paths", "memory_nodes") if testbed.get(key)},
         sources=sources,
         **fields,
     )

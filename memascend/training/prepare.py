@@ -133,7 +133,7 @@ def _spec(config: TrainConfig, model_config: dict[str, Any]) -> ModelSpec:
 def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes: list[str]) -> dict[str, Any]:
     """Bytes of host memory and swap files that the planner expects; None where it does not know the model or system."""
     from memascend.planner.host_budget import HostMemoryTooSmall, require_host_memory
-    from memascend.planner.io_volume import io_volume
+    from memascend.planner.step import io_volume
     from memascend.planner.workload import Workload
 
     try:

@@ -20,6 +20,13 @@ def buffers(build):
     build.pageable("toy buffer", "in_memory_optimizer", 8 * build.work.spec.parameters, role=HOST)
 
 
+def tasks(step):
+    # Weights come over PCIe once a step, in 32 bits; the CPU then plays with each of them for a nanosecond.
+    numel = step.work.spec.parameters
+    for phase, needs in (("fetch", {"pcie0.down": 4 * numel}), ("play", {"cpu": 1e-9 * numel})):
+        step.add(phase, phase, needs, after=[task.name for task in step.tasks])
+
+
 class Toy(PlannedSystem):
     def refuse(self, config):
         if config.ranks > 1:
@@ -29,7 +36,8 @@ class Toy(PlannedSystem):
         return Setup(backend=IN_MEMORY, settings={"update": "torch", "group_elements": None}, swaps=False)
 
 
-SYSTEM = Toy(name="toy", arms={"wooden": Arrangement(label="Toy (wooden)", states_on="host")}, buffers=buffers)
+ARMS = {"wooden": Arrangement(label="Toy (wooden)", states_on="host")}
+SYSTEM = Toy(name="toy", arms=ARMS, buffers=buffers, tasks=tasks)
 """
 YAML = """
 name: toy
@@ -67,6 +75,16 @@ def test_a_system_in_a_folder_of_the_user_is_planned_and_compared(toys):
     ours = json.loads(subprocess.run(command, env=toys, capture_output=True, text=True, check=False).stdout)
     assert ours["others"]["toy"] == plan["host_bytes"]
     assert ours["arms"]["toy/wooden"] == plan["host_bytes"]
+
+
+def test_a_system_in_a_folder_of_the_user_is_simulated(toys):
+    command = [sys.executable, "-m", "memascend.cli", "plan", "--model", "llama3.2-1b", "--json"]
+    command += ["--system", "toy", "--testbed", "memascend-c1"]
+    made = subprocess.run(command, env=toys, capture_output=True, text=True, check=False)
+    plan = json.loads(made.stdout)
+    phases = {phase["name"]: phase["seconds"] for phase in plan["time"]["phases"]}
+    assert phases == pytest.approx({"fetch": 4 * plan["parameters"] / 64e9, "play": 1e-9 * plan["parameters"]})
+    assert plan["time"]["seconds"] == pytest.approx(sum(phases.values()))
 
 
 def test_a_system_in_a_folder_of_the_user_trains(toys):

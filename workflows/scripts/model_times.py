@@ -1,7 +1,7 @@
 """Throughput and I/O in the modelled lane: MemAscend Figs. 10, 17, 18 and 20, Tables IV and VI.
 
-Seconds are the planner's roofline (memascend.planner.step_time) on the paper's testbeds; its calibrations and what they
-rest on are in memascend.planner.machine.CALIBRATIONS. Two of them are solved from Fig. 17's two printed throughputs.
+Seconds are those of the systems' schedules, played on the paper's testbeds (memascend.planner.step_time); calibrations
+and what they rest on are in memascend.planner.machine.CALIBRATIONS. Two are solved from Fig. 17's printed throughputs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from functools import cache
 from hardware.registry import load_testbed
 from memascend.planner import Workload, model_spec
 from memascend.planner.footprint import GIB
-from memascend.planner.io_volume import io_volume
 from memascend.planner.machine import CALIBRATIONS, Calibrations, Machine, machine_from_testbed
+from memascend.planner.step import io_volume
 from memascend.planner.step_time import StepTime, step_time
 from memascend.planner.workload import papers
 from memascend.systems import arrangement
@@ -109,7 +109,7 @@ def fig20() -> Iterator[Row]:
             work = Workload(spec=spec, system="memascend", dtype="bf16", states=states, ranks=GPUS)
             volume = io_volume(papers(work)).total_bytes
             cells = {"series": series, "model": spec.display, "testbed": C1}
-            source = f"memascend.planner.io_volume, {states} states"
+            source = f"memascend.planner.step, {states} states"
             yield row("memascend-fig20", "I/O volume per iteration", volume / GIB, "GiB", source, **cells)
             yield row("memascend-fig20", "I/O per parameter", volume / spec.parameters, "B", source, **cells)
 

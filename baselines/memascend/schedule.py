@@ -1,0 +1,24 @@
+"""A step of MemAscend: ZeRO-Infinity's order of work, with less work in it.
+
+What is gone from the step: the chain of the overflow check (one pass over the gradients stands in its place); with bf16
+states half of what the optimizer reads, computes on and writes; with gradients kept, their way over NVMe. What changes
+nothing here: the adaptive pool and exact pinned memory, which save bytes and leave the buffers' number as it was, and
+the direct engine, whose drive is taken at the same rate as the file engine's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baselines.protocol.schedules import backward, forward, overflow_check, swapping_optimizer
+
+if TYPE_CHECKING:
+    from memascend.planner.step import Step
+
+
+def schedule(step: Step) -> None:
+    parts = step.work.arrangement
+    done = forward(step)
+    done = backward(step, after=done, writes_gradients=parts.swaps_gradients)
+    done = overflow_check(step, after=done, chain=parts.overflow == "chain")
+    swapping_optimizer(step, after=done)

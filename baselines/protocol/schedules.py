@@ -1,0 +1,122 @@
+"""Parts of a step that several systems share, as tasks. A system's `schedule.py` says which it has, and in which order.
+
+Each function adds one phase to a `memascend.planner.step.Step` and returns the name of the task that ends it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memascend.planner.pieces import EMBEDDING, OUTPUT
+
+if TYPE_CHECKING:
+    from memascend.planner.pieces import Piece
+    from memascend.planner.step import Step
+
+PARAMETER_POOL, EMBEDDING_BUFFERS = "parameter pool", "embedding buffers"
+_EMBEDDING_BUFFERS = 2  # "2 embedding" of MemAscend IV-B
+_MOST_GROUPS = 32  # sub-groups beyond this many are folded: they follow one another, so their seconds add up
+
+
+def forward(step: Step) -> str:
+    """Weights come from where they wait, piece by piece and ahead of the GPU; activation checkpoints leave it."""
+    return _through_the_model(step, "forward", step.pieces, after="")
+
+
+def backward(step: Step, *, after: str, writes_gradients: bool = False) -> str:
+    """The blocks in reverse. Weights come once more, checkpoints come back, each block is recomputed (with
+    checkpointing) and differentiated, its gradients go to the host, and with `writes_gradients` on to the SSD, in the
+    states' dtype and once for each batch: DeepSpeed writes what it has accumulated so far.
+    """
+    return _through_the_model(step, "backward", step.pieces[::-1], after=after, writes_gradients=writes_gradients)
+
+
+def _through_the_model(
+    step: Step, phase: str, pieces: list[Piece], *, after: str, writes_gradients: bool = False
+) -> str:
+    """The four things that overlap: reads into free buffers, copies to the GPU, products, and what comes back.
+
+    A buffer of the pool is taken when a read begins and given back when the GPU is done with the piece, so the pool
+    decides how far reads run ahead. Reads follow one another in the order of use, and so do copies.
+    """
+    work, batches, backward = step.work, step.work.accumulation, phase == "backward"
+    if work.swaps:
+        step.pool(PARAMETER_POOL, step.pool_bytes)
+        step.pool(EMBEDDING_BUFFERS, _EMBEDDING_BUFFERS)
+    passes = 1 if not backward else 3 if work.stack.checkpoints else 2
+    gradient_bytes = step.divide(step.swapped_states_bytes, pieces) if writes_gradients else [0] * len(pieces)
+    last_read = last_copy = after
+    done = []
+    for piece, written in zip(pieces, gradient_bytes, strict=True):
+        if piece.stored_bytes:
+            buffer = _buffer(piece)
+            needs = {"ssd.read": batches * piece.stored_bytes}
+            last_read = step.add(f"{phase}: read {piece.name}", phase, needs, after=(last_read,), takes=buffer)
+        arrived = last_copy
+        if work.offloads:
+            inward = step.gathered_share * piece.weight_bytes + (piece.checkpoint_bytes if backward else 0)
+            needs = {"pcie0.down": batches * inward}
+            arrived = last_copy = step.add(
+                f"{phase}: copy {piece.name}", phase, needs, after=(last_copy, last_read if piece.stored_bytes else "")
+            )
+        computed = step.add(
+            f"{phase}: {piece.name}",
+            phase,
+            {"gpu0": batches * passes * piece.flops},
+            after=(arrived,),
+            gives=_buffer(piece) if piece.stored_bytes else {},
+        )
+        done.append(computed)
+        outward = piece.weight_bytes / work.ranks if backward else piece.checkpoint_bytes
+        if work.offloads and outward:
+            what = "gradients of" if backward else "checkpoint of"
+            sent = step.add(f"{what} {piece.name}", phase, {"pcie0.up": batches * outward}, after=(computed,))
+            done.append(sent)
+            if written:
+                needs = {"ssd.write": batches * written}
+                done.append(step.add(f"write gradients of {piece.name}", phase, needs, after=(sent,)))
+    return step.add(f"end of {phase}", phase, after=done)
+
+
+def _buffer(piece: Piece) -> dict[str, float]:
+    """The embedding and the output matrix have buffers of their own."""
+    if piece.name in (EMBEDDING, OUTPUT):
+        return {EMBEDDING_BUFFERS: 1}
+    return {PARAMETER_POOL: piece.weight_bytes}
+
+
+def overflow_check(step: Step, *, after: str, chain: bool) -> str:
+    """Between backward and optimizer, with fp16 alone: every gradient in host memory is looked at once."""
+    if step.work.dtype != "fp16":
+        return after
+    return step.add("overflow check", "overflow check", {"cpu": step.check_s(chain=chain)}, after=(after,))
+
+
+def swapping_optimizer(step: Step, *, after: str) -> str:
+    """Sub-group by sub-group: read states, update, write them and the new weights, one after the other (DeepSpeed's
+    defaults `pipeline_read` and `pipeline_write` false). Gradients come along unless the arm keeps them in memory.
+    """
+    work, states = step.work, step.swapped_states_bytes
+    gradients = states if work.arrangement.swaps_gradients else 0
+    weights = step.swapped_weight_bytes
+    step.store("weights", weights)
+    step.store("master weights and moments", 3 * states)
+    step.store("gradients", gradients)
+    count = min(len(work.sub_groups()), _MOST_GROUPS)
+    update_s = step.adamw_s(work.spec.parameters) / count
+    for group in range(count):
+        read = _share(3 * states + gradients, group, count)
+        written = _share(3 * states + weights, group, count)
+        after = step.add(f"read states {group}", "optimizer", {"ssd.read": read}, after=(after,))
+        after = step.add(f"AdamW {group}", "optimizer", {"cpu": update_s}, after=(after,))
+        after = step.add(f"write states {group}", "optimizer", {"ssd.write": written}, after=(after,))
+    return after
+
+
+def host_optimizer(step: Step, *, after: str) -> str:
+    """AdamW over states that never leave host memory."""
+    return step.add("AdamW", "optimizer", {"cpu": step.adamw_s(step.work.spec.parameters)}, after=(after,))
+
+
+def _share(whole: int, part: int, parts: int) -> int:
+    return whole * (part + 1) // parts - whole * part // parts

@@ -1,0 +1,28 @@
+"""A step of ZeRO-Infinity: DeepSpeed ZeRO-3 with parameters, gradients and optimizer states on NVMe.
+
+    SSD    | read weights ------------ | read weights, write gradients | . | read | .. | write | read | .. | write ...
+    PCIe   |   copy weights, ckpts up  |   copy weights, ckpts down    | . |
+    GPU    |     products              |     recompute, backward       | . |
+    CPU    |                           |                               |chk|      |Adam|       |      |Adam|
+
+Forward and backward are "overlap-centric" (section 5 of its paper): while the GPU works on one piece, the next is on
+its way, as far as the parameter pool has buffers. Then everything stops for the overflow check, a chain of whole-buffer
+operations; and the optimizer goes through its sub-groups one by one, reading, updating and writing in turn.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baselines.protocol.schedules import backward, forward, overflow_check, swapping_optimizer
+
+if TYPE_CHECKING:
+    from memascend.planner.step import Step
+
+
+def schedule(step: Step) -> None:
+    parts = step.work.arrangement
+    done = forward(step)
+    done = backward(step, after=done, writes_gradients=parts.swaps_gradients)
+    done = overflow_check(step, after=done, chain=parts.overflow == "chain")
+    swapping_optimizer(step, after=done)
