@@ -21,6 +21,8 @@ from memascend import _C
 from memascend.storage.completion import Promise, RequestCancelled, all_of, when
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.errors import StorageError
+from memascend.storage.multi_path import MultiPathTier
+from memascend.storage.multi_path import Path as Way
 from memascend.storage.scratch import collect_scratch_files
 from memascend.storage.tier import DirectTier, FileTier, Tier
 
@@ -51,10 +53,16 @@ def _files(folder: Path, faults) -> FileTier:
     return FileTier(folder, "tests", block_bytes=1 << 16, faults=faults)
 
 
+def _two_paths(folder: Path, faults) -> MultiPathTier:
+    """A file of the direct engine and a folder of files, as one."""
+    return MultiPathTier([Way("a", _in_file(folder, faults)), Way("b", _files(folder, faults))])
+
+
 KINDS: dict[str, Callable[[Path, _C.FaultLayer | None], Tier]] = {
     "direct, volatile file": _in_file,
     "direct, durable store": _durable,
     "files": _files,
+    "two paths": _two_paths,
 }
 
 
@@ -334,7 +342,7 @@ def test_a_thousand_chains_with_the_same_few_buffers(tier):
 def test_all_of_waits_for_the_rest_and_has_the_first_error(tier, faults):
     for key in "abc":
         tier.write(key, tensor(1)).wait(MAX_S)
-    faults.add("read", after=0, times=1, error=5)
+    faults.add("read", times=-1 if isinstance(tier, MultiPathTier) else 1, error=5)  # which reads again, once
     reads = [tier.read(key, torch.empty(50_000)) for key in "abc"]
     with pytest.raises(StorageError):
         all_of(reads).wait(MAX_S)

@@ -1,0 +1,822 @@
+"""One tier over several paths, without RAID: drives, folders, network mounts (MLP-Offload 3.2 and 3.3).
+
+    nvme, pfs = DirectTier.in_file("/mnt/a", "run 7"), FileTier("/mnt/b", "run 7")
+    tier = MultiPathTier([Path("nvme", nvme), Path("pfs", pfs)])
+
+Whole groups of tensors (a sub-group's master weights and moments) lie on one path each, as many as its rates allow, and
+neighbours on different paths. A tensor is written to where its group belongs at that time, so that a pass over the
+groups brings them to their new homes and moves not one byte more.
+
+Beyond the contract of `memascend.storage.tier`:
+
+- **A path that fails** is taken out: nothing is written there as long as there is another one. A write that failed on
+  it is done again, from the tensor that is still in memory, on another path, and its completion ends well. What lies
+  there is read as long as that works, and is on another path after its next write. A read that fails twice is the
+  completion's StorageError, which names the tensor and the path: what was only there is lost.
+- **A full path** (ENOSPC) gets nothing that it has no room for.
+- **A path that hangs**, on which something is under way and nothing has ended for `hang_s`, is taken out too; its
+  writes are done elsewhere, its reads end with ETIMEDOUT. The memory of such a read must not be used again: the device
+  may still write to it.
+- **Other processes** on the machine: where `exclusive`, one process at a time transfers on a path (`path_gate`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+
+from memascend.storage import completion as completions
+from memascend.storage import placement as placements
+from memascend.storage.completion import Completion, RequestCancelled
+from memascend.storage.errors import StorageError
+from memascend.storage.path_gate import PathGate
+from memascend.storage.placement import Rates
+from memascend.storage.tier import Tier, Transferred, _KeyQueue, _require_memory
+
+__all__ = ["MultiPathTier", "Path", "PathReport"]
+
+log = logging.getLogger("memascend")
+
+HANG_S = 120.0
+_GAIN = 0.05  # groups move where a pass becomes faster by at least this share
+_OLD_SHARE = 0.5  # of a rate that was known, in the mean with what was just observed
+_LEAST_OBSERVED_S = 0.02  # of transfers; less says nothing about a path
+
+_open_tiers: weakref.WeakSet[MultiPathTier] = weakref.WeakSet()
+
+
+@atexit.register  # after the one of `tier`, so it runs before that one closes the paths
+def _close_all() -> None:
+    for tier in list(_open_tiers):
+        with contextlib.suppress(StorageError):
+            tier.close()
+
+
+@dataclass(eq=False)
+class Path:
+    """A path of a :class:`MultiPathTier`: its name in messages, the tier that keeps it, what is known of it.
+
+    `rates`: as measured at the start (`path_rates.measure`); None: as fast as the others. `gate`: None lets all in.
+    """
+
+    name: str
+    tier: Tier
+    rates: Rates | None = None
+    gate: PathGate = field(default_factory=lambda: PathGate(None))
+    failure: StorageError | None = field(default=None, init=False)  # why it was taken out
+    hanging: bool = field(default=False, init=False)
+    full: bool = field(default=False, init=False)
+    under_way: dict[_Attempt, float] = field(default_factory=dict, init=False)
+    last_end: float = field(default=0.0, init=False)
+    seen: Transferred = field(default=Transferred(0, 0, 0.0, 0.0), init=False)  # when its rates were last observed
+
+    @property
+    def usable(self) -> bool:
+        return self.failure is None
+
+
+@dataclass(frozen=True)
+class PathReport:
+    """What a path of a tier is and holds; rates in bytes a second, as last observed."""
+
+    name: str
+    rates: Rates
+    groups: int
+    bytes: int
+    bytes_read: int
+    bytes_written: int
+    turns: int
+    failure: str | None
+
+
+class _Transfer(Completion):
+    """One read or write of a key, over as many attempts as it takes."""
+
+    def __init__(self, what: str, on_cancel: Callable[[_Transfer], bool]) -> None:
+        super().__init__(what)
+        self._on_cancel = on_cancel
+        self._cancelled = False
+        self._attempt: _Attempt | None = None
+
+    def cancel(self) -> bool:
+        if self._done:
+            return False
+        self._cancelled = True
+        return self._on_cancel(self)
+
+
+class _Attempt:
+    """One transfer on one path; `over` once it has ended, or nobody waits for it any more."""
+
+    __slots__ = ("ended", "inner", "over", "path", "write")
+
+    def __init__(self, path: Path, write: bool, ended: Callable[[BaseException | None], None]) -> None:
+        self.path, self.write, self.ended = path, write, ended
+        self.inner: Completion | None = None
+        self.over = False
+
+
+class _Busy:
+    """Bytes moved, and seconds in which at least one transfer of a direction was under way. Under the tier's lock."""
+
+    def __init__(self) -> None:
+        self.bytes = [0, 0]
+        self._seconds, self._under_way, self._since = [0.0, 0.0], [0, 0], [0.0, 0.0]
+
+    def begin(self, write: bool) -> None:
+        if self._under_way[write] == 0:
+            self._since[write] = time.monotonic()
+        self._under_way[write] += 1
+
+    def end(self, write: bool, nbytes: int) -> None:
+        self._under_way[write] -= 1
+        if self._under_way[write] == 0:
+            self._seconds[write] += time.monotonic() - self._since[write]
+        self.bytes[write] += nbytes
+
+    def transferred(self) -> Transferred:
+        now = time.monotonic()
+        seconds = [
+            s + (now - since if n else 0.0)
+            for s, n, since in zip(self._seconds, self._under_way, self._since, strict=True)
+        ]
+        return Transferred(self.bytes[0], self.bytes[1], seconds[0], seconds[1])
+
+
+class MultiPathTier:
+    """See the module, and `memascend.storage.tier.Tier` for the protocol."""
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        *,
+        placement: str | Sequence[float] = "balanced",
+        rehome: bool = True,
+        group_of: Callable[[str], str] = lambda key: key,
+        hang_s: float = HANG_S,
+    ) -> None:
+        """Takes the paths over, and closes their tiers and gates.
+
+        `placement`: `balanced`, `as_published` (Eq. 1) or a ratio by hand; `rehome`: groups follow the rates as they
+        are observed, pass by pass; `group_of` a key: what lies together. Raises ValueError.
+        """
+        if not paths or len({path.name for path in paths}) < len(paths):
+            raise ValueError(f"a tier needs paths, each named once, got {[path.name for path in paths]}")
+        self._paths = list(paths)
+        for path in self._paths:
+            path.seen = path.tier.transferred
+        self._placement, self._rehome, self._group_of, self._hang_s = placement, rehome, group_of, hang_s
+        placements.weights(placement, self._rates())  # refuses what is no placement
+        self._queue = _KeyQueue()
+        self._lock = threading.RLock()  # of what follows
+        self._sizes: dict[str, int] = {}  # as last submitted
+        self._holders: dict[str, list[Path]] = {}  # the one that has it is the last
+        self._broken: dict[str, BaseException] = {}
+        self._home: dict[str, Path] = {}  # of the groups
+        self._group_bytes: dict[str, int] = {}
+        self._pending: set[_Transfer] = set()
+        self._failed: list[_Transfer] = []
+        self._busy = _Busy()
+        self._written_in_pass = 0
+        self._watcher: threading.Thread | None = None
+        self._watched = threading.Condition(self._lock)
+        self._closed = False
+        self._pid = os.getpid()
+        self.moves = 0  # groups that were written to another path than before
+        _open_tiers.add(self)
+
+    # -- the protocol --------------------------------------------------------------------------------------------------
+
+    def write(self, key: str, tensor: torch.Tensor, *, offset: int = 0, priority: int = 0) -> Completion:
+        _require_memory(key, tensor)
+        with self._lock:
+            self._require_open()
+            before = self._sizes.get(key)
+            if offset:
+                self._require_part(key, tensor.nbytes, offset, before)
+            else:
+                self._note_size(key, tensor.nbytes)
+            try:
+                return self._begin("write", key, tensor, offset, priority)
+            except BaseException:
+                if not offset:
+                    self._note_size(key, before)
+                raise
+
+    def read(self, key: str, tensor: torch.Tensor, *, offset: int = 0, priority: int = 0) -> Completion:
+        _require_memory(key, tensor)
+        with self._lock:
+            self._require_open()
+            there = self._sizes.get(key)
+            if there is None:
+                raise ValueError(f"read of '{key}': no such tensor in {self._place}: write it first")
+            if offset < 0 or offset + tensor.nbytes > there:
+                raise ValueError(
+                    f"read of bytes {offset} to {offset + tensor.nbytes} of '{key}', a tensor of {there}: "
+                    "give a buffer of the tensor's size"
+                )
+            return self._begin("read", key, tensor, offset, priority)
+
+    def erase(self, key: str) -> bool:
+        with self._lock:
+            self._require_open()
+            if key not in self._sizes:
+                return False
+            self._note_size(key, None)
+
+            def forget() -> None:
+                with self._lock:
+                    holders = self._holders.pop(key, [])
+                    self._broken.pop(key, None)
+                for path in holders:
+                    self._erase_on(path, key)
+                self._queue.leave(key, turn)
+
+            turn = self._queue.enter(key, True, forget)
+        if turn.begun:
+            forget()
+        return True
+
+    def size_of(self, key: str) -> int | None:
+        return self._sizes.get(key)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._lock:
+            pending = list(self._pending)
+        for transfer in pending:
+            if not transfer._done:
+                transfer._block(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            failed, self._failed = self._failed, []
+        errors = [transfer.error() for transfer in failed if not transfer._observed]
+        if errors:
+            raise errors[0]
+
+    def reserve(self, more_bytes: int) -> None:
+        """On each path its share, and what finds no room there on the others."""
+        with self._lock:
+            self._require_open()
+            usable = [path for path in self._paths if path.usable]
+            shares = self._weights(usable)
+        left = more_bytes
+        room = {path: path.tier.free_bytes for path in usable}
+        if more_bytes > sum(room.values()):
+            reason = f"the tier has not that much free ({', '.join(f'{p.name} {room[p]}' for p in usable)})"
+            raise StorageError("allocation", self._place, 0, more_bytes, sum(room.values()), errno.ENOSPC, reason)
+        open_paths = dict(zip(usable, shares, strict=True))
+        while left > 0 and open_paths:
+            total = sum(open_paths.values()) or 1.0
+            asked = {path: min(room[path], -int(-left * share // total)) for path, share in open_paths.items()}
+            for path, part in asked.items():
+                part = min(part, left)
+                path.tier.reserve(part)
+                room[path] -= part
+                left -= part
+            open_paths = {path: max(s, 1e-9) for path, s in open_paths.items() if room[path] > 0 and asked[path] > 0}
+
+    def register(self, tensor: torch.Tensor) -> bool:
+        self._require_open()
+        taken = [path.tier.register(tensor) for path in self._paths]
+        return any(taken)
+
+    def unregister(self, tensor: torch.Tensor) -> None:
+        if not self._closed and self._pid == os.getpid():
+            for path in self._paths:
+                path.tier.unregister(tensor)
+
+    @property
+    def free_bytes(self) -> int:
+        self._require_open()
+        return sum(path.tier.free_bytes for path in self._paths if path.usable)
+
+    @property
+    def transferred(self) -> Transferred:
+        with self._lock:
+            self._require_open()
+            return self._busy.transferred()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._pid != os.getpid():
+            return
+        if not completions.in_dispatcher():
+            for transfer in list(self._pending):
+                if not transfer._done:
+                    transfer._block(None)
+        with self._watched:
+            self._watched.notify_all()
+        for path in self._paths:
+            path.gate.close()
+            if path.hanging:  # which may take for ever
+                threading.Thread(target=path.tier.close, name=f"memascend-close-{path.name}", daemon=True).start()
+            else:
+                path.tier.close()
+        _open_tiers.discard(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- what its users can know ---------------------------------------------------------------------------------------
+
+    @property
+    def paths(self) -> list[str]:
+        """Files, folders and devices of all paths."""
+        return [place for path in self._paths for place in getattr(path.tier, "paths", [path.name])]
+
+    @property
+    def direct(self) -> bool:
+        return all(getattr(path.tier, "direct", True) for path in self._paths)
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(getattr(path.tier, "used_bytes", 0) for path in self._paths)
+
+    @property
+    def bounce_buffers(self) -> list[tuple[int, int]]:
+        """(address, bytes) of each engine's, where it has any."""
+        engines = [getattr(path.tier, "engine", None) for path in self._paths]
+        return [buffer for engine in engines if engine is not None for buffer in engine.bounce_buffers]
+
+    def path_of(self, key: str) -> str | None:
+        """The name of the path that has the tensor; None: none has it (yet)."""
+        with self._lock:
+            holders = self._holders.get(key)
+            return holders[-1].name if holders else None
+
+    def report(self) -> list[PathReport]:
+        """Of each path, in their order."""
+        with self._lock:
+            held: dict[Path, dict[str, int]] = {path: {} for path in self._paths}
+            for key, holders in self._holders.items():
+                group = self._group_of(key)
+                there = held[holders[-1]]
+                there[group] = there.get(group, 0) + self._sizes.get(key, 0)
+            rates = self._rates()
+            self._require_open()
+            moved = [path.tier.transferred for path in self._paths]
+        return [
+            PathReport(
+                name=path.name,
+                rates=rate,
+                groups=len(held[path]),
+                bytes=sum(held[path].values()),
+                bytes_read=m.bytes_read,
+                bytes_written=m.bytes_written,
+                turns=path.gate.turns,
+                failure=None if path.failure is None else str(path.failure),
+            )
+            for path, rate, m in zip(self._paths, rates, moved, strict=True)
+        ]
+
+    def observe(self) -> bool:
+        """Take what the paths did since the last time for their rates, and plan anew. True: groups will move.
+
+        Called by itself when about as much was written as there is (a pass); a user who knows when a step ends may
+        call it then.
+        """
+        with self._lock:
+            self._require_open()
+            self._written_in_pass = 0
+            for path in self._paths:
+                if path.usable:
+                    _observe(path)
+            return self._rehome and self._plan()
+
+    # -- placement -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _place(self) -> str:
+        return ", ".join(path.name for path in self._paths)
+
+    def _rates(self, paths: Sequence[Path] | None = None) -> list[Rates]:
+        """What is not known is as the mean of what is."""
+        asked = self._paths if paths is None else paths
+        known = [path.rates for path in self._paths if path.rates is not None] or [Rates(1.0, 1.0)]
+        mean = Rates(sum(r.read for r in known) / len(known), sum(r.write for r in known) / len(known))
+        return [path.rates or mean for path in asked]
+
+    def _weights(self, paths: Sequence[Path]) -> list[float]:
+        return placements.weights(self._placement_on(paths), self._rates(paths))
+
+    def _placement_on(self, paths: Sequence[Path]) -> str | list[float]:
+        """A ratio by hand, of those that are left."""
+        if isinstance(self._placement, str):
+            return self._placement
+        ratio = [share for path, share in zip(self._paths, self._placement, strict=True) if path in paths]
+        return ratio if sum(ratio) > 0 else [1.0] * len(ratio)
+
+    def _plan(self) -> bool:
+        """New homes for all groups, if that is worth it."""
+        usable = [path for path in self._paths if path.usable and not path.full]
+        if not usable or not self._group_bytes:
+            return False
+        rates = self._rates(usable)
+        places = placements.arrange(self._group_bytes, self._placement_on(usable), rates)
+        new = {group: usable[number] for group, number in places.items()}
+        if all(self._home.get(group) in usable for group in new):
+            held, wanted = self._held_bytes(self._home, usable), self._held_bytes(new, usable)
+            now, then = placements.update_seconds(held, rates), placements.update_seconds(wanted, rates)
+            if held == wanted or (self._placement == "balanced" and then > (1 - _GAIN) * now):
+                return False
+        changed = any(self._home.get(group) is not path for group, path in new.items())
+        self._home.update(new)
+        return changed
+
+    def _held_bytes(self, homes: dict[str, Path], paths: Sequence[Path]) -> list[float]:
+        held = dict.fromkeys(paths, 0.0)
+        for group, nbytes in self._group_bytes.items():
+            if homes.get(group) in held:
+                held[homes[group]] += nbytes
+        return list(held.values())
+
+    def _choose(self, key: str, nbytes: int, tried: Sequence[Path]) -> Path | None:
+        """Where a whole tensor goes, with the lock held; None: no path is left. At last one that has failed before."""
+        left = [path for path in self._paths if path not in tried and not path.hanging]
+        usable = [path for path in left if path.usable] or left
+        if not usable:
+            return None
+        group = self._group_of(key)
+        home = self._home.get(group)
+        if home is None or home not in usable:
+            roomy = [path for path in usable if not path.full] or usable
+            others = {g: self._home[g] for g in self._group_bytes if g != group and g in self._home}
+            held = [sum(self._group_bytes[g] for g, p in others.items() if p is path) for path in roomy]
+            home = roomy[placements._next(held, self._weights(roomy), max(1, self._group_bytes.get(group, nbytes)))]
+            self._home[group] = home
+        return home
+
+    def _note_size(self, key: str, nbytes: int | None) -> None:
+        before = self._sizes.pop(key, 0)
+        group = self._group_of(key)
+        total = self._group_bytes.get(group, 0) - before + (nbytes or 0)
+        if nbytes is not None:
+            self._sizes[key] = nbytes
+            self._group_bytes[group] = total
+        elif total <= 0:
+            self._group_bytes.pop(group, None)
+            self._home.pop(group, None)
+        else:
+            self._group_bytes[group] = total
+
+    # -- transfers -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, verb: str, key: str, tensor: torch.Tensor, offset: int, priority: int) -> Completion:
+        """With the lock held. Raises StorageError where a write is the key's next and finds no room on any path."""
+        transfer = _Transfer(f"{verb} of '{key}'", self._cancel)
+        write = verb == "write"
+        refused: list[BaseException] = []
+
+        def begin(in_call: bool = False) -> None:
+            if transfer._cancelled:
+                end(RequestCancelled(f"{transfer._what} was cancelled"))
+            elif write:
+                self._write_once(transfer, key, tensor, offset, priority, {}, refused if in_call else None, end)
+            else:
+                self._read_once(transfer, key, tensor, offset, priority, 2, end)
+
+        def end(error: BaseException | None) -> None:
+            with self._lock:
+                self._pending.discard(transfer)
+                if write and error is not None and not isinstance(error, ValueError):
+                    self._broken[key] = error
+                elif write:
+                    self._broken.pop(key, None)
+                if error is not None and not isinstance(error, RequestCancelled):
+                    self._failed = [each for each in self._failed if not each._observed] + [transfer]
+                again = write and not offset and error is None and self._pass_is_over(tensor.nbytes)
+            transfer._settle(error=error)
+            self._queue.leave(key, turn)
+            if again:
+                with contextlib.suppress(RuntimeError):  # closed meanwhile
+                    self.observe()
+
+        self._pending.add(transfer)
+        turn = self._queue.enter(key, write, begin)
+        if turn.begun:
+            begin(in_call=True)
+            if refused:
+                self._pending.discard(transfer)
+                self._queue.leave(key, turn)
+                raise refused[0]
+        return transfer
+
+    def _pass_is_over(self, written: int) -> bool:
+        self._written_in_pass += written
+        return self._rehome and self._written_in_pass >= 0.9 * sum(self._group_bytes.values())
+
+    def _write_once(
+        self,
+        transfer: _Transfer,
+        key: str,
+        tensor: torch.Tensor,
+        offset: int,
+        priority: int,
+        tried: dict[Path, StorageError],
+        refused: list[BaseException] | None,
+        end: Callable[[BaseException | None], None],
+    ) -> None:
+        """On the path where it belongs, then on the others; `refused` takes an error that is known within the call."""
+        with self._lock:
+            if offset:
+                holders = self._holders.get(key)
+                path = holders[-1] if holders and holders[-1] not in tried else None
+            else:
+                path = self._choose(key, tensor.nbytes, tried)
+        if path is None:
+            error = self._nowhere(key, tensor.nbytes, tried)
+            if refused is None:
+                end(error)
+            else:
+                refused.append(error)
+            return
+
+        def submit() -> Completion:
+            return path.tier.write(key, tensor, offset=offset, priority=priority)
+
+        def ended(error: BaseException | None) -> None:
+            if error is None:
+                self._written(key, path, offset)
+                end(None)
+            elif isinstance(error, StorageError) and not transfer._cancelled:
+                self._fault(path, error, of_write=True)
+                if offset:  # the rest of the tensor is only there
+                    end(error)
+                else:
+                    self._write_once(transfer, key, tensor, 0, priority, {**tried, path: error}, None, end)
+            else:
+                end(error)
+
+        try:
+            self._attempt(transfer, path, True, tensor.nbytes, submit, ended, now=refused is not None)
+        except StorageError as error:  # no room, within the call
+            self._fault(path, error, of_write=True)
+            self._write_once(transfer, key, tensor, offset, priority, {**tried, path: error}, refused, end)
+        except (RuntimeError, ValueError) as error:
+            if refused is None:
+                end(error)
+            else:
+                refused.append(error)
+
+    def _nowhere(self, key: str, nbytes: int, tried: dict[Path, StorageError]) -> StorageError:
+        errors = [tried.get(path) or path.failure for path in self._paths]
+        reasons = (f"{path.name}: {e.reason if e else 'no'}" for path, e in zip(self._paths, errors, strict=True))
+        codes = {error.errno for error in errors if error is not None}
+        code = errno.ENOSPC if errno.ENOSPC in codes else errno.EIO
+        return StorageError(
+            "write", self._place, 0, nbytes, 0, code, f"no path takes it ({'; '.join(reasons)})", key=key
+        )
+
+    def _read_once(
+        self,
+        transfer: _Transfer,
+        key: str,
+        tensor: torch.Tensor,
+        offset: int,
+        priority: int,
+        attempts: int,
+        end: Callable[[BaseException | None], None],
+    ) -> None:
+        with self._lock:
+            broken = self._broken.get(key)
+            holders = self._holders.get(key)
+        if broken is not None or not holders:
+            reason = "the last write of this tensor failed or was cancelled under way: write all of it again"
+            end(StorageError("read", self._place, offset, tensor.nbytes, 0, None, reason, key=key))
+            return
+        path = holders[-1]
+
+        def submit() -> Completion:
+            return path.tier.read(key, tensor, offset=offset, priority=priority)
+
+        def ended(error: BaseException | None) -> None:
+            hung = isinstance(error, StorageError) and error.errno == errno.ETIMEDOUT
+            if error is None or not isinstance(error, StorageError) or transfer._cancelled:
+                end(error)
+            elif attempts > 1 and not hung:
+                self._read_once(transfer, key, tensor, offset, priority, attempts - 1, end)
+            else:
+                self._fault(path, error, of_write=False)
+                end(error)
+
+        try:
+            self._attempt(transfer, path, False, tensor.nbytes, submit, ended, now=False)
+        except (StorageError, RuntimeError, ValueError) as error:
+            end(error)
+
+    def _attempt(
+        self,
+        transfer: _Transfer,
+        path: Path,
+        write: bool,
+        nbytes: int,
+        submit: Callable[[], Completion],
+        ended: Callable[[BaseException | None], None],
+        *,
+        now: bool,
+    ) -> None:
+        """One transfer on one path, through its gate. With `now`, raises what `submit` raises if it is called here."""
+        attempt = _Attempt(path, write, ended)
+        here, raised = threading.get_ident(), []
+
+        def begin() -> None:
+            stopped: BaseException | None = None
+            with self._lock:
+                if transfer._cancelled:
+                    stopped = RequestCancelled(f"{transfer._what} was cancelled")
+                elif path.hanging:
+                    stopped = _hang(path, self._hang_s)
+                else:
+                    path.under_way[attempt] = time.monotonic()
+                    self._busy.begin(write)
+                    self._watch()
+            if stopped is not None:
+                path.gate.leave()
+                ended(stopped)
+                return
+            try:
+                attempt.inner = submit()
+            except BaseException as error:
+                self._over(attempt, 0)
+                if now and threading.get_ident() == here and not transfer._done and begun_here:
+                    raised.append(error)
+                else:
+                    ended(error)
+                return
+            attempt.inner.add_done_callback(over)
+            if transfer._cancelled:
+                attempt.inner.cancel()
+
+        def over(inner: Completion) -> None:
+            error = inner.error()
+            if self._over(attempt, nbytes if error is None else 0):
+                ended(error)
+
+        transfer._attempt = attempt
+        begun_here = True
+        path.gate.enter(begin)
+        begun_here = False
+        if raised:
+            raise raised[0]
+
+    def _over(self, attempt: _Attempt, nbytes: int) -> bool:
+        """False: it was given up before, and its end is nobody's."""
+        with self._lock:
+            path = attempt.path
+            path.under_way.pop(attempt, None)
+            path.last_end = time.monotonic()
+            if attempt.over:  # late: it hung for a time, and what is read there can be read again
+                path.hanging = any(each.over for each in path.under_way)
+                return False
+            attempt.over = True
+            self._busy.end(attempt.write, nbytes)
+        path.gate.leave()
+        return True
+
+    def _written(self, key: str, path: Path, offset: int) -> None:
+        """In the key's turn: `path` has it, and who had it before gives its room back."""
+        if path.failure is not None and not path.hanging:
+            log.warning("memascend: path %s works again", path.name)
+            path.failure = None
+        if offset:
+            return
+        with self._lock:
+            old = [holder for holder in self._holders.get(key, []) if holder is not path]
+            if old and self._holders[key][-1] is not path:
+                self.moves += 1
+            self._holders[key] = [*(holder for holder in old if holder.hanging), path]  # those are asked next time
+        for holder in old:
+            if not holder.hanging:
+                self._erase_on(holder, key)
+
+    @staticmethod
+    def _erase_on(path: Path, key: str) -> None:
+        with contextlib.suppress(OSError, RuntimeError):  # a path that is gone keeps what it has
+            path.tier.erase(key)
+
+    def _cancel(self, transfer: _Transfer) -> bool:
+        attempt = transfer._attempt
+        if attempt is None or attempt.inner is None:
+            return True  # before its turn: it ends when that comes
+        return attempt.inner.cancel()
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    def _fault(self, path: Path, error: StorageError, *, of_write: bool) -> None:
+        with self._lock:
+            if of_write and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                told, path.full = path.full, True
+                what = "is full; what has no room there goes to the other paths"
+            else:
+                told = path.failure is not None
+                path.failure = path.failure or error
+                what = (
+                    "is taken out; what lies there is read as long as that works, and goes elsewhere when it is written"
+                )
+            if told:
+                return
+            for group in [g for g, home in self._home.items() if home is path]:
+                if path.failure is not None:
+                    del self._home[group]
+        log.warning("memascend: path %s %s: %s", path.name, what, error)
+
+    def _watch(self) -> None:
+        """With the lock held."""
+        if self._watcher is None:
+            self._watcher = threading.Thread(
+                target=_look_for_hangs, args=(weakref.ref(self), self._watched, self._hang_s), daemon=True
+            )
+            self._watcher.name = "memascend-paths"
+            self._watcher.start()
+
+    def _give_up_hanging(self) -> None:
+        """What is under way on a path where nothing has ended for too long is given up, and the path with it."""
+        given_up: list[tuple[_Attempt, StorageError]] = []
+        with self._lock:
+            now = time.monotonic()
+            for path in self._paths:
+                if not path.under_way:
+                    continue
+                if now - max(path.last_end, min(path.under_way.values())) < self._hang_s:
+                    continue
+                path.hanging = True
+                for attempt in path.under_way:
+                    if not attempt.over:
+                        attempt.over = True
+                        self._busy.end(attempt.write, 0)
+                        given_up.append((attempt, _hang(path, self._hang_s)))
+        for attempt, error in given_up:
+            self._fault(attempt.path, error, of_write=False)
+            if attempt.inner is not None:
+                attempt.inner.cancel()
+            attempt.path.gate.leave()
+            attempt.ended(error)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"the tier in {self._place} is closed")
+        if self._pid != os.getpid():
+            raise RuntimeError(f"the tier in {self._place} was opened before the fork: open one in each process")
+
+    def _require_part(self, key: str, nbytes: int, offset: int, there: int | None) -> None:
+        if there is None:
+            raise ValueError(f"write to a part of '{key}': no such tensor in {self._place}: write all of it first")
+        end = offset + nbytes
+        if offset < 0 or offset % 4096 or end > there or (end % 4096 and end != there):
+            raise ValueError(
+                f"write to bytes {offset} to {end} of '{key}', a tensor of {there}: begin and end at multiples of 4096 "
+                "bytes, or at the tensor's end"
+            )
+
+
+def _observe(path: Path) -> None:
+    now = path.tier.transferred
+    since, path.seen = now - path.seen, now
+    old = path.rates
+    read = since.read_bytes_per_s if since.reading_s >= _LEAST_OBSERVED_S else None
+    write = since.write_bytes_per_s if since.writing_s >= _LEAST_OBSERVED_S else None
+    if old is None:
+        if read or write:
+            path.rates = Rates(read or write, write or read)
+        return
+    path.rates = Rates(_mean(old.read, read), _mean(old.write, write))
+
+
+def _mean(old: float, observed: float | None) -> float:
+    return old if not observed else _OLD_SHARE * old + (1 - _OLD_SHARE) * observed
+
+
+def _hang(path: Path, hang_s: float) -> StorageError:
+    reason = f"nothing has ended there for {hang_s:g} s: the device or the mount hangs: check it (dmesg)"
+    return StorageError("transfer", path.name, 0, 0, 0, errno.ETIMEDOUT, reason)
+
+
+def _look_for_hangs(tier: weakref.ref[MultiPathTier], watched: threading.Condition, hang_s: float) -> None:
+    """As long as the tier is open; holds it only while it looks."""
+    while True:
+        with watched:
+            watched.wait(hang_s / 4)
+        there = tier()
+        if there is None or (there._closed and not there._pending):
+            return
+        there._give_up_hanging()
+        del there

@@ -1,0 +1,113 @@
+"""One process on a path at a time, with as many transfers of its own as it likes (MLP-Offload 3.2).
+
+Processes that read and write one drive at once slow each other down by more than their number. A gate stands before a
+path in each process: transfers enter when the process holds the path's lock, and the process gives the lock up when it
+has nothing more to do there, or has had its time and somebody waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from memascend.storage.fair_lock import FairLock
+
+__all__ = ["PathGate"]
+
+log = logging.getLogger("memascend")
+
+
+class PathGate:
+    """Thread-safe. Without a lock every transfer enters at once."""
+
+    def __init__(self, lock: FairLock | None, turn_s: float = 0.25) -> None:
+        """`turn_s`: seconds after which a process lets nothing more in where another one waits: what a sub-group of
+        100 million parameters takes on a drive of 5 GB/s. Takes the lock over, and closes it."""
+        self._lock, self._turn_s = lock, turn_s
+        self._state = threading.Condition()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._inside = 0
+        self._since = 0.0
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self.turns = 0  # that this process has had
+
+    def enter(self, begin: Callable[[], None]) -> None:
+        """Call `begin` when the path is this process's: in this thread if it is now, else in the gate's."""
+        with self._state:
+            self._waiting.append(begin)
+            new_turn = False
+            if self._lock is not None and not self._lock.held and self._thread is None:
+                new_turn = self._lock.try_acquire()
+                self._took(new_turn)
+            ready = self._admit(new_turn)
+        _run(ready)
+
+    def leave(self) -> None:
+        """A transfer that had entered has ended."""
+        with self._state:
+            self._inside -= 1
+            if self._lock is None:
+                return
+            ready = self._admit()
+            if self._inside == 0 and not ready and self._lock.held:
+                self._lock.release()
+                if self._waiting:
+                    self._took(False)
+        _run(ready)
+
+    def close(self) -> None:
+        """The lock is given up; what waits begins all the same, since it has to end. Idempotent."""
+        with self._state:
+            self._closed = True
+            lock, self._lock = self._lock, None
+            if lock is not None and self._thread is None:  # else that thread closes it when it has it
+                lock.close()
+            ready = self._admit()
+        _run(ready)
+
+    def _took(self, taken: bool) -> None:
+        """With the state held. What could not be had now is waited for by a thread."""
+        if taken:
+            self._since = time.monotonic()
+            self.turns += 1
+        elif self._thread is None:
+            self._thread = threading.Thread(target=self._wait, args=(self._lock,), name="memascend-gate", daemon=True)
+            self._thread.start()
+
+    def _wait(self, lock: FairLock) -> None:
+        try:
+            lock.acquire()
+        except (OSError, RuntimeError) as error:  # without a lock the transfers are right, only slower
+            log.warning("memascend: %s: transfers go on without the lock between processes: %s", lock.path, error)
+            self._thread = None
+            self.close()
+            return
+        with self._state:
+            self._thread = None
+            if self._closed:
+                lock.close()
+                return
+            self._took(True)
+            ready = self._admit(new_turn=True)
+            if not ready and self._inside == 0:
+                lock.release()
+        _run(ready)
+
+    def _admit(self, new_turn: bool = False) -> list[Callable[[], None]]:
+        """With the state held: who may begin now; in a new turn, however long it took to get here, what has waited."""
+        if self._lock is not None:
+            over = not new_turn and time.monotonic() - self._since > self._turn_s
+            if not self._lock.held or (self._waiting and over and self._lock.contended()):
+                return []
+        ready, self._waiting = list(self._waiting), deque()
+        self._inside += len(ready)
+        return ready
+
+
+def _run(ready: list[Callable[[], None]]) -> None:
+    for begin in ready:
+        begin()

@@ -1,0 +1,49 @@
+"""How fast a path is before anything is known of it: a short benchmark at the start (MLP-Offload 3.3)."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import torch
+
+from memascend.storage.errors import StorageError
+from memascend.storage.placement import Rates
+from memascend.storage.tier import Tier
+
+__all__ = ["measure"]
+
+PROBE_BYTES = 16 << 20
+_PIECE_BYTES = 4 << 20
+_KEY = "memascend: how fast is this path"
+
+
+def measure(tier: Tier, probe_bytes: int = PROBE_BYTES) -> Rates | None:
+    """Write and read `probe_bytes` in pieces that are under way together; None where the path has no room for them.
+
+    Takes `probe_bytes` of memory and room for as long as it lasts. A path that is slower than 16 MB/s is probed with
+    its first piece alone. Raises StorageError where the path cannot be used.
+    """
+    pieces = max(1, probe_bytes // _PIECE_BYTES)
+    memory = torch.randint(0, 256, (pieces, min(probe_bytes, _PIECE_BYTES)), dtype=torch.uint8)
+    keys = [f"{_KEY} {number}" for number in range(pieces)]
+    if tier.free_bytes < 2 * memory.nbytes:
+        return None
+    try:
+        first = _seconds(tier.write, keys[:1], memory[:1])
+        if first > 0.25:
+            return Rates(memory[0].nbytes / _seconds(tier.read, keys[:1], memory[:1]), memory[0].nbytes / first)
+        write = _seconds(tier.write, keys, memory)
+        read = _seconds(tier.read, keys, memory)
+        return Rates(memory.nbytes / read, memory.nbytes / write)
+    finally:
+        for key in keys:
+            with contextlib.suppress(StorageError):
+                tier.erase(key)
+
+
+def _seconds(transfer: object, keys: list[str], pieces: torch.Tensor) -> float:
+    begin = time.perf_counter()
+    for completion in [transfer(key, piece) for key, piece in zip(keys, pieces, strict=True)]:
+        completion.wait()
+    return max(time.perf_counter() - begin, 1e-6)

@@ -1,0 +1,104 @@
+"""Which path keeps which sub-group: MLP-Offload's Eq. 1, and what balances the paths' times. No torch here.
+
+A path that is read at R and written at W bytes a second moves a sub-group of s bytes in and out in s/R + s/W seconds.
+Paths end together where each has as many as that time allows. The paper takes min(R, W) in its place, which gives the
+same where R/W is equal on all paths, and else sends too much to paths whose two rates differ less (erratum M2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["PLACEMENTS", "Rates", "arrange", "counts", "update_seconds"]
+
+PLACEMENTS = ("balanced", "as_published")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes a second of a path, read and written."""
+
+    read: float
+    write: float
+
+    def __post_init__(self) -> None:
+        if not (self.read > 0 and self.write > 0 and math.isfinite(self.read) and math.isfinite(self.write)):
+            raise ValueError(f"the rates of a path are positive, got {self.read} read and {self.write} written")
+
+    @property
+    def slower(self) -> float:
+        """B_i of Eq. 1."""
+        return min(self.read, self.write)
+
+    @property
+    def round_trip(self) -> float:
+        """Bytes a second that come in and go out again, one direction at a time."""
+        return 1 / (1 / self.read + 1 / self.write)
+
+
+def weights(placement: str | Sequence[float], rates: Sequence[Rates]) -> list[float]:
+    """What the paths' shares are in proportion to. A sequence is a ratio set by hand, as in the authors' artifact."""
+    if not isinstance(placement, str):
+        if len(placement) != len(rates) or min(placement) < 0 or sum(placement) <= 0:
+            raise ValueError(f"a ratio names a share for each of {len(rates)} paths, got {list(placement)}")
+        return [float(share) for share in placement]
+    if placement not in PLACEMENTS:
+        raise ValueError(f"placement {placement!r} is unknown; choose one of {', '.join(PLACEMENTS)}, or a ratio")
+    return [each.slower if placement == "as_published" else each.round_trip for each in rates]
+
+
+def counts(groups: int, placement: str | Sequence[float], rates: Sequence[Rates]) -> list[int]:
+    """How many of `groups` equal sub-groups each path keeps; their sum is `groups`.
+
+    `as_published`: T_i = ceil(M B_i / sum B) (Eq. 1); what the ceilings are too many is taken from the paths that were
+    rounded up most. `balanced`: the counts whose slowest path ends first.
+    """
+    shares = weights(placement, rates)
+    total = sum(shares)
+    if placement == "as_published":
+        exact = [groups * share / total for share in shares]
+        found = [math.ceil(each - 1e-9) for each in exact]
+        for path in sorted(range(len(found)), key=lambda i: found[i] - exact[i], reverse=True):
+            if sum(found) > groups and found[path] > 0:
+                found[path] -= 1
+        return found
+    found = [0] * len(shares)
+    for _ in range(groups):
+        found[_next(found, shares)] += 1
+    return found
+
+
+def _next(held: Sequence[float], shares: Sequence[float], more: float = 1) -> int:
+    """The path that is the first to be done with `more` on top of what it holds."""
+    usable = [i for i, share in enumerate(shares) if share > 0]
+    return min(usable, key=lambda i: ((held[i] + more) / shares[i], i))
+
+
+def arrange(sizes: Mapping[str, int], placement: str | Sequence[float], rates: Sequence[Rates]) -> dict[str, int]:
+    """The path of each sub-group, by its number: neighbours in the order of `sizes` (bytes) on different paths.
+
+    So at any time of a pass, in either direction, each path has had about its share.
+    """
+    shares = weights(placement, rates)
+    left = counts(len(sizes), placement, rates) if placement == "as_published" else None
+    held = [0.0] * len(shares)
+    places = {}
+    for name, size in sizes.items():
+        open_shares = shares if left is None else [s if n else 0.0 for s, n in zip(shares, left, strict=True)]
+        path = _next(held, open_shares, 1 if left is not None else size)
+        held[path] += 1 if left is not None else size
+        if left is not None:
+            left[path] -= 1
+        places[name] = path
+    return places
+
+
+def update_seconds(held_bytes: Sequence[float], rates: Sequence[Rates], duplex: bool = False) -> float:
+    """Seconds to read and write what each path holds, all paths at once; `duplex`: both directions of a path too."""
+    each = (
+        max(held / r.read, held / r.write) if duplex else held / r.read + held / r.write
+        for held, r in zip(held_bytes, rates, strict=True)
+    )
+    return max(each, default=0.0)

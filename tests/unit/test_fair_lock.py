@@ -1,0 +1,164 @@
+"""One process at a time on a path, in the order in which they came, whatever becomes of a holder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from memascend.storage.fair_lock import FairLock, name_of_place
+from memascend.storage.path_gate import PathGate
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_S = 60
+
+CHILD = """
+import sys
+from memascend.storage.fair_lock import FairLock
+lock = FairLock("t", sys.argv[1])
+print("asks", flush=True)
+lock.acquire()
+print("has", flush=True)
+sys.stdin.readline()
+lock.release()
+print("gave", flush=True)
+sys.stdin.readline()
+"""
+
+
+class Process:
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-S", "-c", "import site; site.main()\n" + CHILD, str(folder)]
+        self.child = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.says() == "asks"
+
+    def says(self) -> str:
+        return self.child.stdout.readline().strip()
+
+    def go_on(self) -> None:
+        self.child.stdin.write("\n")
+        self.child.stdin.flush()
+
+    def end(self) -> None:
+        self.child.kill()
+        self.child.communicate()
+
+
+def waiting(lock: FairLock) -> None:
+    while not lock.contended():
+        pass
+
+
+def test_a_killed_holder_gives_the_lock_up_and_so_does_one_that_was_killed_while_it_waited(tmp_path):
+    holder = Process(tmp_path)
+    assert holder.says() == "has"
+    waiter, next_one = Process(tmp_path), Process(tmp_path)
+    try:
+        mine = FairLock("t", tmp_path)
+        assert not mine.try_acquire()
+        os.kill(waiter.child.pid, signal.SIGKILL)
+        waiter.child.wait()
+        os.kill(holder.child.pid, signal.SIGKILL)
+        assert next_one.says() == "has"
+        assert not mine.try_acquire()
+        next_one.go_on()
+        assert next_one.says() == "gave"
+        assert mine.try_acquire()
+        mine.close()
+    finally:
+        for each in (holder, waiter, next_one):
+            each.end()
+
+
+def test_who_came_first_is_served_first(tmp_path):
+    locks = [FairLock("t", tmp_path) for _ in range(8)]
+    locks[0].acquire()
+    order: list[int] = []
+
+    def work(number: int) -> None:
+        locks[number].acquire()
+        order.append(number)
+        locks[number].release()
+
+    threads = []
+    for number in range(1, 8):
+        before = int.from_bytes(Path(locks[0].path).read_bytes()[:8], "little")
+        threads.append(threading.Thread(target=work, args=(number,), daemon=True))
+        threads[-1].start()
+        while int.from_bytes(Path(locks[0].path).read_bytes()[:8], "little") == before:
+            pass
+    locks[0].release()
+    for thread in threads:
+        thread.join(MAX_S)
+    assert order == list(range(1, 8))
+
+
+def test_a_holder_is_told_that_somebody_waits(tmp_path):
+    holder, waiter = FairLock("t", tmp_path), FairLock("t", tmp_path)
+    holder.acquire()
+    assert not holder.contended()
+    thread = threading.Thread(target=waiter.acquire, daemon=True)
+    thread.start()
+    waiting(holder)
+    holder.release()
+    thread.join(MAX_S)
+    assert waiter.held
+
+
+def test_what_shares_a_drive_has_one_name(tmp_path):
+    (tmp_path / "folder").mkdir()
+    assert name_of_place(tmp_path) == name_of_place(tmp_path / "folder")
+    with pytest.raises(ValueError, match="is called by letters"):
+        FairLock("a/b", tmp_path)
+
+
+def test_many_threads_of_a_holder_are_inside_together_and_other_processes_outside(tmp_path):
+    ours, theirs = PathGate(FairLock("t", tmp_path), turn_s=0), PathGate(FairLock("t", tmp_path), turn_s=0)
+    inside: list[str] = []
+    for name in "abc":
+        ours.enter(lambda name=name: inside.append(name))
+    assert inside == ["a", "b", "c"]
+    came = threading.Event()
+    theirs.enter(came.set)
+    waiting(ours._lock)
+    ours.enter(lambda: inside.append("late"))  # its turn is over: it goes to the end of the line
+    assert inside == ["a", "b", "c"]
+    assert not came.is_set()
+    for _ in "abc":
+        ours.leave()
+    assert came.wait(MAX_S)
+    theirs.leave()
+    while inside != ["a", "b", "c", "late"]:
+        pass
+    ours.leave()
+    assert (ours.turns, theirs.turns) == (2, 1)
+    ours.close()
+    theirs.close()
+
+
+def test_two_gates_that_always_have_work_take_turns(tmp_path):
+    gates = [PathGate(FairLock("t", tmp_path), turn_s=0) for _ in range(2)]
+    done, left = [threading.Event() for _ in gates], [200, 200]
+
+    def work(number: int) -> None:
+        def step() -> None:
+            left[number] -= 1
+            if left[number] > 0:
+                gates[number].enter(step)
+            else:
+                done[number].set()
+            gates[number].leave()
+
+        gates[number].enter(step)
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    assert all(each.wait(MAX_S) for each in done)
+    for gate in gates:
+        gate.close()

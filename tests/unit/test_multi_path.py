@@ -1,0 +1,297 @@
+"""One tier over several paths: where groups lie, and that none is lost when a path fails, fills, hangs or vanishes.
+
+What every tier promises is in test_tier.py, which holds this one too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from memascend import _C
+from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.errors import StorageError
+from memascend.storage.multi_path import MultiPathTier
+from memascend.storage.multi_path import Path as Way
+from memascend.storage.path_rates import measure
+from memascend.storage.placement import Rates
+from memascend.storage.tier import DirectTier, FileTier
+
+MAX_S = 60
+NUMEL = 20_000
+
+
+def group_of(key: str) -> str:
+    return key.rpartition("-")[2]
+
+
+class Paths:
+    """A tier over paths `a`, `b` …, each with faults of its own."""
+
+    def __init__(self, folder: Path, names: str = "ab", kind: str = "direct", **options) -> None:
+        self.folder = folder
+        self.faults = {name: _C.FaultLayer() for name in names}
+        self.rates = options.pop("rates", {})
+        for name in names:
+            (folder / name).mkdir()
+        ways = [Way(name, self._tier(name, kind), self.rates.get(name)) for name in names]
+        self.tier = MultiPathTier(ways, group_of=group_of, **options)
+
+    def _tier(self, name: str, kind: str):
+        if kind == "files":
+            return FileTier(self.folder / name, "tests", block_bytes=1 << 16, faults=self.faults[name])
+        config = DirectEngineConfig(control_folder=str(self.folder), block_bytes=1 << 16)
+        return DirectTier.in_file(self.folder / name, "tests", config, self.faults[name])
+
+    def write(self, groups: int, value: float = 0.0) -> None:
+        for group in range(groups):
+            for moment in ("", "exp_avg-"):
+                self.tier.write(f"{moment}{group}", tensor(group + value))
+        self.tier.wait(MAX_S)
+
+    def check(self, groups: int, value: float = 0.0) -> None:
+        for group in range(groups):
+            self.tier.read(f"exp_avg-{group}", out := torch.empty(NUMEL)).wait(MAX_S)
+            assert torch.equal(out, tensor(group + value)), group
+
+    def places(self, groups: int) -> str:
+        return "".join(self.tier.path_of(str(group)) for group in range(groups))
+
+
+def tensor(value: float) -> torch.Tensor:
+    return torch.full((NUMEL,), float(value))
+
+
+@pytest.fixture
+def paths(tmp_path):
+    with contextlib.ExitStack() as stack:
+
+        def make(names: str = "ab", **options) -> Paths:
+            made = Paths(tmp_path, names, **options)
+            stack.callback(made.tier.close)
+            stack.callback(lambda: [each.clear() for each in made.faults.values()])
+            return made
+
+        yield make
+
+
+# -- where groups lie --------------------------------------------------------------------------------------------------
+
+
+def test_groups_lie_as_their_rates_allow_and_their_tensors_together(paths):
+    two = paths(rates={"a": Rates(2e9, 2e9), "b": Rates(1e9, 1e9)})
+    two.write(12)
+    assert two.places(12).count("a") == 8
+    assert "bb" not in two.places(12)  # neighbours come from both
+    assert all(two.tier.path_of(str(group)) == two.tier.path_of(f"exp_avg-{group}") for group in range(12))
+    two.check(12)
+
+
+def test_a_ratio_by_hand_is_kept(paths):
+    three = paths("abc", placement=[3, 1, 0])
+    three.write(8)
+    assert sorted(three.places(8)) == list("aaaaaabb")
+
+
+def test_groups_follow_a_path_that_has_become_slow_within_three_passes(paths):
+    two = paths(rates={"a": Rates(2e8, 2e8), "b": Rates(2e8, 2e8)})
+    two.write(10)
+    assert two.places(10).count("a") == 5
+    two.faults["a"].add("read", delay_us=20_000)
+    two.faults["a"].add("write", delay_us=20_000)
+    for step in range(1, 4):
+        two.check(10, step - 1)
+        two.write(10, step)
+        two.tier.observe()
+    two.write(10, 4)
+    assert two.places(10).count("a") <= 2
+    assert two.tier.moves >= 6  # tensors
+    report = {each.name: each for each in two.tier.report()}
+    assert report["a"].groups + report["b"].groups == 10
+    assert report["a"].rates.write < 5e7
+    two.faults["a"].clear()
+    two.check(10, 4)
+
+
+def test_with_rehome_off_groups_stay(paths):
+    two = paths(rates={"a": Rates(2e8, 2e8), "b": Rates(2e8, 2e8)}, rehome=False)
+    two.write(6)
+    before = two.places(6)
+    two.faults["a"].add("write", delay_us=20_000)
+    for step in range(3):
+        two.write(6, step)
+        two.tier.observe()
+    assert two.places(6) == before
+
+
+def test_a_group_that_moved_gives_its_room_back(paths):
+    two = paths(placement=[1, 1])
+    two.write(6)
+    used = two.tier.used_bytes
+    two.tier._placement = [0, 1]
+    assert two.tier.observe()
+    two.write(6, 1)
+    assert two.places(6) == "bbbbbb"
+    two.check(6, 1)
+    assert two.tier.used_bytes == used
+
+
+def test_rates_are_measured_at_the_start(tmp_path):
+    with DirectTier.in_file(tmp_path, "tests") as tier:
+        rates = measure(tier, 1 << 20)
+        assert rates.read > 0
+        assert rates.write > 0
+        assert tier.size_of("anything") is None
+        assert tier.used_bytes == 0
+
+
+# -- paths that fail ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["direct", "files"])
+def test_writes_that_fail_on_a_path_are_done_on_another(paths, kind, caplog):
+    two = paths(kind=kind)
+    two.write(6)
+    two.faults["a"].add("write", error=errno.EIO)
+    two.write(6, 1)  # no error: the tensors were in memory
+    assert two.places(6) == "bbbbbb"
+    two.check(6, 1)
+    assert [record.getMessage() for record in caplog.records if "is taken out" in record.getMessage()]
+    assert "Input/output error" in two.tier.report()[0].failure
+    two.write(6, 2)
+    two.check(6, 2)
+
+
+def test_what_lies_on_a_path_that_takes_no_more_writes_is_still_read(paths):
+    two = paths()
+    two.write(6)
+    two.faults["a"].add("write", error=errno.EIO)
+    two.tier.write("exp_avg-0", tensor(0)).wait(MAX_S)
+    two.check(6)
+
+
+def test_a_full_path_leaves_what_has_no_room_to_the_others(paths):
+    two = paths()
+    two.write(4)
+    two.faults["a"].add("write", error=errno.ENOSPC)
+    two.write(6, 1)
+    two.faults["a"].clear()
+    two.check(6, 1)
+    assert two.tier.report()[0].failure is None  # it is full, not broken
+
+
+def test_a_read_that_fails_once_is_done_again(paths):
+    two = paths()
+    two.write(4)
+    two.faults["a"].add("read", times=1, error=errno.EIO)
+    two.check(4)
+    assert two.tier.report()[0].failure is None
+
+
+def test_what_was_only_on_a_lost_path_is_named_and_can_be_written_again(paths):
+    two = paths()
+    two.write(6)
+    lost = [group for group in range(6) if two.tier.path_of(str(group)) == "a"]
+    two.faults["a"].add("read", error=errno.EIO)
+    two.faults["a"].add("write", error=errno.EIO)
+    for group in range(6):
+        read = two.tier.read(str(group), out := torch.empty(NUMEL))
+        if group in lost:
+            with pytest.raises(StorageError, match=rf"read of '{group}' on .*Input/output error"):
+                read.wait(MAX_S)
+        else:
+            read.wait(MAX_S)
+            assert torch.equal(out, tensor(group))
+    two.write(6, 1)
+    two.check(6, 1)
+
+
+def test_a_path_that_hangs_is_given_up(paths):
+    two = paths(hang_s=0.5)
+    two.write(4)
+    on_a = next(str(group) for group in range(4) if two.tier.path_of(str(group)) == "a")
+    two.faults["a"].add("any", delay_us=2_000_000)
+    two.tier.write(on_a, tensor(7)).wait(MAX_S)
+    assert two.tier.path_of(on_a) == "b"
+    two.tier.read(on_a, out := torch.empty(NUMEL)).wait(MAX_S)
+    assert torch.equal(out, tensor(7))
+    with pytest.raises(StorageError, match="nothing has ended there"):
+        two.tier.read(f"exp_avg-{on_a}", torch.empty(NUMEL)).wait(MAX_S)
+    assert "hangs" in two.tier.report()[0].failure
+
+
+def test_a_folder_that_vanishes_loses_nothing_that_is_written_again(paths):
+    two = paths(kind="files")
+    two.write(6)
+    shutil.rmtree(two.folder / "a")
+    two.write(6, 1)
+    assert two.places(6) == "bbbbbb"
+    two.check(6, 1)
+
+
+def test_no_path_left_is_one_error_with_every_reason(paths):
+    two = paths()
+    two.write(2)
+    for faults in two.faults.values():
+        faults.add("write", error=errno.EIO)
+    with pytest.raises(StorageError, match=r"write of '0' on a, b .*no path takes it \(a: .*; b: "):
+        two.tier.write("0", tensor(1)).wait(MAX_S)
+    with pytest.raises(StorageError, match="write all of it again"):
+        two.tier.read("0", torch.empty(NUMEL)).wait(MAX_S)
+
+
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 50))])
+def test_at_a_random_instant_a_path_fails_and_no_tensor_is_lost_or_wrong(tmp_path, seed):
+    """Two passes of reads, changes and writes in the order of an optimizer; the fault falls anywhere into them."""
+    chance = random.Random(seed)
+    kind = ("eio", "full", "hang", "vanish")[seed % 4]
+    made = Paths(tmp_path, kind=chance.choice(["direct", "files"]), hang_s=0.5 if kind == "hang" else MAX_S)
+    tier, bad = made.tier, made.faults["a"]
+    values = {}
+    groups, steps = 8, 2
+    for group in range(groups):
+        values[group] = float(group)
+    made.write(groups)
+    after = chance.randrange(groups * steps * 4)
+    if kind == "full":
+        bad.add("write", after=after, error=errno.ENOSPC)
+    elif kind == "hang":
+        bad.add("any", after=after, delay_us=2_000_000)
+    elif kind == "eio":
+        bad.add("write", after=after, error=errno.EIO)
+    else:  # read and written, for good
+        bad.add("any", after=after, error=errno.EIO)
+    lost = set()
+    for step in range(steps):
+        for group in range(groups) if step % 2 == 0 else reversed(range(groups)):
+            state = torch.empty(NUMEL)
+            try:
+                tier.read(f"exp_avg-{group}", state).wait(MAX_S)
+            except StorageError:
+                lost.add(group)
+                state = tensor(values[group])  # from the checkpoint
+            assert torch.equal(state, tensor(values[group])), "a wrong tensor, and no error"
+            values[group] += 1
+            tier.write(f"exp_avg-{group}", state + 1)
+            tier.write(f"{group}", state + 1)
+        tier.wait(MAX_S)
+    for group in range(groups):
+        for key in (f"{group}", f"exp_avg-{group}"):
+            out = torch.empty(NUMEL)
+            try:
+                tier.read(key, out).wait(MAX_S)
+            except StorageError:
+                assert kind in ("hang", "vanish")
+                assert tier.path_of(key) == "a"
+                continue
+            assert torch.equal(out, tensor(values[group])), key
+    if kind in ("eio", "full"):
+        assert not lost  # its reads worked
+    bad.clear()
+    tier.close()
