@@ -10,7 +10,6 @@ configfile: "workflows/config/config.yaml"
 
 include: "workflows/rules/common.smk"
 include: "workflows/rules/runs.smk"
-include: "workflows/rules/model.smk"
 include: "workflows/rules/tables.smk"
 include: "workflows/rules/claims.smk"
 include: "workflows/rules/figures.smk"
@@ -19,14 +18,13 @@ include: "workflows/rules/figures.smk"
 rule figures:
     default_target: True
     input:
-        expand(f"{FIGURES}/{{exhibit}}.svg", exhibit=BUILT),
+        KNOWN.drawn(KNOWN.built),
         f"{FIGURES}/index.html",
-        records=all_records(BUILT),
 
 
 rule tables:
     input:
-        expand(f"{DERIVED}/exhibits/{{exhibit}}.csv", exhibit=BUILT),
+        expand(f"{DERIVED}/exhibits/{{exhibit}}.csv", exhibit=KNOWN.with_table),
 
 
 rule claims:
@@ -48,44 +46,45 @@ rule artifact:
 
 
 rule exhibits:
-    input:
-        registry=config["exhibits"],
     log:
         f"{DERIVED}/logs/exhibits.log",
     conda:
         "workflows/envs/memascend.yaml"
     params:
-        figures=FIGURES,
+        lines=lambda w: KNOWN.listing,
     shell:
-        "python -m workflows.scripts.list_exhibits --registry {input.registry} --figures {params.figures} | tee {log}"
+        "printf '%s\\n' {params.lines:q} | tee {log}"
 
 
-for entry in EXHIBITS:
-
-    rule:
-        name:
-            entry["id"]
-        input:
-            [f"{FIGURES}/{entry['id']}.svg", *all_records([entry["id"]])]
-            if entry["status"] == "built"
-            else planned(entry),
-
-
-for paper in PAPERS:
+for exhibit in KNOWN.entries:
 
     rule:
         name:
-            PAPER_TARGETS.get(paper, paper)
+            exhibit
         input:
-            paper_figures(paper),
+            KNOWN.drawn([exhibit]) if exhibit in KNOWN.built else KNOWN.planned(exhibit),
 
 
-refuse_mistyped_targets(sys.argv[1:], [made.name for made in workflow.rules])
+for paper in KNOWN.papers:
+
+    rule:
+        name:
+            KNOWN.target_of(paper)
+        input:
+            KNOWN.of_paper(paper),
+
+
+KNOWN.refuse_mistyped_targets([made.name for made in workflow.rules])
+CONSOLE.attach()
 
 
 onstart:
-    start_fork_server()
+    start_servers()
 
 
 onsuccess:
-    list_planned(workflow.dag_settings.targets)
+    CONSOLE.end(workflow.dag_settings.targets)
+
+
+onerror:
+    CONSOLE.failed(log if isinstance(log, list) else [log])

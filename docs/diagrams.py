@@ -106,12 +106,11 @@ def flow_dot() -> str:
     edges = re.findall(r"^\s*(\d+) -> (\d+)", done.stdout, re.MULTILINE)
     written = outputs()
     sources = {
-        "exhibit_table": "results/published\\l(facts of the papers)",
+        "table": "results/published\\l(facts of the papers)\\lworkflows/papers/*/rows",
         "modelled": "memascend/planner\\lhardware/testbeds",
-        "training_run": "baselines\\lmemascend/integrations",
-        "overflow_bench": "memascend/ops",
-        "kernel_bench": "memascend/bench",
-        "claims_table": "workflows/config/claims.yaml",
+        "record": "workflows/run\\lbaselines\\lmemascend",
+        "figure": "workflows/papers/*/figures.yaml\\lworkflows/panels",
+        "claims_table": "workflows/papers/*/claims.yaml",
     }
     lines = ["digraph flow {", STYLE]
     for name in names.values():

@@ -32,7 +32,7 @@ DYNAMIC: dict[str, tuple[str, ...]] = {
     "memascend.integrations.deepspeed.signatures": (),
     "memascend.systems": ("baselines.protocol",),
     # The interpreter imports it when it starts (memascend.pth), and it waits for DeepSpeed to be imported.
-    "workflows.scripts.training_child": ("memascend.auto", "memascend.integrations.drop_in"),
+    "workflows.run.child": ("memascend.auto", "memascend.integrations.drop_in"),
 }
 # Module that names far more than a measurement asks it for -> what a measurement does ask it for.
 DISPATCHERS: dict[str, tuple[str, ...]] = {"memascend.cli": ("memascend.bench.command",), "workflows.staleness": ()}

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from memascend.training import processes
-from workflows.scripts import run_training
+from workflows.run import training as run_training
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 11
@@ -41,7 +41,7 @@ class Runs:
 
     def command(self, system: str, arm: str, *options: str) -> subprocess.CompletedProcess[str]:
         """The program itself, in a process of its own."""
-        command = [sys.executable, "-m", "workflows.scripts.run_training", *self._arguments(system, arm, *options)]
+        command = [sys.executable, "-m", "workflows.run.training", *self._arguments(system, arm, *options)]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
 
     def _arguments(self, system: str, arm: str, *options: str) -> list[str]:

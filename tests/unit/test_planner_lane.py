@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import yaml
 
 from hardware.registry import known_testbeds
 from memascend.planner import Workload, plan
 from memascend.planner.workload import papers
-from workflows.scripts import claims, model_sweeps, model_times, report, tidy
-from workflows.scripts.model_lane import main, modelled
+from workflows import registry, tidy
+from workflows.derive import claims, report, table
+from workflows.papers.memascend.rows import modelled, sweeps, times
 
-CONFIG = Path(__file__).parents[2] / "workflows" / "config"
+ROOT = Path(__file__).parents[2]
 # Exhibits whose modelled rows are drawn through measured ones, and are tested with those.
 FROM_RECORDS = {"memascend-fig12"}
 
@@ -22,11 +22,11 @@ FROM_RECORDS = {"memascend-fig12"}
 @functools.cache
 def rows() -> list[dict]:
     """Made when a test asks: not by every process that collects this file."""
-    return modelled()
+    return list(modelled())
 
 
 def test_every_built_exhibit_with_a_modelled_lane_has_rows():
-    exhibits = yaml.safe_load((CONFIG / "exhibits.yaml").read_text())["exhibits"]
+    exhibits = registry.exhibits()
     wanted = {e["id"] for e in exhibits if e["status"] == "built" and "modelled" in e["lanes"]}
     assert wanted - FROM_RECORDS <= {row["exhibit_id"] for row in rows()}
 
@@ -47,7 +47,7 @@ def test_no_two_rows_say_the_same_thing():
 
 def test_every_selector_of_a_claim_that_the_lane_can_decide_finds_one_row():
     modelled_exhibits = {row["exhibit_id"] for row in rows()}
-    for claim in yaml.safe_load((CONFIG / "claims.yaml").read_text())["claims"]:
+    for claim in registry.claims():
         if "not_checkable" in claim["lanes"]["modelled"] or claim["exhibit_id"] not in modelled_exhibits:
             continue
         fixed = [{c: v} for c, values in claim["over"].items() for v in values] if "over" in claim else [{}]
@@ -64,11 +64,11 @@ def test_every_selector_of_a_claim_that_the_lane_can_decide_finds_one_row():
 
 def test_the_committed_verdicts_are_those_of_the_lane():
     """results/reference/modelled: the record that the score in the README is tested against."""
-    table = pd.DataFrame(rows()).reindex(columns=tidy.COLUMNS).fillna("").astype(str)
-    record = report.read_verdicts(CONFIG.parents[1] / "results/reference/modelled/memascend-claims.csv")
+    made_rows = pd.DataFrame(rows()).reindex(columns=tidy.COLUMNS).fillna("").astype(str)
+    record = report.read_verdicts(ROOT / "results/reference/modelled/memascend-claims.csv")
     committed = {verdict.claim_id: verdict for verdict in record}
-    for claim in yaml.safe_load((CONFIG / "claims.yaml").read_text())["claims"]:
-        mine = table[table["exhibit_id"] == claim["exhibit_id"]]
+    for claim in registry.claims():
+        mine = made_rows[made_rows["exhibit_id"] == claim["exhibit_id"]]
         made = claims.decide(claim, "modelled", mine)
         assert made == committed.get(claim["id"]), "make the record again as its README says"
 
@@ -102,9 +102,11 @@ def number(**where: str) -> float:
 @pytest.mark.parametrize("system", ["zero_infinity", "memascend"])
 @pytest.mark.parametrize(("batch", "context"), [(1, 4096), (1, 40_960), (3, 4096)])
 def test_a_point_of_a_sweep_is_the_plan_of_that_batch_and_context(system, batch, context):
-    made = next(p for p in model_sweeps.without_activations("llama3.1-8b") if p.work.system == system)
-    whole = plan(papers(Workload(spec=made.work.spec, system=system, ranks=2, batch=batch, context=context)))
-    assert model_sweeps.host_bytes(made, batch * context) == whole.host_bytes
+    x_name = "batch" if context == 4096 else "context (tokens)"
+    points = sweeps.curves("llama3.1-8b", x_name, [batch if context == 4096 else context])
+    point = next(p for p in points if p.case.made.work.system == system)
+    whole = plan(papers(Workload(spec=point.case.made.work.spec, system=system, ranks=2, batch=batch, context=context)))
+    assert point.peak_bytes == whole.host_bytes
 
 
 def test_the_batch_axis_and_the_context_axis_agree_where_they_meet():
@@ -117,7 +119,7 @@ def test_the_batch_axis_and_the_context_axis_agree_where_they_meet():
 def test_hypothesis_h1_adds_the_same_to_both_systems():
     at = {"exhibit_id": "memascend-fig18", "subfigure": "a", "x_value": "4096"}
     added = [
-        number(series=s, metric=model_sweeps.HYPOTHESIS, **at) - number(series=s, metric="peak system memory", **at)
+        number(series=s, metric=sweeps.HYPOTHESIS, **at) - number(series=s, metric="peak system memory", **at)
         for s in (tidy.AS_PUBLISHED, tidy.MEMASCEND)
     ]
     assert added == pytest.approx([72.0, 72.0])  # 18,432 matrices, 2 MiB for each of two ranks
@@ -125,7 +127,7 @@ def test_hypothesis_h1_adds_the_same_to_both_systems():
 
 def test_improvements_are_given_for_the_sixteen_cells_of_each_table():
     for exhibit in ("memascend-tab04", "memascend-tab06"):
-        series = model_times.TABLES[exhibit][0]  # the other reading of III-C has a series of its own
+        series = times.TABLES[exhibit][0]  # the other reading of III-C has a series of its own
         cells = [r for r in rows() if r["exhibit_id"] == exhibit and r["metric"] == "throughput improvement"]
         cells = [r for r in cells if r["series"] in (f"{series}, C1", f"{series}, C2")]
         assert Counter(r["testbed"] for r in cells) == {"memascend-c1": 8, "memascend-c2": 8}
@@ -136,6 +138,6 @@ def test_improvements_are_given_for_the_sixteen_cells_of_each_table():
 
 def test_the_program_writes_the_tidy_table(tmp_path, monkeypatch):
     out = tmp_path / "derived" / "modelled.csv"
-    monkeypatch.setattr("sys.argv", ["model_lane", "--out", str(out)])
-    main()
+    monkeypatch.setattr("sys.argv", ["table", "--modelled-lane-of", "memascend", "--out", str(out)])
+    table.main()
     assert len(tidy.read_table(out)) == len(rows())

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from workflows import registry
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def built_exhibits() -> list[str]:
-    yaml = pytest.importorskip("yaml")
-    registry = yaml.safe_load((ROOT / "workflows/config/exhibits.yaml").read_text())["exhibits"]
-    return [entry["id"] for entry in registry if entry["status"] == "built"]
+    return [entry["id"] for entry in registry.exhibits() if entry["status"] == "built"]
 
 
 def test_every_built_exhibit_has_its_row_and_command_in_the_artifact_page():

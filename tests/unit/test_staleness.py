@@ -14,11 +14,11 @@ from memascend import systems
 from memascend.training import backends
 from workflows.staleness import DISPATCHERS, DYNAMIC, EXTENSION, OURS, ROOT, Tree
 
-PROGRAM = "workflows.scripts.measure"
+PROGRAM = "workflows.run.measure"
 FILES = {
     "workflows/__init__.py": "",
-    "workflows/scripts/__init__.py": "",
-    "workflows/scripts/measure.py": "from baselines.protocol import load_system\ncommand = ['-m', 'memascend.child']\n",
+    "workflows/run/__init__.py": "",
+    "workflows/run/measure.py": "from baselines.protocol import load_system\ncommand = ['-m', 'memascend.child']\n",
     "memascend/__init__.py": "from memascend import early\ndef enable():\n    import memascend.unused\n",
     "memascend/early.py": "",
     "memascend/unused.py": "",
@@ -56,7 +56,7 @@ def digest(root: Path) -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        "workflows/scripts/measure.py",
+        "workflows/run/measure.py",
         "baselines/protocol/__init__.py",
         "baselines/one/system.py",
         "baselines/one/system.yaml",
@@ -136,14 +136,14 @@ HERE = Tree(ROOT)
 
 
 def program(name: str) -> str:
-    return f"workflows.scripts.{name}"
+    return f"workflows.run.{name}"
 
 
 def test_every_backend_and_every_system_is_in_the_closure_of_a_training() -> None:
     loaded = {place.partition(":")[0] for place in backends._CLASSES.values()}
     for name in systems.names():
-        closure = HERE.closure(program("run_training"), [name])
-        assert loaded | {f"baselines.{name}.system", program("training_child"), EXTENSION} <= closure
+        closure = HERE.closure(program("training"), [name])
+        assert loaded | {f"baselines.{name}.system", program("child"), EXTENSION} <= closure
         others = {f"baselines.{other}.system" for other in systems.names()} - {f"baselines.{name}.system"}
         assert not others & closure
 
@@ -151,31 +151,31 @@ def test_every_backend_and_every_system_is_in_the_closure_of_a_training() -> Non
 def test_every_module_that_loads_by_a_name_that_no_text_holds_is_listed() -> None:
     """A new one belongs into DYNAMIC, or names what it loads in a string of its own as these do."""
     in_strings = {"memascend.training.backends", "memascend.bench.adamw", "memascend.bench.overflow"}
-    not_measuring = {"workflows.scripts.plot_exhibit"}
+    not_measuring = {f"workflows.derive.{name}" for name in ("ask", "server", "table")}
     found = set()
     for path in (path for room in OURS for path in ROOT.glob(f"{room}/**/*.py")):
         calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
         loads = [call for call in calls if ast.unparse(call.func).endswith(("import_module", "entry_points"))]
         if any(not (call.args and isinstance(call.args[0], ast.Constant)) for call in loads):
             found.add(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
-    assert found == {*DYNAMIC, *in_strings, *not_measuring} - {program("training_child")}  # the interpreter's start
-    assert "memascend.integrations.deepspeed.peers" in HERE.closure(program("bench_record"))
+    assert found == {*DYNAMIC, *in_strings, *not_measuring} - {program("child")}  # the interpreter's start
+    assert "memascend.integrations.deepspeed.peers" in HERE.closure(program("bench"))
 
 
 def test_a_bench_does_not_depend_on_the_other_commands() -> None:
     assert set(DISPATCHERS) == {"memascend.cli", "workflows.staleness"}
-    closure = HERE.closure(program("bench_record"))
+    closure = HERE.closure(program("bench"))
     assert {"memascend.cli", "memascend.bench.nvme", "memascend.bench.overflow"} <= closure
     assert "memascend.training.launch" not in closure
-    assert len(HERE.closure(program("bench_overflow"))) < 20
+    assert len(HERE.closure(program("overflow"))) < 20
 
 
 @pytest.mark.slow
 def test_what_a_training_really_imports_is_in_its_closure() -> None:
     code = (
         "import sys, memascend, memascend.systems, memascend.training.backends as b\n"
-        "from workflows.scripts import run_training, training_child\n"
-        "training_child.import_everything()\n"
+        "from workflows.run import child, training\n"
+        "child.import_everything()\n"
         "[b.load(name) for name in (b.IN_MEMORY, b.DEEPSPEED)]\n"
         "memascend.systems.load('memascend')\n"
         f"print(*(name for name in sys.modules if name.partition('.')[0] in {OURS}))\n"
@@ -185,4 +185,4 @@ def test_what_a_training_really_imports_is_in_its_closure() -> None:
     assert done.returncode == 0, done.stderr
     imported = set(done.stdout.splitlines()[-1].split())
     assert len(imported) > 50
-    assert imported <= HERE.closure(program("run_training"), ["memascend"])
+    assert imported <= HERE.closure(program("training"), ["memascend"])

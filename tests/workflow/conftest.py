@@ -8,8 +8,9 @@ import pytest
 from sweep_fixtures import full_sweeps, modelled, smoke_sweeps
 from workflow_fixtures import built_exhibits, full_set, modelled_rows, smoke_set, write_records
 
-from workflows.scripts import derive_measured, exhibit_table, tidy
-from workflows.scripts.records import load
+from workflows import tidy
+from workflows.derive import table
+from workflows.records import RUN_COLUMNS, load, run_summary
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,13 +18,13 @@ ROOT = Path(__file__).resolve().parents[2]
 def build(folder: Path, records: list[dict]) -> Path:
     """Records, derived lanes and exhibit tables in ``folder``."""
     loaded = load(write_records(folder / "raw", records))
-    tidy.write_table(derive_measured.derive(loaded), folder / "measured.csv")
-    tidy.write_table(map(derive_measured.run_summary, loaded), folder / "runs.csv", derive_measured.RUN_COLUMNS)
+    measured = table.measured_rows("memascend", loaded)
+    tidy.write_table(map(run_summary, loaded), folder / "runs.csv", RUN_COLUMNS)
     tidy.write_table([*modelled_rows(), *modelled()], folder / "modelled.csv")
+    planned = tidy.read_table(folder / "modelled.csv")
     for exhibit in built_exhibits():
-        paths = (folder / "modelled.csv", folder / "measured.csv")
-        table = exhibit_table.assemble(exhibit, ROOT / "results" / "published", *paths)
-        tidy.write_table(table, folder / "exhibits" / f"{exhibit}.csv")
+        whole = table.assemble(exhibit, ROOT / "results" / "published", planned, measured)
+        tidy.write_table(whole, folder / "exhibits" / f"{exhibit}.csv")
     return folder
 
 

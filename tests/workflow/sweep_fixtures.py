@@ -8,7 +8,7 @@ from typing import Any
 from workflow_fixtures import ARMS, MODELS, header, power_of_two, training
 
 from memascend.planner import model_spec
-from workflows.scripts import model_sweeps, model_times
+from workflows.papers.memascend.rows import sweeps, times
 
 MOE = "Qwen3-30B-A3B"
 POINTS = [(4096, 1), (16_384, 1), (20_480, 1), (131_072, 1), (4096, 4), (4096, 32)]
@@ -119,7 +119,7 @@ def step_times(model: str, number: int, k: int = 32) -> dict[str, Any]:
 @cache
 def modelled() -> tuple[dict[str, Any], ...]:
     """The real rows of these exhibits: they are formulas, and too many to make up."""
-    return (*model_sweeps.rows(), *model_times.rows())
+    return (*sweeps.planned(), *times.rows())
 
 
 def full_sweeps() -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from workflows.scripts import bench_record
+from workflows.run import bench as bench_record
 
 SCHEMAS = Path(__file__).resolve().parents[2] / "workflows" / "schemas"
 

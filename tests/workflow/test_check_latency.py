@@ -8,12 +8,14 @@ import pandas as pd
 import pytest
 from workflow_fixtures import KERNEL_SPEED, MODELS, kernel_bench, write_records
 
-from workflows.scripts import check_latency, derive_measured, tidy
-from workflows.scripts.records import load
+from workflows import tidy
+from workflows.derive.table import measured_rows
+from workflows.papers.memascend.rows import checks as check_latency
+from workflows.records import load
 
 
 def rows_of(record: dict, folder: Path) -> pd.DataFrame:
-    derived = derive_measured.derive(load(write_records(folder, [record])))
+    derived = measured_rows("memascend", load(write_records(folder, [record])))
     return pd.DataFrame(derived).reindex(columns=tidy.COLUMNS, fill_value="").fillna("")
 
 

@@ -8,13 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from workflows.scripts import children
+from workflows.run import children
 
 ROOT = Path(__file__).resolve().parents[2]
 OWNER = """
 import sys, time
 from pathlib import Path
-from workflows.scripts.children import scratch_folder
+from workflows.run.children import scratch_folder
 with scratch_folder(Path(sys.argv[1])) as folder:
     (folder / "job0.json").write_text("{}")
     print(folder, flush=True)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import yaml
 
-from workflows.scripts import claims, errata_page, report, tidy
+from workflows import registry, tidy
+from workflows.derive import claims, report
+from workflows.derive import errata as errata_page
 
 ROOT = Path(__file__).resolve().parents[2]
-REGISTRY = yaml.safe_load((ROOT / "workflows/config/exhibits.yaml").read_text())["exhibits"]
+REGISTRY = registry.exhibits()
 CLAIM = {
     "id": "x-fig01-peak",
     "exhibit_id": "x-fig01",
@@ -31,7 +32,7 @@ CLAIM = {
 }
 
 
-CLAIMS = yaml.safe_load((ROOT / "workflows/config/claims.yaml").read_text())["claims"]
+CLAIMS = registry.claims()
 
 
 def table(*rows: tuple[str, str, str, str]) -> pd.DataFrame:
@@ -162,7 +163,7 @@ def test_every_cell_of_tables_iv_and_vi_is_a_claim() -> None:
 
 
 def test_the_page_of_errata_is_current_and_names_claims_that_exist() -> None:
-    assert (ROOT / "docs/errata.md").read_text() == errata_page.page(), "python -m workflows.scripts.errata_page"
+    assert (ROOT / "docs/errata.md").read_text() == errata_page.page(), "python -m workflows.derive.errata"
     ids = {claim["id"] for claim in CLAIMS}
     found = errata_page.errata_of("memascend")["errata"]
     assert len({entry["id"] for entry in found}) == len(found)
@@ -278,7 +279,7 @@ def test_an_expectation_reads_as_a_person_would_say_it(ends, unit, tolerance, te
 
 
 def test_every_committed_claim_has_an_expectation_that_reads_well(full: Path) -> None:
-    document = yaml.safe_load((ROOT / "workflows/config/claims.yaml").read_text())
+    document = {"claims": registry.claims()}
     for verdict in claims.decide_all(claims.of_built(document["claims"], REGISTRY), full / "exhibits"):
         texts = (verdict.expected, verdict.tolerance, claims.value_text(float(verdict.value or 0)))
         assert not [text for text in texts if re.search(r"or more|± 0( |$)|\b1 points|  | $|inf|e\+", text)]
@@ -329,7 +330,7 @@ def test_the_schema_refuses(change: dict) -> None:
 
 
 def test_the_committed_claims_fit_the_schema_and_get_every_kind_of_verdict(full: Path) -> None:
-    document = yaml.safe_load((ROOT / "workflows/config/claims.yaml").read_text())
+    document = {"claims": registry.claims()}
     tidy.check(document, "claims.schema.json", "claims.yaml")
     verdicts = claims.decide_all(claims.of_built(document["claims"], REGISTRY), full / "exhibits")
     assert len(verdicts) == 2 * len(claims.of_built(document["claims"], REGISTRY))
@@ -343,7 +344,7 @@ def test_the_committed_claims_fit_the_schema_and_get_every_kind_of_verdict(full:
 
 
 def test_the_page_needs_nothing_from_outside(full: Path) -> None:
-    document = yaml.safe_load((ROOT / "workflows/config/claims.yaml").read_text())
+    document = {"claims": registry.claims()}
     text = claims.page(claims.decide_all(claims.of_built(document["claims"], REGISTRY), full / "exhibits"))
     assert "http" not in text
     assert text.count("<tr>") > 2 * len(claims.of_built(document["claims"], REGISTRY))

@@ -11,15 +11,16 @@ import pandas as pd
 import pytest
 from workflow_fixtures import bench, full_set, probed, training, write_records
 
-from workflows.scripts import derive_measured, tidy
-from workflows.scripts.records import FIG08_METRICS, Run, last_check, load
+from workflows import tidy
+from workflows.derive.table import measured_rows
+from workflows.records import FIG08_METRICS, Run, last_check, load
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def rows_of(records: list[dict], tmp_path: Path) -> pd.DataFrame:
     loaded = load(write_records(tmp_path, records))
-    return pd.DataFrame(derive_measured.derive(loaded)).reindex(columns=tidy.COLUMNS, fill_value="").fillna("")
+    return measured_rows("memascend", loaded)
 
 
 def number(table: pd.DataFrame, **where: str) -> float:
@@ -191,7 +192,8 @@ def test_an_entry_called_other_is_refused(tmp_path: Path) -> None:
 def test_half_a_record_ends_the_program_with_one_line(tmp_path: Path) -> None:
     path = tmp_path / "train-x.json"
     path.write_text(json.dumps(training("Qwen2.5-7B", "memascend", "fp16", 1))[:500])
-    words = ["-m", "workflows.scripts.derive_measured", "--records", str(path), "--out", str(tmp_path / "out.csv")]
+    words = ["-m", "workflows.derive.table", "--exhibit", "memascend-fig15", "--published", "results/published"]
+    words += ["--records", str(path), "--out", str(tmp_path / "out.csv")]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")

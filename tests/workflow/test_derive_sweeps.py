@@ -9,12 +9,14 @@ import pytest
 from sweep_fixtures import POINTS, curve, stacks, step_times, sweep
 from workflow_fixtures import write_records
 
-from workflows.scripts import derive_measured, derive_sweeps, tidy
-from workflows.scripts.records import load
+from workflows import tidy
+from workflows.derive.table import measured_rows
+from workflows.papers.memascend.rows import sweeps
+from workflows.records import load
 
 
 def rows_of(records: list[dict], folder: Path) -> pd.DataFrame:
-    derived = derive_measured.derive(load(write_records(folder, records)))
+    derived = measured_rows("memascend", load(write_records(folder, records)))
     return pd.DataFrame(derived).reindex(columns=tidy.COLUMNS, fill_value="").fillna("")
 
 
@@ -82,7 +84,7 @@ def test_a_sweep_is_drawn_in_no_exhibit_of_plain_runs(seven: pd.DataFrame) -> No
 def test_each_stack_has_its_device_peak_at_both_contexts(tmp_path: Path) -> None:
     table = rows_of([stacks(1)], tmp_path)
     mine = table[table["metric"] == "peak device memory"]
-    assert dict(mine.groupby("series").size()) == dict.fromkeys(derive_sweeps.STACKS.values(), 2)
+    assert dict(mine.groupby("series").size()) == dict.fromkeys(sweeps.STACK_NAMES.values(), 2)
     assert set(mine["x_value"]) == {"512", "32768"}
     assert number(table, metric="batch size", series="+GC", x_value="32768") == 1
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from memascend import cli
-from workflows.scripts import tidy
+from workflows import registry, tidy
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = yaml.safe_load((ROOT / "workflows/config/experiments.yaml").read_text())
@@ -37,9 +37,9 @@ def test_the_schema_refuses_a_group_that_cannot_work(change: dict) -> None:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_built_exhibit_has_a_run_in_every_profile(profile: str) -> None:
-    registry = yaml.safe_load((ROOT / "workflows/config/exhibits.yaml").read_text())["exhibits"]
+    entries = registry.exhibits()
     measured = {
-        e["id"] for e in registry if e["status"] == "built" and "measured" in e["lanes"] and e["kind"] != "spec-table"
+        e["id"] for e in entries if e["status"] == "built" and "measured" in e["lanes"] and e["kind"] != "spec-table"
     }
     # Experts that are not fused need an environment of their own, which only the profile full asks for.
     measured -= {"memascend-fig18"} if profile != "full" else set()
@@ -48,8 +48,8 @@ def test_every_built_exhibit_has_a_run_in_every_profile(profile: str) -> None:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_an_exhibit_named_by_a_group_is_in_the_registry(profile: str) -> None:
-    registry = {e["id"] for e in yaml.safe_load((ROOT / "workflows/config/exhibits.yaml").read_text())["exhibits"]}
-    assert {exhibit for group in groups(profile) for exhibit in group["exhibits"]} <= registry
+    known = {e["id"] for e in registry.exhibits()}
+    assert {exhibit for group in groups(profile) for exhibit in group["exhibits"]} <= known
 
 
 @pytest.mark.parametrize("profile", PROFILES)

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from workflows.scripts import children
-from workflows.scripts.fork_server import SOCKET, ForkedRun
+from workflows.run import children
+from workflows.run.fork_server import SOCKET, ForkedRun
 
 ROOT = Path(__file__).resolve().parents[2]
 # A server of runs that do what the job says; it notes when it prepares.
 SERVER = """
 import json, os, pathlib, sys, time
-from workflows.scripts.fork_server import Server
-from workflows.scripts.training_child import die_with_parent
+from workflows.run.fork_server import Server
+from workflows.run.child import die_with_parent
 
 def run(request):
     die_with_parent()

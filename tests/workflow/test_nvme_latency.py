@@ -8,14 +8,16 @@ import pandas as pd
 import pytest
 from workflow_fixtures import NVME_SPEED, nvme_bench, write_records
 
-from workflows.scripts import derive_measured, nvme_latency, tidy
-from workflows.scripts.records import load
+from workflows import tidy
+from workflows.derive.table import measured_rows
+from workflows.papers.memascend.rows import nvme as nvme_latency
+from workflows.records import load
 
 SIZES = (2097152, 33554432, 3114270720)
 
 
 def table_of(record: dict, folder: Path) -> pd.DataFrame:
-    derived = derive_measured.derive(load(write_records(folder, [record])))
+    derived = measured_rows("memascend", load(write_records(folder, [record])))
     table = pd.DataFrame(derived).reindex(columns=tidy.COLUMNS, fill_value="").fillna("")
     return table[table["exhibit_id"] == nvme_latency.EXHIBIT]
 

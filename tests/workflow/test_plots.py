@@ -8,22 +8,23 @@ import matplotlib
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
-import yaml
 from workflow_fixtures import built_exhibits
 
-from workflows.scripts import claims, plot_exhibit, report, tidy
-from workflows.scripts.plots import memascend_fig12, rows, style
+from workflows import registry, tidy
+from workflows.derive import claims, figure, report
+from workflows.panels import data, lines, style
 
 ROOT = Path(__file__).resolve().parents[2]
-REGISTRY = yaml.safe_load((ROOT / "workflows/config/exhibits.yaml").read_text())["exhibits"]
+REGISTRY = registry.exhibits()
 
 
 def drawn(folder: Path, exhibit: str):
     table = tidy.read_table(folder / "exhibits" / f"{exhibit}.csv")
     runs = pd.read_csv(folder / "runs.csv", dtype=str, keep_default_na=False)
-    figure = plot_exhibit.draw(exhibit, table, plot_exhibit.footer(plot_exhibit.provenance(table, runs)))
-    figure.canvas.draw()
-    return figure
+    foot = figure.footer(figure.provenance(table, runs))
+    picture = figure.draw(registry.figures(exhibit.rpartition("-")[0])[exhibit], table, foot)
+    picture.canvas.draw()
+    return picture
 
 
 @pytest.mark.parametrize("exhibit", built_exhibits())
@@ -56,7 +57,7 @@ def test_values_of_fig12_keep_off_the_dashed_line_and_each_other() -> None:
     axis.axhline(97.0)
     axis.set(xscale="log", xlim=(5e5, 1e9), ylim=(95, 100.5))
     points = [(1e6, 96.4), (8e6, 95.5), (3.2e7, 96.8), (6.4e7, 97.2), (1.28e8, 97.2), (3e8, 97.3)]
-    memascend_fig12.mark_all(axis, points, 97.0)
+    lines.mark_all(axis, points, 97.0)
     figure.canvas.draw()
     boxes = [t.get_window_extent() for t in axis.texts]
     line = axis.transData.transform((1e6, 97.0))[1]
@@ -80,7 +81,7 @@ def test_words_of_fig10_keep_off_the_curves(full: Path) -> None:
 
 def test_the_same_table_gives_the_same_bytes(full: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
-        plot_exhibit.save(drawn(full, "memascend-fig11"), tmp_path / name)
+        figure.save(drawn(full, "memascend-fig11"), tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
     assert (tmp_path / "one.pdf").read_bytes() == (tmp_path / "two.pdf").read_bytes()
 
@@ -88,7 +89,7 @@ def test_the_same_table_gives_the_same_bytes(full: Path, tmp_path: Path) -> None
 def test_a_caption_names_what_was_not_measured(smoke: Path) -> None:
     entry = next(e for e in REGISTRY if e["id"] == "memascend-fig15")
     table = tidy.read_table(smoke / "exhibits/memascend-fig15.csv")
-    text = plot_exhibit.caption(entry, "Prose.", table, {"measured": "twins"})
+    text = figure.caption(entry, "Prose.", table, {"measured": "twins"})
     assert "not measured in this profile: Llama3.1-8B, Qwen2.5-14B, Qwen2.5-32B" in text
 
 
@@ -108,16 +109,20 @@ def test_lanes_look_different_and_systems_keep_their_colour() -> None:
 
 
 def test_measured_bars_stand_at_the_originals_size(full: Path) -> None:
-    data = rows.comparable(tidy.read_table(full / "exhibits/memascend-fig15.csv"))
+    table = data.prepared(
+        tidy.read_table(full / "exhibits/memascend-fig15.csv"), registry.figures("memascend")["memascend-fig15"]
+    )
     measured, printed = (
-        rows.value(data, lane=lane, model="Qwen2.5-7B", series=tidy.MEMASCEND, metric="peak system memory")
+        data.first(
+            table, {"lane": lane, "model": "Qwen2.5-7B", "series": tidy.MEMASCEND, "metric": "peak system memory"}
+        )
         for lane in ("measured", "published")
     )
     assert measured == pytest.approx(printed, rel=0.1)
 
 
 def test_the_report_shows_each_exhibit_and_needs_nothing_from_outside(full: Path, tmp_path: Path) -> None:
-    document = yaml.safe_load((ROOT / "workflows/config/claims.yaml").read_text())
+    document = {"claims": registry.claims()}
     verdicts = claims.decide_all(claims.of_built(document["claims"], REGISTRY), full / "exhibits")
     for exhibit in built_exhibits():
         (tmp_path / f"{exhibit}.md").write_text(f"**{exhibit}.** Prose & more.\n\n- measured: here\n")
@@ -132,7 +137,7 @@ def test_the_report_says_when_a_twin_is_coarse(
     request: pytest.FixtureRequest, tmp_path: Path, amount: str, coarse: bool
 ) -> None:
     folder = request.getfixturevalue(amount)
-    document = yaml.safe_load((ROOT / "workflows/config/claims.yaml").read_text())
+    document = {"claims": registry.claims()}
     verdicts = claims.decide_all(claims.of_built(document["claims"], REGISTRY), folder / "exhibits")
     verdicts = verdicts if coarse else [v for v in verdicts if "k32" not in v.testbed and "k64" not in v.testbed]
     for exhibit in built_exhibits():

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, "tests/workflow")
 import workflow_fixtures as fixtures
-from workflows.scripts import tidy
+from workflows import tidy
 
 parser = argparse.ArgumentParser(allow_abbrev=False)
 for word in ("run-id", "system", "arm", "model", "dtype", "out"):
@@ -48,8 +48,8 @@ def project(tmp_path: Path) -> Path:
     (tmp_path / "results/published").symlink_to(ROOT / "results/published")
     for name in ("memascend", "hardware", "baselines"):
         (tmp_path / name).symlink_to(ROOT / name)
-    for name in ("run_training", "bench_overflow"):
-        (tmp_path / f"workflows/scripts/{name}.py").write_text(STAND_IN)
+    for name in ("training", "overflow"):
+        (tmp_path / f"workflows/run/{name}.py").write_text(STAND_IN)
     return tmp_path
 
 

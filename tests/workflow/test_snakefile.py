@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from workflow_fixtures import built_exhibits
+
+from workflows import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = ("smoke", "quick", "full", "gpu")
@@ -89,7 +90,7 @@ def test_a_folder_without_the_right_to_write_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_planned_exhibit_says_what_it_waits_for(tmp_path: Path) -> None:
-    entries = yaml.safe_load((ROOT / "workflows/config/exhibits.yaml").read_text())["exhibits"]
+    entries = registry.exhibits()
     entry = next(e for e in entries if e["status"] == "planned" and e["paper"] == "memascend")
     done = snakemake("-n", entry["id"], fresh=tmp_path)
     assert done.returncode == 1
@@ -98,7 +99,7 @@ def test_a_planned_exhibit_says_what_it_waits_for(tmp_path: Path) -> None:
 
 
 def test_a_paper_with_nothing_built_says_so(tmp_path: Path) -> None:
-    entries = yaml.safe_load((ROOT / "workflows/config/exhibits.yaml").read_text())["exhibits"]
+    entries = registry.exhibits()
     if any(e["status"] == "built" and e["paper"] == "mlpoffload" for e in entries):
         pytest.skip("an exhibit of MLP-Offload is built")
     done = snakemake("-n", "mlp-offload", fresh=tmp_path)
@@ -120,16 +121,19 @@ def test_the_plan_of_every_profile_holds_its_runs_and_all_exhibits(tmp_path: Pat
     assert any(run.removesuffix("-cuda").endswith("-memascend") for run in runs)
 
 
-def test_measurements_take_every_core_and_hold_one_lock(tmp_path: Path) -> None:
+def test_what_is_timed_takes_every_core_and_the_lock_and_memory_runs_share_both(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "snakemake", "--cores", "3", "-n", "figures", "--config", "profile=smoke"]
     folders = [f"{name}_dir={tmp_path / name}" for name in ("raw", "derived", "figures")]
     done = subprocess.run([*command, *folders], cwd=ROOT, capture_output=True, text=True, check=True)
     blocks = re.split(r"\n\s*\n", done.stdout + done.stderr)
-    measuring = [b for b in blocks if re.search(r"rule (training_run|step_times|overflow_bench|kernel_bench):", b)]
+    measuring = [b for b in blocks if re.search(r"rule record:", b)]
     assert len(measuring) > 5
-    assert all("threads: 3" in block for block in measuring)
-    shells = re.findall(r"flock \S+/raw/\.machine\.lock .*", done.stdout + done.stderr)
-    assert len(shells) == len(measuring)
+    timed = [b for b in measuring if re.search(r"raw/(times|bench|kernel)-", b)]
+    assert len(timed) == 3
+    for block in measuring:
+        assert ("threads: 3" in block) == (block in timed)
+        assert bool(re.search(r"flock +\S+/raw/\.machine\.lock", block)) == (block in timed)
+        assert "/raw/.machine.lock" in block
 
 
 def test_exhibits_lists_all_130(tmp_path: Path) -> None:

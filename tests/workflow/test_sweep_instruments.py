@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from workflows.scripts import memory_account, run_training, time_arms, training_child
+from workflows.run import child as training_child
+from workflows.run import memory_account
+from workflows.run import training as run_training
+from workflows.run import turns as time_arms
 
 
 def job(**more: object) -> dict:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
+from workflows import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -312,5 +312,4 @@ def modelled_rows() -> list[dict[str, str]]:
 
 def built_exhibits() -> list[str]:
     """Ids that the registry says are built."""
-    registry = yaml.safe_load((ROOT / "workflows" / "config" / "exhibits.yaml").read_text())["exhibits"]
-    return [entry["id"] for entry in registry if entry["status"] == "built"]
+    return [entry["id"] for entry in registry.exhibits() if entry["status"] == "built" and registry.has_table(entry)]

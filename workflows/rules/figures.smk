@@ -3,11 +3,7 @@
 
 rule figure:
     input:
-        table=rules.exhibit_table.output.table,
-        runs=rules.measured.output.runs,
-        registry=config["exhibits"],
-        caption="workflows/report/{exhibit}.md",
-        code=plot_code(),
+        unpack(lambda w: KNOWN.table_of(w.exhibit)),
     output:
         svg=f"{FIGURES}/{{exhibit}}.svg",
         others=multiext(f"{FIGURES}/{{exhibit}}", ".pdf", ".png", ".csv", ".md"),
@@ -16,19 +12,21 @@ rule figure:
     conda:
         "../envs/memascend.yaml"
     params:
-        figures=lambda w, output: Path(output.svg).parent,
+        figures=FIGURES,
+        numbers=lambda w, input: (
+            f"--table {input.table} --runs {input.runs}" if len(input) else ""
+        ),
+        code=lambda w: KNOWN.draws(w.exhibit),
     shell:
-        "python -m workflows.scripts.plot_exhibit --exhibit {wildcards.exhibit} --table {input.table}"
-        " --runs {input.runs} --registry {input.registry} --caption {input.caption}"
+        "python -m workflows.derive.ask figure --exhibit {wildcards.exhibit} {params.numbers}"
         " --out-dir {params.figures} > {log} 2>&1"
 
 
 rule report_page:
     input:
-        captions=expand(f"{FIGURES}/{{exhibit}}.md", exhibit=BUILT),
+        captions=expand(f"{FIGURES}/{{exhibit}}.md", exhibit=KNOWN.built),
         claims=f"{DERIVED}/claims.csv",
-        registry=config["exhibits"],
-        code=["workflows/scripts/report.py", "workflows/scripts/tidy.py"],
+        said=KNOWN.said("exhibits.yaml"),
     output:
         page=f"{FIGURES}/index.html",
     log:
@@ -36,7 +34,8 @@ rule report_page:
     conda:
         "../envs/memascend.yaml"
     params:
-        figures=lambda w, output: Path(output.page).parent,
+        figures=FIGURES,
+        code=KNOWN.code("workflows.derive.report"),
     shell:
-        "python -m workflows.scripts.report --registry {input.registry} --claims {input.claims}"
-        " --figures {params.figures} --out {output.page} > {log} 2>&1"
+        "python -m workflows.derive.ask report --claims {input.claims} --figures {params.figures}"
+        " --out {output.page} > {log} 2>&1"

@@ -1,0 +1,178 @@
+"""What an exhibit computes with, the same for both lanes: a plan on a paper's testbed, or a run of a twin.
+
+A case knows its series, model, testbed and source, and its bytes; a run's bytes become two rows, as they are and, times
+k², at the original's size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Protocol
+
+from memascend.planner import Plan, Workload, model_spec, plan
+from memascend.planner.footprint import GIB, PEAK
+from memascend.planner.workload import papers
+from workflows import tidy
+from workflows.tidy import MEMASCEND, SCALED
+
+Row = dict[str, Any]
+FAILED = {"oom": "N/A (out of memory)", "timeout": "N/A (time-out)"}
+FOUR = "4 dense models"
+_FORMULA = "100 (1 - MemAscend / as published)"
+
+
+class Case(Protocol):
+    """A plan or a run."""
+
+    lane: str
+    series: str
+    model: str  # as figures write it
+    testbed: str
+    place: str  # where an average over models stands
+    source: str
+    ok: bool
+    k: int
+    peak_bytes: int
+    check_bytes: int  # what the overflow check takes beside the gradient buffer
+
+    def owned(self, owner: str) -> int: ...
+    def components(self) -> dict[str, int]: ...
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan on the testbed of a paper's exhibit."""
+
+    made: Plan
+    testbed: str
+    lane = "modelled"
+    ok = True
+    k = 1
+
+    @property
+    def series(self) -> str:
+        return self.made.label
+
+    @property
+    def model(self) -> str:
+        return self.made.work.spec.display
+
+    @property
+    def place(self) -> str:
+        return self.testbed
+
+    @property
+    def source(self) -> str:
+        work = self.made.work
+        return f"memascend.planner: {work.system}/{work.arm_name}, {work.dtype}"
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.made.host_bytes
+
+    @property
+    def check_bytes(self) -> int:
+        return self.owned("overflow_check")
+
+    def owned(self, owner: str) -> int:
+        return self.made.requested_bytes(owner)
+
+    def components(self) -> dict[str, int]:
+        return self.made.components()
+
+
+def paper_plan(
+    model: str, system: str, testbed: str, arm: str | None = None, dtype: str = "fp16", ranks: int = 1
+) -> Planned:
+    """With the sizes that the papers' totals describe, and without activation checkpoints."""
+    work = Workload(spec=model_spec(model), system=system, arm=arm, dtype=dtype, ranks=ranks, context=0)
+    return Planned(plan(papers(work)), testbed)
+
+
+def row(exhibit: str, metric: str, value: float | str, unit: str, lane: str, source: str, **cells: str) -> Row:
+    """One row of the tidy table; numbers with nine significant digits."""
+    shown = value if isinstance(value, str) else f"{value:.9g}"
+    own = {"exhibit_id": exhibit, "metric": metric, "value": shown, "unit": unit, "lane": lane, "source": source}
+    return dict.fromkeys(tidy.COLUMNS, "") | own | cells
+
+
+def of_case(
+    exhibit: str, case: Case, metric: str, value: float | str, unit: str, formula: str = "", **cells: str
+) -> Row:
+    """A row of a case. `formula` says how the modelled lane computes it; a run's source is always its record."""
+    own = {"series": case.series, "model": case.model, "testbed": case.testbed} | cells
+    source = formula if formula and case.lane == "modelled" else case.source
+    return row(exhibit, metric, value, unit, case.lane, source, **own)
+
+
+def in_bytes(exhibit: str, case: Case, metric: str, nbytes: float, **cells: str) -> Iterator[Row]:
+    """In GiB: as planned; of a run as they are and at the original's size."""
+    yield of_case(exhibit, case, metric, nbytes / GIB, "GiB", **cells)
+    if case.lane == "measured":
+        yield of_case(exhibit, case, metric + SCALED, nbytes * case.k**2 / GIB, "GiB", **cells)
+
+
+def reductions(
+    exhibit: str, pairs: Iterable[tuple[Case, Case]], amount: Callable[[Case], float], metric: str = "reduction"
+) -> Iterator[Row]:
+    """Percent from the first to the second of each pair; their mean where all four models of the paper are there."""
+    by_place: dict[str, list[tuple[Case, Case]]] = defaultdict(list)
+    for before, after in pairs:
+        by_place[before.place].append((before, after))
+    for place in sorted(by_place):
+        found, keys = defaultdict(list), defaultdict(list)
+        for before, after in by_place[place]:
+            percent = 100 * (1 - amount(after) / amount(before))
+            modelled = before.lane == "modelled"
+            source = _FORMULA if modelled else f"{before.source} {after.source}"
+            found[before.model].append((percent, before.k))
+            keys[before.model].append(source)
+            cells = {"series": MEMASCEND, "model": before.model, "testbed": before.testbed}
+            yield row(exhibit, metric, percent, "%", before.lane, source, **cells)
+        if all(model in found for model in tidy.DENSE):
+            best = [[p for p, k in found[m] if k == min(k for _, k in found[m])] for m in tidy.DENSE]
+            source = f"mean of {_FORMULA}" if modelled else " ".join(key for m in tidy.DENSE for key in keys[m])
+            mean = sum(median(each) for each in best) / len(best)
+            cells = {"series": MEMASCEND, "model": FOUR, "testbed": place}
+            yield row(exhibit, f"average {metric}", mean, "%", before.lane, source, **cells)
+
+
+def largest_under(
+    exhibit: str, metric: str, unit: str, curve: Iterable[tuple[Case, int, float]], caps: dict[str, float], limit: int
+) -> Iterator[Row]:
+    """Of the powers of two among (case, x, GiB) the last whose peak is under each cap. No row where the curve ends
+    before `limit` and below the cap."""
+    sizes: dict[str, dict[int, tuple[Case, float]]] = defaultdict(dict)
+    for case, x, size in curve:
+        if x & (x - 1) == 0:
+            sizes[case.series][x] = case, size
+    for mine in sizes.values():
+        for name, cap in caps.items():
+            fits = [x for x, (_, size) in mine.items() if size <= cap]
+            if fits and (max(fits) == limit or max(fits) < max(mine)):
+                formula = "last power of two whose peak is under the cap"
+                cells = {"x_name": "memory cap (GiB)", "x_value": name}
+                yield of_case(exhibit, mine[max(fits)][0], metric, max(fits), unit, formula, **cells)
+
+
+def failed(exhibit: str, case: Any) -> Row:
+    """What stands for the peak of a run that has none."""
+    return of_case(exhibit, case, PEAK, FAILED.get(case.record["status"], "N/A"), "GiB")
+
+
+def join_seeds(rows: list[Row]) -> list[Row]:
+    """Rows that differ in value and source alone become their median; a text (a failure) stands over numbers."""
+    same = defaultdict(list)
+    for each in rows:
+        same[tuple((c, each.get(c, "")) for c in tidy.COLUMNS if c not in ("value", "source"))].append(each)
+    out = []
+    for group in same.values():
+        numbers = [tidy.numeric(each["value"]) for each in group]
+        texts = [each["value"] for each, number in zip(group, numbers, strict=True) if number is None]
+        value = texts[0] if texts else f"{median(n for n in numbers if n is not None):.9g}"
+        sources = dict.fromkeys(key for each in group for key in each["source"].split())
+        out.append({**group[0], "value": value, "source": " ".join(sources)})
+    return out

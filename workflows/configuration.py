@@ -1,0 +1,417 @@
+"""What the rules need to know: the configuration, the runs of a profile, who needs which record, what makes it stale.
+
+Standard library, yaml and jsonschema alone; of ours workflows.staleness and workflows.registry. Whatever is wrong ends
+with one line (`stop`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import difflib
+import json
+import os
+import re
+import sys
+from collections import Counter
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jsonschema
+
+from workflows import registry
+from workflows.staleness import Tree, versions
+
+NAMED_TARGETS = ("figures", "tables", "claims", "report", "exhibits", "artifact")
+PAPER_TARGETS = {"mlpoffload": "mlp-offload"}  # as typed, where they differ from the folder
+_MEASURED = ("sequence", "batch", "steps", "ranks", "mode", "device", "matmul", "evaluate_every", "time_limit_s")
+
+
+def stop(message: str) -> NoReturn:
+    """End with one clear line and no stack trace."""
+    sys.exit(message)
+
+
+def checked(document: Any, schema_name: str, where: str) -> Any:
+    """The document, after it passed the JSON schema; otherwise one line that names the place and the fix."""
+    schema = json.loads(Path("workflows/schemas", schema_name).read_text())
+    error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(document))
+    if error is None:
+        return document
+    place = "/".join(str(part) for part in error.absolute_path) or "top level"
+    if error.validator == "additionalProperties":
+        known = list(error.schema["properties"])
+        unknown = next(key for key in error.instance if key not in known)
+        near = difflib.get_close_matches(unknown, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        stop(f"{where}: {place}: unknown key {unknown!r}; {hint}")
+    stop(f"{where}: {place}: {error.message}")
+
+
+def twin_point(context: int, sequences: int, k: int, ranks: int, where: str) -> str:
+    """TOKENSxBATCH of a rank for a context of the original and the sequences of a whole step."""
+    if context % k or sequences % ranks:
+        stop(f"{where}: a context of {context} with {sequences} sequences has no twin at k = {k} on {ranks} ranks")
+    return f"{context // k}x{sequences // ranks}"
+
+
+class Experiments:
+    """The runs of one profile. A resolved run is {module, words, systems, models, exhibits, alone, environments}:
+    the program, its command line, what can change its record, who draws it, and whether nothing may run beside it."""
+
+    def __init__(self, path: str, profile: str) -> None:
+        self.path, self.profile = path, profile
+        try:
+            document = registry.read(Path(path))
+        except ValueError as error:
+            stop(str(error))
+        self.document = checked(document, "experiments.schema.json", path)
+
+    @cached_property
+    def runs(self) -> dict[str, dict[str, Any]]:
+        """Run id -> resolved run; the probed machine is one of every exhibit's."""
+        mine = self.document["profiles"][self.profile]
+        found = {"testbed-local": resolved("probe", "", None, alone=False)}
+        found |= self._training(mine["training"])
+        for bench in mine["overflow"]:
+            words = f"--dtypes {' '.join(bench['dtypes'])} --numels {' '.join(map(str, bench['numels']))}"
+            words += f" --repeats {bench['repeats']}"
+            found[bench["run_id"]] = resolved("overflow", words, bench["exhibits"], time_limit_s=bench["time_limit_s"])
+        for bench in mine.get("bench", []):
+            shown = {n: ",".join(map(str, v)) if isinstance(v, list) else v for n, v in bench["options"].items()}
+            words = f"--part {bench['part']} -- {' '.join(f'--{n} {v}' for n, v in shown.items())}"
+            found[bench["run_id"]] = resolved("bench", words, bench["exhibits"], time_limit_s=bench["time_limit_s"])
+        return found | {run["run_id"]: self._turns(run) for run in mine.get("times", [])}
+
+    def named(self, section: str, name: str) -> dict[str, Any]:
+        """The entry of that name; otherwise one line with the known ones."""
+        known = self.document[section]
+        if name not in known:
+            stop(f"{self.path}: unknown {section[:-1]} {name!r}; known {section}: {', '.join(known)}")
+        return known[name]
+
+    def _training(self, groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Groups are cross products; those that share a run share its record."""
+        runs: dict[str, dict[str, Any]] = {}
+        for group in groups:
+            group = {**self.document["defaults"], **group}
+            crossed = [
+                (model, k, arm, dtype, seed)
+                for model, k in group["models"].items()
+                for arm in group["arms"]
+                for dtype in group["dtypes"]
+                for seed in group["seeds"]
+            ]
+            for one in crossed:
+                run_id, run = self._one_training(group, *one)
+                known = runs.setdefault(run_id, run)
+                if {**known, "exhibits": 0} != {**run, "exhibits": 0}:
+                    stop(f"{self.path}: {self.profile}: {run_id} is asked for with two settings")
+                known["exhibits"] = sorted({*known["exhibits"], *run["exhibits"]})
+        return runs
+
+    def _one_training(self, group: dict[str, Any], model: str, k: int, arm: str, dtype: str, seed: int) -> tuple:
+        gpus, named = group.get("gpus", group["ranks"]), self.named("arms", arm)
+        points = group.get("points", [])
+        points = [twin_point(c, b * gpus, k, group["ranks"], self.path) for c, b in points]
+        stacks = [self.named("stacks", name) for name in group.get("stacks", [])]
+        timed = group["mode"] == "time" and not group["evaluate_every"]
+        words = ["train", model, f"k{k}", dtype, arm, *([f"s{seed}"] if seed else [])]
+        words += [f"r{group['ranks']}"] if group["ranks"] > 1 else []
+        words += ["stacks"] if len(stacks) > 1 else ["sweep"] if points else []
+        words += [group["device"]] if group["device"] != "cpu" else []
+        words += ["curve"] if group["evaluate_every"] else []
+        words += ["time"] if timed else []
+        fields = {"system": named["system"], "arm": named["arm"], "model": model, "k": k, "dtype": dtype, "seed": seed}
+        fields |= {name: group[name] for name in _MEASURED} | {"gpus": gpus}
+        line = [f"--{name.removesuffix('_s').replace('_', '-')} {value}" for name, value in fields.items()]
+        line += ["--points", *points] if points else []
+        names = ("checkpointing", "attention", "loss")
+        line += ["--stacks", *(":".join(stack[name] for name in names) for stack in stacks)] if stacks else []
+        more = {"systems": [named["system"]], "models": [model], "environments": [named.get("environment")]}
+        return "-".join(words), resolved("training", " ".join(line), sorted(group["exhibits"]), alone=timed, **more)
+
+    def _turns(self, run: dict[str, Any]) -> dict[str, Any]:
+        arms, named = [], []
+        for word in run["arms"]:
+            arm, _, dtype = word.partition(":")
+            named.append(self.named("arms", arm))
+            words = [named[-1]["system"], named[-1]["arm"], dtype, named[-1].get("environment")]
+            arms.append(":".join(filter(None, words)))
+        points = [twin_point(c, b, run["k"], 1, self.path) for c, b in run["points"]]
+        line = f"--model {run['model']} --k {run['k']} --rounds {run['rounds']} --matmul {run['matmul']}"
+        line += f" --device {run.get('device', 'cpu')} --time-limit {run['time_limit_s']}"
+        line += f" --arms {' '.join(arms)} --points {' '.join(points)}"
+        more = {"systems": sorted({arm["system"] for arm in named}), "models": [run["model"]]}
+        environments = [arm.get("environment") for arm in named]
+        return resolved("turns", line, run["exhibits"], alone=run["rounds"] > 1, environments=environments, **more)
+
+
+def resolved(module: str, words: str, exhibits: list[str] | None, *, alone: bool = True, **more: Any) -> dict[str, Any]:
+    own = {"module": module, "words": words, "exhibits": exhibits, "alone": alone}
+    return own | {"systems": [], "models": [], "environments": [], "time_limit_s": None} | more
+
+
+class Configuration:
+    """One call of Snakemake."""
+
+    def __init__(self, config: dict[str, Any], words: list[str]) -> None:
+        checked(config, "config.schema.json", "config")
+        self.config, self.words = config, words
+        self.raw, self.derived, self.published, self.figures, self.reference = (
+            config[f"{name}_dir"] for name in ("raw", "derived", "published", "figures", "reference")
+        )
+        for folder in (self.raw, self.derived, self.figures):
+            existing = next(p for p in [Path(folder), *Path(folder).parents] if p.exists())
+            if not (existing.is_dir() and os.access(existing, os.W_OK)):
+                fix = f"make {existing.absolute()} writable or name another folder"
+                stop(f"config: {folder} cannot be written; {fix}")
+        self.experiments = Experiments(config["experiments"], config["profile"])
+        try:
+            self.entries = {entry["id"]: entry for entry in registry.exhibits(Path.cwd())}
+            for path in self.said("exhibits.yaml"):
+                checked(registry.read(Path(path)), "exhibits.schema.json", path)
+        except ValueError as error:
+            stop(str(error))
+        self._refuse_unknown_exhibits()
+        self.papers = list(registry.PAPERS)
+        self.built = [name for name, entry in self.entries.items() if entry["status"] == "built"]
+        self.with_table = [name for name in self.built if registry.has_table(self.entries[name])]
+        self.computed = [p for p in self.papers if Path("workflows/papers", p, "rows").is_dir()]
+        self.sources = Tree(Path.cwd())
+
+    @property
+    def runs(self) -> dict[str, dict[str, Any]]:
+        return self.experiments.runs
+
+    def run(self, run_id: str) -> dict[str, Any]:
+        """The run of that name in the profile in use."""
+        if run_id not in self.runs:
+            stop(f"{run_id} is no run of profile {self.config['profile']}; its runs: {', '.join(self.runs)}")
+        return self.runs[run_id]
+
+    def command(self, run_id: str) -> str:
+        """Command line of the program that makes the record; what is timed holds the machine, the others share it."""
+        run, lock = (
+            self.run(run_id),
+            f"flock {'' if self.run(run_id)['alone'] else '--shared '}{self.raw}/.machine.lock",
+        )
+        limit = f"timeout {run['time_limit_s']} " if run["time_limit_s"] else ""
+        one = run["environments"][0] if run["module"] == "training" else None
+        python = f".cache/envs/{one}/bin/python" if one else "python"
+        words = f"--run-id {run_id} --out {self.raw}/{run_id}.json {run['words']}"
+        return f"{lock} {limit}{python} -m workflows.run.{run['module']} {words}"
+
+    def threads(self, run_id: str, cores: int) -> int:
+        """All cores for what is timed; other runs have two, where there are more."""
+        return cores if self.run(run_id)["alone"] else 1 if cores < 4 else 2
+
+    def interpreters(self, run_id: str) -> list[str]:
+        """Of the environments that a run needs; another DeepSpeed lives in an environment of its own."""
+        found = []
+        for environment in filter(None, self.run(run_id)["environments"]):
+            python = f".cache/envs/{environment}/bin/python"
+            if not Path(python).exists():
+                stop(f"environment {environment} is missing; make it with: make {environment}")
+            found.append(python)
+        return found
+
+    def measures(self, run_id: str) -> str:
+        """Digest of what can change the record; of a probe nothing does."""
+        run = self.run(run_id)
+        if run["module"] == "probe":
+            return ""
+        return self.code(f"workflows.run.{run['module']}", tuple(run["systems"]), tuple(run["models"]), versions())
+
+    def code(self, program: str, systems: tuple = (), models: tuple | None = (), more: Any = "") -> str:
+        return f"{self._digest(program, systems, models)} {json.dumps(more, sort_keys=True) if more else ''}".strip()
+
+    @cache  # noqa: B019  (one object a call of Snakemake)
+    def _digest(self, program: str, systems: tuple, models: tuple | None) -> str:
+        return self.sources.digest(program, systems, models)
+
+    def models(self, paper: str) -> str:
+        """Digest of what a paper's modelled lane is computed from: code, systems, models and testbeds."""
+        testbeds = {str(p): p.stat().st_size for p in sorted(Path("hardware").glob("**/*.yaml"))}
+        texts = [Path(path).read_text() for path in testbeds]
+        systems = tuple(sorted(path.parent.name for path in Path("baselines").glob("*/system.yaml")))
+        return self.code(f"workflows.papers.{paper}.rows", systems, None, texts)
+
+    def derives(self, exhibit: str) -> str:
+        """Digest of what an exhibit's table is computed by, with the names of its systems' arms."""
+        systems = {s for run in self.runs.values() if exhibit in (run["exhibits"] or []) for s in run["systems"]}
+        labels = [Path("baselines", s, "system.py").read_text() for s in sorted(systems)]
+        paper = self.entries[exhibit]["paper"]
+        rows = self.code(f"workflows.papers.{paper}.rows") if paper in self.computed else ""
+        return self.code("workflows.derive.table", more=[rows, labels])
+
+    def draws(self, exhibit: str) -> str:
+        """Digest of what draws an exhibit, and of its own specification."""
+        return self.code("workflows.derive.figure", more=registry.picture_digest(self.entries[exhibit], Path.cwd()))
+
+    def records_of(self, exhibit: str) -> list[str]:
+        """Records that one exhibit is drawn from."""
+        if exhibit not in self.with_table:
+            return []
+        wanted = [r for r, run in self.runs.items() if run["exhibits"] is None or exhibit in run["exhibits"]]
+        return [f"{self.raw}/{run_id}.json" for run_id in wanted] if self.is_measured(exhibit) else []
+
+    @property
+    def exhibits_of_runs(self) -> str:
+        """JSON of {run id: exhibits}, which the records carry; it makes none of them stale."""
+        return json.dumps({run_id: run["exhibits"] or [] for run_id, run in self.runs.items()})
+
+    def is_measured(self, exhibit: str) -> bool:
+        return "measured" in self.entries[exhibit]["lanes"] and self.entries[exhibit]["paper"] in self.computed
+
+    def all_records(self, exhibits: list[str]) -> list[str]:
+        """As targets of their own: Snakemake makes a deleted one again only where it is asked for by name."""
+        return sorted({record for exhibit in exhibits for record in self.records_of(exhibit)})
+
+    def modelled_of(self, exhibit: str) -> list[str]:
+        paper = self.entries[exhibit]["paper"]
+        return [f"{self.derived}/modelled/{paper}.csv"] if paper in self.computed else []
+
+    def published_of(self, exhibit: str) -> list[str]:
+        paper = self.entries[exhibit]["paper"]
+        return [str(p) for p in sorted(Path(self.published).glob("*.csv")) if p.stem.replace("_", "") == paper]
+
+    def table_of(self, exhibit: str) -> dict[str, str]:
+        """Inputs of a picture: its numbers, where it has any."""
+        if exhibit not in self.with_table:
+            return {}
+        return {"table": f"{self.derived}/exhibits/{exhibit}.csv", "runs": f"{self.derived}/runs/{exhibit}.csv"}
+
+    def drawn(self, exhibits: list[str]) -> list[str]:
+        """Pictures of exhibits, and the records behind them."""
+        return [*(f"{self.figures}/{exhibit}.svg" for exhibit in exhibits), *self.all_records(exhibits)]
+
+    def planned(self, exhibit: str) -> Any:
+        """Input function of an exhibit that is not built: naming it ends with the part that it waits for."""
+        entry = self.entries[exhibit]
+        return lambda wildcards: stop(f"{exhibit} is not built yet: it waits for {entry['waits_for']}.")
+
+    def of_paper(self, paper: str) -> Any:
+        """Pictures of one paper; one of which nothing is built ends with what its exhibits wait for."""
+        mine = [entry for entry in self.entries.values() if entry["paper"] == paper]
+        built = [entry["id"] for entry in mine if entry["status"] == "built"]
+        parts = "; ".join(dict.fromkeys(e["waits_for"] for e in mine if e["status"] == "planned"))
+        words = f"{PAPER_TARGETS.get(paper, paper)}: no exhibit is built yet; they wait for: {parts}."
+        return self.drawn(built) if built else (lambda wildcards: stop(words))
+
+    def _refuse_unknown_exhibits(self) -> None:
+        """A word that looks like an exhibit's id and is none: one line with the ids near it."""
+        for word in self.words:
+            if re.fullmatch(r"([a-z]+-)?(fig|tab|alg|eq)[a-z]*-?\d+[a-z]?", word) and word not in self.entries:
+                near = difflib.get_close_matches(word, self.entries, n=3, cutoff=0.5)
+                hint = f"did you mean {', '.join(near)}? " if near else ""
+                stop(f"{word} is no exhibit; {hint}snakemake exhibits lists them all")
+
+    def refuse_mistyped_targets(self, rule_names: list[str]) -> None:
+        """A word of the command line that is nearly a target, and no rule: one line with the target."""
+        targets = [*NAMED_TARGETS, *(PAPER_TARGETS.get(paper, paper) for paper in self.papers), *self.entries]
+        for word in self.words:
+            if re.fullmatch(r"[a-z][a-z0-9-]+", word) and word not in rule_names:
+                near = difflib.get_close_matches(word, targets, n=1, cutoff=0.7)
+                if near:
+                    named = ", ".join(NAMED_TARGETS)
+                    stop(f"{word} is no target; did you mean {near[0]}? Targets: {named}, a paper or an exhibit")
+
+    @property
+    def claimed(self) -> list[str]:
+        """Exhibits with a table that a claim reads."""
+        named = {claim["exhibit_id"] for claim in registry.claims(Path.cwd())}
+        return [exhibit for exhibit in self.with_table if exhibit in named]
+
+    def said(self, *names: str) -> list[str]:
+        """Files of the papers' folders."""
+        return [str(path) for name in names for path in sorted(Path("workflows/papers").glob(f"*/{name}"))]
+
+    def reference_of(self, exhibit: str) -> list[str]:
+        """Committed records of named machines that may have rows of an exhibit; or all that do not say."""
+        if not self.is_measured(exhibit):
+            return []
+        return [path for path, exhibits in self._reference.items() if exhibits is None or exhibit in exhibits]
+
+    @cached_property
+    def _reference(self) -> dict[str, list[str] | None]:
+        paths = sorted(Path(self.reference).glob("*/*.json"))
+        read = {str(path): json.loads(path.read_text()) for path in paths if path.name != "times.json"}
+        return {path: record.get("exhibits") for path, record in read.items() if "key" in record}
+
+    def target_of(self, paper: str) -> str:
+        return PAPER_TARGETS.get(paper, paper)
+
+    @cached_property
+    def _times(self) -> dict[str, float]:
+        """Seconds of runs on the machines of the committed references."""
+        paths = sorted(Path(self.reference).glob("*/times.json"))
+        return {run: seconds for path in paths for run, seconds in json.loads(path.read_text()).items()}
+
+    def seconds(self, run_id: str) -> float | None:
+        """What a run took the last time, here or else where a reference was made; None where nobody knows."""
+        own = Path(self.raw, f"{run_id}.json")
+        with contextlib.suppress(OSError, ValueError):
+            if own.exists() and "wall_s" in (record := json.loads(own.read_text())):
+                return record["wall_s"]
+        return self._times.get(run_id)
+
+    def budget(self, exhibit: str) -> str:
+        """What the records of an exhibit take, in words."""
+        names = [Path(path).stem for path in self.records_of(exhibit)]
+        known = [self.seconds(name) for name in names if name != "testbed-local"]
+        if not known:
+            return "seconds"
+        minutes = sum(filter(None, known)) / 60
+        missing = f", {known.count(None)} of {len(known)} runs not timed yet" if None in known else ""
+        return f"about {minutes:.1f} min of runs{missing}" if minutes else f"{len(known)} runs, not timed yet"
+
+    @cached_property
+    def listing(self) -> list[str]:
+        """A line an exhibit (status, budget in this profile or what it waits for), then the counts of every paper."""
+        width = max(map(len, self.entries))
+        lines = []
+        for name, entry in self.entries.items():
+            if entry["status"] == "built":
+                drawn = "drawn; " if Path(self.figures, f"{name}.svg").exists() else ""
+                text = f"{drawn}{self.lanes_shown(name)}; {self.budget(name)}"
+            else:
+                text = f"waits for {entry['waits_for']}"
+            lines.append(f"{name:<{width}}  {entry['status']:<7}  {text}")
+        counts = [
+            f"{n} {sum(e['paper'] == p for e in map(self.entries.get, self.built))}" for p, n in registry.PAPERS.items()
+        ]
+        lines.append(f"{len(self.built)} of {len(self.entries)} exhibits are built ({', '.join(counts)}).")
+        runs = [self.seconds(run) for run in self.runs if self.runs[run]["exhibits"] is not None]
+        whole = sum(filter(None, runs)) / 60
+        return [
+            *lines,
+            f"Profile {self.config['profile']}: {len(runs)} runs, about {whole:.0f} min where times are known.",
+        ]
+
+    def lanes_shown(self, exhibit: str) -> str:
+        """Lanes that an exhibit's rows can have as it is built today."""
+        lanes = self.entries[exhibit]["lanes"]
+        computed = self.entries[exhibit]["paper"] in self.computed
+        return (
+            ", ".join(lane for lane in lanes if computed or lane in ("published", "author")) or "a drawing of structure"
+        )
+
+
+def score(table: Path) -> dict[str, str]:
+    """Paper and lane -> its held-out verdicts in words, from claims.csv; empty where there is none."""
+    if not table.exists():
+        return {}
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    with table.open(newline="") as file:
+        for line in csv.DictReader(file):
+            if line["basis"] == "held out":
+                where = line["exhibit_id"].rpartition("-")[0], line["lane"]
+                counts.setdefault(where, Counter())[line["verdict"]] += 1
+    out = {}
+    for (paper, lane), count in counts.items():
+        decided = count["reproduced"] + count["deviates"] + count["no result"]
+        text = f"{count['reproduced']} of {decided} held-out claims reproduced, {count['deviates']} deviate"
+        out[f"{registry.PAPERS[paper]}, {lane}"] = text
+    return out

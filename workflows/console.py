@@ -1,0 +1,111 @@
+"""What the terminal shows while Snakemake works: what runs, how many are left, about how long; and how it ended.
+
+Snakemake's own log file (.snakemake/log) keeps everything. Standard library alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from workflows.configuration import score
+
+if TYPE_CHECKING:
+    from workflows.configuration import Configuration
+
+HIDDEN = (
+    "JOB_INFO",
+    "JOB_STARTED",
+    "JOB_FINISHED",
+    "PROGRESS",
+    "SHELLCMD",
+    "RUN_INFO",
+    "RESOURCES_INFO",
+    "WORKFLOW_STARTED",
+)
+DERIVED = {"table": "table of", "figure": "picture of", "modelled": "modelled lane of"}
+PLAIN_S = 1.5  # seconds that a table, a picture or a page takes: for the estimate alone
+
+
+class Console(logging.Filter):
+    """Stands before the terminal's handler: its own lines in place of Snakemake's pages; warnings and errors pass."""
+
+    def __init__(self, known: Configuration, words: list[str]) -> None:
+        super().__init__()
+        self.known, self.began = known, time.monotonic()
+        self.quiet = not {"-n", "--dry-run", "--dryrun", "--verbose", "--lint"} & set(words)
+        self.total, self.done = 0, 0
+        self.left: dict[str, float | None] = {}  # seconds of runs that have not ended; None: nobody knows
+        self.running: dict[int, tuple[str, float]] = {}
+        self.took: list[float] = []
+
+    def attach(self) -> None:
+        """In place of the pages of job text; nothing where the terminal is somebody else's (another log handler)."""
+        for handler in logging.getLogger("snakemake.logging").handlers if self.quiet else ():
+            if handler.name == "DefaultStreamHandler":
+                handler.addFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        event = getattr(getattr(record, "event", None), "name", None)
+        if event == "RUN_INFO":
+            self._plan(record.stats)
+        elif event == "JOB_INFO":
+            self._start(record)
+        elif event == "JOB_FINISHED":
+            self.done += 1
+            name, began = self.running.pop(record.job_id, ("", 0.0))
+            if self.left.pop(name, self) is not self:
+                self.took.append(time.monotonic() - began)
+        elif event is None and record.levelno < logging.WARNING:
+            return self.done == 0 and "Nothing to be done" in str(record.msg)
+        return event not in HIDDEN
+
+    def _plan(self, stats: dict[str, int]) -> None:
+        self.total = stats.get("total", sum(stats.values()))
+        self.left = {run: self.known.seconds(run) for run in self.known.runs} if stats.get("record") else {}
+
+    def _start(self, job: logging.LogRecord) -> None:
+        name = job.wildcards.get("run_id") or job.wildcards.get("exhibit") or job.wildcards.get("paper")
+        self.running[job.jobid] = name or job.rule_name, time.monotonic()
+        if name is None and job.rule_name not in ("claims_table", "report_page"):
+            return  # a target: nothing runs
+        seconds = self.known.seconds(name) if job.rule_name == "record" else None
+        about = f", about {length(seconds)}" if seconds else ""
+        words = f"{DERIVED.get(job.rule_name, job.rule_name.replace('_', ' '))} {name or ''}".rstrip()
+        print(f"[{self.done + 1:>3}/{self.total}] {words}{about}{self._rest()}", file=sys.stderr, flush=True)
+
+    def _rest(self) -> str:
+        """About how long the rest takes: runs as the last time, those never timed as those that have ended here."""
+        unknown = sum(seconds is None for seconds in self.left.values())
+        if unknown and not self.took:
+            return ""
+        seconds = sum(filter(None, self.left.values())) + PLAIN_S * max(0, self.total - self.done - len(self.left))
+        return f"; {length(seconds + (unknown * sum(self.took) / len(self.took) if unknown else 0.0))} left"
+
+    def end(self, targets: Collection[str]) -> None:
+        """Where to look, the score, and what is not built."""
+        if targets and not {"figures", "artifact", "report", *self.known.papers} & set(targets):
+            return
+        built, entries = self.known.built, self.known.entries
+        lines = [f"Done in {length(time.monotonic() - self.began)}. Look at {Path(self.known.figures, 'index.html')}"]
+        lines[0] += f" (all claims: {Path(self.known.figures, 'claims.html')})."
+        lines += [f"  {where}: {text}" for where, text in score(Path(self.known.derived, "claims.csv")).items()]
+        waiting = len(entries) - len(built)
+        lines.append(
+            f"{len(built)} of {len(entries)} exhibits are built; what the other {waiting} wait for: snakemake exhibits"
+        )
+        print("\n".join(lines))
+
+    def failed(self, log: list[str]) -> None:
+        """What is kept, and how it goes on."""
+        print(
+            f"Stopped; what was finished is kept, and the same command goes on from there. Everything: {' '.join(log)}"
+        )
+
+
+def length(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,433 @@
+"""Decide the papers' claims: one verdict for each lane, and what it rests on.
+
+``reproduced`` or ``deviates``; ``no result`` where a run failed, timed out or was too noisy; ``not checkable here``
+where nothing that runs here could decide. Only verdicts whose basis is ``held out`` count in the score; all are shown.
+The form of a claim is described at the top of ``workflows/papers/memascend/claims.yaml``. Each lane is computed from
+its own rows alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import math
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pandas as pd
+
+from memascend.planner.machine import CALIBRATIONS, PROCESS_OVERHEAD
+from memascend.simulator.calibration import CircularClaim, require_held_out
+from workflows import registry, tidy
+from workflows.derive import errata as errata_page
+
+LANES = ("modelled", "measured")
+REPRODUCED, DEVIATES, NO_RESULT, NOT_CHECKABLE = "reproduced", "deviates", "no result", "not checkable here"
+HELD_OUT = "held out"
+JOINS = {"mean": mean, "max": max, "min": min}
+TWIN = re.compile(r"-k(\d+)(-r\d+)?$")
+
+
+class Missing(Exception):
+    """The rows that a claim needs are not in this lane's table; the message says which."""
+
+
+class NoResult(Exception):
+    """A run that the claim needs was made and has no number; the message says why."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A line of claims.csv. `history` is empty unless the claim was changed, or written, with a result at hand."""
+
+    claim_id: str
+    exhibit_id: str
+    lane: str
+    verdict: str
+    value: str
+    expected: str
+    tolerance: str
+    unit: str
+    reason: str
+    testbed: str
+    sentence: str
+    basis: str
+    rests_on: str
+    history: str
+
+
+def twin_k(testbed: str) -> int:
+    """The factor of a twin's testbed ``<host>/<model>-k<k>``; 1 for a full-size one."""
+    found = TWIN.search(testbed)
+    return int(found[1]) if found else 1
+
+
+def select(rows: pd.DataFrame, selector: dict[str, Any]) -> pd.Series:
+    """The one row that matches; of several twins on one host the largest, with one rank."""
+    unknown = [column for column in selector if column not in tidy.COLUMNS]
+    if unknown:
+        raise tidy.TableError(f"claims: selector {selector}: {unknown[0]!r} is no column of the tidy table")
+    mask = pd.Series(True, index=rows.index)
+    for column, value in selector.items():
+        mask &= rows[column] == str(value)
+    found = rows[mask & ~rows["testbed"].str.contains(r"-r\d+$")]
+    if found.empty:
+        raise Missing(described(selector))
+    if len(found) > 1:
+        factor = found["testbed"].map(twin_k)
+        hosts = found["testbed"].str.split("/").str[0]
+        found = found[factor == factor.min()]
+        if len(found) > 1 or hosts.nunique() > 1:
+            raise tidy.TableError(
+                f"claims: selector {selector} is ambiguous: it matches {len(found)} rows of one twin or several hosts"
+            )
+    return found.iloc[0]
+
+
+def described(selector: dict[str, Any]) -> str:
+    """The row that a selector asks for, in words."""
+    given = dict(selector)
+    what = given.pop("metric", "a row")
+    series, place = given.pop("series", None), given.pop("x_name", None)
+    of = [str(name) for name in (series, given.pop("model", None)) if name]
+    at = f" at {place or 'x'} {given.pop('x_value')}" if "x_value" in given else ""
+    rest = "".join(f", {column} {value}" for column, value in given.items())
+    return f"{what}{' of ' if of else ''}{', '.join(of)}{at}{rest}"
+
+
+def failed_run(rows: pd.DataFrame, selector: dict[str, Any]) -> str | None:
+    """Why a measured row is missing, where a run that it comes from failed: the text that stands for its result.
+
+    A failed run leaves one row, with "N/A (...)" in place of its peak: it fits where no column but the metric differs.
+    """
+    failed = rows[(rows["lane"] == "measured") & rows["value"].str.startswith("N/A")]
+    for column, value in selector.items():
+        if column != "metric":
+            failed = failed[failed[column].isin(("", str(value)))]
+    return None if failed.empty else str(failed.iloc[0]["value"])
+
+
+class Computation:
+    """The value of one claim in one lane; remembers the testbeds it read."""
+
+    def __init__(self, rows: pd.DataFrame, claim: dict[str, Any], twin_scale: bool) -> None:
+        self.rows, self.claim, self.twin_scale = rows, claim, twin_scale
+        self.testbeds: list[str] = []
+
+    def value(self) -> float:
+        over = self.claim.get("over")
+        if over is None:
+            return self._once({})
+        ((column, values),) = over.items()
+        results, missing = [], []
+        for value in values:
+            try:
+                results.append(self._once({column: value}))
+            except Missing:
+                missing.append(str(value))  # a run without a result is told at once: NoResult goes through
+        if missing:
+            raise Missing(f"{column} {', '.join(missing)}")
+        return JOINS[self.claim["join"]](results)
+
+    def _once(self, fixed: dict[str, Any]) -> float:
+        compute = self.claim["compute"]
+        number = {name: self._operand(compute[name], fixed) for name in compute if name != "operation"}
+        match compute["operation"]:
+            case "value":
+                return number["of"]
+            case "ratio":
+                return number["of"] / number["to"]
+            case "difference":
+                return number["of"] - number["minus"]
+            case "percent":
+                return 100 * number["of"] / number["to"]
+            case "reduction_percent":
+                return 100 * (1 - number["to"] / number["from"])
+        raise tidy.TableError(f"claims: {self.claim['id']}: unknown operation {compute['operation']!r}")
+
+    def _operand(self, selectors: Any, fixed: dict[str, Any]) -> float:
+        return sum(
+            self._number({**selector, **fixed})
+            for selector in (selectors if isinstance(selectors, list) else [selectors])
+        )
+
+    def _number(self, selector: dict[str, Any]) -> float:
+        try:
+            found = select(self.rows, selector)
+        except Missing:
+            failed = failed_run(self.rows, selector)
+            if failed is None:
+                raise
+            raise NoResult(f"{described(selector)}: {failed}") from None
+        number = tidy.numeric(found["value"])
+        if number is None:
+            ran = found["lane"] == "measured"
+            raise (NoResult if ran else Missing)(f"{described(selector)} is {found['value']}")
+        if found["testbed"] not in self.testbeds:
+            self.testbeds.append(found["testbed"])
+        return number * (twin_k(found["testbed"]) ** 2 if self.twin_scale else 1)
+
+
+def expected_ends(claim: dict[str, Any], lane: dict[str, Any]) -> tuple[float, float]:
+    """(lowest, highest) accepted value before the tolerance; an open end is infinite."""
+    source = lane if "expected" in lane or "expected_range" in lane else claim
+    if "expected" in source:
+        return float(source["expected"]), float(source["expected"])
+    low, high = source["expected_range"]
+    return (-math.inf if low is None else float(low)), (math.inf if high is None else float(high))
+
+
+def with_unit(number: str, unit: str) -> str:
+    return f"{number} {unit}".rstrip()
+
+
+def points(amount: float) -> str:
+    return f"{amount:g} {'point' if amount == 1 else 'points'}"
+
+
+def expected_text(low: float, high: float, unit: str, tolerance: dict[str, float] | None) -> str:
+    """An expectation as a reader wants it, with its unit; a tolerance of 0 makes one value an exact one."""
+    if low == high:
+        exactly = "exactly " if tolerance is not None and not any(tolerance.values()) else ""
+        return exactly + with_unit(f"{low:,.6g}", unit)
+    if math.isinf(low):
+        return with_unit(f"at most {high:,.6g}", unit)
+    return with_unit(f"at least {low:,.6g}" if math.isinf(high) else f"{low:,.6g} to {high:,.6g}", unit)
+
+
+def widened(low: float, high: float, tolerance: dict[str, float]) -> tuple[float, float]:
+    """Both ends moved outwards by the tolerance."""
+    ((kind, amount),) = tolerance.items()
+    margins = [abs(end) * amount / 100 if kind == "relative_percent" else amount for end in (low, high)]
+    return low - margins[0], high + margins[1]
+
+
+def tolerance_text(low: float, high: float, unit: str, tolerance: dict[str, float] | None) -> str:
+    """What is accepted beside the expectation; empty where nothing is."""
+    ((kind, amount),) = (tolerance or {"absolute": 0}).items()
+    if amount == 0:
+        return ""
+    if kind == "relative_percent":
+        margin = f"{amount:g} % of it" if unit == "%" else f"{amount:g} %"
+    else:
+        margin = points(amount) if unit == "%" else with_unit(f"{amount:g}", unit)
+    if low == high:
+        return f"± {margin}"
+    if math.isinf(low) or math.isinf(high):
+        return f"or up to {margin} {'more' if math.isinf(low) else 'less'}"
+    return f"± {margin} at either end"
+
+
+def basis_of(claim: dict[str, Any], lane: str) -> str:
+    """What the claim's verdict in that lane rests on."""
+    return claim["basis"] if isinstance(claim["basis"], str) else claim["basis"][lane]
+
+
+def rows_expected(claim: dict[str, Any]) -> list[str]:
+    """Ids of the published rows that a claim's expectation is made of, as in `Calibration.solved_from`."""
+    fixed = [{c: v} for c, values in claim["over"].items() for v in values] if "over" in claim else [{}]
+    operands = [operand for name, operand in claim["compute"].items() if name != "operation"]
+    ids = []
+    for operand in operands:
+        for selector in operand if isinstance(operand, list) else [operand]:
+            for more in fixed:
+                row = {**selector, **more}
+                cells = (row.get(column, "") for column in ("series", "model", "x_value", "metric"))
+                ids.append(":".join((claim["exhibit_id"], *map(str, cells))))
+    return ids
+
+
+def refuse_circular(claim: dict[str, Any]) -> None:
+    """A modelled value may not be judged as held out by a row that a constant behind it was solved from."""
+    if basis_of(claim, "modelled") == HELD_OUT:
+        try:
+            require_held_out(claim["id"], rows_expected(claim), (*CALIBRATIONS, PROCESS_OVERHEAD))
+        except CircularClaim as error:
+            raise tidy.TableError(f"claims: {error}; its modelled basis is `calibrated`") from None
+
+
+def history(claim: dict[str, Any]) -> str:
+    """When a claim was committed, and what was changed when, in a sentence; empty where nothing was."""
+    if "changed" not in claim:
+        return ""
+
+    def when(stamp: dict[str, str]) -> str:
+        return stamp["at"] + (f" ({stamp['commit']})" if "commit" in stamp else "")
+
+    first = f"committed {when(claim['committed'])}, changed " if "committed" in claim else ""
+    return f"{first}{when(claim['changed'])}: {claim['changed']['what']}"
+
+
+def decide(claim: dict[str, Any], lane_name: str, table: pd.DataFrame) -> Verdict:
+    """The verdict of one claim in one lane of its exhibit's table."""
+    lane = claim["lanes"][lane_name]
+    low, high = expected_ends(claim, lane)
+    common = {name: claim[name] for name in ("exhibit_id", "unit", "sentence")}
+    common |= {"claim_id": claim["id"], "lane": lane_name, "history": history(claim)}
+    basis = basis_of(claim, lane_name)
+    common |= {"basis": basis, "rests_on": "" if basis == HELD_OUT else claim["rests_on"]}
+    texts = low, high, claim["unit"], lane.get("tolerance")
+    common |= {"expected": expected_text(*texts), "tolerance": tolerance_text(*texts)}
+    undecided = {**common, "verdict": NOT_CHECKABLE, "value": "", "testbed": ""}
+    if "not_checkable" in lane:
+        return Verdict(**undecided, reason=lane["not_checkable"])
+    low, high = widened(low, high, lane["tolerance"])
+    own = table[(table["lane"] == lane_name) & ~tidy.is_reference(table)]
+    computation = Computation(own, claim, lane.get("scale") == "twin")
+    try:
+        value = computation.value()
+    except NoResult as failed:
+        return Verdict(**undecided | {"verdict": NO_RESULT}, reason=str(failed))
+    except Missing as missing:
+        return Verdict(**undecided, reason=f"not in this lane: {missing}")
+    verdict = REPRODUCED if low - 1e-12 <= value <= high + 1e-12 else DEVIATES
+    testbeds = " ".join(computation.testbeds)
+    return Verdict(**common, verdict=verdict, value=f"{value:.6g}", reason=lane.get("why", ""), testbed=testbeds)
+
+
+def of_built(claims: list[dict[str, Any]], entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Claims whose exhibit is built; those of the others are only committed, before their first run."""
+    built = {entry["id"] for entry in entries if entry["status"] == "built"}
+    return [claim for claim in claims if claim["exhibit_id"] in built]
+
+
+def decide_modelled(claims: list[dict[str, Any]], table: Path) -> list[Verdict]:
+    """The modelled lane of every claim, from that lane's one table of all exhibits."""
+    rows = tidy.read_table(table)
+    for claim in claims:
+        refuse_circular(claim)
+    return [decide(claim, "modelled", rows[rows["exhibit_id"] == claim["exhibit_id"]]) for claim in claims]
+
+
+def decide_all(claims: list[dict[str, Any]], tables: Path) -> list[Verdict]:
+    """Both lanes of every claim; tables are ``<tables>/<exhibit id>.csv``."""
+    read: dict[str, pd.DataFrame] = {}
+    out = []
+    for claim in claims:
+        refuse_circular(claim)
+        exhibit = claim["exhibit_id"]
+        if exhibit not in read:
+            read[exhibit] = tidy.read_table(tables / f"{exhibit}.csv")
+        out += [decide(claim, lane, read[exhibit]) for lane in LANES]
+    return out
+
+
+COARSE_TWIN = 32  # from this divisor on, pages and Python objects are no longer small beside the buffers
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Claims and verdicts</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+body{{font:15px/1.5 system-ui,sans-serif;max-width:75rem;margin:2rem auto;padding:0 1rem;color:#222}}
+.wide{{overflow-x:auto}}table{{border-collapse:collapse;width:100%}}
+th,td{{text-align:left;vertical-align:top;padding:.35rem .6rem;border-bottom:1px solid #ddd}}
+td.n{{text-align:right;white-space:nowrap}}.v{{white-space:nowrap;font-weight:600}}
+.reproduced{{color:#00674f}}.deviates{{color:#b34700}}.no,.not{{color:#666;font-weight:400}}small{{color:#555}}
+</style></head><body>
+<h1>Claims and verdicts</h1>
+<p>{summary} <a href="index.html">All exhibits</a></p>
+<p>Only verdicts that are <b>held out</b> count: the expectation took no part in finding the value, and the value could
+have failed. <b>Calibrated</b>: the expectation was used to find a constant behind the value. <b>By construction</b>:
+cannot fail. <b>Alternate reading</b>: one of several readings of the paper, or a number that another claim counts.
+A claim that was changed, or written, with a result at hand says so in its note.</p>
+{errata}{sections}
+</body></html>
+"""
+
+
+def value_text(value: float) -> str:
+    """Four digits, and all of a larger number."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def verdict_rows(verdicts: list[Verdict]) -> str:
+    """HTML rows, one a claim and lane; also used by the report."""
+    cells = []
+    for v in verdicts:
+        value = with_unit(value_text(float(v.value)), v.unit) if v.value else ""
+        columns = (
+            f"<td>{html.escape(v.sentence)}<br><small>{html.escape(v.claim_id)}</small></td>",
+            f"<td>{v.lane}<br><small>{html.escape(v.testbed)}</small></td>",
+            f"<td class=n>{html.escape(value)}</td>",
+            f"<td class=n>{html.escape(v.expected)}<br><small>{html.escape(v.tolerance)}</small></td>",
+            f"<td class='v {v.verdict.split()[0]}'>{v.verdict}</td>",
+            f"<td>{v.basis}<br><small>{html.escape(v.rests_on)}</small></td>",
+            f"<td><small>{html.escape('. '.join(note for note in (v.reason, v.history) if note))}</small></td>",
+        )
+        cells.append(f"<tr>{''.join(columns)}</tr>")
+    names = ("The paper says", "Lane", "Value", "Expected", "Verdict", "Basis", "Note")
+    head = f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
+    return f"<div class=wide><table>{head}{''.join(cells)}</table></div>"
+
+
+def coarse_twins(verdicts: list[Verdict]) -> str:
+    """A sentence where small twins were judged; empty otherwise."""
+    divisors = [int(k) for v in verdicts for k in re.findall(r"-k(\d+)", v.testbed)]
+    if not divisors or max(divisors) < COARSE_TWIN:
+        return ""
+    return (
+        f" Some twins here are of k = {max(divisors)}: one page of memory then stands for"
+        f" {4 * max(divisors) ** 2 / 1024:.0f} MiB, so bytes are coarse; judge the paper by larger ones."
+    )
+
+
+def paper_of(verdict: Verdict) -> str:
+    return verdict.exhibit_id.rsplit("-", 1)[0]
+
+
+def score(verdicts: list[Verdict], lane: str) -> str:
+    """A lane's verdicts that are held out, in words: "70 of 80 held-out claims reproduced, 10 deviate"."""
+    count = Counter(v.verdict for v in verdicts if v.lane == lane and v.basis == HELD_OUT)
+    decided = count[REPRODUCED] + count[DEVIATES] + count[NO_RESULT]
+    text = f"{count[REPRODUCED]} of {decided} held-out {'claim' if decided == 1 else 'claims'} reproduced, "
+    text += f"{count[DEVIATES]} {DEVIATES if count[DEVIATES] == 1 else 'deviate'}"
+    return text + (f", {count[NO_RESULT]} without a result" if count[NO_RESULT] else "")
+
+
+def page(verdicts: list[Verdict]) -> str:
+    """The claims as one HTML page without outside resources."""
+    summary = []
+    for lane in LANES:
+        mine = [v for v in verdicts if v.lane == lane]
+        others = [v for v in mine if v.basis != HELD_OUT and v.verdict in (REPRODUCED, DEVIATES, NO_RESULT)]
+        unchecked = sum(v.verdict == NOT_CHECKABLE for v in mine)
+        shown = f"{len(others)} more that do not count, {unchecked} {NOT_CHECKABLE}"
+        summary.append(f"{lane.capitalize()}: {score(mine, lane)}; {shown}.")
+    sections = []
+    for exhibit in dict.fromkeys(v.exhibit_id for v in verdicts):
+        mine = [v for v in verdicts if v.exhibit_id == exhibit]
+        sections.append(f"<h2 id='{exhibit}'><a href='index.html#{exhibit}'>{exhibit}</a></h2>{verdict_rows(mine)}")
+    errata = "".join(errata_page.as_html(paper) for paper in dict.fromkeys(map(paper_of, verdicts)))
+    text = " ".join(summary) + coarse_twins(verdicts)
+    return PAGE.format(summary=text, errata=errata, sections="\n".join(sections))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="claims.csv")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--tables", type=Path, help="folder of the exhibits' tidy tables; needs --page")
+    source.add_argument("--modelled", type=Path, help="a paper's modelled lane, decided alone and without a page")
+    parser.add_argument("--page", type=Path, help="claims.html")
+    args = parser.parse_args()
+    if args.tables and not args.page:
+        parser.error("--tables needs --page")
+    try:
+        claims = registry.claims()
+        tidy.check({"claims": claims}, "claims.schema.json", "workflows/papers/*/claims.yaml")
+        if args.modelled:
+            paper = args.modelled.stem if args.modelled.stem in registry.PAPERS else "memascend"
+            verdicts = decide_modelled([c for c in claims if c["exhibit_id"].startswith(f"{paper}-")], args.modelled)
+        else:
+            verdicts = decide_all(of_built(claims, registry.exhibits()), args.tables)
+            tidy.atomically(args.page, lambda path: path.write_text(page(verdicts)))
+        tidy.write_table([asdict(v) for v in verdicts], args.out, [f.name for f in fields(Verdict)])
+    except (tidy.TableError, ValueError, OSError) as error:
+        tidy.fail(error)
+
+
+if __name__ == "__main__":
+    main()

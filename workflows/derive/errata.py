@@ -1,0 +1,85 @@
+"""Write docs/errata.md from the errata that each paper's folder keeps (workflows/papers/<paper>/errata.yaml)."""
+
+from __future__ import annotations
+
+import argparse
+import html
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from workflows import tidy
+
+ROOT = Path(__file__).resolve().parents[2]
+PAPERS = ROOT / "workflows/papers"
+INTRODUCTION = """# Errata
+
+Whoever reproduces a paper reads every number twice, and some of them do not go together. This page lists those, with
+the place, the computation, and how this repository reads them. They are offered with thanks to the authors, whose work
+this repository builds on: none of them touches an idea, most are slips of the pen, and where we are wrong, an issue is
+welcome.
+
+Grade A follows from the printed numbers alone, B needs one outside fact, C is plausible and not proven. Written by
+`python -m workflows.derive.errata` from `workflows/papers/*/errata.yaml`; edit those.
+"""
+
+
+def errata_of(paper: str) -> dict[str, Any] | None:
+    """A paper's errata, or None where it has no file; TableError where the file is no such list."""
+    path = PAPERS / paper / "errata.yaml"
+    if not path.exists():
+        return None
+    found = yaml.safe_load(path.read_text())
+    for entry in found["errata"]:
+        missing = {"id", "grade", "place", "quote", "statement", "computation", "reading"} - entry.keys()
+        if missing:
+            raise tidy.TableError(f"{path}: {entry.get('id', 'an entry')} lacks {', '.join(sorted(missing))}")
+    return found
+
+
+def as_markdown(found: dict[str, Any]) -> str:
+    """A section for each erratum."""
+    parts = [f"## {found['paper']}\n"]
+    for entry in found["errata"]:
+        lines = [f"### {entry['id']} · {entry['place']} · grade {entry['grade']}\n", f"> {entry['quote']}\n"]
+        lines += [f"- **It says**: {entry['statement']}", f"- **The numbers give**: {entry['computation']}"]
+        lines.append(f"- **Read here as**: {entry['reading']}")
+        if entry.get("claims"):
+            lines.append(f"- **Claims**: {', '.join(f'`{claim}`' for claim in entry['claims'])}")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def as_html(paper: str) -> str:
+    """The errata of a paper that claims rest on, folded, for the page of claims; empty where there are none."""
+    found = errata_of(paper)
+    entries = [entry for entry in found["errata"] if entry.get("claims")] if found else []
+    if not entries:
+        return ""
+    cells = "".join(
+        f"<p><b>{entry['id']}</b>, {html.escape(entry['place'])}. {html.escape(entry['statement'])} <br>"
+        f"{html.escape(entry['computation'])} <br>{html.escape(entry['reading'])}</p>"
+        for entry in entries
+    )
+    return f"<details><summary>Errata of {html.escape(found['paper'])} that claims rest on</summary>{cells}</details>\n"
+
+
+def page() -> str:
+    """The whole of docs/errata.md."""
+    papers = sorted(path.parent.name for path in PAPERS.glob("*/errata.yaml"))
+    return "\n".join([INTRODUCTION, *(as_markdown(errata_of(paper)) for paper in papers)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/errata.md")
+    args = parser.parse_args()
+    try:
+        args.out.write_text(page())
+    except (tidy.TableError, OSError, yaml.YAMLError) as error:
+        tidy.fail(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""One exhibit's tidy table, every row with its lane and origin; or the modelled lane of a whole paper.
+
+Rows are the paper's text (results/published), what its folder models (workflows/papers/<paper>/rows) and measures from
+run records, and, where they are finer or ours are missing, committed records of other machines, as series of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from workflows import tidy
+from workflows.records import RUN_COLUMNS, load, run_summary
+
+
+def paper_of(exhibit: str) -> str:
+    return exhibit.rpartition("-")[0]
+
+
+def rows_of(paper: str) -> Any:
+    """The module that computes a paper's rows; None where nothing is computed yet."""
+    name = f"workflows.papers.{paper}.rows"
+    found = importlib.util.find_spec(f"workflows.papers.{paper}") and importlib.util.find_spec(name)
+    return importlib.import_module(name) if found else None
+
+
+def published_rows(folder: Path, exhibit: str) -> pd.DataFrame:
+    """Rows quoted from the paper. The testbed is the paper's configuration where the text names one."""
+    paths = sorted(folder.glob("*.csv"))
+    if not paths:
+        raise tidy.TableError(f"{folder}: no published numbers (*.csv) here; check published_dir in the configuration")
+    mine = [path for path in paths if path.stem.replace("_", "") == paper_of(exhibit)]
+    tables = [pd.read_csv(path, dtype=str, keep_default_na=False) for path in mine]
+    rows = pd.concat([table[table["exhibit_id"] == exhibit] for table in tables], ignore_index=True)
+    named = rows["x_name"].eq("config")
+    rows["testbed"] = ("paper-" + rows["x_value"]).where(named, "paper")
+    rows["source"] = rows["quote"]
+    return rows.reindex(columns=tidy.COLUMNS, fill_value="")
+
+
+def lane_rows(path: Path, exhibit: str) -> pd.DataFrame:
+    table = tidy.read_table(path)
+    return table[table["exhibit_id"] == exhibit]
+
+
+def measured_rows(paper: str, records: list[dict[str, Any]]) -> pd.DataFrame:
+    """Every row that the paper's folder makes of these records."""
+    module = rows_of(paper)
+    rows = list(module.measured(records)) if module and hasattr(module, "measured") else []
+    return pd.DataFrame([dict.fromkeys(tidy.COLUMNS, "") | row for row in rows], columns=tidy.COLUMNS).astype(str)
+
+
+def reference_rows(exhibit: str, records: list[dict[str, Any]], own: pd.DataFrame) -> pd.DataFrame:
+    """What committed records say where ours are coarser or missing: series of their own, named by host and date."""
+    parts = [own.iloc[:0]]
+    hosts = dict.fromkeys(Path(record["_path"]).parent.name for record in records)
+    for host in hosts:
+        mine = [record for record in records if Path(record["_path"]).parent.name == host]
+        rows = measured_rows(paper_of(exhibit), mine)
+        rows = rows[(rows["exhibit_id"] == exhibit) & (rows["lane"] == "measured")].copy()
+        finest: dict[tuple, int] = {}
+        for what, k in kept_apart(own[own["lane"] == "measured"]):
+            finest[what] = min(k, finest.get(what, k))
+        rows = rows[[finest.get(what, k + 1) > k for what, k in kept_apart(rows)]].copy()
+        when = {record["key"]: record["started_at"][:10] for record in mine}
+        days = [max(when[key] for key in source.split()) for source in rows["source"]]
+        rows["series"] = [f"{series} [{host}, {day}]" for series, day in zip(rows["series"], days, strict=True)]
+        rows["testbed"] = rows["testbed"].str.replace(r"^[^/]+", host, regex=True)
+        parts.append(rows)
+    return pd.concat(parts, ignore_index=True)
+
+
+def twin_k(testbed: str) -> int:
+    """The factor of a twin's testbed ``<host>/<model>-k<k>``; 1 for a full-size one."""
+    found = re.search(r"-k(\d+)(-r\d+)?$", testbed)
+    return int(found[1]) if found else 1
+
+
+def kept_apart(rows: pd.DataFrame) -> list[tuple[tuple, int]]:
+    """(what a row says, its twin's factor): model, metric and x; the points of a curve over time are one."""
+    curve = rows["x_name"].isin(("time in ms", "step"))
+    x = rows["x_value"].where(~curve, "")
+    return [
+        ((m, metric, at), twin_k(t))
+        for m, metric, at, t in zip(rows["model"], rows["metric"], x, rows["testbed"], strict=True)
+    ]
+
+
+def assemble(exhibit: str, published: Path, modelled: pd.DataFrame, *measured: pd.DataFrame) -> pd.DataFrame:
+    """The published rows, then those of each lane."""
+    lanes = [part[part["exhibit_id"] == exhibit] for part in (modelled, *measured)]
+    table = pd.concat([published_rows(published, exhibit), *lanes], ignore_index=True)
+    if table.empty:
+        raise tidy.TableError(f"{exhibit}: no lane has a row; check the id against the exhibits of its paper")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--exhibit", help="id, such as memascend-fig11")
+    parser.add_argument("--modelled-lane-of", metavar="PAPER", help="write that paper's modelled lane, of all exhibits")
+    parser.add_argument("--published", type=Path, help="folder of the facts quoted from the papers")
+    parser.add_argument("--modelled", type=Path, help="tidy table of the paper's modelled lane")
+    parser.add_argument("--records", type=Path, nargs="*", default=[], help="run records (JSON)")
+    parser.add_argument("--reference", type=Path, nargs="*", default=[], help="committed records of named machines")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--runs-out", type=Path, help="one line a run: what it was, where and when")
+    args = parser.parse_args()
+    try:
+        if args.modelled_lane_of:
+            tidy.write_table(rows_of(args.modelled_lane_of).modelled(), args.out)
+            return
+        records = load(args.records)
+        lanes = [measured_rows(paper_of(args.exhibit), records)]
+        lanes.append(reference_rows(args.exhibit, load(args.reference), lanes[0]))
+        modelled = tidy.read_table(args.modelled) if args.modelled else lanes[0].iloc[:0]
+        tidy.write_table(assemble(args.exhibit, args.published, modelled, *lanes), args.out)
+        if args.runs_out:
+            tidy.write_table(map(run_summary, records), args.runs_out, RUN_COLUMNS)
+    except (tidy.TableError, ValueError, OSError, KeyError) as error:
+        tidy.fail(error)
+
+
+if __name__ == "__main__":
+    main()

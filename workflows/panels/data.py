@@ -1,0 +1,112 @@
+"""What panels draw from a tidy table: numbers under one name for all lanes, at the original's size.
+
+A panel's specification selects with `where` ({column: value or list}) and may compute with `derive`:
+  {less: [A, B]}     100 (1 - B / A) of two series       {remains: [A, B]}  100 B / A of two series
+  {share: [M, N]}    100 N / (M + N) of two metrics      {over: M}          the value divided by that of metric M
+`rates` adds bandwidths from the times that it selects.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pandas as pd
+
+from workflows.panels.style import LANES, REFERENCE
+from workflows.tidy import OF_REFERENCE, SCALED, is_reference, numeric
+
+TWIN = re.compile(r"-k(\d+)(?:-r(\d+))?$")
+SERIES = ["ZeRO-Infinity (as published)", "ZeRO-Infinity", "torch.aminmax", "MemAscend", "ZeRO-Offload", "All in GPU"]
+
+
+def prepared(table: pd.DataFrame, spec: dict[str, Any]) -> pd.DataFrame:
+    """Every row with the columns `number` and `at` (NaN for text), `k`, `ranks`; of a twin the scaled metric, and of
+    several twins of a model the largest. The specification says which series "both" is, what to `rename` ({column:
+    {from: to}}) and which printed values are `corrected` ({lane, values: {as printed: as meant}})."""
+    table = table.assign(number=table["value"].map(numeric), at=table["x_value"].map(numeric))
+    table = table.astype({"number": float, "at": float})
+    found = table["testbed"].str.extract(TWIN)
+    table["k"], table["ranks"] = (found[i].fillna("1").astype(int) for i in (0, 1))
+    scaled = table["metric"].str.endswith(SCALED)
+    own = table["metric"].isin(set(table.loc[scaled, "metric"].str.removesuffix(SCALED)))
+    table = table[~(table["lane"].eq("measured") & own & table["number"].notna())].copy()
+    table["metric"] = table["metric"].str.removesuffix(SCALED)
+    of_reference = is_reference(table)
+    table.loc[of_reference, "lane"] = REFERENCE
+    table["series"] = table["series"].str.replace(OF_REFERENCE, "", regex=True)
+    both = table["series"].eq("both")
+    table = pd.concat([table[~both], *(table[both].assign(series=name) for name in spec.get("both", ["both"]))])
+    table = table.replace(spec.get("rename", {}))
+    corrected = spec.get("corrected", {"lane": "", "values": {}})
+    printed = table["lane"].eq(corrected["lane"]) & table["value"].isin(list(corrected["values"]))
+    table.loc[printed, "number"] = table.loc[printed, "value"].map(corrected["values"]).astype(float)
+    same = ["series", "model", "metric", "lane", "ranks", "x_name", "x_value", "subfigure"]
+    least = table.groupby(same)["k"].transform("min")
+    return table[table["k"] == least]
+
+
+def select(data: pd.DataFrame, where: dict[str, Any] | None) -> pd.DataFrame:
+    """Rows that fit every column; a list is any of its values, and null any value."""
+    for column, wanted in (where or {}).items():
+        if wanted is not None:
+            data = data[data[column].isin([*map(str, wanted)] if isinstance(wanted, list) else [str(wanted)])]
+    return data
+
+
+def shown(data: pd.DataFrame, panel: dict[str, Any]) -> pd.DataFrame:
+    """The numbers of one panel: its metric, its selection, then what it derives."""
+    data = select(data, panel.get("where"))
+    derive = panel.get("derive")
+    if "rates" in panel:  # GB/s, from microseconds and the bytes at x
+        timed = select(data, panel["rates"])
+        data = pd.concat([data, timed.assign(metric=panel["metric"], number=timed["at"] / timed["number"] / 1e3)])
+    if derive:
+        data = derived(data, *next(iter(derive.items())), panel.get("metric"))
+    elif "metric" in panel:
+        data = select(data, {"metric": panel["metric"]})
+    return data[data["number"].notna()]
+
+
+def derived(data: pd.DataFrame, how: str, names: Any, metric: str | None) -> pd.DataFrame:
+    """Rows of a quotient; each takes the cells of its last operand."""
+    column = "series" if how in ("less", "remains") else "metric"
+    if column == "series":
+        data = select(data, {"metric": metric})
+    first, second = (names, metric) if how == "over" else names
+    keys = ["model", "lane", "ranks", *({"series", "metric"} - {column})]
+    whole = data[data[column] == first].drop_duplicates(keys).set_index(keys)["number"]
+    rest = data[(data[column] == second) & data["number"].notna()].copy()
+    below = pd.Series(
+        [whole.get(tuple(row[key] for key in keys)) for _, row in rest.iterrows()], rest.index, dtype=float
+    )
+    part = rest["number"]
+    rest["number"] = {
+        "less": 100 * (1 - part / below),
+        "remains": 100 * part / below,
+        "share": 100 * part / (part + below),
+        "over": part / below,
+    }[how]
+    return rest[rest["number"].notna()]
+
+
+def first(data: pd.DataFrame, where: dict[str, Any]) -> float | None:
+    """The first number that fits, or None."""
+    found = select(data, where)["number"].dropna()
+    return float(found.iloc[0]) if len(found) else None
+
+
+def ordered(found: Any, order: list[str]) -> list[str]:
+    """The names that are there: those of `order` in its order, by their beginnings, then the others by name."""
+
+    def rank(name: str) -> tuple[int, str]:
+        places = [i for i, start in enumerate(order) if name == start or name.startswith(start + " ")]
+        exact = [i for i, start in enumerate(order) if name == start]
+        return (exact or places or [len(order)])[0], name
+
+    return sorted(set(found), key=rank)
+
+
+def lanes_of(data: pd.DataFrame) -> list[str]:
+    present = set(data["lane"])
+    return [lane for lane in LANES if lane in present]

@@ -1,0 +1,146 @@
+"""Tables drawn as figures: rules above and below, wrapped cells, no boxes.
+
+words    {name: word} for every row
+rows     [{name: word}]: words that the columns' templates may use; or {by: column}: a row for each of its values
+columns  [{head, width, wrap, and what is in its cells}], each one of
+           text     a template of the row's words, bold
+           select   {column: template}: the value of the rows that fit; with form (of a number), else as it stands
+           each     like select with a line for every x value: form may name {x}, {value} and metrics under `also`
+         with none  in place of a missing value;  against  {column: template}: coloured, and with `percent` the
+         deviation behind the value, where it is more than `tolerance` percent away;  minus  {lane: what the printed
+         value holds more};  once  only in the first of rows with the same words there;  behind  [{select, form}]
+"""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from workflows.panels import data as of
+from workflows.panels import style
+
+LINE, PAD = 0.165, 0.13  # inches of a line, and between rows
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell's text (lines are wrapped) and colour."""
+
+    text: str
+    colour: str = style.INK
+    bold: bool = False
+
+
+def cells(table: pd.DataFrame, panel: dict[str, Any]) -> list[list[Cell]]:
+    """The body: of every row its cells."""
+    rows = panel["rows"]
+    if isinstance(rows, dict):
+        found = of.select(table, rows.get("where"))
+        rows = [{rows["by"]: name} for name in dict.fromkeys(found[rows["by"]])]
+    out, before = [], {}
+    for row in ({**panel.get("words", {}), **row} for row in rows):
+        line = []
+        for number, column in enumerate(panel["columns"]):
+            once = column.get("once", "").format(**row)
+            again = once and before.get(number) == once
+            made = Cell("") if again else cell(table, column, row)
+            line.append(replace(made, bold=made.bold and ("text" not in column or not number)))
+            before[number] = once
+        out.append(line)
+    return out
+
+
+def cell(table: pd.DataFrame, column: dict[str, Any], row: dict[str, Any]) -> Cell:
+    """One cell."""
+    if "text" in column:
+        return Cell(column["text"].format(**row), bold=True)
+    if "each" in column:
+        return Cell(each(table, column, row))
+    found = of.select(table, filled(column["select"], row))
+    if found.empty:
+        return Cell(column.get("none", "not stated"), style.FAINT)
+    value, number = found.iloc[0]["value"], found.iloc[0]["number"]
+    if pd.isna(number):
+        return Cell(value + behind(table, column, row))
+    shown = column.get("form", "{:g}").format(number)
+    printed = of.first(table, filled(column["against"], row)) if "against" in column else None
+    colour = style.INK
+    if printed is not None:
+        off = 100 * (number / (printed - column.get("minus", {}).get(found.iloc[0]["lane"], 0.0)) - 1)
+        own = found.iloc[0]["lane"] == "published"
+        shown += f"  ({off:+.1f} %)" if column.get("percent") and not own else ""
+        colour = style.PALETTE["vermilion"] if abs(off) > column["tolerance"] else style.INK
+    return Cell(
+        shown + behind(table, column, row),
+        colour,
+        bold=column.get("bold", found.iloc[0]["lane"] == "published" and "percent" in column),
+    )
+
+
+def behind(table: pd.DataFrame, column: dict[str, Any], row: dict[str, Any]) -> str:
+    """Further lines of a cell, where their selectors find something that says more than "fits"."""
+    lines = []
+    for more in column.get("behind", []):
+        found = of.select(table, filled(more["select"], row))["value"]
+        if len(found) and found.iloc[0] != "fits":
+            number = of.numeric(found.iloc[0])
+            lines.append("\n" + more["form"].format(found.iloc[0] if number is None else number))
+    return "".join(lines)
+
+
+def each(table: pd.DataFrame, column: dict[str, Any], row: dict[str, Any]) -> str:
+    """A line for each x value of the rows that fit."""
+    found = of.select(table, filled(column["each"], row))
+    lines = []
+    for x in sorted(set(found["x_value"]), key=float):
+        here = found[found["x_value"] == x]
+        values = {name: of.first(here, {"metric": metric}) for name, metric in column["also"].items()}
+        if None not in values.values():
+            lines.append(column["form"].format(x=x, **values))
+    return "\n".join(lines) or column.get("none", "not measured")
+
+
+def filled(where: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    """A selector with the row's words in it."""
+    return {name: text.format(**row) if isinstance(text, str) else text for name, text in where.items()}
+
+
+def height(body: list[list[Cell]], panel: dict[str, Any]) -> list[float]:
+    """Inches of the head and of every row."""
+    wrap = [column.get("wrap", 18) for column in panel["columns"]]
+    heads = [Cell(column["head"]) for column in panel["columns"]]
+    counts = [max(wrapped(c.text, n).count("\n") + 1 for c, n in zip(row, wrap, strict=True)) for row in [heads, *body]]
+    return [LINE * count + PAD for count in counts]
+
+
+def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[str, str]]:
+    """The table fills the axes. Its lanes stand in its head."""
+    body = panel.get("_body") or cells(table, panel)
+    heights, columns = height(body, panel), panel["columns"]
+    widths = [column.get("width", 1.0) for column in columns]
+    starts, whole = [sum(widths[:i]) for i in range(len(widths))], sum(widths)
+    axis.set(xlim=(0, whole), ylim=(sum(heights) + 0.1, 0))
+    axis.axis("off")
+    y = 0.0
+    rule(axis, y, whole, 1.2)
+    heads = [Cell(column["head"], bold=True) for column in columns]
+    for number, (row, tall) in enumerate(zip([heads, *body], heights, strict=True)):
+        for column, start, each_cell in zip(columns, starts, row, strict=True):
+            look = {"va": "center", "ha": "left", "fontsize": 8.5, "linespacing": 1.35, "color": each_cell.colour}
+            text = wrapped(each_cell.text, column.get("wrap", 18))
+            axis.text(start + 0.05, y + tall / 2, text, **look, fontweight="bold" if each_cell.bold else "normal")
+        y += tall
+        rule(axis, y, whole, 1.2 if number in (0, len(body)) else 0.4)
+    return []
+
+
+def wrapped(text: str, characters: int) -> str:
+    return "\n".join(line for part in text.split("\n") for line in (textwrap.wrap(part, characters) or [""]))
+
+
+def rule(axis: Axes, y: float, width: float, weight: float) -> None:
+    axis.plot([0, width], [y, y], color=style.INK, linewidth=weight, clip_on=False)

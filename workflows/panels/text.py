@@ -1,0 +1,44 @@
+"""Listings and equations: what a paper gives as text, beside what stands for it here.
+
+blocks   [{title, lines}]: side by side, monospaced;   code   {title, file, name}: a function of this repository
+"""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from workflows.panels import style
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[str, str]]:
+    """Blocks side by side. Nothing in it has a lane."""
+    axis.axis("off")
+    blocks = [(block["title"], source(block)) for block in panel["blocks"]]
+    for i, (title, lines) in enumerate(blocks):
+        x = i / len(blocks) + 0.01
+        axis.text(x, 1.0, title, transform=axis.transAxes, va="top", fontsize=9.5, fontweight="bold")
+        mono = {"family": "DejaVu Sans Mono", "fontsize": panel.get("fontsize", 7.5), "linespacing": 1.45}
+        axis.text(x, 0.93, lines, transform=axis.transAxes, va="top", color=style.INK, **mono)
+    return []
+
+
+def source(block: dict[str, Any]) -> str:
+    """The block's own lines, or those of a function or class of this repository without its docstring."""
+    if "lines" in block:
+        return block["lines"]
+    text = (ROOT / block["file"]).read_text()
+    nodes = [node for node in ast.walk(ast.parse(text)) if getattr(node, "name", None) == block["name"]]
+    if not nodes:
+        raise ValueError(f"{block['file']} has no {block['name']!r}; the figure's specification names it")
+    node = nodes[0]
+    if ast.get_docstring(node) is not None:
+        node.body = node.body[1:]
+    return textwrap.dedent(ast.unparse(node))

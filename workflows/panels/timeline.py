@@ -1,0 +1,39 @@
+"""Tasks on their resources over time: rows with x_name "begin (s)", x_value when, value how long; a line a series.
+
+metrics name the tasks;   order   the lines from above;   parts   {metric: colour};   by   lane | testbed: blocks
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from workflows.panels import data as of
+from workflows.panels import style
+
+BEGIN = "begin (s)"
+
+
+def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[str, str]]:
+    """A bar a task; (task, lane) of what was drawn."""
+    table = of.select(table, panel.get("where"))
+    table = table[table["number"].notna() & table["x_name"].eq(BEGIN)]
+    rows = [(lane, series) for lane in of.lanes_of(table) for series in of.ordered(table["series"], panel["order"])]
+    rows = [row for row in rows if ((table["lane"] == row[0]) & (table["series"] == row[1])).any()]
+    drawn = []
+    for line, (lane, series) in enumerate(rows):
+        for task in table[(table["lane"] == lane) & (table["series"] == series)].itertuples():
+            fill = style.colour(task.metric, panel["parts"])
+            bar = axis.barh([line], [task.number], 0.7, left=[task.at], **style.surface(lane, fill))
+            axis.bar_label(bar, [f"{task.metric} {task.number:g} s"], label_type="center", fontsize=7, bbox=BOX)
+            drawn.append((task.metric, lane))
+    axis.set_yticks(range(len(rows)), [f"{series}\n{lane}" for lane, series in rows])
+    axis.invert_yaxis()
+    axis.grid(visible=True, axis="x")
+    axis.set_xlim(left=0)
+    return drawn
+
+
+BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}

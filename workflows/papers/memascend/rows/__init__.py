@@ -1,0 +1,34 @@
+"""What MemAscend's exhibits compute, in both lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from workflows.cases import Row, join_seeds
+from workflows.papers.memascend.rows import checks, machines, measured_times, memory, nvme, sweeps, times
+from workflows.records import Run
+
+
+def modelled() -> Iterator[Row]:
+    """Every row of the planner. Tables III and V have none: they describe machines."""
+    yield from memory.planned()
+    yield from sweeps.planned()
+    yield from times.rows()
+
+
+def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
+    """Rows of run records. What a line through measured points says of sizes that were not run is ``modelled``."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        kinds.setdefault(record["kind"], []).append(record)
+    runs = [Run(record, record["_path"]) for record in kinds.get("training", [])]
+    good = {kind: [r for r in found if r["status"] == "ok"] for kind, found in kinds.items()}
+    rows = [*memory.measured([run for run in runs if not run.is_sweep and not run.is_curve]), *sweeps.measured(runs)]
+    rows += measured_times.rows(good.get("step-times", []))
+    rows += [row for bench in good.get("bench-overflow", []) for row in checks.each_way(bench)]
+    rows += [row for record in kinds.get("testbed", []) for row in machines.rows(record)]
+    yield from join_seeds(rows)
+    benches = {"overflow": checks.rows, "nvme": nvme.rows}
+    for record in good.get("bench", []):
+        yield from benches.get(record["benchmark"], lambda _: ())(record)

@@ -1,0 +1,143 @@
+"""The overflow check by size: MemAscend Fig. 12, from records of ``memascend bench overflow``, and the times of
+Fig. 3 and the extra memory of Fig. 13, from those of ``workflows.run.overflow``.
+
+Measured are the sizes that were run. A model's gradients do not fit a small machine: its latency is read off a
+straight line (least squares) through the medians of all measured sizes, is of the lane ``modelled``, and its source is
+that line.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from statistics import median, quantiles
+from typing import Any
+
+import numpy as np
+
+from memascend.planner.spec import model_spec
+from workflows.tidy import AS_PUBLISHED, MEMASCEND
+
+EXHIBIT = "memascend-fig12"
+LATENCY, LOW, HIGH = (
+    "overflow check latency" + end for end in ("", ", lower quartile over rounds", ", upper quartile over rounds")
+)
+REDUCTION, AVERAGE = "overflow check latency reduction", "average overflow check latency reduction"
+EXPONENT = "growth exponent"
+SERIES = {  # way of the benchmark -> series; DeepSpeed's release is in the record
+    "chain": AS_PUBLISHED,
+    "aminmax": "torch.aminmax",
+    "isfinite": "torch.isfinite().all()",
+    "fused": MEMASCEND,
+    "sum": "tensor.sum (read limit)",
+    "read_loop": "native read loop",
+}
+SYSTEMS = ("chain", "deepspeed", "fused")
+MODELS = ("llama3.2-1b", "llama3.2-3b", "llama3.1-8b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
+BEYOND_CACHES = 64_000_000  # fp32 elements: 256 MB, more than a processor's last-level cache holds of a buffer
+
+
+def rows(bench: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rows of one record; of its points those in fp32, as the gradients of the flat buffer are."""
+    points = [p for p in bench["points"] if p["dtype"] == "fp32"]
+    medians: dict[str, dict[int, float]] = defaultdict(dict)
+    for point in points:
+        low, middle, high = quartiles(point["seconds"])
+        medians[point["method"]][point["numel"]] = middle
+        for metric, seconds in ((LATENCY, middle), (LOW, low), (HIGH, high)):
+            yield _row(bench, series(bench, point["method"]), metric, 1e3 * seconds, "ms", point["numel"])
+    yield from _reductions(bench, medians)
+    for method, line in medians.items():
+        exponent = growth_exponent(line)
+        if exponent is not None:
+            yield _row(bench, series(bench, method), EXPONENT, exponent, "", f"{BEYOND_CACHES} and more")
+    yield from _extrapolated(bench, medians)
+
+
+def series(bench: dict[str, Any], method: str) -> str:
+    """Name of a way's series, as the other exhibits have it."""
+    if method == "deepspeed":
+        return f"ZeRO-Infinity (DeepSpeed {bench['versions'].get('deepspeed', 'version unknown')})"
+    return SERIES[method]
+
+
+def quartiles(seconds: list[float]) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile."""
+    return tuple(quantiles(seconds, n=4, method="inclusive")) if len(seconds) > 1 else (seconds[0],) * 3
+
+
+def growth_exponent(line: dict[int, float]) -> float | None:
+    """e in latency ~ elements^e beyond the caches; None for fewer than two such sizes."""
+    far = {numel: seconds for numel, seconds in line.items() if numel >= BEYOND_CACHES}
+    return float(np.polyfit(np.log(list(far)), np.log(list(far.values())), 1)[0]) if len(far) > 1 else None
+
+
+def straight_line(line: dict[int, float]) -> tuple[float, float] | None:
+    """(seconds, seconds an element) of the least-squares line; None for fewer than two sizes."""
+    if len(line) < 2:
+        return None
+    slope, start = np.polyfit(list(line), list(line.values()), 1)
+    return float(start), float(slope)
+
+
+def _row(
+    bench: dict[str, Any], name: str, metric: str, value: float, unit: str, elements: int | str, **more: str
+) -> dict[str, Any]:
+    own = {"exhibit_id": EXHIBIT, "series": name, "metric": metric, "value": f"{value:.9g}", "unit": unit}
+    own |= {"x_name": "elements", "x_value": str(elements), "lane": "measured", "testbed": bench["host"]["name"]}
+    return {**own, "source": bench["key"], **more}
+
+
+def _reductions(bench: dict[str, Any], medians: dict[str, dict[int, float]]) -> Iterator[dict[str, Any]]:
+    """From the chain to the fused check, for each size, and the mean over the sizes beyond the caches."""
+    chain, fused = medians["chain"], medians["fused"]
+    percent = {numel: 100 * (1 - fused[numel] / chain[numel]) for numel in chain if numel in fused}
+    for numel, value in percent.items():
+        yield _row(bench, MEMASCEND, REDUCTION, value, "%", numel)
+    far = [value for numel, value in percent.items() if numel >= BEYOND_CACHES]
+    if far:
+        yield _row(bench, MEMASCEND, AVERAGE, sum(far) / len(far), "%", f"{BEYOND_CACHES} and more")
+
+
+def _extrapolated(bench: dict[str, Any], medians: dict[str, dict[int, float]]) -> Iterator[dict[str, Any]]:
+    """Latencies at the models' gradient counts, and the reductions between them."""
+    lines = {m: straight_line(medians[m]) for m in SYSTEMS if m in medians}
+    lines = {m: line for m, line in lines.items() if line is not None}
+    percents = []
+    for spec in map(model_spec, MODELS):
+        seconds = {}
+        for method, (start, slope) in lines.items():
+            seconds[method] = start + slope * spec.parameters
+            sizes = sorted(medians[method])
+            source = (
+                f"line through {len(sizes)} measured sizes up to {sizes[-1]:.3g} elements:"
+                f" {1e3 * start:.3g} ms + {1e9 * slope:.3g} ns x elements; record {bench['key']}"
+            )
+            more = {"lane": "modelled", "model": spec.display, "source": source}
+            value = 1e3 * seconds[method]
+            yield _row(bench, series(bench, method), LATENCY, value, "ms", spec.parameters, **more)
+        if {"chain", "fused"} <= set(seconds):
+            percents.append(100 * (1 - seconds["fused"] / seconds["chain"]))
+            more = {
+                "lane": "modelled",
+                "model": spec.display,
+                "source": "100 (1 - MemAscend / as published), from lines",
+            }
+            yield _row(bench, MEMASCEND, REDUCTION, percents[-1], "%", spec.parameters, **more)
+    if percents:
+        more = {"lane": "modelled", "model": f"{len(percents)} models", "source": "mean over the models, from lines"}
+        yield _row(bench, MEMASCEND, AVERAGE, sum(percents) / len(percents), "%", "", x_name="", **more)
+
+
+def each_way(bench: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Time of each way to check (Fig. 3), and its extra memory as a multiple of the largest buffer (Fig. 13)."""
+    points = [p for p in bench["points"] if p["dtype"] == "fp32"]
+    largest = max((p["numel"] for p in points), default=0)
+    for point in points:
+        name, elements = SERIES[point["method"]], point["numel"]
+        seconds = median(point["seconds"])
+        yield _row(bench, name, LATENCY, 1e3 * seconds, "ms", elements, exhibit_id="memascend-fig03")
+        if elements == largest and point["method"] != "sum":
+            factor = point["extra_bytes"] / (4 * elements)
+            where = {"exhibit_id": "memascend-fig13"}
+            yield _row(bench, name, "extra memory relative to the buffer", factor, "x", elements, **where)

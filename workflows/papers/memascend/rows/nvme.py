@@ -1,0 +1,65 @@
+"""Latency and bandwidth of one tensor by its size (MemAscend Fig. 14), from records of ``memascend bench nvme``.
+
+ZeRO-Infinity is DeepNVMe with a file a tensor, on the file system; MemAscend is the direct engine on a loop device, or
+where there is none in a file. DeepNVMe in the file behind that device, at the engine's place, stands beside them: it
+tells what the software does from what the place on the disk does; the engine in a file tells what the loop device does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import fmean
+from typing import Any
+
+from workflows.papers.memascend.rows.checks import quartiles
+from workflows.tidy import MEMASCEND
+
+EXHIBIT = "memascend-fig14"
+ZERO_INFINITY = "ZeRO-Infinity"
+SERIES = {
+    "engine": MEMASCEND,
+    "engine, file": "MemAscend's engine in a file",
+    "DeepNVMe, file per tensor": ZERO_INFINITY,
+    "DeepNVMe": "DeepNVMe at MemAscend's place",
+}
+PANEL = {("write", "latency"): "a", ("write", "bandwidth"): "b", ("read", "latency"): "c", ("read", "bandwidth"): "d"}
+ENDS = (", lower quartile over rounds", "", ", upper quartile over rounds")
+GAIN = "write bandwidth improvement"
+READS = "average read bandwidth relative to ZeRO-Infinity"
+
+
+def rows(bench: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rows of one record; workers beyond one are left out."""
+    points = [p for p in bench["points"] if p.get("question") == "sizes" and p["method"] in SERIES]
+    bandwidth: dict[tuple[str, str], dict[int, float]] = {}
+    for point in points:
+        series, op, size = SERIES[point["method"]], point["op"], point["bytes"]
+        for end, seconds in zip(ENDS, quartiles(point["seconds"]), strict=True):
+            yield _row(bench, series, f"{op} latency{end}", 1e6 * seconds, "us", size, PANEL[op, "latency"])
+        rates = quartiles([size / seconds / 1e9 for seconds in point["seconds"]])
+        for end, rate in zip(ENDS, rates, strict=True):
+            yield _row(bench, series, f"{op} bandwidth{end}", rate, "GB/s", size, PANEL[op, "bandwidth"])
+        bandwidth.setdefault((series, op), {})[size] = rates[1]
+    yield from _gains(bench, bandwidth)
+
+
+def _gains(bench: dict[str, Any], bandwidth: dict[tuple[str, str], dict[int, float]]) -> Iterator[dict[str, Any]]:
+    """Of writing, size by size and over the sizes; of reading, the ratio of the means over the sizes."""
+    if any((series, op) not in bandwidth for series in (MEMASCEND, ZERO_INFINITY) for op in ("write", "read")):
+        return
+    mine, theirs = bandwidth[MEMASCEND, "write"], bandwidth[ZERO_INFINITY, "write"]
+    ratio = {size: mine[size] / theirs[size] for size in mine}
+    for size, times in ratio.items():
+        yield _row(bench, MEMASCEND, GAIN, 100 * (times - 1), "%", size, "b")
+    yield _row(bench, MEMASCEND, f"{GAIN}, up to", max(ratio.values()), "x", "", "b")
+    yield _row(bench, MEMASCEND, f"{GAIN}, average", fmean(100 * (times - 1) for times in ratio.values()), "%", "", "b")
+    reads = [fmean(bandwidth[series, "read"].values()) for series in (MEMASCEND, ZERO_INFINITY)]
+    yield _row(bench, MEMASCEND, READS, reads[0] / reads[1], "x", "", "d")
+
+
+def _row(
+    bench: dict[str, Any], series: str, metric: str, value: float, unit: str, size: int | str, panel: str
+) -> dict[str, Any]:
+    own = {"exhibit_id": EXHIBIT, "subfigure": panel, "series": series, "metric": metric, "value": f"{value:.9g}"}
+    own |= {"unit": unit, "x_name": "tensor size (bytes)" if size else "", "x_value": str(size), "lane": "measured"}
+    return {**own, "testbed": bench["host"]["name"], "source": bench["key"]}

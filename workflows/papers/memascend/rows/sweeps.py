@@ -1,0 +1,259 @@
+"""Memory against context and batch, and losses: MemAscend Figs. 2, 9, 10, 16, 17, 18 and 19, planned and measured.
+
+Two GPUs, as these figures have: each rank holds a process overhead of 1.63 GiB (Fig. 8) and a checkpoint store of its
+own, which ZeRO-Infinity rounds to a power of two. The planned grids are finer than the paper's, so that plateaus are
+seen. A twin's context is the original's divided by k; x values are the original's. A rank may hold the sequences of
+both of the paper's GPUs (``gpus`` of the record): rounding gives the same for two stores as for one of twice the size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memascend.planner import Workload, model_spec
+from memascend.planner.footprint import DEVICE_PEAK, GIB, PEAK, checkpoint_bytes
+from memascend.planner.gpu_memory import STACKS, gpu_memory
+from workflows import tidy
+from workflows.cases import Case, Planned, Row, in_bytes, largest_under, of_case, row
+from workflows.papers.memascend.rows.settings import (
+    AT_BATCH,
+    AT_CONTEXT,
+    C1,
+    C3,
+    CAPS_GIB,
+    CONTEXT,
+    CONTEXTS,
+    DENSE,
+    GPUS,
+    MOE,
+    PROCESS_GIB,
+    batches,
+    pair,
+)
+from workflows.records import Run
+from workflows.tidy import AS_PUBLISHED, MEMASCEND
+
+HYPOTHESIS = "peak system memory, hypothesis H1"
+LONGEST, LARGEST = CONTEXTS[-1], 32  # the model's own limit, and the batch that stores as much: the paper's last ones
+# Grids that the averages of Fig. 16 might be over (erratum M8); the paper states none.
+GRIDS = {
+    "every 4096": tuple(CONTEXTS),
+    "4096 and every 8192": (CONTEXT, *range(2 * CONTEXT, LONGEST + 1, 2 * CONTEXT)),
+    "powers of two": tuple(CONTEXT << i for i in range(6)),
+}
+SUBFIGURES = dict(zip(tidy.DENSE, "abcd", strict=True))
+# (checkpointing, attention, loss) of a measured point -> the stack of Fig. 2.
+STACK_NAMES = {
+    ("none", "eager", "plain"): "ZeRO-Infinity",
+    ("plain", "eager", "plain"): "+GC",
+    ("plain", "sdpa", "chunked"): "+Liger/Flash",
+    ("offloaded", "sdpa", "chunked"): "+Offloaded-GC",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Peak host memory of one system at one context or batch."""
+
+    x: int
+    case: Case  # of a plan: without activations
+    peak_bytes: int
+
+
+def planned() -> Iterator[Row]:
+    yield from planned_stacks()
+    contexts, sizes = (curves("qwen2.5-7b", name, values) for name, values in axes("qwen2.5-7b"))
+    yield from drawn("memascend-fig09", contexts, AT_CONTEXT)
+    yield from reached("memascend-fig09", contexts)
+    yield from drawn("memascend-fig10", sizes, AT_BATCH)
+    yield from reached("memascend-fig10", sizes)
+    for model in DENSE:
+        contexts, sizes = (curves(model, name, values) for name, values in axes(model))
+        at = {"subfigure": SUBFIGURES[model_spec(model).display]}
+        yield from drawn("memascend-fig16", contexts, AT_CONTEXT, **at)
+        yield from averages("memascend-fig16", contexts, **at)
+        yield from drawn("memascend-fig17", sizes, AT_BATCH, **at)
+    yield from planned_fig18()
+
+
+def axes(model: str) -> tuple[tuple[str, Iterable[int]], ...]:
+    return (AT_CONTEXT, CONTEXTS), (AT_BATCH, batches(model))
+
+
+def curves(model: str, x_name: str, values: Iterable[int], testbed: str = C1) -> list[Point]:
+    """Both systems at each context (batch 1) or batch (context 4096): the plan, and the checkpoints of Eq. 1."""
+    out = []
+    for x in values:
+        for case in pair(model, testbed, ranks=GPUS):
+            tokens = x if x_name == AT_CONTEXT else CONTEXT * x
+            stored = checkpoint_bytes(replace(case.made.work, context=tokens))
+            out.append(Point(x=x, case=case, peak_bytes=case.peak_bytes + stored))
+    return out
+
+
+def drawn(exhibit: str, points: list[Point], x_name: str, **cells: str) -> Iterator[Row]:
+    for point in points:
+        yield from in_bytes(exhibit, point.case, PEAK, point.peak_bytes, x_name=x_name, x_value=str(point.x), **cells)
+
+
+def reached(exhibit: str, points: list[Point]) -> Iterator[Row]:
+    """What fits under the paper's cap, and of contexts how the memory grows; printed totals hold the processes."""
+    metric, unit, limit = ("largest context", "tokens", LONGEST)
+    if exhibit == "memascend-fig10":
+        metric, unit, limit = ("largest batch", "sequences", LARGEST)
+    sizes = []
+    for p in points:
+        beside = 0.0 if p.case.lane == "modelled" else p.case.record["gpus"] * PROCESS_GIB
+        sizes.append((p.case, p.x, p.peak_bytes * p.case.k**2 / GIB + beside))
+    yield from largest_under(exhibit, metric, unit, sizes, CAPS_GIB, limit)
+    if exhibit == "memascend-fig09":
+        yield from growth(exhibit, points)
+
+
+def growth(exhibit: str, points: list[Point]) -> Iterator[Row]:
+    for series in dict.fromkeys(p.case.series for p in points):
+        mine = sorted((p for p in points if p.case.series == series), key=lambda p: p.x)
+        if len(mine) < 2:
+            continue
+        first, last = mine[0], mine[-1]
+        case = first.case
+        if isinstance(case, Planned):
+            gpus, layers, hidden = GPUS, case.made.work.spec.layers, case.made.work.spec.hidden
+        else:
+            config = case.record["twin"]["config"]
+            gpus, layers, hidden = case.record["gpus"], config["num_hidden_layers"], config["hidden_size"]
+        equation_1 = (last.x - first.x) // case.k * gpus * layers * hidden * 2
+        grown = (last.peak_bytes - first.peak_bytes) / equation_1
+        formula = f"growth from {first.x} to {last.x} tokens over Ng B C L H 2"
+        yield of_case(exhibit, case, "growth relative to Equation 1", grown, "x", formula)
+
+
+def averages(exhibit: str, points: list[Point], **cells: str) -> Iterator[Row]:
+    peaks = {(p.case.series, p.x): p.peak_bytes for p in points}
+    percent = {x: 100 * (1 - peaks[MEMASCEND, x] / peaks[AS_PUBLISHED, x]) for x in dict.fromkeys(p.x for p in points)}
+    for grid, contexts in GRIDS.items():
+        mean = sum(percent[c] for c in contexts) / len(contexts)
+        cells |= {"series": MEMASCEND, "x_name": "grid of contexts", "x_value": grid}
+        formula = "mean over the contexts of the grid"
+        yield of_case(exhibit, points[0].case, "average reduction", mean, "%", formula, **cells)
+
+
+def planned_fig18() -> Iterator[Row]:
+    """The formula of the dense models, and beside it hypothesis H1: expert matrices stay in pinned host memory."""
+    exhibit, resident = "memascend-fig18", resident_experts()
+    formula = "the same, and each rank's share of every expert matrix in a pinned power of two"
+    for subfigure, (x_name, values) in zip("ab", axes(MOE), strict=True):
+        points = curves(MOE, x_name, values, C3)
+        yield from drawn(exhibit, points, x_name, subfigure=subfigure)
+        for p in points:
+            at = {"x_name": x_name, "x_value": str(p.x), "subfigure": subfigure}
+            yield of_case(exhibit, p.case, HYPOTHESIS, (p.peak_bytes + resident) / GIB, "GiB", formula, **at)
+
+
+def resident_experts() -> int:
+    """Bytes that the 18,432 expert matrices take if they stay in memory, each rank's share rounded by itself (H1).
+
+    Both systems: such tensors go to PyTorch's allocator in MemAscend too.
+    """
+    experts = [tensor for tensor in model_spec(MOE).tensors() if ".experts." in tensor.name]
+    return sum(GPUS * (1 << (-(-2 * tensor.numel // GPUS) - 1).bit_length()) for tensor in experts)
+
+
+def planned_stacks() -> Iterator[Row]:
+    """Fig. 2: one GPU, 8B, batch 4: each stack of techniques with all before it."""
+    spec = model_spec("llama3.1-8b")
+    for context in (512, 32_768):
+        for label, stack in STACKS.items():
+            made = gpu_memory(Workload(spec=spec, system="zero_infinity", stack=stack, batch=4, context=context))
+            cells = {"series": label, "model": spec.display, "testbed": C1}
+            cells |= {"x_name": AT_CONTEXT, "x_value": str(context)}
+            source = "memascend.planner.gpu_memory"
+            for metric, nbytes in {DEVICE_PEAK: made.device_bytes, **made.components()}.items():
+                yield row("memascend-fig02", metric, nbytes / GIB, "GiB", "modelled", source, **cells)
+
+
+def measured(runs: list[Run]) -> Iterator[Row]:
+    """Of sweeps and curves. Which exhibit a sweep is for follows from its model and its points."""
+    for run in (run for run in runs if run.is_sweep and run.ok):
+        if len(run.record["stacks"]) > 1:
+            yield from measured_stacks(run)
+            continue
+        for exhibit, x_name, subfigure in exhibits_of(run):
+            yield from sweep(exhibit, run, x_name, subfigure)
+    yield from losses([run for run in runs if run.is_curve and run.record["status"] == "ok"])
+
+
+def exhibits_of(run: Run) -> Iterator[tuple[str, str, str]]:
+    """(exhibit, x axis, subfigure) that a sweep of this model is drawn in."""
+    if run.model == "Qwen3-30B-A3B":
+        yield from (("memascend-fig18", AT_CONTEXT, "a"), ("memascend-fig18", AT_BATCH, "b"))
+        return
+    if run.model == "Qwen2.5-7B":
+        yield from (("memascend-fig09", AT_CONTEXT, ""), ("memascend-fig10", AT_BATCH, ""))
+    if run.model in SUBFIGURES:
+        at = SUBFIGURES[run.model]
+        yield from (("memascend-fig16", AT_CONTEXT, at), ("memascend-fig17", AT_BATCH, at))
+
+
+def points(run: Run, x_name: str) -> dict[int, dict[str, Any]]:
+    """x of the original -> the point: contexts at one sequence a GPU, batches (a GPU) at a context of 4096."""
+    out = {}
+    for point in run.record["points"]:
+        context, batch = point["sequence"] * run.k, point["batch"] * run.record["ranks"] / run.record["gpus"]
+        if x_name == AT_CONTEXT and batch == 1:
+            out[context] = point
+        if x_name == AT_BATCH and context == CONTEXT:
+            out[int(batch)] = point
+    return out
+
+
+def sweep(exhibit: str, run: Run, x_name: str, subfigure: str) -> Iterator[Row]:
+    found = points(run, x_name)
+    for x, point in found.items():
+        at = {"x_name": x_name, "x_value": str(x), "subfigure": subfigure}
+        yield from in_bytes(exhibit, run, PEAK, point["memory"]["host_peak_net_bytes"], **at)
+        for metric, size in {"activation checkpoints": "requested", "pinned for them": "reserved"}.items():
+            yield from in_bytes(exhibit, run, metric, point[f"checkpoint_store_{size}_bytes"], **at)
+    if exhibit in ("memascend-fig09", "memascend-fig10"):
+        peaks = [Point(x=x, case=run, peak_bytes=p["memory"]["host_peak_net_bytes"]) for x, p in found.items()]
+        yield from reached(exhibit, peaks)
+
+
+def measured_stacks(run: Run) -> Iterator[Row]:
+    """Fig. 2: most bytes of the device's role alive at once, from allocation events."""
+    exhibit = "memascend-fig02"
+    for point in run.record["points"]:
+        context = point["sequence"] * run.k
+        series = STACK_NAMES[tuple(point["stack"][name] for name in ("checkpointing", "attention", "loss"))]
+        at = {"x_name": AT_CONTEXT, "x_value": str(context), "series": series}
+        at["subfigure"] = "a" if context < CONTEXT else "b"
+        yield from in_bytes(exhibit, run, DEVICE_PEAK, point["memory"]["device_peak_bytes"], **at)
+        yield of_case(exhibit, run, "batch size", point["batch"], "sequences", **at)
+
+
+def losses(runs: list[Run]) -> Iterator[Row]:
+    """Fig. 19: both arms' losses, and the largest difference between them."""
+    exhibit = "memascend-fig19"
+    for run in runs:
+        for step, loss in enumerate(run.record["losses"], 1):
+            at = {"subfigure": "a", "x_name": "step", "x_value": str(step)}
+            yield of_case(exhibit, run, "training loss", loss, "nats", **at)
+        for reading in run.record["evaluation"]:
+            at = {"subfigure": "b", "x_name": "step", "x_value": str(reading["step"])}
+            yield of_case(exhibit, run, "evaluation loss", reading["loss"], "nats", **at)
+    by_arm = {(run.series, run.testbed, run.record["seed"]): run for run in runs}
+    for (series, testbed, seed), ours in by_arm.items():
+        theirs = by_arm.get((AS_PUBLISHED, testbed, seed))
+        if series == MEMASCEND and theirs is not None:
+            training = difference(ours.record["losses"], theirs.record["losses"])
+            evaluation = difference(*([r["loss"] for r in run.record["evaluation"]] for run in (ours, theirs)))
+            keys = {"source": f"{theirs.record['key']} {ours.record['key']}"}
+            for what, value in (("training", training), ("evaluation", evaluation)):
+                yield of_case(exhibit, ours, f"largest difference in {what} loss", value, "nats") | keys
+
+
+def difference(one: list[float], other: list[float]) -> float:
+    """Largest absolute difference of two curves of equal length."""
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))

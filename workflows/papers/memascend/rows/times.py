@@ -1,0 +1,182 @@
+"""Throughput and I/O in the modelled lane: MemAscend Figs. 10, 17, 18 and 20, Tables IV and VI.
+
+Seconds are those of the systems' schedules, played on the paper's testbeds (memascend.planner.step_time); calibrations
+and what they rest on are in memascend.planner.machine.CALIBRATIONS. Two are solved from Fig. 17's printed throughputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+from hardware.registry import load_testbed
+from memascend.planner import Workload, model_spec
+from memascend.planner.footprint import GIB
+from memascend.planner.machine import CALIBRATIONS, Calibrations, Machine, machine_from_testbed
+from memascend.planner.step import io_volume
+from memascend.planner.step_time import StepTime, step_time
+from memascend.planner.workload import papers
+from memascend.systems import arrangement
+from workflows.cases import Row
+from workflows.cases import row as row_of_lane
+from workflows.papers.memascend.rows.settings import (
+    AT_BATCH,
+    AT_CONTEXT,
+    C1,
+    C2,
+    C3,
+    CONTEXT,
+    CONTEXTS,
+    DENSE,
+    GPUS,
+    MOE,
+    batches,
+)
+
+BF16 = "MemAscend + bf16 optimizer"
+CONFIGURATIONS = {"C1": (C1, GPUS), "C2": (C2, 1)}
+# Tables IV and VI: model -> batches of configuration 1, of configuration 2.
+CELLS = {
+    "llama3.1-8b": {"C1": (8, 80), "C2": (8, 20)},
+    "qwen2.5-7b": {"C1": (8, 64), "C2": (8, 20)},
+    "qwen2.5-14b": {"C1": (8, 64), "C2": (4, 16)},
+    "qwen2.5-32b": {"C1": (8, 48), "C2": (4, 8)},
+}
+# Exhibits with times, and the testbed of the first of them.
+TIMED = {"memascend-fig10": C1, "memascend-fig17": C1, "memascend-fig18": C3}
+TIMED |= dict.fromkeys(("memascend-tab04", "memascend-tab06"), C1)
+IMPROVEMENT = "throughput improvement"
+# Table -> (series, slower arm, faster arm); arms as keyword arguments of Workload.
+TABLES = {
+    "memascend-tab04": (
+        "MemAscend vs ZeRO-Infinity",
+        {"system": "zero_infinity", "dtype": "fp16"},
+        {"system": "memascend", "dtype": "fp16"},
+    ),
+    "memascend-tab06": (
+        "MemAscend+bf16 vs MemAscend",
+        {"system": "memascend", "dtype": "bf16", "states": "fp32"},
+        {"system": "memascend", "dtype": "bf16", "states": "bf16"},
+    ),
+}
+
+
+def row(exhibit: str, metric: str, value: float, unit: str, source: str, **cells: str) -> Row:
+    return row_of_lane(exhibit, metric, value, unit, "modelled", source, **cells)
+
+
+def rows() -> Iterator[Row]:
+    yield from throughput("memascend-fig10", "qwen2.5-7b", AT_BATCH, batches("qwen2.5-7b"), C1)
+    for subfigure, model in zip("abcd", DENSE, strict=True):
+        yield from throughput("memascend-fig17", model, AT_BATCH, batches(model), C1, subfigure)
+    yield from throughput("memascend-fig18", MOE, AT_CONTEXT, list(CONTEXTS), C3, "a")
+    yield from throughput("memascend-fig18", MOE, AT_BATCH, batches(MOE), C3, "b")
+    yield from fig20()
+    for exhibit in TABLES:
+        yield from improvements(exhibit)
+    yield from section_iii_c()
+    for exhibit, testbed in TIMED.items():
+        yield from calibrations(exhibit, testbed)
+
+
+def calibrations(exhibit: str, testbed: str) -> Iterator[Row]:
+    """The constants behind the times, each with what it rests on and how far it reaches."""
+    for each in CALIBRATIONS:
+        cells = {"testbed": testbed, "x_name": "constant", "x_value": each.name}
+        yield row(exhibit, "calibration", each.value, each.unit, f"{each.reason}. Reach: {each.reach}", **cells)
+
+
+@cache
+def machine(testbed: str) -> Machine:
+    return machine_from_testbed(load_testbed(testbed))
+
+
+@cache
+def seconds(
+    model: str, testbed: str, ranks: int, batch: int, context: int, *, whole_chain: bool = False, **arm: str
+) -> StepTime:
+    """A step; with `whole_chain` the milliseconds of III-C are those of each rank, not divided among the ranks."""
+    work = Workload(spec=model_spec(model), ranks=ranks, batch=batch, context=context, **arm)
+    known = Calibrations()
+    if whole_chain:
+        known = replace(known, chain_seconds_per_element=ranks * known.chain_seconds_per_element)
+    return step_time(papers(work), machine(testbed), calibrations=known)
+
+
+def throughput(
+    exhibit: str, model: str, x_name: str, values: list[int], testbed: str, subfigure: str = ""
+) -> Iterator[Row]:
+    """Tokens a second of both systems on two GPUs."""
+    for system in ("zero_infinity", "memascend"):
+        label = arrangement(system).label
+        for x in values:
+            batch, context = (1, x) if x_name == AT_CONTEXT else (x, CONTEXT)
+            step = seconds(model, testbed, GPUS, batch, context, system=system)
+            source = f"memascend.planner.step_time: {step.seconds:.3g} s a step, mostly {step.bottleneck}"
+            cells = {"series": label, "model": model_spec(model).display, "testbed": testbed, "subfigure": subfigure}
+            cells |= {"x_name": x_name, "x_value": str(x)}
+            yield row(exhibit, "throughput", step.tokens_per_second, "tokens/s", source, **cells)
+
+
+def fig20() -> Iterator[Row]:
+    for model in DENSE:
+        spec = model_spec(model)
+        for series, states in (("MemAscend", "fp32"), (BF16, "bf16")):
+            work = Workload(spec=spec, system="memascend", dtype="bf16", states=states, ranks=GPUS)
+            volume = io_volume(papers(work)).total_bytes
+            cells = {"series": series, "model": spec.display, "testbed": C1}
+            source = f"memascend.planner.step, {states} states"
+            yield row("memascend-fig20", "I/O volume per iteration", volume / GIB, "GiB", source, **cells)
+            yield row("memascend-fig20", "I/O per parameter", volume / spec.parameters, "B", source, **cells)
+
+
+def improvements(exhibit: str) -> Iterator[Row]:
+    """Percent more tokens a second, cell by cell, and what the text says of all cells."""
+    series, slower, faster = TABLES[exhibit]
+    source = "memascend.planner.step_time: 100 (slower arm / faster arm - 1)"
+    everywhere, shrinking = [], []
+    for name, (testbed, ranks) in CONFIGURATIONS.items():
+        percents = []
+        for model, per_configuration in CELLS.items():
+            mine = []
+            for batch in per_configuration[name]:
+                before, after = (
+                    seconds(model, testbed, ranks, batch, CONTEXT, **arm).seconds for arm in (slower, faster)
+                )
+                mine.append(100 * (before / after - 1))
+                cells = {"series": f"{series}, {name}", "model": model_spec(model).display, "testbed": testbed}
+                cells |= {"x_name": AT_BATCH, "x_value": str(batch)}
+                yield row(exhibit, IMPROVEMENT, mine[-1], "%", source, **cells)
+            shrinking.append(mine[0] - mine[-1])
+            percents += mine
+        named = {"smallest": min(percents), "average": sum(percents) / len(percents), "largest": max(percents)}
+        for which, value in named.items():
+            cells = {"series": f"{series}, {name}", "testbed": testbed}
+            yield row(exhibit, f"{which} improvement", value, "%", source, **cells)
+        everywhere += percents
+    cells = {"series": series, "testbed": C1}
+    yield row(exhibit, "smallest improvement", min(everywhere), "%", source + "; configurations 1 and 2", **cells)
+    gain = "smallest gain from the smaller batch"
+    yield row(exhibit, gain, min(shrinking), "points", source + "; configurations 1 and 2", **cells)
+
+
+def section_iii_c() -> Iterator[Row]:
+    """III-C's share of the check and Table IV's cells on two GPUs, by both readings of its 5507 ms (erratum M5)."""
+    model, (testbed, ranks) = "llama3.1-8b", CONFIGURATIONS["C1"]
+    series, slower, faster = TABLES["memascend-tab04"]
+    for whole, ending in ((True, ""), (False, ", check halved")):
+        made = seconds(model, testbed, ranks, 8, CONTEXT, whole_chain=whole, **slower)
+        check = next(phase.seconds for phase in made.phases if phase.name == "overflow check")
+        source = f"memascend.planner.step_time: {check:.4g} of {made.seconds:.4g} s; erratum M5"
+        cells = {"series": arrangement("zero_infinity").label, "model": model_spec(model).display, "testbed": testbed}
+        share = 100 * check / made.seconds
+        yield row("memascend-fig03", f"share of iteration latency{ending}", share, "%", source, **cells)
+    source = "memascend.planner.step_time: 100 (slower arm / faster arm - 1), the check not halved; erratum M5"
+    for name, batches_of in CELLS.items():
+        for batch in batches_of["C1"]:
+            before = seconds(name, testbed, ranks, batch, CONTEXT, whole_chain=True, **slower).seconds
+            after = seconds(name, testbed, ranks, batch, CONTEXT, **faster).seconds
+            cells = {"series": f"{series}, C1, check not halved", "model": model_spec(name).display}
+            cells |= {"testbed": testbed, "x_name": AT_BATCH, "x_value": str(batch)}
+            yield row("memascend-tab04", IMPROVEMENT, 100 * (before / after - 1), "%", source, **cells)

@@ -1,0 +1,243 @@
+"""Run records as the derivation reads them: checked against their schema, with the names that tables use."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from baselines.protocol import load_system
+from workflows import tidy
+
+# Ledger owner -> component of Fig. 8. What is not named here is shown as other host buffers.
+COMPONENTS = {
+    "parameter_pool": "parameter buffer pool",
+    "gradient_flat_buffer": "gradient flat buffer",
+    "optimizer_buffers": "optimizer-state and swap-out buffers",
+    "swap_out_buffer": "optimizer-state and swap-out buffers",
+    "overflow_check": "overflow check overhead",
+}
+FIG08_METRICS = (*dict.fromkeys(COMPONENTS.values()), "pinned memory overhead", "other host buffers")
+
+RUN_COLUMNS = [
+    "key",
+    "run_id",
+    "kind",
+    "status",
+    "series",
+    "model",
+    "k",
+    "dtype",
+    "ranks",
+    "seed",
+    "steps",
+    "commit",
+    "dirty",
+    "started_at",
+    "host",
+    "cpu",
+    "cores",
+    "memory_gib",
+    "locked",
+    "explained_share",
+    "loss_checksum",
+    "last_loss",
+    "master_weights_sha256",
+    "seconds_per_step",
+    "shims",
+]
+
+# (system, arm) -> series, where a figure's name for an arm is not the arm's label: of DeepSpeed the version that ran.
+SERIES = {
+    ("zero_infinity", "aminmax"): "ZeRO-Infinity (aminmax)",
+    ("zero_infinity", "today"): "ZeRO-Infinity (DeepSpeed {deepspeed})",
+    ("zero_infinity", "today_016"): "ZeRO-Infinity (DeepSpeed {deepspeed})",
+}
+
+
+def series_of_arm(record: Mapping[str, Any], path: Path) -> str:
+    """The name of a record's arm in tables and figures. TableError for a system or an arm that is not there."""
+    system, arm = record["system"], record["arm"]
+    try:
+        label = load_system(system, arm).arms[arm].label
+    except ValueError as error:
+        raise tidy.TableError(f"{path}: {error}; delete the record, or bring the system back") from None
+    version = record["versions"].get("deepspeed", "version unknown")
+    return SERIES.get((system, arm), label).format(deepspeed=version)
+
+
+def testbed_of(record: Mapping[str, Any]) -> str:
+    """Host and twin, with device and matmul where they are not the usual: what keeps two runs from being joined."""
+    device, matmul, ranks = record.get("device", "cpu"), record.get("matmul", "native"), record.get("ranks", 1)
+    words = [record["model"], *([device] if device != "cpu" else []), *([matmul] if matmul != "native" else [])]
+    words += [f"k{record['twin']['k']}", *([f"r{ranks}"] if ranks > 1 else [])]
+    return f"{record['host']['name']}/{'-'.join(words)}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training record, with the names that tables use."""
+
+    record: dict[str, Any]
+    path: Path
+    lane = "measured"
+
+    @property
+    def ok(self) -> bool:
+        return self.record["status"] == "ok" and "memory" in self.record
+
+    @property
+    def series(self) -> str:
+        return series_of_arm(self.record, self.path)
+
+    @property
+    def model(self) -> str:
+        return tidy.DISPLAY.get(self.record["model"], self.record["model"])
+
+    @property
+    def k(self) -> int:
+        return self.record["twin"]["k"]
+
+    @property
+    def dtype(self) -> str:
+        return self.record["dtype"]
+
+    @property
+    def device(self) -> str:
+        return self.record.get("device", "cpu")
+
+    @property
+    def testbed(self) -> str:
+        return testbed_of(self.record)
+
+    @property
+    def place(self) -> str:
+        """Where an average over twins stands: the host, with the device where it is no CPU."""
+        host = self.record["host"]["name"]
+        return f"{host}{'' if self.device == 'cpu' else f'/{self.device}'}/twins"
+
+    @property
+    def source(self) -> str:
+        return self.record["key"]
+
+    @property
+    def is_sweep(self) -> bool:
+        return bool(self.record.get("points_requested") or self.record.get("stacks"))
+
+    @property
+    def is_curve(self) -> bool:
+        return bool(self.record.get("evaluate_every"))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Host peak, net of the run's baseline."""
+        return self.memory("host_peak_net_bytes")
+
+    @property
+    def check_bytes(self) -> int:
+        return self.memory("overflow_spike_bytes")
+
+    def memory(self, field: str) -> int:
+        """Bytes of a field of the memory section."""
+        return self.record["memory"][field]
+
+    def components(self) -> dict[str, int]:
+        """Bytes at the ledger's peak by component of Fig. 8; an allocator's surplus is one of them."""
+        out = dict.fromkeys(FIG08_METRICS, 0)
+        for entry in self.record["ledger"]:
+            if entry["role"] == "host" and entry.get("at_peak", False):
+                out[COMPONENTS.get(entry["owner"], "other host buffers")] += entry["requested_bytes"]
+                out["pinned memory overhead"] += entry["reserved_bytes"] - entry["requested_bytes"]
+        return out
+
+    def owned(self, owner: str) -> int:
+        """Bytes requested by the owner's host buffers that live at the peak."""
+        entries = (
+            e for e in self.record["ledger"] if e["owner"] == owner and e["role"] == "host" and e.get("at_peak", False)
+        )
+        return sum(e["requested_bytes"] for e in entries)
+
+
+def load(paths: list[Path]) -> list[dict[str, Any]]:
+    """Records that fit the schema, each with its file's path under ``_path``."""
+    records = []
+    for path in paths:
+        try:
+            record = json.loads(path.read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise tidy.TableError(f"{path}: not a readable record: {error}; delete it and run again") from None
+        tidy.check(record, "record.schema.json", str(path))
+        records.append({**record, "_path": path})
+    return records
+
+
+def without_temporaries(trace: pd.DataFrame, seconds: float) -> tuple[float | None, float]:
+    """When a check that allocates nothing ran: it opens the last step's optimizer phase."""
+    phases = [p for p in trace["phase"] if p.endswith("-optimizer")]
+    if not phases:
+        return None, 0.0
+    begin = float(trace.loc[trace["phase"] == phases[-1], "t_s"].iloc[0])
+    return begin, begin + seconds
+
+
+def read_trace(run: Run) -> pd.DataFrame:
+    """The run's memory samples; an empty table where the run kept none."""
+    path = run.path.with_suffix(".trace.csv")
+    columns = list(tidy.validator("trace.schema.json").schema["properties"])
+    if not path.exists():
+        return pd.DataFrame(columns=columns)
+    trace = pd.read_csv(path, keep_default_na=False)
+    missing = [column for column in columns if column not in trace.columns]
+    if missing:
+        raise tidy.TableError(f"{path}: column {missing[0]} is missing (trace.schema.json)")
+    if len(trace):
+        tidy.check(trace.iloc[0].to_dict(), "trace.schema.json", str(path))
+    return trace
+
+
+def last_check(record: dict[str, Any]) -> list[tuple[float, int]]:
+    """(second, change in bytes) of the temporaries of the last overflow check, in order."""
+    entries = [e for e in record["ledger"] if e["owner"] == "overflow_check" and e["died_s"] is not None]
+    if not entries:
+        return []
+    end, seconds = max(e["died_s"] for e in entries), (record.get("overflow_check_seconds") or [0.0])[-1]
+    mine = [e for e in entries if e["born_s"] >= end - 1.05 * seconds - 1e-3]
+    changes = [(e["born_s"], e["reserved_bytes"]) for e in mine]
+    changes += [(e["died_s"], -e["reserved_bytes"]) for e in mine]
+    return sorted(changes)
+
+
+def run_summary(record: dict[str, Any]) -> dict[str, Any]:
+    """What a figure's footer and the report say of a run."""
+    host = record["host"]
+    out = {
+        **{name: record.get(name, "") for name in RUN_COLUMNS},
+        "host": host["name"],
+        "cpu": host["cpu"],
+        "cores": host["cores"],
+        "memory_gib": f"{host['memory_bytes'] / tidy.GIB:.1f}",
+        "dirty": str(record["dirty"]).lower(),
+    }
+    if record["kind"] == "step-times":
+        return out | {"k": record["twin"]["k"]}
+    if record["kind"] != "training":
+        return out
+    run = Run(record, record["_path"])
+    steps = [p["seconds"] for p in record.get("phases", []) if re.fullmatch(r"step(?!1-)\d+-.*", p["name"])]
+    out |= {
+        "series": run.series,
+        "model": run.model,
+        "k": run.k,
+        "shims": " ".join(record.get("shims", [])),
+        "last_loss": (record.get("losses") or [""])[-1],
+        "seconds_per_step": f"{sum(steps) / (record['steps'] - 1):.2f}" if steps and record["steps"] > 1 else "",
+        "locked": str(any(e.get("locked") for e in record.get("ledger", []))).lower(),
+    }
+    if run.ok:
+        out["explained_share"] = f"{run.memory('ledger_explained_share'):.4f}"
+    return out

@@ -1,0 +1,81 @@
+"""What the papers' folders say: exhibits with their status, figure specifications, captions, claims.
+
+An exhibit is built when `figures.yaml` of its paper specifies its picture. Standard library and yaml alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PAPERS = {  # folder -> name
+    "memascend": "MemAscend",
+    "lohan": "LoHan",
+    "mlpoffload": "MLP-Offload",
+    "cxl": "CXL-aware allocation",
+    "ssdtrain": "SSDTrain",
+}
+
+
+@cache
+def read(path: Path) -> Any:
+    """A YAML file, read once; None where there is none. ValueError names what cannot be read."""
+    if not path.exists():
+        return None
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+
+
+def file_of(paper: str, name: str, root: Path = ROOT) -> Path:
+    return root / "workflows/papers" / paper / name
+
+
+def figures(paper: str, root: Path = ROOT) -> dict[str, Any]:
+    """Exhibit -> its specification, with the paper's defaults in it."""
+    found = dict(read(file_of(paper, "figures.yaml", root)) or {})
+    defaults = found.pop("defaults", {})
+    return {exhibit: {**defaults, **spec} for exhibit, spec in found.items() if not exhibit.startswith("_")}
+
+
+def exhibits(root: Path = ROOT) -> list[dict[str, Any]]:
+    """Every exhibit of the five papers, with `paper`, `status` and `waits_for`."""
+    out = []
+    for paper in PAPERS:
+        drawn = figures(paper, root)
+        for entry in (read(file_of(paper, "exhibits.yaml", root)) or {"exhibits": []})["exhibits"]:
+            status = "built" if entry["id"] in drawn else "planned"
+            out.append({"waits_for": None, **entry, "paper": paper, "status": status})
+    return out
+
+
+def claims(root: Path = ROOT) -> list[dict[str, Any]]:
+    """Every claim, built or not: tolerances are committed before the first run."""
+    return [claim for paper in PAPERS for claim in (read(file_of(paper, "claims.yaml", root)) or {}).get("claims", [])]
+
+
+def caption(exhibit: str, root: Path = ROOT) -> str:
+    """Prose under an exhibit. ValueError where there is none."""
+    paper = exhibit.rpartition("-")[0]
+    found = (read(file_of(paper, "captions.yaml", root)) or {}).get(exhibit)
+    if not found:
+        raise ValueError(f"{exhibit}: no caption in {file_of(paper, 'captions.yaml', root)}")
+    return found
+
+
+def has_table(entry: dict[str, Any]) -> bool:
+    """Whether an exhibit holds numbers; a drawing of structure has no table."""
+    return bool(entry["lanes"]) and entry["kind"] != "diagram"
+
+
+def picture_digest(entry: dict[str, Any], root: Path = ROOT) -> str:
+    """Of all that the folder says of one picture."""
+    said = [entry, figures(entry["paper"], root)[entry["id"]], caption(entry["id"], root)]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]

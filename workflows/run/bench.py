@@ -1,0 +1,43 @@
+"""Run `memascend bench PART …` and write what it measured as a run record.
+
+usage: python -m workflows.run.bench --part adamw --out results/raw/bench-adamw.json [-- --numels 30000000]
+What follows `--` goes to the benchmark. The benchmark has a process of its own; it knows nothing of records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from workflows import staleness
+from workflows.run import provenance
+
+PARTS = ("overflow", "unscale", "adamw", "pinned", "pool", "nvme")
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--part", choices=PARTS, required=True)
+    p.add_argument("--run-id", default="")
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("options", nargs="*", help="of the benchmark, behind --")
+    args = p.parse_args(argv)
+    command = [sys.executable, "-m", "memascend.cli", "bench", args.part, "--json", *args.options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        return done.returncode
+    models = None if args.part == "pool" else ()  # it alone has the tensors of a model
+    code = staleness.digest("workflows.run.bench", models=models)
+    record = provenance.record_header(args.run_id or args.out.stem, "bench", code)
+    record |= {"points_requested": {"part": args.part, "options": args.options}, **json.loads(done.stdout)}
+    record["wall_s"] = provenance.wall_s()
+    record["key"] = provenance.record_key(record)
+    provenance.write_json_atomically(args.out, record)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""The processes of a measurement: their job files, environment and scratch folder, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from workflows.run.fork_server import SOCKET, ForkedRun
+
+# One C library setting for every arm. Where memory is measured, freed memory goes back at once; MKL would keep the
+# workspace of its largest product (8 MiB for 2048 tokens of a small twin), which plays a GPU's part and is no host
+# buffer. Where time is measured, freed memory stays, as a GPU's stays with torch: given back at once, it is mapped and
+# cleared again for each activation, how often depends on what lies last in the heap (43,000 faults of pages in the
+# forward pass of one arm of the 8B twin, 27,000 of another, whose pass was 0.2 s shorter for it).
+_OF_MODE = {
+    "memory": {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "131072",
+        "MKL_DISABLE_FAST_MM": "1",
+    },
+    "time": {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "4294967296"},
+}
+# Torch compiles nothing here; DeepSpeed's Muon, imported for its list of optimizers, would load the compiler (3 s).
+_COMMON = {"MALLOC_ARENA_MAX": "2", "TORCHDYNAMO_DISABLE": "1"}
+SCRATCH = "memascend-run-"
+LOCK = "in-use"
+YOUNG_S = 60  # a folder this young may not have its lock yet
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
+    """A temporary folder, removed at the end; first those that killed runs left behind are collected.
+
+    Its owner holds a lock on a file in it, which the kernel lets go however the owner ends.
+    """
+    parent = parent or Path(tempfile.gettempdir())
+    collect_scratch(parent)
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=parent) as name, held(Path(name)):
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold a scratch folder, so that nobody collects it."""
+    with (folder / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def collect_scratch(parent: Path) -> list[Path]:
+    """Remove scratch folders of this user that nobody holds; returns them."""
+    gone = []
+    for folder in parent.glob(f"{SCRATCH}*"):
+        with contextlib.suppress(OSError):
+            state = folder.stat()
+            if state.st_uid == os.getuid() and time.time() - state.st_mtime > YOUNG_S and not _held(folder):
+                shutil.rmtree(folder)
+                gone.append(folder)
+    return gone
+
+
+def _held(folder: Path) -> bool:
+    try:
+        with (folder / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False  # of a run before there were locks, or killed before it had one
+    except BlockingIOError:
+        return True
+    return False
+
+
+def settings(mode: str) -> dict[str, str]:
+    """Of the C library, MKL and torch: for measurements of ``memory`` or of ``time``."""
+    return _COMMON | _OF_MODE[mode]
+
+
+def environment(
+    rank: int, ranks: int, port: int, threads: int, device: str = "cpu", mode: str = "memory"
+) -> dict[str, str]:
+    """What every rank of every arm runs under: one C library setting, one number of threads, no network."""
+    others = {name for names in _OF_MODE.values() for name in names}
+    return {
+        **{name: value for name, value in os.environ.items() if name not in others},
+        **settings(mode),
+        "DS_ACCELERATOR": device,
+        "LOCAL_RANK": str(rank),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONHASHSEED": "0",
+    }
+
+
+def require_device(device: str) -> None:
+    """Raises ValueError where there is no GPU to play a GPU's part."""
+    if device == "cuda" and not Path("/dev/nvidiactl").exists():
+        raise ValueError("--device cuda: no NVIDIA device on this machine; leave --device out, or take another profile")
+
+
+Run = subprocess.Popen | ForkedRun
+
+
+def start(
+    job: dict[str, Any],
+    work: Path,
+    name: str,
+    env: dict[str, str],
+    descriptors: tuple[str, ...] = (),
+    python: str = sys.executable,
+) -> Run:
+    """One training_child of ``job``; its files in ``work`` are job, result and log, each with ``name``.
+
+    ``descriptors`` are the fields of the job that are file descriptors. Forked where a fork server runs; several ranks
+    are not, as their memory is read in proportional shares, and the server would have a share of what it has imported;
+    nor is what measures time, as the server's C library is set for memory.
+    """
+    job_file, result_file, log_file = work / f"job{name}.json", work / f"result{name}.json", work / f"log{name}.txt"
+    job_file.write_text(json.dumps(job))
+    address = os.environ.get(SOCKET)
+    if address and python == sys.executable and (job["mode"], job["ranks"], job["device"]) == ("memory", 1, "cpu"):
+        request = {"job": str(job_file), "result": str(result_file), "log": str(log_file), "folder": os.getcwd()}
+        request |= {"environment": env, "fds": descriptors}
+        with contextlib.suppress(OSError):
+            return ForkedRun(address, request, tuple(job[field] for field in descriptors))
+    command = [python, "-m", "workflows.run.child", "--job", str(job_file), "--result", str(result_file)]
+    keep_open = tuple(job[field] for field in descriptors)
+    with log_file.open("w") as log:
+        return subprocess.Popen(
+            command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=keep_open
+        )

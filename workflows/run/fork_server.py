@@ -1,0 +1,188 @@
+"""A process that has imported what every training run imports, and forks one for each run that asks.
+
+Torch, DeepSpeed and transformers take ten seconds to import: a third of a short run. Snakemake starts this process
+when it starts and names the socket in MEMASCEND_FORK_SERVER; ``children.start`` asks there. Nothing is imported before
+the first request, and no thread is started, so that a fork is whole. A forked run dies with who asked for it, and with
+this process.
+
+usage: python -m workflows.run.fork_server SOCKET     (not for people)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SOCKET = "MEMASCEND_FORK_SERVER"
+_LENGTH = struct.Struct("!Q")
+_CONNECTION_LOST = 255
+
+Request = dict[
+    str, Any
+]  # job, result, log (paths), environment, folder, fds (names in the job of the descriptors sent)
+
+
+class ForkedRun:
+    """What a Popen is to a spawned run: ``pid``, ``returncode``, ``poll``, ``wait``. The run leads its own group."""
+
+    def __init__(self, address: str, request: Request, descriptors: tuple[int, ...]) -> None:
+        """Raises OSError where no server answers."""
+        self.returncode: int | None = None
+        self._connection = socket.socket(socket.AF_UNIX)
+        try:
+            self._connection.connect(address)
+            payload = json.dumps(request).encode()
+            socket.send_fds(self._connection, [_LENGTH.pack(len(payload))], descriptors)
+            self._connection.sendall(payload)
+            self._answers = self._connection.makefile("r")
+            pid = self._answers.readline()
+            if not pid:
+                raise ConnectionError("the fork server ended")
+        except OSError:
+            self._connection.close()
+            raise
+        self.pid = int(pid)
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, negative for a signal; 255 where the server is gone. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("forked run", timeout or 0)
+            self.returncode = int(self._answers.readline() or _CONNECTION_LOST)
+            self._answers.close()
+            self._connection.close()
+        return self.returncode
+
+
+class Server:
+    """Serves ``run(request)`` in a fork for each request. ``prepare`` is called once, before the first."""
+
+    def __init__(self, address: str, prepare: Callable[[], None], run: Callable[[Request], None]) -> None:
+        self._prepare: Callable[[], None] | None = prepare
+        self._run = run
+        self._runs: dict[int, socket.socket] = {}  # by process id
+        self._ready = selectors.DefaultSelector()
+        self._listening = socket.socket(socket.AF_UNIX)
+        unannounced = f"{address}.{os.getpid()}"
+        self._listening.bind(unannounced)
+        self._listening.listen()
+        os.rename(unannounced, address)  # who finds the address can connect
+        self._ready.register(self._listening, selectors.EVENT_READ)
+        self._woken, wake = socket.socketpair()
+        self._woken.setblocking(False)
+        wake.setblocking(False)
+        self._wake = wake
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake.fileno())
+        self._ready.register(self._woken, selectors.EVENT_READ)
+
+    def serve(self) -> None:
+        """For ever; in a fork it ends with the run."""
+        while True:
+            for key, _ in self._ready.select():
+                if key.fileobj is self._listening:
+                    connection, _ = self._listening.accept()
+                    with contextlib.suppress(OSError, ValueError):
+                        self._fork(connection)
+                elif key.fileobj is self._woken:
+                    with contextlib.suppress(BlockingIOError):
+                        self._woken.recv(4096)
+                    self._collect()
+                elif key.data in self._runs:  # who asked has gone
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(key.data, signal.SIGKILL)
+                    self._ready.unregister(key.fileobj)
+
+    def _fork(self, connection: socket.socket) -> None:
+        header, descriptors, *_ = socket.recv_fds(connection, _LENGTH.size, 16)
+        try:
+            with connection.makefile("rb") as stream:
+                request = json.loads(stream.read(_LENGTH.unpack(header)[0]))
+            if self._prepare is not None:
+                self._prepare()
+                self._prepare = None
+                gc.collect()
+                gc.freeze()  # a collection in a fork then leaves the shared pages alone
+            pid = os.fork()
+            if pid == 0:
+                self._become_the_run(request, descriptors, connection)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.setpgid(pid, pid)  # before anybody can ask to have the group killed
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        connection.sendall(f"{pid}\n".encode())
+        self._runs[pid] = connection
+        self._ready.register(connection, selectors.EVENT_READ, pid)
+
+    def _become_the_run(self, request: Request, descriptors: list[int], connection: socket.socket) -> None:
+        try:
+            with contextlib.suppress(PermissionError):
+                os.setsid()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._ready.close()
+            for held in (connection, self._listening, self._woken, self._wake, *self._runs.values()):
+                held.close()
+            os.chdir(request["folder"])
+            os.environ.update(request["environment"])
+            log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            request["descriptors"] = dict(zip(request["fds"], descriptors, strict=True))
+            self._run(request)
+            os._exit(0)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _collect(self) -> None:
+        while self._runs:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            connection = self._runs.pop(pid, None)
+            if connection is None:
+                continue
+            with contextlib.suppress(OSError):
+                connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+            with contextlib.suppress(KeyError):
+                self._ready.unregister(connection)
+            connection.close()
+
+
+def main() -> int:
+    from workflows.run import child, children
+
+    child.die_with_parent()
+    settings = children.environment(0, 1, 0, os.cpu_count() or 1)
+    if settings != dict(os.environ):  # the C library and OpenMP read theirs at their start
+        os.execve(sys.executable, [sys.executable, "-m", "workflows.run.fork_server", *sys.argv[1:]], settings)
+    address = Path(sys.argv[1])
+    with children.held(address.parent), contextlib.suppress(KeyboardInterrupt):
+        Server(str(address), child.import_everything, child.run_forked).serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Who made a record: host, versions, commit, code digest, and the key that all of it hashes to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import tempfile
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from workflows.staleness import versions
+
+_BEGAN = time.monotonic()  # a record's program has a process of its own
+ROOT = Path(__file__).resolve().parents[2]
+EXHIBITS = "MEMASCEND_EXHIBITS"  # {run id: exhibits that are drawn from it}, from the rules
+
+
+def cache_dir() -> Path:
+    """Per-user cache (``MEMASCEND_CACHE``, else XDG): tokenizers and their text."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("MEMASCEND_CACHE") or Path(base) / "memascend")
+
+
+def record_header(run_id: str, kind: str, code_digest: str) -> dict[str, Any]:
+    """The fields every record begins with; ``code_digest`` is that of `workflows.staleness`."""
+    return {
+        "schema_version": 1,
+        "key": "",
+        "run_id": run_id,
+        "kind": kind,
+        "exhibits": json.loads(os.environ.get(EXHIBITS, "{}")).get(run_id, []),
+        "lane": "measured",
+        "status": "ok",
+        "host": host(),
+        "versions": versions(),
+        "code_digest": code_digest,
+        "commit": commit(),
+        "dirty": dirty(),
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def record_key(record: dict[str, Any]) -> str:
+    """Hash of the resolved configuration, versions, code digest and host; never of results, commit or date."""
+    inputs = (
+        "run_id",
+        "kind",
+        "system",
+        "arm",
+        "parts",
+        "model",
+        "twin",
+        "dtype",
+        "ranks",
+        "sequence",
+        "batch",
+        "steps",
+        "seed",
+        "mode",
+        "device",
+        "checkpointing",
+        "stacks",
+        "matmul",
+        "evaluate_every",
+        "gpus",
+        "arms",
+        "rounds",
+        "config",
+        "environment",
+        "host",
+        "versions",
+        "code_digest",
+        "points_requested",
+    )
+    return digest_of({k: record[k] for k in inputs if k in record})
+
+
+def wall_s() -> float:
+    """Seconds since this process began to measure."""
+    return time.monotonic() - _BEGAN
+
+
+def digest_of(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def host() -> dict[str, Any]:
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    total = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemTotal")
+    )
+    return {
+        "name": os.environ.get("MEMASCEND_HOST", "local"),
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_bytes": total,
+        "kernel": platform.release(),
+        "system": platform.system(),
+    }
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def commit() -> str:
+    return _git("rev-parse", "HEAD")
+
+
+def dirty() -> bool:
+    return bool(_git("status", "--porcelain", "--untracked-files=no"))
+
+
+def write_json_atomically(path: Path, value: Any) -> None:
+    """Temporary file in the same folder, then rename: a killed run leaves no half record."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "w") as f:
+        json.dump(value, f, indent=1)
+        f.write("\n")
+    os.chmod(name, 0o644)
+    os.replace(name, path)

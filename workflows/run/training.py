@@ -1,0 +1,397 @@
+"""Run one training experiment in its own process(es), measure it, and write one immutable run record.
+
+Out of memory and time-out under the stated limit are records; a crash is kept aside (``<out>.crash.log``) and exits 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from baselines.protocol import RunSpec, Sizes, load_system, scaled
+from memascend.planner import model_spec
+from memascend.planner.pool import streamed
+from memascend.training import processes
+from workflows import staleness
+from workflows.run import children, memory_account, provenance
+
+MIB = 1 << 20
+FREE_SPACE_FACTOR = 24  # bytes a parameter on the swap device: 18 are written each step, plus gradients and slack
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("--run-id", required=True)
+    p.add_argument("--system", required=True, help="a folder in baselines/")
+    p.add_argument("--arm", required=True)
+    p.add_argument("--model", required=True)
+    p.add_argument("--k", type=int, required=True, help="the twin's divisor, a power of two")
+    p.add_argument("--dtype", choices=("fp16", "bf16"), default="fp16")
+    p.add_argument("--sequence", type=int, default=32, help="tokens")
+    p.add_argument("--batch", type=int, default=1, help="sequences a rank")
+    p.add_argument("--steps", type=int, default=3)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--ranks", type=int, default=1)
+    p.add_argument("--time-limit", type=float, default=900, help="seconds")
+    p.add_argument(
+        "--mode",
+        choices=("memory", "time"),
+        default="memory",
+        help="memory: role-aware allocator and 1 ms samples, slower steps; time: neither",
+    )
+    p.add_argument("--nvme", default=os.environ.get("MEMASCEND_NVME", "nvme"), help="folder for swap files")
+    p.add_argument(
+        "--checkpointing",
+        choices=("reentrant", "non-reentrant", "none"),
+        default="reentrant",
+        help="gradient checkpointing; DeepSpeed 0.16 runs out of pool buffers with non-reentrant",
+    )
+    p.add_argument(
+        "--stacks",
+        nargs="+",
+        default=[],
+        metavar="CHECKPOINTING:ATTENTION:LOSS",
+        help="all points with each of these in turn, instead of --checkpointing: "
+        "none|plain|offloaded : eager|sdpa : plain|chunked",
+    )
+    p.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the part of a GPU is played: in host memory, told apart by role, or on a GPU",
+    )
+    p.add_argument(
+        "--matmul",
+        choices=("native", "fp32"),
+        default="native",
+        help="fp32: linear layers multiply in fp32 and round, as GPUs do; a CPU is far slower in fp16",
+    )
+    p.add_argument(
+        "--points",
+        nargs="+",
+        default=[],
+        metavar="TOKENSxBATCH",
+        help="several sequences and batches in one process, --steps of each after the warm-up; peaks of each apart",
+    )
+    p.add_argument("--gpus", type=int, help="GPUs whose sequences a step holds, for the record (default: the ranks)")
+    p.add_argument("--evaluate-every", type=int, default=0, metavar="STEPS", help="loss on held-out text; 0: never")
+    p.add_argument("--no-gather-clone", action="store_true", help="negative control: leave out the CPU gather repair")
+    p.add_argument("--out", required=True, type=Path)
+    return p.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children and their swap files go too
+    try:
+        return run(args)
+    except (ValueError, OSError) as error:
+        print(f"run_training: error: {error}", file=sys.stderr)
+        return 2
+
+
+def run(args: argparse.Namespace) -> int:
+    system = load_system(args.system, args.arm)
+    spec = RunSpec(**{f: getattr(args, f) for f in RunSpec.__dataclass_fields__})
+    twin = model_spec(args.model).twin(args.k) if args.k > 1 else model_spec(args.model)
+    points = [point(text) for text in args.points] or [(args.sequence, args.batch)]
+    if min(s for s, _ in points) < 2 or min(b for _, b in points) < 1 or args.steps < 1 or args.ranks < 1:
+        raise ValueError("--sequence must be at least 2; --steps, --batch and --ranks at least 1")
+    children.require_device(args.device)
+    require_results_folder(args.out)
+    swap = Path(args.nvme).absolute() / args.run_id
+    sizes = sizes_of(twin, args.ranks)
+    require_space(swap, sizes.parameters)
+    config = system.deepspeed_config(spec, sizes, str(swap))
+    with children.scratch_folder() as work:
+        try:
+            outcome = _train(args, twin, system.parts(args.arm), config, work)
+        finally:
+            shutil.rmtree(swap, ignore_errors=True)
+    if outcome["status"] == "crash":
+        log = args.out.with_suffix(".crash.log")
+        log.write_text(outcome["log"])
+        print(
+            f"run_training: {args.run_id} crashed (exit {outcome['exit_code']}); see {log}\n{outcome['log'][-3000:]}",
+            file=sys.stderr,
+        )
+        return 1
+    record = _record(args, spec, twin, system, config, outcome)
+    _write_trace(args.out, outcome)
+    provenance.write_json_atomically(args.out, record)
+    print(
+        f"{args.run_id}: {record['status']}  loss {record.get('losses', [None])[-1]}  host peak net "
+        f"{record.get('memory', {}).get('host_peak_net_bytes', 0) / MIB:.1f} MiB"
+    )
+    return 0
+
+
+def point(text: str) -> tuple[int, int]:
+    """(tokens, sequences) of a word such as 128x2."""
+    tokens, x, batch = text.partition("x")
+    if not (x and tokens.isdigit() and batch.isdigit()):
+        raise ValueError(f"--points: {text!r} is no point; write tokens x sequences, such as 128x2")
+    return int(tokens), int(batch)
+
+
+def stack(text: str) -> dict[str, str]:
+    """What a word such as offloaded:sdpa:chunked asks for, in the names of memascend's options of a model."""
+    words = text.split(":")
+    if len(words) != 3:
+        raise ValueError(f"--stacks: {text!r} is no stack; write checkpointing:attention:loss, as none:eager:plain")
+    return dict(zip(("checkpointing", "attention", "loss"), words, strict=True))
+
+
+def sizes_of(twin: Any, ranks: int) -> Sizes:
+    """What a system's configuration needs to know of the model."""
+    tensors = twin.tensors()
+    flow = streamed(tensors, element_bytes=2, ranks=ranks, threshold_bytes=scaled(MIB, twin.k))
+    return Sizes(
+        largest_tensor=flow.largest,
+        parameters=sum(_numel(t.shape) for t in tensors),
+        pool_buffers=flow.monolithic_count(),
+    )
+
+
+def _numel(shape: Any) -> int:
+    total = 1
+    for dimension in shape:
+        total *= int(dimension)
+    return total
+
+
+def require_results_folder(out: Path) -> None:
+    """Before hours of training, not after."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"cannot write results into {out.parent}: {error.strerror}; name a writable folder with --out"
+        ) from None
+
+
+def require_space(swap: Path, parameters: int) -> None:
+    if swap.exists() and {p.name for p in swap.iterdir()} - {"zero_stage_3"}:
+        raise ValueError(f"{swap} holds files that are not swap files; move them, or name another folder with --nvme")
+    try:
+        swap.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"cannot make the swap folder {swap}: {error.strerror}; name a writable one with --nvme"
+        ) from None
+    free, need = shutil.disk_usage(swap).free, FREE_SPACE_FACTOR * parameters
+    if free < need:
+        with contextlib.suppress(OSError):
+            swap.rmdir()
+        raise ValueError(
+            f"{swap} has {free / MIB:,.0f} MiB free, this run writes {need / MIB:,.0f} MiB; free space or name another "
+            "folder with --nvme"
+        )
+
+
+def job_of(twin: Any, parts: dict[str, str], config: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """The job file of one rank: what training_child reads. ``settings`` stand over the defaults."""
+    from memascend.integrations.huggingface import token_file
+
+    tokens = token_file(provenance.cache_dir() / "text", min(4096, twin.vocab))
+    return {
+        "rank": 0,
+        "ranks": 1,
+        "seed": 0,
+        "mode": "memory",
+        "steps": 1,
+        "sequence": 32,
+        "batch": 1,
+        "points": [],
+        "token_file": str(tokens),
+        "model_config": twin.hf_config_dict(),
+        "deepspeed_config": config,
+        "parts": parts,
+        "minimum_swap_bytes": scaled(MIB, twin.k),
+        "gather_clone": True,
+        "checkpointing": "reentrant",
+        "stacks": [],
+        "device": "cpu",
+        "matmul": "native",
+        "evaluate_every": 0,
+        "hash_master_weights": True,
+        "turn_fd": None,
+        "done_fd": None,
+        **settings,
+    }
+
+
+def _train(
+    args: argparse.Namespace, twin: Any, parts: dict[str, str], config: dict[str, Any], work: Path
+) -> dict[str, Any]:
+    threads = max(1, (os.cpu_count() or 1) // args.ranks)
+    same = ("ranks", "seed", "mode", "dtype", "steps", "sequence", "batch")
+    same += ("checkpointing", "device", "matmul")
+    settings = {name: getattr(args, name) for name in (*same, "evaluate_every")}
+    settings |= {"threads": threads, "points": [point(text) for text in args.points]}
+    settings["stacks"] = [stack(text) for text in args.stacks]
+    job = job_of(twin, parts, config, **settings, gather_clone=not args.no_gather_clone)
+    port = processes.free_port()
+    started = time.monotonic()
+    ranks = [
+        children.start(
+            {**job, "rank": rank},
+            work,
+            str(rank),
+            children.environment(rank, args.ranks, port, threads, args.device, args.mode),
+        )
+        for rank in range(args.ranks)
+    ]
+    try:
+        samples, status = _watch(ranks, started + args.time_limit, args.mode == "memory")
+    finally:
+        processes.remove_shared_buffers(port)
+    logs = "".join((work / f"log{r}.txt").read_text() for r in range(args.ranks))
+    results = [json.loads(p.read_text()) for p in sorted(work.glob("result*.json"))]
+    if status == "ok" and len(results) < args.ranks:
+        status = "oom" if any(c.returncode == -signal.SIGKILL for c in ranks) else "crash"
+    if status == "ok" and any(r.get("status") == "oom" for r in results):
+        status = "oom"
+    return {
+        "status": status,
+        "samples": samples,
+        "results": results,
+        "log": logs,
+        "exit_code": [c.returncode for c in ranks],
+        "wall_s": time.monotonic() - started,
+    }
+
+
+def _watch(ranks: list[children.Run], deadline: float, fine: bool) -> tuple[list[tuple], str]:
+    """Sample every rank's memory until all have ended. Rows: (t_s, rss, anon, file, shmem, locked), sums."""
+    reader = memory_account.sum_of_pss if len(ranks) > 1 else memory_account.sum_of_status
+    interval, samples, status = (0.001 if fine else 0.05), [], "ok"
+    try:
+        while any(c.poll() is None for c in ranks):
+            now = time.monotonic()
+            row = reader([c.pid for c in ranks])
+            if row is not None:
+                samples.append((now, *row))
+            if now > deadline:
+                status = "timeout"
+                break
+            if any(c.returncode not in (None, 0) for c in ranks):
+                break
+            time.sleep(interval)
+    finally:
+        for child in ranks:
+            if child.poll() is None:
+                if status == "ok" and all(c.returncode in (None, 0) for c in ranks):
+                    child.wait()
+                    continue
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    return samples, status
+
+
+def _record(
+    args: argparse.Namespace, spec: RunSpec, twin: Any, system: Any, config: dict[str, Any], outcome: dict[str, Any]
+) -> dict[str, Any]:
+    code = staleness.digest("workflows.run.training", [args.system], [args.model])
+    record = provenance.record_header(args.run_id, "training", code)
+    parameters = sum(_numel(t.shape) for t in twin.tensors())
+    record |= {
+        "status": outcome["status"],
+        "system": args.system,
+        "arm": args.arm,
+        "parts": system.parts(args.arm),
+        "model": args.model,
+        "twin": {"k": args.k, "parameters": parameters, "config": twin.hf_config_dict()},
+        "dtype": args.dtype,
+        "ranks": args.ranks,
+        "sequence": args.sequence,
+        "batch": args.batch,
+        "steps": args.steps,
+        "seed": args.seed,
+        "mode": args.mode,
+        "time_limit_s": args.time_limit,
+        "wall_s": outcome["wall_s"],
+        "checkpointing": args.checkpointing,
+        "stacks": [stack(text) for text in args.stacks],
+        "device": args.device,
+        "matmul": args.matmul,
+        "points_requested": [list(point(text)) for text in args.points],
+        "evaluate_every": args.evaluate_every,
+        "gpus": args.gpus or args.ranks,
+        "environment": children.settings(args.mode),
+        "config": json.loads(json.dumps(config).replace(str(Path(args.nvme).absolute()), "NVME")),
+    }
+    if outcome["status"] == "ok":
+        record |= _results(args, outcome)
+    record["key"] = provenance.record_key(record)
+    return record
+
+
+def _results(args: argparse.Namespace, outcome: dict[str, Any]) -> dict[str, Any]:
+    first = outcome["results"][0]
+    fields: dict[str, Any] = {
+        "shims": first["shims"],
+        "losses": first["losses"],
+        "loss_checksum": provenance.digest_of(first["losses"]),
+        "master_weights_sha256": first.get("master_weights_sha256", ""),
+        "skipped_steps": first["skipped_steps"],
+        "parameter_tensors": first["parameter_tensors"],
+        "parameters_on_nvme": first["parameters_on_nvme"],
+        "denied_prefetches": first["denied_prefetches"],
+        "evicted_prefetches": first["evicted_prefetches"],
+        "released_gathered": first["released_gathered"],
+        "buffers_beside_pool": first["buffers_beside_pool"],
+        "pool_fallbacks": first["pool_fallbacks"],
+        "pool_fallback_wasted_bytes": first["pool_fallback_wasted_bytes"],
+        "phases": [{k: p[k] for k in ("name", "role", "seconds", "hwm_bytes")} for p in first["phases"]],
+        "overflow_check_seconds": [c["end_s"] - c["begin_s"] for c in first["overflow_checks"]],
+        "io": {
+            "read_bytes_per_step": _summed(outcome["results"], "bytes_read"),
+            "written_bytes_per_step": _summed(outcome["results"], "bytes_written"),
+            "realigned_reads_per_step": [s["realigned_reads"] for s in first["io_steps"]],
+        },
+    }
+    if "direct_io" in first:  # of our direct engine: past the page cache, or not
+        fields["io"]["direct"] = all(result["direct_io"] for result in outcome["results"])
+    if "cuda_peak_bytes" in first:
+        fields["cuda_peak_bytes"] = max(r["cuda_peak_bytes"] for r in outcome["results"])
+    if "evaluation" in first:
+        fields["evaluation"] = first["evaluation"]
+    if args.mode == "memory":
+        fields |= memory_account.account(outcome["results"], outcome["samples"])
+    if args.mode == "memory" and (args.points or args.stacks):
+        fields["points"] = memory_account.points(outcome["results"], outcome["samples"])
+    return fields
+
+
+def _summed(results: list[dict[str, Any]], count: str) -> list[int]:
+    """A counter of each step, summed over ranks."""
+    return [sum(step[count] for step in steps) for steps in zip(*(r["io_steps"] for r in results), strict=True)]
+
+
+def _write_trace(out: Path, outcome: dict[str, Any]) -> None:
+    """All samples, thinned to every 10 ms plus each 10 ms window's largest."""
+    path = out.with_suffix(".trace.csv")
+    rows = memory_account.thin(outcome["samples"], 0.010)
+    phases = outcome["results"][0].get("phases", []) if outcome["results"] else []
+    start = outcome["samples"][0][0] if outcome["samples"] else 0.0
+    with path.open("w") as f:
+        f.write("t_s,phase,rss,rss_anon,rss_file,rss_shmem,locked\n")
+        for t, *values in rows:
+            name = next((p["name"] for p in phases if p["begin_s"] <= t <= p["end_s"]), "")
+            f.write(f"{t - start:.4f},{name},{','.join(str(v) for v in values)}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""Step times of several arms on one machine in one run: they take turns, step by step, in alternating order.
+
+Each arm is a process of its own with its own swap files, and another DeepSpeed where it names an environment. While one
+computes, the others wait: what drifts on a machine (other users, the drive, the clock) meets all arms alike. Memory is
+not traced, which would slow the steps.
+One immutable record, kind ``step-times``: every step's seconds by phase, and its bytes of I/O.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from baselines.protocol import RunSpec, load_system
+from memascend.planner import model_spec
+from memascend.training import processes
+from workflows import staleness
+from workflows.run import children, provenance
+from workflows.run.training import job_of, point, require_results_folder, require_space, sizes_of
+
+WARM_UP_STEPS = 2  # the first makes the Adam states, the second the prefetcher's records
+PHASES = ("forward_s", "backward_s", "optimizer_s", "bytes_read", "bytes_written")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("--run-id", required=True)
+    p.add_argument("--arms", nargs="+", required=True, metavar="SYSTEM:ARM:DTYPE[:ENVIRONMENT]")
+    p.add_argument("--model", required=True)
+    p.add_argument("--k", type=int, required=True, help="the twin's divisor, a power of two")
+    p.add_argument("--points", nargs="+", required=True, metavar="TOKENSxBATCH")
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="as for run_training")
+    p.add_argument("--matmul", choices=("native", "fp32"), default="native", help="as for run_training")
+    p.add_argument("--rounds", type=int, default=5, help="measured rounds at each point: a step of each arm")
+    p.add_argument("--time-limit", type=float, default=600, help="seconds")
+    p.add_argument("--nvme", default=os.environ.get("MEMASCEND_NVME", "nvme"), help="folder for swap files")
+    p.add_argument("--out", required=True, type=Path)
+    return p.parse_args(argv)
+
+
+def interpreter(environment: str) -> str:
+    """The Python of an environment that make has built; ours where none is named."""
+    if not environment:
+        return sys.executable
+    python = Path(f".cache/envs/{environment}/bin/python").absolute()
+    if not python.exists():
+        raise ValueError(f"--arms: environment {environment} is missing; make it with: make {environment}")
+    return str(python)
+
+
+class Arm:
+    """One process that steps when it is asked to."""
+
+    def __init__(self, word: str, args: argparse.Namespace, twin: Any) -> None:
+        words = word.split(":")
+        if len(words) not in (3, 4) or not all(words):
+            raise ValueError(f"--arms: {word!r} is no arm; write system:arm:dtype, such as memascend:memascend:fp16")
+        self.system_name, self.arm, self.dtype, self.environment = [*words, ""][:4]
+        self.python = interpreter(self.environment)
+        self.system = load_system(self.system_name, self.arm)
+        self.name = "-".join(words)
+        self.swap = Path(args.nvme).absolute() / f"{args.run_id}-{self.name}"
+        sequence, batch = point(args.points[0])
+        more = {"system": self.system_name, "arm": self.arm, "dtype": self.dtype, "sequence": sequence, "batch": batch}
+        spec = RunSpec(run_id=args.run_id, model=args.model, k=args.k, steps=1, seed=0, ranks=1, **more)
+        sizes = sizes_of(twin, 1)
+        require_space(self.swap, sizes.parameters)
+        self.config = self.system.deepspeed_config(spec, sizes, str(self.swap))
+        self.parts = self.system.parts(self.arm)
+
+    def start(self, twin: Any, work: Path, threads: int, device: str, matmul: str) -> None:
+        self.work, self.port = work, processes.free_port()
+        turn_in, turn_out = os.pipe()
+        done_in, done_out = os.pipe()
+        fds = {"turn_fd": turn_in, "done_fd": done_out}
+        settings = {"threads": threads, "mode": "time", "dtype": self.dtype, "device": device, "matmul": matmul, **fds}
+        settings["hash_master_weights"] = False
+        job = job_of(twin, self.parts, self.config, **settings)
+        env = children.environment(0, 1, self.port, threads, device, "time")
+        self.process: children.Run = children.start(job, work, self.name, env, tuple(fds), python=self.python)
+        os.close(turn_in)
+        os.close(done_out)
+        self.turns: IO[str] = os.fdopen(turn_out, "w", buffering=1)
+        self.done: IO[str] = os.fdopen(done_in)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What tells this arm from the others in a record."""
+        here = {"system": self.system_name, "arm": self.arm, "dtype": self.dtype}
+        return here | ({"environment": self.environment} if self.environment else {})
+
+    def wait_until_ready(self, deadline: float) -> None:
+        self.deepspeed = self.wait_line(deadline).split()[1]
+
+    def wait_line(self, deadline: float) -> str:
+        """The next line of the process; raises TimeoutError, or RuntimeError with the end of its log."""
+        if not select.select([self.done], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise TimeoutError
+        line = self.done.readline()
+        if not line:
+            raise RuntimeError(
+                f"arm {self.name} ended early:\n{(self.work / f'log{self.name}.txt').read_text()[-3000:]}"
+            )
+        return line
+
+    def step(self, sequence: int, batch: int, deadline: float) -> dict[str, float]:
+        self.turns.write(f"{sequence} {batch}\n")
+        return dict(zip(PHASES, json.loads(self.wait_line(deadline)), strict=True))
+
+    def end(self) -> None:
+        """Kill the process; its swap files and shared buffers go with it."""
+        if hasattr(self, "process"):
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            processes.remove_shared_buffers(self.port)
+        shutil.rmtree(self.swap, ignore_errors=True)
+
+
+def rounds(arms: list[Arm], points: list[tuple[int, int]], count: int, deadline: float) -> list[dict[str, Any]]:
+    """Every step of every arm at every point; the order of the arms turns round in each round."""
+    for arm in arms:
+        arm.wait_until_ready(deadline)
+    out = []
+    for sequence, batch in points:
+        steps: dict[str, list[dict[str, float]]] = {arm.name: [] for arm in arms}
+        warm_up = 1 if out else WARM_UP_STEPS
+        for number in range(warm_up + count):
+            for arm in arms if number % 2 else reversed(arms):
+                measured = arm.step(sequence, batch, deadline)
+                if number >= warm_up:
+                    steps[arm.name].append(measured)
+        for arm in arms:
+            series = {name: [step[name] for step in steps[arm.name]] for name in PHASES}
+            out.append({"sequence": sequence, "batch": batch, **arm.labels, **series})
+    return out
+
+
+def run(args: argparse.Namespace) -> int:
+    twin = model_spec(args.model).twin(args.k)
+    points = [point(text) for text in args.points]
+    children.require_device(args.device)
+    require_results_folder(args.out)
+    arms, started, status, measured = [], time.monotonic(), "ok", []
+    try:
+        arms += [Arm(word, args, twin) for word in args.arms]
+        with children.scratch_folder() as work:
+            for arm in arms:
+                arm.start(twin, work, os.cpu_count() or 1, args.device, args.matmul)
+            measured = rounds(arms, points, args.rounds, started + args.time_limit)
+    except TimeoutError:
+        status = "timeout"
+    except RuntimeError as error:
+        log = args.out.with_suffix(".crash.log")
+        log.write_text(str(error))
+        print(f"time_arms: {error}\nsee {log}", file=sys.stderr)
+        return 1
+    finally:
+        for arm in arms:
+            arm.end()
+    systems = sorted({arm.system_name for arm in arms})
+    code = staleness.digest("workflows.run.turns", systems, [args.model])
+    record = provenance.record_header(args.run_id, "step-times", code) | {
+        "status": status,
+        "model": args.model,
+        "twin": {"k": args.k, "parameters": sum(t.numel for t in twin.tensors())},
+        "arms": [{**a.labels, "parts": a.parts, "deepspeed": getattr(a, "deepspeed", "")} for a in arms],
+        "points_requested": [list(p) for p in points],
+        "rounds": args.rounds,
+        "device": args.device,
+        "matmul": args.matmul,
+        "time_limit_s": args.time_limit,
+        "environment": children.settings("time"),
+        "wall_s": time.monotonic() - started,
+    }
+    if measured:
+        record["points"] = measured
+    record["key"] = provenance.record_key(record)
+    provenance.write_json_atomically(args.out, record)
+    print(f"{args.run_id}: {status}, {len(measured)} series")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the arms and their swap files go too
+    try:
+        return run(args)
+    except (ValueError, OSError) as error:
+        print(f"time_arms: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""The tidy table between data and pictures: its columns, how it is read and written, and names that scripts share."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jsonschema
+import pandas as pd
+from referencing import Registry, Resource
+
+COLUMNS = [
+    "exhibit_id",
+    "subfigure",
+    "series",
+    "model",
+    "x_name",
+    "x_value",
+    "metric",
+    "value",
+    "unit",
+    "lane",
+    "testbed",
+    "source",
+]
+LANES = ("published", "author", "modelled", "measured")
+GIB = 2**30
+OF_REFERENCE = re.compile(r" \[([^\]]+)\]$")  # end of a series that was measured elsewhere: host and date
+SCALED = " (x k^2)"  # suffix of a metric: a twin's bytes times k^2, that is, at the original's size
+SCHEMAS = Path(__file__).resolve().parent / "schemas"
+
+DISPLAY = {
+    "llama3.1-8b": "Llama3.1-8B",
+    "llama3.2-1b": "Llama3.2-1B",
+    "llama3.2-3b": "Llama3.2-3B",
+    "qwen2.5-0.5b": "Qwen2.5-0.5B",
+    "qwen2.5-7b": "Qwen2.5-7B",
+    "qwen2.5-14b": "Qwen2.5-14B",
+    "qwen2.5-32b": "Qwen2.5-32B",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+}
+# The four models of MemAscend Figs. 4, 11, 13, 15 and 21.
+DENSE = ("Llama3.1-8B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B")
+
+AS_PUBLISHED = "ZeRO-Infinity (as published)"
+MEMASCEND = "MemAscend"
+ZERO_OFFLOAD = "ZeRO-Offload"
+ALL_IN_GPU = "All in GPU"
+MINIMUM = "theoretical minimum"
+
+
+class TableError(ValueError):
+    """Something is wrong with an input; the message is one line and names the file."""
+
+
+def atomically(path: Path, write: Callable[[Path], Any]) -> None:
+    """Call ``write`` on a temporary file beside ``path``, then rename: nobody sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
+    os.close(handle)
+    try:
+        write(Path(name))
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """A tidy table; every cell a string, empty cells empty strings."""
+    table = pd.read_csv(path, dtype=str, keep_default_na=False)
+    missing = [column for column in COLUMNS if column not in table.columns]
+    if missing:
+        raise TableError(f"{path}: columns {', '.join(missing)} are missing")
+    strange = sorted(set(table["lane"]) - set(LANES))
+    if strange:
+        raise TableError(f"{path}: unknown lane {strange[0]!r}; lanes are {', '.join(LANES)}")
+    return table[COLUMNS]
+
+
+def write_table(rows: pd.DataFrame | Iterable[dict[str, Any]], path: Path, columns: list[str] = COLUMNS) -> None:
+    """Write rows (columns that a row lacks are left empty), atomically."""
+    table = rows if isinstance(rows, pd.DataFrame) else pd.DataFrame(list(rows))
+    table = table.reindex(columns=columns).astype(object)
+    table = table.where(table.notna(), "")
+    atomically(path, lambda temporary: table.to_csv(temporary, index=False, lineterminator="\n"))
+
+
+def is_reference(table: pd.DataFrame) -> pd.Series:
+    """Which rows come from committed records of another machine."""
+    return table["series"].map(lambda name: bool(OF_REFERENCE.search(name))).astype(bool)
+
+
+def numeric(value: str) -> float | None:
+    """The number in a cell, or None for text such as ``N/A (VRAM OOM)``."""
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+@cache
+def validator(schema_name: str) -> jsonschema.protocols.Validator:
+    """Validator of one of our schemas; references between them resolve by file name."""
+    schemas = {path.name: json.loads(path.read_text()) for path in SCHEMAS.glob("*.schema.json")}
+    registry = Registry().with_resources((name, Resource.from_contents(schema)) for name, schema in schemas.items())
+    return jsonschema.Draft202012Validator(schemas[schema_name], registry=registry)
+
+
+def check(document: Any, schema_name: str, where: str) -> None:
+    """Raise one line that names the place where ``document`` breaks the schema."""
+    error = jsonschema.exceptions.best_match(validator(schema_name).iter_errors(document))
+    if error is not None:
+        place = "/".join(str(part) for part in error.absolute_path)
+        message = error.message if len(error.message) < 200 else error.message[:200] + " ..."
+        raise TableError(f"{where}: {place or 'top level'}: {message} ({schema_name})")
+
+
+def fail(error: Exception) -> NoReturn:
+    """End a program with one clear line."""
+    sys.exit(f"error: {' '.join(str(error).split())}")
