@@ -79,7 +79,7 @@ CONSOLE.attach()
 
 
 onstart:
-    start_servers()
+    start_servers(KNOWN)
 
 
 onsuccess:

@@ -5,8 +5,13 @@ Snakemake's own log file (.snakemake/log) keeps everything. Standard library alo
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -109,3 +114,25 @@ class Console(logging.Filter):
 
 def length(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+SERVERS = {"MEMASCEND_FORK_SERVER": "workflows.run.fork_server", "MEMASCEND_DRAW_SERVER": "workflows.derive.server"}
+
+
+def start_servers(known: Configuration) -> None:
+    """The processes that runs and pictures are forked from: a third of a short run, and most of a picture, is imports.
+
+    They end with this one; the folder of their sockets does too, or is collected like those of killed runs.
+    """
+    folder = tempfile.mkdtemp(prefix="memascend-run-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    logs = Path(known.raw, "logs")
+    logs.mkdir(parents=True, exist_ok=True)
+    for variable, module in SERVERS.items():
+        place = Path(folder, module)
+        place.mkdir()
+        command = [sys.executable, "-m", module, str(place / "socket")]
+        with (logs / f"{module}.log").open("w") as output:
+            subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        os.environ[variable] = str(place / "socket")
+    os.environ["MEMASCEND_EXHIBITS"] = known.exhibits_of_runs

@@ -67,7 +67,8 @@ def reference_rows(exhibit: str, records: list[dict[str, Any]], own: pd.DataFram
         finest: dict[tuple, int] = {}
         for what, k in kept_apart(own[own["lane"] == "measured"]):
             finest[what] = min(k, finest.get(what, k))
-        rows = rows[[finest.get(what, k + 1) > k for what, k in kept_apart(rows)]].copy()
+        finer = [finest.get(what, k + 1) > k for what, k in kept_apart(rows)]
+        rows = rows[pd.Series(finer, rows.index, dtype=bool)].copy()
         when = {record["key"]: record["started_at"][:10] for record in mine}
         days = [max(when[key] for key in source.split()) for source in rows["source"]]
         rows["series"] = [f"{series} [{host}, {day}]" for series, day in zip(rows["series"], days, strict=True)]

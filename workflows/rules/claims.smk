@@ -13,7 +13,7 @@ rule claims_table:
     conda:
         "../envs/memascend.yaml"
     params:
-        tables=f"{DERIVED}/exhibits",
+        tables=lambda w, input: os.path.dirname(input.tables[0]),
         code=KNOWN.code("workflows.derive.claims"),
     shell:
         "python -m workflows.derive.ask claims --tables {params.tables} --out {output.table} --page {output.page}"

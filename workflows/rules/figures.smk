@@ -12,7 +12,7 @@ rule figure:
     conda:
         "../envs/memascend.yaml"
     params:
-        figures=FIGURES,
+        figures=lambda w, output: os.path.dirname(output.svg),
         numbers=lambda w, input: (
             f"--table {input.table} --runs {input.runs}" if len(input) else ""
         ),
@@ -34,7 +34,7 @@ rule report_page:
     conda:
         "../envs/memascend.yaml"
     params:
-        figures=FIGURES,
+        figures=lambda w, output: os.path.dirname(output.page),
         code=KNOWN.code("workflows.derive.report"),
     shell:
         "python -m workflows.derive.ask report --claims {input.claims} --figures {params.figures}"
