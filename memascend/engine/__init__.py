@@ -1,6 +1,10 @@
 """The streaming room: tensors of a model on their way between storage and a device, through a few host buffers.
 
-Nothing here knows DeepSpeed. What there is so far is the part that any runtime over offloaded weights needs:
+Nothing here knows DeepSpeed. A whole runtime, and the part of it that any other over offloaded weights needs:
+
+    engine = StreamingEngine.start(model, folder, groups)   # weights, gradients and optimizer states live in `folder`
+    model(...).loss.backward()                              # blocks come and go; updates run meanwhile
+    engine.finish_step()                                    # completed: a kill from here on loses nothing
 
     stream = WeightStream(tier, pool=pool)              # memascend.storage.tier, memascend.memory.pools
     for name, numel in sizes.items():
@@ -11,12 +15,16 @@ Nothing here knows DeepSpeed. What there is so far is the part that any runtime 
     stream.copied("block.0", event)                     # the slot may be taken once the event has passed
     stream.release("block.1")                           # or: the slot goes back
 
+- `runtime`: `StreamingEngine`. `layout` says how a model lies on the tier, `home` keeps it there in two versions,
+  `blocks` brings weights in and recomputes, `updates` takes gradients into the states (LoHan IV-C), `buffers` holds all
+  host memory, for plans too.
 - `protocols`: what the stream asks of a storage (`Storage`, `Completion`), of a device (`Event`) and of a runtime that
   keeps the account of uses itself (`Owner`, as DeepSpeed does).
 - `weights`: `WeightStream`, leases on pool slots by key, the read-ahead queue, eviction, release, statistics.
 
-Users: the parameter swapper of `memascend.integrations.deepspeed`; tests/unit/test_streamed_blocks.py trains a plain
-module whose blocks pass through two slots.
+Users: LoHan (`baselines/lohan`) by `memascend.training.backends.streaming`. Of the stream alone: the parameter swapper
+of `memascend.integrations.deepspeed`; tests/unit/test_streamed_blocks.py trains a plain module whose blocks pass
+through two slots.
 """
 
 from .protocols import Completion, Event, Owner, Storage, Use

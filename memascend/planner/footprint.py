@@ -50,6 +50,9 @@ OWNER_METRICS = {
     "adam_states": "in-memory optimizer states",
     "parameter_flat_buffer": "parameters in host memory",
     "model_load": "model while it loads",
+    "streamed_weights": "weights on their way",
+    "streamed_states": "optimizer states on their way",
+    "streamed_gradients": "gradients on their way",
     "nvme_engine_buffers": "NVMe engine buffers",
     "process": "process overhead",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import random
 from typing import Any
 
@@ -28,11 +29,29 @@ def facts() -> dict[str, Any]:
     }
 
 
+def as_json() -> dict[str, Any]:
+    """What `tensors` and `facts` say, for a file that holds no tensors."""
+    raw = {name: base64.b64encode(bytes(value.numpy())).decode() for name, value in tensors().items()}
+    return {"tensors": raw, **facts()}
+
+
+def restore_json(saved: dict[str, Any]) -> None:
+    """All of them, from what `as_json` said."""
+    for name in tensors():
+        value = torch.frombuffer(bytearray(base64.b64decode(saved["tensors"][name])), dtype=torch.uint8)
+        (torch.set_rng_state if name == "random.cpu" else torch.cuda.set_rng_state)(value)
+    _restore_others(saved)
+
+
 def restore(reader: TensorFileReader, saved: dict[str, Any]) -> None:
     """All of them, from what `tensors` and `facts` said."""
     for name, value in tensors().items():
         reader.read_into(name, value)
         (torch.set_rng_state if name == "random.cpu" else torch.cuda.set_rng_state)(value)
+    _restore_others(saved)
+
+
+def _restore_others(saved: dict[str, Any]) -> None:
     version, words, gauss = saved["python_random"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(saved["numpy_random"]))

@@ -84,8 +84,7 @@ class Worker:
             for note in backend.notes():
                 print(note, file=self.out, flush=True)
         self.backend = backend(self.config, self.job["settings"], Ledger(self._budget()))
-        source = self._restore_point()
-        self._build(source)
+        self._begin()
         self._open_data()
         self.progress = Progress(
             self.out if self.rank == 0 else io.StringIO(),  # one line a step: what the others would say is dropped
@@ -116,11 +115,33 @@ class Worker:
         limit = self.config.host_memory
         return HostBudget.of_machine(limit, self.ranks) if limit else None
 
+    def _begin(self) -> None:
+        """Start anew, or go on from whichever is later: the newest checkpoint, or what the backend kept by itself."""
+        source = self._restore_point()
+        kept = self.backend.kept_step()
+        if kept is not None and kept >= (source.step if source else 1):
+            self._go_on(source)
+        else:
+            self._build(source)
+        if self.rank == 0:
+            rewind_metrics(self.folder.metrics, self.step)
+
+    def _go_on(self, source: checkpoint.Checkpoint | None) -> None:
+        facts = self.backend.go_on(self._start(source))
+        random_state.restore_json(facts["random"])
+        self.step = facts["step"]
+        if self.rank == 0:
+            print(f"resume  from step {self.step}, which the tier has kept", file=self.out, flush=True)
+
+    def _start(self, source: checkpoint.Checkpoint | None) -> Path | dict[str, Any]:
+        """Weights in a folder, or the configuration of a model to initialise."""
+        prepared = self.job["prepared"]
+        start = Path(prepared["model_folder"]) if prepared["model_folder"] else prepared["model_config"]
+        return source.model if source else start
+
     def _restore_point(self) -> checkpoint.Checkpoint | None:
         """The checkpoint to go on from, its state files checked."""
         if self.job["checkpoint"] is None:
-            if self.rank == 0:
-                rewind_metrics(self.folder.metrics, 0)
             return None
         found = {str(c.path): c for c in checkpoint.listed(self.folder.checkpoints)[0]}[self.job["checkpoint"]]
         found.check(found.state / f"rank{self.rank}.safetensors")
@@ -128,14 +149,11 @@ class Worker:
         if self.rank == 0:
             for path in sorted(found.model.glob("*.safetensors")):
                 found.check(path)
-            rewind_metrics(self.folder.metrics, found.step)
         return found
 
     def _build(self, source: checkpoint.Checkpoint | None) -> None:
-        prepared = self.job["prepared"]
-        start = Path(prepared["model_folder"]) if prepared["model_folder"] else prepared["model_config"]
         torch.manual_seed(self.config.seed)
-        self.backend.build(source.model if source else start)
+        self.backend.build(self._start(source))
         torch.manual_seed(self.config.seed * self.ranks + self.rank)
         if source is not None:
             facts = json.loads((source.state / "trainer.json").read_text())[str(self.rank)]
@@ -161,6 +179,7 @@ class Worker:
             if stop or self._is_due(config.save_every, last):
                 self._save()
                 saved = self.step
+            self.backend.keep({"step": self.step, "random": random_state.as_json()})
             if stop and not last:
                 return STOPPED
         assert saved == self.step

@@ -107,6 +107,12 @@ class DeepSpeedBackend:
     def loss_scale(self) -> float | None:
         return float(self._engine.optimizer.loss_scale) if self._engine.fp16_enabled() else None
 
+    def kept_step(self) -> int | None:
+        return None
+
+    def keep(self, facts: dict[str, Any]) -> None:
+        pass
+
     def statistics(self) -> dict[str, int]:
         return {"read_bytes": self._enabled.io.bytes_read, "written_bytes": self._enabled.io.bytes_written}
 

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 IN_MEMORY = "in_memory"
 DEEPSPEED = "deepspeed"
+STREAMING = "streaming"
 # Arms of the system in_memory, and whose AdamW each is (memascend.training.backends.updates).
 UPDATES = {"torch_adamw": "torch", "deepspeed_adamw": "deepspeed", "memascend_adamw": "memascend"}
 _CLASSES = {
     DEEPSPEED: "memascend.integrations.deepspeed.backend:DeepSpeedBackend",
     IN_MEMORY: "memascend.training.backends.in_memory:InMemoryBackend",
+    STREAMING: "memascend.training.backends.streaming:StreamingBackend",
 }
 
 

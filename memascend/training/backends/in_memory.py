@@ -170,6 +170,12 @@ class InMemoryBackend:
     def loss_scale(self) -> float | None:
         return self._scale.value if self._scale else None
 
+    def kept_step(self) -> int | None:
+        return None
+
+    def keep(self, facts: dict[str, Any]) -> None:
+        pass
+
     def statistics(self) -> dict[str, int]:
         return {"read_bytes": 0, "written_bytes": 0}
 

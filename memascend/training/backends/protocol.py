@@ -75,6 +75,18 @@ class Backend(Protocol):
     def restore(self, reader: TensorFileReader, facts: dict[str, Any]) -> None:
         """Bring everything, the weights too, to what `states` and `state_facts` said, to the bit."""
 
+    def kept_step(self) -> int | None:
+        """The step after which it can go on by itself, from what it kept on a tier (`keep`); None: it cannot. Asked
+        before `build`."""
+
+    def go_on(self, source: Path | dict[str, Any]) -> dict[str, Any]:
+        """In place of `build` and `restore`: everything as it was kept, and the facts. `source` as for `build`, for the
+        architecture alone. Once."""
+
+    def keep(self, facts: dict[str, Any]) -> None:
+        """All that belongs to the step that was made has been done: from here on a run that is killed may go on after
+        it. `facts` (JSON, with `step`) are for `go_on`. A backend that keeps nothing does nothing."""
+
     def statistics(self) -> dict[str, int]:
         """`read_bytes` and `written_bytes` of the swap device in the last step."""
 

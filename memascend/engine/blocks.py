@@ -1,0 +1,356 @@
+"""A model whose weights are elsewhere: units of modules get them before they are needed, and give them back after.
+
+A block's forward runs without a graph and keeps its inputs alone; backward fetches the weights again, recomputes, and
+goes on through the block (a checkpoint of our own: transformers' calls the layer around every hook). Between its visits
+a parameter is a shape over one NaN, so that whatever touches it unseen shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from memascend.engine.layout import Kind, Unit, UnitParameters, make_layout
+from memascend.engine.weights import WeightStream
+
+
+class NotStreamable(ValueError):
+    """What the engine cannot train, with the fix."""
+
+
+# -- finding units -----------------------------------------------------------------------------------------------------
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers of the list (ModuleList or Sequential) whose children hold most parameters. Raises NotStreamable.
+
+    Lists inside the children are parts of these.
+    """
+    best: list[nn.Module] = []
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        children = [child for child in module if next(child.parameters(), None) is not None]
+        kinds = {type(child) for child in children}
+        alike = [child for child in children if isinstance(module, nn.ModuleList) or len(kinds) == 1]
+        if len(alike) > 1 and _numel(alike) > _numel(best):
+            best = alike
+    if not best:
+        raise NotStreamable(
+            f"{type(model).__name__} has no list of layers (torch.nn.ModuleList or Sequential) that could be streamed "
+            "block by block: name the blocks (blocks=[module, ...])"
+        )
+    return best
+
+
+def _numel(modules: Iterable[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+class ModelUnits:
+    """Units of a model, their modules and parameters. `layout` is made from them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module] | None = None,
+        *,
+        states: torch.dtype = torch.float32,
+        piece_elements: int | None = None,
+    ) -> None:
+        self.model = model
+        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        module_names = {module: name for name, module in model.named_modules()}
+        dtypes = {parameter.dtype for parameter in self.names}
+        if len(dtypes) != 1:
+            found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "none"
+            raise NotStreamable(
+                f"the parameters are of several types ({found}): convert the model to one, model.to(...)"
+            )
+        if any(parameter.is_meta for parameter in self.names):
+            raise NotStreamable("the model is on the meta device: give its parameters values first")
+        self.blocks = list(blocks) if blocks is not None else find_blocks(model)
+        self.modules: dict[str, list[nn.Module]] = {}
+        self.parameters: dict[str, list[nn.Parameter]] = {}
+        units = [self._block(module, module_names) for module in self.blocks]
+        units = [*units, *self._others(module_names)]
+        order = [(name, parameter.numel()) for parameter, name in self.names.items() if parameter.requires_grad]
+        self.layout = make_layout(
+            [unit for unit in units if unit.parameters],
+            order,
+            weights=dtypes.pop(),
+            states=states,
+            piece_elements=piece_elements,
+        )
+        by_name = {name: parameter for parameter, name in self.names.items()}
+        self.parameters = {unit.key: [by_name[part.name] for part in unit.parts] for unit in self.layout.units}
+
+    def _describe(self, key: str, kind: Kind, parameters: Iterable[nn.Parameter]) -> UnitParameters:
+        each = [(self.names[p], tuple(p.shape), p.requires_grad) for p in dict.fromkeys(parameters)]
+        return UnitParameters(key=key, kind=kind, parameters=each)
+
+    def _block(self, module: nn.Module, module_names: dict[nn.Module, str]) -> UnitParameters:
+        if module not in module_names:
+            raise NotStreamable(f"a block ({type(module).__name__}) is no part of the model")
+        key = module_names[module] or "model"
+        if key in self.modules:  # the same layer over and over
+            return UnitParameters(key=key, kind=Kind.BLOCK, parameters=[])
+        for parameter in module.parameters():
+            other = next((k for k, owned in self.parameters.items() if any(parameter is p for p in owned)), None)
+            if other is not None:
+                raise NotStreamable(
+                    f"{self.names[parameter]} is shared by the blocks {other} and {key}, which cannot be streamed "
+                    "apart: name a block that holds both (blocks=[...])"
+                )
+        self.modules[key], self.parameters[key] = [module], list(module.parameters())
+        return self._describe(key, Kind.BLOCK, module.parameters())
+
+    def _others(self, module_names: dict[nn.Module, str]) -> Iterator[UnitParameters]:
+        """Modules outside of the blocks with parameters of their own; those that share one are one unit."""
+        inside = {module for block in self.blocks for module in block.modules()}
+        of_blocks = {parameter for block in self.blocks for parameter in block.parameters()}
+        owners: dict[nn.Parameter, list[nn.Module]] = {}
+        for module in module_names:
+            for parameter in module.parameters(recurse=False):
+                if module in inside:
+                    continue
+                if parameter in of_blocks:
+                    raise NotStreamable(
+                        f"{self.names[parameter]} is used inside of a block and outside of it, by "
+                        f"{module_names[module] or 'the model'}: name blocks that hold both (blocks=[...])"
+                    )
+                owners.setdefault(parameter, []).append(module)
+        for group in _connected(owners):
+            parameters = [p for p in owners if any(module in group for module in owners[p])]
+            key = module_names[group[0]] or "model"
+            alone = len(group) == 1 and type(group[0]) is nn.Embedding
+            looked_up = alone and not group[0].sparse and group[0].max_norm is None
+            self.modules[key] = group
+            yield self._describe(key, Kind.LOOKED_UP if looked_up else Kind.HELD, parameters)
+
+
+def _connected(owners: dict[nn.Parameter, list[nn.Module]]) -> list[list[nn.Module]]:
+    """Modules in groups that share no parameter, in the model's order."""
+    groups: list[list[nn.Module]] = []
+    for modules in owners.values():
+        joined = [group for group in groups if any(module in group for module in modules)]
+        merged = [module for group in joined for module in group]
+        merged += [module for module in modules if module not in merged]
+        groups = [group for group in groups if group not in joined] + [merged]
+    return groups
+
+
+# -- weights in and out ------------------------------------------------------------------------------------------------
+
+
+class UnitWeights:
+    """Which units are in memory, and who needs them: parameters are views of a slot while somebody does.
+
+    A thread's uses are counted by unit; the last one to end makes the parameters empty again.
+    """
+
+    def __init__(self, units: ModelUnits, stream: WeightStream) -> None:
+        self.units, self.stream = units, stream
+        self._uses: dict[str, int] = {}
+        nothing = torch.full((1,), torch.nan, dtype=units.layout.weights)
+        self._empty = {p: nothing.expand(p.shape) for owned in units.parameters.values() for p in owned}
+
+    def take(self, unit: Unit) -> None:
+        """The unit's weights are in its parameters on return."""
+        (slot,) = self.stream.fetch([unit.key])
+        self._uses[unit.key] = self._uses.get(unit.key, 0) + 1
+        if self._uses[unit.key] == 1:
+            for part, parameter in zip(unit.parts, self.units.parameters[unit.key], strict=True):
+                parameter.data = slot[part.first : part.first + part.numel].view(part.shape)
+
+    def give_back(self, unit: Unit) -> None:
+        self._uses[unit.key] -= 1
+        if not self._uses[unit.key]:
+            self.empty(unit)
+        self.stream.release(unit.key)
+
+    def is_held(self, unit: Unit) -> bool:
+        return bool(self._uses.get(unit.key))
+
+    def empty(self, unit: Unit) -> None:
+        """Let go of the memory: shape and type stay, and all elements are one NaN."""
+        for parameter in self.units.parameters[unit.key]:
+            parameter.data = self._empty[parameter]
+
+    def abandon(self) -> None:
+        """After an error: nobody needs anything. The stream's buffers go back by themselves."""
+        for unit in self.units.layout.units:
+            while self._uses.get(unit.key):
+                with contextlib.suppress(ValueError, KeyError):
+                    self.stream.release(unit.key)
+                self._uses[unit.key] -= 1
+            self.empty(unit)
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+class BlockRuntime:
+    """What a block's visits ask of the engine that trains it."""
+
+    weights: UnitWeights
+
+    def entered(self, unit: Unit) -> None:
+        """A forward visit with a graph begins."""
+
+    def recomputes(self, unit: Unit) -> None:
+        """The backward visit that belongs to it begins."""
+
+    def left(self, unit: Unit) -> None:
+        """It has ended, or will not come."""
+
+    def keep_input(self, tensor: torch.Tensor) -> Any:
+        """Of a block's hidden states: what brings them back (see `bring_back`), or the tensor itself."""
+        return tensor
+
+    def bring_back(self, kept: Any) -> torch.Tensor:
+        return kept
+
+
+class StreamedForward:
+    """Stands where a block's `forward` does."""
+
+    def __init__(self, block: nn.Module, unit: Unit, runtime: BlockRuntime) -> None:
+        self.stock = block.forward
+        self._block, self.unit, self.runtime = weakref.ref(block), unit, runtime
+        self._anchor = torch.zeros((), requires_grad=True)  # so that backward comes where no input needs it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block = self._block()
+        if getattr(block, "gradient_checkpointing", False) and block.training:
+            raise NotStreamable(
+                f"gradient checkpointing of transformers is on in {self.unit.key}: it would recompute around the "
+                "engine, which does so by itself; switch it off (model.gradient_checkpointing_disable())"
+            )
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        needs = torch.is_grad_enabled() and (self.unit.trained or any(t.requires_grad for t in tensors))
+        if not needs:
+            self.runtime.weights.take(self.unit)
+            try:
+                return self.stock(*args, **kwargs)
+            finally:
+                self.runtime.weights.give_back(self.unit)
+        call = _Call(self, leaves, spec)
+        outputs = _Recomputed.apply(call, self._anchor if self.unit.trained else None, *tensors)
+        return call.rebuilt(outputs)
+
+
+class _Call:
+    """One forward visit with a graph: the structure of arguments and results, and the states of the generators."""
+
+    def __init__(self, forward: StreamedForward, leaves: list[Any], spec: Any) -> None:
+        self.forward, self.spec = forward, spec
+        self.others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        self.generator = torch.get_rng_state()
+        self.autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        self._left = False
+        self.results: list[Any] = []
+        self.result_spec: Any = None
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        given = iter(tensors)
+        leaves = [next(given) if there else other for there, other in zip(self.is_tensor, self.others, strict=True)]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        results, self.result_spec = tree_flatten(self.forward.stock(*args, **kwargs))
+        return results
+
+    def rebuilt(self, outputs: tuple[torch.Tensor, ...]) -> Any:
+        given = iter(outputs)
+        leaves = [next(given) if isinstance(each, _Output) else each for each in self.results]
+        self.results = []
+        return tree_unflatten(leaves, self.result_spec)
+
+    def leave(self) -> None:
+        if not self._left:
+            self._left = True
+            self.forward.runtime.left(self.forward.unit)
+
+    def __del__(self) -> None:  # with the graph, whose backward may never have come
+        self.leave()
+
+    @contextlib.contextmanager
+    def as_in_forward(self) -> Iterator[None]:
+        enabled, dtype = self.autocast
+        with torch.random.fork_rng(devices=[]), torch.autocast("cpu", dtype=dtype, enabled=enabled):
+            torch.set_rng_state(self.generator)
+            yield
+
+
+class _Output:
+    """Stands for a tensor among a block's results."""
+
+
+class _Recomputed(torch.autograd.Function):
+    """(call, anchor or None, tensors of the arguments) -> tensors of the results."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, anchor: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        runtime, unit = call.forward.runtime, call.forward.unit
+        runtime.weights.take(unit)
+        runtime.entered(unit)
+        try:
+            results = call.run(tensors)
+        finally:
+            runtime.weights.give_back(unit)
+        outputs = tuple(each for each in results if isinstance(each, torch.Tensor))
+        call.results = [_Output() if isinstance(each, torch.Tensor) else each for each in results]
+        ctx.call, ctx.kept = call, None
+        first = next((n for n, t in enumerate(tensors) if t.is_floating_point()), None)
+        if first is not None:
+            kept = runtime.keep_input(tensors[first])
+            if kept is not tensors[first]:
+                ctx.kept, tensors = (first, kept), (*tensors[:first], *tensors[first + 1 :])
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*[each for each in outputs if not each.is_floating_point()])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        call, saved = ctx.call, list(ctx.saved_tensors)
+        runtime, unit = call.forward.runtime, call.forward.unit
+        runtime.recomputes(unit)
+        if ctx.kept is not None:
+            first, kept = ctx.kept
+            saved.insert(first, runtime.bring_back(kept))
+        needed = ctx.needs_input_grad[2:]
+        inputs = [t.detach().requires_grad_(need) for t, need in zip(saved, needed, strict=True)]
+        runtime.weights.take(unit)
+        try:
+            with torch.enable_grad(), call.as_in_forward():
+                results = [each for each in call.run(inputs) if isinstance(each, torch.Tensor)]
+            pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
+            if pairs:
+                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+            del results, pairs
+            call.leave()
+        finally:
+            runtime.weights.give_back(unit)
+        return None, None, *(each.grad if need else None for each, need in zip(inputs, needed, strict=True))
+
+
+def stream_block(block: nn.Module, unit: Unit, runtime: BlockRuntime) -> Callable[[], None]:
+    """Put the engine's forward in the place of a block's own; returns the undo."""
+    had = vars(block).get("forward")
+    forward = StreamedForward(block, unit, runtime)
+    block.forward = forward
+
+    def undo() -> None:
+        if vars(block).get("forward") is forward:
+            del block.forward
+            if had is not None:
+                block.forward = had
+
+    return undo

@@ -1,0 +1,219 @@
+"""Where a model lives while it is trained: a store in one file, with the last completed step and the one under way.
+
+A write goes to fresh space and the version before stays until `commit` replaces all of them at once: whatever a kill or
+a power cut leaves, the tensors of one completed step are there, whole (28 bytes a parameter for both versions in 16-bit
+training, without extra writes). A step that cannot be kept is taken back in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.errors import StorageError
+from memascend.storage.native import _C
+from memascend.storage.tier import Completion, DirectTier, Transferred
+
+_FILE, _META = "states", "completed step"
+_CHUNK_BYTES = 16 << 10  # unit of space: half of it is lost with each tensor, on average
+_FIXED_BYTES = 1 << 20  # superblocks, and what the store rounds up
+_LOG_BYTES_A_KEY = 1024  # of each half: a record takes some 150, and a step writes all of them
+_DEAD_S = 30.0  # a killed process holds its space until the kernel has taken down its rings
+META_BYTES = 1 << 20  # room for the facts of a step
+
+
+class NotThisModel(ValueError):
+    """The folder holds the states of another model, or of other settings."""
+
+
+class StateHome:
+    """A folder with one store. Thread-safe, but for `commit`, `roll_back` and `close`, which nothing may run beside.
+
+    Storage for `WeightStream`s: keys are any hashable with a distinct `str`.
+    """
+
+    def __init__(self, folder: Path, owner: str, config: DirectEngineConfig, faults: Any = None) -> None:
+        self.folder, self._owner, self._config, self._faults = folder, owner, config, faults
+        self._tier = self._open()
+        self._moved_before = Transferred(0, 0, 0.0, 0.0)
+
+    @classmethod
+    def create(
+        cls,
+        folder: str | os.PathLike[str],
+        owner: str,
+        sizes: Iterable[int],
+        *,
+        config: DirectEngineConfig | None = None,
+        faults: Any = None,
+    ) -> StateHome:
+        """For tensors of `sizes` bytes in two versions, in the new or empty `folder`; all space is taken now.
+
+        `owner`: what the states are of; whoever opens them says the same. Raises StorageError where there is no room,
+        with nothing left behind, and ValueError for a folder that holds something.
+        """
+        folder, sizes = Path(folder), [*sizes, META_BYTES]
+        if folder.exists() and any(folder.iterdir()):
+            raise ValueError(f"{folder} is not empty: name another folder for the states, or remove it")
+        folder.mkdir(parents=True, exist_ok=True)
+        log = max(1 << 20, _LOG_BYTES_A_KEY * len(sizes))
+        path, total = (
+            folder / _FILE,
+            _FIXED_BYTES + 2 * log + 2 * sum(-(-s // _CHUNK_BYTES) * _CHUNK_BYTES for s in sizes),
+        )
+        try:
+            _allocate(path, total)
+            _C.storage_format([str(path)], owner, [], _CHUNK_BYTES, log)
+            return cls(folder, owner, _config(folder, config), faults)
+        except BaseException:
+            remove(folder)
+            raise
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        owner: str,
+        *,
+        config: DirectEngineConfig | None = None,
+        faults: Any = None,
+    ) -> StateHome:
+        """Of a process that ended, or was killed. Raises NotThisModel for another owner's, StorageError."""
+        folder = Path(folder)
+        block = _C.storage_superblock(str(folder / _FILE))
+        if block is None or block["owner"] != owner:
+            what = "no states" if block is None else f"states of {block['owner']!r}"
+            raise NotThisModel(f"{folder} holds {what}, and {owner!r} was asked for: remove it, or name another folder")
+        return cls(folder, owner, _config(folder, config), faults)
+
+    def _open(self) -> DirectTier:
+        tier = DirectTier.on_devices([self.folder / _FILE], self._owner, self._config, self._faults)
+        deadline = time.monotonic() + _DEAD_S
+        while tier.engine.space().processes > 1:
+            if time.monotonic() > deadline:
+                tier.close()
+                raise ValueError(f"{self.folder} is in use by another process: wait for it, or name another folder")
+            time.sleep(0.02)
+        tier.engine.collect()
+        return tier
+
+    # -- storage -------------------------------------------------------------------------------------------------------
+
+    def read(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
+        return self._tier.read(str(key), tensor, priority=priority)
+
+    def write(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
+        return self._tier.write(str(key), tensor, priority=priority)
+
+    def register(self, tensor: torch.Tensor) -> bool:
+        return self._tier.register(tensor)
+
+    @property
+    def bounce_buffers(self) -> list[tuple[int, int]]:
+        """Host memory of the engine below: (address, bytes)."""
+        return self._tier.engine.bounce_buffers
+
+    @property
+    def transferred(self) -> tuple[int, int]:
+        """Bytes read and written since the home was opened."""
+        now, before = self._tier.transferred, self._moved_before
+        return now.bytes_read + before.bytes_read, now.bytes_written + before.bytes_written
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def commit(self, facts: dict[str, Any]) -> None:
+        """All writes, which the caller has waited for, and `facts` (JSON) become the completed step: all or none."""
+        raw = json.dumps(facts).encode()
+        if len(raw) > META_BYTES:
+            raise ValueError(f"facts of a step take {len(raw)} bytes, and {META_BYTES} are kept for them")
+        self._tier.write(_META, torch.frombuffer(bytearray(raw), dtype=torch.uint8)).wait()
+        self._tier.commit()
+
+    def completed(self) -> dict[str, Any] | None:
+        """The facts of the last completed step; None: nothing was ever committed."""
+        size = self._tier.size_of(_META)
+        if size is None:
+            return None
+        raw = torch.empty(size, dtype=torch.uint8)
+        self._tier.read(_META, raw).wait()
+        return json.loads(bytes(raw.numpy()))
+
+    def roll_back(self) -> None:
+        """Forget what was not committed. Nothing may be under way."""
+        now, before = self._tier.transferred, self._moved_before
+        self._moved_before = Transferred(
+            now.bytes_read + before.bytes_read, now.bytes_written + before.bytes_written, 0.0, 0.0
+        )
+        self._tier.close()
+        self._tier = self._open()
+
+    # -- end -----------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """What was committed stays. Idempotent."""
+        self._tier.close()
+
+    def destroy(self) -> None:
+        """Close, and remove the folder."""
+        self.close()
+        remove(self.folder)
+
+
+def is_home(folder: str | os.PathLike[str]) -> bool:
+    """Whether states were put into the folder."""
+    return (Path(folder) / _FILE).is_file()
+
+
+def kept_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What was kept with the last completed step of whatever home is in the folder; empty where nothing was.
+
+    Raises ValueError where another process uses it.
+    """
+    folder = Path(folder)
+    block = _C.storage_superblock(str(folder / _FILE))
+    if block is None:
+        return {}
+    home = StateHome(folder, block["owner"], _config(folder, None))
+    try:
+        return (home.completed() or {}).get("facts", {})
+    finally:
+        home.close()
+
+
+def remove(folder: str | os.PathLike[str]) -> None:
+    """Remove a home's files, and the folder where nothing else is in it."""
+    folder = Path(folder)
+    for path in [folder / _FILE, *folder.glob("memascend-*")]:
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _config(folder: Path, config: DirectEngineConfig | None) -> DirectEngineConfig:
+    """The store's shared memory lies beside its file, and goes with it."""
+    return dataclasses.replace(config or DirectEngineConfig(), control_folder=str(folder))
+
+
+def _allocate(path: Path, size: int) -> None:
+    free = shutil.disk_usage(path.parent).free
+    if size > free:
+        reason = "two versions of all states do not fit: free space, or name a folder on a larger disk"
+        raise StorageError("allocation", str(path), 0, size, free, errno.ENOSPC, reason)
+    with path.open("wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise StorageError("allocation", str(path), 0, size, 0, error.errno, error.strerror) from error
+            file.truncate(size)

@@ -1,0 +1,670 @@
+"""The streaming engine: a plain PyTorch model is trained while its weights, gradients and states live on a tier.
+
+    engine = StreamingEngine.start(model, folder, groups)          # or .resume, after a kill
+    loss = model(...).loss; loss.backward()                        # blocks come and go; updates run meanwhile
+    engine.finish_step()                                           # all is written and committed
+
+Source: LoHan (arXiv 2403.06504), IV-C; the runtime of weights is `WeightStream`'s. Synchronous: parameters are those of
+training in memory, to the bit where every sum is taken in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memascend.engine import home as homes
+from memascend.engine.blocks import BlockRuntime, ModelUnits, NotStreamable, UnitWeights, stream_block
+from memascend.engine.buffers import BLOCKS_IN_FLIGHT, STATE_SLOTS, EngineBuffers
+from memascend.engine.home import StateHome
+from memascend.engine.layout import Kind, Layout, Part, Run, Unit, padded
+from memascend.engine.updates import ARMS, AdamSettings, Updates, gradient_key, gradient_numel
+from memascend.engine.weights import WeightStream
+from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
+from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.scratch import collect_scratch_files
+from memascend.storage.tier import DirectTier
+
+log = logging.getLogger("memascend")
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_WAIT_S = 3600.0  # for a slot: as long as the largest update may take, on the slowest disk
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How a model is streamed.
+
+    `arm`: optimized, naive or none (`memascend.engine.updates`). `accumulate`: backward passes in a step; `clip`: the
+    largest norm of all gradients, 0 for any. With either, gradients wait on the tier for the norm or for the others.
+    `checkpoints`: `tier` (inputs of blocks wait on the SSD) or `device`. `states`: dtype of moments and masters;
+    `gradients`: of those that wait. `zero_missing`: see `Updates`. `piece_elements`: see `make_layout`.
+    """
+
+    arm: str = "optimized"
+    accumulate: int = 1
+    clip: float = 0.0
+    checkpoints: str = "tier"
+    states: torch.dtype = torch.float32
+    gradients: torch.dtype = torch.float32
+    zero_missing: bool = False
+    blocks_in_flight: int = BLOCKS_IN_FLIGHT
+    piece_elements: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.arm not in ARMS:
+            raise ValueError(f"unknown arm {self.arm!r} of gradient offloading: use one of {', '.join(ARMS)}")
+        if self.checkpoints not in ("tier", "device"):
+            raise ValueError(f"checkpoints must be 'tier' or 'device', got {self.checkpoints!r}")
+        if self.accumulate < 1 or not self.clip >= 0 or self.blocks_in_flight < 1:
+            raise ValueError(
+                f"accumulate {self.accumulate}, clip {self.clip}, blocks_in_flight {self.blocks_in_flight}: need at "
+                "least 1, 0 and 1"
+            )
+
+    @property
+    def state_slots(self) -> int:
+        return 1 if self.arm == "naive" else STATE_SLOTS
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients wait on the tier until all of a step have come."""
+        return self.arm == "none" or self.clip > 0
+
+
+class StreamingEngine(BlockRuntime):
+    """One process, one device: the CPU. Not thread-safe.
+
+    The model's parameters are its from `start` or `resume` on to `close`: empty but for the moments in which they are
+    needed. `groups`: as torch.optim's (`params`, `lr`, `betas`, `eps`, `weight_decay`), read anew at each update.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: ModelUnits,
+        home: StateHome,
+        groups: Sequence[dict[str, Any]],
+        options: EngineOptions,
+        allocator: Allocator,
+    ) -> None:
+        self.model, self.options, self.home, self.groups = model, options, home, groups
+        self.units, self.layout = units, units.layout
+        self._group_of = {units.names[p]: group for group in groups for p in group["params"]}
+        if missing := [name for name in self.layout.order if name not in self._group_of]:
+            raise ValueError(f"{missing[0]} is trained and in no group of the optimizer ({len(missing)} such): add it")
+        self.buffers = EngineBuffers(
+            self.layout,
+            allocator,
+            blocks_in_flight=options.blocks_in_flight,
+            state_slots=options.state_slots,
+            gradients=options.gradients,
+        )
+        self._stream = WeightStream(home, pool=self.buffers.weights, wait_s=_WAIT_S)
+        self._states: WeightStream | None = None
+        if self.buffers.states is not None:
+            self._states = WeightStream(home, pool=self.buffers.states, wait_s=_WAIT_S)
+        for unit in self.layout.units:
+            self._stream.register(unit.key, self.layout.unit_numel(unit))
+            for piece in unit.pieces:
+                self._states.register(piece.key, self.layout.states_numel(piece))
+        self._booked: list[int] = []  # ledger entries of memory that is not the allocator's
+        self._book_bounce_buffers(home.bounce_buffers)
+        self.weights = UnitWeights(units, self._stream)
+        self.updates = Updates(
+            self.layout,
+            self.weights,
+            self._states,
+            self._gradient_stream,
+            self._settings,
+            arm=options.arm,
+            zero_missing=options.zero_missing,
+        )
+        self.steps = dict.fromkeys(self.layout.order, 0)  # of each parameter, as torch.optim counts them
+        self.scale = 1.0  # that the loss is multiplied by before backward
+        self._scratch: DirectTier | None = None
+        self._gradients: WeightStream | None = None
+        self._checkpoints: WeightStream | None = None
+        self._live_checkpoints, self._next_checkpoint = 0, 0
+        self._uses: dict[str, int] = {}
+        self._visits: list[str] = []
+        self._pattern: list[str] = []
+        self._passes = 0  # backward passes of this step that have ended
+        self._backward_begun = False
+        self._kept: dict[str, Unit] = {}  # held units whose backward has not come
+        self._undo: list[Callable[[], None]] = []
+        self._closed = False
+        self._attach()
+
+    # -- begin and end -------------------------------------------------------------------------------------------------
+
+    @property
+    def transferred(self) -> tuple[int, int]:
+        """Bytes read and written since the engine was made: states, waiting gradients, activation checkpoints."""
+        read, written = self.home.transferred
+        if self._scratch is not None:
+            moved = self._scratch.transferred
+            read, written = read + moved.bytes_read, written + moved.bytes_written
+        return read, written
+
+    @classmethod
+    def start(
+        cls,
+        model: nn.Module,
+        folder: str | os.PathLike[str],
+        groups: Sequence[dict[str, Any]],
+        options: EngineOptions | None = None,
+        *,
+        blocks: Sequence[nn.Module] | None = None,
+        allocator: Allocator | None = None,
+        owner: str = "",
+        facts: dict[str, Any] | None = None,
+        config: DirectEngineConfig | None = None,
+        faults: Any = None,
+    ) -> StreamingEngine:
+        """Move a model in memory to a new home in `folder`, unit by unit; its parameters are empty afterwards.
+
+        `facts` are kept with step 0. Raises NotStreamable, StorageError (no room, with the bytes that are missing),
+        MemoryError for host buffers; the model is then as it was.
+        """
+        options = options or EngineOptions()
+        units = _units(model, blocks, options)
+        home = StateHome.create(folder, _owner(owner, units.layout), units.layout.nbytes, config=config, faults=faults)
+        try:
+            engine = cls(model, units, home, groups, options, allocator or PageAlignedPinnedAllocator())
+            try:
+                engine._move_in(facts or {})
+            except BaseException:
+                engine._detach()
+                engine._stop()
+                raise
+            return engine
+        except BaseException:
+            with contextlib.suppress(OSError):
+                home.destroy()
+            raise
+
+    @classmethod
+    def resume(
+        cls,
+        model: nn.Module,
+        folder: str | os.PathLike[str],
+        groups: Sequence[dict[str, Any]],
+        options: EngineOptions | None = None,
+        *,
+        blocks: Sequence[nn.Module] | None = None,
+        allocator: Allocator | None = None,
+        owner: str = "",
+        config: DirectEngineConfig | None = None,
+        faults: Any = None,
+    ) -> tuple[StreamingEngine, dict[str, Any]]:
+        """Go on after the last completed step of a home; also the facts that were kept with it.
+
+        `model` is of the same architecture; its values are dropped. Raises NotThisModel where the home holds another
+        model or layout, or no completed step.
+        """
+        options = options or EngineOptions()
+        units = _units(model, blocks, options)
+        collect_scratch_files(folder, os.fspath(folder))
+        home = StateHome.open(folder, _owner(owner, units.layout), config=config, faults=faults)
+        try:
+            kept = home.completed()
+            if kept is None:
+                raise homes.NotThisModel(f"{folder} holds no completed step: remove it and start anew")
+            engine = cls(model, units, home, groups, options, allocator or PageAlignedPinnedAllocator())
+        except BaseException:
+            home.close()
+            raise
+        engine.steps = dict(zip(engine.layout.order, kept["steps"], strict=True))
+        for unit in engine.layout.units:
+            engine.weights.empty(unit)
+        return engine, kept["facts"]
+
+    @torch.no_grad()
+    def _move_in(self, facts: dict[str, Any]) -> None:
+        """Weights, zero moments and masters to the tier; parameters go empty only when all of it is committed."""
+        layout = self.layout
+        for unit in layout.units:
+            slot = self._stream.put(unit.key)
+            slot.zero_()
+            for part, parameter in zip(unit.parts, self.units.parameters[unit.key], strict=True):
+                slot[part.first : part.first + part.numel].copy_(parameter.detach().reshape(-1))
+            for piece in unit.pieces:
+                states = self._states.put(piece.key)
+                states.zero_()
+                if not layout.own_masters:
+                    states[: piece.numel].copy_(slot[piece.first : piece.first + piece.numel])
+                self._states.write(piece.key)
+                self._states.release(piece.key)
+            self._stream.write(unit.key)
+            self._stream.release(unit.key)
+        self._flush()
+        self._commit(facts)
+        for unit in layout.units:
+            self.weights.empty(unit)
+
+    def _flush(self) -> None:
+        self._stream.flush()
+        if self._states is not None:
+            self._states.flush()
+
+    def _commit(self, facts: dict[str, Any]) -> None:
+        self.home.commit({"steps": list(self.steps.values()), "facts": facts})
+
+    def close(self, *, destroy: bool = False) -> None:
+        """Give the model its own forward back and let go of everything; a step that is not finished is forgotten.
+
+        The home stays for `resume`, unless `destroy`. Parameters stay empty. Idempotent.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._detach()
+        self._stop()
+        if destroy:
+            self.home.destroy()
+        else:
+            self.home.close()
+
+    def _stop(self) -> None:
+        self.updates.abandon()
+        self.updates.close()
+        for stream in (self._stream, self._states):
+            if stream is not None:
+                with contextlib.suppress(OSError, RuntimeError):
+                    stream.close()
+        if self._scratch is not None:
+            with contextlib.suppress(OSError):
+                self._scratch.close()
+        while self._booked:
+            self.buffers.allocator.ledger.close(self._booked.pop())
+        # The buffers go with whoever holds them; the model's graphs may hold this object.
+        del self.buffers, self.updates, self.weights, self._stream, self._states, self._gradients, self._checkpoints
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        for unit in self.layout.units:
+            for module in self.units.modules[unit.key]:
+                if unit.kind is Kind.BLOCK:
+                    self._undo.append(stream_block(module, unit, self))
+                else:
+                    before = module.register_forward_pre_hook(self._fetcher(unit))
+                    after = module.register_forward_hook(self._releaser(unit), always_call=True)
+                    self._undo += [before.remove, after.remove]
+            for part, parameter in zip(unit.parts, self.units.parameters[unit.key], strict=True):
+                if part.trained:
+                    hook = parameter.register_post_accumulate_grad_hook(self._collector(unit, part))
+                    self._undo.append(hook.remove)
+        before = self.model.register_forward_pre_hook(self._model_begins)
+        after = self.model.register_forward_hook(self._model_ends)
+        refuse = self.model.register_state_dict_pre_hook(_refuse_state_dict)
+        self._undo += [before.remove, after.remove, refuse.remove]
+
+    def _detach(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _fetcher(self, unit: Unit) -> Callable[..., None]:
+        return lambda *_: self.weights.take(unit)
+
+    def _releaser(self, unit: Unit) -> Callable[..., None]:
+        """Held units stay for their backward pass, where there will be one."""
+
+        def release(*_: Any) -> None:
+            if not self.weights.is_held(unit):  # its fetch has failed
+                return
+            if unit.kind is Kind.HELD and torch.is_grad_enabled() and unit.key not in self._kept:
+                self._kept[unit.key] = unit
+            else:
+                self.weights.give_back(unit)
+
+        return release
+
+    def _model_begins(self, *_: Any) -> None:
+        """A forward pass: without optimizer.step() (LoHan, Fig. 4b) it is also the end of the step before."""
+        if self.updates.failure_was_told or self._backward_begun:  # an error in the loop that the user has seen
+            log.warning("memascend: the step under way was given up after an error; it begins anew from the one before")
+            self.give_up()
+        self.updates.raise_failure()
+        if not torch.is_grad_enabled():
+            self._stream.read_ahead(self._pattern[: len(self._pattern) // 2])
+            return
+        if self._passes >= self.options.accumulate:
+            self.finish_step()
+        self._visits = []
+        self._stream.read_ahead(self._pattern)
+
+    def _model_ends(self, *_: Any) -> None:
+        if not torch.is_grad_enabled():
+            self._stream.release_idle()
+        elif not self.options.waits and self._passes + 1 == self.options.accumulate:
+            self.updates.expect()
+
+    def _collector(self, unit: Unit, part: Part) -> Callable[[nn.Parameter], None]:
+        engine = weakref.ref(self)
+
+        def collect(parameter: nn.Parameter) -> None:
+            self = engine()
+            if unit.kind is not Kind.BLOCK:
+                self._backward_begins()
+            if self._uses.get(unit.key, 0) <= 1:  # else the same layer comes again: autograd adds up meanwhile
+                self._arrive(part, parameter)
+
+        return collect
+
+    def _arrive(self, part: Part, parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient.layout != torch.strided:
+            raise NotStreamable(f"the gradient of {part.name} is sparse: use a dense one (sparse=False)")
+        last = self._passes + 1 >= self.options.accumulate
+        self.updates.arrive(part, gradient, wait=self.options.waits or not last, last=last)
+
+    def _backward_begins(self) -> None:
+        """In the user's backward pass, not in a block's own: `_backward_ends` follows, if no error does."""
+        if not self._backward_begun:
+            self._backward_begun = True
+            self.updates.scale = self.scale
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        for unit in self.layout.units:
+            for part, parameter in zip(unit.parts, self.units.parameters[unit.key], strict=True):
+                if part.trained and parameter.grad is not None:
+                    self._arrive(part, parameter)
+        last = self._passes + 1 >= self.options.accumulate
+        self.updates.end_pass(wait=self.options.waits or not last, last=last)
+        self._backward_begun = False
+        self._passes += 1
+        self._pattern = self._visits
+        self._give_back_kept()
+
+    def _give_back_kept(self) -> None:
+        while self._kept:
+            self.weights.give_back(self._kept.popitem()[1])
+
+    def entered(self, unit: Unit) -> None:
+        self._uses[unit.key] = self._uses.get(unit.key, 0) + 1
+        self._visits.append(unit.key)
+
+    def recomputes(self, unit: Unit) -> None:
+        self._backward_begins()
+        self._visits.append(unit.key)
+
+    def left(self, unit: Unit) -> None:
+        self._uses[unit.key] = max(0, self._uses.get(unit.key, 0) - 1)
+
+    # -- activation checkpoints ----------------------------------------------------------------------------------------
+
+    def keep_input(self, tensor: torch.Tensor) -> Any:
+        if self.options.checkpoints != "tier" or not tensor.numel():
+            return tensor
+        number = self._next_checkpoint
+        stream = self._checkpoint_stream(tensor)
+        key = f"checkpoint {number}"
+        stream.register(key, padded(tensor.numel(), tensor.dtype))
+        stream.put(key)[: tensor.numel()].view(tensor.shape).copy_(tensor)
+        stream.write(key)
+        stream.release(key)
+        self._next_checkpoint += 1
+        self._live_checkpoints += 1
+        return _Checkpoint(self, number, tensor)
+
+    def forget_checkpoint(self) -> None:
+        """The graph that held one is gone; without any the numbers begin anew, and with them the keys."""
+        self._live_checkpoints -= 1
+        if not self._live_checkpoints:
+            self._next_checkpoint = 0
+
+    def bring_back(self, kept: Any) -> torch.Tensor:
+        return kept.tensor() if isinstance(kept, _Checkpoint) else kept
+
+    def _checkpoint_stream(self, tensor: torch.Tensor) -> WeightStream:
+        pool = self.buffers.checkpoints
+        fits = pool is not None and pool.dtype == tensor.dtype and pool.largest_numel >= tensor.numel()
+        if self._checkpoints is None or not fits:
+            if self._live_checkpoints:
+                raise NotStreamable(
+                    f"the input of a block is {tensor.numel()} elements of {tensor.dtype}, larger than those of the "
+                    "blocks before it in this pass: use checkpoints='device'"
+                )
+            if self._checkpoints is not None:
+                self._checkpoints.close()
+            pool = self.buffers.need_checkpoints(tensor.numel(), tensor.dtype)
+            self._checkpoints = WeightStream(self._scratch_tier(), pool=pool, wait_s=_WAIT_S)
+        return self._checkpoints
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def finish_step(self, *, keep: bool = True) -> float | None:
+        """Until everything of this step is updated and written; the norm of all gradients, loss scale out.
+
+        None: a gradient was infinite or NaN, and nothing was changed since the last `keep`. With `keep` the step is
+        completed; else the caller does that before the next one. Raises what failed, StorageError and others; the step
+        is then given up (see `give_up`).
+        """
+        try:
+            self.updates.raise_failure()
+            if self._backward_begun:
+                raise RuntimeError("the last backward pass ended in an error: its step cannot be finished, do it again")
+            norm = self._finish() if self.updates.pending else 0.0
+            self._give_back_kept()
+            if keep:
+                self.keep({})
+        except BaseException as error:
+            self._give_up_after(error)
+            raise
+        return norm
+
+    def keep(self, facts: dict[str, Any]) -> None:
+        """The finished step outlives the process from here on, with `facts` (JSON) for `resume`; StorageError."""
+        self._commit(facts)
+
+    def _finish(self) -> float | None:
+        updates, options = self.updates, self.options
+        updates.scale = self.scale
+        waited = options.waits or self._passes < options.accumulate
+        if waited:
+            updates.sum_waiting()
+        else:
+            updates.finish_direct()
+        norm = updates.sums.norm(self.layout.order)
+        if not bool(torch.isfinite(norm)):
+            self._take_back(written=not waited)
+            return None
+        if waited:
+            if options.clip > 0:
+                updates.scale *= max(1.0, (float(norm) / self.scale + 1e-6) / options.clip)
+            updates.finish_waiting()
+        self._flush()
+        for name in self.steps:
+            if options.zero_missing or name in updates.arrived:
+                self.steps[name] += 1
+        updates.end_step()
+        self._passes = 0
+        return float(norm / self.scale)
+
+    def _take_back(self, *, written: bool) -> None:
+        """Nothing of this step stays: what is in memory or written may be half of it."""
+        self.updates.abandon()
+        self._kept.clear()
+        self.weights.abandon()
+        for stream in (self._stream, self._states, self._gradients):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        if written:
+            self.home.roll_back()
+        self._passes = 0
+
+    def give_up(self) -> None:
+        """After an error in the loop: forget the step under way. Everything is as after the last completed one."""
+        if self._closed:
+            return
+        self._backward_begun = False
+        for owned in self.units.parameters.values():
+            for parameter in owned:
+                parameter.grad = None
+        if self._checkpoints is not None:
+            with contextlib.suppress(OSError):
+                self._checkpoints.close()
+        self._uses.clear()
+        self._take_back(written=True)
+
+    def _give_up_after(self, error: BaseException) -> None:
+        try:
+            self.give_up()
+        except Exception as another:
+            error.add_note(f"and what was written of the step could not be taken back: {another}")
+
+    def _settings(self, name: str) -> AdamSettings:
+        group = self._group_of[name]
+        return AdamSettings(
+            step=self.steps[name] + 1,
+            lr=float(group["lr"]),
+            betas=tuple(group["betas"]),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+        )
+
+    def _book_bounce_buffers(self, buffers: Sequence[tuple[int, int]]) -> None:
+        """They live as long as the engine below, which is as long as this one."""
+        ledger = self.buffers.allocator.ledger
+        for address, size in buffers if ledger is not None else ():
+            entry = ledger.record(
+                "bounce buffers", "nvme_engine_buffers", size, allocator="direct engine", address=address
+            )
+            self._booked.append(entry)
+
+    # -- further streams -----------------------------------------------------------------------------------------------
+
+    def _scratch_tier(self) -> DirectTier:
+        if self._scratch is None:
+            config = DirectEngineConfig(control_folder=os.fspath(self.home.folder))
+            self._scratch = DirectTier.in_file(self.home.folder, "gradients and activations", config)
+            self._book_bounce_buffers(self._scratch.engine.bounce_buffers)
+        return self._scratch
+
+    def _gradient_stream(self) -> WeightStream:
+        if self._gradients is None:
+            pool = self.buffers.need_gradients()
+            self._gradients = WeightStream(self._scratch_tier(), pool=pool, wait_s=_WAIT_S)
+            for piece in self.layout.pieces:
+                self._gradients.register(gradient_key(piece), gradient_numel(piece, self.buffers.gradient_dtype))
+        return self._gradients
+
+    # -- reading out ---------------------------------------------------------------------------------------------------
+
+    def read_states(self, name: str) -> dict[str, torch.Tensor]:
+        """A trained parameter's states in memory of their own, flat, by torch's names and "master" (a copy of the
+        weights where they are their own masters). Not while a step is under way."""
+        part = next(p for unit in self.layout.units for p in unit.parts if p.name == name)
+        found = {key: torch.empty(part.numel, dtype=self.layout.states) for key in ("master", *_MOMENTS)}
+        for values, run, key in self._state_runs(name):
+            found[key][run.begin : run.end].copy_(values)
+        return found
+
+    def write_states(self, name: str, states: dict[str, torch.Tensor], *, step: int) -> None:
+        """The reverse: weights follow their master. `keep` completes it. Not while a step is under way."""
+        self.steps[name] = step
+        changed: set[str] = set()
+        for values, run, key in self._state_runs(name, write=True):
+            if key in states:
+                values.copy_(states[key].reshape(-1)[run.begin : run.end])
+                changed.add(key)
+        if missing := sorted(set(states) - changed):
+            raise ValueError(f"{name} has no state {missing[0]!r}")
+
+    def _state_runs(self, name: str, *, write: bool = False) -> Iterator[tuple[torch.Tensor, Run, str]]:
+        """(values, run, state) of a parameter; with `write` they are written back, masters to the weights, too."""
+        layout, masters = self.layout, ("master",) if self.layout.own_masters else ()
+        for unit in layout.units:
+            pieces = [(piece, run) for piece in unit.pieces for run in piece.runs if run.part.name == name]
+            if not pieces:
+                continue
+            (slot,) = self._stream.fetch([unit.key])
+            for piece, run in pieces:
+                (states,) = self._states.fetch([piece.key])
+                first = run.part.first + run.begin
+                weights = slot[first : first + run.numel]
+                for key in masters:
+                    yield weights, run, key
+                for number, key in enumerate(layout.state_names):
+                    begin = number * layout.state_numel(piece) + first - piece.first
+                    values = states[begin : begin + run.numel]
+                    yield values, run, key
+                    if write and key == "master":
+                        weights.copy_(values)
+                if write:
+                    self._states.write(piece.key).wait()
+                self._states.release(piece.key)
+            if write:
+                self._stream.write(unit.key).wait()
+            self._stream.release(unit.key)
+
+    def read_weights(self, order: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, values) of every parameter, or of those in `order`; a tensor is valid until the next one is asked for.
+
+        The units' own order is the cheaper one: a unit is read when it is not the one before.
+        """
+        places = {p.name: (u, n) for u in self.layout.units for n, p in enumerate(u.parts)}
+        held: Unit | None = None
+        try:
+            for name in places if order is None else order:
+                unit, number = places[name]
+                if unit is not held:
+                    if held is not None:
+                        self.weights.give_back(held)
+                    held = None
+                    self.weights.take(unit)
+                    held = unit
+                yield name, self.units.parameters[unit.key][number].detach()
+        finally:
+            if held is not None:
+                self.weights.give_back(held)
+
+
+class _Checkpoint:
+    """A block's input on the tier; read once, and forgotten with the graph."""
+
+    def __init__(self, engine: StreamingEngine, number: int, tensor: torch.Tensor) -> None:
+        self._engine, self._number = engine, number
+        self._shape, self._dtype = tensor.shape, tensor.dtype
+
+    def tensor(self) -> torch.Tensor:
+        stream = self._engine._checkpoints
+        key = f"checkpoint {self._number}"
+        (slot,) = stream.fetch([key])
+        out = slot[: self._shape.numel()].view(self._shape).clone()
+        stream.release(key)
+        if self._number:
+            stream.prefetch([f"checkpoint {self._number - 1}"])
+        return out
+
+    def __del__(self) -> None:
+        self._engine.forget_checkpoint()
+
+
+def _units(model: nn.Module, blocks: Sequence[nn.Module] | None, options: EngineOptions) -> ModelUnits:
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        raise NotStreamable("the streaming engine computes on the CPU so far: leave the model there (model.cpu())")
+    return ModelUnits(model, blocks, states=options.states, piece_elements=options.piece_elements)
+
+
+def _owner(owner: str, layout: Layout) -> str:
+    return f"{owner or 'streaming engine'} {layout.digest}"
+
+
+def _refuse_state_dict(*_: Any) -> None:
+    raise RuntimeError(
+        "the weights of a streamed model are on the tier, and its parameters are empty: use engine.read_weights(), or "
+        "save a checkpoint by the engine"
+    )

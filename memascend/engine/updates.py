@@ -1,0 +1,472 @@
+"""Gradients on their way into the optimizer states, three ways (LoHan IV-C), by way of the tier where they must wait.
+
+`none`       the optimizer runs after backward, as ZeRO-Infinity's: gradients wait on the tier.
+`naive`      as a piece's gradients arrive, its states are read, updated and written, one after the other (Fig. 3a).
+`optimized`  the three stages overlap: states of the next pieces are read while one is updated and the one before it is
+             written, which is after those reads began (Fig. 3b).
+
+Each hand-over is a completion that is waited for: states are updated when their read has ended, their slot goes on when
+the write has. One thread does all of it; backward waits where more gradients would lie around than may.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memascend.engine.blocks import UnitWeights
+from memascend.engine.layout import SUM_ELEMENTS, Layout, Part, Piece, Run, padded
+from memascend.engine.weights import WeightStream
+from memascend.ops.adamw import adamw_
+from memascend.ops.unscale import unscale_norm_overflow_
+
+ARMS = ("optimized", "naive", "none")
+ROUNDING_SEED = 0x4D656D41  # of bf16 states, as in every other system here
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamSettings:
+    """Of one parameter in one step, which counts from one."""
+
+    step: int
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+class SquareSums:
+    """Sums of squares of gradients by parameter, in the order that one pass over the whole of each takes."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._reached: dict[str, int] = {}
+        self.finite = True
+
+    def add(self, part: Part, begin: int, gradient: torch.Tensor) -> None:
+        """Of elements from `begin` on, which follow those that were added before."""
+        if self._reached.get(part.name, 0) != begin:
+            raise AssertionError(f"{part.name}: gradients from element {begin} on are summed out of turn")
+        if begin == 0 and gradient.numel() == part.numel:
+            self._count(part, unscale_norm_overflow_(gradient, 1.0))
+        else:
+            for first in range(0, gradient.numel(), SUM_ELEMENTS):
+                self._count(part, unscale_norm_overflow_(gradient[first : first + SUM_ELEMENTS], 1.0))
+        self._reached[part.name] = begin + gradient.numel()
+
+    def _count(self, part: Part, result: Any) -> None:
+        self._sums[part.name] = self._sums.get(part.name, 0.0) + float(result.sum_squares)
+        self.finite = self.finite and not bool(result.overflow)
+
+    def __contains__(self, part: Part) -> bool:
+        return part.name in self._sums
+
+    def norm(self, order: Iterable[str]) -> torch.Tensor:
+        """Of all gradients: fp32, 0-d, as ZeRO-3 takes it; infinite where an element is infinite or NaN."""
+        total: Any = 0.0
+        for name in order:
+            if name in self._sums:
+                total = total + torch.tensor(self._sums[name], dtype=torch.float64).sqrt() ** 2
+        combined = torch.linalg.vector_norm(torch.stack([torch.tensor([float(total)])[0] ** 0.5]))
+        return torch.where(torch.isfinite(combined), combined, torch.inf)
+
+
+class Updates:
+    """One model's gradients and updates. All methods are the training thread's; the work is done in another one.
+
+    `settings(name)`: what a parameter is updated with. `gradients()`: the stream of gradients that wait; made when it
+    is first asked for. `zero_missing`: a parameter that got no gradient in a step is updated with zeros, as in ZeRO's
+    flat groups; else it is left as it is, as torch.optim does.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        weights: UnitWeights,
+        states: WeightStream | None,
+        gradients: Callable[[], WeightStream],
+        settings: Callable[[str], AdamSettings],
+        *,
+        arm: str = "optimized",
+        zero_missing: bool = True,
+    ) -> None:
+        if arm not in ARMS:
+            raise ValueError(f"unknown arm {arm!r} of gradient offloading: use one of {', '.join(ARMS)}")
+        self.layout, self.arm = layout, arm
+        self._weights, self._states, self._gradients, self._settings = weights, states, gradients, settings
+        self._zero_missing = zero_missing
+        self._units = {unit.key: unit for unit in layout.units}
+        self._places: dict[str, list[tuple[Piece, Run]]] = {}
+        for piece in layout.pieces:
+            for run in piece.runs:
+                self._places.setdefault(run.part.name, []).append((piece, run))
+        trained = [sum(p.numel for p in unit.pieces) for unit in layout.units]
+        self._most_waiting_bytes = 2 * max(trained, default=0) * layout.weights.itemsize
+        self._expected: list[str] = []  # pieces in the order in which they came last time
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._queued = 0
+        self._waiting_bytes = 0
+        self._failure: BaseException | None = None
+        self._told = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.sums = SquareSums()
+        self.scale = 1.0  # what the gradients carry; the loss scale, and in the end clipping
+        self._here: dict[str, dict[str, torch.Tensor]] = {}  # gradients of this pass, by piece and parameter
+        self._spilled: set[str] = set()  # pieces with gradients on the tier
+        self._summed: set[str] = set()  # pieces of them that are in `sums`
+        self._arrived: set[str] = set()  # parameters
+        self._updated: set[str] = set()  # pieces, or on their way
+        self._open: dict[str, int] = {}  # units whose weights are held for updates: pieces still to come
+        self._order: list[str] = []
+
+    # -- from the training thread --------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Whether any gradient has come since the last step."""
+        return bool(self._arrived)
+
+    @property
+    def arrived(self) -> set[str]:
+        """Names of the parameters that got a gradient in this step."""
+        return self._arrived
+
+    @property
+    def failure_was_told(self) -> bool:
+        """Whether an update has failed and the training thread has had its error."""
+        return self._told
+
+    def expect(self) -> None:
+        """Backward is about to begin: the states that it will need first are read."""
+        if self.arm == "optimized" and self._states is not None and self._expected and not self._updated:
+            self._states.read_ahead(self._expected)
+
+    def arrive(self, part: Part, gradient: torch.Tensor, *, wait: bool, last: bool) -> None:
+        """`gradient` is the updates' own from now on. `wait`: it goes to the tier; else it is used at once. `last`: of
+        this parameter in this step."""
+        self.raise_failure()
+        if part.name in self._arrived and not wait and self._updated & {p.key for p, _ in self._places[part.name]}:
+            raise RuntimeError(
+                f"a second gradient of {part.name} came after the first one had been used: call optimizer.step() after "
+                "each backward pass, or say how many there are in a step (accumulate=)"
+            )
+        self._arrived.add(part.name)
+        flat = gradient.detach().reshape(-1)
+        self._hold_back(flat.nbytes)
+        for piece, _ in self._places[part.name]:
+            here = self._here.setdefault(piece.key, {})
+            here[part.name] = flat
+            if len(here) == len(piece.runs):
+                self._complete(piece, wait=wait, last=last)
+
+    def _complete(self, piece: Piece, *, wait: bool, last: bool) -> None:
+        gradients = self._here.pop(piece.key, {})
+        if wait:
+            first = piece.key not in self._spilled
+            self._spilled.add(piece.key)
+            if last:
+                self._summed.add(piece.key)
+            self._submit(lambda: self._spill(piece, gradients, first=first, last=last), gradients)
+        else:
+            self._hold_open(piece)
+            self._submit(lambda: self._update_arrived(piece, gradients), gradients)
+
+    def _hold_open(self, piece: Piece) -> None:
+        """The unit's weights stay where they are until all of its pieces are updated."""
+        self._updated.add(piece.key)
+        self._order.append(piece.key)
+        unit = self._units[piece.unit]
+        if piece.unit not in self._open and self._weights.is_held(unit):
+            self._weights.stream.fetch([piece.unit])
+            self._open[piece.unit] = len(unit.pieces)
+
+    def end_pass(self, *, wait: bool, last: bool) -> None:
+        """A backward pass has ended: what came of pieces that are not complete goes the way of the others."""
+        if wait or self._zero_missing is False:
+            for piece in self.layout.pieces:
+                if self._here.get(piece.key):
+                    self._complete(piece, wait=wait, last=last)
+
+    def finish_direct(self) -> None:
+        """After the last pass without waiting: what got no gradient, then until all is updated and written."""
+        for piece in self.layout.pieces:
+            wanted = self._zero_missing or self._here.get(piece.key) or piece.key in self._spilled
+            if piece.key not in self._updated and wanted:
+                self._complete(piece, wait=False, last=True)
+        self._drain()
+        for key, left in list(self._open.items()):
+            if left > 0:  # pieces that nothing came for
+                self._submit(lambda key=key: self._close_unit(key), {})
+        self._drain()
+        self._expected = list(self._order)
+
+    def sum_waiting(self) -> None:
+        """Until the sums of squares of all that waits on the tier are there."""
+        for piece in self.layout.pieces:
+            if piece.key in self._spilled and piece.key not in self._summed:
+                self._summed.add(piece.key)
+                self._submit(lambda piece=piece: self._sum(piece), {})
+        self._drain()
+
+    def finish_waiting(self) -> None:
+        """Update everything from the gradients on the tier, unit by unit, in the order in which the next forward pass
+        will not need them: the last ones first."""
+        chosen = [
+            piece
+            for unit in reversed(self.layout.units)
+            for piece in unit.pieces
+            if self._zero_missing or piece.key in self._spilled
+        ]
+        if self.arm != "naive" and self._states is not None:
+            self._states.read_ahead([piece.key for piece in chosen])
+            self._gradients().read_ahead([gradient_key(piece) for piece in chosen if piece.key in self._spilled])
+        for piece in chosen:
+            self._updated.add(piece.key)
+            self._submit(lambda piece=piece: self._update_waiting(piece), {})
+        self._drain()
+        for key in list(self._open):
+            self._submit(lambda key=key: self._close_unit(key), {})
+        self._drain()
+
+    def end_step(self) -> None:
+        """All is written; begin the next one."""
+        for stream in (self._states, self._weights.stream):
+            if stream is not None:
+                stream.flush()
+                stream.release_idle()
+        self._begin()
+
+    def abandon(self) -> None:
+        """Forget the step: nothing is raised, and nothing runs any more when this returns."""
+        with self._changed:
+            self._failure = self._failure or RuntimeError("the step was given up")
+        self._drain(raising=False)
+        self._failure, self._told = None, False
+        for key in list(self._open):
+            if self._open.pop(key) is not None:
+                self._weights.stream.release(key)
+        self._begin()
+        self._waiting_bytes = 0
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            self._told = True
+            raise self._failure
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    # -- hand-over -----------------------------------------------------------------------------------------------------
+
+    def _submit(self, job: Callable[[], None], gradients: dict[str, torch.Tensor]) -> None:
+        self.raise_failure()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="memascend-updates", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._queued += 1
+        self._jobs.put(job)
+
+    def _hold_back(self, more_bytes: int) -> None:
+        """Backward stalls here (Fig. 3a) while gradients lie around that the updates are behind with."""
+        with self._changed:
+            while self._waiting_bytes > self._most_waiting_bytes and self._queued and self._failure is None:
+                self._changed.wait()
+            self._waiting_bytes += more_bytes
+        self.raise_failure()
+
+    def _let_go(self, gradients: dict[str, torch.Tensor], piece: Piece) -> None:
+        """A gradient counts until its last piece is done with it."""
+        gone = [g.nbytes for n, g in gradients.items() if self._places[n][-1][0] is piece]
+        with self._changed:
+            self._waiting_bytes -= sum(gone)
+            self._changed.notify_all()
+
+    def _drain(self, *, raising: bool = True) -> None:
+        with self._changed:
+            while self._queued:
+                self._changed.wait()
+        if raising:
+            self.raise_failure()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            error: BaseException | None = None
+            if self._failure is None:
+                try:
+                    job()
+                except BaseException as raised:  # raised again in the training thread
+                    error = raised
+            del job
+            if error is not None:  # backward may be waiting for one of these slots
+                for key in list(self._open):
+                    self._close_unit(key, write=False)
+            with self._changed:
+                self._failure = self._failure or error
+                self._queued -= 1
+                self._changed.notify_all()
+
+    # -- in the updates' thread ----------------------------------------------------------------------------------------
+
+    def _spill(self, piece: Piece, gradients: dict[str, torch.Tensor], *, first: bool, last: bool) -> None:
+        """Add a pass's gradients to those on the tier."""
+        stream, key = self._gradients(), gradient_key(piece)
+        slot = stream.put(key) if first else stream.fetch([key])[0]
+        place = 0
+        for run in piece.runs:
+            view = slot[place : place + run.numel]
+            if run.part.name in gradients:
+                gradient = gradients[run.part.name][run.begin : run.end]
+                if first:
+                    view.copy_(gradient)
+                else:
+                    view.add_(gradient.to(view.dtype))
+            elif first:
+                view.zero_()
+            place += run.numel
+        self._let_go(gradients, piece)
+        if last:
+            self._count(piece, slot)
+        stream.write(key)
+        stream.release(key)
+
+    def _sum(self, piece: Piece) -> None:
+        stream, key = self._gradients(), gradient_key(piece)
+        self._count(piece, stream.fetch([key])[0])
+        stream.release(key)
+
+    def _count(self, piece: Piece, slot: torch.Tensor) -> None:
+        place = 0
+        for run in piece.runs:
+            if run.part.name in self._arrived:
+                self.sums.add(run.part, run.begin, slot[place : place + run.numel])
+            place += run.numel
+
+    def _update_waiting(self, piece: Piece) -> None:
+        key = gradient_key(piece)
+        if piece.key not in self._spilled:
+            self._update(piece, {})
+            return
+        slot = self._gradients().fetch([key])[0]
+        place, gradients = 0, {}
+        for run in piece.runs:
+            if self._zero_missing or run.part.name in self._arrived:
+                gradients[run.part.name] = slot[place : place + run.numel]
+            place += run.numel
+        self._update(piece, gradients)
+        self._gradients().release(key)
+
+    def _update_arrived(self, piece: Piece, arrived: dict[str, torch.Tensor]) -> None:
+        stream, key = None, gradient_key(piece)
+        gradients = {r.part.name: arrived[r.part.name][r.begin : r.end] for r in piece.runs if r.part.name in arrived}
+        if piece.key in self._spilled:  # earlier passes' are on the tier
+            stream = self._gradients()
+            slot, place = stream.fetch([key])[0], 0
+            for run in piece.runs:
+                view = slot[place : place + run.numel]
+                if run.part.name in gradients:
+                    view.add_(gradients[run.part.name].to(view.dtype))
+                if run.part.name in self._arrived:
+                    gradients[run.part.name] = view
+                    self.sums.add(run.part, run.begin, view)
+                place += run.numel
+        else:
+            for run in piece.runs:
+                if run.part.name in arrived and run.part not in self.sums:
+                    self.sums.add(run.part, 0, arrived[run.part.name])
+        if self.sums.finite:
+            self._update(piece, gradients)
+        else:  # the step will be taken back
+            self._piece_done(piece, write=False)
+        self._let_go(arrived, piece)
+        if stream is not None:
+            stream.release(key)
+
+    def _update(self, piece: Piece, gradients: dict[str, torch.Tensor]) -> None:
+        """Read states, update, write. `gradients`: of each run's elements alone."""
+        assert self._states is not None
+        weights = self._weights_of(piece)
+        states = self._states.fetch([piece.key])[0]
+        each, numel = len(self.layout.state_names), self.layout.state_numel(piece)
+        parts = [states[n * numel : n * numel + piece.numel] for n in range(each)]
+        place = 0
+        for run in piece.runs:
+            gradient = gradients.get(run.part.name)
+            if gradient is None and self._zero_missing:
+                gradient = torch.zeros(run.numel, dtype=self.layout.states)
+            if gradient is not None:
+                span = slice(place, place + run.numel)
+                self._step(run, weights[span], gradient, [state[span] for state in parts])
+            place += run.numel
+        written = self._states.write(piece.key)
+        if self.arm == "naive":
+            written.wait()
+        self._states.release(piece.key)
+        self._piece_done(piece)
+
+    def _step(self, run: Run, weights: torch.Tensor, gradient: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+        settings = self._settings(run.part.name)
+        master, exp_avg, exp_avg_sq = (weights, *states) if self.layout.own_masters else states
+        adamw_(
+            master,
+            gradient.to(self.layout.states) if gradient.dtype == torch.float32 else gradient,
+            exp_avg,
+            exp_avg_sq,
+            None if self.layout.own_masters else weights,
+            step=settings.step,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            grad_scale=1.0 / self.scale,
+            seed=ROUNDING_SEED,
+            element_offset=run.part.trained_first + run.begin,
+        )
+
+    def _weights_of(self, piece: Piece) -> torch.Tensor:
+        """The piece's elements in its unit's slot, which is held until the unit is done."""
+        unit = self._units[piece.unit]
+        if piece.unit not in self._open:
+            self._weights.stream.fetch([piece.unit])
+            self._open[piece.unit] = len(unit.pieces)
+        slot = self._weights.stream.tensor(piece.unit)
+        return slot[piece.first : piece.first + piece.numel]
+
+    def _piece_done(self, piece: Piece, *, write: bool = True) -> None:
+        if piece.unit not in self._open:
+            return
+        self._open[piece.unit] -= 1
+        if self._open[piece.unit] == 0:
+            self._close_unit(piece.unit, write=write)
+
+    def _close_unit(self, key: str, *, write: bool = True) -> None:
+        if self._open.pop(key, None) is None:
+            return
+        if not write:
+            self._weights.stream.release(key)
+            return
+        written = self._weights.stream.write(key)
+        if self.arm == "naive":
+            written.wait()
+        self._weights.stream.release(key)
+
+
+def gradient_key(piece: Piece) -> str:
+    return f"gradient of {piece.key}"
+
+
+def gradient_numel(piece: Piece, dtype: torch.dtype) -> int:
+    return padded(piece.numel, dtype)

@@ -1,0 +1,210 @@
+"""The streaming engine as a backend: weights, gradients and optimizer states on a storage tier, one process.
+
+Every finished step is kept on the tier, so that a run that was killed goes on after it, and not after the last
+checkpoint. Gradients are normed, clipped and applied in the order of the backend in memory: equal bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memascend.engine import home as homes
+from memascend.engine.runtime import EngineOptions, StreamingEngine
+from memascend.memory.ledger import Ledger
+from memascend.memory.pinned import PageAlignedPinnedAllocator
+from memascend.storage.tensor_file import TensorFileReader, TensorLayout
+from memascend.training.backends.loss_scale import LossScale
+from memascend.training.config import TrainConfig
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_STATES = ("master", "exp_avg", "exp_avg_sq")
+_CHECKPOINTS = {"offloaded": "tier", "plain": "device"}
+
+
+class StreamingBackend:
+    """`settings`: `folder` of the states, `arm` of gradient offloading."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, config: TrainConfig, settings: dict[str, Any], ledger: Ledger) -> None:
+        self._config, self._settings, self.ledger = config, settings, ledger
+        self._folder = Path(settings["folder"])
+        self._scale = LossScale.dynamic() if config.dtype == "fp16" else None
+        self._steps = self._skipped = 0
+        self._finished = False  # a step that is not kept
+        self._moved = (0, 0)
+        self._undo = contextlib.ExitStack()
+
+    @staticmethod
+    def notes() -> list[str]:
+        return []
+
+    @staticmethod
+    def start(threads: int) -> None:
+        from memascend.integrations import pretrained  # noqa: F401  what is imported now is in the idle memory
+
+        torch.set_num_threads(threads)
+
+    # -- the model on its tier -----------------------------------------------------------------------------------------
+
+    def _make_model(self, source: Path | dict[str, Any]) -> None:
+        from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
+        from memascend.integrations.pretrained import in_memory_model
+        from memascend.ops.half_linear import fp16_products_in_fp32
+
+        config = self._config
+        self.model = in_memory_model(source, _DTYPES[config.dtype])
+        if config.dtype == "fp16":
+            self._undo.callback(fp16_products_in_fp32())
+        options = MemoryOptions(attention=config.attention, loss=config.loss, checkpointing="none")
+        self._options = apply_memory_options(self.model, options).chosen
+        self._options["checkpointing"] = config.checkpointing
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self._groups = [
+            {
+                "params": trained,
+                "lr": 0.0,
+                "betas": (config.beta1, config.beta2),
+                "eps": config.eps,
+                "weight_decay": config.weight_decay,
+            }
+        ]
+
+    def _engine_options(self) -> EngineOptions:
+        config = self._config
+        return EngineOptions(
+            arm=self._settings["arm"],
+            accumulate=config.accumulate,
+            clip=config.clip,
+            checkpoints=_CHECKPOINTS[config.checkpointing],
+            states=_DTYPES[config.states],
+            gradients=_DTYPES[config.gradients],
+            zero_missing=True,
+        )
+
+    def build(self, source: Path | dict[str, Any]) -> None:
+        homes.remove(self._folder)  # of an earlier run in this place, or of one that goes on from a later checkpoint
+        self._make_model(source)
+        allocator = PageAlignedPinnedAllocator(self.ledger)
+        self.engine = StreamingEngine.start(
+            self.model, self._folder, self._groups, self._engine_options(), allocator=allocator
+        )
+
+    def kept_step(self) -> int | None:
+        """Only looks: what else is wrong with the states is said by `go_on`."""
+        return homes.kept_facts(self._folder).get("step") if homes.is_home(self._folder) else None
+
+    def go_on(self, source: Path | dict[str, Any]) -> dict[str, Any]:
+        self._make_model(source)
+        allocator = PageAlignedPinnedAllocator(self.ledger)
+        self.engine, facts = StreamingEngine.resume(
+            self.model, self._folder, self._groups, self._engine_options(), allocator=allocator
+        )
+        self._take_over(facts["backend"])
+        return facts
+
+    def keep(self, facts: dict[str, Any]) -> None:
+        self.engine.keep(facts | {"backend": self._counters()})
+        self._finished = False
+
+    def _counters(self) -> dict[str, Any]:
+        scale = self._scale.facts() if self._scale else {}
+        return {"adam_step": self._steps, "skipped_steps": self._skipped, "loss_scaler": scale}
+
+    def _take_over(self, counters: dict[str, Any]) -> None:
+        self._steps, self._skipped = counters["adam_step"], counters["skipped_steps"]
+        if self._scale is not None:
+            self._scale = LossScale(**counters["loss_scaler"])
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def step(self, batches: Sequence[torch.Tensor], learning_rate: float) -> tuple[torch.Tensor, float | None]:
+        if self._finished:  # there is room for one step beside the kept one
+            self.keep({})
+        self._moved = self.engine.transferred
+        self._groups[0]["lr"] = learning_rate
+        scale, losses = self._scale.value if self._scale else 1.0, []
+        self.engine.scale = scale
+        for ids in batches:
+            loss = self.model(input_ids=ids, labels=ids).loss
+            (loss / len(batches) * scale).backward()
+            losses.append(loss.detach().float())
+        norm = self.engine.finish_step(keep=False)
+        self._finished = True
+        if self._scale is not None:
+            self._scale.after_step(norm is None)
+        if norm is None:
+            self._skipped += 1
+        else:
+            self._steps += 1
+        return torch.stack(losses).mean(), norm
+
+    @torch.no_grad()
+    def evaluate(self, batch: torch.Tensor) -> float:
+        self.model.eval()
+        loss = float(self.model(input_ids=batch, labels=batch).loss)
+        self.model.train()
+        return loss
+
+    def loss_scale(self) -> float | None:
+        return self._scale.value if self._scale else None
+
+    def statistics(self) -> dict[str, int]:
+        read, written = self.engine.transferred
+        return {"read_bytes": read - self._moved[0], "written_bytes": written - self._moved[1]}
+
+    def facts(self) -> dict[str, Any]:
+        return {"gradient_offloading": self._settings["arm"], "memory_options": self._options}
+
+    def close(self) -> None:
+        """A run that ends by itself has left a checkpoint of its last step."""
+        self.engine.close(destroy=True)
+        self._undo.close()
+
+    # -- weights and states --------------------------------------------------------------------------------------------
+
+    def weight_layouts(self) -> list[TensorLayout]:
+        from memascend.integrations.pretrained import persistent_buffers
+
+        every = [*self.model.named_parameters(), *persistent_buffers(self.model)]
+        return [TensorLayout(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in every]
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from memascend.integrations.pretrained import persistent_buffers
+
+        yield from self.engine.read_weights([name for name, _ in self.model.named_parameters()])
+        yield from persistent_buffers(self.model)
+
+    def _state_names(self) -> tuple[str, ...]:
+        return _STATES if self._steps else _STATES[:1]
+
+    def state_layouts(self) -> list[TensorLayout]:
+        dtype, sizes = self.engine.layout.states, self._sizes()
+        return [
+            TensorLayout(f"{index}.{state}", dtype, (numel,))
+            for index, numel in enumerate(sizes.values())
+            for state in self._state_names()
+        ]
+
+    def _sizes(self) -> dict[str, int]:
+        return {name: p.numel() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, name in enumerate(self._sizes()):
+            found = self.engine.read_states(name)
+            for state in self._state_names():
+                yield f"{index}.{state}", found[state]
+
+    def state_facts(self) -> dict[str, Any]:
+        return {**self._counters(), "groups": [[(name, numel)] for name, numel in self._sizes().items()]}
+
+    def restore(self, reader: TensorFileReader, facts: dict[str, Any]) -> None:
+        self._take_over(facts)
+        for index, name in enumerate(self._sizes()):
+            states = {state: reader.read(f"{index}.{state}") for state in self._state_names()}
+            self.engine.write_states(name, states, step=self._steps)

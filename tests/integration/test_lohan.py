@@ -1,0 +1,168 @@
+"""LoHan as a system: a plan by the run's own classes, transformers' models, and the bits of training in memory."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from memascend import systems
+from memascend.memory.ledger import Ledger
+from memascend.planner.footprint import plan
+from memascend.planner.options import Stack
+from memascend.planner.spec import model_spec
+from memascend.planner.workload import Workload
+from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter
+from memascend.training.backends.in_memory import InMemoryBackend
+from memascend.training.backends.streaming import StreamingBackend
+from memascend.training.config import TrainConfig
+from memascend.training.systems import check
+
+CONFIG = TrainConfig(model="m", data=["d"], system="lohan")
+MODEL = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 500, "tie_word_embeddings": False, "initializer_range": 0.02,
+}  # fmt: skip
+BATCHES = [torch.arange(2 * 16).reshape(2, 16) % 128, torch.arange(2 * 16).reshape(2, 16) % 100 + 7]
+
+
+def begin(backend, **changes):
+    """A backend with its model; `folder` and `arm` for the streaming one."""
+    torch.manual_seed(3)
+    backend.build(MODEL | changes)
+    return backend
+
+
+def streaming(folder, arm="optimized", model=MODEL, ledger=None, **changes):
+    config = dataclasses.replace(CONFIG, **changes)
+    settings = {"folder": str(folder / "states"), "arm": arm}
+    return begin(StreamingBackend(config, settings, ledger or Ledger()), **model)
+
+
+def in_memory(model=MODEL, **changes):
+    config = dataclasses.replace(CONFIG, **{"checkpointing": "none", **changes})
+    return begin(InMemoryBackend(config, {"update": "memascend", "group_elements": None}, Ledger()), **model)
+
+
+def train(backend, steps):
+    count = backend._config.accumulate
+    return [tuple(map(float, backend.step(BATCHES[:count], 1e-3))) for _ in range(steps)]
+
+
+def assert_equal(ours, theirs):
+    """Weights and states of both, to the last bit."""
+    expected = {name: values.clone() for name, values in theirs.weights()}
+    for name, values in ours.weights():
+        assert torch.equal(values, expected[name]), name
+    (names,) = theirs.state_facts()["groups"]
+    flat, places, place = {name: values.clone() for name, values in theirs.states()}, {}, 0
+    for name, numel in names:
+        places[name] = slice(place, place + numel)
+        place += numel
+    order = [name for ((name, _),) in ours.state_facts()["groups"]]
+    for key, values in ours.states():
+        index, _, state = key.partition(".")
+        assert torch.equal(values, flat[f"0.{state}"][places[order[int(index)]]]), (order[int(index)], state)
+
+
+@pytest.mark.parametrize(
+    ("arm", "changes"),
+    [
+        ("optimized", {"clip": 0.0}),
+        ("naive", {"clip": 0.0, "accumulate": 2}),
+        ("none", {"clip": 0.0}),
+        ("optimized", {"clip": 0.5, "accumulate": 2}),
+        ("optimized", {"clip": 0.0, "dtype": "fp32", "loss": "plain"}),
+        ("optimized", {"clip": 0.0, "dtype": "fp16"}),
+        ("optimized", {"clip": 0.5, "states": "bf16", "gradients": "bf16", "checkpointing": "plain"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(f"{k} {v}" for k, v in value.items()),
+)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_weights_states_losses_and_norms_are_those_of_training_in_memory(tmp_path, arm, changes, tied):
+    shape = {"tie_word_embeddings": tied}
+    others = {name: value for name, value in changes.items() if name != "checkpointing"}
+    ours, theirs = streaming(tmp_path, arm, shape, **changes), in_memory(shape, **others)
+    assert train(ours, 3) == train(theirs, 3)
+    assert ours.evaluate(BATCHES[0]) == theirs.evaluate(BATCHES[0])
+    assert_equal(ours, theirs)
+    ours.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_of_one_run_goes_on_in_another_to_the_same_bits(tmp_path):
+    ours, theirs = streaming(tmp_path / "a", clip=0.0), in_memory(clip=0.0)
+    losses = train(ours, 2)
+    with TensorFileWriter(tmp_path / "states.safetensors", ours.state_layouts()) as writer:
+        for name, values in ours.states():
+            writer.write(name, values)
+    facts = ours.state_facts()
+    ours.close()
+    again = streaming(tmp_path / "b", clip=0.0)
+    with TensorFileReader(tmp_path / "states.safetensors") as reader:
+        again.restore(reader, facts)
+    assert losses + train(again, 2) == train(theirs, 4)
+    assert_equal(again, theirs)
+    again.close()
+
+
+def test_a_step_is_kept_on_the_tier_with_what_belongs_to_it(tmp_path):
+    ours, theirs = streaming(tmp_path, clip=0.0), in_memory(clip=0.0)
+    losses = train(ours, 1)
+    ours.keep({"step": 1, "note": "the first"})
+    train(ours, 1)  # never kept
+    ours.engine.close()
+    again = StreamingBackend(ours._config, ours._settings, Ledger())
+    assert again.kept_step() == 1
+    assert again.go_on(MODEL)["note"] == "the first"
+    assert losses + train(again, 2) == train(theirs, 3)
+    again.close()
+    assert StreamingBackend(ours._config, ours._settings, Ledger()).kept_step() is None
+
+
+@pytest.mark.parametrize("arm", ["optimized", "naive"])
+def test_the_plan_is_the_ledger_of_a_run_entry_by_entry(tmp_path, arm):
+    spec = model_spec("qwen2.5-0.5b").twin(16)
+    ledger = Ledger()
+    ours = streaming(tmp_path, arm, spec.hf_config_dict(), ledger, clip=1.0)
+    ids = torch.arange(2 * 16).reshape(2, 16)
+    ours.step([ids], 1e-3)
+
+    def rows(entries):
+        return sorted((e.owner, e.requested_bytes, e.reserved_bytes) for e in entries if e.role == "host")
+
+    work = Workload(spec=spec, system="lohan", arm=arm, dtype="bf16", context=16, batch=2)
+    assert rows(plan(work, process_overhead=False).entries) == rows(ledger.live())
+    ours.close()
+
+
+def test_the_plan_of_one_width_is_the_same_at_three_depths():
+    spec, sizes = model_spec("qwen2.5-7b").twin(8), []
+    for layers in (14, 28, 56):
+        deeper = dataclasses.replace(spec, layers=layers, config={**spec.config, "num_hidden_layers": layers})
+        work = Workload(spec=deeper, system="lohan", dtype="bf16", context=512)
+        sizes.append(plan(work, process_overhead=False).host_bytes)
+        assert plan(dataclasses.replace(work, system="memascend"), process_overhead=False).host_bytes > sizes[-1]
+    assert max(sizes) <= 1.01 * min(sizes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": 2}, "system 'lohan' is one process, not 2"),
+        ({"checkpointing": "none"}, "recomputes its blocks, and checkpointing 'none' does not fit"),
+        ({"states": "bf16", "dtype": "fp16"}, "states 'bf16' need dtype bf16"),
+    ],
+    ids=["ranks", "checkpointing", "states"],
+)
+def test_what_it_cannot_do_is_refused_in_one_line(changes, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        check(dataclasses.replace(CONFIG, **changes))
+    assert "\n" not in str(refused.value)
+
+
+def test_every_arm_is_described_and_can_be_planned_without_checkpoints():
+    system = systems.load("lohan")
+    assert list(system.arms) == list(system.describe()["arms"])
+    work = Workload(spec=model_spec("qwen2.5-0.5b"), system="lohan", dtype="bf16", stack=Stack(checkpointing="plain"))
+    owners = {entry.owner for entry in plan(work, process_overhead=False).entries}
+    assert owners == {"streamed_weights", "streamed_states", "streamed_gradients", "nvme_engine_buffers"}

@@ -1,0 +1,365 @@
+"""The streaming engine trains as plain PyTorch in memory, to the bit, and holds buffers that the depth is not in."""
+
+import copy
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from memascend.engine.blocks import ModelUnits, NotStreamable, find_blocks
+from memascend.engine.home import NotThisModel
+from memascend.engine.layout import Kind, make_layout
+from memascend.engine.runtime import EngineOptions, StreamingEngine
+from memascend.memory.ledger import Ledger, verify_by_address
+from memascend.memory.pinned import PageAlignedPinnedAllocator
+from memascend.ops.adamw import AdamW
+
+HIDDEN, VOCABULARY, RATE = 32, 200, 1e-2
+SETTINGS = {"lr": RATE, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+
+
+class Block(nn.Module):
+    def __init__(self, hidden=HIDDEN, dropout=0.0):
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, 4 * hidden),
+            nn.Linear(4 * hidden, hidden),
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x, *, scale):
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x))))) * scale
+
+
+class Model(nn.Module):
+    """`order`: which layer is run when; `tied`: the head's matrix is the embedding's."""
+
+    def __init__(self, depth=4, hidden=HIDDEN, tied=False, dropout=0.0, order=None):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, hidden)
+        self.layers = nn.ModuleList(Block(hidden, dropout) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, VOCABULARY, bias=False)
+        self.order = range(depth) if order is None else order
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        x, scale = self.embedding(ids), torch.tensor(0.5)
+        for number in self.order:
+            x = self.layers[number](x, scale=scale.to(x.dtype))
+        return nn.functional.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), ids.flatten())
+
+
+def model(seed=0, dtype=torch.float32, **shape):
+    torch.manual_seed(seed)
+    return Model(**shape).to(dtype)
+
+
+def batches(count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCABULARY, (2, 16), generator=generator) for _ in range(count)]
+
+
+def groups(of, **settings):
+    return [{"params": [p for p in of.parameters() if p.requires_grad], **SETTINGS, **settings}]
+
+
+def streamed(of, folder, ledger=None, **options):
+    allocator = PageAlignedPinnedAllocator(ledger or Ledger(), lock=False)
+    return StreamingEngine.start(of, folder / "home", groups(of), EngineOptions(**options), allocator=allocator)
+
+
+def train(of, engine, data):
+    losses = []
+    for ids in data:
+        loss = of(ids)
+        loss.backward()
+        engine.finish_step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_in_memory(of, data, accumulate=1, clip=None):
+    optimizer, losses = AdamW([p for p in of.parameters() if p.requires_grad], **SETTINGS), []
+    for number, ids in enumerate(data, 1):
+        loss = of(ids)
+        loss.backward()
+        losses.append(loss.item())
+        if number % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def assert_equal(engine, other):
+    found = {name: values.clone() for name, values in engine.read_weights()}
+    for name, values in other.named_parameters():
+        assert torch.equal(found[name], values), name
+
+
+@pytest.mark.parametrize("arm", ["optimized", "naive", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_every_arm_trains_as_the_module_in_memory_to_the_last_bit(tmp_path, arm, dtype):
+    ours, theirs = model(dtype=dtype), model(dtype=dtype)
+    engine = streamed(ours, tmp_path, arm=arm)
+    assert train(ours, engine, batches(4)) == train_in_memory(theirs, batches(4))
+    assert_equal(engine, theirs)
+    engine.close(destroy=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gradients_of_several_passes_are_added_up_on_the_tier(tmp_path):
+    ours, theirs = model(), model()
+    engine = streamed(ours, tmp_path, accumulate=2)
+    losses = []
+    for first, second in zip(batches(4)[::2], batches(4)[1::2], strict=True):
+        for ids in (first, second):
+            losses.append(ours(ids))
+            losses[-1].backward()
+        engine.finish_step()
+    assert [loss.item() for loss in losses] == train_in_memory(theirs, batches(4), accumulate=2)
+    assert_equal(engine, theirs)
+    engine.close()
+
+
+def test_large_parameters_are_cut_and_small_ones_put_together():
+    parts = [("a", (300_000,), True), ("b", (10,), True), ("frozen", (5,), False), ("c", (20,), True)]
+    from memascend.engine.layout import UnitParameters
+
+    unit = UnitParameters(key="u", kind=Kind.BLOCK, parameters=parts)
+    order = [("a", 300_000), ("b", 10), ("c", 20)]
+    layout = make_layout([unit], order, weights=torch.bfloat16, piece_elements=1 << 17)
+    (unit,) = layout.units
+    assert [part.name for part in unit.parts] == ["a", "b", "c", "frozen"]
+    runs = [[(run.part.name, run.begin, run.end) for run in piece.runs] for piece in unit.pieces]
+    assert runs == [[("a", 0, 131072)], [("a", 131072, 262144)], [("a", 262144, 300_000)], [("b", 0, 10), ("c", 0, 20)]]
+    assert [piece.first for piece in unit.pieces] == [0, 131072, 262144, 300_000]
+    assert layout.state_names == ("master", "exp_avg", "exp_avg_sq")
+
+
+def test_a_parameter_in_several_pieces_trains_to_the_same_bits(tmp_path):
+    torch.manual_seed(0)
+    ours = nn.Sequential(*(nn.Linear(300, 300) for _ in range(2)))  # 90,000 elements, and pieces of 65,536
+    theirs = copy.deepcopy(ours)
+    optimizer = AdamW(theirs.parameters(), **SETTINGS)
+    engine = streamed(ours, tmp_path, piece_elements=1 << 16)
+    assert max(len(unit.pieces) for unit in engine.layout.units) == 3
+    for _ in range(2):
+        x = torch.randn(4, 300)
+        for each in (ours, theirs):
+            each(x).square().mean().backward()
+        engine.finish_step()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal(engine, theirs)
+    engine.close()
+
+
+@pytest.mark.parametrize("arm", ["optimized", "naive", "none"])
+def test_host_buffers_are_those_of_the_largest_blocks_whatever_the_depth(tmp_path, arm):
+    peaks = []
+    for depth in (4, 8, 16):
+        ledger, ours = Ledger(), model(depth=depth)
+        engine = streamed(ours, tmp_path, ledger, arm=arm)
+        train(ours, engine, batches(2))
+        assert all(check.agrees for check in verify_by_address(ledger.live("host")))
+        peaks.append(ledger.peak_bytes("host", "reserved_bytes"))
+        engine.close(destroy=True)
+        gc.collect()
+        assert ledger.in_use() == {}
+    assert max(peaks) <= 1.01 * min(peaks)
+
+
+def test_nothing_of_the_model_stays_in_memory_between_visits(tmp_path):
+    ours = model(dtype=torch.bfloat16)
+    refs = [weakref.ref(p.untyped_storage()) for p in ours.parameters()]
+    engine = streamed(ours, tmp_path)
+    gc.collect()
+    assert all(ref() is None for ref in refs)
+    ours(batches(1)[0]).backward()
+    engine.finish_step()
+    for parameter in ours.parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.element_size()
+        assert torch.isnan(parameter).all()  # whatever touches it unseen shows
+        assert parameter.grad is None
+    with pytest.raises(RuntimeError, match="the weights of a streamed model are on the tier"):
+        ours.state_dict()
+    engine.close()
+
+
+def test_a_unit_is_read_once_for_forward_and_once_for_backward_and_its_states_once(tmp_path):
+    """Table II and the traffic that follows from it: 2P + 14P read and 14P written with 16-bit weights."""
+    ours = model(dtype=torch.bfloat16, depth=6, hidden=128)
+    engine = streamed(ours, tmp_path, checkpoints="device")
+    train(ours, engine, batches(2))
+    before = engine.transferred
+    train(ours, engine, batches(1))
+    read, written = (now - then for now, then in zip(engine.transferred, before, strict=True))
+    blocks = sum(unit.numel for unit in engine.layout.units if unit.kind is Kind.BLOCK)
+    others = sum(unit.numel for unit in engine.layout.units if unit.kind is not Kind.BLOCK)
+    looked_up = sum(unit.numel for unit in engine.layout.units if unit.kind is Kind.LOOKED_UP)
+    kept = engine.options.blocks_in_flight * engine.layout.units[5].numel  # from forward to backward
+    # What is outside of the blocks is read once for both passes; the embedding once more for its update.
+    expected = 16 * blocks - 2 * kept + 14 * others + 2 * looked_up
+    assert read == pytest.approx(expected, rel=0.02)  # padding to 4096 bytes
+    assert written == pytest.approx(14 * (blocks + others), rel=0.02)
+    engine.close()
+
+
+def test_an_evaluation_between_forward_and_backward_changes_nothing(tmp_path):
+    ours, theirs = model(), model()
+    engine = streamed(ours, tmp_path)
+    (ids,) = batches(1)
+    loss = ours(ids)
+    with torch.no_grad():
+        assert ours(ids).item() == loss.item()
+    loss.backward()
+    engine.finish_step()
+    train_in_memory(theirs, [ids])
+    assert_equal(engine, theirs)
+    engine.close()
+
+
+def test_dropout_is_the_same_in_the_recomputation(tmp_path):
+    ours, theirs = model(dropout=0.3), model(dropout=0.3)
+    engine = streamed(ours, tmp_path)
+    torch.manual_seed(7)
+    losses = train(ours, engine, batches(3))
+    torch.manual_seed(7)
+    assert losses == train_in_memory(theirs, batches(3))
+    engine.close()
+
+
+def test_a_layer_that_is_run_twice_gets_the_sum_of_its_gradients(tmp_path):
+    ours, theirs = model(order=(0, 1, 1, 2, 0, 3)), model(order=(0, 1, 1, 2, 0, 3))
+    engine = streamed(ours, tmp_path)
+    assert train(ours, engine, batches(3)) == train_in_memory(theirs, batches(3))
+    assert_equal(engine, theirs)
+    engine.close()
+
+
+def test_tied_embeddings_and_frozen_parameters_train_as_in_memory(tmp_path):
+    ours, theirs = model(tied=True, dtype=torch.bfloat16), model(tied=True, dtype=torch.bfloat16)
+    for each in (ours, theirs):
+        each.layers[0].requires_grad_(False)
+        each.layers[2].up.weight.requires_grad_(False)
+        each.norm.requires_grad_(False)
+    engine = streamed(ours, tmp_path)
+    assert train(ours, engine, batches(3)) == train_in_memory(theirs, batches(3))
+    assert_equal(engine, theirs)
+    engine.close()
+
+
+def test_a_parameter_without_a_gradient_is_left_alone_as_torch_does(tmp_path):
+    ours, theirs = model(order=(0, 1, 3)), model(order=(0, 1, 3))
+    engine = streamed(ours, tmp_path)
+    train(ours, engine, batches(2))
+    train_in_memory(theirs, batches(2))
+    assert_equal(engine, theirs)
+    assert {engine.steps[name] for name in engine.steps if name.startswith("layers.2.")} == {0}
+    engine.close()
+
+
+def test_blocks_are_found_or_named():
+    found = model(depth=3)
+    assert find_blocks(found) == list(found.layers)
+    with pytest.raises(NotStreamable, match="Linear has no list of layers"):
+        find_blocks(nn.Linear(3, 3))
+    shared = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    shared[1].weight = shared[0].weight
+    with pytest.raises(NotStreamable, match=r"0\.weight is shared by the blocks 0 and 1"):
+        ModelUnits(shared)
+    mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
+    with pytest.raises(NotStreamable, match=r"of several types \(float32, float64\)"):
+        ModelUnits(mixed)
+
+
+def test_checkpointing_of_transformers_is_refused_since_it_goes_around_the_engine(tmp_path):
+    ours = model()
+    engine = streamed(ours, tmp_path)
+    ours.layers[1].gradient_checkpointing = True
+    with pytest.raises(NotStreamable, match=r"gradient checkpointing of transformers is on in layers\.1"):
+        ours(batches(1)[0])
+    engine.close()
+
+
+def test_the_next_step_reads_what_this_one_wrote(tmp_path):
+    """A fence between a block's write and its next read: both streams give all buffers back in between."""
+    ours, theirs = model(depth=2), model(depth=2)  # two blocks: the last written is soon the first read
+    engine = streamed(ours, tmp_path, blocks_in_flight=2)
+    assert train(ours, engine, batches(8)) == train_in_memory(theirs, batches(8))
+    engine.close()
+
+
+def test_a_run_goes_on_from_its_last_completed_step_to_the_same_bits(tmp_path):
+    data, theirs = batches(6), model(dtype=torch.bfloat16)
+    ours = model(dtype=torch.bfloat16)
+    engine = streamed(ours, tmp_path)
+    first = train(ours, engine, data[:3])
+    engine.keep({"at": 3})
+    ours(data[3]).backward()  # a step that never ends
+    engine.close()
+    again = model(seed=5, dtype=torch.bfloat16)  # of the same architecture, with other values
+    engine, facts = StreamingEngine.resume(again, tmp_path / "home", groups(again))
+    assert facts == {"at": 3}
+    assert first + train(again, engine, data[3:]) == train_in_memory(theirs, data)
+    assert_equal(engine, theirs)
+    engine.close()
+    other = model(depth=5, dtype=torch.bfloat16)
+    with pytest.raises(NotThisModel, match="was asked for: remove it, or name another folder"):
+        StreamingEngine.resume(other, tmp_path / "home", groups(other))
+
+
+def test_a_step_with_an_infinite_gradient_changes_nothing(tmp_path):
+    ours, theirs = model(), model()
+    engine = streamed(ours, tmp_path)
+    data = batches(3)
+    losses = train(ours, engine, data[:1])
+    (ours(data[1]) * torch.inf).backward()
+    assert engine.finish_step() is None
+    losses += train(ours, engine, data[2:])
+    assert losses == train_in_memory(theirs, [data[0], data[2]])
+    assert_equal(engine, theirs)
+    engine.close()
+
+
+def test_an_error_in_the_middle_of_backward_takes_the_step_back(tmp_path, caplog):
+    ours, theirs = model(), model()
+    engine = streamed(ours, tmp_path)
+    data = batches(3)
+    losses = train(ours, engine, data[:1])
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("the user's own mistake")
+
+    hook = ours.layers[1].register_forward_hook(lambda module, args, out: Fails.apply(out))
+    loss = ours(data[1])
+    with pytest.raises(ValueError, match="the user's own mistake"):  # layers 2 and 3 are updated by then
+        loss.backward()
+    hook.remove()
+    with caplog.at_level(logging.WARNING, "memascend"):
+        losses += train(ours, engine, data[1:])
+    assert "was given up after an error" in caplog.text
+    assert losses == train_in_memory(theirs, data)
+    assert_equal(engine, theirs)
+    engine.close()
+
+
+def test_a_second_backward_pass_that_nobody_announced_is_refused(tmp_path):
+    ours = model()
+    engine = streamed(ours, tmp_path)
+    loss = ours(batches(1)[0])
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"say how many there are in a step \(accumulate=\)"):
+        loss.backward()
+    engine.close()
