@@ -24,11 +24,12 @@ class Arrangement:
     arm cannot keep them in bf16. `direct`: swapped tensors are in the direct NVMe engine, which has bounce buffers.
     `derives_sizes`: sub-groups, buffers and I/O settings follow from model and machine, as the drop-in's do; otherwise
     they are what the papers describe. `shown_beside`: listed next to the default arm where systems are compared; `runs`
-    False: planned and simulated alone.
+    False: planned and simulated alone. `over_paths`: optimizer states lie on several paths, some sub-groups in host
+    memory; `turns_order`: the update goes up and down in turn, so that those stay there.
     """
 
     label: str
-    parts: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, Any] = field(default_factory=dict)
     states_on: str = "ssd"
     pinned: str = "power_of_two"
     swapped: str = "power_of_two"
@@ -41,6 +42,8 @@ class Arrangement:
     derives_sizes: bool = False
     refuses_bf16_states: str = ""
     shown_beside: bool = False
+    over_paths: bool = False
+    turns_order: bool = False
     runs: bool = True
 
 
@@ -48,7 +51,7 @@ _PINNED = {"exact": "page_aligned", "power_of_two": "power_of_two"}
 _POOLS = {"adaptive": "adaptive", "monolithic": "one_tensor", "monolithic_separate": "separate", "stock": "one_tensor"}
 
 
-def arrangement_of_parts(parts: Mapping[str, str], label: str = "", **others: Any) -> Arrangement:
+def arrangement_of_parts(parts: Mapping[str, Any], label: str = "", **others: Any) -> Arrangement:
     """Of any choice of parts of the section "memascend" in a DeepSpeed configuration; what is left out is the default.
 
     What a stock part does is DeepSpeed 0.19.8's: swap buffers of their exact size, the isinf/isnan chain. `others` are

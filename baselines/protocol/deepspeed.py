@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from baselines.protocol.described import PlannedSystem
 from baselines.protocol.runs import RunSpec, Sizes
+from memascend.arrangements import Arrangement
 from memascend.planner.derived_sizes import optimizer_buffers
 from memascend.training.backends import DEEPSPEED, Setup
 
@@ -68,12 +69,14 @@ class DeepSpeedSystem(PlannedSystem):
         ds_config = self.deepspeed_config(run, sizes, swap)
         if config.devices:
             ds_config["memascend"] = {"devices": list(config.devices)}
-        ds_config = self._fitted(ds_config, config, prepared)
+        ds_config = self._fitted(ds_config, config, prepared, self.arms[arm])
         minimum = scaled(1 << 20, config.twin) if config.twin > 1 else None
         settings = {"deepspeed_config": ds_config, "parts": parts, "minimum_swap_bytes": minimum}
         return Setup(backend=DEEPSPEED, settings=settings, swaps=swaps(ds_config))
 
-    def _fitted(self, ds_config: dict[str, Any], config: TrainConfig, prepared: dict[str, Any]) -> dict[str, Any]:
+    def _fitted(
+        self, ds_config: dict[str, Any], config: TrainConfig, prepared: dict[str, Any], arm: Arrangement
+    ) -> dict[str, Any]:
         """The system's configuration with this run's optimizer, accumulation and clipping.
 
         Sub-groups are those that the drop-in derives, for every system alike, so that all train to equal losses;
@@ -84,8 +87,9 @@ class DeepSpeedSystem(PlannedSystem):
         zero = ds_config["zero_optimization"]
         zero["reduce_bucket_size"] = max(1, min(zero["reduce_bucket_size"], prepared["parameters"]))
         zero["sub_group_size"] = prepared.get("sub_group_size", zero["sub_group_size"])  # older runs have not noted it
-        if next(iter(self.arms.values())).derives_sizes and "sub_group_size" in prepared:
-            zero["offload_optimizer"]["buffer_count"] = optimizer_buffers(zero["offload_optimizer"])
+        if arm.derives_sizes and "sub_group_size" in prepared:
+            if not arm.over_paths:
+                zero["offload_optimizer"]["buffer_count"] = optimizer_buffers(zero["offload_optimizer"])
             del ds_config["aio"]
         ds_config["gradient_accumulation_steps"] = config.accumulate
         ds_config["train_batch_size"] = config.batch * config.accumulate * config.ranks

@@ -18,7 +18,10 @@ _BLOCK_BYTES = 1 << 20
 _MOST_IN_FLIGHT = 32
 # Sub-groups may exceed the largest tensor by this much before smaller ones are tried.
 _SLACK = 1.02
-STATES_AND_GRADIENT = 4  # buffers of one sub-group: master weights, two Adam moments, gradient
+STATES = 3  # buffers of one sub-group: master weights, two Adam moments
+STATES_AND_GRADIENT = STATES + 1
+# Over several paths: one sub-group that is written out, one that is updated, one that is read (MLP-Offload 4.1).
+_LEAST_HELD = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,3 +97,8 @@ def optimizer_buffers(offload_optimizer: Mapping[str, Any]) -> int:
     """
     stages = 1 + bool(offload_optimizer.get("pipeline_read")) + bool(offload_optimizer.get("pipeline_write"))
     return STATES_AND_GRADIENT * stages
+
+
+def held_buffers(swaps_gradients: bool, held: int = _LEAST_HELD) -> int:
+    """``buffer_count`` for `held` sub-groups in host memory over several paths, and one buffer for gradients."""
+    return held * (STATES_AND_GRADIENT if swaps_gradients else STATES) + 1

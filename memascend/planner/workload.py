@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from memascend.arrangements import Arrangement
-from memascend.planner.derived_sizes import IoSettings, io_settings, optimizer_buffers, sub_group_size
+from memascend.planner.derived_sizes import IoSettings, held_buffers, io_settings, optimizer_buffers, sub_group_size
 from memascend.planner.options import DEFAULT_STACK, Stack
 from memascend.planner.pool import SWAP_THRESHOLD_BYTES, Streamed, partition_numel, streamed, sub_groups
 from memascend.planner.spec import ModelSpec
@@ -116,6 +116,8 @@ class Workload:
         """Swap buffers of one rank's optimizer: as many as the drop-in derives, for the baseline the papers' five."""
         if self.sizes.optimizer_buffers is not None:
             return self.sizes.optimizer_buffers
+        if self.arrangement.over_paths:
+            return held_buffers(self.arrangement.swaps_gradients)
         return optimizer_buffers({}) if self.arrangement.derives_sizes else PAPER_OPTIMIZER_BUFFERS
 
     @property

@@ -25,7 +25,9 @@ def measure(tier: Tier, probe_bytes: int = PROBE_BYTES) -> Rates | None:
     its first piece alone. Raises StorageError where the path cannot be used.
     """
     pieces = max(1, probe_bytes // _PIECE_BYTES)
-    memory = torch.randint(0, 256, (pieces, min(probe_bytes, _PIECE_BYTES)), dtype=torch.uint8)
+    chance = torch.Generator().manual_seed(0)  # of its own: a training's random numbers must stay as they are
+    shape = (pieces, min(probe_bytes, _PIECE_BYTES))
+    memory = torch.randint(0, 256, shape, dtype=torch.uint8, generator=chance)
     keys = [f"{_KEY} {number}" for number in range(pieces)]
     if tier.free_bytes < 2 * memory.nbytes:
         return None

@@ -3,7 +3,7 @@
 import pytest
 
 from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, load_system, scaled, system_names
-from memascend.integrations.deepspeed import Parts
+from memascend.integrations.deepspeed.parts import enable_options
 
 SIZES = Sizes(largest_tensor=1000, parameters=10_000, pool_buffers=9)
 DEEPSPEED = [name for name in system_names() if isinstance(load_system(name), DeepSpeedSystem)]
@@ -22,7 +22,8 @@ def test_every_arm_is_described_and_every_description_is_an_arm(name):
 
 @pytest.mark.parametrize(("name", "arm"), ARMS)
 def test_the_parts_of_every_arm_can_stand_together(name, arm):
-    Parts(**load_system(name, arm).parts(arm))
+    system = load_system(name, arm)
+    enable_options(system.deepspeed_config(run_of(name, arm), SIZES, "/somewhere"), system.parts(arm))
 
 
 @pytest.mark.parametrize(("name", "arm"), ARMS)
@@ -30,7 +31,7 @@ def test_every_arm_keeps_the_settings_without_which_a_twin_trains_wrongly(name, 
     zero = load_system(name).deepspeed_config(run_of(name, arm), SIZES, "/somewhere")["zero_optimization"]
     assert zero["stage3_max_reuse_distance"] == 0
     assert zero["memory_efficient_linear"] is False
-    assert zero["offload_param"]["device"] == "cpu" or zero["offload_param"]["max_in_cpu"] == 0
+    assert zero["offload_param"]["device"] in ("cpu", "none") or zero["offload_param"]["max_in_cpu"] == 0
 
 
 def test_arms_of_one_comparison_differ_in_parts_alone():

@@ -143,8 +143,10 @@ def test_a_group_that_moved_gives_its_room_back(paths):
 
 
 def test_rates_are_measured_at_the_start(tmp_path):
+    before = torch.get_rng_state()
     with DirectTier.in_file(tmp_path, "tests") as tier:
         rates = measure(tier, 1 << 20)
+        assert torch.equal(torch.get_rng_state(), before)  # a training's first weights depend on it
         assert rates.read > 0
         assert rates.write > 0
         assert tier.size_of("anything") is None

@@ -344,6 +344,7 @@ def test_every_system_has_a_default_arm():
     assert {name: systems.default_arm(name) for name in systems.names()} == {
         "zero_infinity": "as_published",
         "memascend": "memascend",
+        "mlp_offload": "mlp_offload",
         "zero_offload": "today",
         "all_in_gpu": "today",
         "in_memory": "torch_adamw",

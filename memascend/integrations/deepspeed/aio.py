@@ -218,6 +218,17 @@ class AioHandle(PinHandle):
             self._file_engine().async_write(buffer, path, file_offset)
         return 0
 
+    def begin_read(self, buffer: torch.Tensor, path: str) -> Completion:
+        """Fill ``buffer`` from what the store holds under ``path``; :meth:`wait` knows nothing of it."""
+        self._counters.count(read=True, nbytes=buffer.nbytes)
+        padding = self._asked[4] * _PADDING_A_THREAD
+        return self._store.read(path, buffer, 0, padding, priority=self.read_priority)
+
+    def begin_write(self, buffer: torch.Tensor, path: str) -> Completion:
+        """Write ``buffer`` under ``path``, which the store holds; :meth:`wait` knows nothing of it."""
+        self._counters.count(read=False, nbytes=buffer.nbytes)
+        return self._store.write(path, buffer, user=self._user)
+
     def wait(self) -> int:
         """All requests of this handle have ended; returns how many did since the last call."""
         requests, self._in_store = self._in_store, []

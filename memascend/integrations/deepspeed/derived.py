@@ -7,25 +7,38 @@ clips, by sub-groups, and its AdamW takes the elements at a sub-group's end, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from memascend.planner.derived_sizes import STATES_AND_GRADIENT, given, io_settings, optimizer_buffers, sub_group_size
+from memascend.planner.derived_sizes import (
+    STATES_AND_GRADIENT,
+    given,
+    held_buffers,
+    io_settings,
+    optimizer_buffers,
+    sub_group_size,
+)
 
 
 class DerivedSettings:
-    """What one ``enable`` derives. ``chosen`` says what, by DeepSpeed's names, once the engine is being built."""
+    """What one ``enable`` derives. ``chosen`` says what, by DeepSpeed's names, once the engine is being built.
 
-    def __init__(self, ds_config: dict[str, Any]) -> None:
+    ``tiers``: the paths, where there are several. ``swaps_gradients``: as the part ``gradients`` says.
+    """
+
+    def __init__(self, ds_config: dict[str, Any], *, tiers: Sequence[str] = (), swaps_gradients: bool = True) -> None:
+        self._tiers, self._swaps_gradients = tiers, swaps_gradients
         zero = ds_config.get("zero_optimization") or {}
         self._ds_config = ds_config
         self._zero = zero
         self._param = zero.get("offload_param") or {}
         self._optimizer = zero.get("offload_optimizer") or {}
-        self.io = io_settings(ds_config, self._param.get("nvme_path") or self._optimizer.get("nvme_path"))
+        first = next((path for path in tiers if os.path.isdir(path)), None)
+        self.io = io_settings(ds_config, first or self._param.get("nvme_path") or self._optimizer.get("nvme_path"))
         self.chosen: dict[str, int] = {}
         self.reserve: Callable[[str, int], None] | None = None  # is told a folder and how many bytes are to come
 
@@ -41,6 +54,8 @@ class DerivedSettings:
     @property
     def folders(self) -> list[str]:
         """Where parameters and optimizer are on NVMe, each folder once."""
+        if self._tiers:
+            return list(self._tiers)
         found = [s.get("nvme_path") for s in (self._param, self._optimizer) if s.get("device") == "nvme"]
         return list(dict.fromkeys(map(str, found)))
 
@@ -52,7 +67,7 @@ class DerivedSettings:
                 f"zero_optimization.offload_param.max_in_cpu={self._param['max_in_cpu']:g} keeps that many parameters "
                 "in memory for good; set it to 0, or leave it out, to keep them on NVMe"
             )
-        needed = optimizer_buffers(self._optimizer)
+        needed = self._optimizer_buffers
         if self._optimizer.get("device") == "nvme" and given(self._optimizer, "buffer_count"):
             count = int(self._optimizer["buffer_count"])
             if count < needed:
@@ -79,7 +94,11 @@ class DerivedSettings:
         if self._param.get("device") == "nvme" and not given(self._param, "max_in_cpu"):
             self._set(param, "max_in_cpu", 0)
         if self._optimizer.get("device") == "nvme" and not given(self._optimizer, "buffer_count"):
-            self._set(states, "buffer_count", optimizer_buffers(self._optimizer))
+            self._set(states, "buffer_count", self._optimizer_buffers)
+
+    @property
+    def _optimizer_buffers(self) -> int:
+        return held_buffers(self._swaps_gradients) if self._tiers else optimizer_buffers(self._optimizer)
 
     @property
     def _state_bytes(self) -> int:

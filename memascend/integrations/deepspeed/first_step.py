@@ -64,7 +64,8 @@ def make_moments_in_swap_buffers(optimizer: Any, swapper: Any, parameter: torch.
     Left to DeepSpeed where the optimizer is another one, the swapper is pipelined (its free buffers are the next
     sub-group's), states have another type than the buffers, or fewer than two buffers are free.
     """
-    if type(optimizer) is not DeepSpeedCPUAdam or type(swapper) is not PartitionedOptimizerSwapper:
+    own = getattr(swapper, "moment_buffers", None)  # the swapper of several paths has room for them
+    if type(optimizer) is not DeepSpeedCPUAdam or (own is None and type(swapper) is not PartitionedOptimizerSwapper):
         return
     if parameter.grad is None or optimizer.state.get(parameter):
         return
@@ -73,10 +74,13 @@ def make_moments_in_swap_buffers(optimizer: Any, swapper: Any, parameter: torch.
         return
     info = swapper.swap_params_info[swapper.parameter_id(parameter)]
     numel = swapper._io_aligned_numel(info.numel())
-    buffers = swapper.swap_buffer_manager.allocate(num_elems=numel, count=2, dtype=dtype)
-    if buffers is None:
-        return
-    info.swap_buffers += buffers
+    if own is not None:
+        buffers = own(info)
+    else:
+        buffers = swapper.swap_buffer_manager.allocate(num_elems=numel, count=2, dtype=dtype)
+        if buffers is None:
+            return
+        info.swap_buffers += buffers
     moments = [torch.empty(0, dtype=dtype) for _ in buffers]
     for moment, buffer in zip(moments, buffers, strict=True):
         moment.data = buffer.zero_().narrow(0, 0, info.numel()).data

@@ -37,6 +37,7 @@ from .derived import DerivedSettings
 from .parts import TODAY, EnableOptions, Parts, enable_options, switched_off, validate_deepspeed_config
 from .signatures import CPU_HOOKS, HOOKS, check_hooks, untried_version_warning
 from .swap_store import SwapStore
+from .tier_options import TierOptions
 
 
 @dataclass
@@ -135,7 +136,10 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
     if options.host_memory is not None:
         _replace(state, state.ledger, "budget", HostBudget.of_machine(options.host_memory))
     check_hooks(HOOKS + CPU_HOOKS if on_cpu else HOOKS)
-    derived = None if state.parts == TODAY else DerivedSettings(ds_config)
+    derived = None
+    if state.parts != TODAY:
+        swaps_gradients = state.parts.gradients == "swapped"
+        derived = DerivedSettings(ds_config, tiers=options.paths.tiers, swaps_gradients=swaps_gradients)
     untried = untried_version_warning(deepspeed.__version__)
     state.warnings += [untried] if untried else []
     if derived is not None:
@@ -162,6 +166,8 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
         derived=derived,
         allocator=in_place,
         exact_checkpoints=exact_checkpoints,
+        tiers=options.paths,
+        end_of_update=lambda: state.store and state.store.observe_paths(),
     )
     optimizer_class = checked_optimizer_class(stage3.DeepSpeedZeroOptimizer_Stage3, settings)
     _replace(state, stage3, "DeepSpeedZeroOptimizer_Stage3", optimizer_class)
@@ -185,6 +191,8 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
     if parts.pool != "stock":
         state._undo.append(watch_gathers())
     state.store = _swap_store(state, ds_config, derived, options)
+    if options.paths:
+        _install_held_swapper(state, stage3, options.paths)
     derived.reserve = state.store and state.store.reserve
     _replace_loaded_op(state, AioModule(allocator, state.io, derived.io, state.store))
     _replace_pin_module(state, PinModule(allocator))
@@ -240,6 +248,18 @@ def _install_bf16_states(state: Enabled) -> None:
     state._undo.append(bf16_states.write_bf16_states())
 
 
+def _install_held_swapper(state: Enabled, stage3: Any, paths: TierOptions) -> None:
+    from .held_swapper import HeldSwapper
+
+    choice = {
+        "swaps_gradients": state.parts.gradients == "swapped",
+        "keeps": paths.sub_group_order == "alternating",
+    }
+    swapper = type("MemAscendHeldSwapper", (HeldSwapper,), choice)
+    for name in ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper"):
+        _replace(state, stage3, name, swapper)
+
+
 def _allocator(parts: Parts, ledger: Ledger) -> Any:
     if parts.pinned == "stock":
         return None
@@ -261,6 +281,7 @@ def _swap_store(
         devices=options.devices,
         kind=options.parts.aio,
         require_direct=options.require_direct,
+        tiers=options.paths,
     )
     state._undo.append(store.retire)
     return store

@@ -20,7 +20,15 @@ from .announcement import enabled_line
 from .first_step import SWAPS_CONTEXTS, FirstStepInPlace
 from .idle_gradients import IdleGradients
 from .kept_gradients import KeptGradients
-from .signatures import FAST_HOOKS, FIRST_STEP_HOOKS, IDLE_GRADIENT_HOOKS, KEPT_GRADIENT_HOOKS, check_hooks
+from .ordered_update import OrderedUpdate
+from .signatures import (
+    FAST_HOOKS,
+    FIRST_STEP_HOOKS,
+    IDLE_GRADIENT_HOOKS,
+    KEPT_GRADIENT_HOOKS,
+    ORDERED_HOOKS,
+    check_hooks,
+)
 from .stage3_settings import Stage3Settings
 from .storage_user import StorageUser
 from .swapped_states import ExactCheckpoints
@@ -45,11 +53,15 @@ def checked_optimizer_class(stock_class: type, settings: Stage3Settings) -> type
     if settings.parts.gradients == "kept":
         check_hooks(KEPT_GRADIENT_HOOKS, otherwise="set memascend.gradients to 'swapped'")
         bases.insert(0, KeptGradients)
+    if settings.tiers:
+        check_hooks(ORDERED_HOOKS, otherwise="leave memascend.tiers out")
     if settings.parts.numerics == "fast":
         check_hooks(FAST_HOOKS, otherwise="set memascend.numerics to 'exact'")
         from .numerics import FastNumerics
 
         bases.insert(0, FastNumerics)
+    if settings.tiers:
+        bases.insert(0, OrderedUpdate)
     return type(f"MemAscend{stock_class.__name__}", (*bases, stock_class), {"settings": settings})
 
 

@@ -14,6 +14,8 @@ from memascend.memory.budget import parse_bytes
 from memascend.storage.devices import DeviceRefused, require_usable
 from memascend.storage.folders import direct_limits, swap_folder
 
+from .tier_options import NO_TIERS, TierOptions, as_options, check_paths, refuse_beside_tiers
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
@@ -85,6 +87,7 @@ class EnableOptions:
 
     parts: what stands in each place of DeepSpeed.
     memory: what each new model is given to need less device memory.
+    paths: several drives in the place of ``nvme_path``.
     blocks_in_flight: N of MemAscend IV-B, transformer blocks whose weights may be in host memory at once.
     devices: formatted raw devices for ``aio="direct"``; none: files in ``nvme_path``.
     host_memory: what our buffers may take of this machine, such as "24GiB", equally divided by its ranks; an allocation
@@ -96,6 +99,7 @@ class EnableOptions:
 
     parts: Parts = Parts()
     memory: MemoryOptions = field(default_factory=MemoryOptions)
+    paths: TierOptions = NO_TIERS
     blocks_in_flight: int = 1
     devices: tuple[str, ...] = ()
     host_memory: str | int | None = None
@@ -116,12 +120,13 @@ class EnableOptions:
                 "'direct' or 'file', or leave require_direct out"
             )
         _check_devices(self.devices, self.parts)
+        refuse_beside_tiers(self.paths, aio=self.parts.aio, devices=self.devices)
         if self.host_memory is not None:
             parse_bytes(self.host_memory, f'"{CONFIG_KEY}.host_memory"')
 
 
 _KEYWORDS_ONLY = ("minimum_swap_bytes", "gather_clone")  # for programs; no keys of the section
-_GROUPS = {"parts": Parts, "memory": MemoryOptions}
+_GROUPS = {"parts": Parts, "memory": MemoryOptions, "paths": TierOptions}
 _KEYS = (
     *(f.name for group in _GROUPS.values() for f in fields(group)),
     *(f.name for f in fields(EnableOptions) if f.name not in (*_GROUPS, *_KEYWORDS_ONLY)),
@@ -147,6 +152,7 @@ def enable_options(ds_config: dict[str, Any], keywords: dict[str, Any]) -> Enabl
         del given["devices"]
     if isinstance(given.get("devices"), list):
         given["devices"] = tuple(given["devices"])
+    given = as_options(given)
     groups = {
         name: group(**{f.name: given.pop(f.name) for f in fields(group) if f.name in given})
         for name, group in _GROUPS.items()
@@ -221,17 +227,21 @@ def validate_deepspeed_config(ds_config: dict[str, Any], options: EnableOptions)
         )
     for name, offload in offloads.items():
         _check_offload(f"zero_optimization.{name}", offload)
-        if options.require_direct and offload.get("device") == "nvme" and not options.devices:
+        if options.require_direct and offload.get("device") == "nvme" and not (options.devices or options.paths):
             _check_direct(f"zero_optimization.{name}.nvme_path", offload["nvme_path"])
+    check_paths(options.paths)
+    for path in options.paths.tiers if options.require_direct else ():
+        _check_direct(f"memascend.tiers: {path}", path)
     if not __debug__ and any(offload.get("device") == "nvme" for offload in offloads.values()):
         raise ValueError(
             "python -O leaves out assert statements, and in them DeepSpeed starts and awaits its transfers to NVMe: "
             "the training would be silently wrong; start python without -O and without PYTHONOPTIMIZE"
         )
-    if options.devices and not any(offload.get("device") == "nvme" for offload in offloads.values()):
+    named = "devices" if options.devices else "tiers"
+    if (options.devices or options.paths) and not any(o.get("device") == "nvme" for o in offloads.values()):
         raise ValueError(
-            f'"{CONFIG_KEY}.devices" hold what DeepSpeed keeps on NVMe, and nothing is: set '
-            "zero_optimization.offload_param.device or offload_optimizer.device to 'nvme', or leave devices out"
+            f'"{CONFIG_KEY}.{named}" hold what DeepSpeed keeps on NVMe, and nothing is: set '
+            f"zero_optimization.offload_param.device or offload_optimizer.device to 'nvme', or leave {named} out"
         )
 
 

@@ -177,6 +177,32 @@ KEPT_GRADIENT_HOOKS: tuple[Hook, ...] = (
     _stage3("kept gradients", "partition_grads", "params_to_release", "grad_partitions"),
 )
 
+_PARTITIONED = f"{_SWAP}.partitioned_optimizer_swapper"
+ORDERED_HOOKS: tuple[Hook, ...] = (
+    _stage3("several paths", "step", "closure"),
+    _stage3("several paths", "_prepare_sub_group", "sub_group_id", "timer_names"),
+    _stage3("several paths", "unscale_and_clip_grads", "sub_group_id", "total_norm"),
+    _stage3("several paths", "_optimizer_step", "sub_group_id"),
+    _stage3("several paths", "_reassign_or_swap_out_partitioned_parameters", "sub_group_id"),
+    _stage3("several paths", "_release_sub_group", "sub_group_id", "timer_names"),
+    Hook("several paths", f"{_ZERO}.stage3", "PartitionedOptimizerSwapper", None),
+    Hook("several paths", f"{_ZERO}.stage3", "PipelinedOptimizerSwapper", None),
+    *(
+        Hook("several paths", _PARTITIONED, f"PartitionedOptimizerSwapper.{name}", ("self", *arguments))
+        for name, *arguments in (
+            ("swap_in_optimizer_state", "parameter", "async_parameter"),
+            ("swap_out_optimizer_state", "parameter", "async_swap"),
+            ("release_swap_buffers", "parameter"),
+            ("writeback_optimizer_state_and_gradients", "parameter", "write_opt_state", "write_gradients"),
+            ("_swap_in_pinned_gradients", "aio_handle", "parameter", "gradient_tensor"),
+            ("flush_gradients",),
+        )
+    ),
+    Hook("several paths", _UTILS, "SwapTensorContext.set_buffers", ("self", "compute_buffer", "swap_buffer")),
+    Hook("several paths", _UTILS, "OptimizerStateSwapInfo.get_swap_gradient_buffers", ("self", "swap_buffer")),
+    Hook("several paths", f"{_SWAP}.utils", "SwapBufferManager.allocate", ("self", "num_elems", "count", "dtype")),
+)
+
 FAST_HOOKS: tuple[Hook, ...] = (
     _stage3("fast numerics", "_constant_buffered_norm2", "input", "buffer_size"),
     _stage3("fast numerics", "reset_cpu_buffers"),

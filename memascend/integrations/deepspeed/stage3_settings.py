@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .accelerator import PinnedAllocator
 from .derived import DerivedSettings
 from .parts import Parts
+from .tier_options import NO_TIERS, TierOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +18,7 @@ class Stage3Settings:
     ``minimum_swap_bytes``: replaces DeepSpeed's 1 MiB below which it does not swap. ``derived`` fills in what the user
     left out; None for DeepSpeed as it is, which is not corrected either. ``allocator`` keeps start-up and first step in
     the memory of later ones; None leaves them to DeepSpeed. ``exact_checkpoints``: as :mod:`.checkpoint` installs them.
+    ``tiers``: over several paths the optimizer swapper is another one; ``end_of_update`` is called after each update.
     """
 
     parts: Parts
@@ -23,3 +26,5 @@ class Stage3Settings:
     derived: DerivedSettings | None = None
     allocator: PinnedAllocator | None = None
     exact_checkpoints: bool = False
+    tiers: TierOptions = NO_TIERS
+    end_of_update: Callable[[], None] | None = None

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from memascend.memory.budget import local_ranks
 from memascend.memory.ledger import Ledger
 from memascend.planner.derived_sizes import IoSettings
 from memascend.storage.completion import Completion
@@ -26,9 +27,12 @@ from memascend.storage.devices import inspect
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.errors import StorageError
 from memascend.storage.folders import direct_limits
+from memascend.storage.multi_path import MultiPathTier, PathReport
+from memascend.storage.open_paths import open_paths
 from memascend.storage.tier import DirectTier, FileTier, Tier
 
 from .long_lived import LongLivedBuffers
+from .tier_options import NO_TIERS, TierOptions
 
 SWAP_FOLDER = "zero_stage_3"  # DeepSpeed's, in nvme_path
 
@@ -45,14 +49,23 @@ def owner_name() -> str:
     return (program if rank is None else f"{program}, rank {rank}").encode()[:200].decode(errors="ignore")
 
 
-def _direct_tier(folder: Path, devices: Sequence[str], io: IoSettings, require_direct: bool) -> DirectTier:
-    config = DirectEngineConfig(
+def sub_group_of(path: str) -> str:
+    """What DeepSpeed calls the sub-group of a swap file: its master weights, moments and gradients lie together."""
+    name = os.path.basename(path)
+    return name.partition("_gradient_")[0].removesuffix(".tensor.swp").rpartition("-")[2]
+
+
+def _engine_config(io: IoSettings, require_direct: bool) -> DirectEngineConfig:
+    return DirectEngineConfig(
         workers=max(1, io.workers // 2),
         block_bytes=io.block_bytes,
         depth=io.queue_depth,
         volatile=True,
         require_direct=require_direct,
     )
+
+
+def _direct_tier(folder: Path, devices: Sequence[str], config: DirectEngineConfig) -> DirectTier:
     if devices:
         return DirectTier.on_devices(devices, inspect(devices[0]).owner or "", config)
     return DirectTier.in_file(folder, owner_name(), config)
@@ -70,7 +83,9 @@ class _Place:
         ledger: Ledger,
         buffers: LongLivedBuffers,
         require_direct: bool,
+        tiers: TierOptions,
     ) -> None:
+        self._tiers = tiers
         self._folder, self._kind, self._devices, self._io, self._ledger = folder, kind, devices, io, ledger
         self._buffers, self._require_direct = buffers, require_direct
         self._booked: list[int] = []
@@ -83,9 +98,23 @@ class _Place:
             return there
         with self._lock:
             if self._tier is None:
-                if not self._devices:
+                config = _engine_config(self._io, self._require_direct)
+                if not self._devices and not self._tiers:
                     self._folder.mkdir(parents=True, exist_ok=True)
-                if self._kind == "file":
+                if self._tiers:
+                    exclusive = self._tiers.tier_exclusive
+                    self._tier = open_paths(
+                        self._tiers.tiers,
+                        owner_name(),
+                        kind=self._kind,
+                        config=config,
+                        exclusive=local_ranks() > 1 if exclusive is None else exclusive,
+                        placement=self._tiers.tier_placement,
+                        rehome=self._tiers.tier_rehome,
+                        group_of=sub_group_of,
+                    )
+                    self._booked = [self._book(*buffer) for buffer in self._tier.bounce_buffers]
+                elif self._kind == "file":
                     self._tier = FileTier(
                         self._folder,
                         owner_name(),
@@ -94,15 +123,15 @@ class _Place:
                         require_direct=self._require_direct,
                     )
                 else:
-                    self._tier = _direct_tier(self._folder, self._devices, self._io, self._require_direct)
+                    self._tier = _direct_tier(self._folder, self._devices, config)
                     self._booked = [self._book(*buffer) for buffer in self._tier.engine.bounce_buffers]
                 self._buffers.opened(self._tier)
             return self._tier
 
     def memory_alignment_bytes(self) -> int:
-        if not self._devices:
+        if not self._devices and not self._tiers:
             self._folder.mkdir(parents=True, exist_ok=True)
-        asked = [direct_limits(place) for place in (self._devices or [self._folder])]
+        asked = [direct_limits(place) for place in (self._tiers.tiers or self._devices or [self._folder])]
         return max(limits.alignment_bytes for limits in asked)
 
     @property
@@ -147,6 +176,7 @@ class SwapStore:
         devices: raw devices of one formatted store, in place of the folders.
         kind: ``direct`` (one file or the devices, past the page cache), or ``file`` (a file for each tensor).
         require_direct: the first transfer to a file system that refuses O_DIRECT fails; else the page cache is used.
+        tiers: several paths in place of the folders.
     """
 
     def __init__(
@@ -158,12 +188,14 @@ class SwapStore:
         devices: Sequence[str] = (),
         kind: str = "direct",
         require_direct: bool = False,
+        tiers: TierOptions = NO_TIERS,
     ) -> None:
         distinct = list(dict.fromkeys(Path(folder).absolute() / SWAP_FOLDER for folder in folders))
         self._buffers = LongLivedBuffers()
-        own = distinct[:1] if devices else distinct
-        places = [_Place(folder, kind, devices, io, ledger, self._buffers, require_direct) for folder in own]
-        self._places = {f"{folder}{os.sep}": places[0 if devices else i] for i, folder in enumerate(distinct)}
+        one = bool(devices) or bool(tiers)
+        own = distinct[:1] if one else distinct
+        places = [_Place(folder, kind, devices, io, ledger, self._buffers, require_direct, tiers) for folder in own]
+        self._places = {f"{folder}{os.sep}": places[0 if one else i] for i, folder in enumerate(distinct)}
         self._place_of: dict[str | os.PathLike[str], _Place] = {}  # of paths asked for before
         self._lock = threading.Lock()  # of the users
         self._users: set[StoreUser] = set()
@@ -220,6 +252,17 @@ class SwapStore:
     def reserve(self, nvme_path: str | os.PathLike[str], more_bytes: int) -> None:
         """Make ready for ``more_bytes`` to come to ``nvme_path``, so that a full disk is found now. StorageError."""
         self._places[f"{Path(nvme_path).absolute() / SWAP_FOLDER}{os.sep}"].tier.reserve(more_bytes)
+
+    def paths_report(self) -> list[PathReport]:
+        """Of each of several paths; empty without `tiers`, and before the first write."""
+        tiers = [place.open_tier for place in dict.fromkeys(self._places.values())]
+        return [report for tier in tiers if isinstance(tier, MultiPathTier) for report in tier.report()]
+
+    def observe_paths(self) -> None:
+        """At the end of a step: sub-groups follow the rates that their paths had."""
+        for place in dict.fromkeys(self._places.values()):
+            if isinstance(place.open_tier, MultiPathTier):
+                place.open_tier.observe()
 
     @property
     def paths(self) -> list[str]:

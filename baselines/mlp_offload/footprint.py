@@ -1,0 +1,23 @@
+"""Buffers of MLP-Offload: sub-groups and half-precision gradients in host memory, weights on the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memascend.planner.footprint import RankFootprint
+
+
+def update_over_paths(build: RankFootprint) -> None:
+    """The optimizer states on the paths, gradients in host memory; weights on the device but for `weights_on_paths`."""
+    work = build.work
+    if work.arm_name == "weights_on_paths":
+        build.parameter_pool()
+        build.resident(work.streamed().resident)
+    else:
+        build.pageable("weights", "in_memory_optimizer", sum(work.partitions()) * build.dtype.itemsize, role="device")
+    build.optimizer_swap()
+    build.gradients()
+    build.unswapped_groups()
+    build.bounce_buffers()
+    build.checkpoints()

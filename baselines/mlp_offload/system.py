@@ -1,0 +1,68 @@
+"""MLP-Offload on DeepSpeed: several paths without RAID, exclusive I/O, cache-friendly order, delayed gradients."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from baselines.mlp_offload.footprint import update_over_paths
+from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, zero3_config
+from memascend.arrangements import Arrangement, arrangement_of_parts
+from memascend.planner.derived_sizes import held_buffers, optimizer_buffers
+
+_PARTS = {"pinned": "exact", "pool": "adaptive", "overflow": "fused", "aio": "direct"}
+_STOCK = {"pinned": "stock", "pool": "stock", "overflow": "stock", "aio": "stock"}
+_HELD = 3  # sub-groups in host memory, where no budget says more (MLP-Offload 4.1)
+
+
+def _arm(variant: str, *, turns: bool = True, keeps: bool = True, exclusive: bool = True, **others: Any) -> Arrangement:
+    parts: dict[str, Any] = {
+        **_PARTS,
+        "gradients": "kept" if keeps else "swapped",
+        "sub_group_order": "alternating" if turns else "ascending",
+        "tier_exclusive": exclusive,
+        **others.pop("keys", {}),
+    }
+    label = f"MLP-Offload ({variant})" if variant else "MLP-Offload"
+    return arrangement_of_parts(parts, label, derives_sizes=True, over_paths=True, turns_order=turns, **others)
+
+
+_ARMS = {
+    "mlp_offload": _arm(""),
+    "as_published": _arm("as published", keys={"tier_placement": "as_published"}),
+    "zero3": arrangement_of_parts(_STOCK, "DeepSpeed ZeRO-3 (pipelined)", refuses_bf16_states="stock DeepSpeed fails"),
+    "caching": _arm("caching", keeps=False, exclusive=False),
+    "skip_gradients": _arm("caching, gradients kept", exclusive=False),
+    "exclusive": _arm("first path alone"),
+    "multi_path_only": _arm("several paths only", turns=False, keeps=False, exclusive=False),
+    "caching_only_all_paths": _arm("several paths and caching", keeps=False, exclusive=False),
+    "weights_on_paths": _arm("weights on the paths too"),
+}
+_FIRST_PATH = ("caching", "skip_gradients", "exclusive")
+
+
+def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
+    """Two folders of `nvme_path`, which a user's own `tiers` replace (`several_paths`)."""
+    param, optimizer = nvme_offload(run, sizes, nvme_path)
+    if run.arm != "weights_on_paths":
+        param = {"device": "none"}
+    if run.arm == "zero3":
+        optimizer |= {"pipeline_read": True, "pipeline_write": True}
+        optimizer["buffer_count"] = optimizer_buffers(optimizer)
+    else:
+        optimizer["buffer_count"] = held_buffers(_ARMS[run.arm].swaps_gradients, _HELD)
+    config = zero3_config(run, param, optimizer)
+    config["data_types"]["grad_accum_dtype"] = run.dtype  # half precision until the update (3.2)
+    if run.arm == "zero3":
+        return config
+    tiers = [os.path.join(nvme_path, name) for name in ("path0", "path1")]
+    return several_paths(config, run.arm, tiers)
+
+
+def several_paths(config: dict[str, Any], arm: str, tiers: list[str]) -> dict[str, Any]:
+    """`config` with the paths of `tiers` that the arm uses."""
+    used = tiers[:1] if arm in _FIRST_PATH else tiers
+    return {**config, "memascend": {**config.get("memascend", {}), "tiers": used}}
+
+
+SYSTEM = DeepSpeedSystem(name="mlp_offload", arms=_ARMS, configure=_configure, buffers=update_over_paths)

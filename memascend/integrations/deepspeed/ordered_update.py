@@ -1,0 +1,95 @@
+"""The order in which sub-groups are stepped, which no result depends on (MLP-Offload 3.2, cache-friendly order).
+
+DeepSpeed's ``step`` counts its sub-groups upwards. Here the places that it calls for each of them are told another one
+in its stead, so that the loop stays DeepSpeed's, and ``next_swappable_fp32_partitioned_groups``, by which it reads
+ahead, turns with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .stage3_settings import Stage3Settings
+
+
+class OrderedUpdate:
+    """Mixin for ``DeepSpeedZeroOptimizer_Stage3``, before all others; its optimizer swapper is a ``HeldSwapper``.
+
+    The order turns after each update that was made, not after one that an overflow left out: the swapper has then what
+    the next one begins with.
+    """
+
+    settings: Stage3Settings
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._descending = False
+        self._update_order: list[int] | None = None  # within a step
+        self._update_begun = False
+        super().__init__(*args, **kwargs)
+
+    def step(self, closure: Any = None) -> None:
+        if not self.swap_optimizer:
+            super().step(closure)
+            return
+        order = list(range(len(self.fp16_groups)))
+        if self._descending:
+            order.reverse()
+        self._turn_read_ahead(order)
+        self._update_order, self._update_begun = order, False
+        try:
+            super().step(closure)
+        finally:
+            self._update_order = None
+        if self._update_begun:
+            self.optimizer_swapper.end_update()
+            if self.settings.tiers.sub_group_order == "alternating" and not getattr(self, "use_muon", False):
+                self._descending = not self._descending
+            if self.settings.end_of_update is not None:
+                self.settings.end_of_update()
+
+    def _turn_read_ahead(self, order: list[int]) -> None:
+        following = None
+        for index in reversed(order):
+            self.next_swappable_fp32_partitioned_groups[index] = following
+            if self._swappable_optimizer_subgroup(index):
+                following = self.fp32_partitioned_groups_flat[index]
+
+    def _in_order(self, sub_group_id: int) -> int:
+        return sub_group_id if self._update_order is None else self._update_order[sub_group_id]
+
+    def _prepare_sub_group(self, sub_group_id: int, timer_names: set[str]) -> None:
+        if self._update_order is not None and not self._update_begun:
+            self._update_begun = True
+            swapped = filter(self._swappable_optimizer_subgroup, self._update_order)
+            self.optimizer_swapper.begin_update([self.fp32_partitioned_groups_flat[index] for index in swapped])
+        super()._prepare_sub_group(self._in_order(sub_group_id), timer_names)
+
+    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
+        super().unscale_and_clip_grads(self._in_order(sub_group_id), total_norm)
+
+    def _optimizer_step(self, sub_group_id: int) -> None:
+        super()._optimizer_step(self._in_order(sub_group_id))
+
+    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
+        super()._reassign_or_swap_out_partitioned_parameters(self._in_order(sub_group_id))
+
+    def _release_sub_group(self, sub_group_id: int, timer_names: set[str]) -> None:
+        super()._release_sub_group(self._in_order(sub_group_id), timer_names)
+
+    # -- states on their paths, before they are looked for there -------------------------------------------------------
+
+    def _settle(self) -> None:
+        if self.swap_optimizer:
+            self.optimizer_swapper.settle()
+
+    def export_swapped_states(self, folder: Any) -> None:
+        self._settle()
+        super().export_swapped_states(folder)
+
+    def _rigid_state_dict(self) -> dict[str, Any]:
+        self._settle()
+        return super()._rigid_state_dict()
+
+    def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
+        self._settle()
+        super()._rigid_load_state_dict(state_dict, load_optimizer_states)

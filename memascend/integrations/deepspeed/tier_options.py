@@ -1,0 +1,117 @@
+"""The keys of the section "memascend" that lay swapped tensors over several drives (MLP-Offload)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from memascend.integrations.conventions import CONFIG_KEY
+from memascend.storage.devices import DeviceRefused, require_usable
+from memascend.storage.folders import swap_folder
+from memascend.storage.placement import PLACEMENTS
+
+ORDERS = ("alternating", "ascending")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierOptions:
+    """Where swapped tensors go in place of `nvme_path`, and how; without `tiers` the other keys are refused.
+
+    tiers: folders (of any file system) and formatted raw devices; each is a path of its own, without RAID.
+    tier_placement: ``balanced`` makes the paths' times equal, ``as_published`` is MLP-Offload's Eq. 1, a list of
+        numbers is a ratio by hand.
+    tier_rehome: sub-groups follow the rates as they are observed.
+    tier_exclusive: one process at a time on a path; None: where several ranks share the machine.
+    sub_group_order: ``alternating`` turns the order of the update with each step, so that it begins with what the last
+        one left in host memory; ``ascending`` is DeepSpeed's, which leaves nothing there.
+    """
+
+    tiers: tuple[str, ...] = ()
+    tier_placement: Literal["balanced", "as_published"] | tuple[float, ...] = "balanced"
+    tier_rehome: bool = True
+    tier_exclusive: bool | None = None
+    sub_group_order: Literal["alternating", "ascending"] = "alternating"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tiers, tuple) or not all(isinstance(path, str) and path for path in self.tiers):
+            raise ValueError(
+                f'"{CONFIG_KEY}.tiers" must be a list of paths such as ["/mnt/a", "/mnt/b"], got {self.tiers!r}'
+            )
+        if len({os.path.realpath(path) for path in self.tiers}) < len(self.tiers):
+            raise ValueError(f'"{CONFIG_KEY}.tiers" names a path more than once: {list(self.tiers)}; name each once')
+        placed = self.tier_placement
+        if isinstance(placed, tuple):
+            numbers = all(isinstance(share, int | float) and not isinstance(share, bool) for share in placed)
+            if not numbers or len(placed) != len(self.tiers) or min(placed) < 0 or sum(placed) <= 0:
+                raise ValueError(
+                    f'"{CONFIG_KEY}.tier_placement" must be {", ".join(PLACEMENTS)} or a number for each of '
+                    f"{len(self.tiers)} paths, got {list(placed)!r}"
+                )
+        elif placed not in PLACEMENTS:
+            raise ValueError(f'"{CONFIG_KEY}.tier_placement": {placed!r} is unknown; choose {" or ".join(PLACEMENTS)}')
+        if self.sub_group_order not in ORDERS:
+            raise ValueError(
+                f'"{CONFIG_KEY}.sub_group_order": {self.sub_group_order!r} is unknown; choose {" or ".join(ORDERS)}'
+            )
+        for name in ("tier_rehome", "tier_exclusive"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name == "tier_exclusive"):
+                raise ValueError(f'"{CONFIG_KEY}.{name}" must be true or false, got {value!r}')
+        if not self.tiers and any(getattr(self, each.name) != each.default for each in fields(self)):
+            raise ValueError(
+                f'"{CONFIG_KEY}": tier_placement, tier_rehome, tier_exclusive and sub_group_order are of several '
+                "paths: name them in tiers, or leave these keys out"
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self.tiers)
+
+
+NO_TIERS = TierOptions()
+
+
+def as_options(given: dict[str, Any]) -> dict[str, Any]:
+    """What JSON has as lists, as tuples; with `tiers`, gradients stay in host memory unless the user says otherwise."""
+    given = dict(given)
+    for name in ("tiers", "tier_placement"):
+        if isinstance(given.get(name), list):
+            given[name] = tuple(given[name])
+        elif given.get(name, "") is None:
+            del given[name]
+    if given.get("tiers"):
+        given.setdefault("gradients", "kept")
+    return given
+
+
+def refuse_beside_tiers(options: TierOptions, *, aio: str, devices: tuple[str, ...]) -> None:
+    """Refuse, in one line with the fix, what excludes several paths. Raises ValueError."""
+    if not options:
+        return
+    if devices:
+        raise ValueError(f'"{CONFIG_KEY}": name the devices among the tiers, or leave tiers out; not both keys')
+    if aio == "stock":
+        raise ValueError(
+            "memascend: tiers with aio='stock' makes no sense: DeepNVMe writes to nvme_path; set aio to 'direct' or "
+            "'file', or leave tiers out"
+        )
+    for path in options.tiers:
+        if aio == "file" and _is_device(path):
+            raise ValueError(f"memascend: {path} in tiers with aio='file': files lie on a file system; set 'direct'")
+
+
+def check_paths(options: TierOptions) -> None:
+    """Refuse, in one line with the fix, folders and devices that cannot be used. Raises ValueError."""
+    for path in options.tiers:
+        if not _is_device(path):
+            swap_folder(path, f'"{CONFIG_KEY}.tiers"')
+            continue
+        try:
+            require_usable(path)
+        except DeviceRefused as refused:
+            raise ValueError(f'"{CONFIG_KEY}.tiers": {refused}') from None
+
+
+def _is_device(path: str) -> bool:
+    return Path(path).is_block_device()

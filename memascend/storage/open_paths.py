@@ -1,0 +1,72 @@
+"""A tier over folders and raw devices that a person named: opened, measured, with a gate before each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from memascend.storage.devices import inspect
+from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.errors import StorageError
+from memascend.storage.fair_lock import FairLock, name_of_place
+from memascend.storage.multi_path import MultiPathTier
+from memascend.storage.multi_path import Path as Way
+from memascend.storage.path_gate import PathGate
+from memascend.storage.path_rates import measure
+from memascend.storage.tier import DirectTier, FileTier, Tier
+
+__all__ = ["open_paths"]
+
+
+def open_paths(
+    paths: Sequence[str],
+    owner: str,
+    *,
+    kind: str = "direct",
+    config: DirectEngineConfig,
+    exclusive: bool,
+    placement: str | Sequence[float] = "balanced",
+    rehome: bool = True,
+    group_of: Callable[[str], str] = lambda key: key,
+) -> MultiPathTier:
+    """`paths` are folders, made where only the last part is missing, and formatted devices; named so in errors.
+
+    `kind`: `direct` (one file in a folder) or `file` (a file for each tensor). Each path is measured, alone where
+    `exclusive`. Raises StorageError, and what the tiers raise, with nothing left open.
+    """
+    with contextlib.ExitStack() as opened:
+        ways = []
+        for path in paths:
+            tier = _open(path, owner, kind, config)
+            opened.callback(tier.close)
+            lock = FairLock(name_of_place(path)) if exclusive else None
+            if lock is not None:
+                lock.acquire()
+            try:
+                rates = measure(tier)
+            finally:
+                if lock is not None:
+                    lock.release()
+            gate = PathGate(lock)
+            opened.callback(gate.close)
+            ways.append(Way(os.fspath(path), tier, rates, gate))
+        tier = MultiPathTier(ways, placement=placement, rehome=rehome, group_of=group_of)
+        opened.pop_all()
+        return tier
+
+
+def _open(path: str, owner: str, kind: str, config: DirectEngineConfig) -> Tier:
+    if Path(path).is_block_device():
+        return DirectTier.on_devices([path], inspect(path).owner or "", config)
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise StorageError("create", path, 0, 0, 0, error.errno, error.strerror) from error
+    if kind == "file":
+        threads = 2 * config.workers
+        return FileTier(
+            path, owner, threads=threads, block_bytes=config.block_bytes, require_direct=config.require_direct
+        )
+    return DirectTier.in_file(path, owner, config)
