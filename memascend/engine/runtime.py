@@ -11,6 +11,7 @@ training in memory, to the bit where every sum is taken in the same order.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import weakref
@@ -26,6 +27,7 @@ from memascend.engine.blocks import BlockRuntime, ModelUnits, NotStreamable, Uni
 from memascend.engine.buffers import BLOCKS_IN_FLIGHT, STATE_SLOTS, EngineBuffers
 from memascend.engine.home import StateHome
 from memascend.engine.layout import Kind, Layout, Part, Run, Unit, padded
+from memascend.engine.mapped import TensorFile
 from memascend.engine.updates import ARMS, AdamSettings, Updates, gradient_key, gradient_numel
 from memascend.engine.weights import WeightStream
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
@@ -44,14 +46,16 @@ class EngineOptions:
     """How a model is streamed.
 
     `arm`: optimized, naive or none (`memascend.engine.updates`). `accumulate`: backward passes in a step; `clip`: the
-    largest norm of all gradients, 0 for any. With either, gradients wait on the tier for the norm or for the others.
-    `checkpoints`: `tier` (inputs of blocks wait on the SSD) or `device`. `states`: dtype of moments and masters;
-    `gradients`: of those that wait. `zero_missing`: see `Updates`. `piece_elements`: see `make_layout`.
+    largest norm of all gradients, 0 for any. With either, gradients wait on the tier for the norm or for the others;
+    `wait`: for a norm that is asked for later (`clip_grad_norm`). `checkpoints`: `tier` (inputs of blocks wait on the
+    SSD) or `device`. `states`: dtype of moments and masters; `gradients`: of those that wait. `zero_missing`: see
+    `Updates`. `piece_elements`: see `make_layout`.
     """
 
     arm: str = "optimized"
     accumulate: int = 1
     clip: float = 0.0
+    wait: bool = False
     checkpoints: str = "tier"
     states: torch.dtype = torch.float32
     gradients: torch.dtype = torch.float32
@@ -77,7 +81,7 @@ class EngineOptions:
     @property
     def waits(self) -> bool:
         """Whether gradients wait on the tier until all of a step have come."""
-        return self.arm == "none" or self.clip > 0
+        return self.arm == "none" or self.clip > 0 or self.wait
 
 
 class StreamingEngine(BlockRuntime):
@@ -137,6 +141,7 @@ class StreamingEngine(BlockRuntime):
         self._uses: dict[str, int] = {}
         self._visits: list[str] = []
         self._pattern: list[str] = []
+        self._clip = options.clip  # of this step
         self._passes = 0  # backward passes of this step that have ended
         self._backward_begun = False
         self._kept: dict[str, Unit] = {}  # held units whose backward has not come
@@ -306,8 +311,8 @@ class StreamingEngine(BlockRuntime):
                     self._undo.append(hook.remove)
         before = self.model.register_forward_pre_hook(self._model_begins)
         after = self.model.register_forward_hook(self._model_ends)
-        refuse = self.model.register_state_dict_pre_hook(_refuse_state_dict)
-        self._undo += [before.remove, after.remove, refuse.remove]
+        saved = self.model.register_state_dict_post_hook(functools.partial(self._fill_state_dict))
+        self._undo += [before.remove, after.remove, saved.remove]
 
     def _detach(self) -> None:
         while self._undo:
@@ -402,6 +407,22 @@ class StreamingEngine(BlockRuntime):
     def left(self, unit: Unit) -> None:
         self._uses[unit.key] = max(0, self._uses.get(unit.key, 0) - 1)
 
+    def _fill_state_dict(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """The model's state_dict() has its weights, in a file's memory; a tied one is one tensor under two names."""
+        names = self.units.names
+        keys: dict[str, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if prefix + name in state and parameter in names:
+                keys.setdefault(names[parameter], []).append(prefix + name)
+        wanted = [name for unit in self.layout.units for part in unit.parts if (name := part.name) in keys]
+        shapes = {name: parameter.shape for parameter, name in names.items()}
+        sizes = [shapes[name].numel() * self.layout.weights.itemsize for name in wanted]
+        file = TensorFile(self.home.folder, sizes)
+        for name, values in self.read_weights(wanted):
+            copy = file.put(values)
+            for key in keys[name]:
+                state[key] = copy
+
     # -- activation checkpoints ----------------------------------------------------------------------------------------
 
     def keep_input(self, tensor: torch.Tensor) -> Any:
@@ -468,6 +489,20 @@ class StreamingEngine(BlockRuntime):
         """The finished step outlives the process from here on, with `facts` (JSON) for `resume`; StorageError."""
         self._commit(facts)
 
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        """As torch.nn.utils.clip_grad_norm_ over all parameters, for the step under way; the norm of all gradients
+        (fp32, 0-d, loss scale out). They are scaled when they are used. RuntimeError where they have been used already.
+        """
+        if not self.options.waits:
+            raise RuntimeError(
+                "the gradients of a streamed model are used as they come, before all of them have a norm: let them "
+                "wait for it (clip=... or wait=True when the optimizer is made)"
+            )
+        self.updates.raise_failure()
+        self.updates.sum_waiting()
+        self._clip = max_norm
+        return self.updates.sums.norm(self.layout.order) / self.scale
+
     def _finish(self) -> float | None:
         updates, options = self.updates, self.options
         updates.scale = self.scale
@@ -481,15 +516,15 @@ class StreamingEngine(BlockRuntime):
             self._take_back(written=not waited)
             return None
         if waited:
-            if options.clip > 0:
-                updates.scale *= max(1.0, (float(norm) / self.scale + 1e-6) / options.clip)
+            if self._clip > 0:
+                updates.scale *= max(1.0, (float(norm) / self.scale + 1e-6) / self._clip)
             updates.finish_waiting()
         self._flush()
         for name in self.steps:
             if options.zero_missing or name in updates.arrived:
                 self.steps[name] += 1
         updates.end_step()
-        self._passes = 0
+        self._passes, self._clip = 0, options.clip
         return float(norm / self.scale)
 
     def _take_back(self, *, written: bool) -> None:
@@ -503,7 +538,7 @@ class StreamingEngine(BlockRuntime):
                     stream.close()
         if written:
             self.home.roll_back()
-        self._passes = 0
+        self._passes, self._clip = 0, self.options.clip
 
     def give_up(self) -> None:
         """After an error in the loop: forget the step under way. Everything is as after the last completed one."""
@@ -661,10 +696,3 @@ def _units(model: nn.Module, blocks: Sequence[nn.Module] | None, options: Engine
 
 def _owner(owner: str, layout: Layout) -> str:
     return f"{owner or 'streaming engine'} {layout.digest}"
-
-
-def _refuse_state_dict(*_: Any) -> None:
-    raise RuntimeError(
-        "the weights of a streamed model are on the tier, and its parameters are empty: use engine.read_weights(), or "
-        "save a checkpoint by the engine"
-    )

@@ -186,8 +186,6 @@ def test_nothing_of_the_model_stays_in_memory_between_visits(tmp_path):
         assert parameter.untyped_storage().nbytes() == parameter.element_size()
         assert torch.isnan(parameter).all()  # whatever touches it unseen shows
         assert parameter.grad is None
-    with pytest.raises(RuntimeError, match="the weights of a streamed model are on the tier"):
-        ours.state_dict()
     engine.close()
 
 

@@ -1,0 +1,34 @@
+"""Tensors in a file's memory, which the kernel can take back: state dicts of models that are larger than it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+_ALIGNMENT = 64
+
+
+class TensorFile:
+    """Room for copies of tensors of `sizes` bytes, in a file in `folder` that goes with the last view of it.
+
+    Raises OSError where the disk has no room.
+    """
+
+    def __init__(self, folder: Path, sizes: list[int]) -> None:
+        self._place, size = 0, max(1, sum(-(-each // _ALIGNMENT) * _ALIGNMENT for each in sizes))
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="state-dict-") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            self._bytes = torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
+
+    def put(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy, of the same shape. ValueError where there is no room left for it."""
+        end = self._place + values.nbytes
+        if end > self._bytes.numel():
+            raise ValueError(f"{values.nbytes} bytes are more than what is left of the file")
+        view = self._bytes[self._place : end].view(values.dtype).view(values.shape)
+        self._place = -(-end // _ALIGNMENT) * _ALIGNMENT
+        view.copy_(values)
+        return view

@@ -1,0 +1,299 @@
+"""A plain PyTorch loop over a model that lives on a tier: three lines around it (LoHan, Fig. 4).
+
+    with streaming("/mnt/nvme/run") as home:                                   # LoHan_init
+        model = home.hook(Model(config))                                       # LoHan_hook
+        optimizer = home.optimizer(torch.optim.AdamW, lr=1e-4)                 # LoHan_Optimizer
+        for data, target in loader:
+            loss(model(data), target).backward()
+            optimizer.step()
+
+The optimizer is a `torch.optim.Optimizer`: parameter groups, schedulers, closures and state dicts are torch's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from memascend.engine import home as homes
+from memascend.engine.blocks import NotStreamable
+from memascend.engine.mapped import TensorFile
+from memascend.engine.runtime import EngineOptions, StreamingEngine
+from memascend.memory.pinned import Allocator
+
+log = logging.getLogger("memascend")
+
+_SUPPORTED = {"lr", "betas", "eps", "weight_decay"}
+_REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class streaming:
+    """A folder on the SSD in which one model is trained; a context, since it owns threads, memory and files.
+
+    The folder is new or empty, or with `resume` one that holds the states of the same model: training goes on after
+    the last completed step (`steps`, `note`). At the end the states stay there; `home.remove()` deletes them.
+    `allocator`: of all host memory (default: exact pinned memory). Not thread-safe.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, resume: bool = False, allocator: Allocator | None = None
+    ) -> None:
+        self.folder, self._allocator = Path(folder), allocator
+        if homes.is_home(self.folder) and not resume:
+            raise ValueError(
+                f"{self.folder} holds the states of an earlier training: go on with it (resume=True), or remove it"
+            )
+        if resume and not homes.is_home(self.folder):
+            raise ValueError(f"{self.folder} holds no states to go on from: leave resume out, or name another folder")
+        self._resume = resume
+        self._model: nn.Module | None = None
+        self._blocks: Sequence[nn.Module] | None = None
+        self.engine: StreamingEngine | None = None
+        self._undo: Callable[[], None] = lambda: None
+        self.note: dict[str, Any] = {}  # of the user's, as JSON; kept with each step, and here again after a resume
+
+    def hook(self, model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> nn.Module:
+        """The model that will be trained; returns it. `blocks`: what is streamed as a whole (default: its layers, see
+        `find_blocks`). Its weights leave memory when the optimizer is made."""
+        self._model, self._blocks = model, blocks
+        return model
+
+    def optimizer(
+        self,
+        kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        params: Iterable[Any] | None = None,
+        *,
+        accumulate: int = 1,
+        clip: float = 0.0,
+        wait: bool = False,
+        options: EngineOptions | None = None,
+        **settings: Any,
+    ) -> StreamedAdamW:
+        """Move the model to the folder, or take it from there; its optimizer.
+
+        `kind` is torch.optim.AdamW or Adam, `settings` are its own (lr, betas, eps, weight_decay), `params` what torch
+        takes (default: all that train). `accumulate`: backward passes in a step. `clip`: the largest norm of all
+        gradients; `wait`: torch.nn.utils.clip_grad_norm_ is called in the loop. With any of these gradients wait on
+        the SSD for one more pass; without, torch's function raises. `options`: all the rest.
+        Raises ValueError for what cannot be done, StorageError where the disk has no room, MemoryError.
+        """
+        if self._model is None:
+            raise RuntimeError("hook(model) comes first: the optimizer is of that model")
+        if self.engine is not None:
+            raise RuntimeError("there is an optimizer already: one training in a folder")
+        chosen = dataclasses.replace(options or EngineOptions(), accumulate=accumulate, clip=clip, wait=wait)
+        made = StreamedAdamW(kind, self._model, params, settings)
+        start: Callable[..., Any] = StreamingEngine.resume if self._resume else StreamingEngine.start
+        found = start(
+            self._model, self.folder, made.param_groups, chosen, blocks=self._blocks, allocator=self._allocator
+        )
+        if self._resume:
+            self.engine, facts = found
+            self.note = facts.get("note", {})
+            made.take_over(facts)
+        else:
+            self.engine = found
+        made.attach(self)
+        self._undo = _guard_clipping(self.engine)
+        if chosen.waits or accumulate > 1:
+            norm = "their norm" if clip > 0 or wait else "the end of backward"
+            why = "those of the step's other passes" if accumulate > 1 else norm
+            log.info("memascend: gradients wait on the SSD for %s: one more write and read of them a step", why)
+        return made
+
+    @property
+    def steps(self) -> int:
+        """Completed in this folder, the earlier runs' among them."""
+        return max(self._engine().steps.values(), default=0)
+
+    def _engine(self) -> StreamingEngine:
+        if self.engine is None:
+            raise RuntimeError("make the optimizer first: home.optimizer(torch.optim.AdamW, lr=...)")
+        return self.engine
+
+    def remove(self) -> None:
+        """End, and delete the states."""
+        self._undo()
+        if self.engine is not None:
+            self.engine.close(destroy=True)
+        else:
+            homes.remove(self.folder)
+
+    def close(self) -> None:
+        """End: threads, memory and descriptors go, the states of the last completed step stay. Idempotent."""
+        self._undo()
+        if self.engine is not None:
+            self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class StreamedAdamW(torch.optim.Optimizer):
+    """torch.optim.AdamW (or Adam without decay) whose states and parameters are on a tier; made by `streaming`.
+
+    Updates run while backward does, with each group's settings as they are then; `step` waits for them and completes
+    the step. A parameter that got no gradient is left as it is. `state` is empty: `state_dict` reads the states into
+    a file that its tensors are views of, so that no memory is proportional to the model.
+    """
+
+    def __init__(
+        self,
+        kind: type[torch.optim.Optimizer],
+        model: nn.Module,
+        params: Iterable[Any] | None,
+        settings: dict[str, Any],
+    ) -> None:
+        if kind not in (torch.optim.AdamW, torch.optim.Adam):
+            raise NotStreamable(f"{kind.__name__} cannot be streamed: use torch.optim.AdamW or Adam")
+        defaults = {**kind([torch.zeros(1)]).defaults, **settings}
+        decoupled = kind is torch.optim.AdamW or defaults.get("decoupled_weight_decay")
+        given = [p for p in model.parameters() if p.requires_grad] if params is None else params
+        self._home: streaming | None = None
+        super().__init__(given, {key: defaults[key] for key in sorted(_SUPPORTED)})
+        for group in [defaults, *self.param_groups]:
+            if asked := [name for name in _REFUSED if group.get(name)]:
+                raise NotStreamable(f"{kind.__name__} with {asked[0]} cannot be streamed: leave it out")
+            if not decoupled and group["weight_decay"]:
+                raise NotStreamable("Adam with weight decay in the gradient cannot be streamed: use torch.optim.AdamW")
+        if unknown := sorted(set(settings) - set(kind([torch.zeros(1)]).defaults)):
+            raise ValueError(f"{kind.__name__} has no setting {unknown[0]!r}")
+
+    def attach(self, home: streaming) -> None:
+        self._home = home
+
+    def take_over(self, facts: dict[str, Any]) -> None:
+        """Settings of the groups as they were kept with the last step."""
+        for group, kept in zip(self.param_groups, facts.get("groups", []), strict=False):
+            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()})
+
+    @property
+    def engine(self) -> StreamingEngine:
+        if self._home is None:
+            raise RuntimeError("this optimizer has no model yet: make it by streaming(folder).optimizer(...)")
+        return self._home._engine()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Until all updates of this step are done, written and completed; what `closure` returns.
+
+        With a gradient that is infinite or NaN the step changes nothing. Raises what failed since the last step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.norm = self.engine.finish_step(keep=False)
+        if self.norm is None:
+            log.warning("memascend: a gradient was infinite or NaN: the step was left out")
+        self.engine.keep({"note": self._home.note, "groups": [_plain(group) for group in self.param_groups]})
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that came since the last step, and what was updated with them."""
+        if self._home is not None and self.engine.updates.pending:
+            self.engine.give_up()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._home is not None:
+            raise NotStreamable("the groups of a streamed model are fixed: name all of them when it begins (params=)")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim.AdamW's, with "master" beside the moments of 16-bit parameters; views of a file that goes
+        with the last of them."""
+        engine, names = self.engine, self._names()
+        keys = _MOMENTS if engine.layout.own_masters else ("master", *_MOMENTS)
+        sizes = [p.numel() * engine.layout.states.itemsize for p, name in names.items() if engine.steps[name]]
+        file = TensorFile(engine.home.folder, sizes * len(keys))
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for number, (parameter, name) in enumerate(names.items()):
+            if engine.steps[name]:
+                found = engine.read_states(name)
+                state[number] = {"step": torch.tensor(float(engine.steps[name]))}
+                state[number] |= {key: file.put(found[key]).view(parameter.shape) for key in keys}
+        groups, first = [], 0
+        for group in self.param_groups:
+            numbers = list(range(first, first + len(group["params"])))
+            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
+            first += len(numbers)
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Settings and states, torch.optim.AdamW's too; weights of 16 bits follow their masters where these are given.
+        Completed at once. Raises ValueError for groups that do not fit."""
+        for group in state_dict["param_groups"]:
+            if asked := [name for name in _REFUSED if group.get(name)]:
+                raise ValueError(f"the state was saved with {asked[0]}, which is not done here: train without")
+        home, self._home = self._home, None
+        try:
+            super().load_state_dict({**state_dict, "state": {}})
+        finally:
+            self._home = home
+        engine = self.engine
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, (parameter, name) in zip(numbers, self._names().items(), strict=True):
+            saved = state_dict["state"].get(number)
+            if saved is not None:
+                states = {key: saved[key] for key in ("master", *_MOMENTS) if key in saved}
+                engine.write_states(name, states, step=int(saved["step"]))
+            elif engine.steps[name]:
+                zeros = torch.zeros(parameter.numel(), dtype=engine.layout.states)
+                engine.write_states(name, dict.fromkeys(_MOMENTS, zeros), step=0)
+        engine.keep({"note": home.note, "groups": [_plain(group) for group in self.param_groups]})
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        names = self.engine.units.names
+        return {p: names[p] for group in self.param_groups for p in group["params"]}
+
+
+def _guard_clipping(engine: StreamingEngine) -> Callable[[], None]:
+    """torch.nn.utils.clip_grad_norm_ would find no gradient on a streamed model, and clip nothing without a word."""
+    modules = (torch.nn.utils, torch.nn.utils.clip_grad)
+    stock = torch.nn.utils.clip_grad_norm_
+    ours = set(engine.units.names)
+
+    @functools.wraps(stock)
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **options: Any) -> Any:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not ours & set(given):
+            return stock(given, max_norm, norm_type, *args, **options)
+        trained = {p for p in ours if p.requires_grad}
+        if norm_type != 2.0 or trained - set(given) or set(given) - ours:
+            raise NotStreamable(
+                "clip_grad_norm_ of a streamed model takes all of its parameters and no others, and the 2-norm"
+            )
+        return engine.clip_grad_norm(max_norm)
+
+    for module in modules:
+        module.clip_grad_norm_ = clip_grad_norm_
+
+    def undo() -> None:
+        for module in modules:
+            if module.clip_grad_norm_ is clip_grad_norm_:
+                module.clip_grad_norm_ = stock
+
+    return undo
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's settings as JSON; a scheduler's (initial_lr) among them."""
+    kept = {}
+    for key, value in group.items():
+        if isinstance(value, torch.Tensor):
+            value = value.item()
+        if isinstance(value, (int, float, str, bool)) or key == "betas":
+            kept[key] = value
+    return kept

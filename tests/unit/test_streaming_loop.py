@@ -1,0 +1,235 @@
+"""A user's loop over a streamed model: torch's optimizer interface, and what goes wrong in it."""
+
+import copy
+import errno
+import logging
+
+import pytest
+import torch
+
+from memascend.engine.blocks import NotStreamable
+from memascend.engine.runtime import EngineOptions
+from memascend.engine.streaming import streaming
+from memascend.memory.ledger import Ledger
+from memascend.memory.pinned import PageAlignedPinnedAllocator
+from memascend.ops.adamw import AdamW
+from memascend.storage.errors import StorageError
+from tests.unit.test_streaming_engine import SETTINGS, batches, model
+
+
+def begin(of, folder, *, resume=False, note=None, **options):
+    home = streaming(folder, resume=resume, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
+    home.hook(of)
+    return home, home.optimizer(torch.optim.AdamW, **{**SETTINGS, **options})
+
+
+def loop(of, optimizer, data, scheduler=None, max_norm=None):
+    losses = []
+    for ids in data:
+        optimizer.zero_grad()
+        loss = of(ids)
+        loss.backward()
+        if max_norm:
+            torch.nn.utils.clip_grad_norm_(of.parameters(), max_norm)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_equal(home, other):
+    found = {name: values.clone() for name, values in home.engine.read_weights()}
+    for name, values in other.named_parameters():
+        assert torch.equal(found[name], values), name
+
+
+def test_three_lines_around_a_plain_loop(tmp_path):
+    torch.manual_seed(0)
+    ours, theirs = model(), model()
+    with streaming(tmp_path / "run") as home:
+        home.hook(ours)
+        optimizer = home.optimizer(torch.optim.AdamW, **SETTINGS)
+        losses = loop(ours, optimizer, batches(3))
+        assert losses == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), batches(3))
+        assert_equal(home, theirs)
+        assert home.steps == 3
+        home.remove()
+    assert list(tmp_path.iterdir()) == []
+    assert torch.isnan(next(ours.parameters())).all()
+
+
+def test_without_a_call_of_step_the_next_forward_pass_completes_it(tmp_path):
+    """LoHan's Fig. 4b leaves optimizer.step() out."""
+    ours, theirs = model(), model()
+    home, optimizer = begin(ours, tmp_path / "run")
+    for ids in batches(3):
+        ours(ids).backward()
+    optimizer.step()
+    loop(theirs, AdamW(theirs.parameters(), **SETTINGS), batches(3))
+    assert home.steps == 3
+    assert_equal(home, theirs)
+    home.close()
+
+
+def test_schedulers_and_groups_are_torch_s(tmp_path):
+    ours, theirs = model(), model()
+
+    def groups(of):
+        decayed, others = ([p for p in of.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
+        return [{"params": decayed, "weight_decay": 0.3}, {"params": others, "lr": 0.1}]
+
+    home, optimizer = begin(ours, tmp_path / "run", params=groups(ours))
+    other = AdamW(groups(theirs), **SETTINGS)
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)) for o in (optimizer, other)]
+    assert loop(ours, optimizer, batches(3), schedulers[0]) == loop(theirs, other, batches(3), schedulers[1])
+    assert_equal(home, theirs)
+    home.close()
+
+
+def test_clipping_by_torch_s_own_function_waits_for_the_norm(tmp_path):
+    stock, ours, theirs = torch.nn.utils.clip_grad_norm_, model(), model()
+    home, optimizer = begin(ours, tmp_path / "run", wait=True)
+    expected = loop(theirs, AdamW(theirs.parameters(), **SETTINGS), batches(3), max_norm=0.1)
+    assert loop(ours, optimizer, batches(3), max_norm=0.1) == pytest.approx(expected, rel=1e-5)
+    home.close()
+    assert torch.nn.utils.clip_grad_norm_ is stock
+
+
+def test_clipping_gradients_that_are_used_as_they_come_is_refused(tmp_path):
+    """torch would find no gradient, and clip nothing without a word."""
+    ours = model()
+    home, optimizer = begin(ours, tmp_path / "run")
+    ours(batches(1)[0]).backward()
+    with pytest.raises(RuntimeError, match="used as they come, before all of them have a norm"):
+        torch.nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
+    other = torch.nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    assert torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0) > 0  # another model's are torch's
+    optimizer.step()
+    home.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_state_dict_goes_on_in_another_folder_and_in_torch(tmp_path, dtype):
+    data, ours, theirs = batches(4), model(dtype=dtype), model(dtype=dtype)
+    home, optimizer = begin(ours, tmp_path / "run")
+    loop(ours, optimizer, data[:2])
+    other = AdamW(theirs.parameters(), **SETTINGS)
+    loop(theirs, other, data[:2])
+    saved, weights = optimizer.state_dict(), ours.state_dict()
+    home.remove()
+    expected = other.state_dict()
+    assert {k for s in saved["state"].values() for k in s} == {k for s in expected["state"].values() for k in s}
+    for number, state in expected["state"].items():
+        for key, value in state.items():
+            assert torch.equal(saved["state"][number][key], value), key
+    plain = model(seed=9, dtype=dtype)
+    plain.load_state_dict(weights)
+    again = copy.deepcopy(plain)
+    home, optimizer = begin(again, tmp_path / "again")
+    optimizer.load_state_dict(saved)
+    in_torch = AdamW(plain.parameters(), **SETTINGS)
+    in_torch.load_state_dict(saved)
+    assert loop(again, optimizer, data[2:]) == loop(theirs, other, data[2:]) == loop(plain, in_torch, data[2:])
+    assert_equal(home, theirs)
+    home.close()
+
+
+def test_a_loop_goes_on_after_its_last_step_with_the_user_s_note(tmp_path):
+    data, ours, theirs = batches(4), model(), model()
+    home, optimizer = begin(ours, tmp_path / "run")
+    home.note["epoch"] = 7
+    losses = loop(ours, optimizer, data[:2])
+    ours(data[2]).backward()
+    home.close()
+    with pytest.raises(ValueError, match="holds the states of an earlier training"):
+        streaming(tmp_path / "run")
+    again = model(seed=3)
+    home, optimizer = begin(again, tmp_path / "run", resume=True)
+    assert (home.note, home.steps) == ({"epoch": 7}, 2)
+    losses += loop(again, optimizer, data[2:])
+    assert losses == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
+    home.close()
+    with pytest.raises(ValueError, match="holds no states to go on from"):
+        streaming(tmp_path / "nothing", resume=True)
+
+
+def test_zero_grad_after_backward_forgets_what_was_updated(tmp_path):
+    data, ours, theirs = batches(3), model(), model()
+    home, optimizer = begin(ours, tmp_path / "run")
+    losses = loop(ours, optimizer, data[:1])
+    ours(data[1]).backward()
+    optimizer.zero_grad()
+    losses += loop(ours, optimizer, data[2:])
+    assert losses == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), [data[0], data[2]])
+    assert_equal(home, theirs)
+    home.close()
+
+
+def test_waiting_gradients_are_said_once(tmp_path, caplog):
+    ours = model()
+    with caplog.at_level(logging.INFO, "memascend"):
+        home, optimizer = begin(ours, tmp_path / "run", clip=1.0)
+        loop(ours, optimizer, batches(3))
+    assert [r.message for r in caplog.records].count(
+        "memascend: gradients wait on the SSD for their norm: one more write and read of them a step"
+    ) == 1
+    home.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (torch.optim.SGD, {}, "SGD cannot be streamed: use torch.optim.AdamW or Adam"),
+        (torch.optim.AdamW, {"amsgrad": True}, "AdamW with amsgrad cannot be streamed"),
+        (torch.optim.Adam, {"weight_decay": 0.1}, "weight decay in the gradient cannot be streamed"),
+        (torch.optim.AdamW, {"momentum": 0.9}, "AdamW has no setting 'momentum'"),
+    ],
+    ids=["SGD", "amsgrad", "Adam with decay", "momentum"],
+)
+def test_what_cannot_be_streamed_is_refused_and_leaves_the_model_alone(tmp_path, kind, settings, message):
+    ours = model()
+    before = copy.deepcopy(ours)
+    home = streaming(tmp_path / "run")
+    home.hook(ours)
+    with pytest.raises(ValueError, match=message):
+        home.optimizer(kind, **settings)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), before.parameters(), strict=True))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_group_that_leaves_a_trained_parameter_out_is_refused(tmp_path):
+    ours = model()
+    home = streaming(tmp_path / "run")
+    home.hook(ours)
+    with pytest.raises(ValueError, match="is trained and in no group of the optimizer"):
+        home.optimizer(torch.optim.AdamW, list(ours.layers.parameters()))
+    assert list(tmp_path.iterdir()) == []
+    assert not torch.isnan(ours.head.weight).any()
+
+
+def test_a_disk_without_room_is_one_error_before_anything_has_moved(tmp_path, monkeypatch):
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    ours = model()
+    home = streaming(tmp_path / "run")
+    home.hook(ours)
+    with pytest.raises(StorageError, match="two versions of all states do not fit") as full:
+        home.optimizer(torch.optim.AdamW)
+    assert full.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
+    assert not torch.isnan(ours.head.weight).any()
+
+
+def test_options_that_cannot_be_are_refused():
+    for options, message in (
+        ({"arm": "fast"}, "unknown arm 'fast'"),
+        ({"checkpoints": "host"}, "checkpoints must be 'tier' or 'device'"),
+        ({"accumulate": 0}, "need at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EngineOptions(**options)
+    assert issubclass(NotStreamable, ValueError)
