@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from memascend import __version__
+from memascend.compare import add_compare
 from memascend.doctor.command import add_doctor
 from memascend.planner.command import add_plan, count
 from memascend.storage.commands import add_storage
@@ -81,6 +82,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add_storage(commands)
     add_train(commands)
     add_verify(commands)
+    add_compare(commands)
     return parser.parse_args(arguments)
 
 

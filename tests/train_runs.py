@@ -63,11 +63,13 @@ def evaluations(output):
 
 
 def finished_run(factory: pytest.TempPathFactory, system: str = "memascend", *more: str) -> Path:
-    """An uninterrupted run, made once a session; its text is in `text` beside it, what it said in `said`."""
+    """An uninterrupted run, made once a session; its text is in `text` beside it, what it said in `said`, the trace of
+    its second step in `trace.json`."""
     key = (system, *more)
     if key not in _FINISHED:
         parent = factory.mktemp(f"train-{system}")
-        done = train(parent / "run", *options_for(text_folder(parent), system, *more))
+        trace = ["--trace", str(parent / "trace.json")]
+        done = train(parent / "run", *options_for(text_folder(parent), system, *more), *trace)
         assert done.returncode == 0, done.stdout + done.stderr
         (parent / "said").write_text(done.stdout)
         _FINISHED[key] = parent / "run"

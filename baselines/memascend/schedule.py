@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baselines.protocol.schedules import backward, forward, overflow_check, swapping_optimizer
+from baselines.protocol.schedules import backward, forward, gradients_to_ssd, overflow_check, swapping_optimizer
 
 if TYPE_CHECKING:
     from memascend.planner.step import Step
@@ -19,6 +19,6 @@ if TYPE_CHECKING:
 def schedule(step: Step) -> None:
     parts = step.work.arrangement
     done = forward(step)
-    done = backward(step, after=done, writes_gradients=parts.swaps_gradients)
+    done = backward(step, after=done, arrived=gradients_to_ssd(step) if parts.swaps_gradients else None)
     done = overflow_check(step, after=done, chain=parts.overflow == "chain")
     swapping_optimizer(step, after=done)

@@ -5,6 +5,7 @@ Each function adds one phase to a `memascend.planner.step.Step` and returns the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from memascend.planner.pieces import EMBEDDING, OUTPUT
@@ -18,63 +19,100 @@ _EMBEDDING_BUFFERS = 2  # "2 embedding" of MemAscend IV-B
 _MOST_GROUPS = 32  # sub-groups beyond this many are folded: they follow one another, so their seconds add up
 
 
-def forward(step: Step) -> str:
-    """Weights come from where they wait, piece by piece and ahead of the GPU; activation checkpoints leave it."""
-    return _through_the_model(step, "forward", step.pieces, after="")
+Arrived = Callable[["Piece", str], list[str]]
 
 
-def backward(step: Step, *, after: str, writes_gradients: bool = False) -> str:
-    """The blocks in reverse. Weights come once more, checkpoints come back, each block is recomputed (with
-    checkpointing) and differentiated, its gradients go to the host, and with `writes_gradients` on to the SSD, in the
-    states' dtype and once for each batch: DeepSpeed writes what it has accumulated so far.
+def forward(step: Step, *, weights_wait: bool = True, stores_checkpoints: bool = False) -> str:
+    """Weights come from where they wait, piece by piece and ahead of the GPU (or are there: `weights_wait` False);
+    activation checkpoints leave it for host memory, and with `stores_checkpoints` go on to the SSD.
     """
-    return _through_the_model(step, "backward", step.pieces[::-1], after=after, writes_gradients=writes_gradients)
+    return _through_the_model(step, "forward", step.pieces, "", weights_wait, stores_checkpoints, None)
+
+
+def backward(
+    step: Step,
+    *,
+    after: str,
+    weights_wait: bool = True,
+    stores_checkpoints: bool = False,
+    arrived: Arrived | None = None,
+) -> str:
+    """The blocks in reverse. Weights come once more, checkpoints come back, each block is recomputed (with
+    checkpointing) and differentiated, and its gradients go to the host.
+
+    `arrived(piece, task)` adds what follows when the gradients of a piece are there, which `task` ends with; the phase
+    ends when the tasks that it returns have ended.
+    """
+    return _through_the_model(step, "backward", step.pieces[::-1], after, weights_wait, stores_checkpoints, arrived)
+
+
+def gradients_to_ssd(step: Step) -> Arrived:
+    """Gradients go on to the SSD, in the states' dtype and once for each batch: DeepSpeed writes what it has
+    accumulated so far.
+    """
+    shares = dict(zip(step.pieces, step.divide(step.swapped_states_bytes, step.pieces), strict=True))
+
+    def arrived(piece: Piece, task: str) -> list[str]:
+        needs = {"ssd.write": step.work.accumulation * shares[piece]}
+        return [step.add(f"write gradients of {piece.name}", "backward", needs, after=(task,))] if shares[piece] else []
+
+    return arrived
 
 
 def _through_the_model(
-    step: Step, phase: str, pieces: list[Piece], *, after: str, writes_gradients: bool = False
+    step: Step,
+    phase: str,
+    pieces: list[Piece],
+    after: str,
+    weights_wait: bool,
+    stores_checkpoints: bool,
+    arrived: Arrived | None,
 ) -> str:
     """The four things that overlap: reads into free buffers, copies to the GPU, products, and what comes back.
 
     A buffer of the pool is taken when a read begins and given back when the GPU is done with the piece, so the pool
     decides how far reads run ahead. Reads follow one another in the order of use, and so do copies.
     """
-    work, batches, backward = step.work, step.work.accumulation, phase == "backward"
-    if work.swaps:
+    work, batches, back = step.work, step.work.accumulation, phase == "backward"
+    if work.swaps and weights_wait:
         step.pool(PARAMETER_POOL, step.pool_bytes)
         step.pool(EMBEDDING_BUFFERS, _EMBEDDING_BUFFERS)
-    passes = 1 if not backward else 3 if work.stack.checkpoints else 2
-    gradient_bytes = step.divide(step.swapped_states_bytes, pieces) if writes_gradients else [0] * len(pieces)
     last_read = last_copy = after
     done = []
-    for piece, written in zip(pieces, gradient_bytes, strict=True):
-        if piece.stored_bytes:
-            buffer = _buffer(piece)
+    for piece in pieces:
+        reads, sources = weights_wait and piece.stored_bytes, []
+        if reads:
             needs = {"ssd.read": batches * piece.stored_bytes}
-            last_read = step.add(f"{phase}: read {piece.name}", phase, needs, after=(last_read,), takes=buffer)
-        arrived = last_copy
-        if work.offloads:
-            inward = step.gathered_share * piece.weight_bytes + (piece.checkpoint_bytes if backward else 0)
-            needs = {"pcie0.down": batches * inward}
-            arrived = last_copy = step.add(
-                f"{phase}: copy {piece.name}", phase, needs, after=(last_copy, last_read if piece.stored_bytes else "")
-            )
+            name = f"{phase}: read {piece.name}"
+            last_read = step.add(name, phase, needs, after=(last_read,), takes=_buffer(piece))
+            sources.append(last_read)
+        if back and stores_checkpoints and piece.checkpoint_bytes:
+            needs = {"ssd.read": batches * work.ranks * piece.checkpoint_bytes}
+            last_read = step.add(f"read checkpoint of {piece.name}", phase, needs, after=(last_read,))
+            sources.append(last_read)
+        inward = step.gathered_share * piece.weight_bytes if weights_wait else 0
+        inward += piece.checkpoint_bytes if back else 0
+        if work.offloads and inward:
+            name, needs = f"{phase}: copy {piece.name}", {"pcie0.down": batches * inward}
+            last_copy = step.add(name, phase, needs, after=(last_copy, *sources))
         computed = step.add(
             f"{phase}: {piece.name}",
             phase,
-            {"gpu0": batches * passes * piece.flops},
-            after=(arrived,),
-            gives=_buffer(piece) if piece.stored_bytes else {},
+            {"gpu0": step.products(phase, piece)},
+            after=(last_copy,),
+            gives=_buffer(piece) if reads else {},
         )
         done.append(computed)
-        outward = piece.weight_bytes / work.ranks if backward else piece.checkpoint_bytes
+        outward = piece.weight_bytes / work.ranks if back else piece.checkpoint_bytes
         if work.offloads and outward:
-            what = "gradients of" if backward else "checkpoint of"
+            what = "gradients of" if back else "checkpoint of"
             sent = step.add(f"{what} {piece.name}", phase, {"pcie0.up": batches * outward}, after=(computed,))
             done.append(sent)
-            if written:
-                needs = {"ssd.write": batches * written}
-                done.append(step.add(f"write gradients of {piece.name}", phase, needs, after=(sent,)))
+            if back and arrived is not None:
+                done += arrived(piece, sent)
+            if not back and stores_checkpoints:
+                needs = {"ssd.write": batches * work.ranks * outward}
+                done.append(step.add(f"write checkpoint of {piece.name}", phase, needs, after=(sent,)))
     return step.add(f"end of {phase}", phase, after=done)
 
 

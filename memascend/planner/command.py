@@ -83,7 +83,8 @@ def add_plan(commands: Any, probe: Callable[[Path | None], Any]) -> None:
     out.add_argument("--json", action="store_true", help="machine-readable, with the whole ledger")
     out.add_argument("--picture", type=Path, metavar="FILE", help="stacked bars of every system: .svg, .png or .pdf")
     out.add_argument("--write-config", type=Path, metavar="FILE", help="the DeepSpeed JSON of this plan (needs --nvme)")
-    out.add_argument("--force", action="store_true", help="let --write-config and --picture replace a file")
+    out.add_argument("--trace", type=Path, metavar="FILE", help="the simulated step, for Perfetto (needs --testbed)")
+    out.add_argument("--force", action="store_true", help="let the files that are written replace others")
     parser.set_defaults(run=run, probe=probe)
 
 
@@ -240,6 +241,11 @@ def _outputs(options: argparse.Namespace, answers: Any) -> list[str]:
         folder = str(options.nvme.absolute()) if options.nvme else ""
         write_config(deepspeed_config(answers.work, folder), options.write_config, force=options.force)
         notes += ["", f"DeepSpeed configuration: {options.write_config}", *_train_line(options)]
+    if options.trace:
+        from memascend.planner.step_trace import write_step
+
+        write_step(answers, options.trace, force=options.force)
+        notes += ["", f"trace of the simulated step: {options.trace}"]
     if options.picture:
         from memascend.planner.picture import draw
 

@@ -129,7 +129,12 @@ _VALUES = {each.name: each.value for each in CALIBRATIONS}
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrations:
-    """What training reaches of the peak rates; the defaults are those of `CALIBRATIONS`, with reason and reach."""
+    """What training reaches of the peak rates; the defaults are those of `CALIBRATIONS`, with reason and reach.
+
+    `backward_products`: products of a backward pass over those of a forward pass, without recomputation: two for each.
+    `own_s`: seconds a phase that the runtime takes for itself, whatever the sizes (on a CPU its Python does not run
+    beside the device); the papers' machines have none.
+    """
 
     gpu_efficiency: float = _VALUES["gpu_efficiency"]
     host_seconds_per_parameter: float = _VALUES["host_seconds_per_parameter"]
@@ -137,6 +142,8 @@ class Calibrations:
     chain_seconds_per_element: float = _VALUES["chain_seconds_per_element"]
     chain_memory_bytes_per_s: float = _VALUES["chain_memory_bytes_per_s"]
     fused_memory_efficiency: float = _VALUES["fused_memory_efficiency"]
+    backward_products: float = 2.0
+    own_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def machine_from_testbed(testbed: Mapping[str, Any], where: str = "testbed") -> Machine:

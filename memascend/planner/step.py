@@ -130,6 +130,18 @@ class Step:
         """The share of the weights that comes over a GPU's PCIe: without a link between GPUs, all of them."""
         return 1 / self.work.ranks if self.machine is not None and self.machine.direct_gpu_link else 1.0
 
+    # -- work of the device --------------------------------------------------------------------------------------------
+
+    def products(self, phase: str, piece: Piece) -> float:
+        """Floating-point operations of a piece in `forward` or `backward`, where a checkpointed block is recomputed,
+        and the runtime's own time, which the same thread spends."""
+        passes = 1.0
+        if phase == "backward":
+            passes = self.costs.backward_products + (1 if self.work.stack.checkpoints else 0)
+        own = self.costs.own_s.get(phase, 0.0) / len(self.pieces)
+        rate = (self.machine.gpu_flops_per_s or 0.0) if self.machine is not None else 0.0
+        return self.work.accumulation * (passes * piece.flops + own * rate * self.costs.gpu_efficiency)
+
     # -- work of the CPU -----------------------------------------------------------------------------------------------
 
     def streaming_s(self, nbytes: float, efficiency: float) -> float:
@@ -140,8 +152,9 @@ class Step:
     def adamw_s(self, parameters: float) -> float:
         """AdamW reads four tensors of states, writes three and the 16-bit weights; and what DeepSpeed does besides."""
         nbytes = parameters * (7 * self.state_bytes + ELEMENT_BYTES[self.work.dtype])
-        own = self.streaming_s(nbytes, self.costs.adam_memory_efficiency)
-        return own + self.costs.host_seconds_per_parameter * parameters
+        update = self.streaming_s(nbytes, self.costs.adam_memory_efficiency)
+        own = self.costs.own_s.get("optimizer", 0.0) * parameters / self.work.spec.parameters
+        return update + own + self.costs.host_seconds_per_parameter * parameters
 
     def check_s(self, *, chain: bool) -> float:
         """The overflow check of all gradients, every rank its own at the same time; no faster than memory delivers."""

@@ -11,6 +11,7 @@ played.seconds, played.busy("forward")
 from memascend.simulator.calibration import Calibration
 from memascend.simulator.machine import Fifo, Machine, Path, Shared
 from memascend.simulator.play import Played, play, roofline_s
+from memascend.simulator.recorder import Recorder
 from memascend.simulator.tasks import Task
 from memascend.simulator.trace import Event, read_trace, write_trace
 
@@ -21,6 +22,7 @@ __all__ = [
     "Machine",
     "Path",
     "Played",
+    "Recorder",
     "Shared",
     "Task",
     "play",

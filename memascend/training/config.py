@@ -23,7 +23,7 @@ OUT_OF_SCOPE = dict.fromkeys(
 # What may differ when a run goes on: none of it changes a loss before the new end. All else must stay as it was.
 MAY_CHANGE_ON_RESUME = (
     "steps", "epochs", "nvme", "devices", "host_memory", "save_every", "eval_every", "log_every", "keep",
-    "eval_sequences",
+    "eval_sequences", "trace",
 )  # fmt: skip
 
 
@@ -107,6 +107,7 @@ class TrainConfig:
     eval_sequences: int = _option(64, "at most so many sequences an evaluation; 0: none", least=0)
     save_every: int = _option(500, "steps between two checkpoints; 0: at the end alone", least=0)
     keep: int = _option(2, "checkpoints that are kept, the newest", least=1)
+    trace: str | None = _option(None, "file for the events of this call's second step, which Perfetto opens (.json)")
 
     @property
     def initialised(self) -> bool:

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import shutil
 import signal
 import sys
@@ -18,8 +19,11 @@ from typing import Any, TextIO
 
 import torch
 
+from memascend import systems
 from memascend.memory.budget import HostBudget
 from memascend.memory.ledger import Ledger
+from memascend.simulator.recorder import Recorder, from_zero
+from memascend.simulator.trace import write_trace
 from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout
 from memascend.training import backends, checkpoint, random_state, report
 from memascend.training.config import TrainConfig, complete
@@ -69,6 +73,7 @@ class Worker:
         self.stop = Stop()
         self.out = out
         self.step = 0
+        self.recorder: Recorder | None = None
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -86,6 +91,10 @@ class Worker:
         self.backend = backend(self.config, self.job["settings"], Ledger(self._budget()))
         self._begin()
         self._open_data()
+        if self.config.trace:
+            self.recorder = Recorder(self.rank)
+            self.backend.trace(self.recorder)
+            self.traced_step = min(self.step + 2, self.steps)  # the first still makes buffers
         self.progress = Progress(
             self.out if self.rank == 0 else io.StringIO(),  # one line a step: what the others would say is dropped
             self.folder.metrics if self.rank == 0 else Path(os.devnull),
@@ -195,6 +204,8 @@ class Worker:
             self.step, peak=config.peak_learning_rate, steps=self.steps, warmup=config.warmup, schedule=config.schedule
         )
         scale = self.backend.loss_scale()
+        if self.recorder is not None:
+            self.recorder.take()
         mean, norm = self.backend.step([self._batch(number) for number in range(config.accumulate)], rate)
         self.step += 1
         moved = self.backend.statistics()
@@ -222,12 +233,29 @@ class Worker:
             written_bytes=int(written),
         )
         self.progress.step(record)
+        if self.recorder is not None and self.step == self.traced_step:
+            self._write_trace(record)
         if not math.isfinite(record.loss) and norm is not None and config.dtype != "fp16":
             raise ValueError(
                 f"the loss of step {self.step} is {record.loss}: training has diverged; go back to an earlier "
                 "checkpoint with a lower --learning-rate"
             )
         return stop > 0
+
+    def _write_trace(self, record: StepRecord) -> None:
+        """The events of all ranks in this step, in one file."""
+        config, path = self.config, Path(str(self.config.trace))
+        events = [event for rank in self._gather(self.recorder.take()) for event in rank]
+        if self.rank:
+            return
+        facts = {name: getattr(config, name) for name in ("system", "model", "twin", "dtype", "ranks", "batch")}
+        facts |= {"arm": systems.arm_of(config.system, config.arm), "context": self.job["prepared"]["context"]}
+        facts |= {"accumulate": config.accumulate, "step": record.step, "seconds": record.seconds}
+        try:
+            write_trace(path, from_zero(events), lane="measured", source=platform.node() or "this machine", **facts)
+        except OSError as error:
+            raise ValueError(f"cannot write the trace {path}: {error.strerror}; name another file") from None
+        self.progress.say(f"{record.step:>6}  trace of this step: {path}")
 
     def _batch(self, number: int) -> torch.Tensor:
         config = self.config

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from memascend.simulator import read_trace
 from memascend.training import verify
 from memascend.training.checkpoint import listed
 from memascend.training.config import complete
@@ -102,6 +103,36 @@ def test_a_cpu_says_before_a_long_first_step_what_it_waits_for(finished, tmp_pat
         "ranks 1 x context 600); a run with --context 512 does 1,024"
     )
     assert "no GPU here" not in (finished.parent / "said").read_text()
+
+
+def test_the_trace_of_a_step_holds_its_phases_its_blocks_and_every_byte_that_was_swapped(finished, tmp_path):
+    events, facts = read_trace(finished.parent / "trace.json")
+    assert (facts["lane"], facts["system"], facts["arm"], facts["step"]) == ("measured", "memascend", "memascend", 2)
+    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    metrics = next(row for row in rows if row["kind"] == "step" and row["step"] == 2)
+    for resource, moved in (("ssd.read", "read_bytes"), ("ssd.write", "written_bytes")):
+        assert sum(event.amount for event in events if event.resource == resource) == metrics[moved] > 0
+    main = [event for event in events if event.resource == "main"]
+    assert [event.phase for event in main[:4]] == ["forward", "backward", "optimizer", "forward"]  # accumulated
+    assert 0 < sum(event.seconds for event in main) <= metrics["seconds"]
+    for phase in ("forward", "backward"):
+        blocks = {event.name for event in events if event.phase == phase and event.resource == "gpu0"}
+        assert blocks == {f"block {number}" for number in range(16)}
+    parameters = json.loads((finished / "report.json").read_text())["parameters"]
+    assert sum(event.amount for event in events if event.name.startswith("AdamW")) == parameters
+
+
+def test_a_simulated_step_and_a_measured_one_are_set_side_by_side(finished, tmp_path):
+    work = ["--context", "32", "--accumulate", "2", "--testbed", "memascend-c1", "--trace", str(tmp_path / "plan.json")]
+    memascend = [sys.executable, "-m", "memascend.cli"]
+    subprocess.run([*memascend, "plan", *MODEL, *work], check=True, stdout=subprocess.DEVNULL)
+    both = [str(tmp_path / "plan.json"), str(finished.parent / "trace.json")]
+    done = subprocess.run([*memascend, "compare", *both, "--json"], check=True, capture_output=True, text=True)
+    rows = {(row["phase"], row["resource"]): row for row in json.loads(done.stdout)}
+    for phase in ("forward", "backward", "optimizer", "step"):
+        assert rows[phase, ""]["ratio"] > 0
+    read = rows["optimizer", "ssd.read"]  # a simulated step reads what a real one does
+    assert read["b_amount"] == pytest.approx(read["a_amount"], rel=0.02)
 
 
 def test_checkpoints_are_kept_as_asked_and_their_checksums_hold(finished):

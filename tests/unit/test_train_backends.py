@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from memascend.memory.ledger import Ledger
+from memascend.simulator import Recorder
 from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter
 from memascend.training import backends, systems
 from memascend.training.backends.groups import Group
@@ -199,3 +200,16 @@ def test_what_cannot_be_trained_in_memory_is_one_line(changes, said):
     with pytest.raises(ValueError, match=said) as refused:
         systems.check(dataclasses.replace(CONFIG, **changes))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("checkpointing", ["plain", "offloaded"])
+def test_a_traced_step_has_its_phases_and_its_blocks_forward_and_back(checkpointing):
+    backend, recorder = built(checkpointing=checkpointing), Recorder()
+    backend.trace(recorder)
+    steps(backend, 1)
+    events = recorder.take()
+    main = [event.phase for event in events if event.resource == "main"]
+    assert main == ["forward", "backward", "forward", "backward", "optimizer"]
+    blocks = [(event.phase, event.name) for event in events if event.resource == "gpu0"]
+    once = [("forward", "block 0"), ("forward", "block 1"), ("backward", "block 1"), ("backward", "block 0")]
+    assert blocks == 2 * once

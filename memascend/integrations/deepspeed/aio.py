@@ -8,9 +8,11 @@ buffer.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -18,6 +20,7 @@ from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import is_pinned
 from memascend.memory.run_buffers import owned
 from memascend.planner.derived_sizes import IoSettings
+from memascend.simulator.recorder import READ, WRITE, Recorder
 from memascend.storage.file_engine import FileEngine
 
 from .accelerator import SWAP_BUFFERS, PinnedAllocator, calling_owner
@@ -38,6 +41,11 @@ def _path(filename: str | int | None, fd: int | None = None) -> str:
     return f"/proc/self/fd/{descriptor}" if isinstance(descriptor, int) else str(descriptor)
 
 
+def _named(path: str) -> str:
+    """A swap file's name, for people: without its folder and ending."""
+    return PurePath(path).name.removesuffix(".tensor.swp")
+
+
 @dataclass
 class IoCounters:
     """Bytes that the swappers moved since the last reset; one instance per process."""
@@ -47,6 +55,19 @@ class IoCounters:
     reads: int = 0
     writes: int = 0
     realigned_reads: int = 0
+    recorder: ClassVar[Recorder | None] = None  # of an instance: who writes transfers down, while a step is traced
+
+    def begun(self, transfer: Completion, *, read: bool, path: str, nbytes: int) -> None:
+        """Have the end of `transfer` written down, where somebody does."""
+        recorder = self.recorder
+        if recorder is not None:
+            begin, phase = recorder.now(), recorder.current_phase
+            resource, name = (READ if read else WRITE), _named(path)
+            transfer.add_done_callback(lambda _: recorder.add(name, resource, begin, nbytes, phase))
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """What a thread that waits for transfers does so within."""
+        return contextlib.nullcontext() if self.recorder is None else self.recorder.wait()
 
     def count(self, *, read: bool, nbytes: int) -> None:
         if read:
@@ -202,6 +223,7 @@ class AioHandle(PinHandle):
         if self._store is not None and self._store.holds(path):
             padding = self._asked[4] * _PADDING_A_THREAD
             transfer = self._store.read(path, buffer, file_offset, padding, priority=self.read_priority)
+            self._counters.begun(transfer, read=True, path=path, nbytes=buffer.nbytes)
             self._in_store.append(transfer)
         else:
             self._file_engine().async_read(buffer, path, file_offset)
@@ -213,7 +235,9 @@ class AioHandle(PinHandle):
         path = _path(filename, fd)
         self._counters.count(read=False, nbytes=buffer.nbytes)
         if self._store is not None and self._store.holds(path):
-            self._in_store.append(self._store.write(path, buffer, file_offset, user=self._user))
+            transfer = self._store.write(path, buffer, file_offset, user=self._user)
+            self._counters.begun(transfer, read=False, path=path, nbytes=buffer.nbytes)
+            self._in_store.append(transfer)
         else:
             self._file_engine().async_write(buffer, path, file_offset)
         return 0
@@ -233,12 +257,13 @@ class AioHandle(PinHandle):
         """All requests of this handle have ended; returns how many did since the last call."""
         requests, self._in_store = self._in_store, []
         in_files = 0
-        try:
-            if self._store is not None:
-                self._store.wait(requests)
-        finally:
-            if self._files is not None:
-                in_files = self._files.wait()
+        with self._counters.waiting():
+            try:
+                if self._store is not None:
+                    self._store.wait(requests)
+            finally:
+                if self._files is not None:
+                    in_files = self._files.wait()
         return len(requests) + in_files
 
     def _file_engine(self) -> FileEngine:
@@ -295,12 +320,20 @@ class MeteredAioHandle:
         self._stock, self._ledger, self._counters = stock, ledger, counters
         self._realigned: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._entry_by_address: dict[int, int] = {}
+        self._traced: list[tuple[str, str, float, int, str]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
 
+    def _begun(self, resource: str, buffer: torch.Tensor, file: object) -> None:
+        """DeepNVMe tells of nothing but the end of all that is under way in a handle: so each of them ends then."""
+        recorder = self._counters.recorder
+        if recorder is not None:
+            self._traced.append((_named(str(file)), resource, recorder.now(), buffer.nbytes, recorder.current_phase))
+
     def async_pread(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
         self._counters.count(read=True, nbytes=buffer.nbytes)
+        self._begun(READ, buffer, filename)
         if buffer.data_ptr() % _DIRECT_IO_ALIGNMENT == 0 and buffer.nbytes % _DIRECT_IO_ALIGNMENT == 0:
             return self._stock.async_pread(buffer, filename, file_offset)
         self._counters.realigned_reads += 1
@@ -312,10 +345,16 @@ class MeteredAioHandle:
 
     def async_pwrite(self, buffer: torch.Tensor, *file: Any, **options: Any) -> int:
         self._counters.count(read=False, nbytes=buffer.nbytes)
+        self._begun(WRITE, buffer, file[0] if file else "")
         return self._stock.async_pwrite(buffer, *file, **options)
 
     def wait(self) -> int:
-        count = self._stock.wait()
+        with self._counters.waiting():
+            count = self._stock.wait()
+        traced, self._traced = self._traced, []
+        if self._counters.recorder is not None:
+            for event in traced:
+                self._counters.recorder.add(*event)
         for aligned, target in self._realigned:
             target.copy_(aligned[: target.numel()])
             self._stock.free_cpu_locked_tensor(aligned)

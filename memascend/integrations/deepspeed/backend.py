@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 
+from memascend.integrations.block_spans import record_blocks
 from memascend.integrations.pretrained import apply_options, partitioned_model, persistent_buffers
 from memascend.memory.ledger import Ledger
+from memascend.simulator.recorder import CPU, Recorder, phase
 from memascend.storage.tensor_file import TensorFileReader, TensorLayout
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -32,6 +34,7 @@ class DeepSpeedBackend:
 
     def __init__(self, config: Any, settings: dict[str, Any], ledger: Ledger) -> None:
         self._config, self._settings, self.ledger = config, settings, ledger
+        self._recorder: Recorder | None = None
 
     @staticmethod
     def notes() -> list[str]:
@@ -83,6 +86,23 @@ class DeepSpeedBackend:
 
     # -- training ------------------------------------------------------------------------------------------------------
 
+    def trace(self, recorder: Recorder) -> None:
+        optimizer = self._engine.optimizer
+        self._recorder = self._enabled.io.recorder = recorder
+        record_blocks(self.model, recorder)
+        check, update = optimizer.has_overflow, optimizer._optimizer_step
+
+        def has_overflow(*args: Any, **kwargs: Any) -> Any:
+            with recorder.phase("overflow check"), recorder.span("overflow check", CPU):
+                return check(*args, **kwargs)
+
+        def optimizer_step(sub_group_id: int) -> Any:
+            numel = optimizer.fp16_partitioned_groups_flat_numel[sub_group_id]
+            with recorder.span(f"AdamW {sub_group_id}", CPU, numel):
+                return update(sub_group_id)
+
+        optimizer.has_overflow, optimizer._optimizer_step = has_overflow, optimizer_step
+
     def step(self, batches: Sequence[torch.Tensor], learning_rate: float) -> tuple[torch.Tensor, float | None]:
         engine = self._engine
         self._enabled.io.reset()
@@ -90,9 +110,12 @@ class DeepSpeedBackend:
             group["lr"] = learning_rate
         skipped, losses = engine.skipped_steps, []
         for ids in batches:
-            loss = engine(input_ids=ids, labels=ids).loss
-            engine.backward(loss)
-            engine.step()
+            with phase(self._recorder, "forward"):
+                loss = engine(input_ids=ids, labels=ids).loss
+            with phase(self._recorder, "backward"):
+                engine.backward(loss)
+            with phase(self._recorder, "optimizer"):
+                engine.step()
             losses.append(loss.detach().float())
         norm = None if engine.skipped_steps > skipped else float(engine.get_global_grad_norm())
         return torch.stack(losses).mean(), norm

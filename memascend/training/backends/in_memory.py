@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memascend.memory.ledger import Ledger
+from memascend.simulator.recorder import Recorder, phase
 from memascend.storage.tensor_file import TensorFileReader, TensorLayout
 from memascend.training.backends.groups import Group
 from memascend.training.backends.loss_scale import LossScale
@@ -32,6 +33,7 @@ class InMemoryBackend:
         self._config, self._settings, self.ledger = config, settings, ledger
         self._scale = LossScale.dynamic() if config.dtype == "fp16" else None
         self._steps = self._skipped = 0
+        self._recorder: Recorder | None = None
         self._filled: set[torch.nn.Parameter] = set()
         self._undo: list[Callable[[], None]] = []
 
@@ -115,15 +117,23 @@ class InMemoryBackend:
 
     # -- training ------------------------------------------------------------------------------------------------------
 
+    def trace(self, recorder: Recorder) -> None:
+        from memascend.integrations.block_spans import record_blocks
+
+        self._recorder = recorder
+        record_blocks(self.model, recorder)
+
     def step(self, batches: Sequence[torch.Tensor], learning_rate: float) -> tuple[torch.Tensor, float | None]:
         self._filled.clear()
         scale, losses = self._scale.value if self._scale else 1.0, []
         for ids in batches:
-            loss = self.model(input_ids=ids, labels=ids).loss
-            (loss / len(batches) * scale).backward()
+            with phase(self._recorder, "forward"):
+                loss = self.model(input_ids=ids, labels=ids).loss
+            with phase(self._recorder, "backward"):
+                (loss / len(batches) * scale).backward()
             losses.append(loss.detach().float())
         mean = torch.stack(losses).mean()
-        with torch.no_grad():
+        with torch.no_grad(), phase(self._recorder, "optimizer"):
             norm = self._norm()
             overflow = not bool(torch.isfinite(norm))
             if self._scale is not None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from memascend.memory.ledger import Ledger
+from memascend.simulator.recorder import Recorder
 from memascend.storage.tensor_file import TensorFileReader, TensorLayout
 from memascend.training.config import TrainConfig
 
@@ -42,6 +43,9 @@ class Backend(Protocol):
     def build(self, source: Path | dict[str, Any]) -> None:
         """The model with the weights of a folder, or initialised from a configuration by torch's generator as it
         stands: equal bits for every backend. Once."""
+
+    def trace(self, recorder: Recorder) -> None:
+        """From now on `recorder` is told of every step's phases, blocks, transfers and updates. Once, after `build`."""
 
     def step(self, batches: Sequence[torch.Tensor], learning_rate: float) -> tuple[torch.Tensor, float | None]:
         """One optimizer step over batches of token ids (int64, sequences x tokens, on `device`).

@@ -1,0 +1,161 @@
+"""`memascend compare A B`: two steps phase by phase, or two sets of results with their spread and verdicts.
+
+A step is a trace, from `plan --trace` or `train --trace`. A set of results is a record or a folder of them (JSON whose
+`points` hold repeats), or a table of claims (CSV with a column `verdict`). No torch here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memascend.simulator.side_by_side import StepOf, as_text, rows, step_of_trace
+from memascend.simulator.trace import read_trace
+
+
+def add_compare(commands: Any) -> None:
+    """Registers `compare` with the argparse subparsers `commands`."""
+    parser = commands.add_parser(
+        "compare",
+        help="two steps phase by phase, such as a simulated and a measured one; or two sets of results",
+        description="Two traces (of plan --trace and train --trace) are set side by side, phase by phase. Two records, "
+        "folders of records or tables of claims are compared row by row: medians, quartiles, and what they decide.",
+    )
+    parser.add_argument(
+        "a", type=Path, metavar="A", help="a trace, a record, a folder of records, or a table of claims"
+    )
+    parser.add_argument("b", type=Path, metavar="B", help="what to compare it with, of the same kind")
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> tuple[str, int]:
+    a, b = load(options.a), load(options.b)
+    if type(a) is not type(b):
+        raise ValueError(f"{options.a} is {_kind(a)} and {options.b} is {_kind(b)}: compare two of a kind")
+    if isinstance(a, StepOf):
+        return (json.dumps(rows(a, b), indent=1) if options.json else as_text(a, b)), 0
+    found = list(compared(a, b))
+    if not found:
+        raise ValueError(f"{options.a} and {options.b} have no measurement in common")
+    if options.json:
+        return json.dumps(found, indent=1), 0
+    return "\n".join([f"A: {options.a}", f"B: {options.b}", "", *map(_line, found), "", _summary(found, a, b)]), 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """Repeats of each measurement by its name, and the verdict and value of each claim."""
+
+    repeats: dict[str, list[float]]
+    claims: dict[str, tuple[str, str]]
+
+
+def load(path: Path) -> StepOf | Results:
+    """What lies at `path`. ValueError, in one line, where it is nothing that can be compared."""
+    if path.is_dir():
+        files = sorted([*path.rglob("*.json"), *path.rglob("*claims*.csv")])
+        found = [_results(file) for file in files]
+        if not any(each.repeats or each.claims for each in found):
+            raise ValueError(f"{path} holds no records with repeats and no table of claims")
+        return Results(
+            repeats={name: values for each in found for name, values in each.repeats.items()},
+            claims={name: verdict for each in found for name, verdict in each.claims.items()},
+        )
+    if not path.is_file():
+        raise ValueError(f"there is no {path}: name a trace, a record, a folder of records, or a table of claims")
+    if path.suffix == ".json" and "traceEvents" in _json(path):
+        return step_of_trace(*read_trace(path))
+    found = _results(path)
+    if not found.repeats and not found.claims:
+        raise ValueError(f"{path} holds no trace, no repeats of a measurement and no claims")
+    return found
+
+
+def _kind(loaded: StepOf | Results) -> str:
+    return "a step" if isinstance(loaded, StepOf) else "a set of results"
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _results(path: Path) -> Results:
+    if path.suffix == ".csv":
+        with path.open(newline="", encoding="utf-8") as file:
+            lines = list(csv.DictReader(file))
+        if not lines or "verdict" not in lines[0]:
+            return Results(repeats={}, claims={})
+        return Results(
+            repeats={},
+            claims={f"{line['claim_id']} ({line['lane']})": (line["verdict"], line["value"]) for line in lines},
+        )
+    record = _json(path) if path.suffix == ".json" else {}
+    points = record.get("points")
+    called = record.get("run_id") or record.get("benchmark") or path.stem
+    repeats = dict(_repeats(str(called), points)) if isinstance(points, list) else {}
+    return Results(repeats=repeats, claims={})
+
+
+def _repeats(called: str, points: list[Any]) -> Iterator[tuple[str, list[float]]]:
+    """Lists of seconds, named by the point's other keys."""
+    for point in points:
+        if isinstance(point, dict):
+            plain = [str(value) for value in point.values() if isinstance(value, str | int)]
+            for key, values in point.items():
+                timed = key == "seconds" or key.endswith("_s")
+                if timed and isinstance(values, list) and values and all(isinstance(v, int | float) for v in values):
+                    yield " ".join([f"{called}:", *plain, "" if key == "seconds" else key]).rstrip(), values
+
+
+def compared(a: Results, b: Results) -> Iterator[dict[str, Any]]:
+    """What both have. Repeats decide by their quartiles: where they overlap, neither is faster."""
+    for name in a.repeats:
+        if name in b.repeats:
+            mine, theirs = _quartiles(a.repeats[name]), _quartiles(b.repeats[name])
+            apart = theirs[0] > mine[2] or theirs[2] < mine[0]
+            slower = theirs[1] > mine[1]
+            verdict = "within the spread" if not apart else "B is slower" if slower else "B is faster"
+            yield {"name": name, "a_s": mine, "b_s": theirs, "ratio": theirs[1] / mine[1], "verdict": verdict}
+    for name in a.claims:
+        if name in b.claims:
+            before, after = a.claims[name], b.claims[name]
+            verdict = "equal" if before == after else "other value" if before[0] == after[0] else "other verdict"
+            yield {"name": name, "a": before, "b": after, "verdict": verdict}
+
+
+def _quartiles(values: list[float]) -> tuple[float, float, float]:
+    """(low, median, high); of one value three times itself, of two and three the extremes."""
+    if len(values) < 4:
+        return min(values), statistics.median(values), max(values)
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, median, high
+
+
+def _line(found: dict[str, Any]) -> str:
+    if "ratio" in found:
+        a, b = (f"{m:.4g} [{low:.4g}, {high:.4g}]" for low, m, high in (found["a_s"], found["b_s"]))
+        return f"{found['name']}: A {a} s, B {b} s, B / A {found['ratio']:.3f}: {found['verdict']}"
+    (before, was), (after, now) = found["a"], found["b"]
+    if found["verdict"] == "equal":
+        return f"{found['name']}: {after}, {now or 'no value'}"
+    return f"{found['name']}: A {before} ({was or 'no value'}), B {after} ({now or 'no value'})"
+
+
+def _summary(found: list[dict[str, Any]], a: Results, b: Results) -> str:
+    counts: dict[str, int] = {}
+    for each in found:
+        counts[each["verdict"]] = counts.get(each["verdict"], 0) + 1
+    alone = [len(set(x.repeats) - set(y.repeats)) + len(set(x.claims) - set(y.claims)) for x, y in ((a, b), (b, a))]
+    text = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items(), key=lambda item: -item[1]))
+    return f"{len(found)} in common: {text}; only in A {alone[0]}, only in B {alone[1]}"

@@ -1,0 +1,27 @@
+"""The spans of a model's blocks in a traced step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memascend.simulator.recorder import Recorder
+
+
+def record_blocks(model: torch.nn.Module, recorder: Recorder) -> None:
+    """From now on each block of `model` is an event of the device.
+
+    In backward a block lasts from its recomputation, which calls its parts and not the block, to that of the block
+    before it; without gradient checkpointing backward has no blocks.
+    """
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    for number, block in enumerate(max(lists, key=len, default=())):
+        for part in block.children():
+            part.register_forward_pre_hook(lambda *_, name=f"block {number}": recorder.begin_block(name))
+        block.register_forward_hook(lambda *_: _ended(recorder))
+
+
+def _ended(recorder: Recorder, *_: Any) -> None:
+    if recorder.current_phase == "forward":
+        recorder.end_block()

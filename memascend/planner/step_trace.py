@@ -1,0 +1,33 @@
+"""A plan's simulated step as a trace, in the format that real runs write theirs in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from memascend.planner.answers import Answers
+from memascend.simulator import write_trace
+
+
+def write_step(answers: Answers, path: Path, *, force: bool = False) -> None:
+    """Write the events. ValueError, in one line, where no step was simulated or a file is in the way."""
+    if answers.time is None or answers.machine is None:
+        raise ValueError(f"--trace needs a simulated step, and there is none: {answers.no_time}")
+    if path.exists() and not force:
+        raise ValueError(f"{path} exists: --force replaces it, or name another file")
+    work = answers.work
+    write_trace(
+        path,
+        answers.time.played.events,
+        lane="modelled",
+        source=answers.machine.name,
+        system=work.system,
+        arm=work.arm_name,
+        model=work.spec.name,
+        twin=work.spec.k,
+        dtype=work.dtype,
+        ranks=work.ranks,
+        batch=work.batch,
+        context=work.context,
+        accumulate=work.accumulation,
+        seconds=answers.time.seconds,
+    )

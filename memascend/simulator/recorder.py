@@ -1,0 +1,144 @@
+"""Events of a real step, written down while it runs, in the format that simulated ones have.
+
+    recorder = Recorder()
+    with recorder.phase("forward"):
+        ...
+    events = recorder.take()
+
+Resources have the names of a simulated step where they are the same thing: `gpu0` is the device (on a CUDA device its
+events say when the host issued the work), `cpu` the optimizer and the overflow check, `ssd.read` and `ssd.write` a
+transfer from its submission to its end, so that several overlap. Two are a real step's alone: `main`, the phase that
+the training's thread is in, and `wait`, where that thread waits for storage; waits are taken out of the events of
+`gpu0` and `cpu`, which are the same thread's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+
+from memascend.simulator.trace import Event
+
+DEVICE, CPU, MAIN, WAIT = "gpu0", "cpu", "main", "wait"
+READ, WRITE = "ssd.read", "ssd.write"
+
+
+class Recorder:
+    """Events of one rank. `span`, `phase`, `block` and `wait` belong to the training's thread, `add` to any."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._events: list[Event] = []
+        self._phases: list[str] = []
+        self._phase_began = 0.0
+        self._block: tuple[str, float] | None = None
+
+    @staticmethod
+    def now() -> float:
+        """Seconds of the clock that events are in; the same for all processes of a machine."""
+        return time.monotonic()
+
+    @property
+    def current_phase(self) -> str:
+        """Innermost phase; empty outside of all."""
+        return self._phases[-1] if self._phases else ""
+
+    def add(self, name: str, resource: str, begin_s: float, amount: float = 0.0, phase: str | None = None) -> None:
+        """Something that began at `begin_s` and ends now. Outside of every phase nothing is kept."""
+        phase, end_s = self.current_phase if phase is None else phase, self.now()
+        if phase:
+            event = Event(
+                name=name,
+                phase=phase,
+                resource=resource,
+                begin_s=begin_s,
+                end_s=end_s,
+                rank=self._rank,
+                amount=amount,
+            )
+            with self._lock:
+                self._events.append(event)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A phase of the step. One within another interrupts it."""
+        self._turn(name)
+        try:
+            yield
+        finally:
+            self.end_block()
+            self._turn(None)
+
+    def _turn(self, entered: str | None) -> None:
+        if self._phases:
+            self.add(self.current_phase, MAIN, self._phase_began)
+        if entered is None:
+            self._phases.pop()
+        else:
+            self._phases.append(entered)
+        self._phase_began = self.now()
+
+    @contextlib.contextmanager
+    def span(self, name: str, resource: str, amount: float = 0.0) -> Iterator[None]:
+        begin = self.now()
+        try:
+            yield
+        finally:
+            self.add(name, resource, begin, amount)
+
+    def wait(self) -> contextlib.AbstractContextManager[None]:
+        """The training's thread waits for storage."""
+        return self.span("wait", WAIT)
+
+    def begin_block(self, name: str) -> None:
+        """The device begins a block of the model, or goes on with it; the one before it has ended."""
+        if self._block is None or self._block[0] != name:
+            self.end_block()
+            self._block = (name, self.now())
+
+    def end_block(self) -> None:
+        if self._block is not None:
+            name, begin = self._block
+            self._block = None
+            self.add(name, DEVICE, begin)
+
+    def take(self) -> list[Event]:
+        """All events so far, from the begin of the first on, and forget them."""
+        with self._lock:
+            events, self._events = self._events, []
+        waits = sorted((event.begin_s, event.end_s) for event in events if event.resource == WAIT)
+        out: list[Event] = []
+        for event in events:
+            out += _without(event, waits) if event.resource in (DEVICE, CPU) else [event]
+        return sorted(out, key=lambda event: (event.begin_s, event.end_s))
+
+
+def phase(recorder: Recorder | None, name: str) -> contextlib.AbstractContextManager[None]:
+    """`recorder.phase(name)`, or nothing where nobody records."""
+    return contextlib.nullcontext() if recorder is None else recorder.phase(name)
+
+
+def _without(event: Event, waits: list[tuple[float, float]]) -> list[Event]:
+    """What is left of an event, which keeps its amount in the first part."""
+    parts, at = [], event.begin_s
+    for begin, end in waits:
+        if end > at and begin < event.end_s:
+            if begin > at:
+                parts.append((at, begin))
+            at = max(at, end)
+    if at < event.end_s:
+        parts.append((at, event.end_s))
+    return [
+        dataclasses.replace(event, begin_s=begin, end_s=end, amount=0.0 if number else event.amount)
+        for number, (begin, end) in enumerate(parts)
+    ]
+
+
+def from_zero(events: list[Event]) -> list[Event]:
+    """The same events with the begin of the first at 0 s."""
+    begin = min((event.begin_s for event in events), default=0.0)
+    return [dataclasses.replace(event, begin_s=event.begin_s - begin, end_s=event.end_s - begin) for event in events]
