@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baselines.lohan.footprint import footprint
+from baselines.lohan.schedule import schedule
 from baselines.protocol import PlannedSystem
 from memascend.arrangements import Arrangement
 from memascend.training.backends import STREAMING, Setup
@@ -57,4 +58,4 @@ class LoHan(PlannedSystem):
         return Setup(backend=STREAMING, settings={"folder": str(folder), "arm": arm}, swaps=False)
 
 
-SYSTEM = LoHan(name="lohan", arms=_ARMS, buffers=footprint)
+SYSTEM = LoHan(name="lohan", arms=_ARMS, buffers=footprint, tasks=schedule)

@@ -18,7 +18,8 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from memascend.simulator.trace import Event
 
@@ -120,6 +121,23 @@ class Recorder:
 def phase(recorder: Recorder | None, name: str) -> contextlib.AbstractContextManager[None]:
     """`recorder.phase(name)`, or nothing where nobody records."""
     return contextlib.nullcontext() if recorder is None else recorder.phase(name)
+
+
+def record_transfers(storage: Any, recorder: Recorder) -> None:
+    """From now on every `read` and `write` of `storage`, a tier or one like it, is an event until its completion."""
+    for method, resource in (("read", READ), ("write", WRITE)):
+        setattr(storage, method, _recorded(getattr(storage, method), resource, recorder))
+
+
+def _recorded(transfer: Callable[..., Any], resource: str, recorder: Recorder) -> Callable[..., Any]:
+    def begin(key: Any, tensor: Any, **options: Any) -> Any:
+        began, phase_name = recorder.now(), recorder.current_phase
+        completion = transfer(key, tensor, **options)
+        nbytes = tensor.nbytes
+        completion.add_done_callback(lambda _: recorder.add(str(key), resource, began, nbytes, phase_name))
+        return completion
+
+    return begin
 
 
 def _without(event: Event, waits: list[tuple[float, float]]) -> list[Event]:

@@ -17,6 +17,7 @@ from memascend.engine import home as homes
 from memascend.engine.runtime import EngineOptions, StreamingEngine
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
+from memascend.simulator.recorder import Recorder, phase, record_transfers
 from memascend.storage.tensor_file import TensorFileReader, TensorLayout
 from memascend.training.backends.loss_scale import LossScale
 from memascend.training.config import TrainConfig
@@ -39,6 +40,7 @@ class StreamingBackend:
         self._finished = False  # a step that is not kept
         self._moved = (0, 0)
         self._undo = contextlib.ExitStack()
+        self._recorder: Recorder | None = None
 
     @staticmethod
     def notes() -> list[str]:
@@ -123,6 +125,23 @@ class StreamingBackend:
 
     # -- training ------------------------------------------------------------------------------------------------------
 
+    def trace(self, recorder: Recorder) -> None:
+        """What the engine waits for is in its phases and blocks: it does not tell of it."""
+        from memascend.integrations.block_spans import record_blocks
+
+        self._recorder = recorder
+        record_blocks(self.model, recorder)
+        record_transfers(self.engine.home, recorder)
+        make = self.engine._scratch_tier
+
+        def made() -> Any:
+            new, tier = self.engine._scratch is None, make()
+            if new:
+                record_transfers(tier, recorder)
+            return tier
+
+        self.engine._scratch_tier = made
+
     def step(self, batches: Sequence[torch.Tensor], learning_rate: float) -> tuple[torch.Tensor, float | None]:
         if self._finished:  # there is room for one step beside the kept one
             self.keep({})
@@ -131,10 +150,13 @@ class StreamingBackend:
         scale, losses = self._scale.value if self._scale else 1.0, []
         self.engine.scale = scale
         for ids in batches:
-            loss = self.model(input_ids=ids, labels=ids).loss
-            (loss / len(batches) * scale).backward()
+            with phase(self._recorder, "forward"):
+                loss = self.model(input_ids=ids, labels=ids).loss
+            with phase(self._recorder, "backward"):
+                (loss / len(batches) * scale).backward()
             losses.append(loss.detach().float())
-        norm = self.engine.finish_step(keep=False)
+        with phase(self._recorder, "optimizer"):
+            norm = self.engine.finish_step(keep=False)
         self._finished = True
         if self._scale is not None:
             self._scale.after_step(norm is None)

@@ -1,0 +1,69 @@
+"""A step of LoHan: the optimizer works in the backward pass, on each gradient as it arrives (active gradient
+offloading, its section IV-C and Fig. 3).
+
+    optimized              GPU   | b3 | b2 | b1 | b0 |
+                           up    .| g3 | g2 | g1 | g0 |
+                           SSD   |s3| |s2| w3 |s1| w2 | ...      states are read ahead, so that three stages overlap
+                           CPU        |A3|  |A2|  |A1|  |A0|
+    naive                  read, update and write of a piece follow one another, and the next piece waits for them
+    none                   as ZeRO-Infinity: gradients wait on the SSD, the optimizer comes after (LoHan+ZeRO in Fig. 7)
+
+Traffic of a step over the SSD is the paper's: weights 2P in forward, 14P in backward (2P weights, 12P states), and 14P
+written. Inputs of blocks wait on the SSD, as the streaming engine keeps them; each block is recomputed. The paper's
+choice of further activations to swap (its Algorithm 1) is not part of these arms.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baselines.protocol.schedules import backward, forward, gradients_to_ssd, swapping_optimizer
+
+if TYPE_CHECKING:
+    from baselines.protocol.schedules import Arrived
+    from memascend.planner.pieces import Piece
+    from memascend.planner.step import Step
+
+STATE_SLOTS = "state slots"
+_SLOTS = 3  # one that is read, one that is updated, one that is written (Fig. 3b)
+
+
+def schedule(step: Step) -> None:
+    done = forward(step, stores_checkpoints=True)
+    if step.work.arm_name == "none":
+        done = backward(step, after=done, stores_checkpoints=True, arrived=gradients_to_ssd(step))
+        swapping_optimizer(step, after=done)
+        return
+    backward(step, after=done, stores_checkpoints=True, arrived=active_gradients(step, done))
+
+
+def active_gradients(step: Step, begin: str) -> Arrived:
+    """Read states, update with the gradient that has arrived, write states and weights; `begin`: no earlier than that.
+
+    Each piece's states take a slot from their read to the end of their write. Only the last of several accumulated
+    batches updates, which their summed amounts leave as it is.
+    """
+    overlapped = step.work.arm_name != "naive"
+    pieces = step.pieces[::-1]
+    states = step.divide(3 * step.swapped_states_bytes, pieces)
+    of_piece = dict(zip(pieces, states, strict=True))
+    weights_of = dict(zip(pieces, step.divide(step.swapped_weight_bytes, pieces), strict=True))
+    step.store("weights", step.swapped_weight_bytes)
+    step.store("master weights and moments", 3 * step.swapped_states_bytes)
+    step.pool(STATE_SLOTS, _SLOTS if overlapped else 1)
+    last = {"read": begin, "write": begin}
+
+    def arrived(piece: Piece, gradient: str) -> list[str]:
+        nbytes, phase = of_piece[piece], "backward"
+        first = (last["read"],) if overlapped else (last["write"], gradient)
+        read = step.add(
+            f"read states of {piece.name}", phase, {"ssd.read": nbytes}, after=first, takes={STATE_SLOTS: 1}
+        )
+        needs = {"cpu": step.adamw_s(piece.parameters)}
+        update = step.add(f"AdamW {piece.name}", phase, needs, after=(read, gradient))
+        needs = {"ssd.write": nbytes + weights_of[piece]}
+        write = step.add(f"write states of {piece.name}", phase, needs, after=(update,), gives={STATE_SLOTS: 1})
+        last["read"], last["write"] = read, write
+        return [write]
+
+    return arrived
