@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from baselines.mlp_offload.footprint import update_over_paths
+from baselines.mlp_offload.schedule import schedule
 from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, zero3_config
 from memascend.arrangements import Arrangement, arrangement_of_parts
 from memascend.planner.derived_sizes import held_buffers, optimizer_buffers
@@ -65,4 +66,6 @@ def several_paths(config: dict[str, Any], arm: str, tiers: list[str]) -> dict[st
     return {**config, "memascend": {**config.get("memascend", {}), "tiers": used}}
 
 
-SYSTEM = DeepSpeedSystem(name="mlp_offload", arms=_ARMS, configure=_configure, buffers=update_over_paths)
+SYSTEM = DeepSpeedSystem(
+    name="mlp_offload", arms=_ARMS, configure=_configure, buffers=update_over_paths, tasks=schedule
+)

@@ -1,0 +1,110 @@
+"""A step of MLP-Offload: weights stay on the GPUs, the update streams optimizer states over several paths at once.
+
+    NVMe   |            | read | write | read | write | ...        each path works through its own sub-groups
+    PFS    |            |   read   |   write   |   read ...        so that all paths end together
+    CPU    |            |      | Adam | Adam | Adam | ...
+    GPU    | fwd | bwd  |
+           gradients stay in host memory in 16 bits and become fp32 where the update meets them (its section 3.2)
+
+Its parts, each of which an arm may lack: several paths (3.1), their sub-groups divided so that their times are equal
+(or by its Eq. 1, `as_published`); one process at a time on a path (`tier_exclusive`, which one rank that stands for all
+always is); an update order that turns with each step, so that the sub-groups left in host memory are met first (3.3);
+gradients that are not written. DeepSpeed's ZeRO-3 lacks them all: one path, gradients written in fp32 in backward and
+read back in the update; its reads and writes are pipelined.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baselines.protocol.schedules import backward, forward
+
+if TYPE_CHECKING:
+    from baselines.protocol.schedules import Arrived
+    from memascend.planner.pieces import Piece
+    from memascend.planner.step import Step
+
+_HELD = 3  # sub-groups that host memory has room for (4.1)
+_SLOTS = 3  # sub-groups under way on a path: one that is read, one that is updated, one that is written
+_PARTS = 48  # the update is folded into so many pieces
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoragePath:
+    """A path; `share` of all sub-groups lie there."""
+
+    name: str
+    share: float
+
+
+def schedule(step: Step) -> None:
+    parts = step.work.arrangement
+    waits = step.work.arm_name == "weights_on_paths"
+    paths = paths_of(step)
+    done = forward(step, weights_wait=waits)
+    writes = parts.swaps_gradients
+    done = backward(step, after=done, weights_wait=waits, arrived=gradients_to_paths(step, paths) if writes else None)
+    update(step, done, paths, held=_HELD if parts.turns_order else 0, reads_gradients=writes)
+
+
+def paths_of(step: Step) -> list[StoragePath]:
+    """Those of the testbed, or its SSD as one; a share of each by the arm's rule."""
+    described = step.machine.described.get("paths", []) if step.machine is not None else []
+    if not described or not step.work.arrangement.over_paths:
+        return [StoragePath(name=described[0]["name"] if described else "ssd", share=1.0)]
+    used = described[:1] if step.work.arm_name in ("caching", "skip_gradients", "exclusive") else described
+    rates = [(path["name"], _rate(path["read_gb_per_s"]), _rate(path["write_gb_per_s"])) for path in used]
+    if step.work.arm_name == "as_published":  # Eq. 1: the smaller rate of each
+        weights = {name: min(read, write) for name, read, write in rates}
+    else:
+        weights = {name: 1 / (1 / read + 1 / write) for name, read, write in rates}
+    whole = sum(weights.values())
+    return [StoragePath(name=name, share=weight / whole) for name, weight in weights.items()]
+
+
+def _rate(value: object) -> float:
+    return float(value["value"] if isinstance(value, dict) else value)
+
+
+def gradients_to_paths(step: Step, paths: list[StoragePath]) -> Arrived:
+    """fp32 gradients of each piece, to the paths by their shares."""
+    shares = dict(zip(step.pieces, step.divide(step.swapped_states_bytes, step.pieces), strict=True))
+
+    def arrived(piece: Piece, task: str) -> list[str]:
+        return [
+            step.add(
+                f"write gradients of {piece.name} to {path.name}",
+                "backward",
+                {f"{path.name}.write": step.work.accumulation * path.share * shares[piece]},
+                after=(task,),
+            )
+            for path in paths
+        ]
+
+    return arrived
+
+
+def update(step: Step, after: str, paths: list[StoragePath], *, held: int, reads_gradients: bool) -> str:
+    """Every path reads, and after AdamW writes, its own part of the states; what host memory holds is only updated."""
+    states = step.swapped_states_bytes
+    kept = min(1.0, held / len(step.work.sub_groups()))
+    step.store("master weights and moments", 3 * states)
+    if reads_gradients:
+        step.store("gradients", states)
+    done = []
+    if kept:
+        seconds = step.adamw_s(kept * step.work.spec.parameters)
+        done.append(step.add("AdamW of what host memory holds", "optimizer", {"cpu": seconds}, after=(after,)))
+    for path in paths:
+        slots = step.pool(f"slots of {path.name}", _SLOTS)
+        amount = (1 - kept) * path.share / _PARTS
+        last = after
+        for part in range(_PARTS):
+            needs = {f"{path.name}.read": amount * (4 if reads_gradients else 3) * states}
+            last = step.add(f"read {path.name} {part}", "optimizer", needs, after=(last,), takes={slots: 1})
+            needs = {"cpu": step.adamw_s(amount * step.work.spec.parameters)}
+            updated = step.add(f"AdamW {path.name} {part}", "optimizer", needs, after=(last,))
+            needs = {f"{path.name}.write": amount * 3 * states}
+            done.append(step.add(f"write {path.name} {part}", "optimizer", needs, after=(updated,), gives={slots: 1}))
+    return step.add("end of the update", "optimizer", after=done)

@@ -1,0 +1,71 @@
+"""MLP-Offload's step on its Testbed-1: the update by closed forms, the arms' order, and DeepSpeed's printed update.
+
+The parameters behind "40B" are 48.16e9 by the authors' logs, not 40e9 (erratum M5), and nobody prints how many
+sub-groups their runs held in memory: seconds are set against the paper only where neither is in doubt.
+"""
+
+import pytest
+
+from hardware.registry import load_testbed
+from memascend.planner import Workload, model_spec
+from memascend.planner.machine import machine_from_testbed
+from memascend.planner.step import step_of
+from memascend.planner.step_time import step_time
+
+SPEC = model_spec("qwen2.5-32b")
+MACHINE = machine_from_testbed(load_testbed("mlpoffload-testbed1"))
+READ, WRITE, REMOTE = 6.9e9, 5.3e9, 3.6e9  # Table 1: NVMe, and the parallel file system each way
+
+
+def work(arm, states="fp32"):
+    size = {"ranks": 4, "batch": 1, "context": 2048}
+    return Workload(spec=SPEC, system="mlp_offload", arm=arm, dtype="bf16", states=states, **size)
+
+
+def phases(arm):
+    return {phase.name: phase.seconds for phase in step_time(work(arm), MACHINE).phases}
+
+
+def kept(arm):
+    return 3 / len(work(arm).sub_groups())
+
+
+def test_deepspeeds_update_reads_16_and_writes_12_bytes_a_parameter_one_after_the_other():
+    """With the parameters of the authors' logs that is 220.7 s, where section 3.1 prints 213 s (held out)."""
+    closed = 16 / READ + 12 / WRITE
+    made = phases("zero3")["optimizer"] / SPEC.parameters
+    assert closed * (1 - 1e-9) <= made < 1.02 * closed  # AdamW has no part in it: it runs beside the transfers
+    assert made * 48.16e9 == pytest.approx(213, rel=0.05)
+
+
+def test_several_paths_end_together_and_take_the_update_formula():
+    """T = 12P(1 - c) / sum over the paths of 1 / (1/R + 1/W), with the c that three held sub-groups give."""
+    rate = 1 / (1 / READ + 1 / WRITE) + 1 / (2 / REMOTE)
+    closed = 12 * SPEC.parameters * (1 - kept("mlp_offload")) / rate
+    played = step_time(work("mlp_offload"), MACHINE).played
+    optimizer = played.phases()["optimizer"]
+    assert closed < optimizer[1] - optimizer[0] < 1.03 * closed
+    ends = [max(e.end_s for e in played.events if e.resource == f"{name}.write") for name in ("nvme", "pfs")]
+    assert ends[0] == pytest.approx(ends[1], rel=0.02)
+
+
+def test_equation_1_divides_by_the_smaller_rate_and_one_path_waits_for_the_other():
+    assert phases("as_published")["optimizer"] > phases("mlp_offload")["optimizer"]
+    streamed = 12 * SPEC.parameters * (1 - kept("as_published"))
+    slower = streamed * (3.6 / 8.9) * 2 / REMOTE
+    assert slower > streamed * (5.3 / 8.9) * (1 / READ + 1 / WRITE)
+    assert phases("as_published")["optimizer"] == pytest.approx(slower, rel=0.03)
+
+
+def test_each_part_of_the_paper_takes_something_away():
+    """Figures 14 and 15: caching, then gradients that stay, on one path; then several paths."""
+    steps = [sum(phases(arm).values()) for arm in ("zero3", "caching", "skip_gradients", "mlp_offload")]
+    assert steps == sorted(steps, reverse=True)
+    assert phases("skip_gradients")["backward"] < phases("caching")["backward"]  # nothing is written
+
+
+def test_without_a_testbed_everything_lies_on_one_path():
+    volume, p = step_of(work("mlp_offload")).volume(), SPEC.parameters
+    streamed = 12 * p * (1 - kept("mlp_offload"))
+    assert volume.read_bytes == {"forward": 0, "backward": 0, "optimizer": pytest.approx(streamed, rel=0.001)}
+    assert step_of(work("zero3")).volume().total_bytes == pytest.approx(32 * p, rel=0.02)
