@@ -157,10 +157,13 @@ def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes
     except ValueError as error:
         notes.append(f"host memory was not planned: {error}")
         return {"planned_host_bytes": None, "planned_components": {}, "planned_swap_bytes": None}
+    swapped = None
+    with contextlib.suppress(ValueError):  # a system without a schedule
+        swapped = io_volume(work).stored_bytes
     return {
         "planned_host_bytes": planned.host_bytes,
         "planned_components": planned.components(),
-        "planned_swap_bytes": io_volume(work).stored_bytes,
+        "planned_swap_bytes": swapped,
     }
 
 

@@ -90,6 +90,21 @@ def test_a_run_that_is_stopped_and_then_killed_goes_on_as_if_nothing_had_happene
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_states_that_the_tier_has_kept_are_gone_on_from_and_not_the_checkpoint(tmp_path, tmp_path_factory):
+    reference = finished_run(tmp_path_factory, "lohan")
+    output = tmp_path / "run"
+    options = [*options_for(reference.parent / "text", "lohan"), "--save-every", "0"]
+    kill_at_step(output, 4, *options)
+    assert not (output / "checkpoints").exists()
+    said = resume_to_the_end(output)
+    kept = [line for line in said.splitlines() if "which the tier has kept" in line]
+    assert kept in (["resume  from step 3, which the tier has kept"], ["resume  from step 4, which the tier has kept"])
+    assert losses(output) == losses(reference)
+    assert not list(output.glob("memascend-states-*"))
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("system", "more"),
@@ -100,6 +115,8 @@ def test_a_run_that_is_stopped_and_then_killed_goes_on_as_if_nothing_had_happene
         ("memascend", ("--ranks", "2")),
         ("zero_offload", ()),
         ("zero_infinity", ()),
+        ("lohan", ()),
+        ("lohan", ("--clip", "0")),
         ("in_memory", ()),
         ("in_memory", ("--arm", "deepspeed_adamw")),
     ],
