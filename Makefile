@@ -26,7 +26,7 @@ export PYTHON MAX_JOBS MEMASCEND_CACHE NO_SYSTEM_PACKAGES
 
 help: ## list the targets
 	@grep -hE '^[a-z_0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z_0-9-]+):.*## (.*)/make \1|\2/' | column -t -s '|'
-	@echo 'words: PROFILE=smoke|quick|full|gpu  CORES=n  PYTEST="-k name --run-slow"  CUDA=1  PYTHON=/path/to/python3'
+	@echo 'words: PROFILE=smoke|quick|paper|full|gpu  CORES=n  PYTEST="-k name --run-slow"  CUDA=1  PYTHON=/path/to/python3'
 
 setup: ## system packages, .venv, pinned dependencies, extension, DeepSpeed's ops; nothing when all is there
 	@workflows/setup/setup.sh $(VENV) $(CONSTRAINTS) $(EXTRAS)

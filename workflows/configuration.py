@@ -130,6 +130,7 @@ class Experiments:
         names = ("checkpointing", "attention", "loss")
         line += ["--stacks", *(":".join(stack[name] for name in names) for stack in stacks)] if stacks else []
         more = {"systems": [named["system"]], "models": [model], "environments": [named.get("environment")]}
+        more["gib"] = gib(model, k)
         return "-".join(words), resolved("training", " ".join(line), sorted(group["exhibits"]), alone=timed, **more)
 
     def _turns(self, run: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +151,18 @@ class Experiments:
 
 def resolved(module: str, words: str, exhibits: list[str] | None, *, alone: bool = True, **more: Any) -> dict[str, Any]:
     own = {"module": module, "words": words, "exhibits": exhibits, "alone": alone}
-    return own | {"systems": [], "models": [], "environments": [], "time_limit_s": None} | more
+    return own | {"systems": [], "models": [], "environments": [], "time_limit_s": None, "gib": 1.0} | more
+
+
+def gib(model: str, k: int) -> float:
+    """About what a run of a twin takes: 20 bytes a parameter (host and device role), and the interpreter."""
+    size = re.search(r"(\d+(?:\.\d+)?)b", model)
+    return 1.5 + (20e9 * float(size[1]) / k**2 / 2**30 if size else 0.0)
+
+
+@cache
+def machine_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 class Configuration:
@@ -204,8 +216,12 @@ class Configuration:
         return f"{lock} {limit}{python} -m workflows.run.{run['module']} {words}"
 
     def threads(self, run_id: str, cores: int) -> int:
-        """All cores for what is timed; other runs have two, where there are more."""
-        return cores if self.run(run_id)["alone"] else 1 if cores < 4 else 2
+        """All cores for what is timed; other runs share them, as many at once as the machine's memory holds."""
+        run = self.run(run_id)
+        if run["alone"] or cores < 2:
+            return cores
+        at_once = max(1, int(0.7 * machine_gib() / max(run["gib"], 0.1)))
+        return max(2 if cores >= 4 else 1, -(-cores // at_once))
 
     def interpreters(self, run_id: str) -> list[str]:
         """Of the environments that a run needs; another DeepSpeed lives in an environment of its own."""

@@ -72,7 +72,7 @@ def caption(exhibit: str, root: Path = ROOT) -> str:
 
 def has_table(entry: dict[str, Any]) -> bool:
     """Whether an exhibit holds numbers; a drawing of structure has no table."""
-    return bool(entry["lanes"]) and entry["kind"] != "diagram"
+    return bool(entry["lanes"])
 
 
 def picture_digest(entry: dict[str, Any], root: Path = ROOT) -> str:

@@ -12,10 +12,13 @@ from workflow_fixtures import built_exhibits
 
 from workflows import registry, tidy
 from workflows.derive import claims, figure, report
+from workflows.derive.table import assemble
 from workflows.panels import data, lines, style
 
 ROOT = Path(__file__).resolve().parents[2]
 REGISTRY = registry.exhibits()
+BUILT = [entry["id"] for entry in REGISTRY if entry["status"] == "built"]
+PUBLISHED = [name for name in BUILT if name not in built_exhibits()]
 
 
 def drawn(folder: Path, exhibit: str):
@@ -40,6 +43,25 @@ def test_draws_and_keeps_its_text_inside(request: pytest.FixtureRequest, amount:
     cut += [text for text, box in boxes if text not in ticks and not frame.padded(2).fully_containsx(box.x1)]
     assert not cut
     plt.close(figure)
+
+
+@pytest.mark.parametrize("exhibit", PUBLISHED)
+def test_what_only_shows_published_numbers_or_a_structure_draws_and_says_so(exhibit: str) -> None:
+    entry = figure.entry_of(exhibit)
+    table = pd.DataFrame(columns=tidy.COLUMNS, dtype=str)
+    if registry.has_table(entry):
+        table = assemble(exhibit, ROOT / "results/published", table)
+    spec = registry.figures(entry["paper"])[exhibit]
+    picture = figure.draw(spec, table, figure.footer(figure.provenance(table, pd.DataFrame())))
+    picture.canvas.draw()
+    said = " ".join(text.get_text() for text in picture.texts)
+    assert ("published: the paper's text" in said) == registry.has_table(entry)
+    words = [text for axis in picture.axes for text in axis.texts]
+    shown = {text.get_text() for text in words}
+    assert not {"not stated", "nan"} & shown
+    inside = [picture.bbox.padded(2).contains(*corner) for t in words for corner in t.get_window_extent().get_points()]
+    assert all(inside)
+    plt.close(picture)
 
 
 @pytest.mark.parametrize("exhibit", built_exhibits())
@@ -124,10 +146,10 @@ def test_measured_bars_stand_at_the_originals_size(full: Path) -> None:
 def test_the_report_shows_each_exhibit_and_needs_nothing_from_outside(full: Path, tmp_path: Path) -> None:
     document = {"claims": registry.claims()}
     verdicts = claims.decide_all(claims.of_built(document["claims"], REGISTRY), full / "exhibits")
-    for exhibit in built_exhibits():
+    for exhibit in BUILT:
         (tmp_path / f"{exhibit}.md").write_text(f"**{exhibit}.** Prose & more.\n\n- measured: here\n")
     text = report.page(REGISTRY, tmp_path, verdicts)
-    assert all(f"src='{exhibit}.svg'" in text and f"href='{exhibit}.csv'" in text for exhibit in built_exhibits())
+    assert all(f"src='{exhibit}.svg'" in text and f"href='{exhibit}.csv'" in text for exhibit in BUILT)
     assert "http" not in text
     assert all(entry["id"] in text for entry in REGISTRY)
 
@@ -140,7 +162,7 @@ def test_the_report_says_when_a_twin_is_coarse(
     document = {"claims": registry.claims()}
     verdicts = claims.decide_all(claims.of_built(document["claims"], REGISTRY), folder / "exhibits")
     verdicts = verdicts if coarse else [v for v in verdicts if "k32" not in v.testbed and "k64" not in v.testbed]
-    for exhibit in built_exhibits():
+    for exhibit in BUILT:
         (tmp_path / f"{exhibit}.md").write_text(f"**{exhibit}.** Prose.\n")
     assert ("one page of memory then stands for 16 MiB" in report.page(REGISTRY, tmp_path, verdicts)) is coarse
 

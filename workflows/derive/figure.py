@@ -43,6 +43,7 @@ def draw(spec: dict[str, Any], rows: pd.DataFrame, foot: str) -> Figure:
     count = -(-len(panels) // columns)
     size = tuple(spec.get("size", (9.0, 4.2)))
     if panels[0]["kind"] == "table":
+        panels[0] = table.unfolded(data, panels[0])
         panels[0]["_body"] = table.cells(data, panels[0])
         size = (size[0], sum(table.height(panels[0]["_body"], panels[0])) + 0.6)
     figure, axes = style.canvas(columns, count, size, spec.get("widths"))

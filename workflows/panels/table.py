@@ -1,10 +1,12 @@
 """Tables drawn as figures: rules above and below, wrapped cells, no boxes.
 
 words    {name: word} for every row
+pivot    {down, across, head}: in place of rows and columns, one for each value of two columns of the tidy table
 rows     [{name: word}]: words that the columns' templates may use; or {by: column}: a row for each of its values
 columns  [{head, width, wrap, and what is in its cells}], each one of
            text     a template of the row's words, bold
-           select   {column: template}: the value of the rows that fit; with form (of a number), else as it stands
+           select   {column: template}: the value of the rows that fit; with form (of a number), else as it stands;
+                    `unit: true` puts its unit behind
            each     like select with a line for every x value: form may name {x}, {value} and metrics under `also`
          with none  in place of a missing value;  against  {column: template}: coloured, and with `percent` the
          deviation behind the value, where it is more than `tolerance` percent away;  minus  {lane: what the printed
@@ -33,6 +35,21 @@ class Cell:
     text: str
     colour: str = style.INK
     bold: bool = False
+
+
+def unfolded(table: pd.DataFrame, panel: dict[str, Any]) -> dict[str, Any]:
+    """The panel with the rows and columns that its pivot stands for; units stand in the heads."""
+    if "pivot" not in panel:
+        return panel
+    down, across = panel["pivot"]["down"], panel["pivot"]["across"]
+    mine = of.select(table, panel.get("where"))
+    columns = [{"head": panel["pivot"]["head"], "text": f"{{{down}}}", "wrap": panel["pivot"].get("first", 22)}]
+    for name in dict.fromkeys(mine[across]):
+        units = set(mine.loc[mine[across] == name, "unit"]) - {"", "text"}
+        head = panel["pivot"].get("words", {}).get(name, name) + (f" ({min(units)})" if len(units) == 1 else "")
+        one = {"head": head, "select": {down: f"{{{down}}}", across: name}, "wrap": panel["pivot"].get("wrap", 20)}
+        columns.append(one | {"width": panel["pivot"].get("wrap", 20) / 20, "unit": len(units) > 1})
+    return {**panel, "columns": columns, "rows": [{down: name} for name in dict.fromkeys(mine[down])]}
 
 
 def cells(table: pd.DataFrame, panel: dict[str, Any]) -> list[list[Cell]]:
@@ -64,9 +81,10 @@ def cell(table: pd.DataFrame, column: dict[str, Any], row: dict[str, Any]) -> Ce
     if found.empty:
         return Cell(column.get("none", "not stated"), style.FAINT)
     value, number = found.iloc[0]["value"], found.iloc[0]["number"]
+    unit = " " + found.iloc[0]["unit"] if column.get("unit") and found.iloc[0]["unit"] != "text" else ""
     if pd.isna(number):
-        return Cell(value + behind(table, column, row))
-    shown = column.get("form", "{:g}").format(number)
+        return Cell(value + behind(table, column, row) + unit)
+    shown = column.get("form", "{:g}").format(number) + unit
     printed = of.first(table, filled(column["against"], row)) if "against" in column else None
     colour = style.INK
     if printed is not None:
@@ -119,6 +137,7 @@ def height(body: list[list[Cell]], panel: dict[str, Any]) -> list[float]:
 
 def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[str, str]]:
     """The table fills the axes. Its lanes stand in its head."""
+    panel = unfolded(table, panel)
     body = panel.get("_body") or cells(table, panel)
     heights, columns = height(body, panel), panel["columns"]
     widths = [column.get("width", 1.0) for column in columns]

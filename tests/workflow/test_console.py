@@ -1,0 +1,144 @@
+"""What the terminal shows, what the rules know, and what a committed reference adds."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from workflow_fixtures import full_set, smoke_set, write_records
+
+from workflows import configuration, tidy
+from workflows.configuration import Experiments, score
+from workflows.console import Console
+from workflows.derive import claims, reference, table
+from workflows.records import load
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def console(seconds: dict[str, float | None]) -> Console:
+    known = SimpleNamespace(runs=dict.fromkeys(seconds), seconds=seconds.get)
+    return Console(known, [])
+
+
+def event(name: str, **more: object) -> logging.LogRecord:
+    record = logging.makeLogRecord({"levelno": logging.INFO, "event": SimpleNamespace(name=name), **more})
+    return record
+
+
+def start(job: int, run: str) -> logging.LogRecord:
+    wildcards = {"run_id": run}
+    return event("JOB_INFO", jobid=job, rule_name="record", wildcards=wildcards)
+
+
+def test_a_line_for_each_run_with_what_is_left_in_place_of_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = console({"train-a": 120.0, "train-b": 60.0})
+    assert not shown.filter(event("RUN_INFO", stats={"record": 2, "total": 3}))
+    assert not shown.filter(start(1, "train-a"))
+    assert not shown.filter(event("JOB_FINISHED", job_id=1))
+    assert not shown.filter(start(2, "train-b"))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["[  1/3] record train-a, about 2 min; 3 min left", "[  2/3] record train-b, about 60 s; 62 s left"]
+
+
+def test_errors_and_warnings_pass_and_runs_never_timed_are_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = console({"train-a": None})
+    shown.filter(event("RUN_INFO", stats={"record": 1, "total": 1}))
+    shown.filter(start(1, "train-a"))
+    assert capsys.readouterr().err == "[  1/1] record train-a\n"
+    assert shown.filter(event("JOB_ERROR"))
+    assert shown.filter(logging.makeLogRecord({"levelno": logging.WARNING, "msg": "look"}))
+
+
+def test_the_score_counts_held_out_verdicts_of_each_paper_and_lane(tmp_path: Path) -> None:
+    lines = ["exhibit_id,lane,verdict,basis"]
+    lines += ["memascend-fig04,measured,reproduced,held out", "memascend-fig04,measured,deviates,held out"]
+    lines += ["memascend-fig04,measured,reproduced,calibrated", "lohan-fig05a,modelled,no result,held out"]
+    (tmp_path / "claims.csv").write_text("\n".join(lines) + "\n")
+    assert score(tmp_path / "claims.csv") == {
+        "MemAscend, measured": "1 of 2 held-out claims reproduced, 1 deviate",
+        "LoHan, modelled": "0 of 1 held-out claims reproduced, 0 deviate",
+    }
+    assert score(tmp_path / "none.csv") == {}
+
+
+def test_memory_runs_go_side_by_side_as_far_as_memory_goes_and_timed_ones_alone(monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(configuration, "machine_gib", lambda: 16.0)
+    experiments = Experiments("workflows/config/experiments.yaml", "quick")
+    known = SimpleNamespace(run=experiments.runs.get)
+    threads = {run: configuration.Configuration.threads(known, run, 16) for run in experiments.runs}
+    assert threads["kernel-overflow-quick"] == 16
+    assert threads["train-llama3.2-1b-k16-fp16-as_published"] == 3  # seven of them at once
+    assert all(1 < n <= 16 for n in threads.values())
+    assert configuration.Configuration.threads(known, "train-qwen2.5-7b-k16-fp16-memascend", 2) == 1
+
+
+def test_a_reference_is_a_series_of_its_own_where_it_is_finer_and_decides_no_claim(tmp_path: Path) -> None:
+    exhibit = "memascend-fig15"
+    own = load(write_records(tmp_path / "raw", smoke_set()))
+    reference = load(write_records(tmp_path / "epyc", full_set()))
+    mine = table.measured_rows("memascend", own)
+    rows = table.reference_rows(exhibit, reference, mine)
+    assert len(rows)
+    assert set(rows["series"].str.extract(tidy.OF_REFERENCE)[0]) == {"epyc, 2026-01-02"}
+    assert set(rows["lane"]) == {"measured"}
+    assert rows["testbed"].str.startswith("epyc").all()
+    peaks = rows[rows["metric"] == "peak system memory (x k^2)"]
+    coarse = {table.twin_k(t) for t in mine.loc[mine["model"] == "Qwen2.5-7B", "testbed"]}
+    assert {table.twin_k(t) for t in peaks.loc[peaks["model"] == "Qwen2.5-7B", "testbed"]} < {8, *coarse}
+    assert table.reference_rows(exhibit, reference, table.measured_rows("memascend", reference)).empty
+
+    claim = next(c for c in claims.registry.claims() if c["id"] == "memascend-fig15-qwen2.5-7b-memascend")
+    alone = table.assemble(exhibit, ROOT / "results/published", mine.iloc[:0], mine)
+    beside = table.assemble(exhibit, ROOT / "results/published", mine.iloc[:0], mine, rows)
+    assert claims.decide(claim, "measured", beside) == claims.decide(claim, "measured", alone)
+
+
+def test_a_record_that_says_its_exhibits_is_read_for_those_alone(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    one, other = copy.deepcopy(smoke_set()[:2])
+    (tmp_path / "host").mkdir()
+    for name, record, exhibits in (("one", one, ["memascend-fig11"]), ("other", other, None)):
+        record |= {"exhibits": exhibits} if exhibits else {}
+        (tmp_path / f"host/{name}.json").write_text(json.dumps(record))
+    folders = {f"{name}_dir": str(tmp_path / name) for name in ("raw", "derived", "published", "figures")}
+    settings = {"profile": "smoke", "experiments": "workflows/config/experiments.yaml", "reference_dir": str(tmp_path)}
+    known = configuration.Configuration(settings | folders, [])
+    named = {Path(p).stem for p in known.reference_of("memascend-fig11")}
+    assert named == {"one", "other"}
+    assert {Path(p).stem for p in known.reference_of("memascend-fig15")} == {"other"}
+    assert known.reference_of("lohan-tab04") == []
+
+
+def test_a_compact_record_gives_the_same_rows_and_says_what_the_run_took(tmp_path: Path, monkeypatch) -> None:
+    whole = load(write_records(tmp_path / "raw", [r | {"wall_s": 3.14} for r in full_set()]))
+    host = "epyc-example"
+    named = [json.loads(json.dumps({k: v for k, v in r.items() if k != "_path"})) for r in whole]
+    named = [r | {"host": r["host"] | {"name": host}} for r in named]
+    paths = write_records(tmp_path / "named", named)
+    monkeypatch.setattr("sys.argv", ["reference", "--records", *map(str, paths), "--out-dir", str(tmp_path / "kept")])
+    reference.main()
+    kept = load([p for p in sorted((tmp_path / f"kept/{host}").glob("*.json")) if p.name != "times.json"])
+    assert all("config" not in record for record in kept)
+    times = json.loads((tmp_path / f"kept/{host}/times.json").read_text())
+    assert set(times.values()) == {3.1}
+    columns = [c for c in tidy.COLUMNS if c != "source"]
+    before, after = (table.measured_rows("memascend", records)[columns] for records in (load(paths), kept))
+    machine = ("memascend-tab03", "memascend-tab05")
+    tables = (t[~t["exhibit_id"].isin(machine) & (t["x_name"] != "time in ms")] for t in (before, after))
+    one, other = (sorted(map(tuple, t.values)) for t in tables)
+    assert one == other
+    assert len(one) > 200
+
+
+def test_a_machine_without_a_name_or_a_changed_tree_is_no_reference(tmp_path: Path, monkeypatch, capsys) -> None:
+    paths = write_records(tmp_path / "raw", smoke_set()[:1])
+    monkeypatch.setattr("sys.argv", ["reference", "--records", *map(str, paths), "--out-dir", str(tmp_path / "kept")])
+    with pytest.raises(SystemExit, match="MEMASCEND_HOST"):
+        reference.main()
+    assert not (tmp_path / "kept").exists()

@@ -1,0 +1,76 @@
+"""Keep this machine's records as a committed reference: results/reference/<host>/, compact, and what each run took.
+
+A compact record has what rows are derived from, but for curves over time: of its ledger the buffers alive at the peak,
+summed by owner, and no sampled trace. Name the host with MEMASCEND_HOST when measuring.
+
+usage: python -m workflows.derive.reference --records results/raw/*.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from workflows import registry, tidy
+from workflows.records import load
+
+LEFT_OUT = ("config", "denied_prefetches", "evicted_prefetches", "released_gathered", "io", "_path")
+SUMMED = ("requested_bytes", "reserved_bytes", "touched_bytes")
+
+
+def compact(record: dict[str, Any]) -> dict[str, Any]:
+    """What rows are derived from; the key stays that of the whole record."""
+    out = {name: value for name, value in record.items() if name not in LEFT_OUT}
+    if "ledger" in out:
+        out["ledger"] = at_peak(record["ledger"])
+    for point in out.get("points", []) if record["kind"] == "training" else ():
+        point.pop("ledger", None)
+    return out
+
+
+def at_peak(ledger: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry for each owner, role and allocator of the buffers that live at the peak."""
+    groups = defaultdict(list)
+    for entry in ledger:
+        if entry.get("at_peak", False):
+            groups[entry["owner"], entry["role"], entry["allocator"]].append(entry)
+    sums = []
+    for same in groups.values():
+        whole = {name: sum(entry[name] or 0 for entry in same) for name in SUMMED}
+        sums.append({**same[0], **whole, "name": f"{same[0]['owner']} ({len(same)})", "address": None, "died_s": None})
+    return sums
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--records", type=Path, nargs="+", required=True, help="run records (JSON)")
+    parser.add_argument("--out-dir", type=Path, default=registry.ROOT / "results/reference")
+    args = parser.parse_args()
+    try:
+        for record in load(args.records):
+            host = record["host"]["name"]
+            if host == "local":
+                raise tidy.TableError(f"{record['_path']}: the machine has no name; measure with MEMASCEND_HOST set")
+            if record["dirty"]:
+                raise tidy.TableError(f"{record['_path']}: measured from a changed tree; commit, and run again")
+            if record["kind"] != "testbed":
+                text = json.dumps(compact(record), separators=(",", ":")) + "\n"
+                out = args.out_dir / host / f"{record['run_id']}.json"
+                tidy.atomically(out, lambda path, text=text: path.write_text(text))
+            note_time(args.out_dir / host / "times.json", record)
+    except (tidy.TableError, OSError) as error:
+        tidy.fail(error)
+
+
+def note_time(path: Path, record: dict[str, Any]) -> None:
+    """Seconds of a run, for the budgets that `snakemake exhibits` prints where nothing has run yet."""
+    times = json.loads(path.read_text()) if path.exists() else {}
+    times[record["run_id"]] = round(record.get("wall_s", 0.0), 1)
+    tidy.atomically(path, lambda place: place.write_text(json.dumps(dict(sorted(times.items())), indent=1) + "\n"))
+
+
+if __name__ == "__main__":
+    main()
