@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from memascend import systems
+from memascend.engine.streaming import streaming
 from memascend.memory.ledger import Ledger
 from memascend.planner.footprint import plan
 from memascend.planner.options import Stack
@@ -32,7 +33,7 @@ def begin(backend, **changes):
     return backend
 
 
-def streaming(folder, arm="optimized", model=MODEL, ledger=None, **changes):
+def streamed(folder, arm="optimized", model=MODEL, ledger=None, **changes):
     config = dataclasses.replace(CONFIG, **changes)
     settings = {"folder": str(folder / "states"), "arm": arm}
     return begin(StreamingBackend(config, settings, ledger or Ledger()), **model)
@@ -81,7 +82,7 @@ def assert_equal(ours, theirs):
 def test_weights_states_losses_and_norms_are_those_of_training_in_memory(tmp_path, arm, changes, tied):
     shape = {"tie_word_embeddings": tied}
     others = {name: value for name, value in changes.items() if name != "checkpointing"}
-    ours, theirs = streaming(tmp_path, arm, shape, **changes), in_memory(shape, **others)
+    ours, theirs = streamed(tmp_path, arm, shape, **changes), in_memory(shape, **others)
     assert train(ours, 3) == train(theirs, 3)
     assert ours.evaluate(BATCHES[0]) == theirs.evaluate(BATCHES[0])
     assert_equal(ours, theirs)
@@ -90,14 +91,14 @@ def test_weights_states_losses_and_norms_are_those_of_training_in_memory(tmp_pat
 
 
 def test_a_checkpoint_of_one_run_goes_on_in_another_to_the_same_bits(tmp_path):
-    ours, theirs = streaming(tmp_path / "a", clip=0.0), in_memory(clip=0.0)
+    ours, theirs = streamed(tmp_path / "a", clip=0.0), in_memory(clip=0.0)
     losses = train(ours, 2)
     with TensorFileWriter(tmp_path / "states.safetensors", ours.state_layouts()) as writer:
         for name, values in ours.states():
             writer.write(name, values)
     facts = ours.state_facts()
     ours.close()
-    again = streaming(tmp_path / "b", clip=0.0)
+    again = streamed(tmp_path / "b", clip=0.0)
     with TensorFileReader(tmp_path / "states.safetensors") as reader:
         again.restore(reader, facts)
     assert losses + train(again, 2) == train(theirs, 4)
@@ -106,7 +107,7 @@ def test_a_checkpoint_of_one_run_goes_on_in_another_to_the_same_bits(tmp_path):
 
 
 def test_a_step_is_kept_on_the_tier_with_what_belongs_to_it(tmp_path):
-    ours, theirs = streaming(tmp_path, clip=0.0), in_memory(clip=0.0)
+    ours, theirs = streamed(tmp_path, clip=0.0), in_memory(clip=0.0)
     losses = train(ours, 1)
     ours.keep({"step": 1, "note": "the first"})
     train(ours, 1)  # never kept
@@ -119,11 +120,31 @@ def test_a_step_is_kept_on_the_tier_with_what_belongs_to_it(tmp_path):
     assert StreamingBackend(ours._config, ours._settings, Ledger()).kept_step() is None
 
 
+def test_a_streamed_model_is_saved_and_generates_as_transformers_do(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    ours = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL | {"tie_word_embeddings": True}))
+    with streaming(tmp_path / "states") as home:
+        home.hook(ours)
+        optimizer = home.optimizer(torch.optim.AdamW, lr=1e-3)
+        for ids in BATCHES:
+            ours(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+        ours.save_pretrained(tmp_path / "trained")
+        said = ours.generate(BATCHES[0][:, :4], max_new_tokens=4, do_sample=False)
+        weights = {name: values.clone() for name, values in home.engine.read_weights()}
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    assert torch.equal(saved.generate(BATCHES[0][:, :4], max_new_tokens=4, do_sample=False), said)
+    for name, values in saved.named_parameters():
+        assert torch.equal(values, weights[name]), name
+
+
 @pytest.mark.parametrize("arm", ["optimized", "naive"])
 def test_the_plan_is_the_ledger_of_a_run_entry_by_entry(tmp_path, arm):
     spec = model_spec("qwen2.5-0.5b").twin(16)
     ledger = Ledger()
-    ours = streaming(tmp_path, arm, spec.hf_config_dict(), ledger, clip=1.0)
+    ours = streamed(tmp_path, arm, spec.hf_config_dict(), ledger, clip=1.0)
     ids = torch.arange(2 * 16).reshape(2, 16)
     ours.step([ids], 1e-3)
 
