@@ -25,31 +25,9 @@ COMPONENTS = {
 FIG08_METRICS = (*dict.fromkeys(COMPONENTS.values()), "pinned memory overhead", "other host buffers")
 
 RUN_COLUMNS = [
-    "key",
-    "run_id",
-    "kind",
-    "status",
-    "series",
-    "model",
-    "k",
-    "dtype",
-    "ranks",
-    "seed",
-    "steps",
-    "commit",
-    "dirty",
-    "started_at",
-    "host",
-    "cpu",
-    "cores",
-    "memory_gib",
-    "locked",
-    "explained_share",
-    "loss_checksum",
-    "last_loss",
-    "master_weights_sha256",
-    "seconds_per_step",
-    "shims",
+    *("key", "run_id", "kind", "status", "series", "model", "k", "dtype", "ranks", "seed", "steps"),
+    *("commit", "dirty", "started_at", "host", "cpu", "cores", "memory_gib", "locked", "explained_share"),
+    *("loss_checksum", "last_loss", "master_weights_sha256", "seconds_per_step", "shims"),
 ]
 
 # (system, arm) -> series, where a figure's name for an arm is not the arm's label: of DeepSpeed the version that ran.

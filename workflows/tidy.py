@@ -17,18 +17,8 @@ import pandas as pd
 from referencing import Registry, Resource
 
 COLUMNS = [
-    "exhibit_id",
-    "subfigure",
-    "series",
-    "model",
-    "x_name",
-    "x_value",
-    "metric",
-    "value",
-    "unit",
-    "lane",
-    "testbed",
-    "source",
+    *("exhibit_id", "subfigure", "series", "model", "x_name", "x_value", "metric", "value", "unit", "lane"),
+    *("testbed", "source"),
 ]
 LANES = ("published", "author", "modelled", "measured")
 GIB = 2**30

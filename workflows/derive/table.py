@@ -44,11 +44,6 @@ def published_rows(folder: Path, exhibit: str) -> pd.DataFrame:
     return rows.reindex(columns=tidy.COLUMNS, fill_value="")
 
 
-def lane_rows(path: Path, exhibit: str) -> pd.DataFrame:
-    table = tidy.read_table(path)
-    return table[table["exhibit_id"] == exhibit]
-
-
 def measured_rows(paper: str, records: list[dict[str, Any]]) -> pd.DataFrame:
     """Every row that the paper's folder makes of these records."""
     module = rows_of(paper)

@@ -40,10 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     record = provenance.record_header(
         args.run_id or args.out.stem, "bench-overflow", staleness.digest("workflows.run.overflow")
     )
-    record |= {
-        "points_requested": {"dtypes": args.dtypes, "numels": args.numels, "repeats": args.repeats},
-        "points": points,
-    }
+    requested = {"dtypes": args.dtypes, "numels": args.numels, "repeats": args.repeats}
+    record |= {"points_requested": requested, "points": points}
     record["wall_s"] = provenance.wall_s()
     record["key"] = provenance.record_key(record)
     provenance.write_json_atomically(args.out, record)
@@ -54,20 +52,8 @@ def _in_own_process(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The tracking allocator stays for a process's life, so the measurement has a process of its own."""
     partial = args.out.with_suffix(".points")
     partial.parent.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "workflows.run.overflow",
-        "--points-only",
-        "--out",
-        str(partial),
-        "--repeats",
-        str(args.repeats),
-        "--dtypes",
-        *args.dtypes,
-        "--numels",
-        *map(str, args.numels),
-    ]
+    command = [sys.executable, "-m", "workflows.run.overflow", "--points-only", "--out", str(partial)]
+    command += ["--repeats", str(args.repeats), "--dtypes", *args.dtypes, "--numels", *map(str, args.numels)]
     subprocess.run(command, check=True)
     points = json.loads(partial.read_text())
     partial.unlink()

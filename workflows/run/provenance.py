@@ -47,36 +47,11 @@ def record_header(run_id: str, kind: str, code_digest: str) -> dict[str, Any]:
 
 def record_key(record: dict[str, Any]) -> str:
     """Hash of the resolved configuration, versions, code digest and host; never of results, commit or date."""
-    inputs = (
-        "run_id",
-        "kind",
-        "system",
-        "arm",
-        "parts",
-        "model",
-        "twin",
-        "dtype",
-        "ranks",
-        "sequence",
-        "batch",
-        "steps",
-        "seed",
-        "mode",
-        "device",
-        "checkpointing",
-        "stacks",
-        "matmul",
-        "evaluate_every",
-        "gpus",
-        "arms",
-        "rounds",
-        "config",
-        "environment",
-        "host",
-        "versions",
-        "code_digest",
-        "points_requested",
-    )
+    inputs = [
+        *("run_id", "kind", "system", "arm", "parts", "model", "twin", "dtype", "ranks", "sequence", "batch"),
+        *("steps", "seed", "mode", "device", "checkpointing", "stacks", "matmul", "evaluate_every", "gpus"),
+        *("arms", "rounds", "config", "environment", "host", "versions", "code_digest", "points_requested"),
+    ]
     return digest_of({k: record[k] for k in inputs if k in record})
 
 
@@ -91,19 +66,10 @@ def digest_of(value: Any) -> str:
 
 @lru_cache(maxsize=1)
 def host() -> dict[str, Any]:
-    cpu = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    total = next(
-        int(line.split()[1]) * 1024
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line.startswith("MemTotal")
-    )
+    named = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    cpu = named[0].split(":", 1)[1].strip() if named else platform.machine()
+    memory = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal")]
+    total = int(memory[0].split()[1]) * 1024
     return {
         "name": os.environ.get("MEMASCEND_HOST", "local"),
         "cpu": cpu,
