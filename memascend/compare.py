@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.simulator.side_by_side import StepOf, as_text, rows, step_of_trace
+from memascend.simulator.step_picture import draw
 from memascend.simulator.trace import read_trace
 
 
@@ -32,6 +33,8 @@ def add_compare(commands: Any) -> None:
     )
     parser.add_argument("b", type=Path, metavar="B", help="what to compare it with, of the same kind")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw both steps: .svg, .png or .pdf")
+    parser.add_argument("--force", action="store_true", help="let --picture replace a file")
     parser.set_defaults(run=_run)
 
 
@@ -39,7 +42,11 @@ def _run(options: argparse.Namespace) -> tuple[str, int]:
     a, b = load(options.a), load(options.b)
     if type(a) is not type(b):
         raise ValueError(f"{options.a} is {_kind(a)} and {options.b} is {_kind(b)}: compare two of a kind")
+    if options.picture and not isinstance(a, StepOf):
+        raise ValueError("--picture draws two steps: name two traces, of plan --trace or train --trace")
     if isinstance(a, StepOf):
+        if options.picture:
+            draw([read_trace(options.a), read_trace(options.b)], options.picture, force=options.force)
         return (json.dumps(rows(a, b), indent=1) if options.json else as_text(a, b)), 0
     found = list(compared(a, b))
     if not found:

@@ -114,6 +114,18 @@ def test_compare_says_where_two_steps_are_not_the_same_work(tmp_path, capsys):
     assert "5.000" in next(line for line in said.splitlines() if "ssd.read" in line)
 
 
+def test_two_steps_are_drawn_and_a_picture_is_not_replaced_unasked(tmp_path, capsys):
+    trace(tmp_path / "a.json", "modelled", main=False)
+    trace(tmp_path / "b.json", "measured", scale=2.0)
+    command = ["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--picture", str(tmp_path / "both.svg")]
+    assert cli.main(command) == 0
+    drawn = (tmp_path / "both.svg").read_text()
+    for phase_colour in ("#0072b2", "#009e73"):
+        assert phase_colour in drawn
+    assert cli.main(command) == 2
+    assert "--force replaces it" in capsys.readouterr().err
+
+
 def record(folder, seconds, name="r"):
     folder.mkdir(exist_ok=True)
     points = [{"arm": "one", "batch": 4, "forward_s": seconds, "bytes": [1, 2]}]

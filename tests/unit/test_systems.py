@@ -87,6 +87,33 @@ def test_a_system_in_a_folder_of_the_user_is_simulated(toys):
     assert plan["time"]["seconds"] == pytest.approx(sum(phases.values()))
 
 
+FIGURE = """
+import sys
+import pandas as pd
+from memascend.planner import Workload, model_spec, plan
+from workflows import tidy
+from workflows.derive import figure
+
+made = [plan(Workload(spec=model_spec("llama3.2-1b"), system=name, context=0)) for name in ("toy", "memascend")]
+rows = [
+    {"series": each.label, "model": "M", "metric": "peak", "value": str(each.host_bytes), "lane": "modelled"}
+    for each in made
+]
+table = pd.DataFrame(rows).reindex(columns=tidy.COLUMNS).fillna("").astype(str)
+spec = {"panels": [{"kind": "bars", "metric": "peak", "order": ["M"]}]}
+figure.draw(spec, table, "").savefig(sys.argv[1])
+"""
+
+
+def test_a_system_in_a_folder_of_the_user_has_its_colour_and_name_in_a_figure(toys, tmp_path):
+    command = [sys.executable, "-c", FIGURE, str(tmp_path / "drawn.svg")]
+    done = subprocess.run(command, env=toys, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    drawn = (tmp_path / "drawn.svg").read_text()
+    assert "#123456" in drawn
+    assert "Toy (wooden)" in drawn
+
+
 def test_a_system_in_a_folder_of_the_user_trains(toys):
     done = python(
         toys,
