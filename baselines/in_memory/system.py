@@ -24,7 +24,7 @@ class InMemory(PlannedSystem):
                 f"system 'in_memory' is one process, not {config.ranks}: leave --ranks out, or use another"
             )
         for name in ("devices", "nvme"):
-            if getattr(config, name):
+            if getattr(config, name) and not (name == "nvme" and config.checkpointing == "ssd"):
                 raise ValueError(f"system 'in_memory' swaps nothing: leave --{name} out, or set --system memascend")
         if config.states == "bf16" and (config.arm in (None, "torch_adamw") or config.dtype != "bf16"):
             raise ValueError(
@@ -33,8 +33,11 @@ class InMemory(PlannedSystem):
             )
 
     def trainer(self, config: TrainConfig, prepared: dict[str, Any], run_id: str, swap: str) -> Setup:
+        folder = {"activations_folder": swap} if config.checkpointing == "ssd" else {}
         update = UPDATES[config.arm or next(iter(UPDATES))]
-        return Setup(backend=IN_MEMORY, settings={"update": update, "group_elements": None}, swaps=False)
+        return Setup(
+            backend=IN_MEMORY, settings={"update": update, "group_elements": None, **folder}, swaps=bool(folder)
+        )
 
 
 SYSTEM = InMemory(name="in_memory", arms=_ARMS, buffers=device_only, tasks=schedule)

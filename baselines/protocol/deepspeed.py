@@ -72,7 +72,9 @@ class DeepSpeedSystem(PlannedSystem):
         ds_config = self._fitted(ds_config, config, prepared, self.arms[arm])
         minimum = scaled(1 << 20, config.twin) if config.twin > 1 else None
         settings = {"deepspeed_config": ds_config, "parts": parts, "minimum_swap_bytes": minimum}
-        return Setup(backend=DEEPSPEED, settings=settings, swaps=swaps(ds_config))
+        on_ssd = config.checkpointing == "ssd"
+        settings["activations_folder"] = swap if on_ssd else None
+        return Setup(backend=DEEPSPEED, settings=settings, swaps=swaps(ds_config) or on_ssd)
 
     def _fitted(
         self, ds_config: dict[str, Any], config: TrainConfig, prepared: dict[str, Any], arm: Arrangement

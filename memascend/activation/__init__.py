@@ -2,6 +2,7 @@
 a storage tier (SSDTrain).
 """
 
+from memascend.activation.attach import attach_cache, cache_of
 from memascend.activation.cache import ActivationCache, ActivationError, CacheOptions
 from memascend.activation.checkpointing import OffloadedCheckpoint, offload_checkpoints
 from memascend.activation.offload import offload_activations
@@ -13,6 +14,8 @@ __all__ = [
     "CacheOptions",
     "CheckpointStore",
     "OffloadedCheckpoint",
+    "attach_cache",
+    "cache_of",
     "offload_activations",
     "offload_checkpoints",
 ]

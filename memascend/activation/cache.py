@@ -29,6 +29,10 @@ from memascend.storage.tier import Completion, Tier
 
 log = logging.getLogger("memascend")
 
+REFUSES_COMPILE = (
+    "activations of a model under torch.compile cannot be offloaded: its saved tensors never pass the hooks; leave out "
+    "torch.compile or the offloading"
+)
 _IDENTITY = "_memascend_activation"  # attribute of an untyped storage: a number that no other storage of a process has
 
 
@@ -184,8 +188,8 @@ class ActivationCache:
         if self._closing:
             raise RuntimeError("this activation cache is closed: make another one")
         outer, self._local.stack = getattr(self._local, "stack", None), []
-        before = torch_module.register_module_forward_pre_hook(self._enter_module)
-        after = torch_module.register_module_forward_hook(self._leave_module, always_call=True)
+        before = torch_module.register_module_forward_pre_hook(self.enter_module)
+        after = torch_module.register_module_forward_hook(self.leave_module, always_call=True)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 yield self
@@ -221,15 +225,13 @@ class ActivationCache:
 
     # -- modules: where we are -----------------------------------------------------------------------------------------
 
-    def _enter_module(self, module: torch.nn.Module, _: Any) -> None:
+    def enter_module(self, module: torch.nn.Module, *_: Any) -> None:
+        """A module's forward begins in this thread; the outermost one is a forward pass."""
         stack = getattr(self._local, "stack", None)
-        if stack is None or not torch.is_grad_enabled() or _in_backward():
+        if stack is None or not torch.is_grad_enabled() or self.in_backward():
             return
-        if hasattr(module, "_orig_mod"):
-            raise RuntimeError(
-                "activations of a model under torch.compile cannot be offloaded: its saved tensors never pass the "
-                "hooks; leave out torch.compile or the offloading"
-            )
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            raise RuntimeError(REFUSES_COMPILE)
         if not stack:
             self._local.record, self._local.last = Record(), None
             if module not in self._names:
@@ -239,7 +241,8 @@ class ActivationCache:
         self._local.autocast = torch.is_autocast_enabled(self._device)
         stack.append(module)
 
-    def _leave_module(self, module: torch.nn.Module, *_: Any) -> None:
+    def leave_module(self, module: torch.nn.Module, *_: Any) -> None:
+        """Its end. Once more, or for a module that has not been entered, does nothing."""
         stack = getattr(self._local, "stack", None)
         if not stack or stack[-1] is not module:
             return
@@ -262,9 +265,15 @@ class ActivationCache:
             plan = next_plan(
                 record, self.options.amount, self.tier.transferred.write_bytes_per_s, _free_device_bytes(self._device)
             )
-            if plan.reason and plan.reason != self.plan.reason:
-                log.info("memascend: activations: %s", plan.reason)
+            if plan.reason and "declined" not in self._warned:
+                self._warned.add("declined")
+                log.warning("memascend: activations: %s", plan.reason)
             self.plan = plan
+
+    @staticmethod
+    def in_backward() -> bool:
+        """Whether this thread runs a backward pass, as it does where a checkpointed region is computed again."""
+        return torch._C._current_graph_task_id() != -1
 
     # -- forward: pack -------------------------------------------------------------------------------------------------
 
@@ -294,7 +303,7 @@ class ActivationCache:
             return _Packed(self, saved, tensor)
 
     def _is_activation(self, tensor: torch.Tensor) -> bool:
-        if tensor.device.type != self._device or tensor.layout != torch.strided or _in_backward():
+        if tensor.device.type != self._device or tensor.layout != torch.strided or self.in_backward():
             return False
         if tensor.nbytes < self.options.minimum_bytes or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return False
@@ -492,11 +501,6 @@ class ActivationCache:
 
 def _unpack(packed: _InMemory | _Packed) -> torch.Tensor:
     return packed.unpack()
-
-
-def _in_backward() -> bool:
-    """Whether this thread runs a backward pass, as it does where a checkpointed region is computed again."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _device_in_use() -> str:

@@ -9,23 +9,34 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import logging
 import sys
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 
-from memascend.activation import CheckpointStore, offload_checkpoints
+from memascend.activation import (
+    ActivationCache,
+    CacheOptions,
+    CheckpointStore,
+    attach_cache,
+    offload_checkpoints,
+)
+from memascend.activation.cache import CacheStatistics, options_from
 from memascend.activation.checkpointing import switch_on
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
 from memascend.ops.cross_entropy import DEFAULT_CHUNK_BYTES, LogitTransform, chunked_linear_cross_entropy
 from memascend.planner.options import MODEL_OPTIONS
+from memascend.storage.folders import swap_folder
+from memascend.storage.tier import DirectTier
 
 _ATTENTION_NAMES = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
 
-Undo = Callable[[], None]
+Undo = Callable[[], Any]
+log = logging.getLogger("memascend")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +46,18 @@ class MemoryOptions:
     attention: ``auto`` is SDPA where the model has it; ``flash`` is FlashAttention-2 (a GPU, 16 bits).
     loss: ``chunked`` never holds all logits; ``liger`` is Liger-Kernel's fused linear cross-entropy (a GPU).
     checkpointing: ``plain`` is torch's gradient checkpointing, ``offloaded`` keeps its checkpoints in host memory,
-        ``unsloth`` is Unsloth's offloaded checkpointing (a GPU).
+        ``unsloth`` is Unsloth's offloaded checkpointing (a GPU), ``ssd`` sends what autograd saves to the SSD and
+        recomputes nothing.
+    activations: for ``ssd``: ``folder`` on the SSD, and the fields of :class:`CacheOptions`.
     """
 
     attention: str | None = None
     loss: str | None = None
     checkpointing: str | None = None
+    activations: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        _check_activations(self.activations, self.checkpointing)
         for name, allowed in MODEL_OPTIONS.items():
             value = getattr(self, name)
             if value is not None and value not in allowed:
@@ -52,17 +67,50 @@ class MemoryOptions:
         return any(getattr(self, f.name) is not None for f in fields(self))
 
 
+def _check_activations(section: Any, checkpointing: str | None) -> None:
+    if section is None:
+        return
+    if not isinstance(section, Mapping):
+        raise ValueError(f'memascend.activations must be a section such as {{"amount": "auto"}}, got {section!r}')
+    if checkpointing != "ssd":
+        raise ValueError(
+            f"memascend.activations says how checkpointing 'ssd' works, and checkpointing is {checkpointing!r}: set it "
+            "to 'ssd', or leave activations out"
+        )
+    _cache_options(section)
+
+
+def _cache_options(section: Mapping[str, Any]) -> CacheOptions:
+    return options_from({name: value for name, value in section.items() if name != "folder"})
+
+
 @dataclass
 class AppliedOptions:
     """What `apply_memory_options` chose, by name; `undo` gives the model back as it was."""
 
     chosen: dict[str, str] = field(default_factory=dict)
     store: CheckpointStore | None = None
+    cache: ActivationCache | None = None
+    _before: CacheStatistics | None = field(default=None, repr=False)
     _undo: list[Undo] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
         while self._undo:
             self._undo.pop()()
+
+    def begin_step(self) -> None:
+        self._before = self.cache.statistics if self.cache is not None else None
+
+    def moved(self) -> dict[str, int]:
+        """Bytes of activations written and read since `begin_step`, by the names of a step's record."""
+        if self.cache is None:
+            return {"read_bytes": 0, "written_bytes": 0}
+        now, before = self.cache.statistics, self._before or CacheStatistics()
+        return {"read_bytes": now.read - before.read, "written_bytes": now.written - before.written}
+
+    def activation_facts(self) -> dict[str, Any]:
+        """For a run's report: what went to the SSD, and how long backward waited for it. Empty without a cache."""
+        return {"activations": asdict(self.cache.statistics)} if self.cache is not None else {}
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.chosen.items())
@@ -75,12 +123,13 @@ def apply_memory_options(
     allocator: Allocator | None = None,
     use_reentrant: bool = False,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    folder: str | None = None,
 ) -> AppliedOptions:
     """Give a transformers causal LM the options; before or after ``deepspeed.initialize``, once a model.
 
     `allocator`: where offloaded checkpoints live (default: exact pinned memory, no ledger). `chunk_bytes`: bound of the
-    logits that the chunked loss holds. Raises ValueError, in one line, for what the model cannot do or what is missing,
-    and leaves the model as it was.
+    logits that the chunked loss holds. `folder`: on the SSD, for activations whose section names none. Raises
+    ValueError, in one line, for what the model cannot do or what is missing, and leaves the model as it was.
     """
     applied = AppliedOptions()
     try:
@@ -88,7 +137,9 @@ def apply_memory_options(
             _apply_attention(model, options.attention, applied)
         if options.loss is not None:
             _apply_loss(model, options.loss, applied, chunk_bytes)
-        if options.checkpointing is not None:
+        if options.checkpointing == "ssd":
+            _apply_ssd(model, options.activations or {}, folder, applied)
+        elif options.checkpointing is not None:
             _apply_checkpointing(model, options.checkpointing, applied, allocator, {"use_reentrant": use_reentrant})
     except BaseException:
         applied.undo()
@@ -97,16 +148,19 @@ def apply_memory_options(
 
 
 def initialize_with_options(
-    initialize: Callable[..., Any], options: MemoryOptions, allocator: Allocator | None
+    initialize: Callable[..., Any], options: MemoryOptions, allocator: Allocator | None, folder: str | None = None
 ) -> Callable[..., Any]:
-    """`deepspeed.initialize` that gives each new model the options first (offloaded checkpoints go to `allocator`)."""
+    """`deepspeed.initialize` that gives each new model the options first.
+
+    Offloaded checkpoints go to `allocator`, activations to `folder` unless their section names another.
+    """
     seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @functools.wraps(initialize)
     def with_options(*args: Any, **kwargs: Any) -> Any:
         model = inspect.signature(initialize).bind(*args, **kwargs).arguments.get("model")
         if model is not None and model not in seen:
-            apply_memory_options(model, options, allocator=allocator)
+            apply_memory_options(model, options, allocator=allocator, folder=folder)
             seen.add(model)
         return initialize(*args, **kwargs)
 
@@ -209,6 +263,34 @@ def _apply_checkpointing(
         if function is not None:
             model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
     applied.chosen["checkpointing"] = wanted
+
+
+def _apply_ssd(model: Any, section: Mapping[str, Any], folder: str | None, applied: AppliedOptions) -> None:
+    """The cache lives as long as the model, or until the undo."""
+    named = section.get("folder") or folder
+    if not named:
+        raise ValueError(
+            "checkpointing 'ssd' needs a folder on the SSD: name one in \"memascend\", "
+            '"activations": {"folder": "/mnt/nvme"}'
+        )
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        log.warning(
+            "memascend: this model checkpoints its blocks, so only their inputs go to the SSD and the rest is computed "
+            "again; call model.gradient_checkpointing_disable() to send all of it"
+        )
+    options = _cache_options(section)
+    where = swap_folder(str(named), "memascend.activations.folder")
+    cache = ActivationCache(DirectTier.in_file(where, owner="activations"), options)
+    try:
+        detach = attach_cache(model, cache)
+    except BaseException:
+        cache.close()
+        raise
+    close = weakref.finalize(model, cache.close)
+    close.atexit = False  # the tier closes itself at the end of the process, and before its users
+    applied._undo += [close, detach]
+    applied.cache = cache
+    applied.chosen["checkpointing"] = "ssd"
 
 
 def _unsloth_checkpoint() -> Callable[..., Any]:

@@ -6,9 +6,12 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from memascend.integrations.memory_options import AppliedOptions
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
 _OTHERS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
@@ -227,15 +230,20 @@ def _shell(config: dict[str, Any]) -> Any:
     return shell
 
 
-def apply_options(model: Any, config: Any, allocator: Any) -> dict[str, str]:
-    """Attention, loss and checkpointing as the run's `config` names them; returns what was chosen, by name.
+def apply_options(model: Any, config: Any, allocator: Any, folder: str | None) -> AppliedOptions:
+    """Attention, loss and checkpointing as the run's `config` names them.
 
-    `allocator`: where offloaded checkpoints go.
+    `allocator`: where offloaded checkpoints go. `folder`: where activations go with checkpointing `ssd`.
     """
     from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
 
-    options = MemoryOptions(attention=config.attention, loss=config.loss, checkpointing=config.checkpointing)
-    return apply_memory_options(model, options, allocator=allocator, use_reentrant=True).chosen
+    options = MemoryOptions(
+        attention=config.attention,
+        loss=config.loss,
+        checkpointing=config.checkpointing,
+        activations=config.activation_section(),
+    )
+    return apply_memory_options(model, options, allocator=allocator, use_reentrant=True, folder=folder)
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

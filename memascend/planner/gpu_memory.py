@@ -39,6 +39,8 @@ REDUCE_BUCKET = 500_000_000
 PREFETCH_BUCKET = 50_000_000
 # Checkpoints on the GPU while offloading: one that is computed from, one on its way.
 CHECKPOINTS_IN_FLIGHT = 2
+# Blocks whose activations are on the GPU while the rest is on the SSD (SSDTrain, III-D).
+RESIDENT_BLOCKS = 2
 LOGIT_BYTES = 2 + 4 + 4
 _GATE = re.compile(r"gate_proj|gate_up_proj|\.w3\.")
 
@@ -103,6 +105,7 @@ def logits_bytes(spec: ModelSpec, tokens: int, *, chunked: bool) -> int:
 def gpu_memory(work: Workload) -> DevicePlan:
     """Everything on one GPU at the worst instant: in backward, one block recomputed, or the loss, whichever is larger.
 
+    With activations on the SSD those of two blocks remain, as if the drive took them as fast as they come.
     With parameters offloaded the GPU holds the largest tensor and what DeepSpeed prefetches; `all_in_gpu` holds 16
     bytes a parameter, and all checkpoints.
     """
@@ -124,7 +127,9 @@ def gpu_memory(work: Workload) -> DevicePlan:
     block = tokens * block_bytes_per_token(spec, context, flash=stack.flash, fused=stack.fused)
     loss = logits_bytes(spec, tokens, chunked=stack.loss != "plain")
     if not stack.checkpoints:
-        hold("activations of all blocks", "device_activations", spec.layers * block)
+        resident = min(RESIDENT_BLOCKS, spec.layers) if stack.checkpointing == "ssd" else spec.layers
+        which = "all" if resident == spec.layers else resident
+        hold(f"activations of {which} blocks", "device_activations", resident * block)
         hold("logits and loss", "device_loss", loss)
         return DevicePlan(entries=tuple(ledger.entries()))
     kept = CHECKPOINTS_IN_FLIGHT if work.offloads_checkpoints else spec.layers

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 MODEL_OPTIONS = {
     "attention": ("auto", "eager", "sdpa", "flash"),
     "loss": ("plain", "chunked", "liger"),
-    "checkpointing": ("none", "plain", "offloaded", "unsloth"),
+    "checkpointing": ("none", "plain", "offloaded", "unsloth", "ssd"),
 }
 DEFAULT_CONTEXT = 4096
 
@@ -33,7 +33,8 @@ class Stack:
 
     @property
     def checkpoints(self) -> bool:
-        return self.checkpointing != "none"
+        """Whether blocks are computed again in backward; `ssd` keeps what they saved, on the SSD."""
+        return self.checkpointing not in ("none", "ssd")
 
     @property
     def offloads(self) -> bool:

@@ -97,8 +97,14 @@ class TrainConfig:
     loss: str = _option("chunked", "chunked never holds all logits", choices=MODEL_OPTIONS["loss"])
     checkpointing: str = _option(
         "offloaded",
-        "gradient checkpointing; offloaded keeps the checkpoints in host memory",
+        "gradient checkpointing; offloaded keeps the checkpoints in host memory, ssd sends all activations to the SSD",
         choices=MODEL_OPTIONS["checkpointing"],
+    )
+    activations: str = _option(
+        "auto", "with checkpointing ssd: auto (what the SSD takes in time), all, or bytes a forward pass such as 2GiB"
+    )
+    activation_writes: str | None = _option(
+        None, "with checkpointing ssd: what may be written for activations in all, as 40TiB; default: no limit"
     )
     # What it leaves behind.
     output: str | None = _option(None, "folder of the run; default: runs/<model>")
@@ -124,6 +130,25 @@ class TrainConfig:
         if self.learning_rate is not None:
             return self.learning_rate
         return 5e-4 if self.initialised else 1e-5
+
+    def activation_section(self) -> dict[str, Any] | None:
+        """As the section `activations` of a DeepSpeed JSON takes it; None without checkpointing `ssd`.
+
+        Raises ValueError for sizes that cannot be read, and where they are set and nothing goes to the SSD.
+        """
+        amount: str | int = self.activations
+        if amount not in ("auto", "all"):
+            amount = parse_bytes(amount, "'activations' (auto, all, or bytes)")
+        written = parse_bytes(self.activation_writes, "'activation_writes'") if self.activation_writes else None
+        if self.checkpointing == "ssd":
+            return {"amount": amount, "write_budget_bytes": written}
+        for name in ("activations", "activation_writes"):
+            if getattr(self, name) != _FIELDS[name].default:
+                raise ValueError(
+                    f"'{name}' says how activations go to the SSD, and checkpointing is '{self.checkpointing}': set it "
+                    f"to ssd, or leave {name} out"
+                )
+        return None
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -242,6 +267,7 @@ def complete(values: dict[str, Any]) -> TrainConfig:
         raise ValueError(f"--twin {config.twin} is not a power of two: take 2, 4, 8, 16 ...")
     if config.host_memory is not None:
         parse_bytes(config.host_memory)
+    config.activation_section()
     return config
 
 

@@ -103,8 +103,11 @@ def test_an_unknown_option_is_one_line(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_the_peak_of_resident_memory_falls_as_predicted(kind, tmp_path):
-    """In processes of their own, whose allocator gives large blocks back at once, by the kernel's counters."""
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    """In processes of their own, whose allocator gives large blocks back at once, by the kernel's counters.
+
+    Each step is set against the prediction from its own sizes, times and rates; the median of three decides.
+    """
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parent / "scripts" / "activation_peak.py"), kind, str(tmp_path)],
         env=environment,
@@ -113,7 +116,8 @@ def test_the_peak_of_resident_memory_falls_as_predicted(kind, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["saved_bytes"] > 100e6
-    assert found["measured_reduction"] > 0.2, found
-    assert abs(found["measured_reduction"] - found["predicted_reduction"]) < 0.05, found
+    steps = json.loads(done.stdout.splitlines()[-1])
+    assert all(step["saved_bytes"] > 100e6 for step in steps)
+    off = sorted(abs(step["measured_reduction"] - step["predicted_reduction"]) for step in steps)
+    assert off[len(off) // 2] < 0.05, steps
+    assert all(step["measured_reduction"] > 0.2 for step in steps), steps

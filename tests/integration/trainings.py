@@ -207,6 +207,7 @@ class Training:
                 result["io_bytes"].append(enabled.io.bytes_read + enabled.io.bytes_written)
                 if step + 1 in self.job.save_at:
                     self._save(engine, step + 1)
+            result["activations"] = self._activations(engine.module)
             result["parameters"] = sum(p.ds_numel for p in engine.module.parameters())
             result["weights_sha256"] = self._hash(engine)
             engine.destroy()
@@ -215,6 +216,13 @@ class Training:
             if enabled.store is not None:
                 enabled.store.close()  # main ends without a teardown
         return result
+
+    @staticmethod
+    def _activations(model: Any) -> dict[str, Any] | None:
+        from memascend.activation import cache_of
+
+        cache = cache_of(model)
+        return None if cache is None else dataclasses.asdict(cache.statistics) | {"saved": cache.record.tensors}
 
     def _build(self) -> Any:
         import deepspeed

@@ -1,8 +1,11 @@
 """Attention, loss and checkpointing of transformers models by name: chosen, undone, refused."""
 
+import gc
+
 import pytest
 import torch
 
+from memascend.activation import cache_of
 from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
@@ -202,6 +205,63 @@ def test_names_are_checked():
     with pytest.raises(ValueError, match=r"memascend.loss: 'fused' is unknown; choose one of plain, chunked, liger"):
         MemoryOptions(loss="fused")
     assert not MemoryOptions()
+
+
+def test_activations_go_to_the_ssd_with_equal_gradients_and_the_undo_takes_everything_back(tmp_path):
+    expected = loss_and_gradients(make("qwen2"), **batch())
+    model = make("qwen2")
+    section = {"folder": str(tmp_path), "amount": "all", "minimum_bytes": 512, "reserve_bytes": 0, "device": "cpu"}
+    applied = apply_memory_options(model, MemoryOptions(checkpointing="ssd", activations=section))
+    found = loss_and_gradients(model, **batch())
+    assert torch.equal(found[0], expected[0])
+    assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
+    facts = applied.activation_facts()["activations"]
+    assert (facts["read"] > 0, applied.moved()["written_bytes"]) == (True, facts["written"])
+    with torch.no_grad():
+        model(**batch())
+    assert applied.moved()["written_bytes"] == facts["written"]  # evaluation saves nothing
+    assert cache_of(model) is applied.cache
+    applied.undo()
+    assert (cache_of(model), list(tmp_path.iterdir())) == (None, [])
+
+
+def test_the_cache_goes_with_its_model(tmp_path):
+    model = make("qwen2")
+    apply_memory_options(model, MemoryOptions(checkpointing="ssd"), folder=str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 1
+    del model
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"checkpointing": "ssd"}, "checkpointing 'ssd' needs a folder on the SSD"),
+        ({"activations": {}}, "set it to 'ssd', or leave activations out"),
+        ({"checkpointing": "ssd", "activations": "all"}, "must be a section such as"),
+        ({"checkpointing": "ssd", "activations": {"ammount": "all"}}, "unknown key 'ammount'; known: amount"),
+        (
+            {"checkpointing": "ssd", "activations": {"folder": "/no/such/ssd"}},
+            "folder: /no/such/ssd cannot be made",
+        ),
+    ],
+)
+def test_what_cannot_go_to_an_ssd_is_one_line(options, line):
+    model = make("qwen2")
+    with pytest.raises(ValueError, match=line) as caught:
+        apply_memory_options(model, MemoryOptions(**options))
+    assert "\n" not in str(caught.value)
+    assert cache_of(model) is None
+
+
+def test_a_compiled_model_with_its_activations_on_the_ssd_is_refused_when_it_is_called(tmp_path):
+    model = make("qwen2")
+    applied = apply_memory_options(model, MemoryOptions(checkpointing="ssd"), folder=str(tmp_path))
+    model.compile(backend="eager")
+    with pytest.raises(RuntimeError, match=r"leave out torch\.compile or the offloading"):
+        model(**batch())
+    applied.undo()
 
 
 @pytest.mark.gpu

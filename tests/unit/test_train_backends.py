@@ -24,9 +24,10 @@ MODEL = {
 IDS = torch.arange(2 * 16).reshape(2, 16) % 128
 
 
-def built(update="torch", group_elements=None, **changes):
+def built(update="torch", group_elements=None, folder=None, **changes):
     config = dataclasses.replace(CONFIG, **changes)
-    backend = InMemoryBackend(config, {"update": update, "group_elements": group_elements}, Ledger())
+    settings = {"update": update, "group_elements": group_elements, "activations_folder": folder}
+    backend = InMemoryBackend(config, settings, Ledger())
     torch.manual_seed(3)
     backend.build(MODEL)
     return backend
@@ -51,6 +52,21 @@ def test_every_backend_is_found_by_its_name():
     assert backends.load("in_memory") is InMemoryBackend
     with pytest.raises(ValueError, match="there is no backend 'nothing'; known: deepspeed, in_memory"):
         backends.load("nothing")
+
+
+def test_activations_on_the_ssd_change_no_bit_and_their_bytes_are_a_step_s(tmp_path):
+    ids = torch.arange(16 * 512).reshape(16, 512) % 128
+    kept, sent = built(), built(checkpointing="ssd", activations="all", folder=str(tmp_path))
+    for number in range(2):
+        assert tuple(map(float, sent.step([ids], 1e-3))) == tuple(map(float, kept.step([ids], 1e-3)))
+        moved = sent.statistics()
+        assert moved["written_bytes"] > 16 * 512 * 64 * 2, number
+        assert kept.statistics() == {"read_bytes": 0, "written_bytes": 0}
+    assert all(torch.equal(tensor, weights(kept)[name]) for name, tensor in sent.weights())
+    assert sent.facts()["activations"]["written"] > moved["written_bytes"]
+    assert "activations" not in kept.facts()
+    sent.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

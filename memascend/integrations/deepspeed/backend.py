@@ -78,7 +78,8 @@ class DeepSpeedBackend:
         self.model = partitioned_model(source, ds_config, _DTYPES[self._config.dtype])
         rounding = self._enabled.parts.pinned == "power_of_two"  # offloaded checkpoints as the system's other buffers
         allocator = (PowerOfTwoPinnedAllocator if rounding else PageAlignedPinnedAllocator)(self.ledger)
-        self._options = apply_options(self.model, self._config, allocator)
+        folder = self._settings.get("activations_folder")
+        self._options = apply_options(self.model, self._config, allocator, folder)
         self._engine, *_ = deepspeed.initialize(
             model=self.model, model_parameters=self.model.parameters(), config=ds_config
         )
@@ -106,6 +107,7 @@ class DeepSpeedBackend:
     def step(self, batches: Sequence[torch.Tensor], learning_rate: float) -> tuple[torch.Tensor, float | None]:
         engine = self._engine
         self._enabled.io.reset()
+        self._options.begin_step()
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate
         skipped, losses = engine.skipped_steps, []
@@ -137,17 +139,23 @@ class DeepSpeedBackend:
         pass
 
     def statistics(self) -> dict[str, int]:
-        return {"read_bytes": self._enabled.io.bytes_read, "written_bytes": self._enabled.io.bytes_written}
+        activations = self._options.moved()
+        return {
+            "read_bytes": self._enabled.io.bytes_read + activations["read_bytes"],
+            "written_bytes": self._enabled.io.bytes_written + activations["written_bytes"],
+        }
 
     def facts(self) -> dict[str, Any]:
         return {
             "deepspeed_config": self._settings["deepspeed_config"],
             "parts": self._settings["parts"],
             "shims": self._enabled.shims,
-            "memory_options": self._options,
+            "memory_options": self._options.chosen,
+            **self._options.activation_facts(),
         }
 
     def close(self) -> None:
+        self._options.undo()
         if self._enabled.store is not None:
             self._enabled.store.close()
 

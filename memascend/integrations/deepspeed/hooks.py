@@ -156,7 +156,7 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
         _install_cpu_shims(state, ds_config, options.gather_clone)
     allocator = _allocator(parts, state.ledger)
     if options.memory:
-        initialize = initialize_with_options(deepspeed.initialize, options.memory, allocator)
+        initialize = initialize_with_options(deepspeed.initialize, options.memory, allocator, _nvme_folder(ds_config))
         _replace(state, deepspeed, "initialize", initialize)
     in_place = allocator if parts.pinned == "exact" else None
     exact_checkpoints = derived is not None and can_be_exact()
@@ -269,9 +269,7 @@ def _allocator(parts: Parts, ledger: Ledger) -> Any:
 def _swap_store(
     state: Enabled, ds_config: dict[str, Any], derived: DerivedSettings, options: EnableOptions
 ) -> SwapStore | None:
-    zero = ds_config.get("zero_optimization") or {}
-    offloads = [zero.get(name) or {} for name in ("offload_param", "offload_optimizer")]
-    folders = [str(offload["nvme_path"]) for offload in offloads if offload.get("device") == "nvme"]
+    folders = _nvme_folders(ds_config)
     if state.parts.aio == "stock" or not folders:
         return None
     store = SwapStore(
@@ -285,6 +283,16 @@ def _swap_store(
     )
     state._undo.append(store.retire)
     return store
+
+
+def _nvme_folders(ds_config: dict[str, Any]) -> list[str]:
+    zero = ds_config.get("zero_optimization") or {}
+    offloads = [zero.get(name) or {} for name in ("offload_param", "offload_optimizer")]
+    return [str(offload["nvme_path"]) for offload in offloads if offload.get("device") == "nvme"]
+
+
+def _nvme_folder(ds_config: dict[str, Any]) -> str | None:
+    return next(iter(_nvme_folders(ds_config)), None)
 
 
 def _replace(state: Enabled, module: Any, name: str, value: Any) -> None:

@@ -58,7 +58,9 @@ class InMemoryBackend:
         self.model = in_memory_model(source, _DTYPES[config.dtype]).to(self.device)
         if config.dtype == "fp16" and self.device.type == "cpu":
             self._undo.append(fp16_products_in_fp32())
-        self._options = apply_options(self.model, config, PageAlignedPinnedAllocator(self.ledger))
+        allocator, folder = PageAlignedPinnedAllocator(self.ledger), self._settings.get("activations_folder")
+        self._options = apply_options(self.model, config, allocator, folder)
+        self._undo.append(self._options.undo)
         self._update: Update = make_update(self._settings["update"], config)
         self._groups = self._make_groups()
         for group in self._groups:
@@ -125,6 +127,7 @@ class InMemoryBackend:
 
     def step(self, batches: Sequence[torch.Tensor], learning_rate: float) -> tuple[torch.Tensor, float | None]:
         self._filled.clear()
+        self._options.begin_step()
         scale, losses = self._scale.value if self._scale else 1.0, []
         for ids in batches:
             with phase(self._recorder, "forward"):
@@ -187,10 +190,14 @@ class InMemoryBackend:
         pass
 
     def statistics(self) -> dict[str, int]:
-        return {"read_bytes": 0, "written_bytes": 0}
+        return self._options.moved()
 
     def facts(self) -> dict[str, Any]:
-        return {"update": self._settings["update"], "memory_options": self._options}
+        return {
+            "update": self._settings["update"],
+            "memory_options": self._options.chosen,
+            **self._options.activation_facts(),
+        }
 
     def close(self) -> None:
         while self._undo:

@@ -1,6 +1,6 @@
 """Peak of saved activations of a GPT or Llama twin, kept and offloaded: one process, the kernel's high-water mark.
 
-usage: activation_peak.py gpt|llama FOLDER     prints one line of JSON
+usage: activation_peak.py gpt|llama FOLDER     prints a JSON list, an entry a step
 """
 
 import gc
@@ -33,7 +33,8 @@ else:
             max_position_embeddings=1024,
         )
     )
-ids = torch.randint(0, 512, (16, 512))
+ids = torch.randint(0, 512, (8, 256 if kind == "gpt" else 512))
+PREFETCH = 8 << 20
 
 
 def memory(name):
@@ -50,42 +51,38 @@ def step():
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     loss = model(input_ids=ids, labels=ids).loss
-    at_end_of_forward = memory("VmRSS")
     loss.backward()
     del loss
-    return memory("VmHWM") - before, at_end_of_forward - before
+    return memory("VmHWM") - before
+
+
+def offloaded_step(cache, kept):
+    """Reductions measured and predicted of one step, the latter from the rates and the record of this very step."""
+    begun = cache.tier.transferred
+    peak = step()
+    cache.tier.wait()
+    moved = cache.tier.transferred - begun
+    record = cache.record
+    prediction = predicted_peak(
+        record,
+        Plan(offload_bytes=record.bytes - record.last_module_bytes),
+        write_bytes_per_s=moved.write_bytes_per_s,
+        read_bytes_per_s=moved.read_bytes_per_s or 1e9,
+        prefetch_bytes=PREFETCH,
+    )
+    return {
+        "saved_bytes": record.bytes,
+        "measured_reduction": 1 - peak / kept,
+        "predicted_reduction": (record.bytes - prediction.peak_bytes) / kept,
+        "write_bytes_per_s": moved.write_bytes_per_s,
+        "forward_s": record.forward_s,
+    }
 
 
 step()
 kept = min(step() for _ in range(2))
-options = {"amount": "all", "minimum_bytes": 1 << 18, "reserve_bytes": 0, "device": "cpu", "prefetch_bytes": 32 << 20}
+options = {"amount": "all", "minimum_bytes": 1 << 18, "reserve_bytes": 0, "device": "cpu", "prefetch_bytes": PREFETCH}
 with memascend.offload_activations(folder, **options) as cache:
-    for _ in range(2):
-        step()
-    begun = cache.tier.transferred
-    offloaded = sorted(step() for _ in range(3))[1]
-    moved = cache.tier.transferred - begun
-    record, plan = cache.record, cache.plan
-prediction = predicted_peak(
-    record,
-    Plan(offload_bytes=record.bytes - record.last_module_bytes),
-    write_bytes_per_s=moved.write_bytes_per_s,
-    read_bytes_per_s=moved.read_bytes_per_s or 1e9,
-    prefetch_bytes=options["prefetch_bytes"],
-)
-print(
-    json.dumps(
-        {
-            "saved_bytes": record.bytes,
-            "kept_peak": kept[0],
-            "offloaded_peak": offloaded[0],
-            "kept_forward": kept[1],
-            "offloaded_forward": offloaded[1],
-            "measured_reduction": 1 - offloaded[0] / kept[0],
-            "predicted_reduction": (record.bytes - prediction.peak_bytes) / kept[0],
-            "predicted_peak": prediction.peak_bytes,
-            "write_bytes_per_s": moved.write_bytes_per_s,
-            "forward_s": record.forward_s,
-        }
-    )
-)
+    step()
+    steps = [offloaded_step(cache, kept) for _ in range(3)]
+print(json.dumps(steps))

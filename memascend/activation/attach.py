@@ -1,0 +1,91 @@
+"""A model whose own forward passes go through an activation cache: for frameworks that run the loop themselves."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from memascend.activation.cache import REFUSES_COMPILE, ActivationCache
+
+_ATTACHED = "_memascend_activations"
+
+
+def attach_cache(model: torch.nn.Module, cache: ActivationCache) -> Callable[[], None]:
+    """Every forward pass of `model` with gradients goes through `cache`, from its call to its return; returns the undo.
+
+    What is computed outside of the model, such as a loss of the caller's, stays in memory. Backward may come at any
+    time. A pass without gradients, and one inside a backward pass (activation checkpointing), is left alone. The undo
+    does not close the cache. Raises RuntimeError where the model has a cache already, or is under torch.compile.
+    """
+    if cache_of(model) is not None:
+        raise RuntimeError(f"activations of this {type(model).__name__} are offloaded already: undo that first")
+    if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
+        raise RuntimeError(REFUSES_COMPILE)
+    passes = _Passes(cache)
+    before = model.register_forward_pre_hook(passes.begin, prepend=True)
+    after = model.register_forward_hook(passes.end, always_call=True)
+    setattr(model, _ATTACHED, passes)
+
+    def undo() -> None:
+        before.remove()
+        after.remove()
+        delattr(model, _ATTACHED)
+
+    return undo
+
+
+def cache_of(model: torch.nn.Module) -> ActivationCache | None:
+    """The cache that the forward passes of `model` go through, with its statistics."""
+    passes = getattr(model, _ATTACHED, None)
+    return passes.cache if passes is not None else None
+
+
+class _Passes:
+    """Forward passes under way, for each thread; None stands for one that is left alone."""
+
+    def __init__(self, cache: ActivationCache) -> None:
+        self.cache = cache
+        self._local = threading.local()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Passes:
+        return self  # a copy of a model offloads to the same tier
+
+    def begin(self, module: torch.nn.Module, inputs: Any) -> None:
+        entered = self._open()
+        if not torch.is_grad_enabled() or self.cache.in_backward():
+            entered.append(None)
+            return
+        if torch.compiler.is_compiling() or module._compiled_call_impl is not None or _called_by_dynamo():
+            raise RuntimeError(REFUSES_COMPILE)
+        context = self.cache.active()
+        context.__enter__()
+        entered.append(context)
+        self.cache.enter_module(module)
+
+    def end(self, module: torch.nn.Module, *_: Any) -> None:
+        entered = self._open()
+        context = entered.pop() if entered else None
+        if context is not None:
+            self.cache.leave_module(module)
+            context.__exit__(None, None, None)
+
+    def _open(self) -> list[AbstractContextManager[Any] | None]:
+        if not hasattr(self._local, "entered"):
+            self._local.entered = []
+        return self._local.entered
+
+
+def _called_by_dynamo() -> bool:
+    """Whether a call of a compiled model is on the stack: its saved tensors would never pass the hooks."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        return False
+    code, frame = dynamo.OptimizedModule.__call__.__code__, sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
