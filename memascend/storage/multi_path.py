@@ -275,16 +275,24 @@ class MultiPathTier:
         if more_bytes > sum(room.values()):
             reason = f"the tier has not that much free ({', '.join(f'{p.name} {room[p]}' for p in usable)})"
             raise StorageError("allocation", self._place, 0, more_bytes, sum(room.values()), errno.ENOSPC, reason)
-        open_paths = dict(zip(usable, shares, strict=True))
+        open_paths, reserved = dict(zip(usable, shares, strict=True)), dict.fromkeys(usable, 0)
         while left > 0 and open_paths:
             total = sum(open_paths.values()) or 1.0
             asked = {path: min(room[path], -int(-left * share // total)) for path, share in open_paths.items()}
             for path, part in asked.items():
                 part = min(part, left)
-                path.tier.reserve(part)
+                try:
+                    path.tier.reserve(reserved[path] + part)
+                except StorageError:  # what it has free is not all for tensors
+                    room[path] = 0
+                    continue
+                reserved[path] += part
                 room[path] -= part
                 left -= part
             open_paths = {path: max(s, 1e-9) for path, s in open_paths.items() if room[path] > 0 and asked[path] > 0}
+        if left > 0:
+            reason = f"the tier has not that much free ({left} of {more_bytes} bytes found no room)"
+            raise StorageError("allocation", self._place, 0, more_bytes, more_bytes - left, errno.ENOSPC, reason)
 
     def register(self, tensor: torch.Tensor) -> bool:
         self._require_open()
@@ -424,12 +432,14 @@ class MultiPathTier:
         return ratio if sum(ratio) > 0 else [1.0] * len(ratio)
 
     def _plan(self) -> bool:
-        """New homes for all groups, if that is worth it."""
+        """New homes for all groups but those of full paths, which keep what they have, if that is worth it."""
         usable = [path for path in self._paths if path.usable and not path.full]
-        if not usable or not self._group_bytes:
+        fixed = {group for group, home in self._home.items() if home.full and home.usable}
+        sizes = {group: nbytes for group, nbytes in self._group_bytes.items() if group not in fixed}
+        if not usable or not sizes:
             return False
         rates = self._rates(usable)
-        places = placements.arrange(self._group_bytes, self._placement_on(usable), rates)
+        places = placements.arrange(sizes, self._placement_on(usable), rates)
         new = {group: usable[number] for group, number in places.items()}
         if all(self._home.get(group) in usable for group in new):
             held, wanted = self._held_bytes(self._home, usable), self._held_bytes(new, usable)
@@ -614,7 +624,7 @@ class MultiPathTier:
                 self._read_once(transfer, key, tensor, offset, priority, attempts - 1, end)
             else:
                 self._fault(path, error, of_write=False)
-                end(error)
+                end(_named(error, key))
 
         try:
             self._attempt(transfer, path, False, tensor.nbytes, submit, ended, now=False)
@@ -732,10 +742,10 @@ class MultiPathTier:
                 )
             if told:
                 return
-            for group in [g for g, home in self._home.items() if home is path]:
-                if path.failure is not None:
-                    del self._home[group]
-        log.warning("memascend: path %s %s: %s", path.name, what, error)
+            there = [group for group, home in self._home.items() if home is path]
+            for group in there if path.failure is not None else ():
+                del self._home[group]
+        log.warning("memascend: path %s (%d groups) %s: %s", path.name, len(there), what, error)
 
     def _watch(self) -> None:
         """With the lock held."""
@@ -786,6 +796,14 @@ class MultiPathTier:
                 f"write to bytes {offset} to {end} of '{key}', a tensor of {there}: begin and end at multiples of 4096 "
                 "bytes, or at the tensor's end"
             )
+
+
+def _named(error: StorageError, key: str) -> StorageError:
+    """Of a path that knows files alone: the tensor's name is what a user can do something with."""
+    if error.key is not None:
+        return error
+    reason = f"{error.reason}: it was there alone"
+    return StorageError(error.op, error.path, error.offset, error.expected, error.got, error.errno, reason, key=key)
 
 
 def _observe(path: Path) -> None:

@@ -188,6 +188,21 @@ def test_a_full_path_leaves_what_has_no_room_to_the_others(paths):
     assert two.tier.report()[0].failure is None  # it is full, not broken
 
 
+def test_a_full_path_keeps_what_it_has_when_the_others_are_arranged_anew(paths):
+    three = paths("abc", placement=[1, 1, 1])
+    three.write(6)
+    three.faults["a"].add("write", after=0, times=1, error=errno.ENOSPC)
+    three.tier.write("late", tensor(0)).wait(MAX_S)
+    on_a = [group for group in range(6) if three.tier.path_of(str(group)) == "a"]
+    assert len(on_a) == 2
+    three.tier._placement = [1, 0, 1]
+    assert three.tier.observe()
+    three.write(6, 1)
+    assert [three.tier.path_of(str(group)) for group in on_a] == ["a", "a"]
+    assert "b" not in three.places(6)
+    three.check(6, 1)
+
+
 def test_a_read_that_fails_once_is_done_again(paths):
     two = paths()
     two.write(4)
@@ -235,6 +250,31 @@ def test_a_folder_that_vanishes_loses_nothing_that_is_written_again(paths):
     two.write(6, 1)
     assert two.places(6) == "bbbbbb"
     two.check(6, 1)
+
+
+def test_a_tensor_that_vanished_with_its_folder_is_named(paths):
+    two = paths(kind="files")
+    two.write(4)
+    shutil.rmtree(two.folder / "a")
+    key = next(f"exp_avg-{group}" for group in range(4) if two.tier.path_of(str(group)) == "a")
+    with pytest.raises(StorageError, match=rf"read of '{key}' on .*/a/.*No such file or directory: it was there alone"):
+        two.tier.read(key, torch.empty(NUMEL)).wait(MAX_S)
+
+
+def test_room_that_a_path_has_not_is_reserved_on_the_others(paths):
+    two = paths(placement=[1, 1])
+    stock = two.tier._paths[0].tier.reserve
+
+    def refuse(more_bytes: int) -> None:
+        stock(1 << 50)
+
+    two.tier._paths[0].tier.reserve = refuse
+    two.tier.reserve(8 << 20)
+    file = next((two.folder / "b").glob("memascend-scratch-*"))
+    assert file.stat().st_blocks * 512 >= 8 << 20
+    two.tier._paths[1].tier.reserve = refuse
+    with pytest.raises(StorageError, match="found no room"):
+        two.tier.reserve(8 << 20)
 
 
 def test_no_path_left_is_one_error_with_every_reason(paths):

@@ -1,0 +1,141 @@
+"""What a drive may be written: an amount in all or a day, counted beside its swap files, across runs and processes.
+
+An optimizer on an SSD writes 12 bytes a parameter and step; consumer drives are rated for some hundred terabytes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from memascend.memory.budget import parse_bytes
+
+__all__ = ["FILE", "WriteBudget", "WriteBudgetExceeded", "count_written", "written"]
+
+FILE = "memascend-written.json"  # in the folder of the path
+_DAYS_KEPT = 8
+_WARN_AT = 0.8
+_TERABYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*TB\s*", re.IGNORECASE)
+
+
+class WriteBudgetExceeded(RuntimeError):
+    """A path has been written more than its budget, which says that training stops then; the step is complete."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteBudget:
+    """Of each path: `limit_bytes` in all, or on one UTC day. `stops`: training ends there; else it is warned of."""
+
+    limit_bytes: int
+    a_day: bool
+    stops: bool = False
+
+    @classmethod
+    def parse(cls, text: str, *, stops: bool = False, key: str = "write_budget") -> WriteBudget:
+        """Of `300TB` or `0.5TB/day`; ValueError, in one line, for anything else."""
+        amount, slash, unit = text.partition("/") if isinstance(text, str) else ("", "", "")
+        if slash and unit.strip() != "day":
+            raise ValueError(f"{key}: {text!r} is no budget: write 300TB (in all) or 0.5TB/day")
+        terabytes = _TERABYTES.fullmatch(amount)
+        try:
+            limit = int(float(terabytes[1]) * 1e12) if terabytes else parse_bytes(amount, key)
+        except ValueError:
+            raise ValueError(f"{key}: {text!r} is no budget: write 300TB (in all) or 0.5TB/day") from None
+        return cls(limit_bytes=max(1, limit), a_day=bool(slash), stops=stops)
+
+    def used(self, path: str, today: str | None = None) -> int:
+        """Bytes of the budget that the folder has had."""
+        counted = written(path)
+        return counted["days"].get(today or _today(), 0) if self.a_day else counted["total"]
+
+    def problem(self, path: str, used: int) -> tuple[bool, str] | None:
+        """(over, one line) from 80 % on; None below."""
+        if used < _WARN_AT * self.limit_bytes:
+            return None
+        when = "today" if self.a_day else "in all"
+        line = (
+            f"{path} was written {used / 1e12:.3f} TB {when}, {used / self.limit_bytes:.0%} of its write budget of "
+            f"{self.limit_bytes / 1e12:g} TB{'/day' if self.a_day else ''}"
+        )
+        return used >= self.limit_bytes, line
+
+
+def written(path: str) -> dict[str, object]:
+    """{"total": bytes, "days": {date: bytes}}; nothing yet where there is no count."""
+    try:
+        return _valid(json.loads(Path(path, FILE).read_text()))
+    except (OSError, ValueError):
+        return {"total": 0, "days": {}}
+
+
+def count_written(path: str, nbytes: int, today: str | None = None) -> None:
+    """Add to the count in the folder `path`, under a lock: several processes write there. OSError."""
+    if nbytes <= 0 or not os.path.isdir(path):
+        return
+    fd = os.open(os.path.join(path, FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            counted = _valid(json.loads(os.pread(fd, 1 << 16, 0) or b"{}"))
+        except ValueError:  # cut short by a kill
+            counted = {"total": 0, "days": {}}
+        day = today or _today()
+        counted["total"] += nbytes
+        counted["days"][day] = counted["days"].get(day, 0) + nbytes
+        counted["days"] = dict(sorted(counted["days"].items())[-_DAYS_KEPT:])
+        data = json.dumps(counted).encode()
+        os.pwrite(fd, data, 0)
+        os.ftruncate(fd, len(data))
+    finally:
+        os.close(fd)
+
+
+def _valid(counted: object) -> dict[str, object]:
+    if not isinstance(counted, dict):
+        raise ValueError("no count")
+    total, days = counted.get("total", 0), counted.get("days", {})
+    if not isinstance(total, int) or not isinstance(days, dict) or not all(isinstance(n, int) for n in days.values()):
+        raise ValueError("no count")
+    return {"total": total, "days": days}
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+class WriteMeter:
+    """Counts what this process writes to each path, and holds it against a budget."""
+
+    def __init__(self, budget: WriteBudget) -> None:
+        self._budget = budget
+        self._seen: dict[str, int] = {}
+        self._warned: set[tuple[str, bool]] = set()
+
+    def count(self, bytes_written: Iterable[tuple[str, int]]) -> list[str]:
+        """(path, bytes since the start): lines to warn with, once a path below and once over its budget.
+
+        Raises WriteBudgetExceeded where the budget says so.
+        """
+        lines = []
+        for path, total in bytes_written:
+            count_written(path, total - self._seen.get(path, 0))
+            self._seen[path] = total
+            used = self._budget.used(path) if os.path.isdir(path) else total  # a device keeps no count
+            problem = self._budget.problem(path, used)
+            if problem is None:
+                continue
+            over, line = problem
+            if over and self._budget.stops:
+                raise WriteBudgetExceeded(
+                    f"{line}: training stops, after a complete step; raise write_budget, or name another path in tiers"
+                )
+            if (path, over) not in self._warned:
+                self._warned.add((path, over))
+                lines.append(line)
+        return lines

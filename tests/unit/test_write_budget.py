@@ -1,0 +1,73 @@
+"""A drive's write budget: counted across runs, warned of at 80 %, and an end where that was asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memascend.storage.write_budget import FILE, WriteBudget, WriteBudgetExceeded, WriteMeter, count_written, written
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_budgets_are_amounts_in_all_or_a_day():
+    assert WriteBudget.parse("300TB") == WriteBudget(limit_bytes=300 * 10**12, a_day=False)
+    assert WriteBudget.parse("0.5 TB/day") == WriteBudget(limit_bytes=5 * 10**11, a_day=True)
+    assert WriteBudget.parse("100GiB/day").limit_bytes == 100 << 30
+    for wrong in ("much", "3TB/week", "TB", 5):
+        with pytest.raises(ValueError, match="write 300TB"):
+            WriteBudget.parse(wrong)
+
+
+def test_it_warns_at_80_percent_and_when_it_is_over_once_each(tmp_path):
+    meter = WriteMeter(WriteBudget(limit_bytes=1000, a_day=False))
+    path = str(tmp_path)
+    assert meter.count([(path, 700)]) == []
+    assert len(meter.count([(path, 850)])) == 1
+    assert meter.count([(path, 860)]) == []
+    assert "in all, 110% of its write budget" in meter.count([(path, 1100)])[0]
+    assert meter.count([(path, 1200)]) == []
+
+
+def test_a_new_run_goes_on_with_the_count_and_stops_where_that_was_asked_for(tmp_path):
+    path = str(tmp_path)
+    WriteMeter(WriteBudget(limit_bytes=1000, a_day=False)).count([(path, 700)])
+    meter = WriteMeter(WriteBudget(limit_bytes=1000, a_day=False, stops=True))
+    assert meter.count([(path, 100)])  # 800: a warning
+    with pytest.raises(WriteBudgetExceeded, match="after a complete step; raise write_budget"):
+        meter.count([(path, 300)])
+    assert written(path)["total"] == 1000
+
+
+def test_a_daily_budget_begins_anew_each_day(tmp_path):
+    path, budget = str(tmp_path), WriteBudget(limit_bytes=1000, a_day=True)
+    count_written(path, 900, "2026-01-01")
+    count_written(path, 100, "2026-01-02")
+    assert budget.used(path, "2026-01-01") == 900
+    assert budget.used(path, "2026-01-02") == 100
+    for day in range(3, 20):
+        count_written(path, 1, f"2026-01-{day:02}")
+    assert len(written(path)["days"]) == 8
+    assert written(path)["total"] == 1017
+
+
+def test_a_device_is_counted_for_the_run(tmp_path):
+    meter = WriteMeter(WriteBudget(limit_bytes=1000, a_day=True))
+    device = str(tmp_path / "device")
+    assert meter.count([(device, 700)]) == []
+    assert "today, 90%" in meter.count([(device, 900)])[0]
+
+
+def test_processes_add_to_one_count_and_a_torn_one_begins_again(tmp_path):
+    program = "from memascend.storage.write_budget import count_written\n" + "count_written('.', 3)\n" * 50
+    environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
+    children = [subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=environment) for _ in range(3)]
+    assert [child.wait() for child in children] == [0, 0, 0]
+    assert written(str(tmp_path))["total"] == 450
+    (tmp_path / FILE).write_text('{"total": 4')
+    assert written(str(tmp_path))["total"] == 0
+    count_written(str(tmp_path), 5)
+    assert written(str(tmp_path))["total"] == 5
