@@ -25,7 +25,7 @@ class Arrangement:
     `derives_sizes`: sub-groups, buffers and I/O settings follow from model and machine, as the drop-in's do; otherwise
     they are what the papers describe. `shown_beside`: listed next to the default arm where systems are compared; `runs`
     False: planned and simulated alone. `over_paths`: optimizer states lie on several paths, some sub-groups in host
-    memory; `turns_order`: the update goes up and down in turn, so that those stay there.
+    memory; `turns_order`: the update goes up and down in turn, so that those stay there; `first_path`: all others idle.
     """
 
     label: str
@@ -44,6 +44,7 @@ class Arrangement:
     shown_beside: bool = False
     over_paths: bool = False
     turns_order: bool = False
+    first_path: bool = False
     runs: bool = True
 
 

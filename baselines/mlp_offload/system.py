@@ -32,18 +32,17 @@ _ARMS = {
     "mlp_offload": _arm(""),
     "as_published": _arm("as published", keys={"tier_placement": "as_published"}),
     "zero3": arrangement_of_parts(_STOCK, "DeepSpeed ZeRO-3 (pipelined)", refuses_bf16_states="stock DeepSpeed fails"),
-    "caching": _arm("caching", keeps=False, exclusive=False),
-    "skip_gradients": _arm("caching, gradients kept", exclusive=False),
-    "exclusive": _arm("first path alone"),
+    "caching": _arm("caching", keeps=False, exclusive=False, first_path=True),
+    "skip_gradients": _arm("caching, gradients kept", exclusive=False, first_path=True),
+    "exclusive": _arm("first path alone", first_path=True),
     "multi_path_only": _arm("several paths only", turns=False, keeps=False, exclusive=False),
     "caching_only_all_paths": _arm("several paths and caching", keeps=False, exclusive=False),
     "weights_on_paths": _arm("weights on the paths too"),
 }
-_FIRST_PATH = ("caching", "skip_gradients", "exclusive")
 
 
 def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
-    """Two folders of `nvme_path`, which a user's own `tiers` replace (`several_paths`)."""
+    """Over two folders of `nvme_path`, which a user's own `tiers` replace."""
     param, optimizer = nvme_offload(run, sizes, nvme_path)
     if run.arm != "weights_on_paths":
         param = {"device": "none"}
@@ -57,13 +56,7 @@ def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
     if run.arm == "zero3":
         return config
     tiers = [os.path.join(nvme_path, name) for name in ("path0", "path1")]
-    return several_paths(config, run.arm, tiers)
-
-
-def several_paths(config: dict[str, Any], arm: str, tiers: list[str]) -> dict[str, Any]:
-    """`config` with the paths of `tiers` that the arm uses."""
-    used = tiers[:1] if arm in _FIRST_PATH else tiers
-    return {**config, "memascend": {**config.get("memascend", {}), "tiers": used}}
+    return config | {"memascend": {"tiers": tiers[:1] if _ARMS[run.arm].first_path else tiers}}
 
 
 SYSTEM = DeepSpeedSystem(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from baselines.protocol.described import PlannedSystem
 from baselines.protocol.runs import RunSpec, Sizes
 from memascend.arrangements import Arrangement
-from memascend.planner.derived_sizes import optimizer_buffers
+from memascend.planner.derived_sizes import held_buffers, optimizer_buffers
 from memascend.training.backends import DEEPSPEED, Setup
 
 if TYPE_CHECKING:
@@ -43,6 +43,11 @@ class DeepSpeedSystem(PlannedSystem):
                 f"devices are for the direct NVMe engine, which {self.name} ({name}) does not use: set --system "
                 "memascend, or leave --devices out"
             )
+        if config.tiers and arm.parts.get("aio", "stock") == "stock":
+            raise ValueError(
+                f"tiers are for the engines of memascend, which {self.name} ({name}) does not use: set --system "
+                "mlp_offload or memascend, or leave --tiers out"
+            )
         if config.states == "bf16" and (not arm.derives_sizes or config.dtype != "bf16"):
             raise ValueError("states 'bf16' are a part of memascend and need dtype bf16: set --system and --dtype")
 
@@ -69,6 +74,11 @@ class DeepSpeedSystem(PlannedSystem):
         ds_config = self.deepspeed_config(run, sizes, swap)
         if config.devices:
             ds_config["memascend"] = {"devices": list(config.devices)}
+        if config.tiers:
+            used = config.tiers[:1] if self.arms[arm].first_path else config.tiers
+            ds_config["memascend"] = {"tiers": list(used)}
+            if config.write_budget is not None:
+                ds_config["memascend"] |= {"write_budget": config.write_budget, "write_budget_stops": True}
         ds_config = self._fitted(ds_config, config, prepared, self.arms[arm])
         minimum = scaled(1 << 20, config.twin) if config.twin > 1 else None
         settings = {"deepspeed_config": ds_config, "parts": parts, "minimum_swap_bytes": minimum}
@@ -90,7 +100,10 @@ class DeepSpeedSystem(PlannedSystem):
         zero["reduce_bucket_size"] = max(1, min(zero["reduce_bucket_size"], prepared["parameters"]))
         zero["sub_group_size"] = prepared.get("sub_group_size", zero["sub_group_size"])  # older runs have not noted it
         if arm.derives_sizes and "sub_group_size" in prepared:
-            if not arm.over_paths:
+            if config.tiers:
+                swaps_gradients = arm.parts.get("gradients", "kept") == "swapped"
+                zero["offload_optimizer"]["buffer_count"] = held_buffers(swaps_gradients)
+            elif not arm.over_paths:
                 zero["offload_optimizer"]["buffer_count"] = optimizer_buffers(zero["offload_optimizer"])
             del ds_config["aio"]
         ds_config["gradient_accumulation_steps"] = config.accumulate

@@ -1,4 +1,4 @@
-"""`memascend bench {overflow,unscale,adamw,pinned,pool,nvme} [--json] [--out FILE]`."""
+"""`memascend bench {overflow,unscale,adamw,pinned,pool,nvme,tiers} [--json] [--out FILE]`."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
         ("pinned", _pinned, "pinned memory: exact against power of two", None),
         ("pool", _pool, "buffer pool: adaptive against monolithic", None),
         ("nvme", _nvme, "direct engine: share of fio's bandwidth, times faster than DeepNVMe", None),
+        ("tiers", _tiers, "several drives at once, by one process and several: share of the formula, fairness", None),
     ):
         parser = parts.add_parser(name, help=text)
         parser.add_argument("--json", action="store_true", help="every round, machine-readable")
@@ -48,6 +49,8 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
             parser.add_argument("--model", default="qwen2.5-7b", help="sizes of its tensors (default qwen2.5-7b)")
         if name == "nvme":
             _add_nvme(parser, count)
+        if name == "tiers":
+            _add_tiers(parser, count)
         parser.set_defaults(run=_runner(run, count))
 
 
@@ -75,6 +78,19 @@ def _add_nvme(parser: argparse.ArgumentParser, count: _Count) -> None:
     parser.add_argument(
         "--questions", default="stream,sizes", help="stream (against fio), sizes (against DeepNVMe) (default both)"
     )
+
+
+def _add_tiers(parser: argparse.ArgumentParser, count: _Count) -> None:
+    parser.add_argument(
+        "--tiers",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="folders and formatted devices, each on a drive of its own; nothing is left behind in folders",
+    )
+    parser.add_argument("--processes", default="1,2", help="that share them: 1,2,4 or 1..4 (default 1,2)")
+    parser.add_argument("--groups", type=count, default=12, help="sub-groups of each process (default 12)")
+    parser.add_argument("--mib", type=count, default=32, help="size of a sub-group in MiB (default 32)")
 
 
 def _runner(run: Callable[..., tuple[dict[str, Any], list[str]]], count: _Count) -> Callable[..., str]:
@@ -200,11 +216,11 @@ def _pool(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], l
     return result, lines
 
 
-def _require_folder(folder: Path) -> None:
+def _require_folder(folder: Path, option: str = "--folder") -> None:
     if not folder.is_dir():
-        raise ValueError(f"--folder {folder} is no folder: make it first, on the disk to measure")
+        raise ValueError(f"{option} {folder} is no folder: make it first, on the disk to measure")
     if not os.access(folder, os.W_OK):
-        raise ValueError(f"--folder {folder} cannot be written: make it writable, or name another on that disk")
+        raise ValueError(f"{option} {folder} cannot be written: make it writable, or name another on that disk")
 
 
 def _in_memory(folder: Path) -> list[str]:
@@ -256,4 +272,40 @@ def _nvme(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], l
                 f"{row['op']:<6} {row['bytes'] / 2**20:>7.1f} MiB {row['method']:<26} {seconds * 1e3:8.2f} ms"
                 f" {row['bytes'] / seconds / 1e9:6.2f} GB/s{against}"
             )
+    return result, lines
+
+
+def _processes(text: str, count: _Count) -> tuple[int, ...]:
+    first, dots, last = text.partition("..")
+    if not dots:
+        return tuple(_counts("--processes", text, count))
+    begin, end = _counts("--processes", f"{first},{last}", count)
+    return tuple(range(begin, end + 1))
+
+
+def _tiers(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
+    from memascend.bench import tiers
+
+    for path in options.tiers:
+        if not Path(path).is_block_device():
+            _require_folder(Path(path), "--tiers")
+    chosen = tiers.TierOptions(
+        paths=tuple(options.tiers),
+        processes=_processes(options.processes, count),
+        groups=options.groups,
+        group_bytes=options.mib << 20,
+        repeats=options.repeats,
+    )
+    result = tiers.measure(chosen)
+    lines = [line for path in options.tiers if os.path.isdir(path) for line in _in_memory(Path(path))]
+    for path, (read, write) in result["rates"].items():
+        lines.append(f"{path}: read {read / 1e9:.2f} GB/s, written {write / 1e9:.2f} GB/s, each alone")
+    lines.append("a pass reads and writes every sub-group; formula: bytes over the rates, directions apart or at once")
+    for row in result["summary"]:
+        shares = row["share_of_formula"]
+        lines.append(
+            f"{row['processes']} processes, {row['way']:<9} {row['seconds']['median']:8.3f} s a pass, "
+            f"{row['bytes_per_second'] / 1e9:6.2f} GB/s in and out, {shares['simplex']:.2f} of the formula (duplex "
+            f"{shares['duplex']:.2f}), fairness {row['fairness']:.2f}"
+        )
     return result, lines

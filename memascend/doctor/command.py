@@ -22,6 +22,14 @@ def add_doctor(commands: Any) -> None:
         "--nvme. Exit status: 0, 1 if something fails, 2 for an error.",
     )
     parser.add_argument("--nvme", type=Path, metavar="FOLDER", help="folder for swap files: tried with O_DIRECT, timed")
+    parser.add_argument(
+        "--tiers",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FOLDER",
+        help="several drives, as in the key tiers: each is tried, and what they give together",
+    )
     parser.add_argument("--no-speed", action="store_true", help="leave out the timed write and read (up to 1 GiB)")
     parser.add_argument("--model", help="check against what the plan of this model needs")
     parser.add_argument("--system", default="memascend", help="of that plan (default memascend)")
@@ -41,6 +49,10 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 
     needs = _needs(options) if options.model else None
     checks = list(check_all(options.nvme, needs, options.gpus, try_speed=not options.no_speed))
+    if options.tiers:
+        from memascend.doctor.tiers import check_tiers
+
+        checks += check_tiers(options.tiers, needs, try_speed=not options.no_speed)
     checks.append(check_gpu(needs, cuda(), probe.gpus()))
     checks += check_packages()
     status = 1 if any(check.status == FAIL for check in checks) else 0

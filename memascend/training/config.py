@@ -13,6 +13,7 @@ from typing import Any
 
 from memascend.memory.budget import parse_bytes
 from memascend.planner.options import MODEL_OPTIONS
+from memascend.storage.write_budget import WriteBudget
 
 SAVED_AS = "config.yaml"
 # Keys of runs that this command does not do: refused by name, since a silent full fine-tuning would be a surprise.
@@ -22,8 +23,8 @@ OUT_OF_SCOPE = dict.fromkeys(
 )
 # What may differ when a run goes on: none of it changes a loss before the new end. All else must stay as it was.
 MAY_CHANGE_ON_RESUME = (
-    "steps", "epochs", "nvme", "devices", "host_memory", "save_every", "eval_every", "log_every", "keep",
-    "eval_sequences", "trace",
+    "steps", "epochs", "nvme", "devices", "tiers", "write_budget", "host_memory", "save_every", "eval_every",
+    "log_every", "keep", "eval_sequences", "trace",
 )  # fmt: skip
 
 
@@ -87,6 +88,15 @@ class TrainConfig:
     devices: list[str] = dataclasses.field(
         default_factory=list,
         metadata=_limits("raw devices to swap to in place of files, made ready by 'memascend storage format'"),
+    )
+    tiers: list[str] = dataclasses.field(
+        default_factory=list,
+        metadata=_limits(
+            "several folders or raw devices to swap to together, each on a drive of its own, without RAID"
+        ),
+    )
+    write_budget: str | None = _option(
+        None, "what each of the tiers may be written before the run stops: 300TB in all, or 0.5TB/day"
     )
     host_memory: str | None = _option(
         None, "host memory that this training may take, all ranks, as 24GiB: planned first, and a limit while it runs"
@@ -268,6 +278,12 @@ def complete(values: dict[str, Any]) -> TrainConfig:
     if config.host_memory is not None:
         parse_bytes(config.host_memory)
     config.activation_section()
+    if config.write_budget is not None:
+        WriteBudget.parse(config.write_budget)
+        if not config.tiers:
+            raise ValueError("write_budget counts what tiers are written: name the folders with --tiers")
+    if config.tiers and config.devices:
+        raise ValueError("tiers and devices exclude one another: name the devices among the --tiers")
     return config
 
 

@@ -51,7 +51,9 @@ def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Pat
     ]
     planned = prepared.get("planned_swap_bytes")  # a run of an earlier version has not noted it
     swapped = SWAP_BYTES * parameters if planned is None else round(SWAP_SLACK * planned)
-    if swap is not None and config.devices:
+    if swap is not None and config.tiers:
+        _check_tiers(config.tiers, swapped)
+    elif swap is not None and config.devices:
         _check_devices(config.devices, swapped)
     elif swap is not None:
         wants.append((swap, swapped + config.ranks * SWAP_INDEX_BYTES, "swap files", "--nvme"))
@@ -69,12 +71,32 @@ def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Pat
             )
 
 
+def _check_tiers(tiers: list[str], needed: int) -> None:
+    """All together: what has no room on its path goes to another."""
+    there = 0
+    for path in tiers:
+        folder = Path(path) if Path(path).exists() else Path(path).parent
+        try:
+            there += _size_of(path) if folder.is_block_device() else shutil.disk_usage(folder).free
+        except OSError as error:
+            raise ValueError(f"cannot use {path} of the tiers: {error.strerror}") from None
+    if needed > there:
+        raise ValueError(
+            f"{', '.join(tiers)}: {byte_count(there)} in all, and this run swaps {byte_count(needed)}; free space, or "
+            "name more --tiers"
+        )
+
+
+def _size_of(device: str) -> int:
+    with open(device, "rb", buffering=0) as file:
+        return file.seek(0, os.SEEK_END)
+
+
 def _check_devices(devices: list[str], needed: int) -> None:
     there = 0
     for device in devices:
         try:
-            with open(device, "rb", buffering=0) as file:
-                there += file.seek(0, os.SEEK_END)
+            there += _size_of(device)
         except OSError as error:
             raise ValueError(f"cannot read the device {device}: {error.strerror}") from None
     if needed > there:

@@ -5,6 +5,9 @@ The cumulative arms of MLP-Offload's Figs. 14 and 15: what each switch does is c
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+
 import pytest
 from trainings import Job, merged, train_all
 
@@ -20,6 +23,7 @@ HARD = {
     "overflow_at": 3,
     "config": {"gradient_clipping": 0.1, "fp16": {"hysteresis": 1}},
 }
+KEYS = {name: value for name, value in HARD.items() if name != "config"}
 SAME = ("losses", "skipped", "scales", "weights_sha256")
 
 
@@ -72,3 +76,82 @@ def test_the_cumulative_arms_train_to_the_same_bits_on_throttled_paths(tmp_path,
         assert all(path.direct_bytes > 1 << 20 for path in paths)
     moved = {arm: sum(results[arm]["io_bytes"][2:]) for arm in ("zero3", *ARMS)}
     assert moved["zero3"] > moved["caching"] > moved["skip_gradients"] == moved["mlp_offload"]
+
+
+@pytest.mark.slow
+def test_a_path_that_fills_leaves_its_sub_groups_to_the_other(tmp_path):
+    with small_file_system(tmp_path / "b", 4 << 20):
+        jobs = [
+            Job(name="plain", **SMALL),
+            Job(name="tiers", parts=tiers(tmp_path, tier_placement=[1, 20]), config=held(2), **SMALL),
+        ]
+        results = train_all(jobs, tmp_path / "out")
+    for field in SAME:
+        assert results["tiers"][field] == results["plain"][field]
+    first, small = results["tiers"]["paths"]
+    assert 0 < small["bytes"] <= 4 << 20
+    assert first["groups"] > small["groups"] / 20
+
+
+@pytest.mark.slow
+def test_a_path_that_vanishes_ends_in_an_error_that_names_what_is_lost_and_the_checkpoint_goes_on(tmp_path):
+    paths = tiers(tmp_path, aio="file", tier_placement=[1, 1])
+    saved = {"checkpoint": str(tmp_path / "saved"), "config": held(2)}
+    jobs = [
+        Job(name="plain", **SMALL),
+        Job(name="lost", parts=paths, save_at=(2,), lose_path=(3, str(tmp_path / "b")), **saved, **SMALL),
+        Job(name="resumed", parts=tiers(tmp_path, names="a"), resume=True, **saved, **SMALL),
+    ]
+    results = train_all(jobs, tmp_path / "out")
+    assert "read of '" in results["lost"]["error"]
+    assert ".tensor.swp' on " in results["lost"]["error"]
+    assert str(tmp_path / "b") in results["lost"]["error"]
+    assert results["resumed"]["weights_sha256"] == results["plain"]["weights_sha256"]
+    assert results["resumed"]["losses"] == results["plain"]["losses"][2:]
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_a_re_homing_it_resumes_to_the_same_bits(tmp_path):
+    paths = tiers(tmp_path, tier_placement=[1, 1])
+    saved = {"checkpoint": str(tmp_path / "saved"), "config": held(2)}
+    killed = Job(name="killed", parts=paths, save_at=(2,), rehome_at=3, die_at_move=3, **saved, **SMALL)
+    assert train_all([killed], tmp_path / "out") == {}
+    jobs = [
+        Job(name="plain", **SMALL),
+        Job(name="moved", parts=paths, rehome_at=1, config=held(2), **SMALL),
+        Job(name="resumed", parts=paths, resume=True, **saved, **SMALL),
+    ]
+    results = train_all(jobs, tmp_path / "out")
+    assert results["moved"]["paths"][1]["groups"] == 0
+    for name in ("moved", "resumed"):
+        assert results[name]["weights_sha256"] == results["plain"]["weights_sha256"]
+    assert sorted(path.name for path in (tmp_path / "a").glob("memascend-scratch-*")) == []  # the killed one's, too
+
+
+@pytest.mark.slow
+def test_two_ranks_share_the_paths_and_train_the_same(tmp_path):
+    jobs = [
+        Job(name="plain", **HARD),
+        Job(
+            name="exclusive", parts=tiers(tmp_path, tier_exclusive=True), config=merged(HARD["config"], held(2)), **KEYS
+        ),
+        Job(name="free", parts=tiers(tmp_path, tier_exclusive=False), config=merged(HARD["config"], held(2)), **KEYS),
+    ]
+    results = train_all(jobs, tmp_path / "out", ranks=2)
+    for name in ("exclusive", "free"):
+        for field in SAME:
+            assert results[name][field] == results["plain"][field], f"{name} {field}"
+    assert all(path["turns"] > 0 for path in results["exclusive"]["paths"])
+    assert all(path["turns"] == 0 for path in results["free"]["paths"])
+
+
+@contextlib.contextmanager
+def small_file_system(folder, size_bytes):
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", folder], check=False)
+    if made.returncode != 0:
+        pytest.skip("a small file system needs root")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=False)

@@ -45,6 +45,9 @@ class Job:
     with ``resume`` it starts from there; ``die_at_sync``: in the last of these saves the process is killed at that
     fsync. ``minimum_swap_bytes``: smaller tensors stay in memory (default: DeepSpeed's 1 MiB, scaled). ``seed`` chooses
     the text, ``init_seed`` the first weights. ``evaluate_first``: a forward pass in evaluation precedes the steps.
+    ``lose_path``: (step, folder), which is removed before that step; ``rehome_at``: the step before which all
+    sub-groups are told to move to the first path; ``die_at_move``: the process is killed when so many tensors have
+    moved.
     ``built``: the model is made under ``zero.Init``, or ``outside`` of it, or by ``transformers`` as in its Trainer.
     """
 
@@ -72,6 +75,9 @@ class Job:
     seed: int = 0
     init_seed: int = 0
     evaluate_first: bool = False
+    lose_path: tuple[int, str] | None = None
+    rehome_at: int | None = None
+    die_at_move: int | None = None
     built: str = "under zero.Init"
 
 
@@ -104,7 +110,7 @@ def train_all(
         for log in logs:
             log.close()
     tail = (folder / "rank0.log").read_text()[-4000:]
-    wanted = -signal.SIGKILL if jobs[-1].die_at_sync else 0
+    wanted = -signal.SIGKILL if jobs[-1].die_at_sync or jobs[-1].die_at_move else 0
     assert all(child.returncode == wanted for child in children), tail
     return {} if wanted else {result["name"]: result for result in json.loads(results.read_text())}
 
@@ -201,7 +207,13 @@ class Training:
                 self._evaluate(engine)
             for step in range(first, self.job.steps):
                 enabled.io.reset()
-                result["losses"].append(self._step(engine, step))
+                self._disturb_paths(enabled, step)
+                try:
+                    result["losses"].append(self._step(engine, step))
+                except OSError as error:
+                    if self.job.lose_path is None:
+                        raise
+                    return result | {"error": str(error)}
                 result["skipped"].append(int(engine.skipped_steps))
                 result["scales"].append(float(engine.optimizer.loss_scale))
                 result["io_bytes"].append(enabled.io.bytes_read + enabled.io.bytes_written)
@@ -210,6 +222,9 @@ class Training:
             result["activations"] = self._activations(engine.module)
             result["parameters"] = sum(p.ds_numel for p in engine.module.parameters())
             result["weights_sha256"] = self._hash(engine)
+            result["paths"] = (
+                [dataclasses.asdict(each) for each in enabled.store.paths_report()] if enabled.store else []
+            )
             engine.destroy()
         finally:
             memascend.disable()
@@ -223,6 +238,23 @@ class Training:
 
         cache = cache_of(model)
         return None if cache is None else dataclasses.asdict(cache.statistics) | {"saved": cache.record.tensors}
+
+    def _disturb_paths(self, enabled: Any, step: int) -> None:
+        if self.job.lose_path is not None and self.job.lose_path[0] == step:
+            shutil.rmtree(self.job.lose_path[1])
+        if self.job.rehome_at != step:
+            return
+        tier = next(place.open_tier for place in enabled.store._places.values())
+        tier._placement = [1.0, *(0.0 for _ in tier._paths[1:])]
+        assert tier.observe()
+        stock = tier._written
+
+        def written(*args: Any) -> None:
+            stock(*args)
+            if tier.moves == self.job.die_at_move:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        tier._written = written
 
     def _build(self) -> Any:
         import deepspeed

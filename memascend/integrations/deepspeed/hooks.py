@@ -29,6 +29,7 @@ from memascend.memory.budget import HostBudget
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator
 from memascend.ops.half_linear import fp16_products_in_fp32
+from memascend.storage.write_budget import WriteMeter
 
 from . import bf16_states, cpu_shims
 from .aio import AioModule, IoCounters, MeteredAioModule, PinModule
@@ -167,7 +168,7 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
         allocator=in_place,
         exact_checkpoints=exact_checkpoints,
         tiers=options.paths,
-        end_of_update=lambda: state.store and state.store.observe_paths(),
+        end_of_update=_end_of_update(state, options.paths) if options.paths else None,
     )
     optimizer_class = checked_optimizer_class(stage3.DeepSpeedZeroOptimizer_Stage3, settings)
     _replace(state, stage3, "DeepSpeedZeroOptimizer_Stage3", optimizer_class)
@@ -246,6 +247,22 @@ def _install_cpu_shims(state: Enabled, ds_config: dict[str, Any], gather_clone: 
 def _install_bf16_states(state: Enabled) -> None:
     state._undo.append(bf16_states.keep_dtype_of_swapped_tensors())
     state._undo.append(bf16_states.write_bf16_states())
+
+
+def _end_of_update(state: Enabled, paths: TierOptions) -> Callable[[], None]:
+    """Sub-groups follow their paths' rates; what was written is counted and held against the budget."""
+    budget = paths.budget()
+    meter = None if budget is None else WriteMeter(budget)
+
+    def end_of_update() -> None:
+        if state.store is None:
+            return
+        state.store.observe_paths()
+        if meter is not None:
+            for line in meter.count((each.name, each.bytes_written) for each in state.store.paths_report()):
+                log.warning("memascend: %s", line)
+
+    return end_of_update
 
 
 def _install_held_swapper(state: Enabled, stage3: Any, paths: TierOptions) -> None:

@@ -119,8 +119,8 @@ class EnableOptions:
                 "memascend: require_direct with aio='stock' makes no sense: DeepNVMe is not asked; set aio to "
                 "'direct' or 'file', or leave require_direct out"
             )
-        _check_devices(self.devices, self.parts)
         refuse_beside_tiers(self.paths, aio=self.parts.aio, devices=self.devices)
+        _check_devices(self.devices, self.parts)
         if self.host_memory is not None:
             parse_bytes(self.host_memory, f'"{CONFIG_KEY}.host_memory"')
 

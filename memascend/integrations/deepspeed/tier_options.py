@@ -11,6 +11,7 @@ from memascend.integrations.conventions import CONFIG_KEY
 from memascend.storage.devices import DeviceRefused, require_usable
 from memascend.storage.folders import swap_folder
 from memascend.storage.placement import PLACEMENTS
+from memascend.storage.write_budget import WriteBudget
 
 ORDERS = ("alternating", "ascending")
 
@@ -26,6 +27,8 @@ class TierOptions:
     tier_exclusive: one process at a time on a path; None: where several ranks share the machine.
     sub_group_order: ``alternating`` turns the order of the update with each step, so that it begins with what the last
         one left in host memory; ``ascending`` is DeepSpeed's, which leaves nothing there.
+    write_budget: what each folder may be written, ``300TB`` in all or ``0.5TB/day``; warned of from 80 % on, and with
+        ``write_budget_stops`` an error after the step that goes beyond it.
     """
 
     tiers: tuple[str, ...] = ()
@@ -33,6 +36,8 @@ class TierOptions:
     tier_rehome: bool = True
     tier_exclusive: bool | None = None
     sub_group_order: Literal["alternating", "ascending"] = "alternating"
+    write_budget: str | None = None
+    write_budget_stops: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.tiers, tuple) or not all(isinstance(path, str) and path for path in self.tiers):
@@ -55,15 +60,22 @@ class TierOptions:
             raise ValueError(
                 f'"{CONFIG_KEY}.sub_group_order": {self.sub_group_order!r} is unknown; choose {" or ".join(ORDERS)}'
             )
-        for name in ("tier_rehome", "tier_exclusive"):
+        if self.write_budget is not None:
+            WriteBudget.parse(self.write_budget, key=f'"{CONFIG_KEY}.write_budget"')
+        for name in ("tier_rehome", "tier_exclusive", "write_budget_stops"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "tier_exclusive"):
                 raise ValueError(f'"{CONFIG_KEY}.{name}" must be true or false, got {value!r}')
         if not self.tiers and any(getattr(self, each.name) != each.default for each in fields(self)):
             raise ValueError(
-                f'"{CONFIG_KEY}": tier_placement, tier_rehome, tier_exclusive and sub_group_order are of several '
-                "paths: name them in tiers, or leave these keys out"
+                f'"{CONFIG_KEY}": tier_placement, tier_rehome, tier_exclusive, sub_group_order and write_budget are '
+                "of several paths: name them in tiers, or leave these keys out"
             )
+
+    def budget(self) -> WriteBudget | None:
+        return (
+            None if self.write_budget is None else WriteBudget.parse(self.write_budget, stops=self.write_budget_stops)
+        )
 
     def __bool__(self) -> bool:
         return bool(self.tiers)

@@ -1,0 +1,146 @@
+"""Several paths at once, by one process and by several: rates, an update's pass against its formula, fairness.
+
+A pass reads every sub-group, and writes each back as soon as it is there, three in memory at a time: what an optimizer
+step over several paths moves (MLP-Offload 3.2), without its arithmetic. Several processes have sub-groups of their own
+and share the paths, one at a time on each (`exclusive`) or as it comes (`free`).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memascend.bench.rounds import spread
+from memascend.storage.completion import Completion
+from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.multi_path import MultiPathTier
+from memascend.storage.open_paths import open_paths
+from memascend.storage.placement import Rates, counts, update_seconds
+
+WAYS = ("exclusive", "free")
+_IN_MEMORY = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierOptions:
+    """`groups` of `group_bytes` each for each process; `repeats` passes are timed after one that is not."""
+
+    paths: tuple[str, ...]
+    processes: tuple[int, ...] = (1,)
+    groups: int = 12
+    group_bytes: int = 32 << 20
+    repeats: int = 3
+
+
+def measure(options: TierOptions) -> dict[str, Any]:
+    """Rows for each number of processes and way; the first process's rates of each path, read and written alone."""
+    rows, rates = [], {}
+    for processes in options.processes:
+        for way in WAYS if processes > 1 else WAYS[1:]:
+            workers = _run(options, processes, exclusive=way == "exclusive")
+            rates = rates or workers[0]["rates"]
+            rows.append(_row(options, processes, way, workers, rates))
+    return {"paths": list(options.paths), "rates": rates, "summary": rows}
+
+
+def _row(
+    options: TierOptions, processes: int, way: str, workers: list[dict[str, Any]], rates: dict[str, list[float]]
+) -> dict[str, Any]:
+    """Of all processes, in and out; the formula takes as many equal sub-groups and these rates."""
+    whole = [Rates(*rates[path]) for path in options.paths]
+    held = [n * options.group_bytes for n in counts(processes * options.groups, "balanced", whole)]
+    bounds = {name: update_seconds(held, whole, duplex=name == "duplex") for name in ("simplex", "duplex")}
+    seconds = [max(worker["seconds"][n] for worker in workers) for n in range(options.repeats)]
+    moved = 2 * processes * options.groups * options.group_bytes
+    each = [sum(worker["seconds"]) for worker in workers]
+    return {
+        "processes": processes,
+        "way": way,
+        "seconds": vars(spread(seconds)),
+        "bytes_per_second": moved / spread(seconds).median,
+        "share_of_formula": {name: bound / spread(seconds).median for name, bound in bounds.items()},
+        "fairness": min(each) / max(each),  # of the processes' own times
+        "groups_by_path": [worker["groups"] for worker in workers],
+    }
+
+
+def _run(options: TierOptions, processes: int, *, exclusive: bool) -> list[dict[str, Any]]:
+    """Each process says that it is ready, then all begin each pass together."""
+    asked = json.dumps(
+        {
+            "paths": options.paths,
+            "groups": options.groups,
+            "group_bytes": options.group_bytes,
+            "repeats": options.repeats,
+            "exclusive": exclusive,
+        }
+    )
+    command = [sys.executable, "-m", "memascend.bench.tiers", asked]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    children = [subprocess.Popen(command, **pipes) for _ in range(processes)]
+    try:
+        for _ in range(options.repeats + 1):
+            for child in children:
+                _hear(child)
+            for child in children:
+                child.stdin.write("go\n")
+                child.stdin.flush()
+        return [json.loads(_hear(child)) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+
+
+def _hear(child: subprocess.Popen[str]) -> str:
+    line = child.stdout.readline()
+    if not line:
+        raise RuntimeError(f"a process of the benchmark ended with status {child.wait()}: see its error above")
+    return line
+
+
+def _worker(asked: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    buffers = [torch.empty(asked["group_bytes"], dtype=torch.uint8).fill_(number) for number in range(_IN_MEMORY)]
+    config = DirectEngineConfig(workers=1, depth=32, volatile=True)
+    with open_paths(asked["paths"], "memascend bench", config=config, exclusive=asked["exclusive"]) as tier:
+        rates = {each.name: [each.rates.read, each.rates.write] for each in tier.report()}
+        for buffer in buffers:
+            tier.register(buffer)
+        for group in range(asked["groups"]):
+            tier.write(str(group), buffers[group % _IN_MEMORY])
+        tier.wait()
+        seconds = []
+        for _ in range(asked["repeats"] + 1):
+            print("ready", flush=True)
+            sys.stdin.readline()
+            begin = time.perf_counter()
+            _pass(tier, asked["groups"], buffers)
+            seconds.append(time.perf_counter() - begin)
+        groups = {each.name: each.groups for each in tier.report()}
+    print(json.dumps({"rates": rates, "seconds": seconds[1:], "groups": groups}), flush=True)
+
+
+def _pass(tier: MultiPathTier, groups: int, buffers: Sequence[torch.Tensor]) -> None:
+    ends: list[Completion | None] = [None] * len(buffers)
+    for group in range(groups):
+        lane = group % len(buffers)
+        before, buffer = ends[lane], buffers[lane]
+        if before is not None:
+            before.wait()
+        key = str(group)
+        ends[lane] = tier.read(key, buffer).then(lambda _, key=key, buffer=buffer: tier.write(key, buffer))
+    for end in ends:
+        if end is not None:
+            end.wait()
+
+
+if __name__ == "__main__":
+    _worker(json.loads(sys.argv[1]))

@@ -1,0 +1,127 @@
+"""Several drives in what a user types: the section's keys, `train`, `doctor`."""
+
+from __future__ import annotations
+
+import pytest
+
+from memascend.doctor import tiers as doctor
+from memascend.doctor.checks import Needs
+from memascend.doctor.speed import DeviceSpeed
+from memascend.integrations.deepspeed.parts import enable_options
+from memascend.training.config import complete, resumed
+from memascend.training.systems import check, setup
+
+NVME = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}}
+
+
+def section(**keys):
+    return enable_options(NVME | {"memascend": keys}, {})
+
+
+def test_one_key_is_enough_and_keeps_gradients_in_host_memory():
+    options = section(tiers=["/mnt/a", "/mnt/b"])
+    assert options.paths.tiers == ("/mnt/a", "/mnt/b")
+    assert options.parts.gradients == "kept"
+    assert section(tiers=["/mnt/a"], gradients="swapped").parts.gradients == "swapped"
+    assert section().parts.gradients == "swapped"
+    assert not section(tiers=[]).paths
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"tiers": "/mnt/a"}, "must be a list of paths"),
+        ({"tiers": ["/mnt/a", "/mnt/a/"]}, "names a path more than once"),
+        ({"tiers": ["/mnt/a"], "tier_placement": "fast"}, "choose balanced or as_published"),
+        ({"tiers": ["/mnt/a", "/mnt/b"], "tier_placement": [1]}, "a number for each of 2 paths"),
+        ({"tiers": ["/mnt/a"], "sub_group_order": "random"}, "choose alternating or ascending"),
+        ({"tiers": ["/mnt/a"], "tier_exclusive": "yes"}, "must be true or false"),
+        ({"tiers": ["/mnt/a"], "write_budget": "plenty"}, "write 300TB"),
+        ({"tiers": ["/mnt/a"], "devices": ["/dev/null"], "aio": "direct"}, "name the devices among the tiers"),
+        ({"tiers": ["/mnt/a"], "pinned": "stock", "pool": "stock", "aio": "stock"}, "DeepNVMe writes to nvme_path"),
+        ({"sub_group_order": "ascending"}, "name them in tiers"),
+        ({"tier": ["/mnt/a"]}, "did you mean tiers"),
+    ],
+)
+def test_what_cannot_be_is_one_line_that_names_the_fix(keys, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        section(**keys)
+    assert "\n" not in str(caught.value)
+
+
+def config_of(**keys):
+    return complete({"model": "qwen2.5-7b", "data": ["x"], "twin": 64, **keys})
+
+
+def prepared():
+    return {"context": 32, "largest_tensor": 1000, "parameters": 10_000, "pool_buffers": 9, "sub_group_size": 500}
+
+
+@pytest.mark.parametrize(
+    ("system", "arm", "paths", "buffers"),
+    [
+        ("memascend", None, ["/a", "/b"], 10),
+        ("mlp_offload", None, ["/a", "/b"], 10),
+        ("mlp_offload", "caching", ["/a"], 13),
+    ],
+)
+def test_train_hands_the_paths_to_the_arm_that_uses_them(system, arm, paths, buffers):
+    config = config_of(system=system, arm=arm, tiers=["/a", "/b"], write_budget="1TB/day")
+    made = setup(config, prepared(), "run", "/swap").settings["deepspeed_config"]
+    assert made["memascend"] == {"tiers": paths, "write_budget": "1TB/day", "write_budget_stops": True}
+    assert made["zero_optimization"]["offload_optimizer"]["buffer_count"] == buffers
+
+
+def test_train_refuses_paths_where_nothing_uses_them():
+    with pytest.raises(ValueError, match="set --system mlp_offload or memascend"):
+        check(config_of(system="zero_infinity", arm="today", tiers=["/a"]))
+    with pytest.raises(ValueError, match="name the folders with --tiers"):
+        config_of(write_budget="1TB")
+    with pytest.raises(ValueError, match="exclude one another"):
+        config_of(tiers=["/a"], devices=["/dev/b"])
+
+
+def test_a_run_goes_on_over_other_paths():
+    saved = {"model": "qwen2.5-7b", "data": ["x"], "tiers": ["/a", "/b"]}
+    assert resumed(saved, {"tiers": ["/a"]}).tiers == ["/a"]
+
+
+@pytest.fixture
+def drives(tmp_path, monkeypatch):
+    """Two folders that are told to be drives of their own, of 6 and 3 GB/s."""
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+    rates = {folders[0]: 6e9, folders[1]: 3e9}
+    monkeypatch.setattr(doctor, "name_of_place", str)
+    monkeypatch.setattr(doctor, "file_system", lambda _: "ext4")
+    monkeypatch.setattr(
+        doctor,
+        "check_speed",
+        lambda path, _: (
+            doctor.Check(name="drive speed", status="ok", found="quick"),
+            DeviceSpeed(write_bytes_per_s=rates[path], read_bytes_per_s=rates[path], tried_bytes=1),
+        ),
+    )
+    return folders
+
+
+def needs(ssd_bytes: int) -> Needs:
+    moved = {"read_bytes": 18 * 10**9, "write_bytes": 18 * 10**9}
+    return Needs(label="m", host_bytes=0, locked_bytes=0, device_bytes=0, ssd_bytes=ssd_bytes, **moved)
+
+
+def test_doctor_says_what_drives_give_together_and_alone(drives):
+    *each, together = doctor.check_tiers(drives, needs(10**6))
+    assert [check.status for check in (*each, together)] == ["ok", "ok", "ok"]
+    assert f"{drives[0]} 67%" in together.found
+    assert "4 s on them together" in together.found
+    assert f"{drives[1]} alone 12 s" in together.found
+
+
+def test_doctor_names_the_drive_that_lacks_room_and_two_folders_of_one_drive(drives, monkeypatch):
+    assert list(doctor.check_tiers(drives, needs(10**18)))[-1].status == "fail"
+    monkeypatch.setattr(doctor, "name_of_place", lambda _: "8-0")
+    checks = list(doctor.check_tiers(drives, None))
+    assert [check.status for check in checks] == ["ok", "warn"]
+    assert "same file system" in checks[1].found
