@@ -8,6 +8,8 @@ a parameter is a shape over one NaN, so that whatever touches it unseen shows.
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -18,6 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memascend.engine.layout import Kind, Unit, UnitParameters, make_layout
 from memascend.engine.weights import WeightStream
+
+# What a block takes alone is the best of so many passes, or of two where they take longer than so many seconds.
+_PROFILED_PASSES, _PROFILED_S = 8, 0.5
 
 
 class NotStreamable(ValueError):
@@ -210,6 +215,13 @@ class BlockRuntime:
     def left(self, unit: Unit) -> None:
         """It has ended, or will not come."""
 
+    def wants_profile(self, unit: Unit) -> bool:
+        """Whether this block's own time is not known."""
+        return False
+
+    def profiled(self, unit: Unit, forward_s: float, backward_s: float) -> None:
+        """Of one pass through the block in memory; the recomputation takes as long as forward. The least counts."""
+
     def keep_input(self, tensor: torch.Tensor) -> Any:
         """Of a block's hidden states: what brings them back (see `bring_back`), or the tensor itself."""
         return tensor
@@ -267,6 +279,25 @@ class _Call:
         results, self.result_spec = tree_flatten(self.forward.stock(*args, **kwargs))
         return results
 
+    def profile(self, tensors: Sequence[torch.Tensor]) -> tuple[float, float]:
+        """Seconds of forward and of backward, the best of a few passes; nothing is changed by it."""
+        unit, runtime = self.forward.unit, self.forward.runtime
+        trained = [p for p in runtime.weights.units.parameters[unit.key] if p.requires_grad]
+        best, begin = [math.inf] * 2, time.perf_counter()
+        for number in range(_PROFILED_PASSES):
+            if number >= 2 and time.perf_counter() - begin > _PROFILED_S:
+                break
+            inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+            with torch.enable_grad(), self.as_in_forward():
+                times = [time.perf_counter()]
+                outputs = [r for r in self.run(inputs) if isinstance(r, torch.Tensor) and r.requires_grad]
+                times.append(time.perf_counter())
+                wanted = [*trained, *(t for t in inputs if t.requires_grad)]
+                torch.autograd.grad(outputs, wanted, [torch.ones_like(r) for r in outputs], allow_unused=True)
+                times.append(time.perf_counter())
+            best = [min(b, after - before) for b, before, after in zip(best, times[:-1], times[1:], strict=True)]
+        return best[0], best[1]
+
     def rebuilt(self, outputs: tuple[torch.Tensor, ...]) -> Any:
         given = iter(outputs)
         leaves = [next(given) if isinstance(each, _Output) else each for each in self.results]
@@ -302,7 +333,11 @@ class _Recomputed(torch.autograd.Function):
         runtime.weights.take(unit)
         runtime.entered(unit)
         try:
+            if runtime.wants_profile(unit):
+                runtime.profiled(unit, *call.profile(tensors))
+            before = time.perf_counter()
             results = call.run(tensors)
+            runtime.profiled(unit, time.perf_counter() - before, math.inf)
         finally:
             runtime.weights.give_back(unit)
         outputs = tuple(each for each in results if isinstance(each, torch.Tensor))
@@ -331,10 +366,12 @@ class _Recomputed(torch.autograd.Function):
         try:
             with torch.enable_grad(), call.as_in_forward():
                 results = [each for each in call.run(inputs) if isinstance(each, torch.Tensor)]
+            before = time.perf_counter()
             pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
             if pairs:
                 torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
             del results, pairs
+            runtime.profiled(unit, math.inf, time.perf_counter() - before)
             call.leave()
         finally:
             runtime.weights.give_back(unit)

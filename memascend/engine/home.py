@@ -125,6 +125,11 @@ class StateHome:
         return self._tier.engine.bounce_buffers
 
     @property
+    def since_opened(self) -> Transferred:
+        """Of the engine below, with its rates; begins anew with a step that is taken back."""
+        return self._tier.transferred
+
+    @property
     def transferred(self) -> tuple[int, int]:
         """Bytes read and written since the home was opened."""
         now, before = self._tier.transferred, self._moved_before

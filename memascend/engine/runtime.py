@@ -14,6 +14,7 @@ import contextlib
 import functools
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from memascend.engine.blocks import BlockRuntime, ModelUnits, NotStreamable, Uni
 from memascend.engine.buffers import BLOCKS_IN_FLIGHT, STATE_SLOTS, EngineBuffers
 from memascend.engine.home import StateHome
 from memascend.engine.layout import Kind, Layout, Part, Run, Unit, padded
+from memascend.engine.limit import Limit, Rates, StepClock, adamw_rate, limit_of
 from memascend.engine.mapped import TensorFile
 from memascend.engine.updates import ARMS, AdamSettings, Updates, gradient_key, gradient_numel
 from memascend.engine.weights import WeightStream
@@ -49,7 +51,7 @@ class EngineOptions:
     largest norm of all gradients, 0 for any. With either, gradients wait on the tier for the norm or for the others;
     `wait`: for a norm that is asked for later (`clip_grad_norm`). `checkpoints`: `tier` (inputs of blocks wait on the
     SSD) or `device`. `states`: dtype of moments and masters; `gradients`: of those that wait. `zero_missing`: see
-    `Updates`. `piece_elements`: see `make_layout`.
+    `Updates`. `piece_elements`: see `make_layout`. `measure`: find out how fast a step could be (`limit`).
     """
 
     arm: str = "optimized"
@@ -60,6 +62,7 @@ class EngineOptions:
     states: torch.dtype = torch.float32
     gradients: torch.dtype = torch.float32
     zero_missing: bool = False
+    measure: bool = False
     blocks_in_flight: int = BLOCKS_IN_FLIGHT
     piece_elements: int | None = None
 
@@ -145,6 +148,12 @@ class StreamingEngine(BlockRuntime):
         self._passes = 0  # backward passes of this step that have ended
         self._backward_begun = False
         self._kept: dict[str, Unit] = {}  # held units whose backward has not come
+        self.limit: Limit | None = None  # of the last step, where that is measured
+        self._rates: Rates | None = None
+        self._block_seconds: dict[tuple[int, int], tuple[float, float]] = {}  # forward, backward
+        self._outside_s = 0.0  # of the modules outside of the blocks, in this forward pass
+        self._entered_s: dict[str, float] = {}
+        self._clock = StepClock(lambda: self.transferred)
         self._undo: list[Callable[[], None]] = []
         self._closed = False
         self._attach()
@@ -231,6 +240,7 @@ class StreamingEngine(BlockRuntime):
         engine.steps = dict(zip(engine.layout.order, kept["steps"], strict=True))
         for unit in engine.layout.units:
             engine.weights.empty(unit)
+        engine._be_ready()
         return engine, kept["facts"]
 
     @torch.no_grad()
@@ -253,8 +263,13 @@ class StreamingEngine(BlockRuntime):
             self._stream.release(unit.key)
         self._flush()
         self._commit(facts)
+        self._be_ready()
         for unit in layout.units:
             self.weights.empty(unit)
+
+    def _be_ready(self) -> None:
+        if self.options.measure and self._states is not None:
+            self._rates = self._measure_rates()
 
     def _flush(self) -> None:
         self._stream.flush()
@@ -319,7 +334,11 @@ class StreamingEngine(BlockRuntime):
             self._undo.pop()()
 
     def _fetcher(self, unit: Unit) -> Callable[..., None]:
-        return lambda *_: self.weights.take(unit)
+        def fetch(*_: Any) -> None:
+            self.weights.take(unit)
+            self._entered_s[unit.key] = time.perf_counter()
+
+        return fetch
 
     def _releaser(self, unit: Unit) -> Callable[..., None]:
         """Held units stay for their backward pass, where there will be one."""
@@ -327,6 +346,7 @@ class StreamingEngine(BlockRuntime):
         def release(*_: Any) -> None:
             if not self.weights.is_held(unit):  # its fetch has failed
                 return
+            self._outside_s += time.perf_counter() - self._entered_s[unit.key]
             if unit.kind is Kind.HELD and torch.is_grad_enabled() and unit.key not in self._kept:
                 self._kept[unit.key] = unit
             else:
@@ -346,12 +366,17 @@ class StreamingEngine(BlockRuntime):
         if self._passes >= self.options.accumulate:
             self.finish_step()
         self._visits = []
+        self._outside_s = 0.0
+        if self.options.measure:
+            self._clock.begin()
         self._stream.read_ahead(self._pattern)
 
     def _model_ends(self, *_: Any) -> None:
         if not torch.is_grad_enabled():
             self._stream.release_idle()
-        elif not self.options.waits and self._passes + 1 == self.options.accumulate:
+            return
+        self._clock.end("forward", compute_s=self._outside_s + self._of_blocks(lambda forward, backward: forward))
+        if not self.options.waits and self._passes + 1 == self.options.accumulate:
             self.updates.expect()
 
     def _collector(self, unit: Unit, part: Part) -> Callable[[nn.Parameter], None]:
@@ -385,6 +410,8 @@ class StreamingEngine(BlockRuntime):
             for part, parameter in zip(unit.parts, self.units.parameters[unit.key], strict=True):
                 if part.trained and parameter.grad is not None:
                     self._arrive(part, parameter)
+        compute = 2 * self._outside_s + self._of_blocks(sum_of)  # twice forward, as products are; blocks as profiled
+        self._clock.end("backward", compute_s=compute)
         last = self._passes + 1 >= self.options.accumulate
         self.updates.end_pass(wait=self.options.waits or not last, last=last)
         self._backward_begun = False
@@ -395,6 +422,29 @@ class StreamingEngine(BlockRuntime):
     def _give_back_kept(self) -> None:
         while self._kept:
             self.weights.give_back(self._kept.popitem()[1])
+
+    def wants_profile(self, unit: Unit) -> bool:
+        return self.options.measure and self._alike(unit) not in self._block_seconds
+
+    def profiled(self, unit: Unit, forward_s: float, backward_s: float) -> None:
+        if not self.options.measure:
+            return
+        known = self._block_seconds.get(self._alike(unit))
+        if known is None:
+            self._clock.begin()  # what the profile took belongs to no phase
+            self._block_seconds[self._alike(unit)] = forward_s, backward_s
+        else:
+            self._block_seconds[self._alike(unit)] = min(known[0], forward_s), min(known[1], backward_s)
+
+    @staticmethod
+    def _alike(unit: Unit) -> tuple[int, int]:
+        """The same for blocks that take the same time."""
+        return unit.numel, len(unit.parts)
+
+    def _of_blocks(self, seconds: Callable[[float, float], float]) -> float:
+        """Of one pass through all blocks that were visited with a graph."""
+        visited = [unit for unit in self.layout.units if unit.kind is Kind.BLOCK]
+        return sum(seconds(*self._block_seconds.get(self._alike(unit), (0.0, 0.0))) for unit in visited)
 
     def entered(self, unit: Unit) -> None:
         self._uses[unit.key] = self._uses.get(unit.key, 0) + 1
@@ -523,9 +573,43 @@ class StreamingEngine(BlockRuntime):
         for name in self.steps:
             if options.zero_missing or name in updates.arrived:
                 self.steps[name] += 1
+        self._end_of_clock(waited)
         updates.end_step()
         self._passes, self._clip = 0, options.clip
         return float(norm / self.scale)
+
+    def _end_of_clock(self, waited: bool) -> None:
+        """Updates without a phase of their own ran in backward."""
+        updated = sum(piece.numel for piece in self.layout.pieces)
+        self._clock.end("optimizer" if waited else "backward", compute_s=0.0, updated=updated)
+        phases = self._clock.take()
+        if phases and self._rates is not None:
+            moved = self.home.since_opened
+            self._rates = self._rates.at_least(
+                read=moved.read_bytes_per_s, write=moved.write_bytes_per_s, adamw=self.updates.fastest
+            )
+            self.limit = limit_of(phases, self._rates)
+
+    def _measure_rates(self) -> Rates:
+        """Of the states' path with as much under way as the slots hold. Between steps: what is written is forgotten."""
+        pieces = sorted(self.layout.pieces, key=self.layout.states_numel)[-self.options.state_slots :]
+        keys = [piece.key for piece in pieces]
+        nbytes = sum(self.layout.states_numel(piece) for piece in pieces) * self.layout.states.itemsize
+        best = [float("inf")] * 2
+        for _ in range(3):
+            times = [time.perf_counter()]
+            self._states.fetch(keys)
+            times.append(time.perf_counter())
+            for completion in [self._states.write(key) for key in keys]:
+                completion.wait()
+            times.append(time.perf_counter())
+            for key in keys:
+                self._states.release(key)
+            self._states.flush()
+            self.home.roll_back()
+            best = [min(b, after - before) for b, before, after in zip(best, times[:-1], times[1:], strict=True)]
+        adamw = adamw_rate(max(piece.numel for piece in pieces), self.layout.states)
+        return Rates(read=nbytes / best[0], write=nbytes / best[1], adamw=adamw)
 
     def _take_back(self, *, written: bool) -> None:
         """Nothing of this step stays: what is in memory or written may be half of it."""
@@ -665,6 +749,11 @@ class StreamingEngine(BlockRuntime):
         finally:
             if held is not None:
                 self.weights.give_back(held)
+
+
+def sum_of(forward_s: float, backward_s: float) -> float:
+    """Of a recomputed block's backward pass."""
+    return forward_s + backward_s
 
 
 class _Checkpoint:

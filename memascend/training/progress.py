@@ -32,6 +32,7 @@ class StepRecord:
     device_peak_bytes: int
     read_bytes: int
     written_bytes: int
+    remark: str | None = None  # of the backend's
 
     @property
     def tokens_per_s(self) -> float:
@@ -78,7 +79,8 @@ def line(record: StepRecord, steps: int, seconds_left: float) -> str:
         duration(seconds_left),
     )
     text = "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS))
-    return text + (f"{byte_count(record.device_peak_bytes):>10}" if record.device_peak_bytes else "")
+    text += f"{byte_count(record.device_peak_bytes):>10}" if record.device_peak_bytes else ""
+    return f"{text}  {record.remark}" if record.remark else text
 
 
 def first_step_note(config: TrainConfig, context: int) -> str | None:

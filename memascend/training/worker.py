@@ -231,6 +231,7 @@ class Worker:
             device_peak_bytes=int(gpu),
             read_bytes=int(read),
             written_bytes=int(written),
+            remark=self.backend.remark(),
         )
         self.progress.step(record)
         if self.recorder is not None and self.step == self.traced_step:

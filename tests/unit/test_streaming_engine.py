@@ -12,6 +12,7 @@ from torch import nn
 from memascend.engine.blocks import ModelUnits, NotStreamable, find_blocks
 from memascend.engine.home import NotThisModel
 from memascend.engine.layout import Kind, make_layout
+from memascend.engine.limit import Phase, Rates, limit_of
 from memascend.engine.runtime import EngineOptions, StreamingEngine
 from memascend.memory.ledger import Ledger, verify_by_address
 from memascend.memory.pinned import PageAlignedPinnedAllocator
@@ -360,4 +361,30 @@ def test_a_second_backward_pass_that_nobody_announced_is_refused(tmp_path):
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=r"say how many there are in a step \(accumulate=\)"):
         loss.backward()
+    engine.close()
+
+
+def test_the_bound_of_a_step_is_the_sum_of_its_phases_slowest():
+    rates = Rates(read=100.0, write=50.0, adamw=10.0)
+    forward = Phase(name="forward", seconds=3.0, compute_s=1.0, read=200)
+    backward = Phase(name="backward", seconds=9.0, compute_s=5.0, read=100, written=250, updated=20)
+    limit = limit_of([forward, backward], rates)
+    assert (limit.seconds, limit.bound_s) == (12.0, 2.0 + 6.0)  # reading; reading and writing on one path
+    assert str(limit) == "67 % of the bound; bottleneck: SSD write"
+    backward.updated = 100
+    assert limit_of([forward, backward], rates).bottleneck == "AdamW"
+
+
+@pytest.mark.parametrize("arm", ["optimized", "none"])
+def test_a_measured_step_knows_its_bound_and_trains_to_the_same_bits(tmp_path, arm):
+    ours, theirs = model(dropout=0.2), model(dropout=0.2)
+    engine = streamed(ours, tmp_path, arm=arm, measure=True)
+    assert engine.limit is None
+    torch.manual_seed(5)
+    losses = train(ours, engine, batches(3))
+    torch.manual_seed(5)
+    assert losses == train_in_memory(theirs, batches(3))
+    assert_equal(engine, theirs)
+    assert engine.limit.bound_s > 0
+    assert engine.limit.bottleneck in ("compute", "AdamW", "SSD read", "SSD write")
     engine.close()

@@ -138,6 +138,9 @@ class DeepSpeedBackend:
     def keep(self, facts: dict[str, Any]) -> None:
         pass
 
+    def remark(self) -> str | None:
+        return None
+
     def statistics(self) -> dict[str, int]:
         activations = self._options.moved()
         return {

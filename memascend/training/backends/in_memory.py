@@ -189,6 +189,9 @@ class InMemoryBackend:
     def keep(self, facts: dict[str, Any]) -> None:
         pass
 
+    def remark(self) -> str | None:
+        return None
+
     def statistics(self) -> dict[str, int]:
         return self._options.moved()
 

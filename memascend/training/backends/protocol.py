@@ -91,6 +91,9 @@ class Backend(Protocol):
         """All that belongs to the step that was made has been done: from here on a run that is killed may go on after
         it. `facts` (JSON, with `step`) are for `go_on`. A backend that keeps nothing does nothing."""
 
+    def remark(self) -> str | None:
+        """What else is worth saying of the last step, in a few words beside its line; None: nothing."""
+
     def statistics(self) -> dict[str, int]:
         """`read_bytes` and `written_bytes` of the swap device in the last step."""
 

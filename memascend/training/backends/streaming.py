@@ -87,6 +87,7 @@ class StreamingBackend:
             states=_DTYPES[config.states],
             gradients=_DTYPES[config.gradients],
             zero_missing=True,
+            measure=True,
         )
 
     def build(self, source: Path | dict[str, Any]) -> None:
@@ -175,6 +176,9 @@ class StreamingBackend:
 
     def loss_scale(self) -> float | None:
         return self._scale.value if self._scale else None
+
+    def remark(self) -> str | None:
+        return None if self.engine.limit is None else str(self.engine.limit)
 
     def statistics(self) -> dict[str, int]:
         read, written = self.engine.transferred

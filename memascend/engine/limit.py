@@ -1,0 +1,134 @@
+"""How fast a step could be on this machine: for each phase the slowest of what it cannot do without.
+
+Compute is the blocks' own time, profiled in memory before anything else runs; I/O is the bytes that a phase moved over
+the path's rate; AdamW is the elements over the kernel's rate. All of it is measured in the run that it judges. Phases
+follow one another, and in each of them everything else could overlap: a step is never faster than the sum of the
+phases' slowest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from memascend.ops.adamw import adamw_
+
+_ADAMW_ELEMENTS = 1 << 22  # more would be memory that a plan does not know
+_PASSES, _PASSES_S = 20, 0.5  # so many, or fewer where they take longer than so many seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Of the path and the kernel: bytes and elements a second."""
+
+    read: float
+    write: float
+    adamw: float
+
+    def at_least(self, *, read: float | None = None, write: float | None = None, adamw: float | None = None) -> Rates:
+        """Where a step was faster than the measurement, on a machine that others use too, that is the rate."""
+        return Rates(
+            read=max(self.read, read or 0.0),
+            write=max(self.write, write or 0.0),
+            adamw=max(self.adamw, adamw or 0.0),
+        )
+
+
+@dataclass(kw_only=True)
+class Phase:
+    """Seconds that it took and that its compute takes alone; bytes that it moved; elements that it updated."""
+
+    name: str
+    seconds: float = 0.0
+    compute_s: float = 0.0
+    read: int = 0
+    written: int = 0
+    updated: int = 0
+
+    def needs(self, rates: Rates) -> dict[str, float]:
+        """Seconds by what they are spent on. Reads and writes share a path."""
+        return {"compute": self.compute_s, "AdamW": self.updated / rates.adamw, "SSD": self.ssd_s(rates)}
+
+    def ssd_s(self, rates: Rates) -> float:
+        return self.read / rates.read + self.written / rates.write
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """Of one step. `share` is 1 at the bound."""
+
+    seconds: float
+    bound_s: float
+    bottleneck: str
+
+    @property
+    def share(self) -> float:
+        return self.bound_s / self.seconds
+
+    def __str__(self) -> str:
+        return f"{100 * self.share:.0f} % of the bound; bottleneck: {self.bottleneck}"
+
+
+def limit_of(phases: list[Phase], rates: Rates) -> Limit:
+    """The bound of a step of these phases; its bottleneck is what takes most of it."""
+    bound, shares = 0.0, dict.fromkeys(("compute", "AdamW", "SSD read", "SSD write"), 0.0)
+    for phase in phases:
+        needs = phase.needs(rates)
+        what = max(needs, key=lambda name: needs[name])
+        bound += needs[what]
+        if what == "SSD":
+            what = "SSD read" if phase.read / rates.read >= phase.written / rates.write else "SSD write"
+        shares[what] += max(needs.values())
+    seconds = sum(phase.seconds for phase in phases)
+    return Limit(seconds=seconds, bound_s=bound, bottleneck=max(shares, key=lambda name: shares[name]))
+
+
+@dataclass
+class StepClock:
+    """Phases of the step under way. `moved()`: bytes read and written so far."""
+
+    moved: Callable[[], tuple[int, int]]
+    phases: list[Phase] = field(default_factory=list)
+    _since: tuple[float, int, int] | None = None
+
+    def begin(self) -> None:
+        self._since = (time.perf_counter(), *self.moved())
+
+    def end(self, name: str, *, compute_s: float, updated: int = 0) -> None:
+        """What has passed since the last call belongs to the phase `name`."""
+        if self._since is None:
+            return
+        before, read, written = self._since
+        self.begin()
+        now, read_now, written_now = self._since
+        phase = next((each for each in self.phases if each.name == name), None)
+        if phase is None:
+            phase = Phase(name=name)
+            self.phases.append(phase)
+        phase.seconds += now - before
+        phase.compute_s += compute_s
+        phase.read += read_now - read
+        phase.written += written_now - written
+        phase.updated += updated
+
+    def take(self) -> list[Phase]:
+        phases, self.phases, self._since = self.phases, [], None
+        return phases
+
+
+def adamw_rate(numel: int, states: torch.dtype) -> float:
+    """Elements a second of the kernel with the threads that it has, the best of a few passes."""
+    numel = min(numel, _ADAMW_ELEMENTS)
+    gradient, *three = (torch.zeros(numel, dtype=states) for _ in range(4))
+    best = float("inf")
+    begin = time.perf_counter()
+    for step in range(1, _PASSES + 1):
+        before = time.perf_counter()
+        if step > 2 and before - begin > _PASSES_S:
+            break
+        adamw_(three[0], gradient, three[1], three[2], step=step)
+        best = min(best, time.perf_counter() - before)
+    return numel / best
