@@ -388,7 +388,11 @@ class Configuration:
             return "seconds"
         minutes = sum(filter(None, known)) / 60
         missing = f", {known.count(None)} of {len(known)} runs not timed yet" if None in known else ""
-        return f"about {minutes:.1f} min of runs{missing}" if minutes else f"{len(known)} runs, not timed yet"
+        return (
+            f"about {minutes:.1f} min of runs{missing}"
+            if minutes
+            else f"{len(known)} run{'s' if len(known) > 1 else ''}, not timed yet"
+        )
 
     @cached_property
     def listing(self) -> list[str]:
