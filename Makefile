@@ -22,7 +22,7 @@ IN_VENV := export PATH="$(CURDIR)/$(VENV)/bin:$$PATH";
 SNAKEMAKE := $(IN_VENV) snakemake --cores $(CORES)
 export PYTHON MAX_JOBS MEMASCEND_CACHE NO_SYSTEM_PACKAGES
 
-.PHONY: help setup figures smoke test lint native-tests ops docs clean deepspeed_016
+.PHONY: help setup figures smoke test lint native-tests numa-guest numa-test ops docs clean deepspeed_016
 
 help: ## list the targets
 	@grep -hE '^[a-z_0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z_0-9-]+):.*## (.*)/make \1|\2/' | column -t -s '|'
@@ -42,6 +42,12 @@ test: setup native-tests ## all tests but those that are slow or need what this 
 
 native-tests: setup ## the C++ core without Python, under AddressSanitizer and ThreadSanitizer
 	@$(MAKE) -s -j $$(nproc) -C tests/native
+
+numa-guest: setup ## kernel and emulator of a machine with CPU-less memory nodes, from Debian packages, once
+	@$(IN_VENV) python -m tests.numa_vm.images
+
+numa-test: numa-guest ## tests that need such nodes, in that guest: minutes, nothing is timed
+	@$(IN_VENV) pytest -m numa_vm $(PYTEST)
 
 lint: setup ## ruff, snakefmt, snakemake --lint
 	@$(IN_VENV) ruff check . && ruff format --check . && snakefmt --check Snakefile workflows/rules && snakemake --lint

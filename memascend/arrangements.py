@@ -46,6 +46,7 @@ class Arrangement:
     turns_order: bool = False
     first_path: bool = False
     runs: bool = True
+    placement: str | None = None  # of host buffers on NUMA nodes, as the key of a run; None: as the run says
 
 
 _PINNED = {"exact": "page_aligned", "power_of_two": "power_of_two"}

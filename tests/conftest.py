@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.numa_vm import in_guest
+
 # No test downloads anything: configurations are committed, weights are initialised, text is the standard library.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Otherwise DeepSpeed's Muon, imported for its list of optimizers, loads torch's compiler: seconds in each process.
@@ -17,6 +19,7 @@ SHARED_TRAININGS = {"tests/faults/test_train_kill.py": "tests/integration/test_t
 # First what takes longest, so that no process is left with it at the end.
 LONGEST = ("tests/integration/", "tests/faults/", "tests/workflow/")
 
+GUEST = pytest.StashKey[in_guest.Guest]()
 NUMA_NODES = Path("/sys/devices/system/node")
 
 
@@ -44,10 +47,9 @@ def gpu_missing() -> str | None:
     return None if torch.cuda.is_available() else "no CUDA device"
 
 
-def numa_missing() -> str | None:
-    """Why tests marked numa_vm cannot run here, or None."""
-    nodes = len(list(NUMA_NODES.glob("node[0-9]*")))
-    return None if nodes > 1 else f"{nodes} NUMA node here, and not inside the emulated guest"
+def several_numa_nodes() -> bool:
+    """Whether tests marked numa_vm can run in this process: otherwise they need the emulated guest."""
+    return len(list(NUMA_NODES.glob("node[0-9]*"))) > 1
 
 
 def deepspeed_missing() -> str | None:
@@ -62,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reasons = {
         "slow": lambda: None if config.getoption("--run-slow") else "slow; runs with --run-slow",
         "gpu": gpu_missing,
-        "numa_vm": numa_missing,
+        "numa_vm": lambda: None if several_numa_nodes() else in_guest.missing(config),
         "deepspeed": deepspeed_missing,
         "deepspeed_suite": lambda: None if os.environ.get("DEEPSPEED_CHECKOUT") else "no DEEPSPEED_CHECKOUT=FOLDER",
     }
@@ -71,3 +73,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reason = missing() if marked else None
         for item in marked if reason else []:
             item.add_marker(pytest.mark.skip(reason=reason))
+        if mark == "numa_vm" and marked and not reason and not several_numa_nodes():
+            config.stash[GUEST] = in_guest.Guest(config, marked)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    guest = session.config.stash.get(GUEST, None)
+    if guest is not None and not session.config.option.collectonly:
+        guest.run()  # here, since a test's own time limit is not the guest's
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    guest = item.config.stash.get(GUEST, None)
+    if guest is None or item not in guest or item.get_closest_marker("skip"):
+        return None
+    in_guest.replay(guest, item)
+    return True

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from baselines.protocol.deepspeed import DeepSpeedSystem, nvme_offload, scaled, swaps, zero3_config
 from baselines.protocol.described import Described, PlannedSystem, read_description
-from baselines.protocol.footprints import device_only, ssd_offload
+from baselines.protocol.footprints import device_only, host_offload, ssd_offload
 from baselines.protocol.runs import RunSpec, Sizes
 from memascend.systems import System
 
@@ -29,6 +29,7 @@ __all__ = [
     "System",
     "device_only",
     "folders",
+    "host_offload",
     "load_system",
     "nvme_offload",
     "read_description",

@@ -38,6 +38,10 @@ class DeepSpeedSystem(PlannedSystem):
             raise ValueError(
                 "dtype 'fp32' is for --system in_memory; DeepSpeed systems train in 16 bits: set --dtype bf16"
             )
+        if config.placement is not None:
+            raise ValueError(
+                f"placement is for --system in_memory so far: {self.name} lies where DeepSpeed puts it; leave it out"
+            )
         if config.devices and not arm.direct:
             raise ValueError(
                 f"devices are for the direct NVMe engine, which {self.name} ({name}) does not use: set --system "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memascend.memory.classes import GRADIENTS, MASTERS, MOMENTUM, VARIANCE
+
 if TYPE_CHECKING:
     from memascend.planner.footprint import RankFootprint
 
@@ -16,6 +18,28 @@ def ssd_offload(build: RankFootprint) -> None:
     build.resident(build.work.streamed().resident)
     build.unswapped_groups()
     build.bounce_buffers()
+    build.checkpoints()
+
+
+def host_offload(build: RankFootprint) -> None:
+    """DeepSpeed ZeRO-3 with parameters and optimizer in host memory: 24 bytes a parameter (fp32), 29 in the overflow
+    chain.
+
+    2 (parameters, one pinned flat buffer, stage3 _create_param_groups_fp16_flat_cpu_memory) + 4 (fp32 master, pageable)
+    + 8 (two moments, pageable) + 4 (gradient of each sub-group, pinned one by one, initialize_optimizer_states)
+    + 4 (gradient flat buffer, pinned as a whole; 2 where it is 16 bits, and then these are the 20 bytes of Table I of
+    CXL-aware allocation) + 5 (overflow chain over it), and 2 for the partitions that zero.Init pins one by one before
+    they move to the flat buffer: torch's caching allocator never gives those back.
+    """
+    partitions = build.work.partitions()
+    build.pinned.allocate(sum(partitions), build.dtype, name="parameters", owner="parameter_flat_buffer")
+    build.resident(build.work.spec.tensors())
+    for index, group in enumerate(build.work.sub_groups()):
+        what, numel = f"of sub-group {index}", sum(group)
+        for name, owner in (("master", MASTERS), ("first moment", MOMENTUM), ("second moment", VARIANCE)):
+            build.pageable(f"{name} {what}", owner, numel * build.states.itemsize)
+        build.pinned.allocate(numel, build.states, name=f"gradient {what}", owner=GRADIENTS)
+    build.gradients()
     build.checkpoints()
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, zero3_config
-from baselines.zero_offload.footprint import footprint
+from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, host_offload, zero3_config
 from baselines.zero_offload.schedule import schedule
 from memascend.arrangements import arrangement_of_parts
 
@@ -19,4 +18,4 @@ def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
     return zero3_config(run, dict(in_memory), dict(in_memory))
 
 
-SYSTEM = DeepSpeedSystem(name="zero_offload", arms=_ARMS, configure=_configure, buffers=footprint, tasks=schedule)
+SYSTEM = DeepSpeedSystem(name="zero_offload", arms=_ARMS, configure=_configure, buffers=host_offload, tasks=schedule)

@@ -25,6 +25,7 @@
 #include "core/errors.h"
 #include "core/fault_layer.h"
 #include "core/file_engine.h"
+#include "core/latency.h"
 #include "core/overflow.h"
 #include "core/pinned.h"
 #include "core/placement.h"
@@ -88,8 +89,8 @@ PageKind page_kind(const std::string& name) {
   return PageKind::kSmall;
 }
 
-// Mode and nodes; none: where the thread that touches runs.
-using NamedPlacement = std::optional<std::pair<std::string, std::vector<int>>>;
+// Mode, nodes, and their weights where they are striped; none: where the thread that touches runs.
+using NamedPlacement = std::optional<std::tuple<std::string, std::vector<int>, std::vector<std::int64_t>>>;
 
 Placement placement_of(const NamedPlacement& named) {
   if (!named) {
@@ -101,13 +102,15 @@ Placement placement_of(const NamedPlacement& named) {
       {"preferred_many", PlacementMode::kPreferredMany},
       {"interleaved", PlacementMode::kInterleaved},
       {"weighted", PlacementMode::kWeighted},
+      {"striped", PlacementMode::kStriped},
   };
-  const auto found = modes.find(named->first);
+  const auto& [mode, nodes, weights] = *named;
+  const auto found = modes.find(mode);
   if (found == modes.end()) {
-    throw py::value_error("unknown placement '" + named->first +
-                          "': use bind, preferred, preferred_many, interleaved or weighted");
+    throw py::value_error("unknown placement '" + mode +
+                          "': use bind, preferred, preferred_many, interleaved, weighted or striped");
   }
-  return {found->second, named->second};
+  return {found->second, nodes, weights};
 }
 
 std::map<int, std::int64_t> named_pages_by_node(std::uintptr_t address, std::int64_t bytes) {
@@ -827,6 +830,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("pages_by_node", &named_pages_by_node, py::arg("address"), py::arg("bytes"),
              py::call_guard<py::gil_scoped_release>());
   module.def("move_pages", &named_move_pages, py::arg("address"), py::arg("bytes"), py::arg("placement"));
+  module.def(
+      "load_latency_ns",
+      [](std::uintptr_t address, std::int64_t bytes, std::int64_t hops, std::uint64_t seed) {
+        return load_latency_ns(reinterpret_cast<void*>(address), bytes, hops, seed);
+      },
+      py::arg("address"), py::arg("bytes"), py::arg("hops"), py::arg("seed") = 0,
+      py::call_guard<py::gil_scoped_release>());
   module.def("pinned_contains", [](std::uintptr_t address, std::int64_t bytes) {
     return PinnedRegistry::instance().contains(address, bytes);
   });

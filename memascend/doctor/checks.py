@@ -8,11 +8,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from memascend.doctor import kernel, probe
+from memascend.doctor.nodes import NodeSpeed, chosen_placement, measure_nodes
 from memascend.doctor.speed import DeviceSpeed, device_speed, takes_direct_io
 from memascend.memory.cgroup import host_memory, ram_bytes
 from memascend.memory.topology import Node, Topology
@@ -173,30 +174,44 @@ def check_huge_pages(root: Path = Path("/")) -> Check:
     return Check(name="huge pages", status=OK, found=f"transparent: {text}" if text else "the kernel does not say")
 
 
-def check_numa(ranks: int, root: Path = Path("/")) -> Check:
-    """Each node's size, what is free there and its distances: placement.py puts memory on nodes by these numbers."""
+def check_numa(ranks: int, root: Path = Path("/"), speeds: Sequence[NodeSpeed] = ()) -> Check:
+    """Each node's size, what is free there, its distances and rates: placement.py puts memory on nodes by these."""
     topology = Topology.read(root)
     with_cpus = topology.with_cpus
+    measured = {speed.number: speed for speed in speeds}
+    what = "; ".join(_node_line(node, measured.get(node.number)) for node in topology.nodes.values())
     if len(topology.nodes) <= 1:
-        return Check(name="NUMA", status=OK, found="one node")
-    what = "; ".join(map(_node_line, topology.nodes.values()))
+        return Check(name="NUMA", status=OK, found=f"one node{': ' + what if speeds else ''}")
+    what += f"; {chosen_placement(topology, list(speeds))}"
     if topology.memory_only or len(with_cpus) > ranks:
         nearest = with_cpus[0].number if with_cpus else 0
+        placed = "memascend train --placement latency_first; docs/how-to/a-machine-with-several-memory-nodes.md"
+        bound = f"numactl --cpunodebind={nearest} --preferred={nearest} memascend train ..."
         return Check(
             name="NUMA",
             status=WARN,
-            found=f"{what}: buffers may land far from the cores that stream them",
-            fix=f"numactl --cpunodebind={nearest} --preferred={nearest} memascend train ...",
+            found=f"{what}; buffers may land far from the cores that stream them",
+            fix=placed if topology.memory_only else bound,
         )
     return Check(name="NUMA", status=OK, found=what)
 
 
-def _node_line(node: Node) -> str:
+def _node_line(node: Node, speed: NodeSpeed | None = None) -> str:
     distances = ", ".join(f"{far} to {number}" for number, far in node.distances.items() if number != node.number)
-    return (
+    line = (
         f"node {node.number}: {size(node.total_bytes)}{' without CPUs' if node.memory_only else ''}, "
         f"{size(node.available_bytes)} free" + (f", distance {distances}" if distances else "")
     )
+    if node.bandwidth_bytes_per_s and node.latency_ns:
+        line += f", by the firmware {node.latency_ns:.0f} ns and {node.bandwidth_bytes_per_s / 1e9:.0f} GB/s"
+    if node.weight is not None:
+        line += f", weight {node.weight}"
+    if speed is not None:
+        line += (
+            f", a load {speed.latency_ns:.0f} ns, copies {speed.copy_bytes_per_s / 1e9:.1f} GB/s, AdamW "
+            f"{speed.adamw_bytes_per_s / 1e9:.1f} GB/s"
+        )
+    return line
 
 
 def check_gpu(needs: Needs | None, cuda: tuple[bool, str], found: list[probe.Gpu]) -> Check:
@@ -322,7 +337,7 @@ def check_all(folder: Path | None, needs: Needs | None, ranks: int, *, try_speed
     yield check_memlock(needs, limit)
     yield check_swap(limit)
     yield check_huge_pages()
-    yield check_numa(ranks)
+    yield check_numa(ranks, speeds=measure_nodes() if try_speed else ())
     yield check_uring(kernel.uring_error(), probe.read_text(proc / "kernel/io_uring_disabled"))
     events = AIO_EVENTS_A_RANK * ranks
     most, used = (probe.read_text(proc / "fs" / name) for name in ("aio-max-nr", "aio-nr"))

@@ -28,6 +28,7 @@ import torch
 from memascend import _C
 from memascend.memory import cuda
 from memascend.memory.cgroup import HostMemory, host_memory
+from memascend.memory.classes import ByClass
 from memascend.memory.ledger import HOST, Ledger
 from memascend.memory.placement import UNTOUCHED, Placement
 from memascend.memory.topology import Topology
@@ -95,6 +96,11 @@ def _checked(requested: int) -> int:
     if requested <= 0:
         raise ValueError(f"pinned allocation of {requested} bytes: ask for at least one byte")
     return requested
+
+
+def placement_for(placement: Placement | ByClass | None, owner: str) -> Placement | None:
+    """What an allocator's policy says of one owner's memory."""
+    return placement.of(owner) if isinstance(placement, ByClass) else placement
 
 
 class _FreeEvents:
@@ -183,13 +189,14 @@ class _PinnedAllocator:
         require_lock: bool = False,
         register_cuda: bool | None = None,
         pages: str = "small",
-        placement: Placement | None = None,
+        placement: Placement | ByClass | None = None,
         topology: Topology | None = None,
     ) -> None:
         """`lock`: page-lock by mlock; where the limit refuses, pages are touched and the entry says `locked=False`,
         unless `require_lock`. `register_cuda`: make the memory known to the driver (default: if there is a device).
         `pages`: small, transparent or reserved, see above. `placement`: NUMA nodes of blocks that are not given any of
-        their own; `topology`: what placements are checked against (default: this machine, as it is then).
+        their own, of all or by class of their owner; `topology`: what placements are checked against (default: this
+        machine, as it is then).
         """
         if pages not in PAGES:
             raise ValueError(f"unknown pages {pages!r}: use one of {', '.join(PAGES)}")
@@ -232,7 +239,7 @@ class _PinnedAllocator:
             raise ValueError(f"pinned buffer {name!r} of {numel} elements: ask for at least one")
         reserved = self.reserved_bytes(requested)
         _host.require(name, requested, reserved, counts_as_available=self.pages != "reserved")
-        placement = placement or self.placement
+        placement = placement or placement_for(self.placement, owner)
         if placement is not None:
             placement.check(Topology.read() if self.topology is None else self.topology, reserved)
         _free_events.sync()  # keeps the native log short in runs that never ask the ledger
@@ -314,7 +321,7 @@ class CountingAllocator:
         policy: str,
         ledger: Ledger | None = None,
         *,
-        placement: Placement | None = None,
+        placement: Placement | ByClass | None = None,
         topology: Topology | None = None,
     ) -> None:
         if policy not in _POLICIES:
@@ -344,7 +351,7 @@ class CountingAllocator:
         if requested <= 0:
             raise ValueError(f"pinned buffer {name!r} of {numel} elements: ask for at least one")
         reserved = self.reserved_bytes(requested)
-        placement = placement or self.placement
+        placement = placement or placement_for(self.placement, owner)
         if placement is not None and self.topology is not None:
             placement.check(self.topology, reserved)
         if self.ledger is not None:

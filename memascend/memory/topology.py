@@ -14,6 +14,8 @@ from memascend.memory.cgroup import ram_bytes
 _ROOT = Path("/")
 _NODES = "sys/devices/system/node"
 _WEIGHTS = "sys/kernel/mm/mempolicy/weighted_interleave"
+_TIERS = "sys/devices/virtual/memory_tiering"
+_INITIATORS = "access0/initiators"  # the nearest processors' view: MB/s and ns
 # What the kernel can drop for a new allocation on a node, beside what is free.
 _RECLAIMABLE = ("Active(file)", "Inactive(file)", "SReclaimable")
 LOCAL_DISTANCE = 10  # of a node to itself, by the ACPI specification
@@ -24,6 +26,8 @@ class Node:
     """One node. `cpus` as the kernel lists them ("0-7,16"), empty for memory alone; `distances` by node number.
 
     `available_bytes`: free, or page cache. `weight`: of the kernel's weighted interleaving (Linux 6.9), else None.
+    `bandwidth_bytes_per_s` and `latency_ns`: of reads by the nearest processors, by the firmware (HMAT), or None.
+    `tier`: the kernel's tier of memory, a smaller number is faster; None where it has none.
     """
 
     number: int
@@ -32,6 +36,9 @@ class Node:
     available_bytes: int = 0
     distances: dict[int, int]
     weight: int | None = None
+    bandwidth_bytes_per_s: float | None = None
+    latency_ns: float | None = None
+    tier: int | None = None
 
     @property
     def memory_only(self) -> bool:
@@ -83,7 +90,22 @@ def _read_node(folder: Path, root: Path) -> Node:
         available_bytes=memory.get("MemFree", 0) + sum(memory.get(name, 0) for name in _RECLAIMABLE),
         distances=dict(zip(others, row, strict=False)) if row else {number: LOCAL_DISTANCE},
         weight=int(weight) if weight.isdecimal() else None,
+        bandwidth_bytes_per_s=_positive(folder / _INITIATORS / "read_bandwidth", 1e6),
+        latency_ns=_positive(folder / _INITIATORS / "read_latency", 1.0),
+        tier=_tier(number, root),
     )
+
+
+def _positive(path: Path, unit: float) -> float | None:
+    text = _read(path).strip()
+    return int(text) * unit if text.isdecimal() and int(text) else None
+
+
+def _tier(number: int, root: Path) -> int | None:
+    for folder in (root / _TIERS).glob("memory_tier[0-9]*"):
+        if number in _listed(_read(folder / "nodelist").strip()):
+            return int(folder.name.removeprefix("memory_tier"))
+    return None
 
 
 def _whole_machine(root: Path) -> Node:

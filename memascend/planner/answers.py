@@ -10,6 +10,7 @@ from memascend.planner.footprint import Plan, plan
 from memascend.planner.gpu_memory import DevicePlan, gpu_memory
 from memascend.planner.limits import Largest, Limits, largest
 from memascend.planner.machine import Machine
+from memascend.planner.node_memory import NodePlan, place, topology_of
 from memascend.planner.step import IoVolume, io_volume
 from memascend.planner.step_time import StepTime, step_time
 from memascend.planner.workload import SwapSizes, Workload
@@ -70,18 +71,24 @@ class Answers:
     no_time: str
     wear: Wear
     others: tuple[Plan, ...]
+    nodes: NodePlan | None = None  # where a machine with several memory nodes is described
 
     @property
     def fits(self) -> bool | None:
         """False where something does not fit, True where something was checked and all of it fits, else None."""
         verdicts = [need.fits for need in self.needs if need.fits is not None]
+        verdicts += [self.nodes.fits] if self.nodes else []
         return all(verdicts) if verdicts else None
 
 
 def answer(
-    work: Workload, limits: Limits, machine: Machine | None = None, endurance_tb: float | None = None
+    work: Workload,
+    limits: Limits,
+    machine: Machine | None = None,
+    endurance_tb: float | None = None,
+    placement: str | None = None,
 ) -> Answers:
-    """Plan `work` against `limits`, on `machine` where one is named."""
+    """Plan `work` against `limits`, on `machine` where one is named; `placement`: of a machine with memory nodes."""
     host, device, volume = plan(work), gpu_memory(work), io_volume(work)
     needs = (
         Need(name="GPU memory", needed_bytes=device.device_bytes, limit_bytes=limits.gpu_bytes),
@@ -105,7 +112,17 @@ def answer(
             endurance_tb=endurance_tb,
         ),
         others=tuple(_others(work)),
+        nodes=_nodes(host, machine, placement or work.arrangement.placement),
     )
+
+
+def _nodes(host: Plan, machine: Machine | None, policy: str | None) -> NodePlan | None:
+    described = machine.described.get("memory_nodes") if machine else None
+    if not described or len(described) < 2:
+        return None
+    topology = topology_of(machine.described, machine.name)
+    names = {number: str(entry.get("name", number)) for number, entry in enumerate(described)}
+    return place(host.entries, topology, policy, names)
 
 
 def _others(work: Workload) -> Iterator[Plan]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.memory.budget import parse_bytes
+from memascend.memory.placement_policy import PlacementPolicy
 from memascend.planner.derived_sizes import io_settings
 from memascend.planner.options import DEFAULT_STACK, MODEL_OPTIONS, Stack, default_context
 from memascend.planner.spec import ModelSpec, model_spec
@@ -79,6 +80,12 @@ def add_plan(commands: Any, probe: Callable[[Path | None], Any]) -> None:
         help="local (this machine; with --nvme its SSD is tried for some seconds), a described machine's "
         "name in a checkout (memascend-c1), or a YAML file; gives times, and limits that are not given",
     )
+    where.add_argument(
+        "--placement",
+        metavar="POLICY",
+        help="of a testbed with several memory nodes: latency_first (default), interleave, process_interleave or "
+        "'{class: node, ...}', as train's",
+    )
     out = parser.add_argument_group("what comes out")
     out.add_argument("--json", action="store_true", help="machine-readable, with the whole ledger")
     out.add_argument("--picture", type=Path, metavar="FILE", help="stacked bars of every system: .svg, .png or .pdf")
@@ -131,7 +138,9 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         ram_bytes=_bytes(options.ram),
         ssd_bytes=_bytes(options.ssd_space) if options.ssd_space else _free_bytes(options.nvme),
     ).with_machine(machine)
-    answers = answer(work, limits, machine, options.ssd_endurance)
+    if options.placement is not None:
+        options.placement = PlacementPolicy.parse(options.placement, "--placement").as_text()
+    answers = answer(work, limits, machine, options.ssd_endurance, options.placement)
     notes = _outputs(options, answers)
     status = 1 if answers.fits is False else 0
     if options.json:

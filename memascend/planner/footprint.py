@@ -17,6 +17,7 @@ import torch
 
 from memascend import systems
 from memascend.activation.store import CheckpointStore
+from memascend.memory.classes import GRADIENTS, MASTERS, MOMENTUM, VARIANCE
 from memascend.memory.ledger import DEVICE, HOST, Ledger, LedgerEntry
 from memascend.memory.pinned import CountingAllocator
 from memascend.memory.pools import AdaptiveBufferPool, MonolithicBufferPool, adaptive_pool_classes
@@ -47,6 +48,7 @@ OWNER_METRICS = {
     "activation_checkpoints": "activation checkpoints",
     "small_parameters": "resident parameters",
     "in_memory_optimizer": "in-memory optimizer states",
+    **dict.fromkeys((MASTERS, MOMENTUM, VARIANCE, GRADIENTS), "in-memory optimizer states"),
     "adam_states": "in-memory optimizer states",
     "parameter_flat_buffer": "parameters in host memory",
     "model_load": "model while it loads",

@@ -170,6 +170,9 @@ def machine_from_testbed(testbed: Mapping[str, Any], where: str = "testbed") -> 
     link = str(testbed.get("gpu_link") or "").lower()
     probed = testbed.get("local") if isinstance(testbed.get("local"), Mapping) else {}  # a control group may allow less
     ram, vram = probed.get("usable_memory_gib", testbed.get("memory_gib")), gpu.get("memory_gib")
+    if len(nodes := testbed.get("memory_nodes") or []) > 1:  # cards beside the DRAM, or less of it than is built in
+        sizes = [node.get("memory_gib") if isinstance(node, Mapping) else None for node in nodes]
+        ram = sum((size.get("value") if isinstance(size, Mapping) else size) or 0 for size in sizes)
     return Machine(
         name=str(testbed.get("id") or testbed.get("name") or where),
         gpus=sum(int(each.get("count", 1)) for each in gpus) or 1,

@@ -27,6 +27,7 @@ def as_text(answers: Answers) -> str:
             answers.work.spec.k,
         ),
         _ssd(answers),
+        _nodes(answers),
         _verdicts(answers),
         _time(answers),
         [_other(answers, other) for other in answers.others],
@@ -104,6 +105,25 @@ def _ssd(answers: Answers) -> list[str]:
         )
     else:
         lines.append(f"  rated for {wear.endurance_tb:,g} TB written: {wear.steps_of_life:,.0f} steps")
+    return lines
+
+
+def _nodes(answers: Answers) -> list[str]:
+    """Which memory node holds what, and what is left of each."""
+    made = answers.nodes
+    if made is None:
+        return []
+    heading = f"memory nodes of {answers.machine.name}, {made.policy.replace('_', ' ')} (GiB)"
+    if made.refused:
+        return [heading, f"  cannot be followed: {made.refused}"]
+    lines = [f"{heading:<{_WIDTH}}" + "".join(f"{made.names[node]:>10}" for node in made.capacity)]
+    for name, shares in made.placed.items():
+        cells = "".join(f"{gib(shares[node]) if node in shares else '-':>10}" for node in made.capacity)
+        lines.append(f"  {name.replace('_', ' '):<{_WIDTH - 2}}{cells}")
+    for title, size in (("used", made.used), ("of", made.capacity.__getitem__)):
+        lines.append(f"  {title:<{_WIDTH - 2}}" + "".join(f"{gib(size(node)):>10}" for node in made.capacity))
+    for node, more in made.overfull.items():
+        lines.append(f"  {made.names[node]} is given {gib(more)} GiB more than it has: name another --placement")
     return lines
 
 
@@ -219,9 +239,30 @@ def as_json(answers: Answers) -> dict[str, Any]:
             "days_of_life": answers.wear.days_of_life,
         },
         "time": _time_json(answers),
+        "memory_nodes": _nodes_json(answers),
         "others": {peer.system: size for peer, size in others if peer.arm_name == defaults[peer.system]},
         "arms": {f"{peer.system}/{peer.arm_name}": size for peer, size in others},
         "ledger": [dataclasses.asdict(entry) for entry in (*made.entries, *answers.device.entries)],
+    }
+
+
+def _nodes_json(answers: Answers) -> dict[str, Any] | None:
+    made = answers.nodes
+    if made is None:
+        return None
+    return {
+        "placement": made.policy,
+        "fits": made.fits,
+        "refused": made.refused or None,
+        "nodes": [
+            {
+                "name": made.names[node],
+                "capacity_bytes": capacity,
+                "used_bytes": made.used(node),
+                "bytes": {name: shares[node] for name, shares in made.placed.items() if node in shares},
+            }
+            for node, capacity in made.capacity.items()
+        ],
     }
 
 

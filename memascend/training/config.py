@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.memory.budget import parse_bytes
+from memascend.memory.placement_policy import PlacementPolicy
 from memascend.planner.options import MODEL_OPTIONS
 from memascend.storage.write_budget import WriteBudget
 
@@ -100,6 +101,9 @@ class TrainConfig:
     )
     host_memory: str | None = _option(
         None, "host memory that this training may take, all ranks, as 24GiB: planned first, and a limit while it runs"
+    )
+    placement: str | None = _option(
+        None, "NUMA nodes of host buffers: latency_first, interleave, process_interleave, or {class: node, ...}"
     )
     states: str = _option("fp32", "master weights and optimizer states; bf16 halves the I/O", choices=("fp32", "bf16"))
     gradients: str = _option("fp32", "the buffer that gradients are added up in", choices=("fp32", "bf16"))
@@ -211,6 +215,8 @@ def checked(name: Any, value: Any, where: str) -> Any:
     kind = _TYPES[name]
     if value is None and type(None) in typing.get_args(kind):
         return None
+    if name == "placement":
+        return PlacementPolicy.parse(value, f"{where}: 'placement'").as_text()
     plain = (
         next((part for part in typing.get_args(kind) if part in (int, float, str)), kind) if kind != list[str] else kind
     )

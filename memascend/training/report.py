@@ -25,6 +25,18 @@ def ledger_rows(ledger: Any) -> list[dict[str, Any]]:
     return sorted(rows.values(), key=lambda row: -row["reserved_bytes"])
 
 
+def memory_nodes(ledger: Any, placement: str) -> dict[str, Any]:
+    """Where this rank's buffers lie, by asking the kernel; `wrong`: entries whose nodes are not those of the ledger."""
+    from memascend.memory.placement import bytes_by_class, verify_nodes
+
+    checks = verify_nodes(ledger.live("host"))
+    return {
+        "placement": placement,
+        "bytes": {name: dict(sorted(shares.items())) for name, shares in bytes_by_class(checks).items()},
+        "wrong": [check.entry.name for check in checks if not check.agrees],
+    }
+
+
 def merged(rows_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The rows of several ranks, summed by owner."""
     out: dict[str, dict[str, Any]] = {}
@@ -85,11 +97,24 @@ def as_text(report: dict[str, Any]) -> str:
     lines.append(_row("interpreter and libraries, before the model", "", memory["idle_bytes"], total))
     lines.append(_row(memory["rest_name"], "", memory["rest_bytes"], total))
     lines += [_row("**peak of resident memory**", "", total, total), ""]
+    lines += _memory_nodes(report.get("memory_nodes"))
     lines.append(f"Start-up, before the first step: {byte_count(memory['startup_peak_bytes'])} at its peak.")
     if memory["device_peak_bytes"]:
         lines.append(f"GPU memory: {byte_count(memory['device_peak_bytes'])} at the peak, all ranks.")
     lines.append(memory["note"])
     return "\n".join(lines) + "\n"
+
+
+def _memory_nodes(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    lines = [f"Memory nodes at the end, as the kernel says (placement: {found['placement']}):", ""]
+    for name, shares in found["bytes"].items():
+        parts = ", ".join(f"{byte_count(size)} on node {node}" for node, size in shares.items())
+        lines.append(f"- {name.replace('_', ' ')}: {parts}")
+    if found["wrong"]:
+        lines.append(f"- not where the ledger has them: {', '.join(found['wrong'])}")
+    return [*lines, ""]
 
 
 def _row(name: str, buffers: Any, size: int, total: int) -> str:

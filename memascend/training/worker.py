@@ -22,6 +22,8 @@ import torch
 from memascend import systems
 from memascend.memory.budget import HostBudget
 from memascend.memory.ledger import Ledger
+from memascend.memory.placement_policy import PROCESS_INTERLEAVE
+from memascend.memory.process_policy import interleave_process
 from memascend.simulator.recorder import Recorder, from_zero
 from memascend.simulator.trace import write_trace
 from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout
@@ -80,6 +82,8 @@ class Worker:
     def run(self) -> str:
         """Train to the end or to a stop; returns FINISHED or STOPPED."""
         self.stop.install()
+        if self.config.placement == PROCESS_INTERLEAVE:
+            interleave_process()
         lock = self._hold_swap_folder()
         backend = backends.load(self.job["backend"])
         if not torch.distributed.is_initialized():
@@ -406,6 +410,8 @@ class Worker:
             "planned_host_bytes": self.job["prepared"]["planned_host_bytes"],
             "ledger": rows,
         }
+        if self.config.placement is not None:
+            result["memory_nodes"] = report.memory_nodes(self.backend.ledger, self.config.placement)
         report.write(self.folder.report, result)
         root = self.folder.root
         if outcome == STOPPED:

@@ -14,6 +14,7 @@ from memascend.cli import main
 from memascend.doctor import checks, kernel, packages, probe
 from memascend.doctor.checks import FAIL, OK, WARN, Needs
 from memascend.doctor.local import local_machine
+from memascend.doctor.nodes import NodeSpeed, measure_nodes
 from memascend.doctor.speed import BLOCK_BYTES, device_speed, takes_direct_io, temporary_file
 from memascend.memory.cgroup import host_memory
 
@@ -137,7 +138,34 @@ def test_numa(tmp_path):
     judged(checks.check_numa(1, numa(tmp_path / "one", "0-7")), OK, "one node")
     judged(checks.check_numa(1, numa(tmp_path / "two", "0-7", "8-15")), WARN, "numactl --cpunodebind=0")
     judged(checks.check_numa(2, numa(tmp_path / "ranks", "0-7", "8-15")), OK)
-    judged(checks.check_numa(1, numa(tmp_path / "cxl", "0-7", "")), WARN, "node 1: 32.0 GiB without CPUs")
+    card = checks.check_numa(1, numa(tmp_path / "cxl", "0-7", ""))
+    judged(card, WARN, "node 1: 32.0 GiB without CPUs", "latency_first fills node 0", "--placement latency_first")
+
+
+def test_numa_says_what_was_measured_beside_what_the_firmware_says(tmp_path):
+    root = numa(tmp_path, "0-7", "")
+    for number, (latency, bandwidth) in enumerate(((100, 200_000), (250, 27_000))):
+        node = f"sys/devices/system/node/node{number}"
+        files(root, {f"{node}/access0/initiators/read_latency": f"{latency}\n"})
+        files(root, {f"{node}/access0/initiators/read_bandwidth": f"{bandwidth}\n"})
+        files(root, {f"sys/kernel/mm/mempolicy/weighted_interleave/node{number}": f"{7 - 6 * number}\n"})
+    card = NodeSpeed(number=1, latency_ns=251.4, copy_bytes_per_s=2.5e10, adamw_bytes_per_s=2.7e10)
+    judged(
+        checks.check_numa(1, root, [card]),
+        WARN,
+        "by the firmware 100 ns and 200 GB/s, weight 7",
+        "by the firmware 250 ns and 27 GB/s, weight 1, a load 251 ns, copies 25.0 GB/s, AdamW 27.0 GB/s",
+        "divided 200 : 27 (GB/s of the firmware; AdamW measured 27.0)",
+    )
+
+
+def test_this_machines_nodes_are_measured():
+    (*speeds,) = measure_nodes(bytes_at_most=16 << 20)
+    assert len(speeds) >= 1
+    for speed in speeds:
+        assert speed.latency_ns > 0
+        assert speed.copy_bytes_per_s > 0
+        assert speed.adamw_bytes_per_s > 0
 
 
 def test_numa_names_what_is_free_and_how_far_each_node_is(tmp_path):

@@ -24,7 +24,7 @@ MACHINE = Topology.of(
     Node(number=2, total_bytes=128 * GIB, available_bytes=100 * GIB, distances={0: 24, 2: 10}, weight=1),
     Node(number=3, cpus="16-23", distances={3: 10}),
 )
-POLICIES = [on_node(0), on_node(0, strict=True), prefer([0]), interleaved([0]), weighted([0])]
+POLICIES = [on_node(0), on_node(0, strict=True), prefer([0]), interleaved([0]), weighted({0: 3})]
 
 
 def allocate(allocator, nbytes, **options):
@@ -40,11 +40,9 @@ def allocate(allocator, nbytes, **options):
         (interleaved([]), "no node is named"),
         (prefer([0, 9]), "there is no node 9"),
         (interleaved([0, 2, 0]), "named more than once"),
-        (weighted({0: 0, 2: 1}), "a weight from 1 to 255"),
-        (
-            weighted({0: 1, 2: 1}),
-            "the kernel's weights are 3:1, and there is one set for the machine; set them as root",
-        ),
+        (weighted({0: 0, 2: 0}), "a whole weight of 0 or more, and one above 0"),
+        (weighted({0: -1, 2: 1}), "a whole weight"),
+        (weighted({0: 1.5, 2: 1}), "a whole weight"),
     ],
 )
 def test_nodes_that_cannot_be_are_refused_in_one_line(placement, words):
@@ -54,16 +52,21 @@ def test_nodes_that_cannot_be_are_refused_in_one_line(placement, words):
     assert "\n" not in str(refused.value)
 
 
-def test_weights_in_the_kernels_ratio_are_taken():
-    weighted({0: 3, 2: 1}).check(MACHINE, GIB)
-    weighted({0: 6, 2: 2}).check(MACHINE, GIB)
-    weighted([0, 1, 2]).check(MACHINE, GIB)
-
-
-def test_weights_on_an_older_kernel_are_refused():
+def test_the_kernels_weights_need_a_kernel_that_has_them_and_own_weights_do_not():
     old = Topology.of(Node(number=0, cpus="0", total_bytes=GIB, available_bytes=GIB, distances={0: 10}))
-    with pytest.raises(ValueError, match=r"needs Linux 6\.9; use interleaved"):
-        weighted({0: 1}).check(old, PAGE)
+    with pytest.raises(ValueError, match=r"needs Linux 6\.9; give weights of its own, as weighted\(\{0: 1\}\)"):
+        weighted([0]).check(old, PAGE)
+    weighted({0: 1}).check(old, PAGE)
+    weighted([0, 1, 2]).check(MACHINE, GIB)
+    weighted({0: 7, 2: 2}).check(MACHINE, GIB)
+
+
+def test_the_shares_of_a_policy_are_by_weight_and_add_up():
+    assert weighted({0: 7, 2: 1}).shares(800, MACHINE) == {0: 700, 2: 100}
+    assert weighted([0, 2]).shares(800, MACHINE) == {0: 600, 2: 200}
+    assert interleaved([0, 1]).shares(800, MACHINE) == {0: 400, 1: 400}
+    assert on_node(1).shares(2 * GIB, MACHINE) == {1: 2 * GIB}
+    assert prefer([1, 2]).shares(3 * GIB, MACHINE) == {1: GIB, 2: 2 * GIB}
 
 
 def test_a_strict_policy_beyond_what_is_free_is_refused_before_it_is_taken():
@@ -219,23 +222,9 @@ def test_moving_to_a_node_that_is_not_here_is_refused():
 
 def test_the_extension_refuses_what_was_not_checked():
     with pytest.raises(ValueError, match="unknown placement 'everywhere'"):
-        _C.pinned_empty(10, torch.uint8, PAGE, False, False, "small", ("everywhere", [0]))
+        _C.pinned_empty(10, torch.uint8, PAGE, False, False, "small", ("everywhere", [0], []))
     with pytest.raises(ValueError, match="at least one node"):
-        _C.pinned_empty(10, torch.uint8, PAGE, False, False, "small", ("bind", []))
+        _C.pinned_empty(10, torch.uint8, PAGE, False, False, "small", ("bind", [], []))
     with pytest.raises(ValueError, match="the kernel does not place memory on node 1000"):
-        _C.pinned_empty(10, torch.uint8, PAGE, False, False, "small", ("bind", [1000]))
+        _C.pinned_empty(10, torch.uint8, PAGE, False, False, "small", ("bind", [1000], []))
     assert not [block for block in _C.pinned_live() if block["requested_bytes"] == 10]
-
-
-@pytest.mark.numa_vm
-def test_pages_are_spread_and_moved_over_real_nodes():
-    first, second = [n.number for n in Topology.read().nodes.values() if n.total_bytes][:2]
-    allocator = PageAlignedPinnedAllocator(lock=False)
-    halves = nodes_of(allocate(allocator, 4 * MIB, placement=interleaved([first, second])))
-    assert halves == {first: 512, second: 512}
-    for node in (first, second):
-        tensor = allocate(allocator, MIB, placement=on_node(node, strict=True))
-        assert nodes_of(tensor) == {node: 256}
-    tensor.fill_(7)
-    assert move(tensor, on_node(first)) == {first: 256}
-    assert bool((tensor == 7).all())

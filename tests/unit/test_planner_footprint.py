@@ -346,6 +346,8 @@ def test_every_system_has_a_default_arm():
         "memascend": "memascend",
         "mlp_offload": "mlp_offload",
         "zero_offload": "today",
+        "cxl": "cxl_aware",
+        "lohan": "optimized",
         "all_in_gpu": "today",
         "in_memory": "torch_adamw",
     }

@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from memascend.memory.ledger import Ledger
+from memascend.memory.pinned import PageAlignedPinnedAllocator
+from memascend.memory.placement import on_node
+from memascend.memory.topology import Topology
 from memascend.simulator import Recorder
 from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter
-from memascend.training import backends, systems
+from memascend.training import backends, report, systems
 from memascend.training.backends.groups import Group
 from memascend.training.backends.in_memory import InMemoryBackend
 from memascend.training.backends.loss_scale import LossScale
@@ -229,3 +232,33 @@ def test_a_traced_step_has_its_phases_and_its_blocks_forward_and_back(checkpoint
     blocks = [(event.phase, event.name) for event in events if event.resource == "gpu0"]
     once = [("forward", "block 0"), ("forward", "block 1"), ("backward", "block 1"), ("backward", "block 0")]
     assert blocks == 2 * once
+
+
+def test_a_placed_run_trains_to_the_same_bits_and_its_ledger_is_true():
+    plain = built("memascend", checkpointing="offloaded", context=16, batch=2)
+    placed = built("memascend", checkpointing="offloaded", context=16, batch=2, placement="latency_first")
+    assert steps(placed, 2) == steps(plain, 2)
+    for name, tensor in plain.weights():
+        assert torch.equal(tensor, weights(placed)[name]), name
+    found = report.memory_nodes(placed.ledger, "latency_first")
+    assert set(found["bytes"]) == {"master_weights", "momentum", "variance", "gradients", "weights", "activations"}
+    assert {node for shares in found["bytes"].values() for node in shares} <= set(Topology.read().nodes)
+    assert found["wrong"] == []
+
+
+def test_a_ledger_that_is_not_true_is_noticed():
+    ledger = Ledger()
+    tensor = PageAlignedPinnedAllocator(ledger, placement=on_node(0)).allocate(
+        4096, torch.float32, name="states", owner="momentum"
+    )
+    assert report.memory_nodes(ledger, "{momentum: 0}") == {
+        "placement": "{momentum: 0}", "bytes": {"momentum": {0: 4 * tensor.numel()}}, "wrong": [],
+    }  # fmt: skip
+    ledger.record("elsewhere", "variance", 4096, address=tensor.data_ptr(), nodes=(7,))
+    assert report.memory_nodes(ledger, "x")["wrong"] == ["elsewhere"]
+
+
+def test_deepspeed_systems_refuse_a_placement():
+    config = dataclasses.replace(CONFIG, system="zero_offload", arm=None, placement="interleave")
+    with pytest.raises(ValueError, match="placement is for --system in_memory so far"):
+        systems.check(config)

@@ -106,16 +106,6 @@ void* map_pages(std::int64_t length, PageKind pages) {
   return mapped;
 }
 
-void touch_pages(void* address, std::int64_t bytes) {
-  if (madvise(address, static_cast<std::size_t>(bytes), MADV_POPULATE_WRITE) == 0) {
-    return;
-  }
-  auto* page = static_cast<volatile char*>(address);
-  for (std::int64_t offset = 0; offset < bytes; offset += kPageBytes) {
-    page[offset] = 0;
-  }
-}
-
 std::string lock_refused(std::int64_t reserved, int error) {
   const std::int64_t limit = memlock_limit_bytes();
   const std::int64_t held = std::max<std::int64_t>(0, proc_kib_line("/proc/self/status", "VmLck:"));
@@ -128,6 +118,16 @@ void fork_prepare() { PinnedRegistry::instance().lock_for_fork(); }
 void fork_done() { PinnedRegistry::instance().unlock_after_fork(); }
 
 }  // namespace
+
+void touch_pages(void* address, std::int64_t bytes) {
+  if (madvise(address, static_cast<std::size_t>(bytes), MADV_POPULATE_WRITE) == 0) {
+    return;
+  }
+  auto* page = static_cast<volatile char*>(address);
+  for (std::int64_t offset = 0; offset < bytes; offset += kPageBytes) {
+    page[offset] = 0;
+  }
+}
 
 std::int64_t memlock_limit_bytes() {
   rlimit limit{};

@@ -89,6 +89,9 @@ class PinnedRegistry {
   UnregisterHook unregister_hook_ = nullptr;
 };
 
+// Makes whole pages resident, where the policy says that holds at this moment.
+void touch_pages(void* address, std::int64_t bytes);
+
 // Soft RLIMIT_MEMLOCK in bytes; -1 if unlimited.
 [[nodiscard]] std::int64_t memlock_limit_bytes();
 

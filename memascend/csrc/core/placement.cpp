@@ -8,7 +8,9 @@
 #include <cerrno>
 #include <climits>
 #include <cstring>
+#include <numeric>
 #include <string>
+#include <utility>
 
 #include "errors.h"
 #include "pinned.h"
@@ -32,6 +34,7 @@ int policy_of(PlacementMode mode) {
     case PlacementMode::kPreferredMany:
       return kPolicyPreferredMany;
     case PlacementMode::kInterleaved:
+    case PlacementMode::kStriped:  // once its pages are there: what comes back from swap is spread, and nothing moves
       return kPolicyInterleave;
     case PlacementMode::kWeighted:
       return kPolicyWeightedInterleave;
@@ -62,17 +65,31 @@ std::string names(const std::vector<int>& nodes) {
                                                std::strerror(error) + "): " + fix);
 }
 
-// 0, or the error. Without NUMA in the kernel everything is on node 0.
-int bind_pages(void* address, std::int64_t bytes, const Placement& placement, unsigned flags) {
-  constexpr auto kBits = static_cast<int>(sizeof(unsigned long) * CHAR_BIT);
-  const int most = *std::max_element(placement.nodes.begin(), placement.nodes.end());
+[[noreturn]] void throw_not_moved(const Placement& placement) {
+  throw Error(ErrorKind::kState, "not all pages could be moved to node " + names(placement.nodes) +
+                                     ": they are registered with CUDA or io_uring, or the nodes are full; move "
+                                     "memory before it is registered, and see memascend doctor for what is free");
+}
+
+constexpr auto kBits = static_cast<int>(sizeof(unsigned long) * CHAR_BIT);
+
+std::vector<unsigned long> mask_of(const std::vector<int>& nodes) {
+  const int most = *std::max_element(nodes.begin(), nodes.end());
   std::vector<unsigned long> mask(static_cast<std::size_t>(most / kBits + 1), 0);
-  for (const int node : placement.nodes) {
+  for (const int node : nodes) {
     mask[static_cast<std::size_t>(node / kBits)] |= 1ul << (node % kBits);
   }
-  const unsigned long bits = mask.size() * kBits + 1;  // the kernel leaves out the last
-  if (syscall(SYS_mbind, address, static_cast<unsigned long>(bytes), policy_of(placement.mode), mask.data(), bits,
-              flags) == 0) {
+  return mask;
+}
+
+// The kernel leaves out the last bit that it is told of.
+unsigned long bits_of(const std::vector<unsigned long>& mask) { return mask.size() * kBits + 1; }
+
+// 0, or the error. Without NUMA in the kernel everything is on node 0.
+int bind_pages(void* address, std::int64_t bytes, const Placement& placement, unsigned flags) {
+  const auto mask = mask_of(placement.nodes);
+  if (syscall(SYS_mbind, address, static_cast<unsigned long>(bytes), policy_of(placement.mode), mask.data(),
+              bits_of(mask), flags) == 0) {
     return 0;
   }
   const bool no_numa = errno == ENOSYS && placement.nodes == std::vector<int>{0};
@@ -84,31 +101,172 @@ void check_nodes(const Placement& placement) {
   if (placement.nodes.empty() || bad) {
     throw Error(ErrorKind::kInvalidArgument, "a placement names at least one node, by its number from 0");
   }
+  const bool none = std::any_of(placement.weights.begin(), placement.weights.end(), [](auto w) { return w < 0; }) ||
+                    std::accumulate(placement.weights.begin(), placement.weights.end(), std::int64_t{0}) <= 0;
+  if (placement.mode == PlacementMode::kStriped && (placement.weights.size() != placement.nodes.size() || none)) {
+    throw Error(ErrorKind::kInvalidArgument, "striped memory needs a weight of 0 or more for each node, one above 0");
+  }
+}
+
+// The calling thread's own policy, put back at the end of a scope.
+class ThreadPolicy {
+ public:
+  ThreadPolicy() { held_ = syscall(SYS_get_mempolicy, &mode_, mask_.data(), bits_of(mask_) - 1, nullptr, 0) == 0; }
+  ~ThreadPolicy() {
+    if (held_) {
+      (void)syscall(SYS_set_mempolicy, mode_, mode_ == 0 ? nullptr : mask_.data(), mode_ == 0 ? 0 : bits_of(mask_));
+    }
+  }
+  ThreadPolicy(const ThreadPolicy&) = delete;
+  ThreadPolicy& operator=(const ThreadPolicy&) = delete;
+
+  // 0, or the error.
+  [[nodiscard]] int prefer(int node) const {
+    const auto mask = mask_of({node});
+    return syscall(SYS_set_mempolicy, kPolicyPreferred, mask.data(), bits_of(mask)) == 0 ? 0 : errno;
+  }
+
+ private:
+  int mode_ = 0;
+  std::vector<unsigned long> mask_ = std::vector<unsigned long>(4096 / kBits, 0);
+  bool held_ = false;
+};
+
+// Touches stripe after stripe, each under a policy of its own; then gives the whole one policy, so that it is one
+// mapping again and automatic balancing leaves it alone.
+void stripe_pages(void* address, std::int64_t bytes, const Placement& placement) {
+  const ThreadPolicy thread;
+  auto* at = static_cast<char*>(address);
+  for (const Stripe& stripe : stripes_of(bytes / kPageBytes, placement.weights)) {
+    const int error = thread.prefer(placement.nodes[stripe.node]);
+    if (error != 0 && !(error == ENOSYS && placement.nodes == std::vector<int>{0})) {
+      throw_refusal(placement, error);
+    }
+    touch_pages(at, stripe.pages * kPageBytes);
+    at += stripe.pages * kPageBytes;
+  }
+  if (const int error = bind_pages(address, bytes, placement, 0); error != 0) {
+    throw_refusal(placement, error);
+  }
+}
+
+// As `move_pages_to`, page by page.
+void move_to_stripes(void* address, std::int64_t bytes, const Placement& placement) {
+  // Memory of less than a huge page has none, and is exact.
+  const bool may_be_huge = bytes >= kHugePageBytes;
+  const std::int64_t huge = kHugePageBytes / kPageBytes;
+  std::vector<void*> pages;
+  std::vector<int> nodes, status;
+  auto* at = static_cast<char*>(address);
+  const auto flush = [&] {
+    status.assign(pages.size(), 0);
+    const long failed = syscall(SYS_move_pages, 0, pages.size(), pages.data(), nodes.data(), status.data(), kFlagMove);
+    if (failed < 0 && !(errno == ENOSYS && placement.nodes == std::vector<int>{0})) {
+      throw_refusal(placement, errno);
+    }
+    pages.clear();
+    nodes.clear();
+  };
+  std::map<int, std::int64_t> wanted;
+  for (const Stripe& stripe : stripes_of(bytes / kPageBytes, placement.weights, may_be_huge ? huge : 0)) {
+    wanted[placement.nodes[stripe.node]] += stripe.pages;
+    for (std::int64_t page = 0; page < stripe.pages; ++page, at += kPageBytes) {
+      pages.push_back(at);
+      nodes.push_back(placement.nodes[stripe.node]);
+      if (static_cast<std::int64_t>(pages.size()) == kPagesAsked) {
+        flush();
+      }
+    }
+  }
+  flush();
+  if (const int error = bind_pages(address, bytes, placement, 0); error != 0) {
+    throw_refusal(placement, error);
+  }
+  // The answers do not tell a page that is pinned from one that has moved with its huge page: where they are does.
+  const auto found = pages_by_node(address, bytes);
+  const std::int64_t untouched = found.contains(-1) ? found.at(-1) : 0;
+  for (const auto& [node, count] : wanted) {
+    const std::int64_t there = found.contains(node) ? found.at(node) : 0;
+    if (there + untouched + (may_be_huge ? huge : 0) < count) {
+      throw_not_moved(placement);
+    }
+  }
 }
 
 }  // namespace
+
+std::vector<Stripe> stripes_of(std::int64_t pages, const std::vector<std::int64_t>& weights, std::int64_t unit) {
+  constexpr std::int64_t kLargest = kHugePageBytes / kPageBytes;
+  const auto sum = std::accumulate(weights.begin(), weights.end(), std::int64_t{0});
+  std::vector<std::int64_t> left(weights.size());
+  std::vector<std::pair<double, std::size_t>> remainders;
+  std::int64_t given = 0;
+  for (std::size_t node = 0; node < weights.size(); ++node) {
+    const double exact = static_cast<double>(pages) * static_cast<double>(weights[node]) / static_cast<double>(sum);
+    left[node] = static_cast<std::int64_t>(exact);
+    given += left[node];
+    remainders.emplace_back(static_cast<double>(left[node]) - exact, node);
+  }
+  std::sort(remainders.begin(), remainders.end());
+  for (std::size_t next = 0; given < pages; ++given, ++next) {
+    ++left[remainders[next % remainders.size()].second];
+  }
+  const std::vector<std::int64_t> share = left;
+  const bool given_unit = unit > 0;
+  unit = given_unit ? unit : 1;
+  while (!given_unit && unit * 2 <= std::min(kLargest, pages / 16)) {
+    unit *= 2;
+  }
+  std::vector<Stripe> stripes;
+  for (std::int64_t done = 0; done < pages;) {
+    // The node that is furthest behind its share; of equals the first.
+    std::size_t next = 0;
+    double most = -1;
+    for (std::size_t node = 0; node < left.size(); ++node) {
+      const double part = left[node] == 0 ? -1 : static_cast<double>(left[node]) / static_cast<double>(share[node]);
+      if (part > most) {
+        most = part;
+        next = node;
+      }
+    }
+    const std::int64_t taken = std::min(unit, left[next]);
+    left[next] -= taken;
+    done += taken;
+    if (!stripes.empty() && stripes.back().node == next) {
+      stripes.back().pages += taken;
+    } else {
+      stripes.push_back({next, taken});
+    }
+  }
+  return stripes;
+}
 
 void place_pages(void* address, std::int64_t bytes, const Placement& placement, bool huge_pages) {
   if (placement.mode == PlacementMode::kLocal) {
     return;
   }
   check_nodes(placement);
-  if (const int error = bind_pages(address, bytes, placement, 0); error != 0) {
-    throw_refusal(placement, error);
-  }
+  const bool striped = placement.mode == PlacementMode::kStriped;
   const bool in_turn = placement.mode == PlacementMode::kInterleaved || placement.mode == PlacementMode::kWeighted;
-  if (in_turn && !huge_pages) {
+  if ((in_turn || striped) && !huge_pages) {
     (void)madvise(address, static_cast<std::size_t>(bytes), MADV_NOHUGEPAGE);
+  }
+  if (striped) {
+    stripe_pages(address, bytes, placement);
+  } else if (const int error = bind_pages(address, bytes, placement, 0); error != 0) {
+    throw_refusal(placement, error);
   }
 }
 
 void move_pages_to(void* address, std::int64_t bytes, const Placement& placement) {
   check_nodes(placement);
+  if (placement.mode == PlacementMode::kStriped) {
+    move_to_stripes(address, bytes, placement);
+    return;
+  }
   const int error = bind_pages(address, bytes, placement, kFlagMove | kFlagStrict);
   if (error == EIO || error == ENOMEM) {
-    throw Error(ErrorKind::kState, "not all pages could be moved to node " + names(placement.nodes) +
-                                       ": they are registered with CUDA or io_uring, or the nodes are full; move "
-                                       "memory before it is registered, and see memascend doctor for what is free");
+    throw_not_moved(placement);
   }
   if (error != 0) {
     throw_refusal(placement, error);

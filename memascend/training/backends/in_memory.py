@@ -14,11 +14,15 @@ from typing import Any
 
 import torch
 
+from memascend.memory.classes import GRADIENTS, MASTERS, MOMENTUM, VARIANCE, ByClass
 from memascend.memory.ledger import Ledger
+from memascend.memory.placement_policy import PlacementPolicy
+from memascend.memory.topology import Topology
 from memascend.simulator.recorder import Recorder, phase
 from memascend.storage.tensor_file import TensorFileReader, TensorLayout
 from memascend.training.backends.groups import Group
 from memascend.training.backends.loss_scale import LossScale
+from memascend.training.backends.placed import class_sizes, place_weights
 from memascend.training.backends.updates import Update, make_update
 from memascend.training.config import TrainConfig
 
@@ -58,14 +62,24 @@ class InMemoryBackend:
         self.model = in_memory_model(source, _DTYPES[config.dtype]).to(self.device)
         if config.dtype == "fp16" and self.device.type == "cpu":
             self._undo.append(fp16_products_in_fp32())
-        allocator, folder = PageAlignedPinnedAllocator(self.ledger), self._settings.get("activations_folder")
-        self._options = apply_options(self.model, config, allocator, folder)
-        self._undo.append(self._options.undo)
         self._update: Update = make_update(self._settings["update"], config)
+        self._allocator = PageAlignedPinnedAllocator(self.ledger, placement=self._placement())
+        self._options = apply_options(self.model, config, self._allocator, self._settings.get("activations_folder"))
+        self._undo.append(self._options.undo)
+        if self._allocator.placement is not None and self.device.type == "cpu":
+            place_weights(self.model, self._allocator)
         self._groups = self._make_groups()
         for group in self._groups:
             for _, parameter in group.parameters:
                 parameter.register_post_accumulate_grad_hook(self._collect)
+
+    def _placement(self) -> ByClass | None:
+        """Where each class of tensors goes, by the run's `placement` and what each takes here."""
+        if self._config.placement is None:
+            return None
+        policy, topology = PlacementPolicy.parse(self._config.placement), Topology.read()
+        on_cpu = self._update.on_cpu or self.device.type == "cpu"
+        return policy.resolve(class_sizes(self.model, self._config, states_on_cpu=on_cpu), topology)
 
     def _make_groups(self) -> list[Group]:
         """Parameters in the model's order; a group is closed when it has `group_elements` (None: one group)."""
@@ -85,12 +99,14 @@ class InMemoryBackend:
         states = torch.bfloat16 if config.states == "bf16" else torch.float32
 
         def flat(owner: str, dtype: torch.dtype) -> torch.Tensor:
+            if device.type == "cpu" and self._allocator.placement is not None:
+                return self._allocator.allocate(count, dtype, name=f"{owner} {first}", owner=owner)
             role = "host" if device.type == "cpu" else "device"
             self.ledger.record(f"{owner} {first}", owner, count * dtype.itemsize, role=role)
             return torch.zeros(count, dtype=dtype, device=device)
 
-        gradient = flat("gradients", torch.bfloat16 if config.gradients == "bf16" else torch.float32)
-        master, exp_avg, exp_avg_sq = (flat("optimizer_states", states) for _ in range(3))
+        gradient = flat(GRADIENTS, torch.bfloat16 if config.gradients == "bf16" else torch.float32)
+        master, exp_avg, exp_avg_sq = (flat(owner, states) for owner in (MASTERS, MOMENTUM, VARIANCE))
         group = Group(parameters, first, master, gradient, exp_avg, exp_avg_sq)
         place = 0
         for _, parameter in parameters:

@@ -1,0 +1,42 @@
+"""CXL-aware allocation: ZeRO-Offload whose host buffers lie, class by class, on the nodes that a policy names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, host_offload, zero3_config
+from baselines.protocol.schedules import backward, forward, host_optimizer, overflow_check
+from memascend.arrangements import Arrangement, arrangement_of_parts
+
+if TYPE_CHECKING:
+    from memascend.planner.step import Step
+
+# Our pinned memory, which is placed, on ZeRO-Offload; nothing else of ours. The check is DeepSpeed's own.
+_PLACED = {"pinned": "exact", "pool": "stock", "overflow": "stock", "aio": "file"}
+
+
+def _arm(label: str, placement: str | None) -> Arrangement:
+    # Planned alone until the DeepSpeed backend places what DeepSpeed allocates by itself (masters and moments).
+    return arrangement_of_parts(_PLACED, label, states_on="host", placement=placement, overflow="chain", runs=False)
+
+
+_ARMS = {
+    "cxl_aware": _arm("CXL-aware allocation", "latency_first"),
+    "naive": _arm("Naive CXL (interleave)", "process_interleave"),
+    "baseline": _arm("Local DRAM", None),
+}
+
+
+def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
+    in_memory = {"device": "cpu", "pin_memory": True}
+    return zero3_config(run, dict(in_memory), dict(in_memory))
+
+
+def _schedule(step: Step) -> None:
+    """A step of ZeRO-Offload with memory that is alike: which node serves what is not in it."""
+    done = backward(step, after=forward(step))
+    done = overflow_check(step, after=done, chain=True)
+    host_optimizer(step, after=done)
+
+
+SYSTEM = DeepSpeedSystem(name="cxl", arms=_ARMS, configure=_configure, buffers=host_offload, tasks=_schedule)

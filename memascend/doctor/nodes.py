@@ -1,0 +1,106 @@
+"""What each memory node of this machine does: how long a load takes, how fast a copy goes, and AdamW.
+
+Measured from the cores that this process runs on, for about two seconds a node; not a benchmark. Figures 4 and 5 of
+CXL-aware allocation are these quantities for DRAM and a card.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memascend.memory.latency_first import Room, rooms_of
+from memascend.memory.topology import Topology
+
+MIB = 2**20
+# Far beyond the caches of most processors; a node with little room is tried with a quarter of what it has.
+CHASED_BYTES = 256 * MIB
+STREAMED_BYTES = 64 * MIB  # of each tensor: two in a copy, four in AdamW
+HOPS = 1_000_000
+ADAMW_BYTES_A_PARAMETER = 28  # reads master, gradient and moments, writes all but the gradient
+_TIMES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSpeed:
+    """Of one node. Bytes a second; a copy counts what it reads and what it writes."""
+
+    number: int
+    latency_ns: float
+    copy_bytes_per_s: float
+    adamw_bytes_per_s: float
+
+
+def measure_nodes(topology: Topology | None = None, *, bytes_at_most: int = CHASED_BYTES) -> list[NodeSpeed]:
+    """Every node that has memory and may be used; none without our extension, nor those without room for 16 MiB."""
+    try:
+        from memascend import _C  # noqa: F401  not installed: the report says so elsewhere
+    except ImportError:
+        return []
+    topology = topology or Topology.read()
+    found = []
+    for room in rooms_of(topology):
+        size = min(bytes_at_most, room.nbytes // 4) // MIB * MIB
+        if size >= 4 * MIB:
+            found.append(_measure(room.node, size))
+    return found
+
+
+def _measure(node: int, size: int) -> NodeSpeed:
+    import torch
+
+    from memascend import _C
+    from memascend.memory.pinned import PageAlignedPinnedAllocator
+    from memascend.memory.placement import on_node
+    from memascend.ops.adamw import adamw_
+
+    # Huge pages, so that it is memory that answers and not the page tables.
+    allocator = PageAlignedPinnedAllocator(lock=False, register_cuda=False, pages="transparent")
+
+    def taken(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return allocator.allocate(numel, dtype, name=f"node {node}", owner="doctor", placement=on_node(node))
+
+    chased = taken(size, torch.uint8)
+    latency_ns = min(_C.load_latency_ns(chased.data_ptr(), size, HOPS, seed) for seed in range(2))
+    del chased
+    numel = min(STREAMED_BYTES, size // 4) // 4
+    master, gradient, *moments = (taken(numel, torch.float32) for _ in range(4))
+    copy_s = _best(lambda: master.copy_(gradient))
+    adamw_s = _best(lambda: adamw_(master, gradient, *moments, step=1))
+    return NodeSpeed(
+        number=node,
+        latency_ns=latency_ns,
+        copy_bytes_per_s=8 * numel / copy_s,
+        adamw_bytes_per_s=ADAMW_BYTES_A_PARAMETER * numel / adamw_s,
+    )
+
+
+def _best(call: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(_TIMES):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def chosen_placement(topology: Topology, speeds: list[NodeSpeed]) -> str:
+    """What `latency_first` would do here, in words; far nodes share by the firmware's bandwidths, or alike."""
+    rooms = rooms_of(topology)
+    near, far = ([room for room in rooms if room.near is wanted] for wanted in (True, False))
+    if not far:
+        return "latency_first leaves all host buffers on " + _named(near)
+    rates = {room.node: room.bandwidth for room in rooms}
+    known = all(rates.values())
+    shares = " : ".join(f"{rates[room.node] / 1e9:.0f}" if known else "1" for room in rooms)
+    origin = "GB/s of the firmware" if known else "the firmware gives no bandwidths"
+    measured = " : ".join(f"{speed.adamw_bytes_per_s / 1e9:.1f}" for speed in speeds)
+    return f"latency_first fills {_named(near)}, then {_named(far)}; what is divided is divided {shares} ({origin}" + (
+        f"; AdamW measured {measured})" if speeds else ")"
+    )
+
+
+def _named(rooms: list[Room]) -> str:
+    numbers = ", ".join(str(room.node) for room in rooms)
+    return f"node{'s' if len(rooms) > 1 else ''} {numbers} ({sum(room.nbytes for room in rooms) / 2**30:.1f} GiB)"

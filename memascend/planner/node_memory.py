@@ -1,0 +1,144 @@
+"""Which memory node holds what of a plan: on a described machine with several, by the policy of the run. No torch.
+
+What is no tensor of the training (the process, temporaries, bounce buffers) lies in near memory, where the kernel puts
+what its processors touch first, and is taken off before a policy divides the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from memascend.memory.classes import CLASSES, class_of
+from memascend.memory.latency_first import Room, divide
+from memascend.memory.ledger import HOST
+from memascend.memory.placement_policy import LATENCY_FIRST, PROCESS_INTERLEAVE, PlacementPolicy
+from memascend.memory.topology import Node, Topology
+
+if TYPE_CHECKING:
+    from memascend.memory.ledger import LedgerEntry
+
+GIB = 2**30
+OTHER = "process and temporaries"
+_KINDS = ("dram", "cxl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlan:
+    """Bytes by class and node. `refused`: why the policy cannot be followed; then nothing is placed."""
+
+    policy: str
+    names: Mapping[int, str]
+    capacity: Mapping[int, int]
+    placed: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    refused: str = ""
+
+    def used(self, node: int) -> int:
+        return sum(shares.get(node, 0) for shares in self.placed.values())
+
+    @property
+    def overfull(self) -> dict[int, int]:
+        """Bytes beyond a node's capacity, of the nodes that are given more than they have."""
+        beyond = {node: self.used(node) - capacity for node, capacity in self.capacity.items()}
+        return {node: more for node, more in beyond.items() if more > 0}
+
+    @property
+    def fits(self) -> bool:
+        return not self.refused and not self.overfull
+
+
+def topology_of(described: Mapping[str, Any], where: str = "testbed") -> Topology:
+    """The memory nodes of a testbed, numbered as they are listed. ValueError in one line for what is no node."""
+    nodes = []
+    for number, entry in enumerate(described.get("memory_nodes") or ()):
+        place = f"{where}: memory_nodes.{number}"
+        if not isinstance(entry, Mapping) or entry.get("kind") not in _KINDS:
+            raise ValueError(f"{place}: kind must be one of {', '.join(_KINDS)}")
+        size, rate = (_number(entry, key, place) for key in ("memory_gib", "gb_per_s"))
+        if size is None:
+            raise ValueError(f"{place}: memory_gib is needed")
+        nodes.append(
+            Node(
+                number=number,
+                cpus="0" if entry["kind"] == "dram" else "",
+                total_bytes=int(size * GIB),
+                available_bytes=int(size * GIB),
+                distances={number: 10},
+                bandwidth_bytes_per_s=None if rate is None else rate * 1e9,
+                latency_ns=_number(entry, "latency_ns", place),
+            )
+        )
+    return Topology.of(*nodes)
+
+
+def place(
+    entries: Iterable[LedgerEntry], topology: Topology, policy: str | None, names: Mapping[int, str] | None = None
+) -> NodePlan:
+    """Where the host's entries of a plan go; `policy`: text of a `placement:`, None: latency first."""
+    chosen = PlacementPolicy.parse(policy or LATENCY_FIRST)
+    capacity = {number: node.total_bytes for number, node in topology.nodes.items()}
+    sizes: dict[str, int] = {}
+    for entry in entries:
+        if entry.role == HOST:
+            name = class_of(entry.owner) or OTHER
+            sizes[name] = sizes.get(name, 0) + entry.reserved_bytes
+    other = sizes.pop(OTHER, 0)
+    common: dict[str, Any] = {
+        "policy": chosen.as_text(),
+        "names": names or {number: str(number) for number in topology.nodes},
+        "capacity": capacity,
+    }
+    if chosen.kind == PROCESS_INTERLEAVE:
+        return NodePlan(placed=_even(sizes | {OTHER: other}, capacity), **common)
+    left, others = _near(other, topology)
+    try:
+        if others is None:
+            raise MemoryError(f"near memory has no room for {other / GIB:.2f} GiB of the process and temporaries")
+        policies = chosen.resolve(sizes, left)
+    except (MemoryError, ValueError) as error:
+        return NodePlan(refused=str(error), **common)
+    placed = {}
+    for name in sorted(sizes, key=CLASSES.index):
+        where = policies.placements.get(name) if policies else None
+        shares = _near(sizes[name], left)[1] if where is None else where.shares(sizes[name], left)
+        placed[name] = {node: nbytes for node, nbytes in (shares or {}).items() if nbytes}
+    if other:
+        placed[OTHER] = others
+    return NodePlan(placed=placed, **common)
+
+
+def _even(sizes: Mapping[str, int], capacity: Mapping[int, int]) -> dict[str, dict[int, int]]:
+    """Page by page; a full node's share goes to the others, and what none has room for to the first."""
+    left, placed = dict(capacity), {}
+    for name, size in sizes.items():
+        shares = divide(size, [Room(node, nbytes) for node, nbytes in left.items()], left)
+        for node, nbytes in shares.items():
+            left[node] -= nbytes
+        first = next(iter(capacity))
+        if beyond := size - sum(shares.values()):
+            shares[first] = shares.get(first, 0) + beyond
+        if size:
+            placed[name] = shares
+    return placed
+
+
+def _near(size: int, topology: Topology) -> tuple[Topology, dict[int, int] | None]:
+    """`size` bytes on the first nodes with processors, and the machine with so much less; None: they do not fit."""
+    remaining, shares, nodes = size, {}, dict(topology.nodes)
+    for node in topology.with_cpus:
+        taken = min(remaining, node.available_bytes)
+        shares[node.number] = taken
+        nodes[node.number] = replace(node, available_bytes=node.available_bytes - taken)
+        remaining -= taken
+    return Topology(nodes=nodes, allowed=topology.allowed), None if remaining else shares
+
+
+def _number(entry: Mapping[str, Any], key: str, place: str) -> float | None:
+    given = entry.get(key)
+    value = given.get("value") if isinstance(given, Mapping) else given
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"{place}.{key} must be a positive number, got {value!r}")
+    return float(value)

@@ -1,0 +1,98 @@
+"""Tests marked numa_vm on a machine with one node: they run in one guest, and are reported here as if they ran here.
+
+The guest's pytest writes each report as a line (`write_reports`); the host's boots the guest before the first test
+and hands their reports on, so `pytest -m numa_vm` reads as it does on a machine that has the nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.numa_vm.images import MAKE, images
+from tests.numa_vm.machine import boot
+
+REPORTS = "MEMASCEND_GUEST_REPORTS"  # in the guest: the file that reports are written to
+TIMEOUT_S = 900.0  # a busy machine emulates slowly; about a minute and a half on one that is not
+_KEPT = ("PYTHONPATH", "LANG", "TORCHDYNAMO_DISABLE", "HF_HUB_OFFLINE")
+
+
+def missing(config: pytest.Config) -> str | None:
+    """Why no guest can run the tests of this session, or None."""
+    if hasattr(config, "workerinput"):
+        return "one NUMA node here, and one guest a session: run without -n (make numa-test)"
+    if "numa_vm" not in (config.option.markexpr or ""):
+        return "one NUMA node here; the guest is booted by pytest -m numa_vm (make numa-test)"
+    return None if images() is not None else f"one NUMA node here, and no images of a guest: {MAKE}"
+
+
+class Guest:
+    """Where `items` run, all at once."""
+
+    def __init__(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        self._config = config
+        self._wanted = [item.nodeid for item in items]
+        self._reports: dict[str, list[Any]] = {}
+        self._console = ""
+
+    def __contains__(self, item: pytest.Item) -> bool:
+        return item.nodeid in self._wanted
+
+    def reports(self, item: pytest.Item) -> list[pytest.TestReport]:
+        """Of set-up, call and tear-down; one that failed where the guest never came to the test."""
+        found = self._reports.get(item.nodeid)
+        if found is None:
+            words = f"the guest ended before this test; its last words:\n{self._console[-3000:]}"
+            return [pytest.TestReport(item.nodeid, item.location, {}, "failed", words, "call")]
+        return [self._config.hook.pytest_report_from_serializable(config=self._config, data=data) for data in found]
+
+    def run(self) -> None:
+        """Boot, and read what the tests in there reported."""
+        made = images()
+        assert made is not None
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="memascend-guest-") as name:
+            out = Path(name)
+            environment = {key: os.environ[key] for key in _KEPT if key in os.environ} | {
+                "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+                "HOME": "/tmp",
+                "OMP_NUM_THREADS": "1",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "MALLOC_MMAP_THRESHOLD_": "65536",
+                REPORTS: "/out/reports",
+            }
+            options = ["-m", "numa_vm", "-q", "--timeout", "0", "-p", "no:cacheprovider", "-p", "tests.numa_vm.reports"]
+            command = [sys.executable, "-m", "pytest", *options, *self._wanted]
+            try:
+                outcome = boot(
+                    made, command, out, cwd=self._config.rootpath, environment=environment, timeout_s=TIMEOUT_S
+                )
+                self._console = outcome.console
+            except TimeoutError as error:
+                self._console = str(error)
+            self._read(out / "reports")
+        seconds = time.monotonic() - start
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if terminal is not None:
+            terminal.write_line(f"\nguest: {len(self._reports)} of {len(self._wanted)} tests ran, {seconds:.0f} s")
+
+    def _read(self, path: Path) -> None:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        for line in lines:
+            data = json.loads(line)
+            self._reports.setdefault(data["nodeid"], []).append(data)
+
+
+def replay(guest: Guest, item: pytest.Item) -> None:
+    """One test's part of the session, from the guest's reports."""
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in guest.reports(item):
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)

@@ -1,0 +1,96 @@
+"""One boot of the guest: a processor with 3 GiB, and two nodes of 256 MiB without processors, as CXL cards are.
+
+The processor is emulated (no KVM is needed, none is used), so nothing in here may be timed. The host's files are there,
+read-only under a layer that is forgotten; what the command leaves in /out comes back.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.numa_vm.images import Images
+
+# MiB by node; the first has the processor. Distances are the firmware's (SLIT); HMAT gives ns, and MB/s.
+NODES_MIB = (3072, 256, 256)
+DISTANCES = {(0, 1): 20, (0, 2): 24, (1, 2): 28}
+LATENCY_NS = (100, 200, 250)
+BANDWIDTH_MB_PER_S = (100_000, 25_000, 25_000)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command in the guest came to; `status` None where the guest ended without saying."""
+
+    status: int | None
+    console: str
+
+
+def _machine_options() -> list[str]:
+    options = ["-M", "q35,hmat=on", "-m", f"{sum(NODES_MIB)}M"]
+    for number, mib in enumerate(NODES_MIB):
+        options += ["-object", f"memory-backend-memfd,id=m{number},size={mib}M"]
+        cpus = "cpus=0-0" if number == 0 else "initiator=0"
+        options += ["-numa", f"node,nodeid={number},{cpus},memdev=m{number}"]
+    for (source, target), value in DISTANCES.items():
+        options += ["-numa", f"dist,src={source},dst={target},val={value}"]
+    for number in range(len(NODES_MIB)):
+        common = f"hmat-lb,initiator=0,target={number},hierarchy=memory"
+        options += ["-numa", f"{common},data-type=access-latency,latency={LATENCY_NS[number]}"]
+        options += ["-numa", f"{common},data-type=access-bandwidth,bandwidth={BANDWIDTH_MB_PER_S[number]}M"]
+    return options
+
+
+def command_line(images: Images, out: Path) -> list[str]:
+    """QEMU's, with `out` as the guest's /out."""
+    share = "security_model=none,multidevs=remap"
+    return [
+        images.qemu,
+        *images.firmware(),
+        *("-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "1"),
+        *_machine_options(),
+        *("-nodefaults", "-no-user-config", "-display", "none", "-serial", "stdio", "-no-reboot"),
+        *("-virtfs", f"local,path=/,mount_tag=hostroot,readonly=on,{share}"),
+        *("-virtfs", f"local,path={out},mount_tag=out,{share}"),
+        *("-kernel", str(images.kernel), "-initrd", str(images.initramfs)),
+        *("-append", "console=ttyS0 quiet panic=-1 mitigations=off apparmor=0 audit=0"),
+    ]
+
+
+def boot(
+    images: Images, command: list[str], out: Path, *, cwd: Path, environment: Mapping[str, str], timeout_s: float
+) -> Outcome:
+    """Run `command` in a guest of its own. `out` is a folder without commas in its path; the guest's /out.
+
+    Raises TimeoutError, with the end of what the console said, where the guest does not end in time.
+    """
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
+    script = f"{exports}ulimit -l unlimited\ncd {shlex.quote(str(cwd))} || exit 97\nexec {shlex.join(command)}\n"
+    (out / "run.sh").write_text(script, encoding="utf-8")
+    with tempfile.TemporaryFile() as console:
+        process = subprocess.Popen(
+            command_line(images, out),
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=subprocess.STDOUT,
+            env=images.environment(),
+        )
+        late = False
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            process.kill()
+            process.wait()
+        console.seek(0)
+        said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", console.read().decode(errors="replace"))
+    if late:
+        raise TimeoutError(f"the guest did not end within {timeout_s:.0f} s; its last words:\n{said[-2000:]}")
+    status = (out / "status").read_text().strip() if (out / "status").exists() else ""
+    return Outcome(int(status) if status.isdecimal() else None, said)

@@ -1,0 +1,153 @@
+"""CXL-aware allocation: Algorithm 1 as printed and the default, on the paper's scenarios, and plans by node."""
+
+import json
+
+import pytest
+
+from baselines.cxl.published_algorithm import LOCAL_CXL, PURE_CXL, PURE_LOCAL, Published, algorithm_1, carried_out
+from baselines.cxl.scenarios import AS_PUBLISHED, AS_TEXT, GIB, NEMO_12B, OURS, SCENARIOS, allocation, overfull
+from memascend import cli
+from memascend.memory.classes import MASTERS, WEIGHTS
+from memascend.memory.ledger import Ledger
+from memascend.planner.node_memory import OTHER, place, topology_of
+
+ONE, TWO, TIGHT = SCENARIOS
+NODES = {
+    "memory_nodes": [
+        {"name": "dram", "kind": "dram", "memory_gib": 4, "gb_per_s": 200},
+        {"name": "cxl0", "kind": "cxl", "memory_gib": {"value": 8, "source": "s"}, "gb_per_s": 50},
+    ]
+}
+
+
+def gib(shares):
+    return {node: round(nbytes / GIB, 1) for node, nbytes in shares.items()}
+
+
+def test_algorithm_1_is_the_printed_one():
+    assert algorithm_1(10, 100, 2, {1: [4, 4], 2: [4], 3: [1], 4: [1]}) == {
+        "level_1_item_0": Published(PURE_LOCAL, (1, 0, 0)),
+        "level_1_item_1": Published(PURE_LOCAL, (1, 0, 0)),
+        "level_2_item_0": Published(LOCAL_CXL, (1, 1, 1)),
+        "level_3_item_0": Published(PURE_CXL, (0, 1, 1)),
+        "level_4_item_0": Published(PURE_CXL, (0, 1, 1)),
+    }
+
+
+def test_as_printed_an_item_stays_local_while_it_fits_whatever_its_level():
+    """X4: the text of scenarios 1 and 2 has bf16 P on the card; the algorithm leaves the 7B model's in DRAM."""
+    printed, text = allocation(ONE, AS_PUBLISHED), allocation(ONE, AS_TEXT)
+    assert gib(printed["bf16 P"]) == {0: 14.2}
+    assert gib(text["bf16 P"]) == {1: 14.2}
+    assert gib(text["bf16 A"]) == {1: 24.5}
+    assert {name for name, shares in text.items() if set(shares) == {0}} == {"fp32 P", "fp32 G", "fp32 O"}
+
+
+def test_as_printed_an_even_split_goes_beyond_what_is_left_of_dram():
+    """X5: 12B, one card: 36.7 GiB are left, the even split takes 45.6, and 136.9 of 128 GiB are given away."""
+    p = NEMO_12B
+    placed, beyond = carried_out([128 * GIB, 512 * GIB], {1: [4 * p, 4 * p, 8 * p]})
+    assert gib(placed["level_1_item_2"]) == {0: 45.6, 1: 45.6}
+    assert [(each.node, round(each.given / GIB, 1)) for each in beyond] == [(0, 136.9)]
+
+
+def test_as_printed_dram_counts_as_full_after_a_split_and_the_capacity_of_cards_is_not_looked_at():
+    placed, beyond = carried_out([128 * GIB, 256 * GIB, 256 * GIB], {1: [4 * NEMO_12B, 4 * NEMO_12B, 8 * NEMO_12B]})
+    assert gib(placed["level_1_item_2"]) == {0: 30.4, 1: 30.4, 2: 30.4}  # of the 36.7 GiB that were left
+    assert beyond == []
+    _, beyond = carried_out([GIB, GIB], {4: [2 * GIB, 5 * GIB]})
+    assert [(each.node, each.given / GIB) for each in beyond] == [(1, 6.0)]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.exhibit)
+def test_the_default_keeps_every_byte_and_every_capacity(scenario):
+    for algorithm in (OURS, AS_TEXT):
+        placed = allocation(scenario, algorithm)
+        assert {name: sum(shares.values()) for name, shares in placed.items()} == scenario.published_items()
+        assert overfull(scenario, placed) == {}
+
+
+def test_the_default_fills_dram_with_states_and_divides_the_rest_by_bandwidth():
+    placed = allocation(TIGHT, OURS)
+    assert gib(placed["fp32 P"]) == {0: 45.6}
+    # Momentum whole, and of the variance 120 in 120 + 27 + 27 GB/s; what that leaves is the gradients'.
+    assert gib(placed["fp32 O"]) == {0: 77.1, 1: 7.1, 2: 7.1}
+    assert gib(placed["fp32 G"])[0] == 5.3
+    assert placed["fp32 G"][1] == pytest.approx(placed["fp32 G"][2], abs=1)
+    printed = allocation(TIGHT, AS_PUBLISHED)
+    used = [sum(shares.get(0, 0) for shares in made.values()) / GIB for made in (placed, printed)]
+    assert used == [pytest.approx(128, abs=0.01), pytest.approx(121.7, abs=0.1)]
+
+
+def test_two_cards_of_one_rate_share_alike():
+    for name in ("bf16 A", "bf16 G"):
+        shares = allocation(TWO, AS_TEXT)[name]
+        assert abs(shares[1] - shares[2]) <= 1
+
+
+def booked(**sizes):
+    ledger = Ledger()
+    for owner, gibs in sizes.items():
+        ledger.record(owner, owner, int(gibs * GIB))
+    return ledger.entries()
+
+
+def test_a_plan_never_puts_more_on_a_node_than_it_has():
+    entries = booked(master_weights=3, parameter_flat_buffer=2, process=1.5)
+    made = place(entries, topology_of(NODES), "latency_first")
+    assert made.fits
+    assert gib(made.placed[OTHER]) == {0: 1.5}
+    assert gib(made.placed[MASTERS]) == {0: 2.4, 1: 0.6}  # of 2.5 GiB, by the bandwidths 200 and 50
+    assert gib(made.placed[WEIGHTS]) == {0: 0.1, 1: 1.9}
+    assert made.used(0) <= 4 * GIB
+
+
+def test_a_plan_that_a_policy_cannot_hold_says_so():
+    too_much = place(booked(master_weights=14), topology_of(NODES), None)
+    assert not too_much.fits
+    assert "14.00 GiB of tensors, and nodes 0, 1 have 12.00 GiB" in too_much.refused
+    named = place(booked(master_weights=6), topology_of(NODES), "{master_weights: 0}")
+    assert named.overfull == {0: 2 * GIB}
+    assert not named.fits
+    spread = place(booked(master_weights=9, process=1), topology_of(NODES), "process_interleave")
+    assert gib(spread.placed[MASTERS]) == {0: 4.0, 1: 5.0}  # the share of the full node goes to the other
+    assert spread.fits
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        ([{"kind": "hbm", "memory_gib": 1}], "memory_nodes.0: kind must be one of dram, cxl"),
+        ([{"kind": "dram"}], "memory_nodes.0: memory_gib is needed"),
+        ([{"kind": "dram", "memory_gib": -1}], "memory_nodes.0.memory_gib must be a positive number"),
+    ],
+)
+def test_a_node_that_is_badly_described_is_one_line(nodes, words):
+    with pytest.raises(ValueError, match=r"^testbed: ") as refused:
+        topology_of({"memory_nodes": nodes})
+    assert words in str(refused.value)
+
+
+def test_plan_says_what_goes_on_which_node(capsys):
+    arguments = ["plan", "--model", "qwen2.5-7b", "--system", "cxl", "--gradients", "bf16", "--testbed", "cxl-a"]
+    assert cli.main([*arguments, "--context", "32768", "--batch", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "memory nodes of cxl-a, latency first (GiB)" in text
+    assert cli.main([*arguments, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)["memory_nodes"]
+    dram, card = made["nodes"]
+    assert made["placement"] == "latency_first"
+    assert dram["name"] == "dram"
+    assert dram["used_bytes"] <= dram["capacity_bytes"] == 128 * GIB
+    level_1 = ("master_weights", "momentum", "variance", "gradients")
+    assert round(sum(dram["bytes"][name] for name in level_1) / GIB) == 113
+    assert card["bytes"]
+
+
+def test_plan_refuses_a_placement_that_overfills_dram(capsys):
+    arguments = ["plan", "--model", "qwen2.5-32b", "--system", "cxl", "--testbed", "cxl-a"]
+    placement = "{master_weights: 0, momentum: 0, variance: 0}"
+    assert cli.main([*arguments, "--placement", placement]) == 1
+    assert "dram is given" in capsys.readouterr().out
+    assert cli.main([*arguments, "--placement", "nearest"]) == 2
+    assert "--placement: unknown policy 'nearest'" in capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""Latency first: what goes where, by level, room and bandwidth. Bytes here are small numbers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memascend.memory.classes import (
+    ACTIVATIONS,
+    ARRIVING,
+    CLASSES,
+    GRADIENTS,
+    LEVELS,
+    MASTERS,
+    MOMENTUM,
+    VARIANCE,
+    WEIGHTS,
+    ByClass,
+    class_of,
+)
+from memascend.memory.latency_first import FAR, NEAR, SPLIT, Item, Room, latency_first, rooms_of
+from memascend.memory.policies import interleaved, on_node, weighted
+from memascend.memory.topology import Node, Topology
+
+DRAM, CARD = Room(0, 100, near=True, bandwidth=100), Room(1, 1000, bandwidth=25)
+
+
+def placed(items, rooms):
+    made = latency_first([Item(name, size) for name, size in items.items()], rooms)
+    return {name: (allocation.kind, dict(allocation.bytes_by_node)) for name, allocation in made.items()}
+
+
+def test_near_memory_is_filled_from_the_lowest_tolerance_up():
+    items = {ACTIVATIONS: 30, WEIGHTS: 10, VARIANCE: 20, MASTERS: 20, GRADIENTS: 20, MOMENTUM: 20}
+    assert placed(items, [DRAM, CARD]) == {
+        MASTERS: (NEAR, {0: 20}),
+        MOMENTUM: (NEAR, {0: 20}),
+        VARIANCE: (NEAR, {0: 20}),
+        GRADIENTS: (NEAR, {0: 20}),
+        WEIGHTS: (NEAR, {0: 10}),
+        ACTIVATIONS: (SPLIT, {0: 10, 1: 20}),  # by bandwidth near memory would have 24
+    }
+
+
+def test_a_split_leaves_near_memory_what_its_bandwidth_does_not_ask_for():
+    made = placed({MASTERS: 120, WEIGHTS: 4}, [DRAM, CARD])
+    assert made == {MASTERS: (SPLIT, {0: 96, 1: 24}), WEIGHTS: (NEAR, {0: 4})}
+
+
+def test_far_memory_is_divided_by_bandwidth_and_room():
+    rooms = [Room(0, 0, near=True), Room(1, 1000, bandwidth=30), Room(2, 10, bandwidth=10)]
+    rooms = [Room(room.node, room.nbytes, room.near, room.bandwidth or 100) for room in rooms]
+    assert placed({ACTIVATIONS: 40}, rooms) == {ACTIVATIONS: (FAR, {1: 30, 2: 10})}
+    assert placed({ACTIVATIONS: 80}, rooms) == {ACTIVATIONS: (FAR, {1: 70, 2: 10})}
+
+
+def test_nodes_whose_bandwidth_nobody_says_count_alike():
+    rooms = [Room(0, 0, near=True), Room(1, 100, bandwidth=None), Room(2, 100, bandwidth=5)]
+    assert placed({WEIGHTS: 60}, rooms) == {WEIGHTS: (FAR, {1: 30, 2: 30})}
+
+
+def test_what_fits_nowhere_is_refused_with_both_sums():
+    with pytest.raises(MemoryError, match=r"3\.00 GiB of tensors, and nodes 0, 1 have 2\.00 GiB for them"):
+        latency_first([Item(MASTERS, 3 << 30)], [Room(0, 1 << 30, near=True), Room(1, 1 << 30)])
+
+
+@given(
+    st.dictionaries(st.sampled_from(CLASSES), st.integers(0, 1 << 45), min_size=1),
+    st.lists(st.tuples(st.integers(0, 1 << 45), st.booleans(), st.sampled_from([None, 1.0, 27.0, 204.8])), max_size=5),
+)
+def test_no_node_gets_more_than_it_has_and_no_byte_is_lost(sizes, described):
+    rooms = [Room(node, nbytes, near, bandwidth) for node, (nbytes, near, bandwidth) in enumerate(described)]
+    items = [Item(name, size) for name, size in sizes.items()]
+    if sum(sizes.values()) > sum(room.nbytes for room in rooms):
+        with pytest.raises(MemoryError):
+            latency_first(items, rooms)
+        return
+    made = latency_first(items, rooms)
+    for name, size in sizes.items():
+        assert sum(made[name].bytes_by_node.values()) == size
+    for room in rooms:
+        assert sum(allocation.bytes_by_node.get(room.node, 0) for allocation in made.values()) <= room.nbytes
+    # Nothing of a higher tolerance is near while something of a lower one is wholly far.
+    near = {room.node for room in rooms if room.near}
+    for name, allocation in made.items():
+        if allocation.kind == FAR:
+            later = [other for other in made.values() if LEVELS[other.item.name] > LEVELS[name]]
+            assert not any(near & set(other.bytes_by_node) for other in later)
+
+
+def test_an_allocation_is_a_policy():
+    made = latency_first([Item(MASTERS, 100), Item(ARRIVING, 80)], [DRAM, CARD, Room(2, 1000, bandwidth=75)])
+    assert made[MASTERS].placement() == on_node(0)
+    assert made[ARRIVING].placement() == weighted({1: 20, 2: 60})
+
+
+def test_rooms_are_what_is_available_below_the_limits():
+    topology = Topology.of(
+        Node(number=0, cpus="0-3", total_bytes=100, available_bytes=80, distances={0: 10}, bandwidth_bytes_per_s=4.0),
+        Node(number=1, total_bytes=50, available_bytes=50, distances={1: 10}),
+        Node(number=2, cpus="4", distances={2: 10}),
+    )
+    assert rooms_of(topology, {0: 60}) == [Room(0, 60, True, 4.0), Room(1, 50)]
+    assert rooms_of(topology, {0: 600})[0].nbytes == 80
+    with pytest.raises(ValueError, match="no node 7 to limit; there are 0, 1, 2"):
+        rooms_of(topology, {7: 1})
+
+
+def test_a_class_is_found_by_owner_and_other_buffers_stay_with_the_kernel():
+    owners = {"momentum": MOMENTUM, "gradient_flat_buffer": ARRIVING, "activation_checkpoints": ACTIVATIONS}
+    assert {owner: class_of(owner) for owner in owners} == owners
+    assert class_of("process") is None
+    policy = ByClass({MASTERS: on_node(1), ACTIVATIONS: interleaved([0, 1])})
+    assert policy.of("master_weights") == on_node(1)
+    assert policy.of("activation_checkpoints") == interleaved([0, 1])
+    assert policy.of("momentum") is None
+    assert policy.of("process") is None
+    with pytest.raises(ValueError, match="unknown class 'moments': use master_weights, momentum"):
+        ByClass({"moments": on_node(0)})
