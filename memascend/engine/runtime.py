@@ -26,8 +26,10 @@ from torch import nn
 from memascend.engine import home as homes
 from memascend.engine.blocks import BlockRuntime, ModelUnits, NotStreamable, UnitWeights, stream_block
 from memascend.engine.buffers import BLOCKS_IN_FLIGHT, STATE_SLOTS, EngineBuffers
+from memascend.engine.contents import TierContents
 from memascend.engine.home import StateHome
-from memascend.engine.layout import Kind, Layout, Part, Run, Unit, padded
+from memascend.engine.inputs import KeptInput, KeptInputs
+from memascend.engine.layout import Kind, Layout, Part, Unit
 from memascend.engine.limit import Limit, Rates, StepClock, adamw_rate, limit_of
 from memascend.engine.mapped import TensorFile
 from memascend.engine.updates import ARMS, AdamSettings, Updates, gradient_key, gradient_numel
@@ -39,7 +41,6 @@ from memascend.storage.tier import DirectTier
 
 log = logging.getLogger("memascend")
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _WAIT_S = 3600.0  # for a slot: as long as the largest update may take, on the slowest disk
 
 
@@ -126,6 +127,7 @@ class StreamingEngine(BlockRuntime):
         self._booked: list[int] = []  # ledger entries of memory that is not the allocator's
         self._book_bounce_buffers(home.bounce_buffers)
         self.weights = UnitWeights(units, self._stream)
+        self._contents = TierContents(self.layout, self.weights, self._states)
         self.updates = Updates(
             self.layout,
             self.weights,
@@ -139,8 +141,7 @@ class StreamingEngine(BlockRuntime):
         self.scale = 1.0  # that the loss is multiplied by before backward
         self._scratch: DirectTier | None = None
         self._gradients: WeightStream | None = None
-        self._checkpoints: WeightStream | None = None
-        self._live_checkpoints, self._next_checkpoint = 0, 0
+        self._inputs = KeptInputs(self.buffers, self._scratch_tier, _WAIT_S)
         self._uses: dict[str, int] = {}
         self._visits: list[str] = []
         self._pattern: list[str] = []
@@ -307,7 +308,8 @@ class StreamingEngine(BlockRuntime):
         while self._booked:
             self.buffers.allocator.ledger.close(self._booked.pop())
         # The buffers go with whoever holds them; the model's graphs may hold this object.
-        del self.buffers, self.updates, self.weights, self._stream, self._states, self._gradients, self._checkpoints
+        del self.buffers, self.updates, self.weights, self._contents, self._stream, self._states, self._gradients
+        self._inputs.drop()
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -473,45 +475,11 @@ class StreamingEngine(BlockRuntime):
             for key in keys[name]:
                 state[key] = copy
 
-    # -- activation checkpoints ----------------------------------------------------------------------------------------
-
     def keep_input(self, tensor: torch.Tensor) -> Any:
-        if self.options.checkpoints != "tier" or not tensor.numel():
-            return tensor
-        number = self._next_checkpoint
-        stream = self._checkpoint_stream(tensor)
-        key = f"checkpoint {number}"
-        stream.register(key, padded(tensor.numel(), tensor.dtype))
-        stream.put(key)[: tensor.numel()].view(tensor.shape).copy_(tensor)
-        stream.write(key)
-        stream.release(key)
-        self._next_checkpoint += 1
-        self._live_checkpoints += 1
-        return _Checkpoint(self, number, tensor)
-
-    def forget_checkpoint(self) -> None:
-        """The graph that held one is gone; without any the numbers begin anew, and with them the keys."""
-        self._live_checkpoints -= 1
-        if not self._live_checkpoints:
-            self._next_checkpoint = 0
+        return self._inputs.keep(tensor) if self.options.checkpoints == "tier" and tensor.numel() else tensor
 
     def bring_back(self, kept: Any) -> torch.Tensor:
-        return kept.tensor() if isinstance(kept, _Checkpoint) else kept
-
-    def _checkpoint_stream(self, tensor: torch.Tensor) -> WeightStream:
-        pool = self.buffers.checkpoints
-        fits = pool is not None and pool.dtype == tensor.dtype and pool.largest_numel >= tensor.numel()
-        if self._checkpoints is None or not fits:
-            if self._live_checkpoints:
-                raise NotStreamable(
-                    f"the input of a block is {tensor.numel()} elements of {tensor.dtype}, larger than those of the "
-                    "blocks before it in this pass: use checkpoints='device'"
-                )
-            if self._checkpoints is not None:
-                self._checkpoints.close()
-            pool = self.buffers.need_checkpoints(tensor.numel(), tensor.dtype)
-            self._checkpoints = WeightStream(self._scratch_tier(), pool=pool, wait_s=_WAIT_S)
-        return self._checkpoints
+        return kept.tensor() if isinstance(kept, KeptInput) else kept
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -632,9 +600,8 @@ class StreamingEngine(BlockRuntime):
         for owned in self.units.parameters.values():
             for parameter in owned:
                 parameter.grad = None
-        if self._checkpoints is not None:
-            with contextlib.suppress(OSError):
-                self._checkpoints.close()
+        with contextlib.suppress(OSError):
+            self._inputs.give_back()
         self._uses.clear()
         self._take_back(written=True)
 
@@ -680,101 +647,25 @@ class StreamingEngine(BlockRuntime):
                 self._gradients.register(gradient_key(piece), gradient_numel(piece, self.buffers.gradient_dtype))
         return self._gradients
 
-    # -- reading out ---------------------------------------------------------------------------------------------------
-
-    def read_states(self, name: str) -> dict[str, torch.Tensor]:
-        """A trained parameter's states in memory of their own, flat, by torch's names and "master" (a copy of the
-        weights where they are their own masters). Not while a step is under way."""
-        part = next(p for unit in self.layout.units for p in unit.parts if p.name == name)
-        found = {key: torch.empty(part.numel, dtype=self.layout.states) for key in ("master", *_MOMENTS)}
-        for values, run, key in self._state_runs(name):
-            found[key][run.begin : run.end].copy_(values)
-        return found
-
-    def write_states(self, name: str, states: dict[str, torch.Tensor], *, step: int) -> None:
-        """The reverse: weights follow their master. `keep` completes it. Not while a step is under way."""
-        self.steps[name] = step
-        changed: set[str] = set()
-        for values, run, key in self._state_runs(name, write=True):
-            if key in states:
-                values.copy_(states[key].reshape(-1)[run.begin : run.end])
-                changed.add(key)
-        if missing := sorted(set(states) - changed):
-            raise ValueError(f"{name} has no state {missing[0]!r}")
-
-    def _state_runs(self, name: str, *, write: bool = False) -> Iterator[tuple[torch.Tensor, Run, str]]:
-        """(values, run, state) of a parameter; with `write` they are written back, masters to the weights, too."""
-        layout, masters = self.layout, ("master",) if self.layout.own_masters else ()
-        for unit in layout.units:
-            pieces = [(piece, run) for piece in unit.pieces for run in piece.runs if run.part.name == name]
-            if not pieces:
-                continue
-            (slot,) = self._stream.fetch([unit.key])
-            for piece, run in pieces:
-                (states,) = self._states.fetch([piece.key])
-                first = run.part.first + run.begin
-                weights = slot[first : first + run.numel]
-                for key in masters:
-                    yield weights, run, key
-                for number, key in enumerate(layout.state_names):
-                    begin = number * layout.state_numel(piece) + first - piece.first
-                    values = states[begin : begin + run.numel]
-                    yield values, run, key
-                    if write and key == "master":
-                        weights.copy_(values)
-                if write:
-                    self._states.write(piece.key).wait()
-                self._states.release(piece.key)
-            if write:
-                self._stream.write(unit.key).wait()
-            self._stream.release(unit.key)
+    # -- contents ------------------------------------------------------------------------------------------------------
 
     def read_weights(self, order: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, values) of every parameter, or of those in `order`; a tensor is valid until the next one is asked for.
+        """(name, values) of every parameter, see `TierContents`. Not while a step is under way."""
+        return self._contents.read_weights(order)
 
-        The units' own order is the cheaper one: a unit is read when it is not the one before.
-        """
-        places = {p.name: (u, n) for u in self.layout.units for n, p in enumerate(u.parts)}
-        held: Unit | None = None
-        try:
-            for name in places if order is None else order:
-                unit, number = places[name]
-                if unit is not held:
-                    if held is not None:
-                        self.weights.give_back(held)
-                    held = None
-                    self.weights.take(unit)
-                    held = unit
-                yield name, self.units.parameters[unit.key][number].detach()
-        finally:
-            if held is not None:
-                self.weights.give_back(held)
+    def read_states(self, name: str) -> dict[str, torch.Tensor]:
+        """A trained parameter's states, see `TierContents`."""
+        return self._contents.read_states(name)
+
+    def write_states(self, name: str, states: dict[str, torch.Tensor], *, step: int) -> None:
+        """The reverse, after `step` steps of this parameter; `keep` completes it."""
+        self._contents.write_states(name, states)
+        self.steps[name] = step
 
 
 def sum_of(forward_s: float, backward_s: float) -> float:
     """Of a recomputed block's backward pass."""
     return forward_s + backward_s
-
-
-class _Checkpoint:
-    """A block's input on the tier; read once, and forgotten with the graph."""
-
-    def __init__(self, engine: StreamingEngine, number: int, tensor: torch.Tensor) -> None:
-        self._engine, self._number = engine, number
-        self._shape, self._dtype = tensor.shape, tensor.dtype
-
-    def tensor(self) -> torch.Tensor:
-        stream = self._engine._checkpoints
-        key = f"checkpoint {self._number}"
-        (slot,) = stream.fetch([key])
-        out = slot[: self._shape.numel()].view(self._shape).clone()
-        stream.release(key)
-        if self._number:
-            stream.prefetch([f"checkpoint {self._number - 1}"])
-        return out
-
-    def __del__(self) -> None:
-        self._engine.forget_checkpoint()
 
 
 def _units(model: nn.Module, blocks: Sequence[nn.Module] | None, options: EngineOptions) -> ModelUnits:

@@ -1,0 +1,87 @@
+"""What is on the tier, parameter by parameter: weights and states read out, and states put in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from memascend.engine.blocks import UnitWeights
+from memascend.engine.layout import Layout, Run, Unit
+from memascend.engine.weights import WeightStream
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class TierContents:
+    """Of one model, through the slots that training has. Not while a step is under way, and not thread-safe."""
+
+    def __init__(self, layout: Layout, weights: UnitWeights, states: WeightStream | None) -> None:
+        self._layout, self._weights, self._states = layout, weights, states
+
+    def read_states(self, name: str) -> dict[str, torch.Tensor]:
+        """A trained parameter's states in memory of their own, flat, by torch's names and "master" (a copy of the
+        weights where they are their own masters)."""
+        part = next(p for unit in self._layout.units for p in unit.parts if p.name == name)
+        found = {key: torch.empty(part.numel, dtype=self._layout.states) for key in ("master", *MOMENTS)}
+        for values, run, key in self._state_runs(name):
+            found[key][run.begin : run.end].copy_(values)
+        return found
+
+    def write_states(self, name: str, states: dict[str, torch.Tensor]) -> None:
+        """The reverse; weights follow their master. Raises ValueError for a state that there is not."""
+        changed: set[str] = set()
+        for values, run, key in self._state_runs(name, write=True):
+            if key in states:
+                values.copy_(states[key].reshape(-1)[run.begin : run.end])
+                changed.add(key)
+        if missing := sorted(set(states) - changed):
+            raise ValueError(f"{name} has no state {missing[0]!r}")
+
+    def _state_runs(self, name: str, *, write: bool = False) -> Iterator[tuple[torch.Tensor, Run, str]]:
+        """(values, run, state) of a parameter; with `write` they are written back, masters to the weights, too."""
+        layout, masters = self._layout, ("master",) if self._layout.own_masters else ()
+        for unit in layout.units:
+            pieces = [(piece, run) for piece in unit.pieces for run in piece.runs if run.part.name == name]
+            if not pieces:
+                continue
+            (slot,) = self._weights.stream.fetch([unit.key])
+            for piece, run in pieces:
+                (states,) = self._states.fetch([piece.key])
+                first = run.part.first + run.begin
+                weights = slot[first : first + run.numel]
+                for key in masters:
+                    yield weights, run, key
+                for number, key in enumerate(layout.state_names):
+                    begin = number * layout.state_numel(piece) + first - piece.first
+                    values = states[begin : begin + run.numel]
+                    yield values, run, key
+                    if write and key == "master":
+                        weights.copy_(values)
+                if write:
+                    self._states.write(piece.key).wait()
+                self._states.release(piece.key)
+            if write:
+                self._weights.stream.write(unit.key).wait()
+            self._weights.stream.release(unit.key)
+
+    def read_weights(self, order: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, values) of every parameter, or of those in `order`; a tensor is valid until the next one is asked for.
+
+        The units' own order is the cheaper one: a unit is read when it is not the one before.
+        """
+        places = {p.name: (u, n) for u in self._layout.units for n, p in enumerate(u.parts)}
+        held: Unit | None = None
+        try:
+            for name in places if order is None else order:
+                unit, number = places[name]
+                if unit is not held:
+                    if held is not None:
+                        self._weights.give_back(held)
+                    held = None
+                    self._weights.take(unit)
+                    held = unit
+                yield name, self._weights.units.parameters[unit.key][number].detach()
+        finally:
+            if held is not None:
+                self._weights.give_back(held)

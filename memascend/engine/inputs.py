@@ -1,0 +1,92 @@
+"""Inputs of blocks between forward and backward: on a tier, through a few slots, so that depth costs no memory.
+
+Backward meets them in the reverse order; the one before the one that is used is on its way meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from memascend.engine.blocks import NotStreamable
+from memascend.engine.buffers import EngineBuffers
+from memascend.engine.layout import padded
+from memascend.engine.protocols import Storage
+from memascend.engine.weights import WeightStream
+
+
+class KeptInputs:
+    """Of one model. `tier()` makes the storage when it is first needed. Not thread-safe."""
+
+    def __init__(self, buffers: EngineBuffers, tier: Callable[[], Storage], wait_s: float) -> None:
+        self._buffers, self._tier, self._wait_s = buffers, tier, wait_s
+        self._stream: WeightStream | None = None
+        self._live = self._next = 0
+
+    def keep(self, tensor: torch.Tensor) -> KeptInput:
+        """A copy goes to the tier. Raises NotStreamable for one that is larger than those it lives beside."""
+        stream, number = self._stream_for(tensor), self._next
+        key = _key(number)
+        stream.register(key, padded(tensor.numel(), tensor.dtype))
+        stream.put(key)[: tensor.numel()].view(tensor.shape).copy_(tensor)
+        stream.write(key)
+        stream.release(key)
+        self._next += 1
+        self._live += 1
+        return KeptInput(self, number, tensor)
+
+    def _stream_for(self, tensor: torch.Tensor) -> WeightStream:
+        pool = self._buffers.checkpoints
+        fits = pool is not None and pool.dtype == tensor.dtype and pool.largest_numel >= tensor.numel()
+        if self._stream is None or not fits:
+            if self._live:
+                raise NotStreamable(
+                    f"the input of a block is {tensor.numel()} elements of {tensor.dtype}, larger than those of the "
+                    "blocks before it in this pass: use checkpoints='device'"
+                )
+            self.give_back()
+            pool = self._buffers.need_checkpoints(tensor.numel(), tensor.dtype)
+            self._stream = WeightStream(self._tier(), pool=pool, wait_s=self._wait_s)
+        return self._stream
+
+    def read(self, number: int, shape: torch.Size) -> torch.Tensor:
+        """In memory of its own; its predecessor sets out."""
+        (slot,) = self._stream.fetch([_key(number)])
+        out = slot[: shape.numel()].view(shape).clone()
+        self._stream.release(_key(number))
+        if number:
+            self._stream.prefetch([_key(number - 1)])
+        return out
+
+    def forget(self) -> None:
+        """The graph that held one is gone; without any the numbers begin anew, and with them the keys."""
+        self._live -= 1
+        if not self._live:
+            self._next = 0
+
+    def give_back(self) -> None:
+        """All slots, whatever is in them. Raises the first failed write."""
+        if self._stream is not None:
+            self._stream.close()
+
+    def drop(self) -> None:
+        """The end: the slots' memory goes."""
+        del self._buffers, self._stream
+
+
+class KeptInput:
+    """One of them; forgotten with the graph that holds it."""
+
+    def __init__(self, inputs: KeptInputs, number: int, tensor: torch.Tensor) -> None:
+        self._inputs, self._number, self._shape = inputs, number, tensor.shape
+
+    def tensor(self) -> torch.Tensor:
+        return self._inputs.read(self._number, self._shape)
+
+    def __del__(self) -> None:
+        self._inputs.forget()
+
+
+def _key(number: int) -> str:
+    return f"input {number}"
