@@ -102,3 +102,17 @@ def optimizer_buffers(offload_optimizer: Mapping[str, Any]) -> int:
 def held_buffers(swaps_gradients: bool, held: int = _LEAST_HELD) -> int:
     """``buffer_count`` for `held` sub-groups in host memory over several paths, and one buffer for gradients."""
     return held * (STATES_AND_GRADIENT if swaps_gradients else STATES) + 1
+
+
+def held_within(
+    left_bytes: int, *, gradient_bytes: int, buffer_bytes: int, sub_groups: int, swaps_gradients: bool
+) -> int:
+    """Sub-groups over several paths that a host budget has room for: never fewer than the least, nor more than there
+    are.
+
+    ``left_bytes`` of the budget before the optimizer has taken any, of which the flat gradient buffer takes
+    ``gradient_bytes``; a fifth of the rest is left to what is made later. ``buffer_bytes``: of the largest sub-group.
+    """
+    room = 0.8 * (left_bytes - gradient_bytes) - buffer_bytes
+    each = (STATES_AND_GRADIENT if swaps_gradients else STATES) * buffer_bytes
+    return max(_LEAST_HELD, min(sub_groups, int(room // each)))

@@ -79,6 +79,19 @@ def test_the_cumulative_arms_train_to_the_same_bits_on_throttled_paths(tmp_path,
 
 
 @pytest.mark.slow
+def test_a_host_budget_says_how_many_sub_groups_stay(tmp_path):
+    small = {name: value for name, value in SMALL.items() if name != "layers"} | {"layers": 3}
+    leave_out = ("zero_optimization.offload_optimizer.buffer_count",)
+    jobs = [
+        Job(name=budget, parts=tiers(tmp_path, host_memory=budget), leave_out=leave_out, **small)
+        for budget in ("16MiB", "64MiB")
+    ]
+    results = train_all(jobs, tmp_path / "out")
+    assert results["16MiB"]["weights_sha256"] == results["64MiB"]["weights_sha256"]
+    assert results["64MiB"]["io_bytes"][-1] < results["16MiB"]["io_bytes"][-1]
+
+
+@pytest.mark.slow
 def test_a_path_that_fills_leaves_its_sub_groups_to_the_other(tmp_path):
     with small_file_system(tmp_path / "b", 4 << 20):
         jobs = [

@@ -7,7 +7,14 @@ import sys
 
 import pytest
 
-from memascend.planner.derived_sizes import io_settings, largest_sub_group, optimizer_buffers, sub_group_size
+from memascend.planner.derived_sizes import (
+    held_buffers,
+    held_within,
+    io_settings,
+    largest_sub_group,
+    optimizer_buffers,
+    sub_group_size,
+)
 
 EMBEDDING, BLOCK = (
     545_000_000,
@@ -55,3 +62,11 @@ def test_they_need_neither_torch_nor_deepspeed():
     program = "import sys, memascend.planner.derived_sizes; print(sorted({'torch', 'deepspeed'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_more_host_memory_holds_more_sub_groups_from_three_to_all():
+    sizes = {"gradient_bytes": 1000, "buffer_bytes": 100, "sub_groups": 12, "swaps_gradients": False}
+    held = [held_within(left, **sizes) for left in (0, 1000, 3000, 4000, 100_000)]
+    assert held == [3, 3, 5, 7, 12]
+    assert held_within(3000, **sizes | {"swaps_gradients": True}) == 3
+    assert (held_buffers(False, 5), held_buffers(True, 5)) == (16, 21)

@@ -18,7 +18,9 @@ from memascend.planner.derived_sizes import (
     STATES_AND_GRADIENT,
     given,
     held_buffers,
+    held_within,
     io_settings,
+    largest_sub_group,
     optimizer_buffers,
     sub_group_size,
 )
@@ -40,6 +42,7 @@ class DerivedSettings:
         first = next((path for path in tiers if os.path.isdir(path)), None)
         self.io = io_settings(ds_config, first or self._param.get("nvme_path") or self._optimizer.get("nvme_path"))
         self.chosen: dict[str, int] = {}
+        self.host_left: Callable[[], int] | None = None  # bytes of the host budget, where there is one
         self.reserve: Callable[[str, int], None] | None = None  # is told a folder and how many bytes are to come
 
     @property
@@ -94,7 +97,22 @@ class DerivedSettings:
         if self._param.get("device") == "nvme" and not given(self._param, "max_in_cpu"):
             self._set(param, "max_in_cpu", 0)
         if self._optimizer.get("device") == "nvme" and not given(self._optimizer, "buffer_count"):
-            self._set(states, "buffer_count", self._optimizer_buffers)
+            self._set(states, "buffer_count", self._buffers_of(groups, arguments.get("sub_group_size")))
+
+    def _buffers_of(self, groups: list[list[int]], size: int | None) -> int:
+        """As many as a host budget allows, where sub-groups stay in host memory."""
+        if not self._tiers or self.host_left is None or not size:
+            return self._optimizer_buffers
+        types = self._ds_config.get("data_types") or {}
+        numel = sum(map(sum, groups))
+        held = held_within(
+            self.host_left(),
+            gradient_bytes=numel * (4 if types.get("grad_accum_dtype") == "fp32" else 2),
+            buffer_bytes=largest_sub_group(groups, size) * self._state_bytes,
+            sub_groups=sum(-(-sum(group) // size) for group in groups),
+            swaps_gradients=self._swaps_gradients,
+        )
+        return held_buffers(self._swaps_gradients, held)
 
     @property
     def _optimizer_buffers(self) -> int:

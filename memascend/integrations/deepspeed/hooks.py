@@ -150,6 +150,8 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
         if is_logging_rank() and (warning is not untried or deepspeed.__version__ not in _warned_about):
             log.warning("memascend: %s", warning)
     _warned_about.add(deepspeed.__version__)
+    if derived is not None and (budget := state.ledger.budget) is not None:
+        derived.host_left = lambda: budget.limit_bytes - sum(state.ledger.in_use().values())
     parts, minimum_swap_bytes = options.parts, options.minimum_swap_bytes
     if parts.optimizer_states == "bf16":
         _install_bf16_states(state)
