@@ -31,28 +31,22 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 
 from memascend.storage import completion as completions
-from memascend.storage import placement as placements
 from memascend.storage.completion import Completion, RequestCancelled
 from memascend.storage.errors import StorageError
-from memascend.storage.path_gate import PathGate
-from memascend.storage.placement import Rates
-from memascend.storage.tier import Tier, Transferred, _KeyQueue, _require_memory
+from memascend.storage.group_homes import GroupHomes
+from memascend.storage.path import Attempt, Busy, Path, PathReport, hang_error, named, observe
+from memascend.storage.tier import Transferred, _KeyQueue, _require_memory
 
 __all__ = ["MultiPathTier", "Path", "PathReport"]
 
 log = logging.getLogger("memascend")
 
 HANG_S = 120.0
-_GAIN = 0.05  # groups move where a pass becomes faster by at least this share
-_OLD_SHARE = 0.5  # of a rate that was known, in the mean with what was just observed
-_LEAST_OBSERVED_S = 0.02  # of transfers; less says nothing about a path
-
 _open_tiers: weakref.WeakSet[MultiPathTier] = weakref.WeakSet()
 
 
@@ -63,43 +57,6 @@ def _close_all() -> None:
             tier.close()
 
 
-@dataclass(eq=False)
-class Path:
-    """A path of a :class:`MultiPathTier`: its name in messages, the tier that keeps it, what is known of it.
-
-    `rates`: as measured at the start (`path_rates.measure`); None: as fast as the others. `gate`: None lets all in.
-    """
-
-    name: str
-    tier: Tier
-    rates: Rates | None = None
-    gate: PathGate = field(default_factory=lambda: PathGate(None))
-    failure: StorageError | None = field(default=None, init=False)  # why it was taken out
-    hanging: bool = field(default=False, init=False)
-    full: bool = field(default=False, init=False)
-    under_way: dict[_Attempt, float] = field(default_factory=dict, init=False)
-    last_end: float = field(default=0.0, init=False)
-    seen: Transferred = field(default=Transferred(0, 0, 0.0, 0.0), init=False)  # when its rates were last observed
-
-    @property
-    def usable(self) -> bool:
-        return self.failure is None
-
-
-@dataclass(frozen=True)
-class PathReport:
-    """What a path of a tier is and holds; rates in bytes a second, as last observed."""
-
-    name: str
-    rates: Rates
-    groups: int
-    bytes: int
-    bytes_read: int
-    bytes_written: int
-    turns: int
-    failure: str | None
-
-
 class _Transfer(Completion):
     """One read or write of a key, over as many attempts as it takes."""
 
@@ -107,51 +64,13 @@ class _Transfer(Completion):
         super().__init__(what)
         self._on_cancel = on_cancel
         self._cancelled = False
-        self._attempt: _Attempt | None = None
+        self._attempt: Attempt | None = None
 
     def cancel(self) -> bool:
         if self._done:
             return False
         self._cancelled = True
         return self._on_cancel(self)
-
-
-class _Attempt:
-    """One transfer on one path; `over` once it has ended, or nobody waits for it any more."""
-
-    __slots__ = ("ended", "inner", "over", "path", "write")
-
-    def __init__(self, path: Path, write: bool, ended: Callable[[BaseException | None], None]) -> None:
-        self.path, self.write, self.ended = path, write, ended
-        self.inner: Completion | None = None
-        self.over = False
-
-
-class _Busy:
-    """Bytes moved, and seconds in which at least one transfer of a direction was under way. Under the tier's lock."""
-
-    def __init__(self) -> None:
-        self.bytes = [0, 0]
-        self._seconds, self._under_way, self._since = [0.0, 0.0], [0, 0], [0.0, 0.0]
-
-    def begin(self, write: bool) -> None:
-        if self._under_way[write] == 0:
-            self._since[write] = time.monotonic()
-        self._under_way[write] += 1
-
-    def end(self, write: bool, nbytes: int) -> None:
-        self._under_way[write] -= 1
-        if self._under_way[write] == 0:
-            self._seconds[write] += time.monotonic() - self._since[write]
-        self.bytes[write] += nbytes
-
-    def transferred(self) -> Transferred:
-        now = time.monotonic()
-        seconds = [
-            s + (now - since if n else 0.0)
-            for s, n, since in zip(self._seconds, self._under_way, self._since, strict=True)
-        ]
-        return Transferred(self.bytes[0], self.bytes[1], seconds[0], seconds[1])
 
 
 class MultiPathTier:
@@ -176,24 +95,22 @@ class MultiPathTier:
         self._paths = list(paths)
         for path in self._paths:
             path.seen = path.tier.transferred
-        self._placement, self._rehome, self._group_of, self._hang_s = placement, rehome, group_of, hang_s
-        placements.weights(placement, self._rates())  # refuses what is no placement
+        self._rehome, self._group_of, self._hang_s = rehome, group_of, hang_s
+        self._homes = GroupHomes(self._paths, placement, group_of)
         self._queue = _KeyQueue()
         self._lock = threading.RLock()  # of what follows
         self._sizes: dict[str, int] = {}  # as last submitted
         self._holders: dict[str, list[Path]] = {}  # the one that has it is the last
         self._broken: dict[str, BaseException] = {}
-        self._home: dict[str, Path] = {}  # of the groups
-        self._group_bytes: dict[str, int] = {}
         self._pending: set[_Transfer] = set()
         self._failed: list[_Transfer] = []
-        self._busy = _Busy()
+        self._busy = Busy()
         self._written_in_pass = 0
         self._watcher: threading.Thread | None = None
         self._watched = threading.Condition(self._lock)
         self._closed = False
         self._pid = os.getpid()
-        self.moves = 0  # groups that were written to another path than before
+        self.moves = 0  # tensors that were written to another path than before
         _open_tiers.add(self)
 
     # -- the protocol --------------------------------------------------------------------------------------------------
@@ -269,7 +186,7 @@ class MultiPathTier:
         with self._lock:
             self._require_open()
             usable = [path for path in self._paths if path.usable]
-            shares = self._weights(usable)
+            shares = self._homes.weights(usable)
         left = more_bytes
         room = {path: path.tier.free_bytes for path in usable}
         if more_bytes > sum(room.values()):
@@ -377,7 +294,7 @@ class MultiPathTier:
                 group = self._group_of(key)
                 there = held[holders[-1]]
                 there[group] = there.get(group, 0) + self._sizes.get(key, 0)
-            rates = self._rates()
+            rates = self._homes.rates()
             self._require_open()
             moved = [path.tier.transferred for path in self._paths]
         return [
@@ -405,86 +322,17 @@ class MultiPathTier:
             self._written_in_pass = 0
             for path in self._paths:
                 if path.usable:
-                    _observe(path)
-            return self._rehome and self._plan()
+                    observe(path)
+            return self._rehome and self._homes.plan()
 
-    # -- placement -----------------------------------------------------------------------------------------------------
+    def _note_size(self, key: str, nbytes: int | None) -> None:
+        self._homes.note(key, self._sizes.pop(key, 0), nbytes)
+        if nbytes is not None:
+            self._sizes[key] = nbytes
 
     @property
     def _place(self) -> str:
         return ", ".join(path.name for path in self._paths)
-
-    def _rates(self, paths: Sequence[Path] | None = None) -> list[Rates]:
-        """What is not known is as the mean of what is."""
-        asked = self._paths if paths is None else paths
-        known = [path.rates for path in self._paths if path.rates is not None] or [Rates(1.0, 1.0)]
-        mean = Rates(sum(r.read for r in known) / len(known), sum(r.write for r in known) / len(known))
-        return [path.rates or mean for path in asked]
-
-    def _weights(self, paths: Sequence[Path]) -> list[float]:
-        return placements.weights(self._placement_on(paths), self._rates(paths))
-
-    def _placement_on(self, paths: Sequence[Path]) -> str | list[float]:
-        """A ratio by hand, of those that are left."""
-        if isinstance(self._placement, str):
-            return self._placement
-        ratio = [share for path, share in zip(self._paths, self._placement, strict=True) if path in paths]
-        return ratio if sum(ratio) > 0 else [1.0] * len(ratio)
-
-    def _plan(self) -> bool:
-        """New homes for all groups but those of full paths, which keep what they have, if that is worth it."""
-        usable = [path for path in self._paths if path.usable and not path.full]
-        fixed = {group for group, home in self._home.items() if home.full and home.usable}
-        sizes = {group: nbytes for group, nbytes in self._group_bytes.items() if group not in fixed}
-        if not usable or not sizes:
-            return False
-        rates = self._rates(usable)
-        places = placements.arrange(sizes, self._placement_on(usable), rates)
-        new = {group: usable[number] for group, number in places.items()}
-        if all(self._home.get(group) in usable for group in new):
-            held, wanted = self._held_bytes(self._home, usable), self._held_bytes(new, usable)
-            now, then = placements.update_seconds(held, rates), placements.update_seconds(wanted, rates)
-            if held == wanted or (self._placement == "balanced" and then > (1 - _GAIN) * now):
-                return False
-        changed = any(self._home.get(group) is not path for group, path in new.items())
-        self._home.update(new)
-        return changed
-
-    def _held_bytes(self, homes: dict[str, Path], paths: Sequence[Path]) -> list[float]:
-        held = dict.fromkeys(paths, 0.0)
-        for group, nbytes in self._group_bytes.items():
-            if homes.get(group) in held:
-                held[homes[group]] += nbytes
-        return list(held.values())
-
-    def _choose(self, key: str, nbytes: int, tried: Sequence[Path]) -> Path | None:
-        """Where a whole tensor goes, with the lock held; None: no path is left. At last one that has failed before."""
-        left = [path for path in self._paths if path not in tried and not path.hanging]
-        usable = [path for path in left if path.usable] or left
-        if not usable:
-            return None
-        group = self._group_of(key)
-        home = self._home.get(group)
-        if home is None or home not in usable:
-            roomy = [path for path in usable if not path.full] or usable
-            others = {g: self._home[g] for g in self._group_bytes if g != group and g in self._home}
-            held = [sum(self._group_bytes[g] for g, p in others.items() if p is path) for path in roomy]
-            home = roomy[placements._next(held, self._weights(roomy), max(1, self._group_bytes.get(group, nbytes)))]
-            self._home[group] = home
-        return home
-
-    def _note_size(self, key: str, nbytes: int | None) -> None:
-        before = self._sizes.pop(key, 0)
-        group = self._group_of(key)
-        total = self._group_bytes.get(group, 0) - before + (nbytes or 0)
-        if nbytes is not None:
-            self._sizes[key] = nbytes
-            self._group_bytes[group] = total
-        elif total <= 0:
-            self._group_bytes.pop(group, None)
-            self._home.pop(group, None)
-        else:
-            self._group_bytes[group] = total
 
     # -- transfers -----------------------------------------------------------------------------------------------------
 
@@ -530,7 +378,7 @@ class MultiPathTier:
 
     def _pass_is_over(self, written: int) -> bool:
         self._written_in_pass += written
-        return self._rehome and self._written_in_pass >= 0.9 * sum(self._group_bytes.values())
+        return self._rehome and self._written_in_pass >= 0.9 * sum(self._homes.group_bytes.values())
 
     def _write_once(
         self,
@@ -549,7 +397,7 @@ class MultiPathTier:
                 holders = self._holders.get(key)
                 path = holders[-1] if holders and holders[-1] not in tried else None
             else:
-                path = self._choose(key, tensor.nbytes, tried)
+                path = self._homes.choose(key, tensor.nbytes, tried)
         if path is None:
             error = self._nowhere(key, tensor.nbytes, tried)
             if refused is None:
@@ -624,7 +472,7 @@ class MultiPathTier:
                 self._read_once(transfer, key, tensor, offset, priority, attempts - 1, end)
             else:
                 self._fault(path, error, of_write=False)
-                end(_named(error, key))
+                end(named(error, key))
 
         try:
             self._attempt(transfer, path, False, tensor.nbytes, submit, ended, now=False)
@@ -643,7 +491,7 @@ class MultiPathTier:
         now: bool,
     ) -> None:
         """One transfer on one path, through its gate. With `now`, raises what `submit` raises if it is called here."""
-        attempt = _Attempt(path, write, ended)
+        attempt = Attempt(path, write, ended)
         here, raised = threading.get_ident(), []
 
         def begin() -> None:
@@ -652,7 +500,7 @@ class MultiPathTier:
                 if transfer._cancelled:
                     stopped = RequestCancelled(f"{transfer._what} was cancelled")
                 elif path.hanging:
-                    stopped = _hang(path, self._hang_s)
+                    stopped = hang_error(path, self._hang_s)
                 else:
                     path.under_way[attempt] = time.monotonic()
                     self._busy.begin(write)
@@ -686,7 +534,7 @@ class MultiPathTier:
         if raised:
             raise raised[0]
 
-    def _over(self, attempt: _Attempt, nbytes: int) -> bool:
+    def _over(self, attempt: Attempt, nbytes: int) -> bool:
         """False: it was given up before, and its end is nobody's."""
         with self._lock:
             path = attempt.path
@@ -742,10 +590,8 @@ class MultiPathTier:
                 )
             if told:
                 return
-            there = [group for group, home in self._home.items() if home is path]
-            for group in there if path.failure is not None else ():
-                del self._home[group]
-        log.warning("memascend: path %s (%d groups) %s: %s", path.name, len(there), what, error)
+            there = self._homes.count(path) if path.failure is None else self._homes.drop(path)
+        log.warning("memascend: path %s (%d groups) %s: %s", path.name, there, what, error)
 
     def _watch(self) -> None:
         """With the lock held."""
@@ -758,7 +604,7 @@ class MultiPathTier:
 
     def _give_up_hanging(self) -> None:
         """What is under way on a path where nothing has ended for too long is given up, and the path with it."""
-        given_up: list[tuple[_Attempt, StorageError]] = []
+        given_up: list[tuple[Attempt, StorageError]] = []
         with self._lock:
             now = time.monotonic()
             for path in self._paths:
@@ -771,7 +617,7 @@ class MultiPathTier:
                     if not attempt.over:
                         attempt.over = True
                         self._busy.end(attempt.write, 0)
-                        given_up.append((attempt, _hang(path, self._hang_s)))
+                        given_up.append((attempt, hang_error(path, self._hang_s)))
         for attempt, error in given_up:
             self._fault(attempt.path, error, of_write=False)
             if attempt.inner is not None:
@@ -796,36 +642,6 @@ class MultiPathTier:
                 f"write to bytes {offset} to {end} of '{key}', a tensor of {there}: begin and end at multiples of 4096 "
                 "bytes, or at the tensor's end"
             )
-
-
-def _named(error: StorageError, key: str) -> StorageError:
-    """Of a path that knows files alone: the tensor's name is what a user can do something with."""
-    if error.key is not None:
-        return error
-    reason = f"{error.reason}: it was there alone"
-    return StorageError(error.op, error.path, error.offset, error.expected, error.got, error.errno, reason, key=key)
-
-
-def _observe(path: Path) -> None:
-    now = path.tier.transferred
-    since, path.seen = now - path.seen, now
-    old = path.rates
-    read = since.read_bytes_per_s if since.reading_s >= _LEAST_OBSERVED_S else None
-    write = since.write_bytes_per_s if since.writing_s >= _LEAST_OBSERVED_S else None
-    if old is None:
-        if read or write:
-            path.rates = Rates(read or write, write or read)
-        return
-    path.rates = Rates(_mean(old.read, read), _mean(old.write, write))
-
-
-def _mean(old: float, observed: float | None) -> float:
-    return old if not observed else _OLD_SHARE * old + (1 - _OLD_SHARE) * observed
-
-
-def _hang(path: Path, hang_s: float) -> StorageError:
-    reason = f"nothing has ended there for {hang_s:g} s: the device or the mount hangs: check it (dmesg)"
-    return StorageError("transfer", path.name, 0, 0, 0, errno.ETIMEDOUT, reason)
 
 
 def _look_for_hangs(tier: weakref.ref[MultiPathTier], watched: threading.Condition, hang_s: float) -> None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["PLACEMENTS", "Rates", "arrange", "counts", "update_seconds"]
+__all__ = ["PLACEMENTS", "Rates", "arrange", "counts", "first_done", "update_seconds"]
 
 PLACEMENTS = ("balanced", "as_published")
 
@@ -66,11 +66,11 @@ def counts(groups: int, placement: str | Sequence[float], rates: Sequence[Rates]
         return found
     found = [0] * len(shares)
     for _ in range(groups):
-        found[_next(found, shares)] += 1
+        found[first_done(found, shares)] += 1
     return found
 
 
-def _next(held: Sequence[float], shares: Sequence[float], more: float = 1) -> int:
+def first_done(held: Sequence[float], shares: Sequence[float], more: float = 1) -> int:
     """The path that is the first to be done with `more` on top of what it holds."""
     usable = [i for i, share in enumerate(shares) if share > 0]
     return min(usable, key=lambda i: ((held[i] + more) / shares[i], i))
@@ -87,7 +87,7 @@ def arrange(sizes: Mapping[str, int], placement: str | Sequence[float], rates: S
     places = {}
     for name, size in sizes.items():
         open_shares = shares if left is None else [s if n else 0.0 for s, n in zip(shares, left, strict=True)]
-        path = _next(held, open_shares, 1 if left is not None else size)
+        path = first_done(held, open_shares, 1 if left is not None else size)
         held[path] += 1 if left is not None else size
         if left is not None:
             left[path] -= 1

@@ -245,7 +245,7 @@ class Training:
         if self.job.rehome_at != step:
             return
         tier = next(place.open_tier for place in enabled.store._places.values())
-        tier._placement = [1.0, *(0.0 for _ in tier._paths[1:])]
+        tier._homes.placement = [1.0, *(0.0 for _ in tier._paths[1:])]
         assert tier.observe()
         stock = tier._written
 

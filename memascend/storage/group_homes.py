@@ -1,0 +1,105 @@
+"""Where the groups of a tier over several paths belong, by the paths' rates (MLP-Offload 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from memascend.storage import placement as placements
+from memascend.storage.path import Path
+from memascend.storage.placement import Rates
+
+__all__ = ["GroupHomes"]
+
+_GAIN = 0.05  # groups move where a pass becomes faster by at least this share
+
+
+class GroupHomes:
+    """The home of each group and its bytes. Not thread-safe: the tier's lock is held."""
+
+    def __init__(self, paths: Sequence[Path], placement: str | Sequence[float], group_of: Callable[[str], str]) -> None:
+        """Raises ValueError for what is no placement."""
+        self._paths, self.placement, self._group_of = paths, placement, group_of
+        self.home: dict[str, Path] = {}
+        self.group_bytes: dict[str, int] = {}
+        placements.weights(placement, self.rates())
+
+    def drop(self, path: Path) -> int:
+        """Groups that belonged to a path that is taken out get another home with their next write; their number."""
+        there = [group for group, home in self.home.items() if home is path]
+        for group in there:
+            del self.home[group]
+        return len(there)
+
+    def count(self, path: Path) -> int:
+        return sum(home is path for home in self.home.values())
+
+    def rates(self, paths: Sequence[Path] | None = None) -> list[Rates]:
+        """What is not known is as the mean of what is."""
+        asked = self._paths if paths is None else paths
+        known = [path.rates for path in self._paths if path.rates is not None] or [Rates(1.0, 1.0)]
+        mean = Rates(sum(r.read for r in known) / len(known), sum(r.write for r in known) / len(known))
+        return [path.rates or mean for path in asked]
+
+    def weights(self, paths: Sequence[Path]) -> list[float]:
+        return placements.weights(self.placement_on(paths), self.rates(paths))
+
+    def placement_on(self, paths: Sequence[Path]) -> str | list[float]:
+        """A ratio by hand, of those that are left."""
+        if isinstance(self.placement, str):
+            return self.placement
+        ratio = [share for path, share in zip(self._paths, self.placement, strict=True) if path in paths]
+        return ratio if sum(ratio) > 0 else [1.0] * len(ratio)
+
+    def plan(self) -> bool:
+        """New homes for all groups but those of full paths, which keep what they have, if that is worth it."""
+        usable = [path for path in self._paths if path.usable and not path.full]
+        fixed = {group for group, home in self.home.items() if home.full and home.usable}
+        sizes = {group: nbytes for group, nbytes in self.group_bytes.items() if group not in fixed}
+        if not usable or not sizes:
+            return False
+        rates = self.rates(usable)
+        places = placements.arrange(sizes, self.placement_on(usable), rates)
+        new = {group: usable[number] for group, number in places.items()}
+        if all(self.home.get(group) in usable for group in new):
+            held, wanted = self._held_bytes(self.home, usable), self._held_bytes(new, usable)
+            now, then = placements.update_seconds(held, rates), placements.update_seconds(wanted, rates)
+            if held == wanted or (self.placement == "balanced" and then > (1 - _GAIN) * now):
+                return False
+        changed = any(self.home.get(group) is not path for group, path in new.items())
+        self.home.update(new)
+        return changed
+
+    def _held_bytes(self, homes: dict[str, Path], paths: Sequence[Path]) -> list[float]:
+        held = dict.fromkeys(paths, 0.0)
+        for group, nbytes in self.group_bytes.items():
+            if homes.get(group) in held:
+                held[homes[group]] += nbytes
+        return list(held.values())
+
+    def choose(self, key: str, nbytes: int, tried: Sequence[Path]) -> Path | None:
+        """Where a whole tensor goes, with the lock held; None: no path is left. At last one that has failed before."""
+        left = [path for path in self._paths if path not in tried and not path.hanging]
+        usable = [path for path in left if path.usable] or left
+        if not usable:
+            return None
+        group = self._group_of(key)
+        home = self.home.get(group)
+        if home is None or home not in usable:
+            roomy = [path for path in usable if not path.full] or usable
+            others = {g: self.home[g] for g in self.group_bytes if g != group and g in self.home}
+            held = [sum(self.group_bytes[g] for g, p in others.items() if p is path) for path in roomy]
+            home = roomy[placements.first_done(held, self.weights(roomy), max(1, self.group_bytes.get(group, nbytes)))]
+            self.home[group] = home
+        return home
+
+    def note(self, key: str, before: int, nbytes: int | None) -> None:
+        """A tensor of `before` bytes (0: none) has `nbytes` now; None: it is gone."""
+        group = self._group_of(key)
+        total = self.group_bytes.get(group, 0) - before + (nbytes or 0)
+        if nbytes is not None:
+            self.group_bytes[group] = total
+        elif total <= 0:
+            self.group_bytes.pop(group, None)
+            self.home.pop(group, None)
+        else:
+            self.group_bytes[group] = total

@@ -1,0 +1,125 @@
+"""One path of a tier over several: what is known of it, what is under way on it, what it did."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from memascend.storage.completion import Completion
+from memascend.storage.errors import StorageError
+from memascend.storage.path_gate import PathGate
+from memascend.storage.placement import Rates
+from memascend.storage.tier import Tier, Transferred
+
+__all__ = ["Attempt", "Busy", "Path", "PathReport", "hang_error", "named", "observe"]
+
+_OLD_SHARE = 0.5  # of a rate that was known, in the mean with what was just observed
+_LEAST_OBSERVED_S = 0.02  # of transfers; less says nothing about a path
+
+
+@dataclass(eq=False)
+class Path:
+    """A path of a :class:`MultiPathTier`: its name in messages, the tier that keeps it, what is known of it.
+
+    `rates`: as measured at the start (`path_rates.measure`); None: as fast as the others. `gate`: None lets all in.
+    """
+
+    name: str
+    tier: Tier
+    rates: Rates | None = None
+    gate: PathGate = field(default_factory=lambda: PathGate(None))
+    failure: StorageError | None = field(default=None, init=False)  # why it was taken out
+    hanging: bool = field(default=False, init=False)
+    full: bool = field(default=False, init=False)
+    under_way: dict[Attempt, float] = field(default_factory=dict, init=False)
+    last_end: float = field(default=0.0, init=False)
+    seen: Transferred = field(default=Transferred(0, 0, 0.0, 0.0), init=False)  # when its rates were last observed
+
+    @property
+    def usable(self) -> bool:
+        return self.failure is None
+
+
+@dataclass(frozen=True)
+class PathReport:
+    """What a path of a tier is and holds; rates in bytes a second, as last observed."""
+
+    name: str
+    rates: Rates
+    groups: int
+    bytes: int
+    bytes_read: int
+    bytes_written: int
+    turns: int
+    failure: str | None
+
+
+class Attempt:
+    """One transfer on one path; `over` once it has ended, or nobody waits for it any more."""
+
+    __slots__ = ("ended", "inner", "over", "path", "write")
+
+    def __init__(self, path: Path, write: bool, ended: Callable[[BaseException | None], None]) -> None:
+        self.path, self.write, self.ended = path, write, ended
+        self.inner: Completion | None = None
+        self.over = False
+
+
+class Busy:
+    """Bytes moved, and seconds in which at least one transfer of a direction was under way. Under the tier's lock."""
+
+    def __init__(self) -> None:
+        self.bytes = [0, 0]
+        self._seconds, self._under_way, self._since = [0.0, 0.0], [0, 0], [0.0, 0.0]
+
+    def begin(self, write: bool) -> None:
+        if self._under_way[write] == 0:
+            self._since[write] = time.monotonic()
+        self._under_way[write] += 1
+
+    def end(self, write: bool, nbytes: int) -> None:
+        self._under_way[write] -= 1
+        if self._under_way[write] == 0:
+            self._seconds[write] += time.monotonic() - self._since[write]
+        self.bytes[write] += nbytes
+
+    def transferred(self) -> Transferred:
+        now = time.monotonic()
+        seconds = [
+            s + (now - since if n else 0.0)
+            for s, n, since in zip(self._seconds, self._under_way, self._since, strict=True)
+        ]
+        return Transferred(self.bytes[0], self.bytes[1], seconds[0], seconds[1])
+
+
+def named(error: StorageError, key: str) -> StorageError:
+    """Of a path that knows files alone: the tensor's name is what a user can do something with."""
+    if error.key is not None:
+        return error
+    reason = f"{error.reason}: it was there alone"
+    return StorageError(error.op, error.path, error.offset, error.expected, error.got, error.errno, reason, key=key)
+
+
+def observe(path: Path) -> None:
+    """Take what the path did since the last time for its rates."""
+    now = path.tier.transferred
+    since, path.seen = now - path.seen, now
+    old = path.rates
+    read = since.read_bytes_per_s if since.reading_s >= _LEAST_OBSERVED_S else None
+    write = since.write_bytes_per_s if since.writing_s >= _LEAST_OBSERVED_S else None
+    if old is None:
+        if read or write:
+            path.rates = Rates(read or write, write or read)
+        return
+    path.rates = Rates(_mean(old.read, read), _mean(old.write, write))
+
+
+def _mean(old: float, observed: float | None) -> float:
+    return old if not observed else _OLD_SHARE * old + (1 - _OLD_SHARE) * observed
+
+
+def hang_error(path: Path, hang_s: float) -> StorageError:
+    reason = f"nothing has ended there for {hang_s:g} s: the device or the mount hangs: check it (dmesg)"
+    return StorageError("transfer", path.name, 0, 0, 0, errno.ETIMEDOUT, reason)
