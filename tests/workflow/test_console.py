@@ -173,3 +173,16 @@ def test_a_simulation_names_what_it_does_not_know(tmp_path: Path, capsys: pytest
     words = ["--run-id", "s", "--testbed", "nowhere", "--model", "llama3.1-8b", "--points", "4096x8"]
     assert simulation.main([*words, "--arms", "memascend:memascend:fp16", "--out", str(tmp_path / "s.json")]) == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+def test_a_paper_with_nothing_built_ends_with_what_its_exhibits_wait_for() -> None:
+    waiting = {
+        "id": "mlpoffload-fig04",
+        "paper": "mlpoffload",
+        "status": "planned",
+        "waits_for": "the tier of several paths",
+    }
+    known = SimpleNamespace(entries={"mlpoffload-fig04": waiting})
+    with pytest.raises(SystemExit) as ended:
+        configuration.Configuration.of_paper(known, "mlpoffload")(None)
+    assert ended.value.code == "mlp-offload: no exhibit is built yet; they wait for: the tier of several paths."

@@ -100,15 +100,6 @@ def test_a_planned_exhibit_says_what_it_waits_for(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_paper_with_nothing_built_says_so(tmp_path: Path) -> None:
-    entries = registry.exhibits()
-    if any(e["status"] == "built" and e["paper"] == "mlpoffload" for e in entries):
-        pytest.skip("an exhibit of MLP-Offload is built")
-    done = snakemake("-n", "mlp-offload", fresh=tmp_path)
-    assert done.returncode == 1
-    assert last_line(done).startswith("mlp-offload: no exhibit is built yet; they wait for: ")
-
-
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_plan_of_every_profile_holds_its_runs_and_all_exhibits(tmp_path: Path, profile: str) -> None:
     done = snakemake("-n", "figures", f"profile={profile}", fresh=tmp_path)
