@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from baselines.cxl.schedule import schedule
 from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, host_offload, zero3_config
-from baselines.protocol.schedules import backward, forward, host_optimizer, overflow_check
 from memascend.arrangements import Arrangement, arrangement_of_parts
-
-if TYPE_CHECKING:
-    from memascend.planner.step import Step
 
 # Our pinned memory, which is placed, on ZeRO-Offload; nothing else of ours. The check is DeepSpeed's own.
 _PLACED = {"pinned": "exact", "pool": "stock", "overflow": "stock", "aio": "file"}
@@ -32,11 +29,4 @@ def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
     return zero3_config(run, dict(in_memory), dict(in_memory))
 
 
-def _schedule(step: Step) -> None:
-    """A step of ZeRO-Offload with memory that is alike: which node serves what is not in it."""
-    done = backward(step, after=forward(step))
-    done = overflow_check(step, after=done, chain=True)
-    host_optimizer(step, after=done)
-
-
-SYSTEM = DeepSpeedSystem(name="cxl", arms=_ARMS, configure=_configure, buffers=host_offload, tasks=_schedule)
+SYSTEM = DeepSpeedSystem(name="cxl", arms=_ARMS, configure=_configure, buffers=host_offload, tasks=schedule)

@@ -73,7 +73,7 @@ def _through_the_model(
     A buffer of the pool is taken when a read begins and given back when the GPU is done with the piece, so the pool
     decides how far reads run ahead. Reads follow one another in the order of use, and so do copies.
     """
-    work, batches, back = step.work, step.work.accumulation, phase == "backward"
+    work, batches, ranks, back = step.work, step.work.accumulation, step.work.ranks, phase == "backward"
     if work.swaps and weights_wait:
         step.pool(PARAMETER_POOL, step.pool_bytes)
         step.pool(EMBEDDING_BUFFERS, _EMBEDDING_BUFFERS)
@@ -90,11 +90,12 @@ def _through_the_model(
             needs = {"ssd.read": batches * work.ranks * piece.checkpoint_bytes}
             last_read = step.add(f"read checkpoint of {piece.name}", phase, needs, after=(last_read,))
             sources.append(last_read)
-        inward = step.gathered_share * piece.weight_bytes if weights_wait else 0
-        inward += piece.checkpoint_bytes if back else 0
-        if work.offloads and inward:
-            name, needs = f"{phase}: copy {piece.name}", {"pcie0.down": batches * inward}
-            last_copy = step.add(name, phase, needs, after=(last_copy, *sources))
+        weights = step.gathered_share * piece.weight_bytes if weights_wait else 0
+        kept = piece.checkpoint_bytes if back else 0
+        if work.offloads and weights + kept:
+            needs = {"pcie0.down": batches * (weights + kept)}
+            needs |= step.memory(weights=batches * ranks * weights, activations=batches * ranks * kept)
+            last_copy = step.add(f"{phase}: copy {piece.name}", phase, needs, after=(last_copy, *sources))
         computed = step.add(
             f"{phase}: {piece.name}",
             phase,
@@ -106,7 +107,9 @@ def _through_the_model(
         outward = piece.weight_bytes / work.ranks if back else piece.checkpoint_bytes
         if work.offloads and outward:
             what = "gradients of" if back else "checkpoint of"
-            sent = step.add(f"{what} {piece.name}", phase, {"pcie0.up": batches * outward}, after=(computed,))
+            arriving = {"arriving_gradients" if back else "activations": batches * ranks * outward}
+            needs = {"pcie0.up": batches * outward, **step.memory(**arriving)}
+            sent = step.add(f"{what} {piece.name}", phase, needs, after=(computed,))
             done.append(sent)
             if back and arrived is not None:
                 done += arrived(piece, sent)
@@ -153,7 +156,7 @@ def swapping_optimizer(step: Step, *, after: str) -> str:
 
 def host_optimizer(step: Step, *, after: str) -> str:
     """AdamW over states that never leave host memory."""
-    return step.add("AdamW", "optimizer", {"cpu": step.adamw_s(step.work.spec.parameters)}, after=(after,))
+    return step.add("AdamW", "optimizer", step.update(step.work.spec.parameters), after=(after,))
 
 
 def _share(whole: int, part: int, parts: int) -> int:

@@ -53,6 +53,8 @@ class Step:
         self.pools: dict[str, float] = {}
         self.locks: list[str] = []
         self.stored_bytes: dict[str, int] = {}
+        # Class of tensors -> shares of it on memory that has a rate of its own; a class that is not there loads none.
+        self.places: Mapping[str, Mapping[str, float]] = {}
 
     def add(
         self,
@@ -141,6 +143,32 @@ class Step:
         own = self.costs.own_s.get(phase, 0.0) / len(self.pieces)
         rate = (self.machine.gpu_flops_per_s or 0.0) if self.machine is not None else 0.0
         return self.work.accumulation * (passes * piece.flops + own * rate * self.costs.gpu_efficiency)
+
+    # -- host memory ---------------------------------------------------------------------------------------------------
+
+    def memory(self, **nbytes: float) -> dict[str, float]:
+        """What reading or writing bytes of a class (`weights`, `activations` ...) loads, of all ranks together."""
+        needs: dict[str, float] = {}
+        for name, size in nbytes.items():
+            for place, share in self.places.get(name, {}).items():
+                if size * share:
+                    needs[place] = needs.get(place, 0.0) + size * share
+        return needs
+
+    def update(self, parameters: float) -> dict[str, float]:
+        """What AdamW of `parameters` needs: the CPU, for as long as memory delivers; or each place by its share."""
+        if not self.places:
+            return {"cpu": self.adamw_s(parameters)}
+        each = parameters * self.state_bytes / self.costs.adam_memory_efficiency
+        own = self.costs.own_s.get("optimizer", 0.0) / self.work.spec.parameters + self.costs.host_seconds_per_parameter
+        moved = self.memory(
+            master_weights=2 * each,
+            momentum=2 * each,
+            variance=2 * each,
+            arriving_gradients=each,
+            weights=parameters * ELEMENT_BYTES[self.work.dtype] / self.costs.adam_memory_efficiency,
+        )
+        return {"cpu": own * parameters, **moved}
 
     # -- work of the CPU -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,73 @@
+"""A step with host memory on several nodes: ZeRO-Offload whose transfers and updates load the node that holds the data.
+
+    DRAM     masters, moments, gradients: what the CPU computes on            (level 1, first into near memory)
+    cards    weights and activations: what the GPU fetches and stores, at the rate of its link (levels 2 to 4)
+
+Latency first puts the levels in that order while DRAM has room (its section IV-B); `naive` interleaves every page over
+all nodes, so that half of the optimizer's bytes and half of the GPU's come from a card; `baseline` has DRAM alone. Two
+things that the paper found follow from the nodes' rates: AdamW waits for the slower node of what it streams (Fig. 5),
+and two GPUs that fetch from one card share its link (Fig. 6). Latency itself is not in it: large transfers hide it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from baselines.protocol.schedules import backward, forward, host_optimizer, overflow_check
+from memascend.memory.classes import ACTIVATIONS, ARRIVING, MASTERS, MOMENTUM, VARIANCE, WEIGHTS
+from memascend.memory.latency_first import Item, Room, latency_first
+
+if TYPE_CHECKING:
+    from memascend.planner.step import Step
+
+GIB = 2**30
+Shares = dict[str, dict[str, float]]  # class -> resource -> share of its bytes
+
+
+def schedule(step: Step) -> None:
+    step.places = shares_of(step)
+    done = backward(step, after=forward(step))
+    done = overflow_check(step, after=done, chain=True)
+    host_optimizer(step, after=done)
+
+
+def shares_of(step: Step) -> Shares:
+    """Where each class of tensors lies, by the arm's policy. MemoryError where the nodes do not hold them all."""
+    described = list(step.machine.described.get("memory_nodes", [])) if step.machine is not None else []
+    sizes = class_bytes(step)
+    if step.work.arm_name == "baseline" or len(described) < 2:
+        return {name: {"dram": 1.0} for name in sizes}
+    rooms = [
+        Room(
+            number,
+            int(_value(node["memory_gib"]) * GIB),
+            near=node["kind"] == "dram",
+            bandwidth=_value(node["gb_per_s"]),
+        )
+        for number, node in enumerate(described)
+    ]
+    names = ["dram" if node["kind"] == "dram" else str(node["name"]) for node in described]
+    if step.work.arm_name == "naive":
+        even = {room.node: 1.0 / len(rooms) for room in rooms}
+        placed = {name: {node: share * size for node, share in even.items()} for name, size in sizes.items()}
+    else:
+        made = latency_first([Item(name, size) for name, size in sizes.items()], rooms)
+        placed = {name: dict(allocation.bytes_by_node) for name, allocation in made.items()}
+    return {
+        name: {names[node]: nbytes / sizes[name] for node, nbytes in by_node.items()}
+        for name, by_node in placed.items()
+        if sizes[name]
+    }
+
+
+def class_bytes(step: Step) -> dict[str, int]:
+    """Of all ranks together: weights and arriving gradients in 16 bits, masters and moments, activation checkpoints."""
+    numel, state = step.work.spec.parameters, step.state_bytes
+    kept = step.work.ranks * sum(piece.checkpoint_bytes for piece in step.pieces)
+    weights = sum(piece.weight_bytes for piece in step.pieces)
+    sizes = {MASTERS: state * numel, MOMENTUM: state * numel, VARIANCE: state * numel}
+    return sizes | {WEIGHTS: weights, ACTIVATIONS: kept, ARRIVING: 4 * numel}
+
+
+def _value(number: Any) -> float:
+    return float(number["value"] if isinstance(number, dict) else number)
