@@ -13,8 +13,7 @@ _PLACED = {"pinned": "exact", "pool": "stock", "overflow": "stock", "aio": "file
 
 
 def _arm(label: str, placement: str | None) -> Arrangement:
-    # Planned alone until the DeepSpeed backend places what DeepSpeed allocates by itself (masters and moments).
-    return arrangement_of_parts(_PLACED, label, states_on="host", placement=placement, overflow="chain", runs=False)
+    return arrangement_of_parts(_PLACED, label, states_on="host", placement=placement, overflow="chain")
 
 
 _ARMS = {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from baselines.protocol.described import PlannedSystem
 from baselines.protocol.runs import RunSpec, Sizes
 from memascend.arrangements import Arrangement
+from memascend.memory.placement_policy import LATENCY_FIRST, PROCESS_INTERLEAVE, PlacementPolicy
 from memascend.planner.derived_sizes import held_buffers, optimizer_buffers
 from memascend.training.backends import DEEPSPEED, Setup
 
@@ -38,10 +39,7 @@ class DeepSpeedSystem(PlannedSystem):
             raise ValueError(
                 "dtype 'fp32' is for --system in_memory; DeepSpeed systems train in 16 bits: set --dtype bf16"
             )
-        if config.placement is not None:
-            raise ValueError(
-                f"placement is for --system in_memory so far: {self.name} lies where DeepSpeed puts it; leave it out"
-            )
+        self._refuse_placement(config, arm)
         if config.devices and not arm.direct:
             raise ValueError(
                 f"devices are for the direct NVMe engine, which {self.name} ({name}) does not use: set --system "
@@ -54,6 +52,23 @@ class DeepSpeedSystem(PlannedSystem):
             )
         if config.states == "bf16" and (not arm.derives_sizes or config.dtype != "bf16"):
             raise ValueError("states 'bf16' are a part of memascend and need dtype bf16: set --system and --dtype")
+
+    def _refuse_placement(self, config: TrainConfig, arm: Arrangement) -> None:
+        """Our allocator places, by class; latency first plans states in host memory."""
+        if config.placement is None or config.placement == PROCESS_INTERLEAVE:
+            return
+        if arm.placement is not None:
+            raise ValueError(f"placement: the arm {config.arm or next(iter(self.arms))} has its own; leave it out")
+        if arm.parts.get("pinned", "exact") != "exact":
+            raise ValueError(
+                f"placement needs our allocator, and this arm of {self.name} leaves memory to DeepSpeed: --system cxl, "
+                "or leave it out"
+            )
+        if arm.states_on == "ssd" and PlacementPolicy.parse(config.placement).kind == LATENCY_FIRST:
+            raise ValueError(
+                "placement 'latency_first' plans states in host memory, and these are on the SSD: name nodes, as "
+                "'{gradients: 0, weights: 1}'"
+            )
 
     def trainer(self, config: TrainConfig, prepared: dict[str, Any], run_id: str, swap: str) -> Setup:
         """The DeepSpeed backend with this run's configuration and parts."""
@@ -83,9 +98,13 @@ class DeepSpeedSystem(PlannedSystem):
             ds_config["memascend"] = {"tiers": list(used)}
             if config.write_budget is not None:
                 ds_config["memascend"] |= {"write_budget": config.write_budget, "write_budget_stops": True}
+        placement = config.placement or self.arms[arm].placement
+        if placement is not None and placement != PROCESS_INTERLEAVE:  # the worker interleaves the process
+            ds_config.setdefault("memascend", {})["placement"] = placement
         ds_config = self._fitted(ds_config, config, prepared, self.arms[arm])
         minimum = scaled(1 << 20, config.twin) if config.twin > 1 else None
         settings = {"deepspeed_config": ds_config, "parts": parts, "minimum_swap_bytes": minimum}
+        settings["placement"] = config.placement or self.arms[arm].placement
         on_ssd = config.checkpointing == "ssd"
         settings["activations_folder"] = swap if on_ssd else None
         return Setup(backend=DEEPSPEED, settings=settings, swaps=swaps(ds_config) or on_ssd)

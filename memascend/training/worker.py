@@ -70,6 +70,7 @@ class Worker:
     def __init__(self, job: dict[str, Any], out: TextIO) -> None:
         self.job, self.rank, self.ranks = job, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.config: TrainConfig = complete(job["config"])
+        self.placement: str | None = job["settings"].get("placement") or self.config.placement
         self.folder = RunFolder(Path(job["output"]))
         self.steps = int(self.config.steps or 0)
         self.stop = Stop()
@@ -82,7 +83,7 @@ class Worker:
     def run(self) -> str:
         """Train to the end or to a stop; returns FINISHED or STOPPED."""
         self.stop.install()
-        if self.config.placement == PROCESS_INTERLEAVE:
+        if self.placement == PROCESS_INTERLEAVE:
             interleave_process()
         lock = self._hold_swap_folder()
         backend = backends.load(self.job["backend"])
@@ -410,8 +411,8 @@ class Worker:
             "planned_host_bytes": self.job["prepared"]["planned_host_bytes"],
             "ledger": rows,
         }
-        if self.config.placement is not None:
-            result["memory_nodes"] = report.memory_nodes(self.backend.ledger, self.config.placement)
+        if self.placement is not None:
+            result["memory_nodes"] = report.memory_nodes(self.backend.ledger, self.placement)
         report.write(self.folder.report, result)
         root = self.folder.root
         if outcome == STOPPED:

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a child process is started by path
 
 from baselines.protocol import RunSpec, Sizes, load_system, scaled  # noqa: E402
+from memascend.memory.placement import bytes_by_class, verify_nodes  # noqa: E402
 from memascend.planner import model_spec  # noqa: E402
 from memascend.planner.pool import streamed  # noqa: E402
 from memascend.training.processes import free_port, remove_shared_buffers  # noqa: E402
@@ -225,6 +226,10 @@ class Training:
             result["paths"] = (
                 [dataclasses.asdict(each) for each in enabled.store.paths_report()] if enabled.store else []
             )
+            checks = verify_nodes(enabled.ledger.live("host"))
+            result["bytes_by_class"] = bytes_by_class(checks)
+            result["misplaced"] = [check.entry.name for check in checks if not check.agrees]
+            result["unplaced"] = sorted({check.entry.owner for check in checks if check.entry.nodes is None})
             engine.destroy()
         finally:
             memascend.disable()

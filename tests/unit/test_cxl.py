@@ -10,6 +10,8 @@ from memascend import cli
 from memascend.memory.classes import MASTERS, WEIGHTS
 from memascend.memory.ledger import Ledger
 from memascend.planner.node_memory import OTHER, place, topology_of
+from memascend.training import systems
+from memascend.training.config import TrainConfig
 
 ONE, TWO, TIGHT = SCENARIOS
 NODES = {
@@ -126,6 +128,41 @@ def test_a_node_that_is_badly_described_is_one_line(nodes, words):
     with pytest.raises(ValueError, match=r"^testbed: ") as refused:
         topology_of({"memory_nodes": nodes})
     assert words in str(refused.value)
+
+
+PREPARED = {"context": 64, "largest_tensor": 1000, "parameters": 10_000, "pool_buffers": 9}
+
+
+@pytest.mark.parametrize(
+    ("arm", "given", "section", "process"),
+    [
+        ("cxl_aware", None, "latency_first", "latency_first"),
+        ("naive", None, None, "process_interleave"),
+        ("baseline", None, None, None),
+        ("baseline", "interleave", "interleave", "interleave"),
+        ("baseline", "process_interleave", None, "process_interleave"),
+    ],
+)
+def test_every_arm_trains_under_its_placement(arm, given, section, process):
+    config = TrainConfig(model="m", data=["d"], system="cxl", arm=arm, placement=given)
+    systems.check(config)
+    settings = systems.setup(config, PREPARED, "r", "/somewhere").settings
+    assert settings["deepspeed_config"].get("memascend", {}).get("placement") == section
+    assert settings["placement"] == process
+
+
+@pytest.mark.parametrize(
+    ("system", "arm", "words"),
+    [
+        ("cxl", "cxl_aware", "the arm cxl_aware has its own"),
+        ("zero_offload", None, "needs our allocator"),
+        ("memascend", None, "plans states in host memory, and these are on the SSD"),
+    ],
+)
+def test_a_placement_that_cannot_be_followed_is_refused(system, arm, words):
+    config = TrainConfig(model="m", data=["d"], system=system, arm=arm, placement="latency_first")
+    with pytest.raises(ValueError, match=words):
+        systems.check(config)
 
 
 def test_plan_says_what_goes_on_which_node(capsys):

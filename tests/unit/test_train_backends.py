@@ -256,9 +256,3 @@ def test_a_ledger_that_is_not_true_is_noticed():
     }  # fmt: skip
     ledger.record("elsewhere", "variance", 4096, address=tensor.data_ptr(), nodes=(7,))
     assert report.memory_nodes(ledger, "x")["wrong"] == ["elsewhere"]
-
-
-def test_deepspeed_systems_refuse_a_placement():
-    config = dataclasses.replace(CONFIG, system="zero_offload", arm=None, placement="interleave")
-    with pytest.raises(ValueError, match="placement is for --system in_memory so far"):
-        systems.check(config)

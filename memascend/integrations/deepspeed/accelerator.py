@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from memascend.memory.classes import GRADIENTS
 from memascend.memory.pinned import is_pinned
 from memascend.memory.run_buffers import owned
 
@@ -32,7 +33,7 @@ _OWNER_BY_FUNCTION = {
     "SwapBufferManager.__init__": "optimizer_buffers",
     "DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer": "gradient_flat_buffer",
     "DeepSpeedZeroOptimizer_Stage3._create_param_groups_fp16_flat_cpu_memory": "parameter_flat_buffer",
-    "DeepSpeedZeroOptimizer_Stage3.initialize_optimizer_states": "in_memory_optimizer",
+    "DeepSpeedZeroOptimizer_Stage3.initialize_optimizer_states": GRADIENTS,
     "Init._partition_param": "small_parameters",
 }
 

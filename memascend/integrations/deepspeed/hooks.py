@@ -171,6 +171,7 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
         exact_checkpoints=exact_checkpoints,
         tiers=options.paths,
         end_of_update=_end_of_update(state, options.paths) if options.paths else None,
+        placement=options.placement,
     )
     optimizer_class = checked_optimizer_class(stage3.DeepSpeedZeroOptimizer_Stage3, settings)
     _replace(state, stage3, "DeepSpeedZeroOptimizer_Stage3", optimizer_class)

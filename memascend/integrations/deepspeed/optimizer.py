@@ -21,12 +21,14 @@ from .first_step import SWAPS_CONTEXTS, FirstStepInPlace
 from .idle_gradients import IdleGradients
 from .kept_gradients import KeptGradients
 from .ordered_update import OrderedUpdate
+from .placed_states import PlacedStates
 from .signatures import (
     FAST_HOOKS,
     FIRST_STEP_HOOKS,
     IDLE_GRADIENT_HOOKS,
     KEPT_GRADIENT_HOOKS,
     ORDERED_HOOKS,
+    PLACED_HOOKS,
     check_hooks,
 )
 from .stage3_settings import Stage3Settings
@@ -50,6 +52,9 @@ def checked_optimizer_class(stock_class: type, settings: Stage3Settings) -> type
         if SWAPS_CONTEXTS:
             check_hooks(FIRST_STEP_HOOKS)
         bases.insert(0, FirstStepInPlace)
+    if settings.placement is not None:
+        check_hooks(PLACED_HOOKS, otherwise="leave memascend.placement out")
+        bases.insert(0, PlacedStates)
     if settings.parts.gradients == "kept":
         check_hooks(KEPT_GRADIENT_HOOKS, otherwise="set memascend.gradients to 'swapped'")
         bases.insert(0, KeptGradients)

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from memascend.integrations.conventions import CONFIG_KEY
 from memascend.integrations.memory_options import MemoryOptions
 from memascend.memory.budget import parse_bytes
+from memascend.memory.placement_policy import PlacementPolicy
 from memascend.storage.devices import DeviceRefused, require_usable
 from memascend.storage.folders import direct_limits, swap_folder
 
@@ -93,6 +94,7 @@ class EnableOptions:
     host_memory: what our buffers may take of this machine, such as "24GiB", equally divided by its ranks; an allocation
         beyond it is a HostBudgetExceeded that names its owner. None: no budget.
     require_direct: refuse a file system that does not take O_DIRECT, where tensors would go through the page cache.
+    placement: NUMA nodes of host buffers by class, as `memascend.memory.placement_policy`: a name, or a mapping.
     minimum_swap_bytes: replaces DeepSpeed's hard-coded 1 MiB below which tensors stay in memory (twins scale it).
     gather_clone: False leaves out the CPU repair of the gather; only for the negative control of the tests.
     """
@@ -104,6 +106,7 @@ class EnableOptions:
     devices: tuple[str, ...] = ()
     host_memory: str | int | None = None
     require_direct: bool = False
+    placement: str | None = None
     minimum_swap_bytes: int | None = None
     gather_clone: bool = True
 
@@ -121,6 +124,10 @@ class EnableOptions:
             )
         refuse_beside_tiers(self.paths, aio=self.parts.aio, devices=self.devices)
         _check_devices(self.devices, self.parts)
+        if self.placement is not None and self.parts.pinned != "exact":
+            raise ValueError(
+                f"memascend.placement needs our allocator, and pinned is {self.parts.pinned!r}: set pinned to 'exact'"
+            )
         if self.host_memory is not None:
             parse_bytes(self.host_memory, f'"{CONFIG_KEY}.host_memory"')
 
@@ -152,6 +159,8 @@ def enable_options(ds_config: dict[str, Any], keywords: dict[str, Any]) -> Enabl
         del given["devices"]
     if isinstance(given.get("devices"), list):
         given["devices"] = tuple(given["devices"])
+    if given.get("placement") is not None:
+        given["placement"] = PlacementPolicy.parse(given["placement"], f'"{CONFIG_KEY}.placement"').as_text()
     given = as_options(given)
     groups = {
         name: group(**{f.name: given.pop(f.name) for f in fields(group) if f.name in given})

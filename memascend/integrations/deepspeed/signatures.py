@@ -210,6 +210,13 @@ FAST_HOOKS: tuple[Hook, ...] = (
     _stage3("fast numerics", "_optimizer_step", "sub_group_id"),
 )
 
+PLACED_HOOKS: tuple[Hook, ...] = (
+    _stage3("placement", "_create_fp32_partitions"),
+    _stage3("placement", "initialize_optimizer_states"),
+    _stage3("placement", "_swappable_optimizer_subgroup", "sub_group_id"),
+    _stage3("placement", "__init__", "module", named=("offload_optimizer_config", "gradient_accumulation_dtype")),
+)
+
 
 def check_hooks(
     hooks: tuple[Hook, ...] = HOOKS,

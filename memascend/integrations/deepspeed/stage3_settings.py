@@ -19,6 +19,7 @@ class Stage3Settings:
     left out; None for DeepSpeed as it is, which is not corrected either. ``allocator`` keeps start-up and first step in
     the memory of later ones; None leaves them to DeepSpeed. ``exact_checkpoints``: as :mod:`.checkpoint` installs them.
     ``tiers``: over several paths the optimizer swapper is another one; ``end_of_update`` is called after each update.
+    ``placement``: where ``allocator`` puts each class of buffers.
     """
 
     parts: Parts
@@ -28,3 +29,4 @@ class Stage3Settings:
     exact_checkpoints: bool = False
     tiers: TierOptions = NO_TIERS
     end_of_update: Callable[[], None] | None = None
+    placement: str | None = None
