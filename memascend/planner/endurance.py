@@ -1,0 +1,177 @@
+"""Activations on SSDs: bytes a step, the write bandwidth that hides them, how long the drives live (SSDTrain, III-D).
+
+Everything is for one GPU, in bytes and seconds; closed forms, no torch. What a block saves and which times add up
+follow the authors' fork of llm-analysis (github.com/K-Wu/llm-analysis at 44495f6, examples/activation_size_estimate):
+16-bit tensors, FlashAttention, dropout masks, fp32 layer norms that sequence parallelism divides, too. The paper's text
+does not say that much, so a check against its numbers is calibrated, not held out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+YEAR_S = 365 * 86_400
+TB = 10**12
+
+
+def _at_least(least: float, **values: float) -> None:
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least:g}, got {value:g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """A stack of equal blocks with a feed-forward of four times the hidden size."""
+
+    layers: int
+    hidden: int
+    heads: int
+    context: int
+    vocab: int
+
+    def __post_init__(self) -> None:
+        _at_least(1, **vars(self))
+
+    @property
+    def parameters(self) -> int:
+        """Of matrices and embedding: 12 h^2 a block, V h once."""
+        return 12 * self.layers * self.hidden**2 + self.vocab * self.hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """`tensor` GPUs share each block, `pipeline` stages share the blocks; data parallelism changes nothing here.
+
+    `gathers`: ZeRO-3, where each block's weights come over the network while the block before is computed.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    gathers: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least(1, tensor=self.tensor, pipeline=self.pipeline)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Of one GPU. `flops_per_s` is what it reaches, not its peak."""
+
+    flops_per_s: float
+    memory_bytes_per_s: float = 1.555e12  # A100 40 GB (NVIDIA's data sheet)
+    link_bytes_per_s: float = 300e9  # NVLink 3, one direction (NVIDIA's data sheet: 600 GB/s for both)
+    gather_bytes_per_s: float = 200e9  # eight HDR InfiniBand links of a DGX A100
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value <= 0:
+                raise ValueError(f"{name} must be positive, got {value:g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drives:
+    """SSDs of one GPU and what their rating is worth for activations (III-D): all assumptions, each a field.
+
+    rated_bytes: lifetime writes of one drive by its JESD rating. rating_waf, our_waf: write amplification in the rating
+    (random writes) and here (large sequential ones). retention_gain: how many more cycles flash takes where data must
+    last a day and not three years. The defaults are the paper's four Samsung 980 PRO 1 TB.
+    """
+
+    count: int = 4
+    rated_bytes: float = 600 * TB
+    rating_waf: float = 2.5
+    our_waf: float = 1.0
+    retention_gain: float = 86.0
+
+    def __post_init__(self) -> None:
+        _at_least(1, count=self.count, rating_waf=self.rating_waf, our_waf=self.our_waf)
+        _at_least(1, retention_gain=self.retention_gain, rated_bytes=self.rated_bytes)
+
+    @property
+    def lifetime_bytes(self) -> float:
+        return self.count * self.rated_bytes * self.rating_waf / self.our_waf * self.retention_gain
+
+    def years(self, bytes_per_step: float, step_s: float) -> float:
+        """t_life = S_endurance t_step / S_activations; infinite where nothing is written."""
+        return self.lifetime_bytes * step_s / bytes_per_step / YEAR_S if bytes_per_step else float("inf")
+
+
+def block_bytes(model: Transformer, batch: int, tensor: int = 1) -> float:
+    """What one block saves for backward, for `batch` sequences: (41 s b h + 8 a s b) / t.
+
+    Inputs, queries, keys and values of attention 10 sbh, its output and log-sums 4 sbh + 8 a s b, projection and masks
+    3 sbh, feed-forward 16 sbh, two norms in fp32 8 sbh.
+    """
+    tokens = model.context * batch
+    return (41 * tokens * model.hidden + 8 * model.heads * tokens) / tensor
+
+
+def activation_bytes(model: Transformer, batch: int, parallel: Parallelism | None = None) -> float:
+    """Of one micro batch on one GPU: its blocks, and embedding, last norm and 16-bit logits shared out among stages.
+
+    Table III is this for t = 2: L (20.5 sbh + 4 a s b) + 3 sbh + V s b.
+    """
+    parallel = parallel or Parallelism()
+    tokens = model.context * batch
+    ends = (6 * tokens * model.hidden + 2 * model.vocab * tokens) / parallel.tensor
+    return (model.layers * block_bytes(model, batch, parallel.tensor) + ends) / parallel.pipeline
+
+
+def forward_s(model: Transformer, batch: int, rates: Rates, parallel: Parallelism | None = None) -> float:
+    """Of one micro batch: products, two norms and two all-reduces a block, or its gather if that takes longer; logits.
+
+    24 s b h^2 + 4 s^2 b h operations a block. A stage has 1/p of it.
+    """
+    parallel = parallel or Parallelism()
+    tokens, shared = model.context * batch, parallel.tensor
+    wide = tokens * model.hidden
+    products = wide * (24 * model.hidden + 4 * model.context) / (shared * rates.flops_per_s)
+    norms = 2 * 8 * wide / shared / rates.memory_bytes_per_s
+    reduces = 2 * 2 * wide * 2 * (shared - 1) / shared / rates.link_bytes_per_s
+    block = products + norms + reduces
+    if parallel.gathers:
+        block = max(block, 2 * 12 * model.hidden**2 / rates.gather_bytes_per_s)
+    logits = 2 * wide * model.vocab / (shared * rates.flops_per_s)
+    return (model.layers * block + logits) / parallel.pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """Of one micro batch, which repeats: its bytes, the seconds of its forward and backward pass (3 T_fwd), and what
+    follows."""
+
+    activation_bytes: float
+    step_s: float
+
+    @property
+    def write_bytes_per_s(self) -> float:
+        """So that writing takes half of the step: activations / (t_step / 2)."""
+        return self.activation_bytes / (self.step_s / 2)
+
+    def years(self, drives: Drives | None = None) -> float:
+        return (drives or Drives()).years(self.activation_bytes, self.step_s)
+
+
+def projection(model: Transformer, batch: int, rates: Rates, parallel: Parallelism | None = None) -> Projection:
+    """Activations, required write bandwidth and life of drives where all activations go to SSDs."""
+    return Projection(
+        activation_bytes=activation_bytes(model, batch, parallel),
+        step_s=3 * forward_s(model, batch, rates, parallel),
+    )
+
+
+def largest_micro_batch(
+    model: Transformer,
+    gpu_bytes: float,
+    parallel: Parallelism | None = None,
+    *,
+    resident_blocks: int = 2,
+    state_bytes: float = 0.0,
+) -> int:
+    """Sequences whose activations of `resident_blocks` fit one GPU beside `state_bytes` of weights and states; 0: none.
+
+    With all other blocks on SSDs (the diamonds of Fig. 5).
+    """
+    parallel = parallel or Parallelism()
+    return max(0, int((gpu_bytes - state_bytes) // (resident_blocks * block_bytes(model, 1, parallel.tensor))))
