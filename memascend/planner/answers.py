@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from memascend import systems
 from memascend.planner.footprint import Plan, plan
-from memascend.planner.gpu_memory import DevicePlan, gpu_memory
+from memascend.planner.gpu_memory import DevicePlan, activation_writes, gpu_memory
 from memascend.planner.limits import Largest, Limits, largest
 from memascend.planner.machine import Machine
 from memascend.planner.node_memory import NodePlan, place, topology_of
@@ -39,6 +39,15 @@ class Wear:
     bytes_per_step: int
     seconds_per_step: float | None
     endurance_tb: float | None
+    activation_bytes: int = 0  # of bytes_per_step; all GPUs
+    endurance_gain: float = 1.0  # lifetime writes over the rating
+
+    @property
+    def activation_bytes_per_s(self) -> float | None:
+        """What all SSDs together must take so that writing activations fills half of the step (SSDTrain, III-D)."""
+        if not self.activation_bytes or self.seconds_per_step is None:
+            return None
+        return self.activation_bytes / (self.seconds_per_step / 2)
 
     @property
     def tb_per_day(self) -> float | None:
@@ -48,7 +57,7 @@ class Wear:
     def steps_of_life(self) -> float | None:
         if self.endurance_tb is None or not self.bytes_per_step:
             return None
-        return self.endurance_tb * TB / self.bytes_per_step
+        return self.endurance_tb * self.endurance_gain * TB / self.bytes_per_step
 
     @property
     def days_of_life(self) -> float | None:
@@ -87,8 +96,13 @@ def answer(
     machine: Machine | None = None,
     endurance_tb: float | None = None,
     placement: str | None = None,
+    endurance_gain: float = 1.0,
 ) -> Answers:
-    """Plan `work` against `limits`, on `machine` where one is named; `placement`: of a machine with memory nodes."""
+    """Plan `work` against `limits`, on `machine` where one is named; `placement`: of a machine with memory nodes.
+
+    `endurance_tb`: what the drives are rated to write; `endurance_gain`: how many times that they are trusted with.
+    """
+    written = activation_writes(work)
     host, device, volume = plan(work), gpu_memory(work), io_volume(work)
     needs = (
         Need(name="GPU memory", needed_bytes=device.device_bytes, limit_bytes=limits.gpu_bytes),
@@ -107,7 +121,9 @@ def answer(
         time=time,
         no_time=no_time,
         wear=Wear(
-            bytes_per_step=volume.total_write_bytes,
+            bytes_per_step=volume.total_write_bytes + written,
+            activation_bytes=written,
+            endurance_gain=endurance_gain,
             seconds_per_step=time.seconds if time else None,
             endurance_tb=endurance_tb,
         ),

@@ -142,6 +142,18 @@ def gpu_memory(work: Workload) -> DevicePlan:
     return DevicePlan(entries=tuple(ledger.entries()))
 
 
+def activation_writes(work: Workload) -> int:
+    """Bytes of activations that a step writes to SSDs, all GPUs together: every block but the last, which is kept.
+
+    0 unless checkpointing is `ssd`. Logits stay too: their backward comes before any read could.
+    """
+    if work.stack.checkpointing != "ssd":
+        return 0
+    tokens = work.batch * work.context * work.accumulation * work.ranks
+    block = block_bytes_per_token(work.spec, work.context, flash=work.stack.flash, fused=work.stack.fused)
+    return (work.spec.layers - 1) * tokens * block
+
+
 def _backward_transient(spec: ModelSpec, tokens: int, context: int, *, flash: bool) -> int:
     """Gradients that live beside a block's activations: of the feed-forward's three products, or of the scores.
 

@@ -7,7 +7,7 @@ import textwrap
 from typing import Any
 
 from memascend import systems
-from memascend.planner.answers import Answers, Need
+from memascend.planner.answers import Answers, Need, Wear
 from memascend.planner.footprint import Plan
 from memascend.planner.machine import REASONS, Calibrations
 from memascend.planner.options import longest_context
@@ -88,23 +88,25 @@ def _gb(size: float) -> str:
 
 def _ssd(answers: Answers) -> list[str]:
     volume, wear = answers.volume, answers.wear
-    if not volume.stored_bytes:
+    if not wear.bytes_per_step:
         return ["SSD: not used"]
     lines = [
         f"SSD: {gib(volume.stored_bytes)} GiB of swap files; a step reads {_gb(volume.total_read_bytes)} "
         f"and writes {_gb(volume.total_write_bytes)}"
     ]
+    if wear.activation_bytes:
+        lines += _activations(wear)
     if wear.tb_per_day is not None:
         lines.append(f"  without a pause that is {wear.tb_per_day:,.2f} TB written a day")
     if wear.endurance_tb is None:
         lines.append("  life of the drive: not given without its rated endurance (--ssd-endurance, TB written)")
     elif wear.days_of_life is not None:
         lines.append(
-            f"  rated for {wear.endurance_tb:,g} TB written: {wear.steps_of_life:,.0f} steps, "
+            f"  rated for {_rating(wear)} written: {wear.steps_of_life:,.0f} steps, "
             f"{wear.days_of_life:,.1f} days without a pause"
         )
     else:
-        lines.append(f"  rated for {wear.endurance_tb:,g} TB written: {wear.steps_of_life:,.0f} steps")
+        lines.append(f"  rated for {_rating(wear)} written: {wear.steps_of_life:,.0f} steps")
     return lines
 
 
@@ -125,6 +127,23 @@ def _nodes(answers: Answers) -> list[str]:
     for node, more in made.overfull.items():
         lines.append(f"  {made.names[node]} is given {gib(more)} GiB more than it has: name another --placement")
     return lines
+
+
+def _rating(wear: Wear) -> str:
+    if wear.endurance_gain == 1:
+        return f"{wear.endurance_tb:,g} TB"
+    return f"{wear.endurance_tb:,g} TB, and trusted with {wear.endurance_gain:,g} times that (--ssd-endurance-gain),"
+
+
+def _activations(wear: Wear) -> list[str]:
+    size = _gb(wear.activation_bytes)
+    if wear.activation_bytes_per_s is None:
+        return [f"  activations: a step writes {size} more, and reads them back"]
+    return [
+        f"  activations: a step writes {size} more, and reads them back; the SSDs must take "
+        f"{wear.activation_bytes_per_s / 1e9:,.2f} GB/s so that it fills half of the step",
+        "  (the seconds of a step are those without this I/O)",
+    ]
 
 
 def _verdicts(answers: Answers) -> list[str]:
@@ -235,6 +254,9 @@ def as_json(answers: Answers) -> dict[str, Any]:
             "bytes_per_step": answers.wear.bytes_per_step,
             "tb_per_day": answers.wear.tb_per_day,
             "endurance_tb": answers.wear.endurance_tb,
+            "endurance_gain": answers.wear.endurance_gain,
+            "activation_bytes_per_step": answers.wear.activation_bytes,
+            "activation_write_bytes_per_s": answers.wear.activation_bytes_per_s,
             "steps_of_life": answers.wear.steps_of_life,
             "days_of_life": answers.wear.days_of_life,
         },

@@ -187,6 +187,25 @@ def test_more_gpus_than_the_testbed_has_give_no_time(capsys):
     assert made["time"] == {"reason": "memascend-c1 has 2 GPUs, not 4"}
 
 
+def test_activations_on_the_ssd_wear_it_and_ask_for_bandwidth(capsys):
+    words = ("--testbed", "memascend-c1", "--ssd-endurance", "600", "--loss", "chunked", "--accumulate", "2")
+    kept = planned(capsys, "--checkpointing", "none", *words)
+    sent = planned(capsys, "--checkpointing", "ssd", *words)
+    gained = planned(capsys, "--checkpointing", "ssd", *words, "--ssd-endurance-gain", "215")
+    written = sent["wear"]["activation_bytes_per_step"]
+    blocks = kept["device_components_bytes"]["activations of all blocks"]
+    layers = 28
+    assert written == 2 * blocks * (layers - 1) // layers
+    assert sent["device_components_bytes"]["activations of 2 blocks"] == 2 * blocks // layers
+    assert sent["wear"]["bytes_per_step"] == kept["wear"]["bytes_per_step"] + written
+    assert sent["wear"]["activation_write_bytes_per_s"] == pytest.approx(2 * written / sent["time"]["seconds"])
+    assert gained["wear"]["days_of_life"] == pytest.approx(215 * sent["wear"]["days_of_life"])
+    assert kept["wear"]["activation_write_bytes_per_s"] is None
+    _, out, _ = run(capsys, "plan", "--model", "qwen2.5-7b", "--checkpointing", "ssd", *words)
+    assert "activations: a step writes" in out
+    assert "so that it fills half of the step" in out
+
+
 def test_wear_follows_from_bytes_and_seconds(capsys):
     made = planned(capsys, "--testbed", "memascend-c1", "--ssd-endurance", "600")
     wear, seconds = made["wear"], made["time"]["seconds"]
