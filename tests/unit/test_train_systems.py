@@ -90,3 +90,16 @@ def test_devices_go_to_the_direct_engine_alone(tmp_path):
             systems.check(dataclasses.replace(CONFIG, devices=[str(device)], **changes))
     with pytest.raises(ValueError, match="there is no device /dev/nowhere"):
         systems.check(dataclasses.replace(CONFIG, devices=["/dev/nowhere"]))
+
+
+def test_an_arm_of_ssdtrain_is_what_becomes_of_activations():
+    words = {"ssdtrain": "ssd", "keep": "none", "recompute": "plain"}
+    run = {"system": "ssdtrain", "ranks": 1}
+    for arm, checkpointing in words.items():
+        config = dataclasses.replace(CONFIG, arm=arm, checkpointing=checkpointing, **run)
+        systems.check(config)
+        made = systems.setup(config, PREPARED, "run", "/swap")
+        assert made.swaps == (arm == "ssdtrain")
+        assert made.settings.get("activations_folder") == ("/swap" if arm == "ssdtrain" else None)
+    with pytest.raises(ValueError, match="'ssdtrain' trains with checkpointing 'ssd', not 'offloaded': set --checkp"):
+        systems.check(dataclasses.replace(CONFIG, **run))
