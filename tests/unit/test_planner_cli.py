@@ -179,7 +179,7 @@ def test_a_testbed_gives_limits_seconds_and_the_bottleneck(capsys):
     assert time["lane"] == "modelled"
     assert time["bottleneck"] == "SSD"
     assert time["tokens_per_second"] == pytest.approx(2 * 8 * 4096 / time["seconds"])
-    assert set(time["reasons"]) == set(time["calibrations"])
+    assert set(time["reasons"]) <= set(time["calibrations"])
 
 
 def test_more_gpus_than_the_testbed_has_give_no_time(capsys):
