@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from baselines.protocol import PlannedSystem
+from baselines.protocol.schedules import backward, forward
 from baselines.ssdtrain.footprint import footprint
 from memascend.arrangements import Arrangement
 from memascend.training.backends import IN_MEMORY, Setup
 
 if TYPE_CHECKING:
+    from memascend.planner.step import Step
     from memascend.training.config import TrainConfig
 
 _CHECKPOINTING = {"ssdtrain": "ssd", "keep": "none", "recompute": "plain"}
@@ -47,4 +49,9 @@ class SSDTrain(PlannedSystem):
         return Setup(backend=IN_MEMORY, settings={"update": "torch", "group_elements": None, **folder}, swaps=on_ssd)
 
 
-SYSTEM = SSDTrain(name="ssdtrain", arms=_ARMS, buffers=footprint)
+def _products(step: Step) -> None:
+    """Products alone: the traffic of activations is not among a step's tasks yet, and a plan says so."""
+    backward(step, after=forward(step))
+
+
+SYSTEM = SSDTrain(name="ssdtrain", arms=_ARMS, buffers=footprint, tasks=_products)

@@ -345,7 +345,6 @@ def test_every_system_has_a_default_arm():
         "zero_infinity": "as_published",
         "memascend": "memascend",
         "mlp_offload": "mlp_offload",
-        "lohan": "optimized",
         "ssdtrain": "ssdtrain",
         "zero_offload": "today",
         "cxl": "cxl_aware",
