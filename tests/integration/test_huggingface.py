@@ -147,6 +147,7 @@ def test_accelerate_gives_equal_losses_with_the_key_under_torchrun(bench):
     assert "memascend.integrations.deepspeed.hooks" in found["modules"]
 
 
+@pytest.mark.slow  # test_activation_options.py tests each without a Trainer
 def test_memory_options_in_the_key_reach_the_trainer_s_model(bench):
     (reference,) = bench.run("torchrun", "trainer_script.py", None)
     section = {"loss": "chunked", "checkpointing": "offloaded", "attention": "sdpa"}

@@ -10,9 +10,10 @@ import pytest
 pytestmark = pytest.mark.deepspeed
 
 NON_REENTRANT = ("--checkpointing", "non-reentrant")
+# Stock NVMe is in test_matrix.py's quick cases too.
 NVME_ARMS = [
-    ("zero_infinity", "today", *NON_REENTRANT),
-    ("zero_infinity", "as_published"),
+    pytest.param(("zero_infinity", "today", *NON_REENTRANT), marks=pytest.mark.slow),
+    pytest.param(("zero_infinity", "as_published"), marks=pytest.mark.slow),
     ("memascend", "memascend"),
 ]
 
@@ -34,6 +35,7 @@ def test_at_least_ten_steps_are_applied_and_none_is_skipped(reference):
     assert len(set(reference["losses"])) >= 10
 
 
+@pytest.mark.slow
 def test_without_the_gather_clone_stock_deepspeed_trains_wrongly(runs, reference):
     """The negative control: if this were equal, the comparison could not find a buffer reused while it is read."""
     with_clone = runs.record("zero_infinity", "today", *NON_REENTRANT)
