@@ -25,7 +25,7 @@ _TERABYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*TB\s*", re.IGNORECASE)
 
 
 class WriteBudgetExceeded(RuntimeError):
-    """A path has been written more than its budget, which says that training stops then; the step is complete."""
+    """A path has been written more than its budget, which says that training stops then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +116,10 @@ class WriteMeter:
         self._budget = budget
         self._seen: dict[str, int] = {}
         self._warned: set[tuple[str, bool]] = set()
+        self._exceeded: str | None = None
 
     def count(self, bytes_written: Iterable[tuple[str, int]]) -> list[str]:
-        """(path, bytes since the start): lines to warn with, once a path below and once over its budget.
-
-        Raises WriteBudgetExceeded where the budget says so.
-        """
+        """(path, bytes since the start): lines to warn with, once a path below and once over its budget."""
         lines = []
         for path, total in bytes_written:
             count_written(path, total - self._seen.get(path, 0))
@@ -132,10 +130,13 @@ class WriteMeter:
                 continue
             over, line = problem
             if over and self._budget.stops:
-                raise WriteBudgetExceeded(
-                    f"{line}: training stops, after a complete step; raise write_budget, or name another path in tiers"
-                )
+                self._exceeded = f"{line}: training stops; raise write_budget, or name another path in tiers"
             if (path, over) not in self._warned:
                 self._warned.add((path, over))
                 lines.append(line)
         return lines
+
+    def require_within(self) -> None:
+        """Raises WriteBudgetExceeded where :meth:`count` has seen a path over a budget that stops."""
+        if self._exceeded is not None:
+            raise WriteBudgetExceeded(self._exceeded)

@@ -170,7 +170,7 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
         allocator=in_place,
         exact_checkpoints=exact_checkpoints,
         tiers=options.paths,
-        end_of_update=_end_of_update(state, options.paths) if options.paths else None,
+        **(_around_update(state, options.paths) if options.paths else {}),
         placement=options.placement,
     )
     optimizer_class = checked_optimizer_class(stage3.DeepSpeedZeroOptimizer_Stage3, settings)
@@ -252,8 +252,11 @@ def _install_bf16_states(state: Enabled) -> None:
     state._undo.append(bf16_states.write_bf16_states())
 
 
-def _end_of_update(state: Enabled, paths: TierOptions) -> Callable[[], None]:
-    """Sub-groups follow their paths' rates; what was written is counted and held against the budget."""
+def _around_update(state: Enabled, paths: TierOptions) -> dict[str, Callable[[], None]]:
+    """Sub-groups follow their paths' rates; what was written is counted and held against the budget.
+
+    Training stops before the next update, when DeepSpeed's counters and scheduler have the last one behind them.
+    """
     budget = paths.budget()
     meter = None if budget is None else WriteMeter(budget)
 
@@ -265,7 +268,8 @@ def _end_of_update(state: Enabled, paths: TierOptions) -> Callable[[], None]:
             for line in meter.count((each.name, each.bytes_written) for each in state.store.paths_report()):
                 log.warning("memascend: %s", line)
 
-    return end_of_update
+    hooks: dict[str, Callable[[], None]] = {"end_of_update": end_of_update}
+    return hooks if meter is None else hooks | {"before_update": meter.require_within}
 
 
 def _install_held_swapper(state: Enabled, stage3: Any, paths: TierOptions) -> None:

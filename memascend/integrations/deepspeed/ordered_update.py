@@ -31,6 +31,8 @@ class OrderedUpdate:
         if not self.swap_optimizer:
             super().step(closure)
             return
+        if self.settings.before_update is not None:
+            self.settings.before_update()
         order = list(range(len(self.fp16_groups)))
         if self._descending:
             order.reverse()

@@ -18,7 +18,8 @@ class Stage3Settings:
     ``minimum_swap_bytes``: replaces DeepSpeed's 1 MiB below which it does not swap. ``derived`` fills in what the user
     left out; None for DeepSpeed as it is, which is not corrected either. ``allocator`` keeps start-up and first step in
     the memory of later ones; None leaves them to DeepSpeed. ``exact_checkpoints``: as :mod:`.checkpoint` installs them.
-    ``tiers``: over several paths the optimizer swapper is another one; ``end_of_update`` is called after each update.
+    ``tiers``: over several paths the optimizer swapper is another one; ``before_update`` and ``end_of_update`` are
+        called around each update.
     ``placement``: where ``allocator`` puts each class of buffers.
     """
 
@@ -28,5 +29,6 @@ class Stage3Settings:
     allocator: PinnedAllocator | None = None
     exact_checkpoints: bool = False
     tiers: TierOptions = NO_TIERS
+    before_update: Callable[[], None] | None = None
     end_of_update: Callable[[], None] | None = None
     placement: str | None = None

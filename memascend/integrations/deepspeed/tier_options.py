@@ -28,7 +28,7 @@ class TierOptions:
     sub_group_order: ``alternating`` turns the order of the update with each step, so that it begins with what the last
         one left in host memory; ``ascending`` is DeepSpeed's, which leaves nothing there.
     write_budget: what each folder may be written, ``300TB`` in all or ``0.5TB/day``; warned of from 80 % on, and with
-        ``write_budget_stops`` an error after the step that goes beyond it.
+        ``write_budget_stops`` an error before the update after the one that went beyond it.
     """
 
     tiers: tuple[str, ...] = ()
