@@ -153,13 +153,18 @@ def _block(k: int, context: int, batch: int) -> dict[str, Any]:
 
 
 def _best(work: Callable[[], Any]) -> float:
-    """Median seconds of a call, after two that warm up."""
-    seconds = []
-    for _ in range(9):
+    """Median seconds of a call over two seconds, after one second that warms up threads and kernels."""
+    _repeat(work, 1.0)
+    return statistics.median(_repeat(work, 2.0))
+
+
+def _repeat(work: Callable[[], Any], enough_s: float) -> list[float]:
+    seconds: list[float] = []
+    while len(seconds) < 5 or sum(seconds) < enough_s:
         begin = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[2:])
+    return seconds
 
 
 # -- what is simulated -------------------------------------------------------------------------------------------------
