@@ -194,7 +194,7 @@ class RankFootprint:
             size = sum(group) * self.states.itemsize
             if size < self.work.swap_threshold_bytes:
                 self.pageable(f"master and moments of sub-group {index}", "in_memory_optimizer", 3 * size)
-                owned(self.pinned, sum(group), self.states, "in_memory_optimizer", f"gradient of sub-group {index}")
+                owned(self.pinned, sum(group), self.states, GRADIENTS, f"gradient of sub-group {index}")
 
     def checkpoints(self) -> None:
         """Eq. 1, by the store that a run has."""

@@ -86,7 +86,7 @@ def test_the_reference_does_what_the_tests_are_about(results):
     assert results["overflow-reference"]["skipped"][-1] >= 2
 
 
-@pytest.mark.parametrize("after", [FIRST, ALL])
+@pytest.mark.parametrize("after", [pytest.param(FIRST, marks=pytest.mark.slow), ALL])
 def test_a_resumed_training_is_that_of_the_optimizer_in_memory(tmp_path, after):
     """Neither has the gradients of before. Where the next step has its own for all, it is the uninterrupted one too."""
     experts = tuple((used,) for used in (ALL, FIRST, SECOND, ALL, after, FIRST, SECOND))

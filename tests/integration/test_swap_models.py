@@ -90,7 +90,7 @@ def test_trainable_parameters_alone_have_optimizer_states(trained):
 @pytest.mark.parametrize(
     "names",
     [
-        ["nothing-but-folders", "built-outside"],
+        pytest.param(["nothing-but-folders", "built-outside"], marks=pytest.mark.slow),
         pytest.param(["untied", "frozen", "built-by-transformers"], marks=pytest.mark.slow),
     ],
 )

@@ -93,6 +93,7 @@ def test_training_lowers_the_loss_and_says_what_it_does(finished):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU does not keep one waiting")
+@pytest.mark.slow
 def test_a_cpu_says_before_a_long_first_step_what_it_waits_for(finished, tmp_path):
     options = ["--context", "600", "--steps", "1", "--eval-sequences", "0", "--accumulate", "1", "--batch", "2"]
     done = train(tmp_path / "run", *options_for(finished.parent / "text"), *options)

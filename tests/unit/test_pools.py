@@ -499,7 +499,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestWaitingPoolAgainstModel = QueueMachine.TestCase
-TestWaitingPoolAgainstModel.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestWaitingPoolAgainstModel.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
 
 
 def test_threads_that_wait_all_get_their_turn():

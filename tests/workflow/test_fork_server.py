@@ -108,7 +108,9 @@ class SlowToListen(socket.socket):
 socket.socket = SlowToListen
 """
     with serving(slow_to_listen + SERVER, tmp_path / "socket", monkeypatch):
-        assert isinstance(start(tmp_path, "a", ""), ForkedRun)
+        run = start(tmp_path, "a", "")
+        assert isinstance(run, ForkedRun)
+        assert run.wait(20) == 0
 
 
 def test_a_run_dies_with_who_asked_for_it(server, tmp_path: Path) -> None:

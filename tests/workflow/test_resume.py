@@ -64,6 +64,7 @@ def records(project: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in (project / "results/raw").glob("*-*.json")}
 
 
+@pytest.mark.slow
 def test_resumes_after_kill_does_nothing_then_and_makes_a_deleted_record_again(project: Path) -> None:
     first = start(project, "memascend-fig11")
     deadline = time.monotonic() + 60

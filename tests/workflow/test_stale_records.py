@@ -41,7 +41,7 @@ def test_a_change_reaches_the_records_that_it_can_have_changed_and_no_others(tmp
 
     (tmp_path / "README.md").write_text("changed")
     (tmp_path / "baselines/memascend/README.md").write_text("new")
-    shutil.copytree(tmp_path / "baselines/zero_infinity", tmp_path / "baselines/lohan")
+    shutil.copytree(tmp_path / "baselines/zero_infinity", tmp_path / "baselines/another")
     (tmp_path / "memascend/planner/models/new.json").write_text("{}")
     with (tmp_path / "memascend/doctor/checks.py").open("a") as file:
         file.write("\nCHANGED = True\n")
