@@ -25,6 +25,7 @@ from memascend.simulator.trace import Event
 
 DEVICE, CPU, MAIN, WAIT = "gpu0", "cpu", "main", "wait"
 READ, WRITE = "ssd.read", "ssd.write"
+_LONGEST_TRANSFER_S = 120
 
 
 class Recorder:
@@ -32,7 +33,8 @@ class Recorder:
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._under_way = 0  # transfers
         self._events: list[Event] = []
         self._phases: list[str] = []
         self._phase_began = 0.0
@@ -91,6 +93,19 @@ class Recorder:
         finally:
             self.add(name, resource, begin, amount)
 
+    def transfer(self, name: str, resource: str, begin_s: float, nbytes: int, phase: str) -> Callable[[object], None]:
+        """A transfer that was submitted at `begin_s`: what has to be called, by any thread, when it has ended."""
+        with self._lock:
+            self._under_way += 1
+
+        def ended(_: object) -> None:
+            self.add(name, resource, begin_s, nbytes, phase)
+            with self._lock:
+                self._under_way -= 1
+                self._lock.notify_all()
+
+        return ended
+
     def wait(self) -> contextlib.AbstractContextManager[None]:
         """The training's thread waits for storage."""
         return self.span("wait", WAIT)
@@ -108,8 +123,10 @@ class Recorder:
             self.add(name, DEVICE, begin)
 
     def take(self) -> list[Event]:
-        """All events so far, from the begin of the first on, and forget them."""
+        """All events so far, from the begin of the first on, and forget them; transfers under way are waited for."""
         with self._lock:
+            if not self._lock.wait_for(lambda: self._under_way == 0, _LONGEST_TRANSFER_S):
+                raise TimeoutError(f"{self._under_way} traced transfers have not ended in {_LONGEST_TRANSFER_S} s")
             events, self._events = self._events, []
         waits = sorted((event.begin_s, event.end_s) for event in events if event.resource == WAIT)
         out: list[Event] = []
@@ -134,7 +151,7 @@ def _recorded(transfer: Callable[..., Any], resource: str, recorder: Recorder) -
         began, phase_name = recorder.now(), recorder.current_phase
         completion = transfer(key, tensor, **options)
         nbytes = tensor.nbytes
-        completion.add_done_callback(lambda _: recorder.add(str(key), resource, began, nbytes, phase_name))
+        completion.add_done_callback(recorder.transfer(str(key), resource, began, nbytes, phase_name))
         return completion
 
     return begin

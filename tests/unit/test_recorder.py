@@ -93,6 +93,19 @@ def trace(path, lane, scale=1.0, main=True, **facts):
     return events, {"source": "here", "lane": lane, "model": "m"} | facts
 
 
+def test_a_transfer_that_the_end_of_the_step_finds_under_way_belongs_to_it():
+    recorder = Recorder()
+    with recorder.phase("optimizer"):
+        ended = recorder.transfer("weights", "ssd.write", recorder.now(), 512, recorder.current_phase)
+    timer = threading.Timer(0.2, ended, (None,))
+    timer.start()
+    taken = recorder.take()
+    timer.join()
+    assert [(event.name, event.amount, event.phase) for event in taken if event.resource == "ssd.write"] == [
+        ("weights", 512, "optimizer")
+    ]
+
+
 def test_a_measured_phase_is_the_time_of_its_thread_and_a_simulated_one_its_span(tmp_path):
     """A transfer that goes on after the phase belongs to it, and does not make it longer."""
     simulated = step_of_trace(*trace(tmp_path / "a.json", "modelled", main=False))

@@ -63,7 +63,7 @@ class IoCounters:
         if recorder is not None:
             begin, phase = recorder.now(), recorder.current_phase
             resource, name = (READ if read else WRITE), _named(path)
-            transfer.add_done_callback(lambda _: recorder.add(name, resource, begin, nbytes, phase))
+            transfer.add_done_callback(recorder.transfer(name, resource, begin, nbytes, phase))
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """What a thread that waits for transfers does so within."""
