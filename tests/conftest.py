@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.numa_vm import in_guest
 
 # No test downloads anything: configurations are committed, weights are initialised, text is the standard library.
@@ -15,7 +16,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 # With several processes (make test; pytest -n 2) a file stays in one of them, and so do files that share trainings.
-SHARED_TRAININGS = {"tests/faults/test_train_kill.py": "tests/integration/test_train.py"}
+SHARED_TRAININGS = {
+    "tests/faults/test_train_kill.py": "tests/integration/test_train.py",
+    "tests/integration/test_first_step.py": "tests/integration/test_memory_is_accounted.py",
+}
 # First what takes longest, so that no process is left with it at the end.
 LONGEST = ("tests/integration/", "tests/faults/", "tests/workflow/")
 
@@ -25,6 +29,13 @@ NUMA_NODES = Path("/sys/devices/system/node")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if forked.ADDRESS not in os.environ and not config.option.collectonly:
+        server = forked.serving()
+        server.__enter__()
+        config.add_cleanup(lambda: server.__exit__(None, None, None))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
+
 STEPS = 8
 # 16 layers, 2 M parameters: small enough to wait for, deep enough for the buffer pool to be used over and over.
 MODEL = ["--model", "llama3.2-1b", "--twin", "32"]
@@ -39,9 +41,8 @@ def environment() -> dict[str, str]:
 
 
 def train(output: Path, *options: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(output, *options), capture_output=True, text=True, check=False, timeout=timeout, env=environment()
-    )
+    """The command and its processes are forked; test_train_kill.py starts them as a user does."""
+    return forked.run(command(output, *options), timeout=timeout, env=environment())
 
 
 def options_for(text: Path, system: str = "memascend", *more: str) -> list[str]:

@@ -25,8 +25,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from memascend.activation.record import Plan, Record, next_plan
-from memascend.storage.completion import Completion
-from memascend.storage.tier import Tier
+from memascend.storage.tier import Completion, Tier
 
 log = logging.getLogger("memascend")
 

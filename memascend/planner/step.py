@@ -22,13 +22,11 @@ PHASES = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True, kw_only=True)
 class IoVolume:
-    """Bytes that storage serves in one step, by phase, of all ranks and paths. `stored_bytes`: what lies there between
-    steps; `activation_bytes`: those of `write_bytes` that are saved activations, which backward reads again."""
+    """Bytes that storage serves in one step, by phase, of all ranks and paths. `stored_bytes`: what lies there."""
 
     read_bytes: dict[str, int]
     write_bytes: dict[str, int]
     stored_bytes: int
-    activation_bytes: int = 0
 
     @property
     def total_read_bytes(self) -> int:
@@ -55,7 +53,6 @@ class Step:
         self.pools: dict[str, float] = {}
         self.locks: list[str] = []
         self.stored_bytes: dict[str, int] = {}
-        self.activation_bytes = 0.0  # saved activations that tasks write, of all ranks
         # Class of tensors -> shares of it on memory that has a rate of its own; a class that is not there loads none.
         self.places: Mapping[str, Mapping[str, float]] = {}
 
@@ -137,13 +134,12 @@ class Step:
 
     # -- work of the device --------------------------------------------------------------------------------------------
 
-    def products(self, phase: str, piece: Piece, *, recomputed: bool | None = None) -> float:
-        """Floating-point operations of a piece in `forward` or `backward`, where a checkpointed block is `recomputed`
-        (None: as the work's stack says), and the runtime's own time, which the same thread spends."""
+    def products(self, phase: str, piece: Piece) -> float:
+        """Floating-point operations of a piece in `forward` or `backward`, where a checkpointed block is recomputed,
+        and the runtime's own time, which the same thread spends."""
         passes = 1.0
         if phase == "backward":
-            again = self.work.stack.checkpoints if recomputed is None else recomputed
-            passes = self.costs.backward_products + (1 if again else 0)
+            passes = self.costs.backward_products + (1 if self.work.stack.checkpoints else 0)
         own = self.costs.own_s.get(phase, 0.0) / len(self.pieces)
         rate = (self.machine.gpu_flops_per_s or 0.0) if self.machine is not None else 0.0
         return self.work.accumulation * (passes * piece.flops + own * rate * self.costs.gpu_efficiency)
@@ -158,6 +154,21 @@ class Step:
                 if size * share:
                     needs[place] = needs.get(place, 0.0) + size * share
         return needs
+
+    def update(self, parameters: float) -> dict[str, float]:
+        """What AdamW of `parameters` needs: the CPU, for as long as memory delivers; or each place by its share."""
+        if not self.places:
+            return {"cpu": self.adamw_s(parameters)}
+        each = parameters * self.state_bytes / self.costs.adam_memory_efficiency
+        own = self.costs.own_s.get("optimizer", 0.0) / self.work.spec.parameters + self.costs.host_seconds_per_parameter
+        moved = self.memory(
+            master_weights=2 * each,
+            momentum=2 * each,
+            variance=2 * each,
+            arriving_gradients=each,
+            weights=parameters * ELEMENT_BYTES[self.work.dtype] / self.costs.adam_memory_efficiency,
+        )
+        return {"cpu": own * parameters, **moved}
 
     # -- work of the CPU -----------------------------------------------------------------------------------------------
 
@@ -194,12 +205,7 @@ class Step:
                 for ending, sums in ((".read", read), (".write", written)):
                     if work.endswith(ending):
                         sums[task.phase] = sums.get(task.phase, 0) + round(amount)
-        return IoVolume(
-            read_bytes=read,
-            write_bytes=written,
-            stored_bytes=sum(self.stored_bytes.values()),
-            activation_bytes=round(self.activation_bytes),
-        )
+        return IoVolume(read_bytes=read, write_bytes=written, stored_bytes=sum(self.stored_bytes.values()))
 
 
 def step_of(work: Workload, machine: Machine | None = None, costs: Calibrations | None = None) -> Step:

@@ -15,6 +15,8 @@ from unittest import mock
 import pytest
 
 from memascend.training import processes
+from tests import forked
+from workflows.run import children
 from workflows.run import training as run_training
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +36,8 @@ class Runs:
         if key not in self._records:
             out = self._folder / f"run{len(self._records)}.json"
             arguments = self._arguments(system, arm, "--out", str(out), *options)
-            with contextlib.chdir(ROOT), watched(self.shared_buffers):
+            forking = mock.patch.object(children, "subprocess", forked.FORKING)
+            with contextlib.chdir(ROOT), forking, watched(self.shared_buffers):
                 assert run_training.run(run_training.parse(arguments)) == 0
             self._records[key] = json.loads(out.read_text())
         return self._records[key]

@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))  # a child process is started by path
 from trainings import environment, merged  # noqa: E402
 
 from memascend.training.processes import free_port, remove_shared_buffers  # noqa: E402
+from tests import forked  # noqa: E402
 
 WIDTH, HIDDEN, EXPERTS = 60, 67, 3  # odd, so that pieces of gradients end anywhere
 NVME = {"device": "nvme", "pin_memory": True}
@@ -67,7 +68,7 @@ def train_all(jobs: list[Job], folder: Path, ranks: int = 1, timeout_s: float = 
     command = [sys.executable, __file__, str(folder / "jobs.json"), str(results)]
     logs = [(folder / f"rank{rank}.log").open("w") for rank in range(ranks)]
     children = [
-        subprocess.Popen(command, cwd=ROOT, env=environment(r, ranks, port), stdout=logs[r], stderr=subprocess.STDOUT)
+        forked.Popen(command, cwd=ROOT, env=environment(r, ranks, port), stdout=logs[r], stderr=subprocess.STDOUT)
         for r in range(ranks)
     ]
     try:

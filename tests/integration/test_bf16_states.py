@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
 import sys
 
 import pytest
 from trainings import Job, train_all
+
+from tests import forked
 
 pytestmark = pytest.mark.deepspeed
 
@@ -167,13 +168,5 @@ def test_states_are_bf16_in_whichever_form_the_configuration_comes(tmp_path):
 
 
 def run_python(code: str, folder) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env=os.environ | {"DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+    done = forked.run([sys.executable, "-c", code], cwd=folder, env=os.environ | {"DS_ACCELERATOR": "cpu"}, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 
 from memascend.training.processes import free_port, remove_shared_buffers
+from tests import forked
 
 pytestmark = pytest.mark.deepspeed
 
@@ -80,12 +80,9 @@ def found(tmp_path_factory):
     folder, port = tmp_path_factory.mktemp("mistakes"), free_port()
     environment = {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
     try:
-        done = subprocess.run(
+        done = forked.run(
             [sys.executable, "-c", SCRIPT, str(folder)],
             env=os.environ | environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-            capture_output=True,
-            text=True,
-            check=False,
             timeout=200,
         )
     finally:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
+
 pytestmark = pytest.mark.deepspeed
 
 LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -39,15 +41,8 @@ def run(folder, script, offload, environment):
     (folder / "ds.json").write_text(json.dumps(config))
     (folder / "train.py").write_text(script)
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    return subprocess.run(
-        [sys.executable, "train.py", "ds.json"],
-        cwd=folder,
-        env=clean | {"DS_ACCELERATOR": "cpu"} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+    command = [sys.executable, "train.py", "ds.json"]
+    return forked.run(command, cwd=folder, env=clean | {"DS_ACCELERATOR": "cpu"} | environment, timeout=200)
 
 
 def ours(done) -> list[str]:

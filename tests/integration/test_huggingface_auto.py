@@ -6,18 +6,18 @@ import sys
 
 import pytest
 
+from tests import forked
+
 pytestmark = pytest.mark.deepspeed
 
 
-def run(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"DS_ACCELERATOR": "cpu"} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+def run(code: str, *, imported: bool = False, **environment: str) -> str:
+    """The last line of a fresh process, or, with DeepSpeed imported already, of a fork."""
+    command, surroundings = [sys.executable, "-c", code], os.environ | {"DS_ACCELERATOR": "cpu"} | environment
+    if imported:
+        done = forked.run(command, env=surroundings, timeout=120)
+    else:
+        done = subprocess.run(command, env=surroundings, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
 
@@ -80,8 +80,8 @@ for section in ({}, {}, {"pool": "monolithic"}, {"pool": "monolithic"}, {"enable
         deepspeed.initialize(config={"zero_optimization": zero, "memascend": section})
 print([("comes too late" in line, "monolithic" in line, "False" in line) for line in lines])
 """
-    assert run(code) == "[(True, True, False), (True, False, True)]"
-    assert run(code, RANK="1") == "[]"
+    assert run(code, imported=True) == "[(True, True, False), (True, False, True)]"
+    assert run(code, imported=True, RANK="1") == "[]"
 
 
 def test_what_is_no_configuration_is_left_to_deepspeed():
@@ -89,7 +89,7 @@ def test_what_is_no_configuration_is_left_to_deepspeed():
 from memascend.integrations.configuration import read_configuration
 print([read_configuration(text) for text in ("/no/such/fîle.json", "Mw==", "W10=", "x" * 5000, 3, None)])
 """
-    assert run(code) == str([None] * 6)
+    assert run(code, imported=True) == str([None] * 6)
 
 
 def test_a_mistake_in_the_key_is_one_line_of_ours():
@@ -101,4 +101,4 @@ try:
 except ValueError as error:
     print(error)
 """
-    assert "unknown key 'pol' in the DeepSpeed config (did you mean pool?)" in run(code)
+    assert "unknown key 'pol' in the DeepSpeed config (did you mean pool?)" in run(code, imported=True)

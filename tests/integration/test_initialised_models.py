@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 
 from memascend.training.processes import free_port, remove_shared_buffers
+from tests import forked
 
 pytestmark = pytest.mark.deepspeed
 
@@ -42,12 +42,9 @@ def test_fused_experts_and_routers_are_drawn_like_all_other_matrices(tmp_path):
     """torch.empty or zeros if left to transformers: its own initialisation comes after the partitioning."""
     port = free_port()
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", BUILD, str(tmp_path / "found.json"), "qwen3_moe", "mixtral"],
         env=os.environ | environment | {"MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     remove_shared_buffers(port)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -13,6 +13,7 @@ import pytest
 from memascend.cli import main
 from memascend.planner import model_spec
 from memascend.training.processes import free_port, remove_shared_buffers
+from tests import forked
 
 pytestmark = pytest.mark.deepspeed
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,15 +23,12 @@ MODEL, K, CONTEXT, BATCH = "qwen2.5-7b", 32, 24, 2
 def run_script(name, folder, *arguments):
     """A training script of this folder, in a process of its own, with one rank on the CPU."""
     port = free_port()
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, str(Path(__file__).parent / "scripts" / name), *map(str, arguments)],
         cwd=folder,
         env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT), "LOCAL_SIZE": "1",
                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1",
                           "LOCAL_RANK": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
     )  # fmt: skip
     remove_shared_buffers(port)
     assert done.returncode == 0, done.stderr[-3000:]

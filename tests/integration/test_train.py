@@ -18,6 +18,7 @@ from memascend.training import verify
 from memascend.training.checkpoint import listed
 from memascend.training.config import complete
 from memascend.training.processes import free_port
+from tests import forked
 from tests.train_runs import (
     MODEL,
     STEPS,
@@ -126,9 +127,10 @@ def test_the_trace_of_a_step_holds_its_phases_its_blocks_and_every_byte_that_was
 def test_a_simulated_step_and_a_measured_one_are_set_side_by_side(finished, tmp_path):
     work = ["--context", "32", "--accumulate", "2", "--testbed", "memascend-c1", "--trace", str(tmp_path / "plan.json")]
     memascend = [sys.executable, "-m", "memascend.cli"]
-    subprocess.run([*memascend, "plan", *MODEL, *work], check=True, stdout=subprocess.DEVNULL)
+    assert forked.run([*memascend, "plan", *MODEL, *work]).returncode == 0
     both = [str(tmp_path / "plan.json"), str(finished.parent / "trace.json")]
-    done = subprocess.run([*memascend, "compare", *both, "--json"], check=True, capture_output=True, text=True)
+    done = forked.run([*memascend, "compare", *both, "--json"])
+    assert done.returncode == 0, done.stderr
     rows = {(row["phase"], row["resource"]): row for row in json.loads(done.stdout)}
     for phase in ("forward", "backward", "optimizer", "step"):
         assert rows[phase, ""]["ratio"] > 0
@@ -310,14 +312,7 @@ def test_verify_finds_equal_bits_and_then_the_one_element_that_was_changed(tmp_p
     """The SSD against plain PyTorch in memory; then a bit of one weight of the tested run is another."""
     work = [*MODEL, "--data", str(text_folder(tmp_path)), "--files", "*.py", "--context", "32", "--accumulate", "2"]
     verifying = [sys.executable, "-m", "memascend.cli", "verify", *work, "--steps", "2", "--json"]
-    done = subprocess.run(
-        [*verifying, "--output", str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment(),
-        timeout=280,
-    )
+    done = forked.run([*verifying, "--output", str(tmp_path / "out")], env=environment(), timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["verdict"] == "equal"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forked
 
 pytestmark = pytest.mark.deepspeed
 SCRIPT = Path(__file__).parent / "scripts" / "two_trainings.py"
@@ -15,7 +16,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "two_trainings.py"
 
 def test_a_training_leaves_nothing_when_it_is_destroyed_and_memascend_disabled(tmp_path):
     command = [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path), "direct", "file"]
-    done = subprocess.run(command, cwd=SCRIPT.parents[3], capture_output=True, text=True, check=False, timeout=240)
+    done = forked.run(command, cwd=SCRIPT.parents[3], timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     probe, *trainings = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(trainings) == 4

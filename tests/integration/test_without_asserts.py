@@ -14,28 +14,29 @@ pytestmark = pytest.mark.deepspeed
 
 ENABLE = """
 import memascend, sys
-device, folder = sys.argv[1:]
-offload = {"device": device} | ({"nvme_path": folder} if device == "nvme" else {})
-memascend.enable({"zero_optimization": {"stage": 3, "offload_optimizer": offload}})
-print("asserts:", __debug__)
+for offload in ({"device": "cpu"}, {"device": "nvme", "nvme_path": sys.argv[1]}):
+    memascend.enable({"zero_optimization": {"stage": 3, "offload_optimizer": offload}})
+    print("asserts:", __debug__)
+    memascend.disable()
 """
 
 
-def enable(device: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *options, "-c", ENABLE, device, str(folder)]
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> subprocess.CompletedProcess[str]:
+    """Enabled in memory, and then on NVMe."""
+    command = [sys.executable, "-O", "-c", ENABLE, str(tmp_path_factory.mktemp("nvme"))]
     return subprocess.run(command, env=environment(0, 1, free_port()), capture_output=True, text=True, check=False)
 
 
-def test_offloading_to_nvme_without_asserts_is_refused_in_one_line(tmp_path):
-    done = enable("nvme", tmp_path, "-O")
+def test_offloading_to_nvme_without_asserts_is_refused_in_one_line(done):
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ValueError: python -O")
     assert last.endswith("start python without -O and without PYTHONOPTIMIZE")
 
 
-def test_without_asserts_all_else_may_be_enabled(tmp_path):
-    assert enable("cpu", tmp_path, "-O").stdout.splitlines()[-1] == "asserts: False"
+def test_without_asserts_all_else_may_be_enabled(done):
+    assert [line for line in done.stdout.splitlines() if line.startswith("asserts")] == ["asserts: False"]
 
 
 def test_no_assert_of_the_library_does_anything():

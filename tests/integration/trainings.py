@@ -32,6 +32,7 @@ from memascend.memory.placement import bytes_by_class, verify_nodes  # noqa: E40
 from memascend.planner import model_spec  # noqa: E402
 from memascend.planner.pool import streamed  # noqa: E402
 from memascend.training.processes import free_port, remove_shared_buffers  # noqa: E402
+from tests import forked  # noqa: E402
 
 SEQUENCE = 16
 
@@ -97,7 +98,7 @@ def train_all(
     command = [str(python), __file__, str(folder / "jobs.json"), str(results)]
     logs = [(folder / f"rank{rank}.log").open("w+") for rank in range(ranks)]
     children = [
-        subprocess.Popen(command, cwd=ROOT, env=environment(r, ranks, port), stdout=logs[r], stderr=subprocess.STDOUT)
+        forked.Popen(command, cwd=ROOT, env=environment(r, ranks, port), stdout=logs[r], stderr=subprocess.STDOUT)
         for r in range(ranks)
     ]
     try:

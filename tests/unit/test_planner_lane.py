@@ -14,50 +14,40 @@ from workflows import registry, tidy
 from workflows.derive import claims, report, table
 from workflows.papers.memascend.rows import modelled, sweeps, times
 
-COMPUTED = [paper for paper in registry.PAPERS if table.rows_of(paper)]
-
 ROOT = Path(__file__).parents[2]
 # Exhibits whose modelled rows are drawn through measured ones, and are tested with those.
 FROM_RECORDS = {"memascend-fig12"}
 
 
 @functools.cache
-def rows(paper: str = "memascend") -> list[dict]:
+def rows() -> list[dict]:
     """Made when a test asks: not by every process that collects this file."""
-    return list(table.rows_of(paper).modelled()) if paper != "memascend" else list(modelled())
+    return list(modelled())
 
 
-def claims_of(paper: str) -> list[dict]:
-    return [claim for claim in registry.claims() if claim["exhibit_id"].startswith(f"{paper}-")]
-
-
-@pytest.mark.parametrize("paper", COMPUTED)
-def test_every_built_exhibit_with_a_modelled_lane_has_rows(paper):
-    exhibits = [entry for entry in registry.exhibits() if entry["paper"] == paper]
+def test_every_built_exhibit_with_a_modelled_lane_has_rows():
+    exhibits = registry.exhibits()
     wanted = {e["id"] for e in exhibits if e["status"] == "built" and "modelled" in e["lanes"]}
-    assert wanted - FROM_RECORDS <= {row["exhibit_id"] for row in rows(paper)} <= {e["id"] for e in exhibits}
+    assert wanted - FROM_RECORDS <= {row["exhibit_id"] for row in rows()}
 
 
-@pytest.mark.parametrize("paper", COMPUTED)
-def test_rows_keep_their_lane_their_origin_and_a_real_testbed(paper):
-    for row in rows(paper):
+def test_rows_keep_their_lane_their_origin_and_a_real_testbed():
+    for row in rows():
         assert set(row) <= set(tidy.COLUMNS)
         assert row["lane"] == "modelled"
         assert row["source"]
         assert row["testbed"] in known_testbeds()
 
 
-@pytest.mark.parametrize("paper", COMPUTED)
-def test_no_two_rows_say_the_same_thing(paper):
+def test_no_two_rows_say_the_same_thing():
     columns = ("exhibit_id", "subfigure", "series", "model", "x_name", "x_value", "metric")
-    keys = Counter(tuple(row.get(c, "") for c in columns) for row in rows(paper))
+    keys = Counter(tuple(row.get(c, "") for c in columns) for row in rows())
     assert max(keys.values()) == 1
 
 
-@pytest.mark.parametrize("paper", COMPUTED)
-def test_every_selector_of_a_claim_that_the_lane_can_decide_finds_one_row(paper):
-    modelled_exhibits = {row["exhibit_id"] for row in rows(paper)}
-    for claim in claims_of(paper):
+def test_every_selector_of_a_claim_that_the_lane_can_decide_finds_one_row():
+    modelled_exhibits = {row["exhibit_id"] for row in rows()}
+    for claim in registry.claims():
         if "not_checkable" in claim["lanes"]["modelled"] or claim["exhibit_id"] not in modelled_exhibits:
             continue
         fixed = [{c: v} for c, values in claim["over"].items() for v in values] if "over" in claim else [{}]
@@ -66,19 +56,18 @@ def test_every_selector_of_a_claim_that_the_lane_can_decide_finds_one_row(paper)
         for wanted in ({**selector, **more} for selector in selectors for more in fixed):
             found = [
                 row
-                for row in rows(paper)
+                for row in rows()
                 if row["exhibit_id"] == claim["exhibit_id"] and all(row.get(c, "") == v for c, v in wanted.items())
             ]
             assert len(found) == 1, (claim["id"], wanted)
 
 
-@pytest.mark.parametrize("paper", [paper for paper in COMPUTED if claims_of(paper)])
-def test_the_committed_verdicts_are_those_of_the_lane(paper):
+def test_the_committed_verdicts_are_those_of_the_lane():
     """results/reference/modelled: the record that the score in the README is tested against."""
-    made_rows = pd.DataFrame(rows(paper)).reindex(columns=tidy.COLUMNS).fillna("").astype(str)
-    record = report.read_verdicts(ROOT / f"results/reference/modelled/{paper}-claims.csv")
+    made_rows = pd.DataFrame(rows()).reindex(columns=tidy.COLUMNS).fillna("").astype(str)
+    record = report.read_verdicts(ROOT / "results/reference/modelled/memascend-claims.csv")
     committed = {verdict.claim_id: verdict for verdict in record}
-    for claim in claims_of(paper):
+    for claim in registry.claims():
         mine = made_rows[made_rows["exhibit_id"] == claim["exhibit_id"]]
         made = claims.decide(claim, "modelled", mine)
         assert made == committed.get(claim["id"]), "make the record again as its README says"
