@@ -91,6 +91,7 @@ def _add_tiers(parser: argparse.ArgumentParser, count: _Count) -> None:
     parser.add_argument("--processes", default="1,2", help="that share them: 1,2,4 or 1..4 (default 1,2)")
     parser.add_argument("--groups", type=count, default=12, help="sub-groups of each process (default 12)")
     parser.add_argument("--mib", type=count, default=32, help="size of a sub-group in MiB (default 32)")
+    parser.add_argument("--held", type=count, help="sub-groups in memory at a time (default: two a path and one)")
 
 
 def _runner(run: Callable[..., tuple[dict[str, Any], list[str]]], count: _Count) -> Callable[..., str]:
@@ -294,6 +295,7 @@ def _tiers(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], 
         processes=_processes(options.processes, count),
         groups=options.groups,
         group_bytes=options.mib << 20,
+        held=options.held,
         repeats=options.repeats,
     )
     result = tiers.measure(chosen)

@@ -1,13 +1,15 @@
 """Several paths at once, by one process and by several: rates, an update's pass against its formula, fairness.
 
-A pass reads every sub-group, and writes each back as soon as it is there, three in memory at a time: what an optimizer
-step over several paths moves (MLP-Offload 3.2), without its arithmetic. Several processes have sub-groups of their own
+A pass reads every sub-group, and writes each back as soon as it is there, `held` in memory at a time: what an optimizer
+step over several paths moves (MLP-Offload 3.2), without its arithmetic. Paths that read and write at once are busy in
+both directions only where each has a sub-group on its way in and one on its way out: two a path. Several processes have sub-groups of their own
 and share the paths, one at a time on each (`exclusive`) or as it comes (`free`).
 """
 
 from __future__ import annotations
 
 import json
+import queue
 import subprocess
 import sys
 import time
@@ -18,25 +20,29 @@ from typing import Any
 import torch
 
 from memascend.bench.rounds import spread
-from memascend.storage.completion import Completion
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.multi_path import MultiPathTier
 from memascend.storage.open_paths import open_paths
 from memascend.storage.placement import Rates, counts, update_seconds
 
 WAYS = ("exclusive", "free")
-_IN_MEMORY = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierOptions:
-    """`groups` of `group_bytes` each for each process; `repeats` passes are timed after one that is not."""
+    """`groups` of `group_bytes` each for each process, `held` of them in memory (None: two a path and one more);
+    `repeats` passes are timed after one that is not."""
 
     paths: tuple[str, ...]
     processes: tuple[int, ...] = (1,)
     groups: int = 12
     group_bytes: int = 32 << 20
+    held: int | None = None
     repeats: int = 3
+
+    @property
+    def in_memory(self) -> int:
+        return self.held or 2 * len(self.paths) + 1
 
 
 def measure(options: TierOptions) -> dict[str, Any]:
@@ -78,6 +84,7 @@ def _run(options: TierOptions, processes: int, *, exclusive: bool) -> list[dict[
             "paths": options.paths,
             "groups": options.groups,
             "group_bytes": options.group_bytes,
+            "held": options.in_memory,
             "repeats": options.repeats,
             "exclusive": exclusive,
         }
@@ -108,14 +115,14 @@ def _hear(child: subprocess.Popen[str]) -> str:
 
 def _worker(asked: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    buffers = [torch.empty(asked["group_bytes"], dtype=torch.uint8).fill_(number) for number in range(_IN_MEMORY)]
+    buffers = [torch.empty(asked["group_bytes"], dtype=torch.uint8).fill_(number) for number in range(asked["held"])]
     config = DirectEngineConfig(workers=1, depth=32, volatile=True)
     with open_paths(asked["paths"], "memascend bench", config=config, exclusive=asked["exclusive"]) as tier:
         rates = {each.name: [each.rates.read, each.rates.write] for each in tier.report()}
         for buffer in buffers:
             tier.register(buffer)
         for group in range(asked["groups"]):
-            tier.write(str(group), buffers[group % _IN_MEMORY])
+            tier.write(str(group), buffers[group % len(buffers)])
         tier.wait()
         seconds = []
         for _ in range(asked["repeats"] + 1):
@@ -129,17 +136,17 @@ def _worker(asked: dict[str, Any]) -> None:
 
 
 def _pass(tier: MultiPathTier, groups: int, buffers: Sequence[torch.Tensor]) -> None:
-    ends: list[Completion | None] = [None] * len(buffers)
-    for group in range(groups):
-        lane = group % len(buffers)
-        before, buffer = ends[lane], buffers[lane]
-        if before is not None:
-            before.wait()
-        key = str(group)
-        ends[lane] = tier.read(key, buffer).then(lambda _, key=key, buffer=buffer: tier.write(key, buffer))
-    for end in ends:
-        if end is not None:
-            end.wait()
+    """Whichever buffer is free first takes the next sub-group."""
+    free: queue.SimpleQueue[tuple[torch.Tensor, BaseException | None]] = queue.SimpleQueue()
+    for buffer in buffers:
+        free.put((buffer, None))
+    for group in [*map(str, range(groups)), *[None] * len(buffers)]:
+        buffer, error = free.get()
+        if error is not None:
+            raise error
+        if group is not None:
+            written = tier.read(group, buffer).then(lambda _, key=group, buffer=buffer: tier.write(key, buffer))
+            written.add_done_callback(lambda end, buffer=buffer: free.put((buffer, end.error())))
 
 
 if __name__ == "__main__":

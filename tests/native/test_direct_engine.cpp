@@ -265,6 +265,39 @@ TEST(what_has_the_higher_priority_goes_first) {
   CHECK(order.size() == 9 && order[0] == 16384 && order[1] == 4096 * 3);
 }
 
+TEST(reads_and_writes_of_one_priority_share_the_ring) {
+  for (const std::string& backend : backends()) {
+    Bench bench;
+    FaultyCalls calls;
+    std::mutex mutex;
+    std::string order;
+    std::atomic<bool> hold{false};
+    calls.on_command = [&](AioCommand& command) {
+      while (hold) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      std::lock_guard<std::mutex> guard(mutex);
+      order.push_back(command.write ? 'w' : 'r');
+      return 0;
+    };
+    DirectEngine engine(bench.open(), options_for(backend, 1, 4), calls);
+    const std::vector<char> there = pattern(16384 * 12, 1);
+    const std::vector<char> more = pattern(16384 * 12, 2);
+    CHECK(!ended(engine, put(engine, "there", there)).failure);
+    order.clear();
+    hold = true;
+    std::vector<char> out(there.size());
+    (void)engine.read("there", out.data(), static_cast<std::int64_t>(out.size()), 0, 0);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // its first block is on the way
+    (void)put(engine, "more", more);
+    hold = false;
+    (void)engine.wait(-1);
+    CHECK(out == there && order.size() == 24);
+    const std::string half = order.substr(0, 12);
+    CHECK(std::count(half.begin(), half.end(), 'w') >= 4 && std::count(half.begin(), half.end(), 'r') >= 4);
+  }
+}
+
 TEST(a_cancelled_write_changes_nothing_and_gives_its_space_back) {
   for (const std::string& backend : backends()) {
     Faulted at(backend);

@@ -209,7 +209,7 @@ void DirectEngine::split(Request& request) const {
 }
 
 void DirectEngine::make_ready(const std::shared_ptr<Request>& request) {
-  ready_[{-request->priority, request->id}] = request;
+  ready_[request->write ? 1 : 0][{-request->priority, request->id}] = request;
   ++work_version_;
 }
 
@@ -307,12 +307,20 @@ std::uint64_t DirectEngine::read(const std::string& key, void* data, std::int64_
 }
 
 // The next block for a worker: of its own part, else of the longest. False: there is none.
-bool DirectEngine::take_block(int worker, std::shared_ptr<Request>& out, std::size_t& block) {
+bool DirectEngine::take_block(int worker, bool rather_write, std::shared_ptr<Request>& out, std::size_t& block) {
   std::lock_guard<std::mutex> guard(mutex_);
-  if (ready_.empty()) {
+  const auto& [reads, writes] = ready_;
+  if (reads.empty() && writes.empty()) {
     return false;
   }
-  const std::shared_ptr<Request> request = ready_.begin()->second;
+  bool write = reads.empty();
+  if (!reads.empty() && !writes.empty()) {  // keys hold the negative of the priority
+    const std::int64_t of_reads = reads.begin()->first.first;
+    const std::int64_t of_writes = writes.begin()->first.first;
+    write = of_reads == of_writes ? rather_write : of_writes < of_reads;
+  }
+  Ready& ready = ready_[write ? 1 : 0];
+  const std::shared_ptr<Request> request = ready.begin()->second;
   auto* part = &request->parts[static_cast<std::size_t>(worker)];
   std::size_t left = 0;
   for (auto& other : request->parts) {
@@ -324,7 +332,7 @@ bool DirectEngine::take_block(int worker, std::shared_ptr<Request>& out, std::si
   }
   block = part->first++;
   if (left == 1) {
-    ready_.erase(ready_.begin());
+    ready.erase(ready.begin());
   }
   request->started_ns = request->started_ns != 0 ? request->started_ns : monotonic_ns();
   out = request;

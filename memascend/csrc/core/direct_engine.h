@@ -2,7 +2,8 @@
 //
 // A request is cut into blocks, which alternate between the devices it is striped over, and the blocks into one equal
 // part a worker; a worker that has finished its part helps the others. Each worker owns a ring of its own. Blocks of
-// the request with the highest priority go first. Memory or lengths that O_DIRECT does not take are bounced.
+// the requests with the highest priority go first; among these, reads and writes share a ring evenly, so that a device
+// which can do both at once does. Memory or lengths that O_DIRECT does not take are bounced.
 //
 // A volatile engine keeps nothing beyond its own life, and takes no second place for a new version: see `write`.
 //
@@ -12,6 +13,7 @@
 
 #include <sys/types.h>
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -146,7 +148,7 @@ class DirectEngine {
   [[nodiscard]] bool apply_regions(std::unique_lock<std::mutex>& lock);
   void drop_regions(std::uintptr_t begin, std::int64_t bytes);  // with mutex_
   [[nodiscard]] std::int64_t bounced_block_bytes() const noexcept;
-  [[nodiscard]] bool take_block(int worker, std::shared_ptr<Request>& request, std::size_t& block);
+  [[nodiscard]] bool take_block(int worker, bool rather_write, std::shared_ptr<Request>& request, std::size_t& block);
   void block_ended(const std::shared_ptr<Request>& request, std::int64_t count);
   void finish(const std::shared_ptr<Request>& request);
   bool finish_read(Request& request);
@@ -169,8 +171,9 @@ class DirectEngine {
   // On the heap so that a forked child can let go of them: destroying one waits for its waiters, who are the parent's.
   std::unique_ptr<std::condition_variable> work_ready_ = std::make_unique<std::condition_variable>();
   std::unique_ptr<std::condition_variable> answered_ = std::make_unique<std::condition_variable>();
-  // Requests with blocks to hand out, the highest priority first, then the oldest.
-  std::map<std::pair<std::int64_t, std::uint64_t>, std::shared_ptr<Request>> ready_;
+  // Requests with blocks to hand out, reads [0] and writes [1]: the highest priority first, then the oldest.
+  using Ready = std::map<std::pair<std::int64_t, std::uint64_t>, std::shared_ptr<Request>>;
+  std::array<Ready, 2> ready_;
   std::map<std::uint64_t, std::shared_ptr<Request>> live_;
   Completions completions_;
   BusyTime reading_;

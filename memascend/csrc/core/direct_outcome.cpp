@@ -22,7 +22,7 @@ void DirectEngine::fail(Request& request, RequestFailure failure) {
     request.failure = std::move(failure);
   }
   request.unfinished -= request.drop();  // the failing block itself still counts: the caller ends it
-  ready_.erase({-request.priority, request.id});
+  ready_[request.write ? 1 : 0].erase({-request.priority, request.id});
 }
 
 // All blocks have ended. By one thread, without mutex_.
@@ -142,7 +142,7 @@ bool DirectEngine::cancel(std::uint64_t id) {
     request = found->second;
     request->cancelled = true;
     request->unfinished -= request->drop();
-    ready_.erase({-request->priority, id});
+    ready_[request->write ? 1 : 0].erase({-request->priority, id});
     if (request->unfinished > 0) {
       return true;
     }

@@ -125,7 +125,7 @@ class DirectEngine::Worker {
     // Requests that wait for their turn are made ready by whoever ends the one before.
     const auto over = [&] { return engine_.stopping_ && engine_.live_.empty(); };
     engine_.work_ready_->wait(guard, [&] {
-      return !engine_.ready_.empty() || over() || engine_.work_version_.load() != version;
+      return !engine_.ready_[0].empty() || !engine_.ready_[1].empty() || over() || engine_.work_version_.load() != version;
     });
     return !over();
   }
@@ -186,9 +186,16 @@ class DirectEngine::Worker {
     }
     std::shared_ptr<Request> request;
     std::size_t block = 0;
-    while (!free_.empty() && stalled_.empty() && engine_.take_block(number_, request, block)) {
+    while (!free_.empty() && stalled_.empty() && engine_.take_block(number_, rather_write(), request, block)) {
+      last_was_write_ = request->write;
       begin(std::move(request), block);
     }
+  }
+
+  // The direction of which less is in flight, else the other one than the last.
+  [[nodiscard]] bool rather_write() const {
+    const int reads = in_flight() - writes_in_flight_;
+    return writes_in_flight_ == reads ? !last_was_write_ : writes_in_flight_ < reads;
   }
 
   void begin(std::shared_ptr<Request> request, std::size_t number) {
@@ -213,6 +220,7 @@ class DirectEngine::Worker {
       sums_.emplace_back(request, number);
     }
     free_.pop_back();
+    writes_in_flight_ += request->write ? 1 : 0;
     transfer.request = std::move(request);
     transfers_[static_cast<std::size_t>(slot)] = std::move(transfer);
     send(slot);
@@ -317,6 +325,7 @@ class DirectEngine::Worker {
   void release(int slot, std::int64_t units) {
     Transfer& transfer = transfers_[static_cast<std::size_t>(slot)];
     const std::shared_ptr<Request> request = std::move(transfer.request);
+    writes_in_flight_ -= request->write ? 1 : 0;
     if (transfer.bounce >= 0) {
       free_bounces_.push_back(transfer.bounce);
     }
@@ -331,6 +340,8 @@ class DirectEngine::Worker {
   std::unique_ptr<AioBackend> backend_;
   std::vector<Transfer> transfers_;
   std::vector<int> free_;
+  int writes_in_flight_ = 0;
+  bool last_was_write_ = false;
   std::vector<AioEvent> events_;
   std::deque<std::pair<std::shared_ptr<Request>, std::size_t>> stalled_;  // wait for a bounce buffer
   std::deque<std::pair<std::shared_ptr<Request>, std::size_t>> sums_;     // blocks whose checksum is still to be taken
