@@ -1,6 +1,9 @@
 """Attention, loss and checkpointing of transformers models by name: chosen, undone, refused."""
 
 import gc
+import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from memascend.activation import cache_of
 from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
+from tests import forked
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (make setup)")
 
@@ -262,6 +266,30 @@ def test_a_compiled_model_with_its_activations_on_the_ssd_is_refused_when_it_is_
     with pytest.raises(RuntimeError, match=r"leave out torch\.compile or the offloading"):
         model(**batch())
     applied.undo()
+
+
+COMPILED = """
+import sys, torch
+from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
+from tests.unit.test_activation_options import batch, make
+
+model = make("qwen2")
+compiled = torch.compile(model, backend="eager")
+assert isinstance(compiled, torch._dynamo.eval_frame.OptimizedModule)
+apply_memory_options(model, MemoryOptions(checkpointing="ssd"), folder=sys.argv[1])
+compiled(**batch())
+"""
+
+
+def test_what_torch_compile_makes_of_a_model_with_its_activations_on_the_ssd_is_refused_too(tmp_path):
+    """Without the variable by which the tests keep torch's compiler unloaded: with it nothing is compiled."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    root = str(Path(__file__).parents[2])
+    done = forked.run(
+        [sys.executable, "-c", COMPILED, str(tmp_path)], cwd=root, env=environment | {"PYTHONPATH": root}, timeout=200
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("RuntimeError: activations of a model under torch.compile cannot be")
 
 
 @pytest.mark.gpu
