@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib
 import os
 import runpy
 import signal
@@ -133,8 +134,19 @@ def serving() -> Iterator[None]:
             server.kill()
 
 
+IMPORTED = (
+    "accelerate",
+    "deepspeed",
+    "snakemake.cli",
+    "torch._dynamo",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+)  # nothing of memascend but what torch loads: programs see it enabled by themselves, or not at all
+
+
 def import_what_takes_long() -> None:
-    """Nothing of memascend but what torch loads: programs see it enabled by themselves, or not at all."""
+    for name in IMPORTED:
+        importlib.import_module(name)
     import cpuinfo
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
     from transformers import AutoModelForCausalLM  # noqa: F401

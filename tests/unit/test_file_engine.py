@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.storage.file_engine import FileEngine, StorageError
+from tests import forked
 
 
 @pytest.fixture
@@ -163,7 +164,7 @@ try:
 except StorageError as error:
     print(error.errno, error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    done = forked.run([sys.executable, "-c", code], timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{errno.EFBIG} ")
     assert "ulimit -f" in done.stdout
@@ -232,7 +233,7 @@ try:
 except StorageError:
     print("opened", opened[0])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = forked.run([sys.executable, "-c", code], timeout=60)
     assert done.stdout.strip() == "opened True", done.stderr
 
 
@@ -290,7 +291,7 @@ assert os.waitpid(child, 0)[1] == 0
 engine.async_write(torch.ones(1), {str(tmp_path / "t")!r})
 assert engine.wait() == 1
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = forked.run([sys.executable, "-c", code], timeout=60)
     assert done.returncode == 0, done.stderr
 
 

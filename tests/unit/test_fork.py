@@ -1,9 +1,10 @@
 """Forked children (DataLoader workers) do not take a copy of memory that a ring or a device has pinned."""
 
-import subprocess
 import sys
 
 import pytest
+
+from tests import forked
 
 PRELUDE = """
 import os, signal, sys, tempfile, torch
@@ -38,9 +39,7 @@ if engine.backend != "io_uring":
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, timeout=100, check=False
-    )
+    done = forked.run([sys.executable, "-c", PRELUDE + code], timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
     if done.stdout.strip() == "no io_uring":
         pytest.skip("io_uring is not to be had here")

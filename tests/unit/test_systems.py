@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
+
 ROOT = Path(__file__).parents[2]
 TOY = """
 from baselines.protocol import PlannedSystem
@@ -67,12 +69,12 @@ def python(environment, code):
 
 def test_a_system_in_a_folder_of_the_user_is_planned_and_compared(toys):
     command = [sys.executable, "-m", "memascend.cli", "plan", "--model", "llama3.2-1b", "--json"]
-    made = subprocess.run([*command, "--system", "toy"], env=toys, capture_output=True, text=True, check=False)
+    made = forked.run([*command, "--system", "toy"], env=toys)
     plan = json.loads(made.stdout)
     assert plan["system"] == "toy"
     assert plan["arm"] == "wooden"
     assert plan["host_bytes"] == plan["components_bytes"]["process overhead"] + 8 * plan["parameters"]
-    ours = json.loads(subprocess.run(command, env=toys, capture_output=True, text=True, check=False).stdout)
+    ours = json.loads(forked.run(command, env=toys).stdout)
     assert ours["others"]["toy"] == plan["host_bytes"]
     assert ours["arms"]["toy/wooden"] == plan["host_bytes"]
 
@@ -80,7 +82,7 @@ def test_a_system_in_a_folder_of_the_user_is_planned_and_compared(toys):
 def test_a_system_in_a_folder_of_the_user_is_simulated(toys):
     command = [sys.executable, "-m", "memascend.cli", "plan", "--model", "llama3.2-1b", "--json"]
     command += ["--system", "toy", "--testbed", "memascend-c1"]
-    made = subprocess.run(command, env=toys, capture_output=True, text=True, check=False)
+    made = forked.run(command, env=toys)
     plan = json.loads(made.stdout)
     phases = {phase["name"]: phase["seconds"] for phase in plan["time"]["phases"]}
     assert phases == pytest.approx({"fetch": 4 * plan["parameters"] / 64e9, "play": 1e-9 * plan["parameters"]})

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from workflows import registry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +29,7 @@ def snakemake(*words: str, fresh: Path) -> subprocess.CompletedProcess[str]:
     words = tuple(word for word in words if word not in config)
     command = [sys.executable, "-m", "snakemake", *words, "--config", *folders, *config]
     environment = {**os.environ, "HOME": str(fresh), "XDG_CACHE_HOME": str(fresh / "cache")}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+    return forked.run(command, cwd=ROOT, env=environment)
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
