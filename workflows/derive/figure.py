@@ -70,6 +70,7 @@ def settle(axis: Axes, panel: dict[str, Any]) -> None:
     axis.set(**given)
     if "xticks" in panel:
         axis.set_xticks(list(panel["xticks"]), [str(words) for words in panel["xticks"].values()])
+        axis.xaxis.set_minor_formatter("")
 
 
 def head(

@@ -1,0 +1,116 @@
+"""Eqs. 1 to 8 over the swapped volume, and what follows from them alone: Figs. 9a and 9b."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from baselines.lohan.equations import (
+    GIB,
+    Net,
+    Rates,
+    backward_terms,
+    best,
+    case,
+    forward_terms,
+    iteration_s,
+    on_ssd,
+    policy_bytes,
+)
+from workflows.cases import Row
+from workflows.papers.lohan.rows.settings import PAPER, net, rates, shown
+
+SWAPPED = "swapped activations (GB)"
+ROOMS = (0, 100, 200)  # GiB of main memory for activations
+TABLE_V = {  # main memory in GB -> batch of each policy as printed
+    "LoHan+ZeRO": {128: 16, 256: 24, 512: 32},
+    "LoHan+Cap": {128: 16, 256: 24, 512: 32},
+    "LoHan+G10": {128: 32, 256: 32, 512: 32},
+    "LoHan+CM": {256: 24, 512: 32},
+    "LoHan+Optimized": {128: 32, 256: 32, 512: 32},
+}
+
+
+def rows() -> Iterator[Row]:
+    n = net("13B", 48)
+    volumes = [n.between_blocks + share * (n.all_activations - n.between_blocks) / 40 for share in range(41)]
+    yield from times(n, volumes)
+    yield from recomputation(n, volumes)
+    yield from volumes_of_fig_9b()
+    yield from policies()
+
+
+def point(exhibit: str, series: str, metric: str, swapped: float, value: float, unit: str) -> Row:
+    cells = {"series": series, "model": "13B", "x_name": SWAPPED, "x_value": f"{swapped / 1e9:.6g}"}
+    return shown(exhibit, metric, value, unit, "the equation itself, batch 48", **cells)
+
+
+def times(n: Net, volumes: list[float]) -> Iterator[Row]:
+    for swapped in volumes:
+        r = rates()
+        ahead, back = forward_terms(n, r, swapped), backward_terms(n, r, swapped)
+        for name, value in (
+            ("T_f", max(ahead.values())),
+            ("T_b", max(back.values())),
+            ("T_iter", iteration_s(n, r, swapped)),
+        ):
+            yield point("lohan-eq01", name, "time", swapped, value, "s")
+        for exhibit, terms in (("lohan-eq02", ahead), ("lohan-eq05", back)):
+            for name, value in terms.items():
+                yield point(exhibit, name, "time", swapped, value, "s")
+        for room in ROOMS:
+            series = f"MEM_avail = {room} GiB"
+            yield point("lohan-eq03", series, "on SSDs", swapped, on_ssd(swapped, room * GIB) / 1e9, "GB")
+            known = max(forward_terms(n, rates(room=room * GIB), swapped).values())
+            yield point("lohan-eq04", series, "time", swapped, known, "s")
+
+
+def recomputation(n: Net, volumes: list[float]) -> Iterator[Row]:
+    for each in n.operators():
+        cells = {"series": each.name, "model": "13B", "x_name": "operator", "x_value": each.name}
+        yield shown(
+            "lohan-eq06", "offloading benefit", each.benefit, "FLOP/byte", "FLOP / bytes of its output", **cells
+        )
+    for swapped in volumes:
+        yield point("lohan-eq07", "FLOP_r", "recomputation", swapped, n.recomputed_flops(swapped) / 1e12, "TFLOP")
+    at = n.between_blocks
+    for each in n.operators():
+        for edge in (at, at + each.nbytes * 0.999):
+            yield point("lohan-eq08", "d FLOP_r / d A", "slope", edge, n.slope(edge), "FLOP/byte")
+        at += each.nbytes
+
+
+def volumes_of_fig_9b() -> Iterator[Row]:
+    """The iteration over the swapped volume at four batches, the predicted optimum, and the case it makes."""
+    r = rates()
+    for batch in (24, 36, 48, 60):
+        n = net("13B", batch)
+        step = (n.all_activations - n.between_blocks) / 30
+        cells = {"series": f"bsz={batch}", "model": "13B"}
+        chosen = best(n, r)
+        for swapped in sorted({chosen, *(n.between_blocks + k * step for k in range(31))}):
+            x = {"x_name": SWAPPED, "x_value": f"{swapped / 1e9:.6g}"}
+            yield shown("lohan-fig09b", "iteration time", iteration_s(n, r, swapped), "s", "Eq. 1", **cells, **x)
+        x = {"x_name": SWAPPED, "x_value": f"{chosen / 1e9:.6g}"}
+        yield shown("lohan-fig09b", "predicted optimum", iteration_s(n, r, chosen), "s", "all prefixes", **cells, **x)
+        found = {case(n, rates(room=room * GIB)) for room in (0, 100, 200, 400)}
+        x = {"series": "LoHan", "model": "13B", "x_name": "batch_size", "x_value": str(batch)}
+        value = found.pop() if len(found) == 1 else 0
+        yield shown("lohan-fig09b", "case", value, "", "for MEM_avail of 0, 100, 200 and 400 GiB alike", **x)
+        curve = [iteration_s(n, r, n.between_blocks + k * step) for k in range(31)]
+        if not all(b - a <= d - c + 1e-6 for (a, b), (c, d) in pairwise(pairwise(curve))):
+            raise ValueError(f"lohan-fig09b: the iteration time is not convex at batch {batch}")
+
+
+def policies() -> Iterator[Row]:
+    """70B at the batches of Table V; main memory for activations is assumed."""
+    share = PAPER.value("memory_for_activations")
+    for policy, batches in TABLE_V.items():
+        for memory in (128, 256, 512):
+            cells = {"series": policy, "model": "70B", "x_name": "main_memory_GB", "x_value": str(memory)}
+            known: Rates = rates(room=share * memory * GIB)
+            n = net("70B", batches.get(memory, 24))
+            swapped = policy_bytes(policy, n, known) if memory in batches else None
+            value = "Failed" if swapped is None else n.tokens / iteration_s(n, known, swapped)
+            source = "the policy's volume in Eq. 1; simulated from its description"
+            yield shown("lohan-fig09a", "throughput", value, "token/s", source, **cells)

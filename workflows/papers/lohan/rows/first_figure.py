@@ -1,0 +1,159 @@
+"""One step of 13B at batch 32: Fig. 1 by formulas and by the simulator, and Fig. 3 from the simulator's tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from baselines.lohan.equations import GIB, backward_terms, forward_terms
+from memascend.simulator import Played
+from workflows.cases import Row
+from workflows.papers.lohan.rows.settings import (
+    BY_EQUATIONS,
+    EQUATIONS,
+    G10,
+    LOHAN,
+    PAPER,
+    PLAYED,
+    ZERO,
+    net,
+    rates,
+    shown,
+    step,
+)
+
+SIZE, BATCH = "13B", 32
+SERVERS = {"pcie0.down": "PCIe_M2G", "pcie0.up": "PCIe_G2M", "ssd": "PCIe_SSD"}
+LINES = {"gpu0": "GPU", "pcie0.up": "GPU to memory", "pcie0.down": "memory to GPU", "ssd.read": "SSD read"}
+LINES |= {"ssd.write": "SSD write", "cpu": "CPU Adam"}
+PRINTED_STAGE_S = {"forward": 14.0, "backward": 26.0, "iteration": 63.0}  # Fig. 1a: what shares are of
+SWAPPED = 34e9  # Fig. 1c
+
+
+def rows() -> Iterator[Row]:
+    yield from simulated("lohan-fig01a", ZERO)
+    yield from simulated("lohan-fig01c", LOHAN)
+    yield from formulas()
+    yield from g10()
+    yield from by_equations()
+    for exhibit, series in (("lohan-fig03a", "LoHan Naive"), ("lohan-fig03b", "LoHan Optimized")):
+        yield from by_tensor(exhibit, step(series, "four blocks", BATCH).played, series)
+
+
+def simulated(exhibit: str, series: str) -> Iterator[Row]:
+    """Seconds of the stages, how long each link is busy in them, and the stages on each resource over time."""
+    made = step(series, SIZE, BATCH)
+    for phase in made.phases:
+        cells = {"series": series, "model": SIZE, "x_name": "stage", "x_value": phase.name}
+        yield shown(exhibit, "stage_time", phase.seconds, "s", f"{PLAYED}, mostly {phase.bottleneck}", **cells)
+        served = made.played.served_s[phase.name]
+        for server, name in SERVERS.items():
+            busy = 100 * served.get(server, 0.0) / phase.seconds
+            yield shown(exhibit, f"{name}_utilisation", busy, "%", f"{PLAYED}: busy over stage", **cells)
+    spans: dict[tuple[str, str], list[float]] = {}
+    for event in made.played.events:
+        if event.resource in LINES:
+            span = spans.setdefault((LINES[event.resource], event.phase), [event.begin_s, event.end_s])
+            span[:] = min(span[0], event.begin_s), max(span[1], event.end_s)
+    yield from bars(exhibit, spans)
+
+
+def bars(exhibit: str, spans: dict[tuple[str, str], list[float]]) -> Iterator[Row]:
+    for (line, name), (begin, end) in spans.items():
+        cells = {"series": line, "model": SIZE, "x_name": "begin (s)", "x_value": f"{begin:.6g}"}
+        yield shown(exhibit, name, end - begin, "s", "memascend.simulator: one step", **cells)
+
+
+def by_tensor(exhibit: str, played: Played, series: str) -> Iterator[Row]:
+    """The backward of four blocks: a bar for each block on each resource."""
+    spans: dict[tuple[str, str], list[float]] = {}
+    for event in played.events:
+        block = event.name.partition("block ")[2].partition(".")[0]
+        if event.phase == "backward" and block and event.resource in LINES and event.resource != "pcie0.down":
+            weights = event.name.startswith("backward: read") or "checkpoint" in event.name
+            if event.resource == "ssd.read" and weights:
+                continue
+            span = spans.setdefault((LINES[event.resource], str(int(block) + 1)), [event.begin_s, event.end_s])
+            span[:] = min(span[0], event.begin_s), max(span[1], event.end_s)
+    begun = min(begin for begin, _ in spans.values())
+    yield from bars(exhibit, {key: [begin - begun, end - begun] for key, (begin, end) in spans.items()})
+    seconds = dict(played.phases())["backward"]
+    yield shown(exhibit, "backward", seconds[1] - seconds[0], "s", PLAYED, series=series, model="four blocks of 13B")
+
+
+def formulas() -> Iterator[Row]:
+    """What follows from the paper alone: sizes of Tables II and IV, 21 GB/s, 5.96 s, and its printed stage times."""
+    n, r = net(SIZE, BATCH), rates()
+    again = n.block_flops / r.gpu
+    cells = {"series": ZERO, "model": SIZE}
+    batch, stage = {"x_name": "batch_size", "x_value": str(BATCH)}, {"x_name": "stage", "x_value": "backward"}
+    exhibit = "lohan-fig01a"
+    yield shown(exhibit, "activation_offloaded", n.between_blocks / 1e9, "GB", "2 s b h L", **cells, **batch)
+    yield shown(exhibit, "inter_block_activation", n.between_blocks / GIB, "GiB", "2 s b h L", **cells, **batch)
+    yield shown(
+        exhibit,
+        "intra_block_activation",
+        (n.all_activations - n.between_blocks) / GIB,
+        "GiB",
+        "32 s b h L",
+        **cells,
+        **batch,
+    )
+    yield shown(
+        exhibit, "activation_offload_time", n.between_blocks / r.link, "s", "2 s b h L / BW_G", **cells, **batch
+    )
+    yield shown(exhibit, "gpu_recompute_time", again, "s", "FLOP of the blocks / THP_G", **cells, **batch)
+    share = 100 * again / PRINTED_STAGE_S["backward"]
+    yield shown(exhibit, "recompute_share_of_backward", share, "%", "of the printed 26 s", **cells, **batch)
+    both = backward_terms(n, r, n.between_blocks)["GPU"]
+    yield shown(exhibit, "gpu_compute_time", both, "s", "(2 FLOP_f + FLOP_r) / THP_G", **cells, **stage)
+    forward = {"x_name": "stage", "x_value": "forward"}
+    for name, nbytes in (("PCIe_M2G", 2 * n.parameters), ("PCIe_G2M", n.between_blocks)):
+        busy = 100 * nbytes / r.link / PRINTED_STAGE_S["forward"]
+        metric = f"{name}_utilisation, of the printed time"
+        yield shown(exhibit, metric, busy, "%", "bytes of Table II / BW_G / 14 s", **cells, **forward)
+    busy = 100 * (n.forward_flops / r.gpu + both) / PRINTED_STAGE_S["iteration"]
+    source = "(3 FLOP_f + FLOP_r) / THP_G over the printed 63 s"
+    yield shown("lohan-fig02b", "gpu_busy, of the printed time", busy, "%", source, **cells, **batch)
+
+
+def g10() -> Iterator[Row]:
+    """G10 as the paper simulates it: everything overlaps within a stage, all activations are swapped."""
+    n, r = net(SIZE, BATCH), rates()
+    states, weights = 14 * n.parameters, 2 * n.parameters
+    moved = {  # stage -> (to the GPU, from it, seconds of the GPU)
+        "forward": (weights, n.all_activations, n.forward_flops / r.gpu),
+        "backward": (weights + n.all_activations, weights, 2 * n.forward_flops / r.gpu),
+        "optimizer": (states, states, 0.1),
+    }
+    for stage, (down, up, gpu) in moved.items():
+        seconds = max(down / r.link, up / r.link, gpu)
+        cells = {"series": G10, "model": SIZE, "x_name": "stage", "x_value": stage}
+        source = "longest of GPU and link, 21 GB/s each way"
+        yield shown("lohan-fig01b", "stage_time", seconds, "s", source, **cells)
+        for name, nbytes in (("PCIe_U2G", down), ("PCIe_G2U", up)):
+            yield shown("lohan-fig01b", f"{name}_utilisation", 100 * nbytes / r.link / seconds, "%", source, **cells)
+    batch = {"series": G10, "model": SIZE, "x_name": "batch_size", "x_value": str(BATCH)}
+    yield shown("lohan-fig01b", "activation_volume", n.all_activations / GIB, "GiB", "34 s b h L", **batch)
+    yield shown(
+        "lohan-fig01b", "activation_transfer_time", n.all_activations / r.link, "s", "34 s b h L / BW_G", **batch
+    )
+    optimizer = {"series": G10, "model": SIZE, "x_name": "stage", "x_value": "optimizer"}
+    yield shown("lohan-fig01b", "traffic_per_direction", states / 1e9, "GB", "14 P", **optimizer)
+
+
+def by_equations() -> Iterator[Row]:
+    """Fig. 1c by Eqs. 1 to 5 with the 34 GB that it prints, all of them on the SSDs."""
+    n, r = net(SIZE, BATCH), rates()
+    for stage, terms in (("forward", forward_terms(n, r, SWAPPED)), ("backward", backward_terms(n, r, SWAPPED))):
+        cells = {"series": BY_EQUATIONS, "model": SIZE, "x_name": "stage", "x_value": stage}
+        yield shown("lohan-fig01c", "stage_time", max(terms.values()), "s", EQUATIONS, **cells)
+        busy = {"PCIe_M2G": "memory to GPU", "PCIe_G2M": "GPU to memory", "PCIe_SSD": "SSD"}
+        for name, term in busy.items():
+            share = 100 * terms[term] / max(terms.values())
+            yield shown("lohan-fig01c", f"{name}_utilisation", share, "%", EQUATIONS, **cells)
+    batch = {"series": BY_EQUATIONS, "model": SIZE, "x_name": "batch_size", "x_value": str(BATCH)}
+    again = n.recomputed_flops(SWAPPED) / PAPER.value("gpu_throughput")
+    yield shown("lohan-fig01c", "gpu_recompute_time", again, "s", "Eq. 7 at 34 GB / THP_G", **batch)
+    yield shown("lohan-fig01c", "activation_offload_time", SWAPPED / r.link, "s", "34 GB / BW_G", **batch)
+    extra = 100 * again / (2 * n.forward_flops / r.gpu)
+    yield shown("lohan-fig01c", "extra_gpu_compute", extra, "%", "FLOP_r / 2 FLOP_f", **batch)

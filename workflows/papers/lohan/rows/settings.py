@@ -1,0 +1,80 @@
+"""Machines, models and constants that the modules of LoHan's rows share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from baselines.lohan.equations import GIB, Net, Rates
+from memascend.planner.machine import Machine
+from memascend.planner.step_time import StepTime
+from workflows.cases import Row, row
+from workflows.played import Paper, machine
+
+PAPER = Paper("lohan")
+T4090, T3090, T4080, T4X = "lohan-4090", "lohan-3090", "lohan-4080", "lohan-4x4090"
+LOHAN, BY_EQUATIONS, ZERO, OFFLOAD, G10 = (
+    "LoHan",
+    "LoHan (Eqs. 1 to 5)",
+    "ZeRO-Infinity",
+    "ZeRO-Offload",
+    "G10 (simulated)",
+)
+ARMS = {
+    LOHAN: ("lohan", "optimized"),
+    "LoHan Optimized": ("lohan", "optimized"),
+    "LoHan Naive": ("lohan", "naive"),
+    "LoHan+ZeRO": ("lohan", "none"),
+    ZERO: ("zero_infinity", "as_published"),
+    OFFLOAD: ("zero_offload", "today"),
+}
+TABLE_IV = ("6B", "13B", "30B", "70B", "135B", "175B", "276B", "412B")
+EQUATIONS, PLAYED = "Eqs. 1 to 5", "memascend.planner.step_time"
+
+
+def shown(exhibit: str, metric: str, value: float | str, unit: str, source: str, **cells: Any) -> Row:
+    return row(exhibit, metric, value, unit, "modelled", source, **{"testbed": T4090} | cells)
+
+
+@cache
+def bed(testbed: str, ssds: int = 12) -> Machine:
+    """A testbed with the SSD rates that Fig. 1c implies, or those of so many drives where they are slower."""
+    rates = {}
+    for way in ("read", "write"):
+        whole, one = PAPER.value(f"ssd_{way}_gb_per_s"), PAPER.value(f"one_ssd_{way}_gb_per_s")
+        rates[f"ssd_{way}_bytes_per_s"] = 1e9 * min(whole, ssds * one)
+    return replace(machine(testbed), **rates)
+
+
+@cache
+def step(series: str, model: str, batch: int, testbed: str = T4090, ssds: int = 12, gpus: int = 1) -> StepTime:
+    """Context 1024, bf16."""
+    system, arm = ARMS[series]
+    work = {"context": 1024, "batch": batch, "ranks": gpus}
+    return PAPER.step(system, arm, model, bed(testbed, ssds), PAPER.costs(), **work)
+
+
+@cache
+def net(model: str, batch: int) -> Net:
+    spec = PAPER.spec(model)
+    return Net(layers=spec.layers, hidden=spec.hidden, batch=batch)
+
+
+@cache
+def rates(ssds: int = 12, room: float = 0.0) -> Rates:
+    """Of an RTX 4090; `room`: bytes of main memory for activations."""
+    drives = bed(T4090, ssds)
+    ways = {"read": drives.ssd_read_bytes_per_s, "write": drives.ssd_write_bytes_per_s}
+    return Rates(gpu=PAPER.value("gpu_throughput"), link=drives.pcie_bytes_per_s, room=room, **ways)
+
+
+def on_gpu(model: str, batch: int, gpu_gib: float) -> bool:
+    """Whether LoHan's few blocks and the activations of one fit (a rule found afterwards)."""
+    n = net(model, batch)
+    blocks = PAPER.value("blocks_on_gpu") * 24 * n.hidden**2
+    return blocks + 34 * n.tokens * n.hidden < gpu_gib * GIB
+
+
+def most_on_gpu(model: str, gpu_gib: float, among: tuple[int, ...]) -> int | None:
+    return max((batch for batch in among if on_gpu(model, batch, gpu_gib)), default=None)

@@ -1,0 +1,174 @@
+"""Throughput by batch, model, SSDs and GPUs: Figs. 2b, 2c, 5, 7, 10 to 13, from the systems' schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from baselines.lohan.equations import GIB, DiT, best, iteration_s
+from workflows.cases import Row
+from workflows.papers.lohan.rows.settings import (
+    BY_EQUATIONS,
+    EQUATIONS,
+    LOHAN,
+    OFFLOAD,
+    PAPER,
+    PLAYED,
+    T4X,
+    T3090,
+    T4090,
+    ZERO,
+    most_on_gpu,
+    net,
+    on_gpu,
+    rates,
+    shown,
+    step,
+)
+
+DRIVES = (1, 2, 3, 6, 12)
+# Table VI: name -> layers, width; and prices of Table VII in dollars.
+DITS = {
+    "0.67B": (28, 1152),
+    "0.90B": (30, 1280),
+    "1.4B": (32, 1536),
+    "10B": (28, 4096),
+    "20B": (40, 5120),
+    "40B": (48, 7168),
+}
+SERVER, GPU_PRICE, SSD_PRICE, DGX = 14098, 1600, 308, 200000
+
+
+def rows() -> Iterator[Row]:
+    yield from shares()
+    yield from by_batch("lohan-fig05a", "13B", (8, 16, 32, 64, 128), (LOHAN, ZERO, OFFLOAD), T4090)
+    yield from by_batch("lohan-fig05b", "13B", (8, 16, 32, 64), (LOHAN, ZERO, OFFLOAD), T3090)
+    arms = ("LoHan+ZeRO", "LoHan Naive", "LoHan Optimized")
+    yield from by_batch("lohan-fig07a", "13B", (8, 16, 32, 64), arms, T4090)
+    yield from by_batch("lohan-fig07b", "175B", (8, 16), arms, T4090)
+    yield from best_of_sizes()
+    yield from by_drives()
+    for sub, model, gpus, batches in (
+        ("a", "13B", 2, (16, 32, 64, 128, 256)),
+        ("b", "70B", 2, (16, 32, 48, 64)),
+        ("c", "13B", 4, (32, 64, 128, 256, 512)),
+        ("d", "70B", 4, (32, 64, 96, 128)),
+    ):
+        yield from by_batch(f"lohan-fig11{sub}", model, batches, (LOHAN, ZERO), T4X, gpus)
+    yield from diffusion()
+    yield from costs()
+
+
+def throughput(
+    exhibit: str, series: str, model: str, x: tuple[str, int], tokens: float, source: str, testbed: str
+) -> Row:
+    cells = {"series": series, "model": model, "x_name": x[0], "x_value": str(x[1]), "testbed": testbed}
+    return shown(exhibit, "throughput", tokens, "token/s", source, **cells)
+
+
+def by_batch(
+    exhibit: str, model: str, batches: tuple[int, ...], systems: tuple[str, ...], testbed: str, gpus: int = 1
+) -> Iterator[Row]:
+    """Tokens a second of each system that the GPU holds, and, on the RTX 4090, LoHan's by its equations; ratios at each
+    batch."""
+    name = "global_batch_size" if gpus > 1 else "batch_size"
+    for batch in (b for b in batches if on_gpu(model, b // gpus, 24)):
+        found = {}
+        for series in systems:
+            made = step(series, model, batch // gpus, testbed, gpus=gpus)
+            found[series] = made.tokens_per_second
+            source = f"{PLAYED}, mostly {made.bottleneck}"
+            yield throughput(exhibit, series, model, (name, batch), found[series], source, testbed)
+        if exhibit == "lohan-fig05a":
+            n, r = net(model, batch), rates()
+            tokens = n.tokens / iteration_s(n, r, best(n, r))
+            yield throughput(exhibit, BY_EQUATIONS, model, (name, batch), tokens, EQUATIONS, testbed)
+        first = systems[-1] if exhibit.startswith("lohan-fig07") else systems[0]
+        for other in (each for each in systems if each != first):
+            cells = {"series": f"{first} / {other.removeprefix('LoHan ')}", "model": model, "testbed": testbed}
+            ratio = found[first] / found[other]
+            yield shown(exhibit, "throughput_ratio", ratio, "x", PLAYED, x_name=name, x_value=str(batch), **cells)
+
+
+def shares() -> Iterator[Row]:
+    """How long the GPU and the optimizer take of ZeRO-Infinity's step."""
+    for model in ("13B", "30B", "70B"):
+        for batch in (8, 16, 32, 64):
+            made = step(ZERO, model, batch)
+            cells = {"series": model, "model": model, "x_name": "batch_size", "x_value": str(batch)}
+            busy = sum(made.played.served_s[phase.name].get("gpu0", 0.0) for phase in made.phases)
+            yield shown("lohan-fig02b", "gpu_busy", 100 * busy / made.seconds, "%", PLAYED, **cells)
+            optimizer = next(phase.seconds for phase in made.phases if phase.name == "optimizer")
+            yield shown("lohan-fig02c", "optimizer_share", 100 * optimizer / made.seconds, "%", PLAYED, **cells)
+
+
+def best_of_sizes() -> Iterator[Row]:
+    """Fig. 5c: at the largest batch that the GPU holds, by the paper's count of FLOP."""
+    peak = net("13B", 32)
+    whole = 2 * peak.forward_flops + peak.forward_flops + peak.block_flops
+    top = peak.reported_tflops(whole / PAPER.value("gpu_throughput"))
+    for model in ("13B", "30B", "70B", "135B", "175B"):
+        batch = most_on_gpu(model, 24, (8, 16, 32, 64, 128))
+        n, r = net(model, batch), rates()
+        cells = {"model": model, "x_name": "model_size_B", "x_value": model.removesuffix("B")}
+        by_hand = iteration_s(n, r, best(n, r))
+        for series, seconds in ((LOHAN, step(LOHAN, model, batch).seconds), (ZERO, step(ZERO, model, batch).seconds)):
+            value = n.reported_tflops(seconds)
+            yield shown(
+                "lohan-fig05c", "throughput", value, "TFLOPS", f"{PLAYED}, batch {batch}", series=series, **cells
+            )
+            yield shown("lohan-fig05c", "share_of_peak", 100 * value / top, "%", PLAYED, series=series, **cells)
+        own = {"series": BY_EQUATIONS, **cells}
+        yield shown("lohan-fig05c", "throughput", n.reported_tflops(by_hand), "TFLOPS", EQUATIONS, **own)
+        share = 100 * n.reported_tflops(by_hand) / top
+        yield shown("lohan-fig05c", "share_of_peak", share, "%", EQUATIONS, **own)
+        yield shown("lohan-fig05c", "throughput", top, "TFLOPS", "THP_G alone", series="peak of the GPU", **cells)
+
+
+def by_drives() -> Iterator[Row]:
+    """Fig. 10: 135B at the largest batch, 13B at three."""
+    batch = most_on_gpu("135B", 24, (8, 16, 32, 64))
+    for drives in DRIVES:
+        for series in (LOHAN, ZERO):
+            tokens = step(series, "135B", batch, ssds=drives).tokens_per_second
+            source = f"{PLAYED}; batch {batch} is assumed"
+            yield throughput("lohan-fig10a", series, "135B", ("num_SSDs", drives), tokens, source, T4090)
+        for size in (32, 48, 64):
+            n, r = net("13B", size), rates(drives)
+            ways = {"": n.reported_tflops(iteration_s(n, r, best(n, r)))}
+            ways[", simulated"] = n.reported_tflops(step(LOHAN, "13B", size, ssds=drives).seconds)
+            for ending, value in ways.items():
+                cells = {"series": f"bsz={size}{ending}", "model": "13B", "x_name": "num_SSDs", "x_value": str(drives)}
+                yield shown("lohan-fig10b", "throughput", value, "TFLOPS", PLAYED if ending else EQUATIONS, **cells)
+
+
+def diffusion() -> Iterator[Row]:
+    """Fig. 12: LoHan by its equations; Fast-DiT holds 16 bytes a parameter and all activations on the GPU."""
+    batch = int(PAPER.value("dit_batch"))
+    for name, (layers, hidden) in DITS.items():
+        n = DiT(layers=layers, hidden=hidden, batch=batch, context=1024, vocab=0)
+        cells = {"model": name, "x_name": "model_size_B", "x_value": name.removesuffix("B")}
+        seconds = iteration_s(n, rates(), best(n, rates()))
+        yield shown("lohan-fig12", "throughput", batch / seconds, "image/s", EQUATIONS, series=LOHAN, **cells)
+        smaller = [DiT(layers=layers, hidden=hidden, batch=b, context=1024, vocab=0) for b in (1, 2, 4, 8, 16)]
+        held = [d for d in smaller if 16 * d.parameters + d.all_activations < 24 * GIB]
+        value: float | str = held[-1].batch * rates().gpu / (3 * held[-1].forward_flops) if held else "OOM"
+        source = f"3 FLOP_f / THP_G, batch {held[-1].batch}" if held else "over 24 GiB at batch 1"
+        yield shown("lohan-fig12", "throughput", value, "image/s", source, series="Fast-DiT", **cells)
+
+
+def costs() -> Iterator[Row]:
+    """Fig. 13: 30B on four RTX 4090 and on a DGX-A100, tokens a second for 1000 dollars."""
+    batch = most_on_gpu("30B", 24, (8, 16, 32, 64))
+    n = net("30B", batch)
+    flops = 3 * n.forward_flops + n.block_flops
+    megatron = n.tokens * PAPER.value("megatron_efficiency") * 8 * 312e12 / flops / (DGX / 1000)
+    for drives in DRIVES:
+        x = {"model": "30B", "x_name": "num_SSDs", "x_value": str(drives), "testbed": T4X}
+        price = SERVER + 4 * GPU_PRICE + drives * SSD_PRICE
+        value = step(LOHAN, "30B", batch, T4X, drives, 4).tokens_per_second / (price / 1000)
+        unit, source = "token/s per 1K$", f"{PLAYED}; batch {batch} a GPU is assumed; prices of Table VII"
+        yield shown("lohan-fig13", "cost_effectiveness", value, unit, source, series="LoHan on 4 RTX 4090", **x)
+        whole = "assumed share of 8 A100 over the price of Table VII"
+        yield shown("lohan-fig13", "cost_effectiveness", megatron, unit, whole, series="Megatron-LM on DGX-A100", **x)
+        ratio = {"series": "LoHan 4x4090 / Megatron DGX-A100", **x}
+        yield shown("lohan-fig13", "cost_effectiveness_ratio", value / megatron, "x", source, **ratio)
