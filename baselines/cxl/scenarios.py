@@ -7,6 +7,7 @@ algorithm's result where DRAM has room (erratum X4), so it is a third one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baselines.cxl.published_algorithm import carried_out
@@ -47,7 +48,7 @@ class Scenario:
 
 
 _LEVEL_OF = {"fp32 P": 1, "fp32 G": 1, "fp32 O": 1, "bf16 P": 2, "bf16 A": 3, "bf16 G": 4}
-_CLASSES_OF = {
+CLASSES_OF = {
     "fp32 P": (MASTERS,), "fp32 G": (GRADIENTS,), "fp32 O": (MOMENTUM, VARIANCE),
     "bf16 P": (WEIGHTS,), "bf16 A": (ACTIVATIONS,), "bf16 G": (ARRIVING,),
 }  # fmt: skip
@@ -70,13 +71,7 @@ def allocation(scenario: Scenario, algorithm: str) -> dict[str, dict[int, int]]:
     """Bytes by item of Table I and node: 0 is DRAM, cards from 1."""
     items = scenario.published_items()
     if algorithm == AS_PUBLISHED:
-        groups: dict[int, list[str]] = {}
-        for name in items:
-            groups.setdefault(_LEVEL_OF[name], []).append(name)
-        placed, _ = carried_out(scenario.rooms, {level: [items[n] for n in names] for level, names in groups.items()})
-        return {
-            names[i]: placed[f"level_{level}_item_{i}"] for level, names in groups.items() for i in range(len(names))
-        }
+        return by_algorithm_1(items, scenario.rooms)
     rooms = [
         Room(node, nbytes, near=node == 0, bandwidth=DRAM_GB_PER_S if node == 0 else CARD_GB_PER_S)
         for node, nbytes in enumerate(scenario.rooms)
@@ -86,11 +81,20 @@ def allocation(scenario: Scenario, algorithm: str) -> dict[str, dict[int, int]]:
     return _as_the_text_says(items, rooms)
 
 
+def by_algorithm_1(items: Mapping[str, int], rooms: Sequence[int]) -> dict[str, dict[int, int]]:
+    """Bytes by item of Table I and node as Algorithm 1 is printed, carried out whether or not a node has the room."""
+    groups: dict[int, list[str]] = {}
+    for name in items:
+        groups.setdefault(_LEVEL_OF[name], []).append(name)
+    placed, _ = carried_out(rooms, {level: [items[n] for n in names] for level, names in groups.items()})
+    return {names[i]: placed[f"level_{level}_item_{i}"] for level, names in groups.items() for i in range(len(names))}
+
+
 def _default(items: dict[str, int], rooms: list[Room]) -> dict[str, dict[int, int]]:
-    parts = {name: size // len(_CLASSES_OF[name]) for name, size in items.items()}
-    made = latency_first([Item(each, parts[name]) for name in items for each in _CLASSES_OF[name]], rooms)
+    parts = {name: size // len(CLASSES_OF[name]) for name, size in items.items()}
+    made = latency_first([Item(each, parts[name]) for name in items for each in CLASSES_OF[name]], rooms)
     placed: dict[str, dict[int, int]] = {}
-    for name, classes in _CLASSES_OF.items():
+    for name, classes in CLASSES_OF.items():
         shares = placed.setdefault(name, {})
         for each in classes:
             for node, nbytes in made[each].bytes_by_node.items():

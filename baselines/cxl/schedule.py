@@ -3,24 +3,27 @@
     DRAM     masters, moments, gradients: what the CPU computes on            (level 1, first into near memory)
     cards    weights and activations: what the GPU fetches and stores, at the rate of its link (levels 2 to 4)
 
-Latency first puts the levels in that order while DRAM has room (its section IV-B); `naive` interleaves every page over
-all nodes, so that half of the optimizer's bytes and half of the GPU's come from a card; `baseline` has DRAM alone. Two
-things that the paper found follow from the nodes' rates: AdamW waits for the slower node of what it streams (Fig. 5),
-and two GPUs that fetch from one card share its link (Fig. 6). Latency itself is not in it: large transfers hide it.
+Latency first puts the levels in that order while DRAM has room (its section IV-B), as printed (`as_published`, which
+may put more on a node than it has: erratum X5) or within every capacity; `naive` interleaves every page over all nodes,
+so that half of the optimizer's bytes and half of the GPU's come from a card; `baseline` has DRAM alone. Two things that
+the paper found follow from the nodes' rates: AdamW waits for the slower node of what it streams (Fig. 5), and two GPUs
+that fetch from one card share its link (Fig. 6). Latency itself is not in it: large transfers hide it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from baselines.protocol.schedules import backward, forward, host_optimizer, overflow_check
-from memascend.memory.classes import ACTIVATIONS, ARRIVING, MASTERS, MOMENTUM, VARIANCE, WEIGHTS
+from baselines.cxl.scenarios import CLASSES_OF, by_algorithm_1
+from baselines.protocol.schedules import backward, forward, overflow_check
+from memascend.memory.classes import ACTIVATIONS, ARRIVING, GRADIENTS, MASTERS, MOMENTUM, VARIANCE, WEIGHTS
 from memascend.memory.latency_first import Item, Room, latency_first
 
 if TYPE_CHECKING:
     from memascend.planner.step import Step
 
 GIB = 2**30
+DRAM = "dram"
 Shares = dict[str, dict[str, float]]  # class -> resource -> share of its bytes
 
 
@@ -28,7 +31,18 @@ def schedule(step: Step) -> None:
     step.places = shares_of(step)
     done = backward(step, after=forward(step))
     done = overflow_check(step, after=done, chain=True)
-    host_optimizer(step, after=done)
+    step.add("AdamW", "optimizer", update(step), after=(done,))
+
+
+def update(step: Step) -> dict[str, float]:
+    """What AdamW loads: of each parameter masters and moments read and written, gradients read (28 bytes with fp32
+    states), from where they lie; the 16-bit copy of the weights is not counted, as in the paper's Fig. 5."""
+    costs, each = step.costs, step.work.spec.parameters * step.state_bytes
+    moved = step.memory(master_weights=2 * each, momentum=2 * each, variance=2 * each, gradients=each)
+    on_cards = costs.adam_card_efficiency or costs.adam_memory_efficiency
+    needs = {node: size / (costs.adam_memory_efficiency if node == DRAM else on_cards) for node, size in moved.items()}
+    own = costs.own_s.get("optimizer", 0.0) + costs.host_seconds_per_parameter * step.work.spec.parameters
+    return {"cpu": own, **needs}
 
 
 def shares_of(step: Step) -> Shares:
@@ -36,7 +50,7 @@ def shares_of(step: Step) -> Shares:
     described = list(step.machine.described.get("memory_nodes", [])) if step.machine is not None else []
     sizes = class_bytes(step)
     if step.work.arm_name == "baseline" or len(described) < 2:
-        return {name: {"dram": 1.0} for name in sizes}
+        return {name: {DRAM: 1.0} for name in sizes}
     rooms = [
         Room(
             number,
@@ -46,10 +60,19 @@ def shares_of(step: Step) -> Shares:
         )
         for number, node in enumerate(described)
     ]
-    names = ["dram" if node["kind"] == "dram" else str(node["name"]) for node in described]
+    names = [DRAM if node["kind"] == "dram" else str(node["name"]) for node in described]
     if step.work.arm_name == "naive":
         even = {room.node: 1.0 / len(rooms) for room in rooms}
         placed = {name: {node: share * size for node, share in even.items()} for name, size in sizes.items()}
+    elif step.work.arm_name == "as_published":
+        items = {item: sum(sizes[name] for name in classes) for item, classes in CLASSES_OF.items()}
+        made = by_algorithm_1(items, [room.nbytes for room in rooms])
+        placed = {
+            name: {node: part * sizes[name] / items[item] for node, part in made[item].items()}
+            for item, classes in CLASSES_OF.items()
+            for name in classes
+            if sizes[name]
+        }
     else:
         made = latency_first([Item(name, size) for name, size in sizes.items()], rooms)
         placed = {name: dict(allocation.bytes_by_node) for name, allocation in made.items()}
@@ -61,12 +84,13 @@ def shares_of(step: Step) -> Shares:
 
 
 def class_bytes(step: Step) -> dict[str, int]:
-    """Of all ranks together: weights and arriving gradients in 16 bits, masters and moments, activation checkpoints."""
+    """Table I, of all ranks together: 16 bytes a parameter that the CPU computes on (masters, both moments, gradients),
+    weights and arriving gradients in 16 bits, activation checkpoints."""
     numel, state = step.work.spec.parameters, step.state_bytes
     kept = step.work.ranks * sum(piece.checkpoint_bytes for piece in step.pieces)
     weights = sum(piece.weight_bytes for piece in step.pieces)
-    sizes = {MASTERS: state * numel, MOMENTUM: state * numel, VARIANCE: state * numel}
-    return sizes | {WEIGHTS: weights, ACTIVATIONS: kept, ARRIVING: 4 * numel}
+    sizes = dict.fromkeys((MASTERS, MOMENTUM, VARIANCE, GRADIENTS), state * numel)
+    return sizes | {WEIGHTS: weights, ACTIVATIONS: kept, ARRIVING: 2 * numel}
 
 
 def _value(number: Any) -> float:

@@ -12,12 +12,13 @@ from memascend.arrangements import Arrangement, arrangement_of_parts
 _PLACED = {"pinned": "exact", "pool": "stock", "overflow": "stock", "aio": "file"}
 
 
-def _arm(label: str, placement: str | None) -> Arrangement:
-    return arrangement_of_parts(_PLACED, label, states_on="host", placement=placement, overflow="chain")
+def _arm(label: str, placement: str | None, **others: bool) -> Arrangement:
+    return arrangement_of_parts(_PLACED, label, states_on="host", placement=placement, overflow="chain", **others)
 
 
 _ARMS = {
     "cxl_aware": _arm("CXL-aware allocation", "latency_first"),
+    "as_published": _arm("CXL-aware allocation (Algorithm 1 as printed)", "latency_first", runs=False),
     "naive": _arm("Naive CXL (interleave)", "process_interleave"),
     "baseline": _arm("Local DRAM", None),
 }

@@ -156,7 +156,7 @@ def swapping_optimizer(step: Step, *, after: str) -> str:
 
 def host_optimizer(step: Step, *, after: str) -> str:
     """AdamW over states that never leave host memory."""
-    return step.add("AdamW", "optimizer", step.update(step.work.spec.parameters), after=(after,))
+    return step.add("AdamW", "optimizer", {"cpu": step.adamw_s(step.work.spec.parameters)}, after=(after,))
 
 
 def _share(whole: int, part: int, parts: int) -> int:

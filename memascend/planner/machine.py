@@ -133,7 +133,8 @@ class Calibrations:
 
     `backward_products`: products of a backward pass over those of a forward pass, without recomputation: two for each.
     `own_s`: seconds a phase that the runtime takes for itself, whatever the sizes (on a CPU its Python does not run
-    beside the device); the papers' machines have none.
+    beside the device); the papers' machines have none, but for CXL-aware allocation's.
+    `adam_card_efficiency`: of a memory card's rate, where the CPU updates what lies there; None: as of DRAM's.
     """
 
     gpu_efficiency: float = _VALUES["gpu_efficiency"]
@@ -144,6 +145,7 @@ class Calibrations:
     fused_memory_efficiency: float = _VALUES["fused_memory_efficiency"]
     backward_products: float = 2.0
     own_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    adam_card_efficiency: float | None = None
 
 
 def machine_from_testbed(testbed: Mapping[str, Any], where: str = "testbed") -> Machine:

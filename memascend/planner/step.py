@@ -155,21 +155,6 @@ class Step:
                     needs[place] = needs.get(place, 0.0) + size * share
         return needs
 
-    def update(self, parameters: float) -> dict[str, float]:
-        """What AdamW of `parameters` needs: the CPU, for as long as memory delivers; or each place by its share."""
-        if not self.places:
-            return {"cpu": self.adamw_s(parameters)}
-        each = parameters * self.state_bytes / self.costs.adam_memory_efficiency
-        own = self.costs.own_s.get("optimizer", 0.0) / self.work.spec.parameters + self.costs.host_seconds_per_parameter
-        moved = self.memory(
-            master_weights=2 * each,
-            momentum=2 * each,
-            variance=2 * each,
-            arriving_gradients=each,
-            weights=parameters * ELEMENT_BYTES[self.work.dtype] / self.costs.adam_memory_efficiency,
-        )
-        return {"cpu": own * parameters, **moved}
-
     # -- work of the CPU -----------------------------------------------------------------------------------------------
 
     def streaming_s(self, nbytes: float, efficiency: float) -> float:

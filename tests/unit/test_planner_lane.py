@@ -14,40 +14,50 @@ from workflows import registry, tidy
 from workflows.derive import claims, report, table
 from workflows.papers.memascend.rows import modelled, sweeps, times
 
+COMPUTED = [paper for paper in registry.PAPERS if table.rows_of(paper)]
+
 ROOT = Path(__file__).parents[2]
 # Exhibits whose modelled rows are drawn through measured ones, and are tested with those.
 FROM_RECORDS = {"memascend-fig12"}
 
 
 @functools.cache
-def rows() -> list[dict]:
+def rows(paper: str = "memascend") -> list[dict]:
     """Made when a test asks: not by every process that collects this file."""
-    return list(modelled())
+    return list(table.rows_of(paper).modelled()) if paper != "memascend" else list(modelled())
 
 
-def test_every_built_exhibit_with_a_modelled_lane_has_rows():
-    exhibits = registry.exhibits()
+def claims_of(paper: str) -> list[dict]:
+    return [claim for claim in registry.claims() if claim["exhibit_id"].startswith(f"{paper}-")]
+
+
+@pytest.mark.parametrize("paper", COMPUTED)
+def test_every_built_exhibit_with_a_modelled_lane_has_rows(paper):
+    exhibits = [entry for entry in registry.exhibits() if entry["paper"] == paper]
     wanted = {e["id"] for e in exhibits if e["status"] == "built" and "modelled" in e["lanes"]}
-    assert wanted - FROM_RECORDS <= {row["exhibit_id"] for row in rows()}
+    assert wanted - FROM_RECORDS <= {row["exhibit_id"] for row in rows(paper)} <= {e["id"] for e in exhibits}
 
 
-def test_rows_keep_their_lane_their_origin_and_a_real_testbed():
-    for row in rows():
+@pytest.mark.parametrize("paper", COMPUTED)
+def test_rows_keep_their_lane_their_origin_and_a_real_testbed(paper):
+    for row in rows(paper):
         assert set(row) <= set(tidy.COLUMNS)
         assert row["lane"] == "modelled"
         assert row["source"]
         assert row["testbed"] in known_testbeds()
 
 
-def test_no_two_rows_say_the_same_thing():
+@pytest.mark.parametrize("paper", COMPUTED)
+def test_no_two_rows_say_the_same_thing(paper):
     columns = ("exhibit_id", "subfigure", "series", "model", "x_name", "x_value", "metric")
-    keys = Counter(tuple(row.get(c, "") for c in columns) for row in rows())
+    keys = Counter(tuple(row.get(c, "") for c in columns) for row in rows(paper))
     assert max(keys.values()) == 1
 
 
-def test_every_selector_of_a_claim_that_the_lane_can_decide_finds_one_row():
-    modelled_exhibits = {row["exhibit_id"] for row in rows()}
-    for claim in registry.claims():
+@pytest.mark.parametrize("paper", COMPUTED)
+def test_every_selector_of_a_claim_that_the_lane_can_decide_finds_one_row(paper):
+    modelled_exhibits = {row["exhibit_id"] for row in rows(paper)}
+    for claim in claims_of(paper):
         if "not_checkable" in claim["lanes"]["modelled"] or claim["exhibit_id"] not in modelled_exhibits:
             continue
         fixed = [{c: v} for c, values in claim["over"].items() for v in values] if "over" in claim else [{}]
@@ -56,18 +66,19 @@ def test_every_selector_of_a_claim_that_the_lane_can_decide_finds_one_row():
         for wanted in ({**selector, **more} for selector in selectors for more in fixed):
             found = [
                 row
-                for row in rows()
+                for row in rows(paper)
                 if row["exhibit_id"] == claim["exhibit_id"] and all(row.get(c, "") == v for c, v in wanted.items())
             ]
             assert len(found) == 1, (claim["id"], wanted)
 
 
-def test_the_committed_verdicts_are_those_of_the_lane():
+@pytest.mark.parametrize("paper", [paper for paper in COMPUTED if claims_of(paper)])
+def test_the_committed_verdicts_are_those_of_the_lane(paper):
     """results/reference/modelled: the record that the score in the README is tested against."""
-    made_rows = pd.DataFrame(rows()).reindex(columns=tidy.COLUMNS).fillna("").astype(str)
-    record = report.read_verdicts(ROOT / "results/reference/modelled/memascend-claims.csv")
+    made_rows = pd.DataFrame(rows(paper)).reindex(columns=tidy.COLUMNS).fillna("").astype(str)
+    record = report.read_verdicts(ROOT / f"results/reference/modelled/{paper}-claims.csv")
     committed = {verdict.claim_id: verdict for verdict in record}
-    for claim in registry.claims():
+    for claim in claims_of(paper):
         mine = made_rows[made_rows["exhibit_id"] == claim["exhibit_id"]]
         made = claims.decide(claim, "modelled", mine)
         assert made == committed.get(claim["id"]), "make the record again as its README says"

@@ -8,6 +8,7 @@ unnamed   series that the legend leaves out;   narrow, turned   names in two lin
   ranks   in words, what was measured with several ranks
 dashed   {level: number} or {where: ..., text: ...}: a printed value;   over   {where: ..., at: group}: outlined bar
 stacked: parts   {metric: colour} from below;   total   metric of the whole;   by   model (lanes beside) or lane
+  part   the column that names a part, in place of the metric
 """
 
 from __future__ import annotations
@@ -133,6 +134,7 @@ def stacked(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tupl
     """Stacks of parts; (part, lane) of what was drawn. `by: model` puts lanes beside, `by: lane` series under lanes."""
     parts, total = panel["parts"], panel.get("total", "")
     table = of.select(table, panel.get("where"))
+    table = table.assign(metric=table[panel.get("part", "metric")])
     for sums in panel.get("sums", []):  # a stack of another's parts
         own = of.select(table, {"series": sums["of"], "lane": sums["lane"], "metric": sums["parts"]})
         table = pd.concat([table, own.assign(series=sums["series"])])
@@ -186,7 +188,7 @@ def head_groups(
         axis.set_xticks(list(centres.values()), list(centres))
         return
     axis.set_xticks([at for at, _ in ticks], [name.replace(" (", "\n(") for _, name in ticks], fontsize=7.5)
-    for lane, middle in centres.items():
+    for lane, middle in centres.items() if "title" not in panel else ():
         words = {"measured": panel.get("measured", "measured"), style.REFERENCE: "reference"}.get(lane, lane)
         place = {"xycoords": ("data", "axes fraction"), "ha": "center", "fontsize": 8.5, "fontweight": "bold"}
         axis.annotate(words, (middle, 1.02), **place)

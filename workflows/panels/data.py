@@ -22,7 +22,8 @@ SERIES = ["ZeRO-Infinity (as published)", "ZeRO-Infinity", "torch.aminmax", "Mem
 
 def prepared(table: pd.DataFrame, spec: dict[str, Any]) -> pd.DataFrame:
     """Every row with the columns `number` and `at` (NaN for text), `k`, `ranks`; of a twin the scaled metric, and of
-    several twins of a model the largest. The specification says which series "both" is, what to `rename` ({column:
+    several twins of a model the largest. The specification says which series
+    "both" and "all" are, what to `rename` ({column:
     {from: to}}) and which printed values are `corrected` ({lane, values: {as printed: as meant}})."""
     table = table.assign(number=table["value"].map(numeric), at=table["x_value"].map(numeric))
     table = table.astype({"number": float, "at": float})
@@ -35,8 +36,9 @@ def prepared(table: pd.DataFrame, spec: dict[str, Any]) -> pd.DataFrame:
     of_reference = is_reference(table)
     table.loc[of_reference, "lane"] = REFERENCE
     table["series"] = table["series"].str.replace(OF_REFERENCE, "", regex=True)
-    both = table["series"].eq("both")
-    table = pd.concat([table[~both], *(table[both].assign(series=name) for name in spec.get("both", ["both"]))])
+    for several in ("both", "all"):
+        of = table["series"].eq(several)
+        table = pd.concat([table[~of], *(table[of].assign(series=name) for name in spec.get(several, [several]))])
     table = table.replace(spec.get("rename", {}))
     corrected = spec.get("corrected", {"lane": "", "values": {}})
     printed = table["lane"].eq(corrected["lane"]) & table["value"].isin(list(corrected["values"]))

@@ -1,6 +1,7 @@
 """Tasks on their resources over time: rows with x_name "begin (s)", x_value when, value how long; a line a series.
 
 metrics name the tasks;   order   the lines from above;   parts   {metric: colour};   by   lane | testbed: blocks
+form   of a label;   least   seconds of a bar that has one
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[s
         for task in table[(table["lane"] == lane) & (table["series"] == series)].itertuples():
             fill = style.colour(task.metric, panel["parts"])
             bar = axis.barh([line], [task.number], 0.7, left=[task.at], **style.surface(lane, fill))
-            axis.bar_label(bar, [f"{task.metric} {task.number:g} s"], label_type="center", fontsize=7, bbox=BOX)
+            if task.number >= panel.get("least", 0.0):
+                text = panel.get("form", "{} {:g} s").format(task.metric, task.number)
+                axis.bar_label(bar, [text], label_type="center", fontsize=7, bbox=BOX)
             drawn.append((task.metric, lane))
     axis.set_yticks(range(len(rows)), [f"{series}\n{lane}" for lane, series in rows])
     axis.invert_yaxis()

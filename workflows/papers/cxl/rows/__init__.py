@@ -1,0 +1,190 @@
+"""What the exhibits of CXL-aware allocation compute: steps of its schedule on its two testbeds, and Table I's bytes.
+
+One card and two cards are configurations A and B. Every cell that the GPU or the nodes do not hold is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from baselines.cxl.scenarios import checkpoints
+from memascend.planner import Workload
+from memascend.planner.footprint import GIB
+from memascend.planner.gpu_memory import gpu_memory
+from memascend.planner.step_time import StepTime
+from workflows.cases import Row, row
+from workflows.played import Paper, machine
+
+PAPER = Paper("cxl")
+CALIBRATIONS = tuple(PAPER.constants.values())
+A, B = "cxl-a", "cxl-b"
+MODELS = {"7B": "qwen2.5-7b", "12B": "12B"}
+SUBFIGURES = {"a": ("7B", 1), "b": ("7B", 2), "c": ("12B", 1), "d": ("12B", 2)}
+DRAM, NAIVE, AWARE, DEFAULT = "DRAM only", "naive CXL", "CXL-aware", "CXL-aware (our default)"
+ARMS = {DRAM: "baseline", NAIVE: "naive", AWARE: "as_published", DEFAULT: "cxl_aware"}
+CONTEXTS, BATCHES = (4096, 8192, 16384, 32768), (1, 2, 4, 8, 16, 32)
+DRAM_GIB = 512e9 / GIB  # what the baseline has (Table II)
+RELATIVE = "throughput relative to DRAM only"
+
+
+def modelled() -> Iterator[Row]:
+    yield from relative()
+    yield from phases()
+    yield from memory()
+    yield from adam_by_elements()
+    yield from copies()
+    yield from profile()
+    yield from four_blocks()
+    played = {"cxl-fig13": A, "cxl-fig14": B, "cxl-fig15": A, "cxl-fig07": A, "cxl-fig03": A}
+    yield from PAPER.assumptions(played, [c for c in PAPER.constants if c != "copy_start_seconds"])
+    yield from PAPER.assumptions({"cxl-fig05": A}, ["adam_memory_efficiency", "adam_card_efficiency"])
+    yield from PAPER.assumptions({"cxl-fig06": A}, ["copy_start_seconds"])
+
+
+@cache
+def step(series: str, model: str, testbed: str, gpus: int, context: int, batch: int) -> StepTime:
+    """DRAM alone is the same on both testbeds."""
+    blocks = PAPER.spec(MODELS[model]).layers
+    own = PAPER.value("runtime_seconds_a_block") * blocks / 4
+    costs = PAPER.costs(own_s={"forward": own, "backward": 3 * own})
+    cell = {"ranks": gpus, "context": context, "batch": batch}
+    return PAPER.step("cxl", ARMS[series], MODELS[model], machine(A if series == DRAM else testbed), costs, **cell)
+
+
+def fits(model: str, gpus: int, context: int, batch: int) -> bool:
+    """On the GPU, and in the baseline's DRAM, which the percentages are of."""
+    spec = PAPER.spec(MODELS[model])
+    work = Workload(spec=spec, system="cxl", arm="baseline", dtype="bf16", ranks=gpus, context=context, batch=batch)
+    return gpu_memory(work).device_bytes <= 80 * GIB and table_one(model, gpus, context, batch) <= DRAM_GIB
+
+
+def table_one(model: str, gpus: int, context: int, batch: int) -> float:
+    """GiB: 20 bytes a parameter and the checkpoints."""
+    spec = PAPER.spec(MODELS[model])
+    return (20 * spec.parameters + gpus * checkpoints(batch, context, spec.layers, spec.hidden)) / GIB
+
+
+def shown(exhibit: str, metric: str, value: float, unit: str, source: str, **cells: Any) -> Row:
+    return row(exhibit, metric, value, unit, "modelled", source, **{"testbed": A} | cells)
+
+
+def relative() -> Iterator[Row]:
+    """Figs. 13 and 14: every cell, and the ends of each series over the cells."""
+    source = "memascend.planner.step_time: tokens a second over those of DRAM alone"
+    for exhibit, testbed in (("cxl-fig13", A), ("cxl-fig14", B)):
+        for subfigure, (model, gpus) in SUBFIGURES.items():
+            grid = [(c, b) for c in CONTEXTS for b in BATCHES if fits(model, gpus, c, b)]
+            for series in (NAIVE, AWARE):
+                cells = {"series": series, "model": model, "testbed": testbed, "subfigure": subfigure}
+                found = []
+                for context, batch in grid:
+                    at = (model, testbed, gpus, context, batch)
+                    found.append(100 * step(DRAM, *at).seconds / step(series, *at).seconds)
+                    x = {"x_name": f"batch at context {context // 1024}K", "x_value": str(batch)}
+                    yield shown(exhibit, RELATIVE, found[-1], "%", source, **cells, **x)
+                of = f"over {len(grid)} cells of 4K to 32K and 1 to 32 sequences"
+                for end, value, drop in (("low", min(found), max(found)), ("high", max(found), min(found))):
+                    yield shown(exhibit, f"{RELATIVE}, {end}", value, "%", of, **cells)
+                    yield shown(exhibit, f"drop against DRAM only, {end}", 100 - drop, "%", of, **cells)
+
+
+CONFIGURATIONS = {
+    DRAM: (DRAM, A),
+    **{f"{series} ({n} AIC)": (series, bed) for n, bed in ((1, A), (2, B)) for series in (NAIVE, AWARE)},
+    **{f"CXL-aware ({n} AIC), our default": (DEFAULT, bed) for n, bed in ((1, A), (2, B))},
+}
+NAMES = {"forward": "FWD", "backward": "BWD", "optimizer": "STEP"}
+
+
+def phases() -> Iterator[Row]:
+    """Fig. 15: 32K and batch 4."""
+    for subfigure, (model, gpus) in SUBFIGURES.items():
+        for name, (series, testbed) in CONFIGURATIONS.items():
+            made = step(series, model, testbed, gpus, 32768, 4)
+            cells = {"series": name, "model": model, "testbed": testbed, "subfigure": subfigure}
+            for phase in made.phases:
+                x = {"x_name": "phase", "x_value": NAMES[phase.name]}
+                source = f"memascend.planner.step_time, mostly {phase.bottleneck}"
+                yield shown("cxl-fig15", "latency", phase.seconds, "s", source, **cells, **x)
+            whole = 100 * (made.seconds / step(DRAM, model, A, gpus, 32768, 4).seconds - 1)
+            yield shown("cxl-fig15", "total latency increase", whole, "%", "over DRAM only", **cells)
+
+
+def profile() -> Iterator[Row]:
+    """Fig. 7, whose workload is not stated: 12B on one GPU, 4K, at two batches."""
+    for batch in (1, 8):
+        for name in (DRAM, f"{NAIVE} (1 AIC)", f"{NAIVE} (2 AIC)"):
+            series, testbed = CONFIGURATIONS[name]
+            made = step(series, "12B", testbed, 1, 4096, batch)
+            for phase in made.phases:
+                cells = {"series": name, "model": "12B", "testbed": testbed, "subfigure": f"batch {batch}"}
+                cells |= {"x_name": "phase", "x_value": NAMES[phase.name]}
+                source = "memascend.planner.step_time; context 4K and the batch are assumed"
+                yield shown("cxl-fig07", "latency", phase.seconds, "s", source, **cells)
+
+
+def memory() -> Iterator[Row]:
+    """Figs. 2 and 3: Table I's bytes, 12B on two GPUs; throughput in DRAM alone."""
+    source = "Table I: 20 bytes a parameter and the activation checkpoints"
+    for context in (512, 2048, 4096, 8192, 16384, 24576, 32768):
+        cells = {"series": "12B", "model": "12B", "x_name": "context (tokens)", "x_value": str(context)}
+        yield shown("cxl-fig02", "system memory", table_one("12B", 2, context, 5), "GiB", source, **cells)
+    for batch in (1, 2, 4, 8, 16, 24, 32, 48):
+        cells = {"series": "12B", "model": "12B", "x_name": "batch", "x_value": str(batch)}
+        yield shown("cxl-fig03", "system memory", table_one("12B", 2, 4096, batch), "GiB", source, **cells)
+        rate = step(DRAM, "12B", A, 2, 4096, batch).tokens_per_second
+        yield shown("cxl-fig03", "throughput", rate, "tokens/s", "memascend.planner.step_time", **cells)
+
+
+def adam_by_elements() -> Iterator[Row]:
+    """Fig. 5: 28 bytes an element from DRAM, or from one card; no processor cache is in it."""
+    nodes = machine(A).described["memory_nodes"]
+    rates = [node["gb_per_s"]["value"] * 1e9 for node in nodes]
+    reached = dict(zip(("local DRAM", "CXL"), rates, strict=True))
+    reached["local DRAM"] *= PAPER.value("adam_memory_efficiency")
+    reached["CXL"] *= PAPER.value("adam_card_efficiency")
+    for elements in (10**6, 10**7, 2 * 10**7, 5 * 10**7, 10**8, 10**9, 10**10):
+        for series, rate in reached.items():
+            cells = {"series": series, "x_name": "elements", "x_value": str(elements)}
+            source = f"28 bytes an element at {rate / 1e9:.1f} GB/s, the rate that STEP reaches in Fig. 15(a)"
+            yield shown("cxl-fig05", "optimizer time", 1e3 * 28 * elements / rate, "ms", source, **cells)
+    ratio = reached["local DRAM"] / reached["CXL"]
+    cells = {"series": "CXL", "x_name": "elements", "x_value": "> 20M"}
+    yield shown("cxl-fig05", "optimizer time relative to DRAM", ratio, "x", "ratio of the two rates", **cells)
+
+
+def copies() -> Iterator[Row]:
+    """Fig. 6: the slower of the GPU's link and what holds the data, shared by the GPUs that copy at once."""
+    link, start = machine(A).pcie_bytes_per_s, PAPER.value("copy_start_seconds")
+    dram, card = (node["gb_per_s"]["value"] * 1e9 for node in machine(A).described["memory_nodes"])
+    for gpus in (1, 2):
+        for series, rate in (("local DRAM", dram), ("CXL", card)):
+            name = series if gpus == 1 else f"{series}, two GPUs at once"
+            for size in (2**e for e in range(16, 31, 2)):
+                cells = {"series": name, "x_name": "transfer size (bytes)", "x_value": str(size)}
+                value = size / (start + size / min(link, rate / gpus)) / 1e9
+                source = "size / (start + size / slowest link); every link at its data sheet's rate"
+                yield shown("cxl-fig06", "copy bandwidth", value, "GB/s", source, **cells)
+
+
+LINES = {"pcie0.down": "PCIe to the GPU", "gpu0": "GPU", "pcie0.up": "PCIe to the CPU", "cpu": "CPU", "dram": "CPU"}
+
+
+def four_blocks() -> Iterator[Row]:
+    """Fig. 1: four blocks of the 12B model, 32K and batch 1, in DRAM alone; a bar for a block on a resource."""
+    made = PAPER.step("cxl", "baseline", "four blocks", machine(A), PAPER.costs(), context=32768, batch=1)
+    spans: dict[tuple[str, str], list[float]] = {}
+    for event in made.played.events:
+        if event.resource == "dram" and event.phase != "optimizer":
+            continue
+        block = event.name.partition("block ")[2].partition(".")[0]
+        if event.phase != "optimizer" and not block:
+            continue
+        name = "Adam" if event.phase == "optimizer" else f"{event.phase[0].upper()}{int(block) + 1}"
+        span = spans.setdefault((LINES[event.resource], name), [event.begin_s, event.end_s])
+        span[:] = min(span[0], event.begin_s), max(span[1], event.end_s)
+    for (series, name), (begin, end) in spans.items():
+        cells = {"series": series, "model": "four blocks of 12B", "x_name": "begin (s)", "x_value": f"{begin:.6g}"}
+        yield shown("cxl-fig01", name, end - begin, "s", "memascend.simulator: one step", **cells)
