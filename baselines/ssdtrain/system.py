@@ -1,5 +1,7 @@
 """SSDTrain: weights and states on the device, activations on the SSD; beside it keeping and recomputing all (Fig. 7).
 
+What becomes of activations in each arm is in schedule.py.
+
 The paper trains in FP16 with SGD to make room on its GPU; here AdamW over fp32 masters, as in every other system, so
 that losses can be compared. Its tensor parallelism over two GPUs is one rank here.
 """
@@ -9,18 +11,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from baselines.protocol import PlannedSystem
-from baselines.protocol.schedules import backward, forward
 from baselines.ssdtrain.footprint import footprint
+from baselines.ssdtrain.schedule import schedule
 from memascend.arrangements import Arrangement
 from memascend.training.backends import IN_MEMORY, Setup
 
 if TYPE_CHECKING:
-    from memascend.planner.step import Step
     from memascend.training.config import TrainConfig
 
-_CHECKPOINTING = {"ssdtrain": "ssd", "keep": "none", "recompute": "plain"}
-_LABELS = {"ssdtrain": "SSDTrain", "keep": "Keep all", "recompute": "Recompute all"}
+_CHECKPOINTING = {"ssdtrain": "ssd", "hybrid": "ssd", "keep": "none", "recompute": "plain"}
+_LABELS = {
+    "ssdtrain": "SSDTrain",
+    "hybrid": "SSDTrain (as much as the SSD takes)",
+    "keep": "Keep all",
+    "recompute": "Recompute all",
+}
 _ARMS = {name: Arrangement(label=label, states_on="gpu") for name, label in _LABELS.items()}
+_ARMS["as_published"] = Arrangement(label="SSDTrain (as published)", states_on="gpu", runs=False)
 
 
 class SSDTrain(PlannedSystem):
@@ -33,6 +40,11 @@ class SSDTrain(PlannedSystem):
             raise ValueError(
                 f"arm {arm!r} of system 'ssdtrain' trains with checkpointing {wanted!r}, not {config.checkpointing!r}: "
                 f"set --checkpointing {wanted}, or choose another arm ({', '.join(_ARMS)})"
+            )
+        if arm == "hybrid" and config.activations != "auto":
+            raise ValueError(
+                f"arm 'hybrid' of system 'ssdtrain' offloads what the SSD takes in time, not {config.activations!r}: "
+                "leave --activations out, or choose the arm ssdtrain"
             )
         if config.ranks > 1:
             raise ValueError(f"system 'ssdtrain' is one process, not {config.ranks}: leave --ranks out")
@@ -49,9 +61,4 @@ class SSDTrain(PlannedSystem):
         return Setup(backend=IN_MEMORY, settings={"update": "torch", "group_elements": None, **folder}, swaps=on_ssd)
 
 
-def _products(step: Step) -> None:
-    """Products alone: the traffic of activations is not among a step's tasks yet, and a plan says so."""
-    backward(step, after=forward(step))
-
-
-SYSTEM = SSDTrain(name="ssdtrain", arms=_ARMS, buffers=footprint, tasks=_products)
+SYSTEM = SSDTrain(name="ssdtrain", arms=_ARMS, buffers=footprint, tasks=schedule)

@@ -12,7 +12,7 @@ from memascend.planner.limits import Largest, Limits, largest
 from memascend.planner.machine import Machine
 from memascend.planner.node_memory import NodePlan, place, topology_of
 from memascend.planner.step import IoVolume, io_volume
-from memascend.planner.step_time import StepTime, step_time
+from memascend.planner.step_time import GPU, StepTime, step_time
 from memascend.planner.workload import SwapSizes, Workload
 
 DAY_S = 86_400
@@ -40,14 +40,17 @@ class Wear:
     seconds_per_step: float | None
     endurance_tb: float | None
     activation_bytes: int = 0  # of bytes_per_step; all GPUs
+    untimed_bytes: int = 0  # of activation_bytes: what the seconds leave out
+    computing_s: float | None = (
+        None  # of a step whose seconds have the transfers of activations in them: products alone
+    )
     endurance_gain: float = 1.0  # lifetime writes over the rating
 
     @property
     def activation_bytes_per_s(self) -> float | None:
         """What all SSDs together must take so that writing activations fills half of the step (SSDTrain, III-D)."""
-        if not self.activation_bytes or self.seconds_per_step is None:
-            return None
-        return self.activation_bytes / (self.seconds_per_step / 2)
+        seconds = self.computing_s or self.seconds_per_step
+        return self.activation_bytes / (seconds / 2) if self.activation_bytes and seconds else None
 
     @property
     def tb_per_day(self) -> float | None:
@@ -102,8 +105,8 @@ def answer(
 
     `endurance_tb`: what the drives are rated to write; `endurance_gain`: how many times that they are trusted with.
     """
-    written = activation_writes(work)
     host, device, volume = plan(work), gpu_memory(work), io_volume(work)
+    unscheduled = 0 if volume.activation_bytes else activation_writes(work)
     needs = (
         Need(name="GPU memory", needed_bytes=device.device_bytes, limit_bytes=limits.gpu_bytes),
         Need(name="host memory", needed_bytes=host.host_bytes, limit_bytes=limits.ram_bytes),
@@ -121,8 +124,10 @@ def answer(
         time=time,
         no_time=no_time,
         wear=Wear(
-            bytes_per_step=volume.total_write_bytes + written,
-            activation_bytes=written,
+            bytes_per_step=volume.total_write_bytes + unscheduled,
+            activation_bytes=volume.activation_bytes + unscheduled,
+            untimed_bytes=unscheduled,
+            computing_s=None if unscheduled or time is None else time.of_resource(GPU),
             endurance_gain=endurance_gain,
             seconds_per_step=time.seconds if time else None,
             endurance_tb=endurance_tb,

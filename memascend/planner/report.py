@@ -137,13 +137,13 @@ def _rating(wear: Wear) -> str:
 
 def _activations(wear: Wear) -> list[str]:
     size = _gb(wear.activation_bytes)
+    said = f"  activations: a step writes {size} more" if wear.untimed_bytes else f"  of that {size} are activations"
+    said += ", and reads them back" if wear.untimed_bytes else ", which it reads back"
     if wear.activation_bytes_per_s is None:
-        return [f"  activations: a step writes {size} more, and reads them back"]
-    return [
-        f"  activations: a step writes {size} more, and reads them back; the SSDs must take "
-        f"{wear.activation_bytes_per_s / 1e9:,.2f} GB/s so that it fills half of the step",
-        "  (the seconds of a step are those without this I/O)",
-    ]
+        return [said]
+    rate = wear.activation_bytes_per_s / 1e9
+    lines = [f"{said}; the SSDs must take {rate:,.2f} GB/s so that it fills half of the step"]
+    return [*lines, "  (the seconds of a step are those without this I/O)"] if wear.untimed_bytes else lines
 
 
 def _verdicts(answers: Answers) -> list[str]:

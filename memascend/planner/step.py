@@ -22,11 +22,13 @@ PHASES = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True, kw_only=True)
 class IoVolume:
-    """Bytes that storage serves in one step, by phase, of all ranks and paths. `stored_bytes`: what lies there."""
+    """Bytes that storage serves in one step, by phase, of all ranks and paths. `stored_bytes`: what lies there between
+    steps; `activation_bytes`: those of `write_bytes` that are saved activations, which backward reads again."""
 
     read_bytes: dict[str, int]
     write_bytes: dict[str, int]
     stored_bytes: int
+    activation_bytes: int = 0
 
     @property
     def total_read_bytes(self) -> int:
@@ -53,6 +55,7 @@ class Step:
         self.pools: dict[str, float] = {}
         self.locks: list[str] = []
         self.stored_bytes: dict[str, int] = {}
+        self.activation_bytes = 0.0  # saved activations that tasks write, of all ranks
         # Class of tensors -> shares of it on memory that has a rate of its own; a class that is not there loads none.
         self.places: Mapping[str, Mapping[str, float]] = {}
 
@@ -134,12 +137,13 @@ class Step:
 
     # -- work of the device --------------------------------------------------------------------------------------------
 
-    def products(self, phase: str, piece: Piece) -> float:
-        """Floating-point operations of a piece in `forward` or `backward`, where a checkpointed block is recomputed,
-        and the runtime's own time, which the same thread spends."""
+    def products(self, phase: str, piece: Piece, *, recomputed: bool | None = None) -> float:
+        """Floating-point operations of a piece in `forward` or `backward`, where a checkpointed block is `recomputed`
+        (None: as the work's stack says), and the runtime's own time, which the same thread spends."""
         passes = 1.0
         if phase == "backward":
-            passes = self.costs.backward_products + (1 if self.work.stack.checkpoints else 0)
+            again = self.work.stack.checkpoints if recomputed is None else recomputed
+            passes = self.costs.backward_products + (1 if again else 0)
         own = self.costs.own_s.get(phase, 0.0) / len(self.pieces)
         rate = (self.machine.gpu_flops_per_s or 0.0) if self.machine is not None else 0.0
         return self.work.accumulation * (passes * piece.flops + own * rate * self.costs.gpu_efficiency)
@@ -190,7 +194,12 @@ class Step:
                 for ending, sums in ((".read", read), (".write", written)):
                     if work.endswith(ending):
                         sums[task.phase] = sums.get(task.phase, 0) + round(amount)
-        return IoVolume(read_bytes=read, write_bytes=written, stored_bytes=sum(self.stored_bytes.values()))
+        return IoVolume(
+            read_bytes=read,
+            write_bytes=written,
+            stored_bytes=sum(self.stored_bytes.values()),
+            activation_bytes=round(self.activation_bytes),
+        )
 
 
 def step_of(work: Workload, machine: Machine | None = None, costs: Calibrations | None = None) -> Step:

@@ -51,6 +51,10 @@ class StepTime:
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 
+    def of_resource(self, resource: str) -> float:
+        """Seconds that a resource takes for all its work at its full rate."""
+        return sum(phase.by_resource.get(resource, 0.0) for phase in self.phases)
+
     @property
     def bottleneck(self) -> str:
         """The resource with the most work in the whole step."""

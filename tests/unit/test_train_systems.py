@@ -93,13 +93,15 @@ def test_devices_go_to_the_direct_engine_alone(tmp_path):
 
 
 def test_an_arm_of_ssdtrain_is_what_becomes_of_activations():
-    words = {"ssdtrain": "ssd", "keep": "none", "recompute": "plain"}
+    words = {"ssdtrain": "ssd", "hybrid": "ssd", "keep": "none", "recompute": "plain"}
     run = {"system": "ssdtrain", "ranks": 1}
     for arm, checkpointing in words.items():
         config = dataclasses.replace(CONFIG, arm=arm, checkpointing=checkpointing, **run)
         systems.check(config)
         made = systems.setup(config, PREPARED, "run", "/swap")
-        assert made.swaps == (arm == "ssdtrain")
-        assert made.settings.get("activations_folder") == ("/swap" if arm == "ssdtrain" else None)
+        assert made.swaps == (checkpointing == "ssd")
+        assert made.settings.get("activations_folder") == ("/swap" if checkpointing == "ssd" else None)
+    with pytest.raises(ValueError, match="offloads what the SSD takes in time, not 'all': leave --activations out"):
+        systems.check(dataclasses.replace(CONFIG, arm="hybrid", checkpointing="ssd", activations="all", **run))
     with pytest.raises(ValueError, match="'ssdtrain' trains with checkpointing 'ssd', not 'offloaded': set --checkp"):
         systems.check(dataclasses.replace(CONFIG, **run))

@@ -1,0 +1,231 @@
+"""A step of SSDTrain: weights and states stay on the GPU; what the model saves for backward waits on the SSD.
+
+    GPU      | F0 | F1 | F2 | F3 | B3 | B2 | B1 | B0 |
+    store         | a0 | a1 | a2 |                        as soon as it is computed, first in, first out
+    load                         | a2 | a1 | a0 |         in reverse order, ahead of backward
+
+Its parts (the paper's III): the end of the model is kept, since its backward begins at once; what the drive has not
+taken when its load would begin is *forwarded*: backward finds it in memory and nothing is read (III-C2). Loads run
+ahead by one piece of a block: backward works on one while the next one comes.
+
+    ssdtrain      all but the last block is offloaded, as the activation cache here does
+    as_published  all but the last module, here a piece of a block (Table III: 93 to 102 % of all activations)
+    hybrid        from the first piece on, as much as the drive takes while forward runs (Fig. 3); the rest is kept
+    keep          everything stays
+    recompute     only the input of each block stays, and backward computes the block once more (Fig. 7)
+
+Left out, as for every system with its states on the GPU: the optimizer. Bytes are those that a plan counts
+(`memascend.planner.gpu_memory`); the pool `SAVED` says how many of them the GPU holds at each instant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from memascend.planner.pieces import PIECES_PER_BLOCK
+
+if TYPE_CHECKING:
+    from memascend.planner.pieces import Piece
+    from memascend.planner.step import Step
+
+SAVED = "saved activations"
+KEEP, RECOMPUTE, OFFLOAD = "keep", "recompute", "offload"
+_SHARE_OF_RATE = 0.9  # of what the drive takes while forward runs: `hybrid`, as the activation cache plans
+_MOST_BATCHES = 2  # micro batches are alike: more of them are folded into two
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """What a piece of a block saves in one micro batch on one GPU, and what becomes of it.
+
+    Bytes: `saved` for backward; `entry` its share of the block's input, all that recomputing keeps; `working`, at the
+    piece that backward begins a block with, what the block saves while it is recomputed, else 0.
+    """
+
+    piece: Piece
+    saved: float
+    entry: float
+    working: float
+    fate: str = KEEP
+
+
+def schedule(step: Step) -> None:
+    regions, done = regions_of(step), ""
+    for batch in range(min(step.work.accumulation, _MOST_BATCHES)):
+        done = forward(step, regions, batch=batch, after=done)
+        done = backward(step, regions, batch=batch, after=done)
+
+
+def regions_of(step: Step, fates: Sequence[str] | None = None) -> list[Region]:
+    """In the order of forward; `fates` says what becomes of each block (or fold of blocks), else the arm does."""
+    from memascend.planner.gpu_memory import block_bytes_per_token  # which imports torch
+
+    work, inner = step.work, step.pieces[1:-1]
+    tokens, spec, last = work.batch * work.context, work.spec, PIECES_PER_BLOCK - 1
+    block = tokens * block_bytes_per_token(spec, work.context, flash=work.stack.flash, fused=work.stack.fused)
+    whole, entry = sum(piece.flops for piece in inner), 2.0 * tokens * spec.hidden
+    regions = []
+    for number, piece in enumerate(inner):
+        blocks = spec.layers * piece.flops / whole  # blocks are alike, and share their products and bytes
+        working = block if number % PIECES_PER_BLOCK == last else 0.0
+        regions.append(Region(piece=piece, saved=blocks * block, entry=blocks * entry, working=working))
+    if fates is None:
+        chosen = _fates_of_arm(step, regions)
+    else:
+        chosen = [fate for fate in fates for _ in range(PIECES_PER_BLOCK)]
+    if len(chosen) != len(regions):
+        raise ValueError(f"{len(chosen) // PIECES_PER_BLOCK} fates for {len(regions) // PIECES_PER_BLOCK} blocks")
+    return [replace(region, fate=fate) for region, fate in zip(regions, chosen, strict=True)]
+
+
+def _fates_of_arm(step: Step, regions: list[Region]) -> list[str]:
+    arm = step.work.arm_name
+    if arm in (KEEP, RECOMPUTE):
+        return [arm] * len(regions)
+    kept = 1 if arm == "as_published" else PIECES_PER_BLOCK
+    room = _taken_in_forward(step) if arm == "hybrid" else float("inf")
+    fates, used = [], 0.0
+    for region in regions[:-kept]:
+        used += region.saved
+        fates.append(OFFLOAD if used <= room else KEEP)
+    return fates + [KEEP] * kept
+
+
+# -- what becomes of a region in time ----------------------------------------------------------------------------------
+
+
+def _rates(step: Step) -> tuple[float, float, float] | None:
+    """Operations a second of the GPU, bytes a second to and from its drive; None where nobody says."""
+    machine, ranks = step.machine, step.work.ranks
+    if machine is None or not (
+        machine.gpu_flops_per_s and machine.ssd_read_bytes_per_s and machine.ssd_write_bytes_per_s
+    ):
+        return None
+    link = machine.pcie_bytes_per_s or float("inf")
+    write, read = (min(link, rate / ranks) for rate in (machine.ssd_write_bytes_per_s, machine.ssd_read_bytes_per_s))
+    return machine.gpu_flops_per_s * step.costs.gpu_efficiency, write, read
+
+
+def _taken_in_forward(step: Step) -> float:
+    rates = _rates(step)
+    if rates is None:
+        return float("inf")
+    seconds = sum(_products(step, "forward", piece) for piece in step.pieces) / rates[0]
+    return _SHARE_OF_RATE * rates[1] * seconds
+
+
+def forwarded(step: Step, regions: list[Region]) -> set[str]:
+    """Names of offloaded pieces whose store has not ended when their load would have to begin. Without rates: none."""
+    rates = _rates(step)
+    if rates is None:
+        return set()
+    flops, write, read = rates
+    at, stored, ends = _products(step, "forward", step.pieces[0]) / flops, 0.0, {}
+    for region in regions:
+        at += _products(step, "forward", region.piece) / flops
+        if region.fate == OFFLOAD:
+            stored = ends[region.piece.name] = max(stored, at) + region.saved / write
+    at += sum(_products(step, phase, step.pieces[-1]) for phase in ("forward", "backward")) / flops
+    late = set()
+    for region in reversed(regions):
+        if ends.get(region.piece.name, 0.0) > at - region.saved / read:
+            late.add(region.piece.name)
+        at += _products(step, "backward", region.piece, region.fate == RECOMPUTE) / flops
+    return late
+
+
+# -- tasks -------------------------------------------------------------------------------------------------------------
+
+
+def forward(step: Step, regions: list[Region], *, batch: int = 0, after: str = "") -> str:
+    """Products one after the other; what a piece saves is in memory from its end on, and leaves with its store."""
+    first, last, late = step.pieces[0], step.pieces[-1], forwarded(step, regions)
+    done = _compute(step, "forward", batch, first, (after,))
+    for region in regions:
+        done = _compute(step, "forward", batch, region.piece, (done,))
+        size = region.entry if region.fate == RECOMPUTE else region.saved
+        saved = _saves(step, batch, region.piece, size, done)
+        if region.fate == OFFLOAD:
+            gone = {} if region.piece.name in late else {SAVED: size}
+            _transfer(step, "store", batch, region, after=(saved,), gives=gone)
+    done = _compute(step, "forward", batch, last, (done,))
+    return _saves(step, batch, last, _loss_bytes(step), done)
+
+
+def backward(step: Step, regions: list[Region], *, batch: int = 0, after: str) -> str:
+    """The pieces in reverse order; each gives its memory back when backward is done with it."""
+    last, late = step.pieces[-1], forwarded(step, regions)
+    step.pool(SAVED, float("inf"))
+    done = before = _compute(step, "backward", batch, last, (after,), {SAVED: _loss_bytes(step)})
+    loaded, block = "", 0.0
+    for region in reversed(regions):
+        gives, ready, again = {SAVED: region.saved}, [done], region.fate == RECOMPUTE
+        if again:
+            block = region.working or block
+            gives = {SAVED: block / PIECES_PER_BLOCK + region.entry}
+            if region.working:
+                name = f"recompute {batch}: {region.piece.name}"
+                ready = [step.add(name, "backward", after=(done,), takes={SAVED: region.working})]
+        elif region.fate == OFFLOAD and region.piece.name not in late:
+            wait = (before, loaded, f"store {batch}: {region.piece.name}")  # while backward works on the piece behind
+            loaded = _transfer(step, "load", batch, region, after=wait, takes=gives)
+            ready.append(loaded)
+        before, done = done, _compute(step, "backward", batch, region.piece, ready, gives, recomputed=again)
+    return done
+
+
+def _loss_bytes(step: Step) -> float:
+    from memascend.planner.gpu_memory import logits_bytes  # which imports torch
+
+    work = step.work
+    return float(logits_bytes(work.spec, work.batch * work.context, chunked=work.stack.loss != "plain"))
+
+
+def _products(step: Step, phase: str, piece: Piece, recomputed: bool = False) -> float:
+    """Of one micro batch."""
+    return step.products(phase, piece, recomputed=recomputed) / step.work.accumulation
+
+
+def _stands_for(step: Step) -> float:
+    """How many micro batches each that is played stands for."""
+    return step.work.accumulation / min(step.work.accumulation, _MOST_BATCHES)
+
+
+def _compute(
+    step: Step,
+    phase: str,
+    batch: int,
+    piece: Piece,
+    after: Sequence[str],
+    gives: Mapping[str, float] | None = None,
+    *,
+    recomputed: bool = False,
+) -> str:
+    needs = {"gpu0": _stands_for(step) * _products(step, phase, piece, recomputed)}
+    return step.add(f"{phase} {batch}: {piece.name}", phase, needs, after=after, gives=gives)
+
+
+def _saves(step: Step, batch: int, piece: Piece, nbytes: float, after: str) -> str:
+    """Memory is taken at the end of the products that fill it."""
+    return step.add(f"save {batch}: {piece.name}", "forward", after=(after,), takes={SAVED: nbytes})
+
+
+def _transfer(
+    step: Step,
+    what: str,
+    batch: int,
+    region: Region,
+    *,
+    after: Sequence[str],
+    takes: Mapping[str, float] | None = None,
+    gives: Mapping[str, float] | None = None,
+) -> str:
+    """Between GPU and drive, over the GPU's link."""
+    moved = _stands_for(step) * region.saved
+    if what == "store":
+        step.activation_bytes += step.work.ranks * moved
+    direction, link, phase = ("write", "up", "forward") if what == "store" else ("read", "down", "backward")
+    needs = {f"ssd.{direction}": step.work.ranks * moved, f"pcie0.{link}": moved}
+    return step.add(f"{what} {batch}: {region.piece.name}", phase, needs, after=after, takes=takes, gives=gives)
