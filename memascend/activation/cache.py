@@ -25,7 +25,8 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from memascend.activation.record import Plan, Record, next_plan
-from memascend.storage.tier import Completion, Tier
+from memascend.storage.completion import Completion
+from memascend.storage.tier import Tier
 
 log = logging.getLogger("memascend")
 

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from memascend.activation.cache import ActivationCache, options_from
-from memascend.storage.tier import DirectTier, Tier
+from memascend.storage.engine_tiers import DirectTier
+from memascend.storage.tier import Tier
 
 
 @contextmanager

@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 
+from memascend.storage.completion import Completion
 from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.engine_tiers import DirectTier
 from memascend.storage.errors import StorageError
 from memascend.storage.native import _C
-from memascend.storage.tier import Completion, DirectTier, Transferred
+from memascend.storage.tier import Transferred
 
 _FILE, _META = "states", "completed step"
 _CHUNK_BYTES = 16 << 10  # unit of space: half of it is lost with each tensor, on average

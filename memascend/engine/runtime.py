@@ -36,8 +36,8 @@ from memascend.engine.updates import ARMS, AdamSettings, Updates, gradient_key, 
 from memascend.engine.weights import WeightStream
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
 from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.engine_tiers import DirectTier
 from memascend.storage.scratch import collect_scratch_files
-from memascend.storage.tier import DirectTier
 
 log = logging.getLogger("memascend")
 

@@ -30,8 +30,8 @@ from memascend.activation.checkpointing import switch_on
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
 from memascend.ops.cross_entropy import DEFAULT_CHUNK_BYTES, LogitTransform, chunked_linear_cross_entropy
 from memascend.planner.options import MODEL_OPTIONS
+from memascend.storage.engine_tiers import DirectTier
 from memascend.storage.folders import swap_folder
-from memascend.storage.tier import DirectTier
 
 _ATTENTION_NAMES = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
 

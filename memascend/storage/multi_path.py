@@ -22,7 +22,6 @@ Beyond the contract of `memascend.storage.tier`:
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import logging
@@ -31,30 +30,22 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Self
 
 import torch
 
-from memascend.storage import completion as completions
 from memascend.storage.completion import Completion, RequestCancelled
 from memascend.storage.errors import StorageError
 from memascend.storage.group_homes import GroupHomes
+from memascend.storage.key_queue import KeyQueue
 from memascend.storage.path import Attempt, Busy, Path, PathReport, hang_error, named, observe
-from memascend.storage.tier import Transferred, _KeyQueue, _require_memory
+from memascend.storage.tier import Transferred
+from memascend.storage.tier_base import TierBase, require_memory
 
 __all__ = ["MultiPathTier", "Path", "PathReport"]
 
 log = logging.getLogger("memascend")
 
 HANG_S = 120.0
-_open_tiers: weakref.WeakSet[MultiPathTier] = weakref.WeakSet()
-
-
-@atexit.register  # after the one of `tier`, so it runs before that one closes the paths
-def _close_all() -> None:
-    for tier in list(_open_tiers):
-        with contextlib.suppress(StorageError):
-            tier.close()
 
 
 class _Transfer(Completion):
@@ -73,7 +64,7 @@ class _Transfer(Completion):
         return self._on_cancel(self)
 
 
-class MultiPathTier:
+class MultiPathTier(TierBase):
     """See the module, and `memascend.storage.tier.Tier` for the protocol."""
 
     def __init__(
@@ -92,36 +83,30 @@ class MultiPathTier:
         """
         if not paths or len({path.name for path in paths}) < len(paths):
             raise ValueError(f"a tier needs paths, each named once, got {[path.name for path in paths]}")
+        super().__init__(", ".join(path.name for path in paths))
         self._paths = list(paths)
         for path in self._paths:
             path.seen = path.tier.transferred
         self._rehome, self._group_of, self._hang_s = rehome, group_of, hang_s
         self._homes = GroupHomes(self._paths, placement, group_of)
-        self._queue = _KeyQueue()
-        self._lock = threading.RLock()  # of what follows
-        self._sizes: dict[str, int] = {}  # as last submitted
+        self._queue = KeyQueue()
         self._holders: dict[str, list[Path]] = {}  # the one that has it is the last
         self._broken: dict[str, BaseException] = {}
-        self._pending: set[_Transfer] = set()
-        self._failed: list[_Transfer] = []
         self._busy = Busy()
         self._written_in_pass = 0
         self._watcher: threading.Thread | None = None
         self._watched = threading.Condition(self._lock)
-        self._closed = False
-        self._pid = os.getpid()
         self.moves = 0  # tensors that were written to another path than before
-        _open_tiers.add(self)
 
     # -- the protocol --------------------------------------------------------------------------------------------------
 
     def write(self, key: str, tensor: torch.Tensor, *, offset: int = 0, priority: int = 0) -> Completion:
-        _require_memory(key, tensor)
+        require_memory(key, tensor)
         with self._lock:
             self._require_open()
             before = self._sizes.get(key)
             if offset:
-                self._require_part(key, tensor.nbytes, offset, before)
+                self._require_part(key, tensor.nbytes, offset)
             else:
                 self._note_size(key, tensor.nbytes)
             try:
@@ -132,17 +117,10 @@ class MultiPathTier:
                 raise
 
     def read(self, key: str, tensor: torch.Tensor, *, offset: int = 0, priority: int = 0) -> Completion:
-        _require_memory(key, tensor)
+        require_memory(key, tensor)
         with self._lock:
             self._require_open()
-            there = self._sizes.get(key)
-            if there is None:
-                raise ValueError(f"read of '{key}': no such tensor in {self._place}: write it first")
-            if offset < 0 or offset + tensor.nbytes > there:
-                raise ValueError(
-                    f"read of bytes {offset} to {offset + tensor.nbytes} of '{key}', a tensor of {there}: "
-                    "give a buffer of the tensor's size"
-                )
+            self._require_readable(key, tensor.nbytes, offset)
             return self._begin("read", key, tensor, offset, priority)
 
     def erase(self, key: str) -> bool:
@@ -164,22 +142,6 @@ class MultiPathTier:
         if turn.begun:
             forget()
         return True
-
-    def size_of(self, key: str) -> int | None:
-        return self._sizes.get(key)
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._lock:
-            pending = list(self._pending)
-        for transfer in pending:
-            if not transfer._done:
-                transfer._block(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        with self._lock:
-            failed, self._failed = self._failed, []
-        errors = [transfer.error() for transfer in failed if not transfer._observed]
-        if errors:
-            raise errors[0]
 
     def reserve(self, more_bytes: int) -> None:
         """On each path its share, and what finds no room there on the others."""
@@ -232,17 +194,7 @@ class MultiPathTier:
             self._require_open()
             return self._busy.transferred()
 
-    def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        if self._pid != os.getpid():
-            return
-        if not completions.in_dispatcher():
-            for transfer in list(self._pending):
-                if not transfer._done:
-                    transfer._block(None)
+    def _release(self) -> None:
         with self._watched:
             self._watched.notify_all()
         for path in self._paths:
@@ -251,13 +203,6 @@ class MultiPathTier:
                 threading.Thread(target=path.tier.close, name=f"memascend-close-{path.name}", daemon=True).start()
             else:
                 path.tier.close()
-        _open_tiers.discard(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # -- what its users can know ---------------------------------------------------------------------------------------
 
@@ -330,10 +275,6 @@ class MultiPathTier:
         if nbytes is not None:
             self._sizes[key] = nbytes
 
-    @property
-    def _place(self) -> str:
-        return ", ".join(path.name for path in self._paths)
-
     # -- transfers -----------------------------------------------------------------------------------------------------
 
     def _begin(self, verb: str, key: str, tensor: torch.Tensor, offset: int, priority: int) -> Completion:
@@ -352,13 +293,11 @@ class MultiPathTier:
 
         def end(error: BaseException | None) -> None:
             with self._lock:
-                self._pending.discard(transfer)
+                self._ended(transfer, error)
                 if write and error is not None and not isinstance(error, ValueError):
                     self._broken[key] = error
                 elif write:
                     self._broken.pop(key, None)
-                if error is not None and not isinstance(error, RequestCancelled):
-                    self._failed = [each for each in self._failed if not each._observed] + [transfer]
                 again = write and not offset and error is None and self._pass_is_over(tensor.nbytes)
             transfer._settle(error=error)
             self._queue.leave(key, turn)
@@ -624,24 +563,6 @@ class MultiPathTier:
                 attempt.inner.cancel()
             attempt.path.gate.leave()
             attempt.ended(error)
-
-    # ------------------------------------------------------------------------------------------------------------------
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise RuntimeError(f"the tier in {self._place} is closed")
-        if self._pid != os.getpid():
-            raise RuntimeError(f"the tier in {self._place} was opened before the fork: open one in each process")
-
-    def _require_part(self, key: str, nbytes: int, offset: int, there: int | None) -> None:
-        if there is None:
-            raise ValueError(f"write to a part of '{key}': no such tensor in {self._place}: write all of it first")
-        end = offset + nbytes
-        if offset < 0 or offset % 4096 or end > there or (end % 4096 and end != there):
-            raise ValueError(
-                f"write to bytes {offset} to {end} of '{key}', a tensor of {there}: begin and end at multiples of 4096 "
-                "bytes, or at the tensor's end"
-            )
 
 
 def _look_for_hangs(tier: weakref.ref[MultiPathTier], watched: threading.Condition, hang_s: float) -> None:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from memascend.storage.devices import inspect
 from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.engine_tiers import DirectTier, FileTier
 from memascend.storage.errors import StorageError
 from memascend.storage.fair_lock import FairLock, name_of_place
 from memascend.storage.multi_path import MultiPathTier
 from memascend.storage.multi_path import Path as Way
 from memascend.storage.path_gate import PathGate
 from memascend.storage.path_rates import measure
-from memascend.storage.tier import DirectTier, FileTier, Tier
+from memascend.storage.tier import Tier
 
 __all__ = ["open_paths"]
 

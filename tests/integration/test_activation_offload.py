@@ -14,7 +14,7 @@ import torch
 import memascend
 from memascend._C import FaultLayer
 from memascend.activation import ActivationError
-from memascend.storage.tier import DirectTier
+from memascend.storage.engine_tiers import DirectTier
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 128}

@@ -18,10 +18,10 @@ from memascend.memory.ledger import Ledger, verify_by_address
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.planner.derived_sizes import IoSettings
 from memascend.storage.direct_engine import DirectEngine
+from memascend.storage.engine_tiers import DirectTier
 from memascend.storage.errors import StorageError
 from memascend.storage.folders import direct_limits
 from memascend.storage.native import _C
-from memascend.storage.tier import DirectTier
 
 IO = IoSettings(block_bytes=1 << 20, queue_depth=8, workers=2)
 

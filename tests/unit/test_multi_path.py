@@ -16,12 +16,12 @@ import torch
 
 from memascend import _C
 from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.engine_tiers import DirectTier, FileTier
 from memascend.storage.errors import StorageError
 from memascend.storage.multi_path import MultiPathTier
 from memascend.storage.multi_path import Path as Way
 from memascend.storage.path_rates import measure
 from memascend.storage.placement import Rates
-from memascend.storage.tier import DirectTier, FileTier
 
 MAX_S = 60
 NUMEL = 20_000

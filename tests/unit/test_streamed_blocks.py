@@ -11,7 +11,7 @@ from memascend.engine import WeightStream
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.memory.pools import AdaptiveBufferPool, PoolClass
-from memascend.storage.tier import DirectTier, FileTier
+from memascend.storage.engine_tiers import DirectTier, FileTier
 
 HIDDEN, BLOCKS, STEPS, RATE = 32, 6, 4, 0.1
 

@@ -20,11 +20,12 @@ import torch
 from memascend import _C
 from memascend.storage.completion import Promise, RequestCancelled, all_of, when
 from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.engine_tiers import DirectTier, FileTier
 from memascend.storage.errors import StorageError
 from memascend.storage.multi_path import MultiPathTier
 from memascend.storage.multi_path import Path as Way
 from memascend.storage.scratch import collect_scratch_files
-from memascend.storage.tier import DirectTier, FileTier, Tier
+from memascend.storage.tier import Tier
 
 MAX_S = 60  # for an end that must come; nothing is timed
 

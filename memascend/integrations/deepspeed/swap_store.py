@@ -25,11 +25,12 @@ from memascend.planner.derived_sizes import IoSettings
 from memascend.storage.completion import Completion
 from memascend.storage.devices import inspect
 from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.engine_tiers import DirectTier, FileTier
 from memascend.storage.errors import StorageError
 from memascend.storage.folders import direct_limits
 from memascend.storage.multi_path import MultiPathTier, PathReport
 from memascend.storage.open_paths import open_paths
-from memascend.storage.tier import DirectTier, FileTier, Tier
+from memascend.storage.tier import Tier
 
 from .long_lived import LongLivedBuffers
 from .tier_options import NO_TIERS, TierOptions

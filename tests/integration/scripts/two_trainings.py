@@ -16,7 +16,7 @@ import torch
 import memascend
 from memascend.integrations.deepspeed.accelerator import SWAP_BUFFERS
 from memascend.integrations.deepspeed.hooks import Enabled
-from memascend.storage.tier import DirectTier
+from memascend.storage.engine_tiers import DirectTier
 from memascend.training.processes import free_port
 
 HIDDEN, LAYERS, STEPS = 128, 3, 3

@@ -1,0 +1,394 @@
+"""The tiers over the two engines (`memascend.storage.tier` has the contract)."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from urllib.parse import quote
+
+import torch
+
+from memascend import _C
+from memascend.storage.completion import Completion
+from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig, room_for
+from memascend.storage.engine import StorageEngine
+from memascend.storage.engine_requests import Requests, Transfer
+from memascend.storage.errors import StorageError
+from memascend.storage.file_engine import FileEngine
+from memascend.storage.key_queue import KeyQueue, Turn
+from memascend.storage.scratch import collect_scratch_files, create_scratch_folder
+from memascend.storage.shared_memory import CONTROL_FOLDER
+from memascend.storage.tier import Transferred
+from memascend.storage.tier_base import TierBase, require_memory
+
+__all__ = ["DirectTier", "FileTier"]
+
+# A file that has to grow while tensors come takes an eighth more than they need, so that it does not grow with each of
+# them; where the volume has not that much, it takes just what they need.
+_GROWTH, _LEAST_GROWTH_BYTES, _MOST_GROWTH_BYTES = 0.125, 1 << 20, 1 << 30
+_NAME_BYTES = 200  # of a file's name; file systems take 255
+
+
+class _EngineTier(TierBase):
+    """What tiers over the engines have in common."""
+
+    def __init__(self, place: str, engines: Sequence[StorageEngine], *, ordered: bool) -> None:
+        """`place` for messages; `ordered`: the engine orders the transfers of a key itself."""
+        super().__init__(place)
+        self._all = [Requests(engine) for engine in engines]
+        self._queue = None if ordered else KeyQueue()
+
+    # -- what an engine does -------------------------------------------------------------------------------------------
+
+    def _submit_write(self, key: str, tensor: torch.Tensor, offset: int, priority: int) -> int:
+        raise NotImplementedError
+
+    def _submit_read(self, key: str, tensor: torch.Tensor, offset: int, priority: int) -> int:
+        raise NotImplementedError
+
+    def _forget(self, key: str) -> None:
+        raise NotImplementedError
+
+    def _make_room(self, key: str, nbytes: int, before: int | None) -> None:
+        """With the lock held, before a tensor of `nbytes` takes the place of one of `before`. Raises StorageError."""
+
+    def _free_room(self, nbytes: int) -> None:
+        """With the lock held, after a tensor is gone."""
+
+    # -- the protocol --------------------------------------------------------------------------------------------------
+
+    def write(self, key: str, tensor: torch.Tensor, *, offset: int = 0, priority: int = 0) -> Completion:
+        require_memory(key, tensor)
+        with self._lock:
+            self._require_open()
+            if offset:
+                self._require_part(key, tensor.nbytes, offset)
+            before = self._sizes.get(key)
+            if not offset and before != tensor.nbytes:
+                self._make_room(key, tensor.nbytes, before)
+                self._sizes[key] = tensor.nbytes
+            try:
+                return self._begin("write", key, lambda: self._submit_write(key, tensor, offset, priority))
+            except BaseException:
+                if not offset:
+                    self._forget_size(key)
+                raise
+
+    def read(self, key: str, tensor: torch.Tensor, *, offset: int = 0, priority: int = 0) -> Completion:
+        require_memory(key, tensor)
+        with self._lock:
+            self._require_open()
+            self._require_readable(key, tensor.nbytes, offset)
+            return self._begin("read", key, lambda: self._submit_read(key, tensor, offset, priority))
+
+    def erase(self, key: str) -> bool:
+        with self._lock:
+            self._require_open()
+            if key not in self._sizes:
+                return False
+            self._forget_size(key)
+            if self._queue is None:
+                self._forget(key)
+                return True
+
+            def forget() -> None:
+                try:
+                    self._forget(key)
+                finally:
+                    self._queue.leave(key, turn)
+
+            turn = self._queue.enter(key, True, forget)
+        if turn.begun:
+            forget()
+        else:
+            self._watch()
+        return True
+
+    def reserve(self, more_bytes: int) -> None:
+        self._require_open()
+
+    def register(self, tensor: torch.Tensor) -> bool:
+        return False
+
+    def unregister(self, tensor: torch.Tensor) -> None:
+        pass
+
+    @property
+    def free_bytes(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def transferred(self) -> Transferred:
+        self._require_open()
+        counted = [requests.engine.statistics for requests in self._all]
+        return Transferred(
+            sum(each.bytes_read for each in counted),
+            sum(each.bytes_written for each in counted),
+            sum(each.reading_s for each in counted),
+            sum(each.writing_s for each in counted),
+        )
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the tensors, rounded up to the units that they take."""
+        with self._lock:
+            return sum(room_for([size]) for size in self._sizes.values())
+
+    def _release(self) -> None:
+        for requests in self._all:
+            requests.close()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _forget_size(self, key: str) -> None:
+        size = self._sizes.pop(key, None)
+        if size is not None:
+            self._free_room(size)
+
+    def _requests_for(self, verb: str) -> Requests:
+        return self._all[0]
+
+    def _begin(self, verb: str, key: str, submit: Callable[[], int]) -> Completion:
+        """With the lock held. Raises what `submit` raises, where the key is free."""
+        turn: Turn | None = None
+
+        def at_end(error: BaseException | None) -> None:
+            self._at_end(verb, key, transfer, error)
+            if turn is not None:
+                self._queue.leave(key, turn)
+
+        requests = self._requests_for(verb)
+        transfer = Transfer(f"{verb} of '{key}'", requests, at_end)
+        if self._queue is not None:
+            turn = self._queue.enter(key, verb == "write", lambda: transfer.begin(submit))
+        self._pending.add(transfer)
+        if turn is not None and not turn.begun:
+            self._watch()
+            return transfer
+        try:
+            requests.submit(transfer, submit)
+        except BaseException:
+            self._pending.discard(transfer)
+            if turn is not None:
+                self._queue.leave(key, turn)
+            raise
+        return transfer
+
+    def _at_end(self, verb: str, key: str, transfer: Transfer, error: BaseException | None) -> None:
+        with self._lock:
+            self._ended(transfer, error)
+
+    def _watch(self) -> None:
+        for requests in self._all:
+            requests.watch()
+
+
+class DirectTier(_EngineTier):
+    """Over the direct engine: in a file of its own, or on the devices of a store; past the page cache.
+
+    `volatile` (files always): tensors are gone with the tier. Else they are the store's: `commit` makes what was waited
+    for outlast the process.
+    """
+
+    def __init__(self, engine: DirectEngine) -> None:
+        """Takes the engine over, and closes it."""
+        self.engine = engine
+        self._in_file = engine._scratch is not None
+        super().__init__(", ".join(engine.paths), [engine], ordered=engine.config.volatile)
+        self._sizes = {key: stored.bytes for key, stored in engine.items()}
+        self._used_bytes = room_for(self._sizes.values())
+        self._grown_bytes = 0
+
+    @classmethod
+    def in_file(
+        cls,
+        folder: str | os.PathLike[str],
+        owner: str,
+        config: DirectEngineConfig | None = None,
+        faults: _C.FaultLayer | None = None,
+    ) -> DirectTier:
+        """In a new file in `folder`, which grows with its tensors and is removed at the end. Raises StorageError."""
+        return cls(DirectEngine.create_file_store(folder, 0, owner, config, faults=faults))
+
+    @classmethod
+    def on_devices(
+        cls,
+        devices: Sequence[str | os.PathLike[str]],
+        owner: str,
+        config: DirectEngineConfig | None = None,
+        faults: _C.FaultLayer | None = None,
+    ) -> DirectTier:
+        """On all devices of a formatted store. Raises as DirectEngine does."""
+        return cls(DirectEngine(devices, owner, config, faults))
+
+    @property
+    def direct(self) -> bool:
+        """False where a file system refuses O_DIRECT: tensors go through the page cache."""
+        self._require_open()
+        return self.engine.direct
+
+    @property
+    def paths(self) -> list[str]:
+        """The file or the devices."""
+        return [] if self._closed else self.engine.paths
+
+    def commit(self) -> int:
+        """Make what was waited for durable; returns the number of changes. Raises StorageError, RuntimeError."""
+        self._require_open()
+        return self.engine.commit()
+
+    def reserve(self, more_bytes: int) -> None:
+        with self._lock:
+            self._require_open()
+            self._grow(self._used_bytes + more_bytes)
+
+    def register(self, tensor: torch.Tensor) -> bool:
+        self._require_open()
+        return self.engine.register_buffer(tensor)
+
+    def unregister(self, tensor: torch.Tensor) -> None:
+        if not self._closed and self._pid == os.getpid():
+            self.engine.unregister_buffer(tensor)
+
+    @property
+    def free_bytes(self) -> int:
+        """In a file: also what the file system has left for it to grow."""
+        self._require_open()
+        free = self.engine.space().free_bytes
+        if self._in_file:
+            volume = os.statvfs(self.engine.paths[0])
+            free += volume.f_bavail * volume.f_frsize
+        return free
+
+    def _make_room(self, key: str, nbytes: int, before: int | None) -> None:
+        """Space on devices is what it is: a write for which there is none fails."""
+        used = self._used_bytes + room_for([nbytes]) - (0 if before is None else room_for([before]))
+        if self._in_file and used > self._grown_bytes:
+            more = min(max(int(used * _GROWTH), _LEAST_GROWTH_BYTES), _MOST_GROWTH_BYTES)
+            try:
+                self._grow(used + more)
+            except StorageError:  # not that much: then just what is needed
+                self._grow(used)
+        self._used_bytes = used
+
+    def _grow(self, size_bytes: int) -> None:
+        if self._in_file and size_bytes > self._grown_bytes:
+            self.engine.grow(size_bytes)
+            self._grown_bytes = size_bytes
+
+    def _free_room(self, nbytes: int) -> None:
+        self._used_bytes -= room_for([nbytes])
+
+    def _submit_write(self, key: str, tensor: torch.Tensor, offset: int, priority: int) -> int:
+        if offset:
+            return self.engine.write_part(key, tensor, offset, priority)
+        return self.engine.write(key, tensor, priority)
+
+    def _submit_read(self, key: str, tensor: torch.Tensor, offset: int, priority: int) -> int:
+        return self.engine.read(key, tensor, offset, priority)
+
+    def _forget(self, key: str) -> None:
+        self.engine.erase(key)
+
+
+class FileTier(_EngineTier):
+    """Over the file engine: a file for each tensor, in a folder of its own that is removed at the end.
+
+    Reads and writes have threads of their own, so that no read waits behind writes; else there are no priorities.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        owner: str,
+        *,
+        threads: int = 4,
+        block_bytes: int = 1 << 20,
+        faults: _C.FaultLayer | None = None,
+        require_direct: bool = False,
+    ) -> None:
+        """`threads` in each direction; `owner` is named to whoever finds the folder. Raises StorageError, ValueError.
+
+        What killed processes have left in `folder` is removed first. With `require_direct`, transfers fail where the
+        file system refuses O_DIRECT. `faults` is for tests.
+        """
+        collect_scratch_files(folder, CONTROL_FOLDER)
+        self._scratch = create_scratch_folder(folder, owner)
+        try:
+            self._reading = FileEngine(threads, block_bytes, faults, require_direct)
+            self._writing = FileEngine(threads, block_bytes, faults, require_direct)
+        except BaseException:
+            self._scratch.remove()
+            raise
+        super().__init__(str(folder), [self._reading, self._writing], ordered=False)
+        self._finalizer = weakref.finalize(self, self._scratch.remove)
+        self._broken: set[str] = set()  # the last write failed or was cancelled
+
+    @property
+    def free_bytes(self) -> int:
+        self._require_open()
+        volume = os.statvfs(self._scratch.path)
+        return volume.f_bavail * volume.f_frsize
+
+    @property
+    def direct(self) -> bool:
+        """False where the file system refuses O_DIRECT: tensors go through the page cache."""
+        self._require_open()
+        return bool(_C.direct_limits(self._scratch.owner_file)[0])
+
+    @property
+    def paths(self) -> list[str]:
+        """The folder of the files."""
+        return [self._scratch.path]
+
+    def reserve(self, more_bytes: int) -> None:
+        self._require_open()
+        if more_bytes > self.free_bytes:
+            reason = "the file system has not that much free"
+            raise StorageError("allocation", self._scratch.path, 0, more_bytes, self.free_bytes, errno.ENOSPC, reason)
+
+    def _file(self, key: str) -> str:
+        name = quote(key, safe="")
+        if len(name) > _NAME_BYTES or name in (".", ".."):
+            name = f"{hashlib.sha256(key.encode()).hexdigest()}-{name[-_NAME_BYTES // 2 :]}"
+        return os.path.join(self._scratch.path, name)
+
+    def _requests_for(self, verb: str) -> Requests:
+        return self._all[verb == "write"]
+
+    def _submit_write(self, key: str, tensor: torch.Tensor, offset: int, priority: int) -> int:
+        path = self._file(key)
+        if not offset:
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(path).st_size > tensor.nbytes:
+                    os.truncate(path, tensor.nbytes)
+        return self._writing.async_write(tensor, path, offset)
+
+    def _submit_read(self, key: str, tensor: torch.Tensor, offset: int, priority: int) -> int:
+        path = self._file(key)
+        if key in self._broken and tensor.nbytes:
+            reason = "the last write of this tensor failed or was cancelled under way: write all of it again"
+            raise StorageError("read", path, offset, tensor.nbytes, 0, None, reason, key=key)
+        return self._reading.async_read(tensor, path, offset)
+
+    def _forget(self, key: str) -> None:
+        self._broken.discard(key)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._file(key))
+
+    def _at_end(self, verb: str, key: str, transfer: Transfer, error: BaseException | None) -> None:
+        if verb == "write":
+            if error is not None:
+                self._broken.add(key)
+            else:
+                self._broken.discard(key)
+        super()._at_end(verb, key, transfer, error)
+
+    def _release(self) -> None:
+        super()._release()
+        del self._reading, self._writing
+        self._finalizer()

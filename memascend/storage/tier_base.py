@@ -1,0 +1,122 @@
+"""What every tier keeps: its tensors' sizes, the transfers under way, and whether it is open."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+import weakref
+from typing import Self
+
+import torch
+
+from memascend.storage import completion as completions
+from memascend.storage.completion import Completion, RequestCancelled
+from memascend.storage.errors import StorageError
+
+_open_tiers: list[weakref.ref[TierBase]] = []  # in the order in which they were opened
+
+
+@atexit.register
+def _close_all() -> None:
+    for reference in list(reversed(_open_tiers)):  # a tier over others before those
+        tier = reference()
+        if tier is not None:
+            with contextlib.suppress(StorageError):
+                tier.close()
+
+
+class TierBase:
+    """Takes care of waiting, of errors that nobody has asked for, and of closing (`memascend.storage.tier`)."""
+
+    def __init__(self, place: str) -> None:
+        """`place` for messages."""
+        self._place = place
+        self._lock = threading.RLock()  # of what follows
+        self._sizes: dict[str, int] = {}  # as last submitted
+        self._pending: set[Completion] = set()
+        self._failed: list[Completion] = []
+        self._closed = False
+        self._pid = os.getpid()
+        _open_tiers.append(weakref.ref(self, _open_tiers.remove))
+
+    def size_of(self, key: str) -> int | None:
+        return self._sizes.get(key)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._lock:
+            pending = list(self._pending)
+        for transfer in pending:
+            if not transfer._done:
+                transfer._block(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            failed, self._failed = self._failed, []
+        errors = [transfer.error() for transfer in failed if not transfer._observed]
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._pid != os.getpid():
+            return
+        if not completions.in_dispatcher():  # transfers that wait for their turn, too
+            for transfer in list(self._pending):
+                if not transfer._done:
+                    transfer._block(None)
+        self._release()
+
+    def _release(self) -> None:
+        """Once, after all transfers have ended: memory, threads, descriptors, files."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ended(self, transfer: Completion, error: BaseException | None) -> None:
+        """With the lock held: `wait` raises an error that nobody asks for before."""
+        self._pending.discard(transfer)
+        if error is not None and not isinstance(error, RequestCancelled):
+            self._failed = [each for each in self._failed if not each._observed] + [transfer]
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"the tier in {self._place} is closed")
+        if self._pid != os.getpid():
+            raise RuntimeError(f"the tier in {self._place} was opened before the fork: open one in each process")
+
+    def _require_part(self, key: str, nbytes: int, offset: int) -> None:
+        """Of a write."""
+        there = self._sizes.get(key)
+        if there is None:
+            raise ValueError(f"write to a part of '{key}': no such tensor in {self._place}: write all of it first")
+        end = offset + nbytes
+        if offset < 0 or offset % 4096 or end > there or (end % 4096 and end != there):
+            raise ValueError(
+                f"write to bytes {offset} to {end} of '{key}', a tensor of {there}: begin and end at multiples of 4096 "
+                "bytes, or at the tensor's end"
+            )
+
+    def _require_readable(self, key: str, nbytes: int, offset: int) -> None:
+        there = self._sizes.get(key)
+        if there is None:
+            raise ValueError(f"read of '{key}': no such tensor in {self._place}: write it first")
+        if offset < 0 or offset + nbytes > there:
+            raise ValueError(
+                f"read of bytes {offset} to {offset + nbytes} of '{key}', a tensor of {there}: "
+                "give a buffer of the tensor's size"
+            )
+
+
+def require_memory(key: str, tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        kind = "not contiguous" if tensor.device.type == "cpu" else f"on {tensor.device}"
+        raise ValueError(f"'{key}': give a contiguous CPU tensor (got one that is {kind})")
