@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import importlib
 import os
 import runpy
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 from unittest import mock
 
-from workflows.run import children
+from workflows.run import child, children
 from workflows.run.fork_server import ForkedRun, Server
 
 ADDRESS = "MEMASCEND_TEST_PROGRAMS"  # the server's socket
@@ -108,8 +107,15 @@ def run(
         return subprocess.CompletedProcess(command, status, out.read(), errors.read())
 
 
+def _run(command: Sequence[str], *, check: bool = False, **others: Any) -> subprocess.CompletedProcess[str]:
+    done = run(command, **{name: others[name] for name in ("cwd", "env", "timeout") if name in others})
+    if check:
+        done.check_returncode()
+    return done
+
+
 # In the place of the module subprocess, where a program is to fork what it starts.
-FORKING = types.SimpleNamespace(**vars(subprocess) | {"Popen": Popen})
+FORKING = types.SimpleNamespace(**vars(subprocess) | {"Popen": Popen, "run": _run})
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
@@ -147,13 +153,10 @@ IMPORTED = (
 def import_what_takes_long() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
-    import cpuinfo
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
     from transformers import AutoModelForCausalLM  # noqa: F401
 
-    # DeepSpeed asks for the processor's name, which takes a program a second, for each optimizer.
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    cpuinfo.get_cpu_info()
+    child.remember_processor()
     for builder in (AsyncIOBuilder, CPUAdamBuilder):
         builder().load(verbose=False)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from tests import forked
 from workflows.run import bench as bench_record
 
 SCHEMAS = Path(__file__).resolve().parents[2] / "workflows" / "schemas"
@@ -22,8 +23,10 @@ SCHEMAS = Path(__file__).resolve().parents[2] / "workflows" / "schemas"
         ("nvme", ["--folder", ".", "--questions", "sizes", "--mib", "1", "--repeats", "1"]),
     ],
 )
-def test_every_part_makes_a_valid_record(tmp_path, part, options):
+def test_every_part_makes_a_valid_record(tmp_path, monkeypatch, part, options):
     out = tmp_path / f"bench-{part}.json"
+    if part != "nvme":  # whose program keeps what DeepSpeed says when it is imported out of its output
+        monkeypatch.setattr(bench_record, "subprocess", forked.FORKING)
     assert bench_record.main(["--part", part, "--out", str(out), "--", *options]) == 0
     record = json.loads(out.read_text())
     schema = json.loads((SCHEMAS / "record.schema.json").read_text())

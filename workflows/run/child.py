@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import gc
 import hashlib
 import importlib.metadata
@@ -112,6 +113,14 @@ def require_compiled_ops() -> None:
         raise RuntimeError(f"DeepSpeed's ops {', '.join(missing)} are not compiled here; run: make setup")
 
 
+def remember_processor() -> None:
+    """DeepSpeed asks for the processor's name for each optimizer, and a Python program that takes a second answers."""
+    import cpuinfo
+
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()
+
+
 def import_everything() -> None:
     """What takes seconds and is the same for every run: modules and DeepSpeed's compiled op."""
     require_compiled_ops()
@@ -130,6 +139,7 @@ def import_everything() -> None:
     transformers.logging.set_verbosity_error()
     deepspeed.utils.logger.setLevel(logging.ERROR)
     CPUAdamBuilder().load(verbose=False)
+    remember_processor()
 
 
 def prepare_imports(job: dict[str, Any]) -> None:
