@@ -258,6 +258,9 @@ class Configuration:
         """Digest of what a paper's modelled lane is computed from: code, systems, models and testbeds."""
         testbeds = {str(p): p.stat().st_size for p in sorted(Path("hardware").glob("**/*.yaml"))}
         texts = [Path(path).read_text() for path in testbeds]
+        own = [Path("workflows/papers/releases.yaml"), *sorted(Path("workflows/papers", paper).glob("*.yaml"))]
+        drawn = ("exhibits.yaml", "figures.yaml", "captions.yaml", "claims.yaml", "errata.yaml")
+        texts += [path.read_text() for path in own if path.name not in drawn]
         systems = tuple(sorted(path.parent.name for path in Path("baselines").glob("*/system.yaml")))
         return self.code(f"workflows.papers.{paper}.rows", systems, None, texts)
 

@@ -41,7 +41,8 @@ class Region:
     """What a piece of a block saves in one micro batch on one GPU, and what becomes of it.
 
     Bytes: `saved` for backward; `entry` its share of the block's input, all that recomputing keeps; `working`, at the
-    piece that backward begins a block with, what the block saves while it is recomputed, else 0.
+    piece that backward begins a block with, what the block saves while it is recomputed, else 0. `forwarded`: its store
+    has not ended when its load would have to begin.
     """
 
     piece: Piece
@@ -49,6 +50,7 @@ class Region:
     entry: float
     working: float
     fate: str = KEEP
+    forwarded: bool = False
 
 
 def schedule(step: Step) -> None:
@@ -77,7 +79,9 @@ def regions_of(step: Step, fates: Sequence[str] | None = None) -> list[Region]:
         chosen = [fate for fate in fates for _ in range(PIECES_PER_BLOCK)]
     if len(chosen) != len(regions):
         raise ValueError(f"{len(chosen) // PIECES_PER_BLOCK} fates for {len(regions) // PIECES_PER_BLOCK} blocks")
-    return [replace(region, fate=fate) for region, fate in zip(regions, chosen, strict=True)]
+    regions = [replace(region, fate=fate) for region, fate in zip(regions, chosen, strict=True)]
+    late = _forwarded(step, regions)
+    return [replace(region, forwarded=region.piece.name in late) for region in regions]
 
 
 def _fates_of_arm(step: Step, regions: list[Region]) -> list[str]:
@@ -116,8 +120,8 @@ def _taken_in_forward(step: Step) -> float:
     return _SHARE_OF_RATE * rates[1] * seconds
 
 
-def forwarded(step: Step, regions: list[Region]) -> set[str]:
-    """Names of offloaded pieces whose store has not ended when their load would have to begin. Without rates: none."""
+def _forwarded(step: Step, regions: list[Region]) -> set[str]:
+    """Names of the pieces that are, if backward follows forward at once. Without rates: none."""
     rates = _rates(step)
     if rates is None:
         return set()
@@ -141,14 +145,14 @@ def forwarded(step: Step, regions: list[Region]) -> set[str]:
 
 def forward(step: Step, regions: list[Region], *, batch: int = 0, after: str = "") -> str:
     """Products one after the other; what a piece saves is in memory from its end on, and leaves with its store."""
-    first, last, late = step.pieces[0], step.pieces[-1], forwarded(step, regions)
+    first, last = step.pieces[0], step.pieces[-1]
     done = _compute(step, "forward", batch, first, (after,))
     for region in regions:
         done = _compute(step, "forward", batch, region.piece, (done,))
         size = region.entry if region.fate == RECOMPUTE else region.saved
         saved = _saves(step, batch, region.piece, size, done)
         if region.fate == OFFLOAD:
-            gone = {} if region.piece.name in late else {SAVED: size}
+            gone = {} if region.forwarded else {SAVED: size}
             _transfer(step, "store", batch, region, after=(saved,), gives=gone)
     done = _compute(step, "forward", batch, last, (done,))
     return _saves(step, batch, last, _loss_bytes(step), done)
@@ -156,7 +160,7 @@ def forward(step: Step, regions: list[Region], *, batch: int = 0, after: str = "
 
 def backward(step: Step, regions: list[Region], *, batch: int = 0, after: str) -> str:
     """The pieces in reverse order; each gives its memory back when backward is done with it."""
-    last, late = step.pieces[-1], forwarded(step, regions)
+    last = step.pieces[-1]
     step.pool(SAVED, float("inf"))
     done = before = _compute(step, "backward", batch, last, (after,), {SAVED: _loss_bytes(step)})
     loaded, block = "", 0.0
@@ -168,7 +172,7 @@ def backward(step: Step, regions: list[Region], *, batch: int = 0, after: str) -
             if region.working:
                 name = f"recompute {batch}: {region.piece.name}"
                 ready = [step.add(name, "backward", after=(done,), takes={SAVED: region.working})]
-        elif region.fate == OFFLOAD and region.piece.name not in late:
+        elif region.fate == OFFLOAD and not region.forwarded:
             wait = (before, loaded, f"store {batch}: {region.piece.name}")  # while backward works on the piece behind
             loaded = _transfer(step, "load", batch, region, after=wait, takes=gives)
             ready.append(loaded)

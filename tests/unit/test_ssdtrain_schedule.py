@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from baselines.ssdtrain.schedule import KEEP, OFFLOAD, RECOMPUTE, SAVED, backward, forward, forwarded, regions_of
+from baselines.ssdtrain.schedule import KEEP, OFFLOAD, RECOMPUTE, SAVED, backward, forward, regions_of
 from memascend.planner import Workload, model_spec
 from memascend.planner.answers import answer
 from memascend.planner.gpu_memory import activation_writes, block_bytes_per_token, logits_bytes
@@ -102,7 +102,7 @@ def test_loads_follow_one_another_in_the_reverse_order_of_stores_and_a_piece_ahe
 
 def test_what_a_slow_drive_has_not_taken_is_forwarded_and_not_read():
     regions = regions_of(step_of(work(), SLOW, IDEAL))
-    late = forwarded(step_of(work(), SLOW, IDEAL), regions)
+    late = {region.piece.name for region in regions if region.forwarded}
     offloaded = [region.piece.name for region in regions if region.fate == OFFLOAD]
     assert late
     assert late == set(offloaded[-len(late) :])  # the last ones: first in, first out

@@ -175,9 +175,9 @@ def handles(drawn: list[tuple[str, str]], panel: dict[str, Any]) -> tuple[dict[s
     labels, lanes = panel.get("labels", {}), {}
     series = {}
     for name, lane in drawn:
-        plain = {
-            k: v for k, v in look(name, "measured", {**panel, "joined": True}).items() if not k.startswith("marker")
-        }
+        plain = look(name, "measured", {**panel, "joined": True})
+        if plain.get("linestyle") != "none":  # marks alone are the series' own
+            plain = {k: v for k, v in plain.items() if not k.startswith("marker")}
         series[name] = Line2D([], [], label=labels.get(name, name), **{**plain, "linewidth": plain.get("linewidth", 3)})
         ranks, where = (2, "measured") if lane == "several ranks" else (1, lane)
         words = panel.get("lane_labels", {}).get(lane, style.LANE_TEXT.get(lane, "measured with two ranks"))

@@ -1,0 +1,254 @@
+"""What the exhibits of SSDTrain compute: its schedule on its two GPUs, and the projections of III-D.
+
+The two GPUs share each block (tensor parallelism), so one rank of twice the rates stands for both: seconds are those of
+the pair, bytes and operations are divided by two for one GPU. Sizes in GiB, which the paper calls GB (erratum S4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from baselines.ssdtrain.projections import TABLE_III, fig_5, scaled, table_iii
+from baselines.ssdtrain.schedule import KEEP, OFFLOAD, SAVED, backward, forward, regions_of
+from memascend.planner import Workload
+from memascend.planner.footprint import GIB
+from memascend.planner.machine import Machine
+from memascend.planner.options import Stack
+from memascend.planner.pieces import forward_flops
+from memascend.planner.step import Step, step_of
+from memascend.planner.step_time import StepTime, machine_for, step_time
+from memascend.simulator import play
+from workflows import registry
+from workflows.cases import Row, row
+from workflows.growth import growth
+from workflows.played import Paper, machine
+
+PAPER = Paper("ssdtrain")
+CALIBRATIONS = tuple(PAPER.constants.values())
+TESTBED = "ssdtrain"
+GPUS, CONTEXT, BATCH = 2, 1024, 16
+CASES = {f"H{hidden} L{layers}": (hidden, layers) for hidden, layers in TABLE_III}
+CHECKPOINTING = {"keep": "none", "recompute": "plain"}
+ARMS = {
+    "No offloading": "keep",
+    "Recompute all": "recompute",
+    "SSDTrain": "as_published",
+    "SSDTrain, 10 GB/s": "as_published",
+}
+PEAK, THROUGHPUT = "activation peak", "model throughput"
+PLAYED = "memascend.planner.step_time: schedule of baselines/ssdtrain, a rank for both GPUs"
+
+
+def modelled() -> Iterator[Row]:
+    yield from two_micro_batches()
+    yield from projected()
+    yield from with_and_without()
+    for subfigure, model in (("a", "H12288 L3"), ("b", "H14336 L3")):
+        yield from rok(f"ssdtrain-fig07{subfigure}", model)
+    yield from by_sequence()
+    yield from scaled_up()
+    yield from table_3()
+    yield from growth("ssdtrain-fig01", 2024.0)
+    yield from todays_tools()
+    played = dict.fromkeys(("ssdtrain-fig06", "ssdtrain-fig07a", "ssdtrain-fig07b"), TESTBED)
+    yield from PAPER.assumptions(played, ["gpu_efficiency", "slow_ssd_write_gb_per_s"])
+    updated = dict.fromkeys(("ssdtrain-fig07a", "ssdtrain-fig07b", "ssdtrain-fig08a"), TESTBED)
+    yield from PAPER.assumptions(updated, ["update_bytes_per_parameter", "gpu_memory_gb_per_s"])
+    yield from PAPER.assumptions({"ssdtrain-tab03": TESTBED, "ssdtrain-fig08a": TESTBED}, ["gpu_efficiency"])
+
+
+def shown(exhibit: str, metric: str, value: float, unit: str, source: str, **cells: Any) -> Row:
+    return row(exhibit, metric, value, unit, "modelled", source, **{"testbed": TESTBED} | cells)
+
+
+def pair(write_gb_per_s: float | None = None) -> Machine:
+    """Both GPUs as one of twice the rates; `write_gb_per_s` of each GPU's array in place of the data sheets'."""
+    one = machine(TESTBED)
+    write = one.ssd_write_bytes_per_s if write_gb_per_s is None else 1e9 * write_gb_per_s
+    names = ("gpu_flops_per_s", "pcie_bytes_per_s", "ssd_read_bytes_per_s")
+    twice = {name: GPUS * getattr(one, name) for name in names}
+    return replace(one, gpus=1, ssd_write_bytes_per_s=GPUS * write, **twice)
+
+
+def work(series: str, model: str, batch: int) -> Workload:
+    arm = ARMS[series]
+    stack = Stack(loss="plain", checkpointing=CHECKPOINTING.get(arm, "ssd"))
+    size = {"batch": batch, "context": CONTEXT, "dtype": "fp16", "stack": stack}
+    return Workload(spec=PAPER.spec(model), system="ssdtrain", arm=arm, **size)
+
+
+def where(series: str) -> Machine:
+    return pair(PAPER.value("slow_ssd_write_gb_per_s") if series.endswith("10 GB/s") else None)
+
+
+@cache
+def step(series: str, model: str, batch: int = BATCH) -> StepTime:
+    return step_time(work(series, model, batch), where(series), calibrations=PAPER.costs())
+
+
+def peak(series: str, model: str, batch: int = BATCH) -> float:
+    """GiB of one GPU."""
+    return step(series, model, batch).played.peak(SAVED) / GPUS / GIB
+
+
+def update_s(model: str) -> float:
+    nbytes = PAPER.value("update_bytes_per_parameter") * PAPER.spec(model).parameters / GPUS
+    return nbytes / (PAPER.value("gpu_memory_gb_per_s") * 1e9)
+
+
+def with_and_without() -> Iterator[Row]:
+    """Fig. 6."""
+    exhibit, base = "ssdtrain-fig06", "No offloading"
+    percents: dict[str, list[float]] = {}
+    for model in CASES:
+        for series in (base, "SSDTrain", "SSDTrain, 10 GB/s"):
+            cells = {"series": series, "model": model, "x_name": "batch", "x_value": str(BATCH)}
+            yield shown(exhibit, "step time", step(series, model).seconds, "s", PLAYED, **cells)
+            yield shown(exhibit, PEAK, peak(series, model), "GiB", PLAYED, **cells)
+            if series != base:
+                less = 100 * (1 - peak(series, model) / peak(base, model))
+                longer = 100 * (step(series, model).seconds / step(base, model).seconds - 1)
+                percents.setdefault(series, []).append(less)
+                yield shown(exhibit, "activation peak reduction", less, "%", PLAYED, **cells)
+                yield shown(exhibit, "step time overhead", longer, "%", PLAYED, **cells)
+    for series, found in percents.items():
+        for end, value in (("min", min(found)), ("max", max(found))):
+            metric = f"activation_peak_reduction_{end}"
+            yield shown(exhibit, metric, value, "%", "over three shapes of BERT", series=series)
+
+
+BATCHES = (1, 2, 4, 8, 12, 16, 24, 32)
+
+
+def rok(exhibit: str, model: str) -> Iterator[Row]:
+    """Fig. 7: peak and throughput of each strategy by batch; operations are counted without recomputation."""
+    spec, source = PAPER.spec(model), f"{PLAYED}, and the weight update"
+    for series in ARMS:
+        for batch in BATCHES:
+            seconds = step(series, model, batch).seconds + update_s(model)
+            tera = 3 * forward_flops(spec, batch, CONTEXT) / GPUS / seconds / 1e12
+            at = peak(series, model, batch)
+            cells = {"series": series, "model": model, "subfigure": exhibit[-1], "x_name": "activation peak (GiB)"}
+            yield shown(exhibit, THROUGHPUT, tera, "TFLOPS", f"{source}; batch {batch}", **cells, x_value=f"{at:.6g}")
+            cells |= {"x_name": "batch", "x_value": str(batch)}
+            yield shown(exhibit, PEAK, at, "GiB", PLAYED, **cells)
+    room = peak("No offloading", model, 8)
+    for series in ("SSDTrain", "SSDTrain, 10 GB/s"):
+        most = max(batch for batch in range(8, 65) if peak(series, model, batch) <= room)
+        cells = {"series": f"{series} vs keep", "model": model, "subfigure": exhibit[-1]}
+        yield shown(exhibit, "batch_size_gain", most / 8, "x", "largest batch in the peak of keeping 8", **cells)
+    for other, metric in (("No offloading", "throughput over keeping"), ("Recompute all", "peak over recomputing")):
+        for series in ("SSDTrain", "SSDTrain, 10 GB/s"):
+            ratio = step(other, model).seconds / step(series, model).seconds
+            ratio = ratio if "throughput" in metric else peak(series, model) / peak(other, model)
+            cells = {"series": series, "model": model, "subfigure": exhibit[-1], "x_name": "at batch", "x_value": "16"}
+            yield shown(exhibit, metric, ratio, "x", PLAYED, **cells)
+
+
+def by_sequence() -> Iterator[Row]:
+    """Fig. 8a: seconds a sequence without offloading. Only the update is shared by the sequences of a batch."""
+    model, exhibit = "H12288 L3", "ssdtrain-fig08a"
+    parts = {
+        b: {"forward and backward": step("No offloading", model, b).seconds, "weights update": update_s(model)}
+        for b in BATCHES
+    }
+    for batch, both in parts.items():
+        cells = {"series": "No offloading", "model": f"batch {batch}"}
+        for metric, seconds in both.items():
+            yield shown(exhibit, metric, 1e3 * seconds / batch, "ms a sequence", PLAYED, **cells)
+        gain = 100 * (sum(parts[1].values()) / (sum(both.values()) / batch) - 1)
+        yield shown(exhibit, "throughput improvement over batch 1", gain, "%", PLAYED, **cells)
+    first, last = (parts[batch] for batch in (1, BATCHES[-1]))
+    less = {name: first[name] - last[name] / BATCHES[-1] for name in first}
+    share = 100 * less["weights update"] / sum(less.values())
+    cells = {"series": "No offloading", "model": f"batch {BATCHES[-1]}"}
+    yield shown(exhibit, "share of the gain that is the update's", share, "%", PLAYED, **cells)
+
+
+SOURCE = "memascend.planner.endurance, as the authors' fork of llm-analysis (44495f6)"
+
+
+def projected() -> Iterator[Row]:
+    """Fig. 5, and the ends that the text gives."""
+    exhibit, found = "ssdtrain-fig05", []
+    for case, made, years in fig_5():
+        cells = {"series": case.framework, "model": f"{case.framework} {case.size} ({case.gpus})", "x_name": "GPUs"}
+        cells["x_value"] = str(case.gpus)
+        values = {"lifespan": (years, "years"), "write bandwidth": (made.write_bytes_per_s / GIB, "GiB/s")}
+        values["activations a step"] = (case.sequences * made.activation_bytes / 2**40, "TiB")
+        values["sequences a step"] = (case.sequences, "sequences")
+        found.append({metric: value for metric, (value, _) in values.items()})
+        for metric, (value, unit) in values.items():
+            yield shown(exhibit, metric, value, unit, SOURCE, **cells)
+    ends = {("all cases", "lifespan_min"): (min, "lifespan", "years")}
+    ends["all cases", "write_bandwidth_max"] = (max, "write bandwidth", "GiB/s")
+    ends["max activations per GPU", "min"] = (min, "activations a step", "TiB")
+    ends["max activations per GPU", "max"] = (max, "activations a step", "TiB")
+    for (series, metric), (end, of, unit) in ends.items():
+        yield shown(exhibit, metric, end(each[of] for each in found), unit, f"{SOURCE}: over 12 cases", series=series)
+
+
+def scaled_up() -> Iterator[Row]:
+    """Fig. 8b: bandwidth of a GPU, tensor x pipeline GPUs, fewer than 100."""
+    exhibit, worst = "ssdtrain-fig08b", 0.0
+    for model, key in CASES.items():
+        base = scaled(*key).write_bytes_per_s
+        for tensor, pipeline in ((2, 1), (2, 2), (2, 4), (4, 1), (8, 1), (8, 4), (8, 12)):
+            rate = scaled(*key, tensor=tensor, pipeline=pipeline).write_bytes_per_s
+            worst = max(worst, rate / base if (tensor, pipeline) != (2, 1) else 0.0)
+            x = f"TP {tensor} PP {pipeline}"
+            cells = {"series": model, "x_name": "GPUs", "x_value": x, "subfigure": "b"}
+            yield shown(exhibit, "write bandwidth", rate / GIB, "GiB/s", SOURCE, **cells)
+    cells = {"series": "projection", "subfigure": "b"}
+    yield shown(exhibit, "largest share of the two GPUs' bandwidth", 100 * worst, "%", SOURCE, **cells)
+
+
+def table_3() -> Iterator[Row]:
+    exhibit, estimates = "ssdtrain-tab03", table_iii()
+    for model, key in CASES.items():
+        made = estimates[key]
+        cells = {"model": model, "x_name": "batch_size", "x_value": str(BATCH)}
+        written = step_of(work("SSDTrain", model, BATCH), where("SSDTrain"), PAPER.costs()).volume().activation_bytes
+        source = "what the schedule of baselines/ssdtrain stores: all but the last piece of a block"
+        yield shown(exhibit, "offloaded_amount", written / GPUS / GIB, "GB", source, **cells, series="SSDTrain")
+        size, rate = made.activation_bytes / GIB, made.write_bytes_per_s / GIB
+        yield shown(exhibit, "model_estimate", size, "GB", SOURCE, **cells, series="llm-analysis model")
+        yield shown(exhibit, "pcie_write_bandwidth", rate, "GB/s", SOURCE, **cells, series="required")
+
+
+def todays_tools() -> Iterator[Row]:
+    """Table I's features of what there is today, each tool's from its own pages."""
+    for series, said in registry.read(registry.file_of("ssdtrain", "tools.yaml")).items():
+        for feature, words in said.items():
+            if feature != "source":
+                cells = {"series": series, "testbed": "each tool's own pages"}
+                yield row("ssdtrain-tab01", feature, words, "text", "author", said["source"], **cells)
+
+
+LINES = {"gpu0": "GPU", "ssd.write": "store", "ssd.read": "load"}
+
+
+def two_micro_batches() -> Iterator[Row]:
+    """Fig. 2: both forward passes, then both backward passes in reverse; only the end of the second is kept."""
+    made = Step(work("SSDTrain", "H12288 L3", 8), pair(), PAPER.costs())
+    plans = [[replace(r, forwarded=False) for r in regions_of(made, [OFFLOAD] * 2 + [end])] for end in (OFFLOAD, KEEP)]
+    done = ""
+    for batch in (0, 1):
+        done = forward(made, plans[batch], batch=batch, after=done)
+    for batch in (1, 0):
+        done = backward(made, plans[batch], batch=batch, after=done)
+    spans: dict[tuple[str, str], list[float]] = {}
+    for event in play(made.tasks, machine_for(made)).events:
+        kind, _, rest = event.name.partition(" ")
+        block = rest.partition("block ")[2].partition(".")[0]
+        if event.resource in LINES and block:
+            letter = {"forward": "F", "backward": "B"}.get(kind, "")
+            name = f"{letter}L{int(block) + 1} of {int(rest[0]) + 1}"
+            span = spans.setdefault((LINES[event.resource], name), [event.begin_s, event.end_s])
+            span[:] = min(span[0], event.begin_s), max(span[1], event.end_s)
+    for (series, name), (begin, end) in spans.items():
+        cells = {"series": series, "model": "H12288 L3", "x_name": "begin (s)", "x_value": f"{begin:.6g}"}
+        yield shown("ssdtrain-fig02", name, end - begin, "s", "memascend.simulator: batch 8 a micro-batch", **cells)
