@@ -2,8 +2,8 @@
 
 A pass reads every sub-group, and writes each back as soon as it is there, `held` in memory at a time: what an optimizer
 step over several paths moves (MLP-Offload 3.2), without its arithmetic. Paths that read and write at once are busy in
-both directions only where each has a sub-group on its way in and one on its way out: two a path. Several processes have sub-groups of their own
-and share the paths, one at a time on each (`exclusive`) or as it comes (`free`).
+both directions only where each has a sub-group on its way in and one on its way out: two a path. Several processes have
+sub-groups of their own and share the paths, one at a time on each (`exclusive`) or as it comes (`free`).
 """
 
 from __future__ import annotations
