@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from memascend.simulator.recorder import MAIN, WAIT, Recorder, phase
+from memascend.simulator.trace import busy_s
 from memascend.training.processes import die_with_parent
 
 EVALUATION_BATCHES = 4
@@ -206,6 +208,7 @@ class Run:
         self.points = schedule(job)
         self.steps = self.points[-1]["last_step"]
         self.applied: Any = None  # the stack in use, where the job names any
+        self.recorder: Recorder | None = None
 
     def execute(self) -> dict[str, Any]:
         job, result = self.job, self.result
@@ -328,13 +331,13 @@ class Run:
         """One training step (counted from 1), its phases named after it."""
         ids = self._ids(sequence, batch, step - 1)
         self.enabled.io.reset()
-        with self.phases(f"step{step}-forward", "device"):
+        with self.phases(f"step{step}-forward", "device"), phase(self.recorder, "forward"):
             loss = self.engine(input_ids=ids, labels=ids).loss
         self.result["losses"].append(loss.detach().float().item())
-        with self.phases(f"step{step}-backward", "device"):
+        with self.phases(f"step{step}-backward", "device"), phase(self.recorder, "backward"):
             self.engine.backward(loss)
         del loss
-        with self.phases(f"step{step}-optimizer", "host"):
+        with self.phases(f"step{step}-optimizer", "host"), phase(self.recorder, "optimizer"):
             self.engine.step()
         self.result["io_steps"].append(vars(self.enabled.io).copy())
 
@@ -365,17 +368,34 @@ class Run:
         self.result.setdefault("evaluation", []).append({"step": step, "loss": sum(losses) / len(losses)})
 
     def _take_turns(self) -> None:
-        """Steps on request: a line with sequence and batch comes in, one with the phases' seconds goes out."""
+        """Steps on request: a line with sequence and batch comes in, one with what the step took goes out."""
         self.result["points"] = []
+        if self.job["record_step"]:
+            from memascend.integrations.deepspeed.recorded import record_step
+
+            self.recorder = Recorder()
+            record_step(self.engine, self.enabled, self.recorder)
         with os.fdopen(self.job["turn_fd"]) as turns, os.fdopen(self.job["done_fd"], "w", buffering=1) as done:
             done.write(f"ready {importlib.metadata.version('deepspeed')}\n")
             for step, line in enumerate(turns, 1):
                 sequence, batch = map(int, line.split())
                 self._step(step, sequence, batch)
                 io = self.result["io_steps"][-1]
-                seconds = [p["seconds"] for p in self.phases.rows[-3:]]
-                done.write(json.dumps([*seconds, io["bytes_read"], io["bytes_written"]]) + "\n")
+                names = ("forward_s", "backward_s", "optimizer_s")
+                took = {name: p["seconds"] for name, p in zip(names, self.phases.rows[-3:], strict=True)}
+                took |= {name: io[name] for name in ("bytes_read", "bytes_written")}
+                done.write(json.dumps(took | self._without_waits()) + "\n")
         self.result["skipped_steps"] = int(self.engine.skipped_steps)
+
+    def _without_waits(self) -> dict[str, float]:
+        """Of a recorded step: seconds of the training's thread in which it did not wait for storage."""
+        if self.recorder is None:
+            return {}
+        busy = busy_s(self.recorder.take())
+        own = {name: found.get(MAIN, 0.0) - found.get(WAIT, 0.0) for name, found in busy.items()}
+        device = own.get("forward", 0.0) + own.get("backward", 0.0)
+        check = own.get("overflow check", 0.0)
+        return {"device_s": device, "host_s": own.get("optimizer", 0.0) + check, "overflow_check_s": check}
 
     def _read_idle(self, name: str, last: bool) -> None:
         from memascend.memory.ledger import verify_by_address

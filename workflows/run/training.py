@@ -226,6 +226,7 @@ def job_of(twin: Any, parts: dict[str, str], config: dict[str, Any], **settings:
         "matmul": "native",
         "evaluate_every": 0,
         "hash_master_weights": True,
+        "record_step": False,
         "turn_fd": None,
         "done_fd": None,
         **settings,

@@ -27,7 +27,6 @@ from workflows.run import children, provenance
 from workflows.run.training import job_of, point, require_results_folder, require_space, sizes_of
 
 WARM_UP_STEPS = 2  # the first makes the Adam states, the second the prefetcher's records
-PHASES = ("forward_s", "backward_s", "optimizer_s", "bytes_read", "bytes_written")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -76,13 +75,15 @@ class Arm:
         self.config = self.system.deepspeed_config(spec, sizes, str(self.swap))
         self.parts = self.system.parts(self.arm)
 
-    def start(self, twin: Any, work: Path, threads: int, device: str, matmul: str) -> None:
+    def start(
+        self, twin: Any, work: Path, threads: int, device: str, matmul: str, *, record_step: bool = False
+    ) -> None:
         self.work, self.port = work, processes.free_port()
         turn_in, turn_out = os.pipe()
         done_in, done_out = os.pipe()
         fds = {"turn_fd": turn_in, "done_fd": done_out}
         settings = {"threads": threads, "mode": "time", "dtype": self.dtype, "device": device, "matmul": matmul, **fds}
-        settings["hash_master_weights"] = False
+        settings |= {"hash_master_weights": False, "record_step": record_step}
         job = job_of(twin, self.parts, self.config, **settings)
         env = children.environment(0, 1, self.port, threads, device, "time")
         self.process: children.Run = children.start(job, work, self.name, env, tuple(fds), python=self.python)
@@ -113,7 +114,7 @@ class Arm:
 
     def step(self, sequence: int, batch: int, deadline: float) -> dict[str, float]:
         self.turns.write(f"{sequence} {batch}\n")
-        return dict(zip(PHASES, json.loads(self.wait_line(deadline)), strict=True))
+        return json.loads(self.wait_line(deadline))
 
     def end(self) -> None:
         """Kill the process; its swap files and shared buffers go with it."""
@@ -125,21 +126,21 @@ class Arm:
         shutil.rmtree(self.swap, ignore_errors=True)
 
 
-def rounds(arms: list[Arm], points: list[tuple[int, int]], count: int, deadline: float) -> list[dict[str, Any]]:
-    """Every step of every arm at every point; the order of the arms turns round in each round."""
-    for arm in arms:
-        arm.wait_until_ready(deadline)
+def rounds(
+    arms: list[Arm], points: list[tuple[int, int]], count: int, deadline: float, warm_up: int = WARM_UP_STEPS
+) -> list[dict[str, Any]]:
+    """Every step of every arm at every point, after `warm_up` rounds; the order of the arms turns round in each."""
     out = []
     for sequence, batch in points:
         steps: dict[str, list[dict[str, float]]] = {arm.name: [] for arm in arms}
-        warm_up = 1 if out else WARM_UP_STEPS
         for number in range(warm_up + count):
             for arm in arms if number % 2 else reversed(arms):
                 measured = arm.step(sequence, batch, deadline)
                 if number >= warm_up:
                     steps[arm.name].append(measured)
+        warm_up = 1
         for arm in arms:
-            series = {name: [step[name] for step in steps[arm.name]] for name in PHASES}
+            series = {name: [step[name] for step in steps[arm.name]] for name in steps[arm.name][0]}
             out.append({"sequence": sequence, "batch": batch, **arm.labels, **series})
     return out
 
@@ -155,6 +156,8 @@ def run(args: argparse.Namespace) -> int:
         with children.scratch_folder() as work:
             for arm in arms:
                 arm.start(twin, work, os.cpu_count() or 1, args.device, args.matmul)
+            for arm in arms:
+                arm.wait_until_ready(started + args.time_limit)
             measured = rounds(arms, points, args.rounds, started + args.time_limit)
     except TimeoutError:
         status = "timeout"

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from memascend.integrations.block_spans import record_blocks
+from memascend.integrations.deepspeed.recorded import record_step
 from memascend.integrations.pretrained import apply_options, partitioned_model, persistent_buffers
 from memascend.memory.ledger import Ledger
-from memascend.simulator.recorder import CPU, Recorder, phase
+from memascend.simulator.recorder import Recorder, phase
 from memascend.storage.tensor_file import TensorFileReader, TensorLayout
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -88,21 +89,9 @@ class DeepSpeedBackend:
     # -- training ------------------------------------------------------------------------------------------------------
 
     def trace(self, recorder: Recorder) -> None:
-        optimizer = self._engine.optimizer
-        self._recorder = self._enabled.io.recorder = recorder
+        self._recorder = recorder
         record_blocks(self.model, recorder)
-        check, update = optimizer.has_overflow, optimizer._optimizer_step
-
-        def has_overflow(*args: Any, **kwargs: Any) -> Any:
-            with recorder.phase("overflow check"), recorder.span("overflow check", CPU):
-                return check(*args, **kwargs)
-
-        def optimizer_step(sub_group_id: int) -> Any:
-            numel = optimizer.fp16_partitioned_groups_flat_numel[sub_group_id]
-            with recorder.span(f"AdamW {sub_group_id}", CPU, numel):
-                return update(sub_group_id)
-
-        optimizer.has_overflow, optimizer._optimizer_step = has_overflow, optimizer_step
+        record_step(self._engine, self._enabled, recorder)
 
     def step(self, batches: Sequence[torch.Tensor], learning_rate: float) -> tuple[torch.Tensor, float | None]:
         engine = self._engine

@@ -1,0 +1,47 @@
+"""A time twin's length and rates follow from what was tried and from the testbed's seconds."""
+
+from __future__ import annotations
+
+import pytest
+
+from hardware.registry import load_testbed
+from memascend.planner.machine import machine_from_testbed
+from workflows.run import time_twin
+
+ARMS = ["zero_infinity:as_published_direct:fp16", "memascend:memascend:fp16"]
+CELL = ["--run-id", "x", "--model", "llama3.1-8b", "--k", "4", "--out", "x.json", "--arms", *ARMS]
+
+
+@pytest.fixture(scope="module")
+def c1():
+    return machine_from_testbed(load_testbed("memascend-c1"))
+
+
+def test_the_length_lies_on_the_line_through_two_that_were_tried():
+    tried = [(32, 2.0), (128, 5.0)]
+    assert time_twin.tokens_for(3.5, tried) == 80
+    assert time_twin.tokens_for(0.1, tried) == 8  # below the floor: the shortest
+
+
+def test_a_steps_bytes_take_the_wanted_seconds_in_the_testbeds_ratio(c1):
+    read, write = time_twin.rates_for(20.0, 10e9, 9e9, c1)
+    assert 10e9 / read + 9e9 / write == pytest.approx(20.0)
+    assert read / write == pytest.approx(14 / 9.5)
+
+
+def test_the_seconds_aimed_at_are_those_of_the_first_arm_on_the_testbed(c1):
+    small = time_twin.aimed(time_twin.parse([*CELL, "--testbed", "memascend-c1", "--ranks", "2", "--batch", "8"]), c1)
+    large = time_twin.aimed(time_twin.parse([*CELL, "--testbed", "memascend-c1", "--ranks", "2", "--batch", "80"]), c1)
+    assert large["device"] == pytest.approx(10 * small["device"], rel=0.01)
+    assert large["ssd"] == small["ssd"] > small["host"] == large["host"] > 0
+
+
+def test_an_arm_is_set_against_the_first_round_by_round():
+    labels = {"system": "s", "arm": "a", "dtype": "fp16"}
+    rest = {"overflow_check_s": [2.0, 2.0], "host_s": [3.0, 3.0]}
+    first = {**labels, "forward_s": [1.0, 1.0], "backward_s": [2.0, 3.0], "optimizer_s": [9.0, 8.0], **rest}
+    other = {**labels, "forward_s": [1.0, 1.0], "backward_s": [2.0, 3.0], "optimizer_s": [7.0, 6.0], **rest}
+    found = time_twin.against(first, other)
+    assert found["improvement_percent"] == [pytest.approx(20.0), pytest.approx(20.0)]
+    assert found["fewer_seconds"]["optimizer_s"] == 2.0
+    assert found["fewer_seconds"]["forward_s"] == 0

@@ -1,0 +1,193 @@
+"""A time twin: a twin whose seconds on device, SSD and host have the ratios of a described testbed.
+
+A twin keeps the bytes and not the times: this machine's products, drive and host work are not in the testbed's ratio.
+Here tokens decide the device's seconds, the kernel's block I/O controller (direct I/O to a loop device) the SSD's, and
+host work (AdamW, overflow check) takes what it takes. The first arm is tried without a limit, at two lengths; then the
+length and the rates are chosen so that its seconds stand as its schedule's on the testbed do; then the arms take turns.
+Work that waits for nothing is counted: the training thread's own seconds for device and host, bytes over the enforced
+rates for the SSD. DeepSpeed's Python is in the device's seconds, and a floor under them.
+
+One record, kind ``step-times``, with the ratios aimed at and reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hardware.registry import load_testbed
+from hardware.throttled import CannotThrottleError, ThrottledPath, throttled_paths
+from memascend.planner import Workload, model_spec
+from memascend.planner.machine import Machine, machine_from_testbed
+from memascend.planner.step import io_volume
+from memascend.planner.step_time import CPU, GPU, step_time
+from memascend.planner.workload import papers
+from workflows import staleness
+from workflows.run import children, provenance
+from workflows.run.training import FREE_SPACE_FACTOR, require_results_folder
+from workflows.run.turns import Arm, rounds
+
+RESOURCES = ("device", "ssd", "host")
+PILOT_TOKENS = (32, 128)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("--run-id", required=True)
+    p.add_argument("--testbed", required=True, help="whose ratios are aimed at")
+    p.add_argument("--ranks", type=int, default=1, help="GPUs of the cell")
+    p.add_argument("--context", type=int, default=4096, help="tokens of a sequence in the cell")
+    p.add_argument("--batch", type=int, required=True, help="sequences a GPU in the cell")
+    p.add_argument("--arms", nargs="+", required=True, metavar="SYSTEM:ARM:DTYPE", help="the first is the one tuned to")
+    p.add_argument("--model", required=True)
+    p.add_argument("--k", type=int, required=True, help="the twin's divisor, a power of two")
+    p.add_argument("--rounds", type=int, default=3, help="measured rounds: a step of each arm")
+    p.add_argument("--time-limit", type=float, default=1200, help="seconds")
+    p.add_argument("--nvme", default=os.environ.get("MEMASCEND_NVME", "nvme"), help="folder for the loop device's file")
+    p.add_argument("--out", required=True, type=Path)
+    return p.parse_args(argv)
+
+
+def aimed(args: argparse.Namespace, where: Machine) -> dict[str, float]:
+    """Seconds of the first arm's work on the testbed, by resource."""
+    system, arm, dtype = args.arms[0].split(":")
+    shape = {"ranks": args.ranks, "batch": args.batch, "context": args.context}
+    work = papers(Workload(spec=model_spec(args.model), system=system, arm=arm, dtype=dtype, **shape))
+    made, moved = step_time(work, where), io_volume(work)
+    ssd = moved.total_read_bytes / where.ssd_read_bytes_per_s + moved.total_write_bytes / where.ssd_write_bytes_per_s
+    device, host = (sum(phase.by_resource.get(name, 0.0) for phase in made.phases) for name in (GPU, CPU))
+    return {"device": device, "ssd": ssd, "host": host}
+
+
+def tokens_for(device_s: float, tried: list[tuple[int, float]]) -> int:
+    """A length whose products take so long, by a line through two that were tried; a multiple of 8."""
+    (short, of_short), (long, of_long) = tried
+    slope = max((of_long - of_short) / (long - short), 1e-9)
+    return max(8, 8 * round((short + (device_s - of_short) / slope) / 8))
+
+
+def rates_for(ssd_s: float, read: float, written: float, where: Machine) -> tuple[float, float]:
+    """Bytes a second, read and written, in the testbed's ratio, at which one step's bytes take so long."""
+    at_full_rate = read / where.ssd_read_bytes_per_s + written / where.ssd_write_bytes_per_s
+    factor = at_full_rate / ssd_s
+    return where.ssd_read_bytes_per_s * factor, where.ssd_write_bytes_per_s * factor
+
+
+def measure(args: argparse.Namespace, arms: list[Arm], path: ThrottledPath, where: Machine) -> dict[str, Any]:
+    """The fields of the record that are measured."""
+    deadline = time.monotonic() + args.time_limit
+    for arm in arms:
+        arm.wait_until_ready(deadline)
+    aim = aimed(args, where)
+    pilot = [rounds(arms, [(tokens, 1)], 1, deadline, warm_up)[0] for tokens, warm_up in zip(PILOT_TOKENS, (2, 0))]
+    host_s = median(point["host_s"][0] for point in pilot)
+    wanted = {name: seconds * host_s / aim["host"] for name, seconds in aim.items()}
+    tokens = tokens_for(wanted["device"], [(point["sequence"], point["device_s"][0]) for point in pilot])
+    read, write = rates_for(wanted["ssd"], pilot[0]["bytes_read"][0], pilot[0]["bytes_written"][0], where)
+    path.limit(read, write)
+    before = path.direct_bytes
+    points = rounds(arms, [(tokens, 1)], args.rounds, deadline, warm_up=1)
+    moved = sum(sum(p["bytes_read"]) + sum(p["bytes_written"]) for p in points) * (1 + 1 / args.rounds)
+    for point in points:
+        ssd = [r / read + w / write for r, w in zip(point["bytes_read"], point["bytes_written"], strict=True)]
+        point["ssd_s"] = ssd
+    reached = {name: median(points[0][f"{name}_s"]) for name in RESOURCES}
+    twin = {
+        "testbed": args.testbed,
+        "cell": {"ranks": args.ranks, "batch": args.batch, "context": args.context},
+        "aimed_s": aim,
+        "aimed_ratio": {name: aim[name] / aim["host"] for name in RESOURCES},
+        "reached_ratio": {name: reached[name] / reached["host"] for name in RESOURCES},
+        "pilot": pilot,
+        "read_bytes_per_s": read,
+        "write_bytes_per_s": write,
+        "direct_share": (path.direct_bytes - before) / moved,
+        "against_first": [against(points[0], point) for point in points[1:]],
+    }
+    return {"time_twin": twin, "points": points, "points_requested": [[tokens, 1]]}
+
+
+def against(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """How much more throughput an arm has than the first, and in which phase its seconds are fewer: by round."""
+
+    def step(point: dict[str, Any]) -> list[float]:
+        return [sum(each) for each in zip(*(point[f"{name}_s"] for name in ("forward", "backward", "optimizer")))]
+
+    parts = ("forward_s", "backward_s", "optimizer_s", "overflow_check_s", "host_s")
+    percent = [100 * (a / b - 1) for a, b in zip(step(first), step(other), strict=True)]
+    fewer = {name: median(a - b for a, b in zip(first[name], other[name], strict=True)) for name in parts}
+    labels = {name: other[name] for name in ("system", "arm", "dtype")}
+    return {**labels, "improvement_percent": percent, "median_percent": median(percent), "fewer_seconds": fewer}
+
+
+def run(args: argparse.Namespace) -> int:
+    where = machine_from_testbed(load_testbed(args.testbed))
+    twin = model_spec(args.model).twin(args.k)
+    parameters = sum(t.numel for t in twin.tensors())
+    require_results_folder(args.out)
+    size = len(args.arms) * FREE_SPACE_FACTOR * parameters * 9 // 8 + (1 << 30)
+    started, arms = time.monotonic(), []
+    Path(args.nvme).mkdir(parents=True, exist_ok=True)
+    with children.scratch_folder(Path(args.nvme).absolute()) as folder, throttled_paths(folder, [0], size) as (path,):
+        args.nvme, args.points = str(path.folder), [f"{PILOT_TOKENS[0]}x1"]
+        try:
+            arms += [Arm(word, args, twin) for word in args.arms]
+            with children.scratch_folder() as work:
+                for arm in arms:
+                    arm.start(twin, work, os.cpu_count() or 1, "cpu", "native", record_step=True)
+                found = measure(args, arms, path, where)
+        finally:
+            for arm in arms:
+                arm.end()
+    code = staleness.digest("workflows.run.time_twin", sorted({arm.system_name for arm in arms}), [args.model])
+    record = provenance.record_header(args.run_id, "step-times", code) | {
+        "status": "ok",
+        "model": args.model,
+        "twin": {"k": args.k, "parameters": parameters},
+        "arms": [{**a.labels, "parts": a.parts, "deepspeed": a.deepspeed} for a in arms],
+        "rounds": args.rounds,
+        "device": "cpu",
+        "matmul": "native",
+        "time_limit_s": args.time_limit,
+        "environment": children.settings("time"),
+        "wall_s": time.monotonic() - started,
+        **found,
+    }
+    record["key"] = provenance.record_key(record)
+    provenance.write_json_atomically(args.out, record)
+    print(text_of(record["time_twin"]))
+    return 0
+
+
+def text_of(twin: dict[str, Any]) -> str:
+    lines = [f"{twin['testbed']}: device : SSD : host, host = 1"]
+    for name in ("aimed", "reached"):
+        lines.append(f"  {name:<8}" + " : ".join(f"{twin[f'{name}_ratio'][each]:.2f}" for each in RESOURCES))
+    for each in twin["against_first"]:
+        fewer = ", ".join(
+            f"{name.removesuffix('_s')} {seconds:+.2f}" for name, seconds in each["fewer_seconds"].items()
+        )
+        percents = ", ".join(f"{percent:.1f}" for percent in each["improvement_percent"])
+        lines.append(
+            f"  {each['arm']}: {each['median_percent']:+.1f} % throughput ({percents}); fewer seconds: {fewer}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the arms and the loop device go too
+    try:
+        return run(parse(argv))
+    except (CannotThrottleError, OSError, RuntimeError, TimeoutError, ValueError) as error:
+        print(f"time_twin: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
