@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -54,9 +55,10 @@ def batch(seed=1):
     return {"input_ids": ids, "labels": labels}
 
 
-def loss_and_gradients(model, **inputs):
+def loss_and_gradients(model, before_backward=lambda: None, **inputs):
     model.zero_grad()
     loss = model(**inputs).loss
+    before_backward()
     loss.backward()
     return loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
 
@@ -216,7 +218,12 @@ def test_activations_go_to_the_ssd_with_equal_gradients_and_the_undo_takes_every
     model = make("qwen2")
     section = {"folder": str(tmp_path), "amount": "all", "minimum_bytes": 512, "reserve_bytes": 0, "device": "cpu"}
     applied = apply_memory_options(model, MemoryOptions(checkpointing="ssd", activations=section))
-    found = loss_and_gradients(model, **batch())
+
+    def wait_for_writes():  # what is still being written is handed to backward from memory, and not read
+        while any(saved.writing is not None for saved in tuple(applied.cache._live)):
+            time.sleep(0.001)
+
+    found = loss_and_gradients(model, wait_for_writes, **batch())
     assert torch.equal(found[0], expected[0])
     assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
     facts = applied.activation_facts()["activations"]
