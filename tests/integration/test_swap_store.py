@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from memascend.storage.engine_tiers import DirectTier
 from memascend.storage.errors import StorageError
 from memascend.storage.folders import direct_limits
 from memascend.storage.native import _C
+from tests import forked
 
 IO = IoSettings(block_bytes=1 << 20, queue_depth=8, workers=2)
 
@@ -238,7 +238,7 @@ def test_a_write_for_which_there_is_no_space_is_an_error(engine, tmp_path):
     preamble = f"import signal, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})"
     command = [sys.executable, "-c", f"{preamble}; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n{script}"]
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([*command, str(tmp_path), engine], cwd=root, capture_output=True, text=True, timeout=120)
+    done = forked.run([*command, str(tmp_path), engine], cwd=root, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(done.stdout.splitlines()) == 1
     assert str(tmp_path) in done.stdout

@@ -21,6 +21,7 @@ from memascend.memory.pinned import (
     PowerOfTwoPinnedAllocator,
     is_pinned,
 )
+from tests import forked
 
 ALLOCATORS = [PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator]
 
@@ -39,7 +40,10 @@ def live_addresses() -> set[int]:
     return {block["address"] for block in _C.pinned_live()}
 
 
-def run_python(code: str) -> subprocess.CompletedProcess:
+def run_python(code: str, *, to_its_exit: bool = False) -> subprocess.CompletedProcess:
+    """A fork that ends before the interpreter takes itself down, or a process that goes through that too."""
+    if not to_its_exit:
+        return forked.run([sys.executable, "-c", code], timeout=100)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
 
 
@@ -341,13 +345,16 @@ assert len(calls) == 1
 
 @pytest.mark.parametrize("prefix", [FAKE_CUDA, FAKE_CUDA.replace("cuda.available = lambda: True", "")])
 def test_tensors_alive_at_interpreter_exit_do_no_harm(prefix):
-    done = run_python(prefix + "torch.kept_for_ever = [tensor]\nloop = [tensor]; loop.append(loop); print('end')")
+    done = run_python(
+        prefix + "torch.kept_for_ever = [tensor]\nloop = [tensor]; loop.append(loop); print('end')", to_its_exit=True
+    )
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "end", "")
 
 
 def test_forked_child_that_ends_normally_leaves_the_parents_memory_alone():
     """The child goes through its interpreter's exit with an inherited tensor, and frees another one before."""
-    done = run_python("""
+    done = run_python(
+        """
 import os, threading, torch
 from memascend import _C
 from memascend.memory.ledger import Ledger
@@ -366,7 +373,9 @@ assert bool((kept == 7).all()) and bool((dropped == 7).all())
 assert len(ledger.live()) == len(_C.pinned_live()) == 2
 del kept, dropped
 assert ledger.live() == _C.pinned_live() == []
-""")
+""",
+        to_its_exit=True,
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -408,7 +417,8 @@ first, views = tensor.data_ptr(), [tensor[i:] for i in range(5)]
 del tensor
 atexit.register(lambda: sys.stdout.write(repr(calls == [first])))
 del views
-"""
+""",
+        to_its_exit=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "True", "")
 
