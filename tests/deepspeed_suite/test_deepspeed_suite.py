@@ -2,7 +2,8 @@
 
 Needs a checkout of DeepSpeed's repository, of a release near the installed one: ``DEEPSPEED_CHECKOUT=FOLDER make test
 PYTEST=tests/deepspeed_suite``. Each group runs twice, stock and enabled (``enabled/sitecustomize.py``); some
-20 minutes.
+20 minutes. Its tests import the checkout's DeepSpeed, whose ops are compiled first, to a folder of their own: within a
+test's time limit an interrupted compilation would leave broken ones.
 """
 
 from __future__ import annotations
@@ -29,8 +30,29 @@ GROUPS = {
 }
 
 
+OPS = ("AsyncIOBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "ShareMemCommBuilder", "PinMemoryBuilder")
+COMPILE = f"""
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+for name in {OPS}:
+    builder = get_accelerator().create_op_builder(name)
+    if builder is not None:
+        builder.load(verbose=False)
+"""
+
+
 @pytest.fixture(scope="session")
-def unit_tests() -> Path:
+def compiled_ops(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ops")
+    checkout = os.environ["DEEPSPEED_CHECKOUT"]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder), "PYTHONPATH": checkout}
+    subprocess.run([sys.executable, "-c", COMPILE], env=environment, check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def unit_tests(compiled_ops) -> Path:
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(compiled_ops)
     return Path(os.environ["DEEPSPEED_CHECKOUT"]) / "tests" / "unit"
 
 

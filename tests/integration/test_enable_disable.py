@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import types
 
 import pytest
 
@@ -66,6 +67,23 @@ def test_a_buffer_of_one_handle_is_pinned_for_every_other():
         assert not pin.is_pinned(torch.empty(4096))
     finally:
         memascend.disable()
+
+
+def test_the_builders_of_an_editable_installation_have_our_ops_too(monkeypatch):
+    """Accelerators take those of the source tree's own package `op_builder`, where it is on the path."""
+    import memascend
+
+    tree, builder = types.ModuleType("op_builder"), types.ModuleType("op_builder.builder")
+    tree.__deepspeed__ = True
+    builder.OpBuilder = type("OpBuilder", (), {"_loaded_ops": {}})
+    monkeypatch.setitem(sys.modules, "op_builder", tree)
+    monkeypatch.setitem(sys.modules, "op_builder.builder", builder)
+    memascend.enable(CONFIG)
+    try:
+        assert builder.OpBuilder._loaded_ops["async_io"] is places()["op"] is not None
+    finally:
+        memascend.disable()
+    assert builder.OpBuilder._loaded_ops == {}
 
 
 def test_enabling_twice_is_refused():

@@ -319,6 +319,9 @@ def _nvme_folder(ds_config: dict[str, Any]) -> str | None:
     return next(iter(_nvme_folders(ds_config)), None)
 
 
+_MISSING = object()
+
+
 def _replace(state: Enabled, module: Any, name: str, value: Any) -> None:
     stock = getattr(module, name)
     setattr(module, name, value)
@@ -326,20 +329,33 @@ def _replace(state: Enabled, module: Any, name: str, value: Any) -> None:
 
 
 def _replace_loaded_op(state: Enabled, module: Any) -> None:
+    for builder in _op_builders():
+        loaded = builder._loaded_ops
+        stock = loaded.get("async_io", _MISSING)
+        loaded["async_io"] = module
+        state._undo.append(lambda loaded=loaded, stock=stock: _put_back(loaded, stock))
+
+
+def _put_back(loaded: dict[str, Any], stock: Any) -> None:
+    if stock is _MISSING:
+        loaded.pop("async_io", None)
+    else:
+        loaded["async_io"] = stock
+
+
+def _op_builders() -> list[Any]:
+    """DeepSpeed's base class of builders, which knows the loaded ops; of an editable installation a second one.
+
+    From a source tree on the path, accelerators take the builders of its package ``op_builder``.
+    """
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    loaded = OpBuilder._loaded_ops
-    missing = object()
-    stock = loaded.get("async_io", missing)
-    loaded["async_io"] = module
-
-    def undo() -> None:
-        if stock is missing:
-            loaded.pop("async_io", None)
-        else:
-            loaded["async_io"] = stock
-
-    state._undo.append(undo)
+    try:
+        from op_builder import __deepspeed__  # noqa: F401 - another package of this name has no such attribute
+        from op_builder.builder import OpBuilder as OfSourceTree
+    except ImportError:
+        return [OpBuilder]
+    return [OpBuilder, OfSourceTree]
 
 
 def _replace_pin_module(state: Enabled, module: Any) -> None:
