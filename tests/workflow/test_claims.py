@@ -122,8 +122,8 @@ def test_five_verdicts_of_figure_8_and_the_reduction_are_calibrated_by_its_own_r
         "minimum-share",
         "reduction",
     }
-    for claim in CLAIMS:
-        if claim["id"] in calibrated:
+    for claim in CLAIMS:  # LoHan's rest on what follows from solved rates, or on assumptions, and not on the row itself
+        if claim["id"] in calibrated and not claim["id"].startswith("lohan-"):
             with pytest.raises(tidy.TableError, match="was used to find"):
                 claims.refuse_circular(claim | {"basis": "held out"})
 

@@ -229,7 +229,8 @@ def basis_of(claim: dict[str, Any], lane: str) -> str:
 
 
 def rows_expected(claim: dict[str, Any]) -> list[str]:
-    """Ids of the published rows that a claim's expectation is made of, as in `Calibration.solved_from`."""
+    """Ids of the published rows that a claim's expectation is made of, as in `Calibration.solved_from`: exhibit (with
+    its subfigure, where the claim names one), series, model, x and metric."""
     fixed = [{c: v} for c, values in claim["over"].items() for v in values] if "over" in claim else [{}]
     operands = [operand for name, operand in claim["compute"].items() if name != "operation"]
     ids = []
@@ -238,7 +239,7 @@ def rows_expected(claim: dict[str, Any]) -> list[str]:
             for more in fixed:
                 row = {**selector, **more}
                 cells = (row.get(column, "") for column in ("series", "model", "x_value", "metric"))
-                ids.append(":".join((claim["exhibit_id"], *map(str, cells))))
+                ids.append(":".join((claim["exhibit_id"] + row.get("subfigure", ""), *map(str, cells))))
     return ids
 
 
