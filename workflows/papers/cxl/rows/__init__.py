@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from baselines.cxl.scenarios import checkpoints
+from baselines.cxl.scenarios import AS_PUBLISHED, AS_TEXT, OURS, SCENARIOS, allocation, checkpoints
 from memascend.planner import Workload
 from memascend.planner.footprint import GIB
 from memascend.planner.gpu_memory import gpu_memory
@@ -37,6 +37,7 @@ def modelled() -> Iterator[Row]:
     yield from copies()
     yield from profile()
     yield from four_blocks()
+    yield from scenarios()
     played = {"cxl-fig13": A, "cxl-fig14": B, "cxl-fig15": A, "cxl-fig07": A, "cxl-fig03": A}
     yield from PAPER.assumptions(played, [c for c in PAPER.constants if c != "copy_start_seconds"])
     yield from PAPER.assumptions({"cxl-fig05": A}, ["adam_memory_efficiency", "adam_card_efficiency"])
@@ -188,3 +189,21 @@ def four_blocks() -> Iterator[Row]:
     for (series, name), (begin, end) in spans.items():
         cells = {"series": series, "model": "four blocks of 12B", "x_name": "begin (s)", "x_value": f"{begin:.6g}"}
         yield shown("cxl-fig01", name, end - begin, "s", "memascend.simulator: one step", **cells)
+
+
+def scenarios() -> Iterator[Row]:
+    """Figs. 10 to 12: what each node is given, by Algorithm 1 as printed, by the text's words, and by our default."""
+    for each in SCENARIOS:
+        testbed = A if len(each.rooms) == 2 else B
+        nodes = ["DRAM", *(f"card {number}" for number in range(len(each.rooms) - 1))]
+        for algorithm in (AS_PUBLISHED, AS_TEXT, OURS):
+            cells: dict[str, Any] = {"testbed": testbed, "subfigure": algorithm, "model": each.name}
+            placed = allocation(each, algorithm)
+            for item, shares in placed.items():
+                for node, nbytes in shares.items():
+                    source = f"baselines.cxl.scenarios: {algorithm}"
+                    yield shown(each.exhibit, item, nbytes / GIB, "GiB", source, series=nodes[node], **cells)
+            for node, room in enumerate(each.rooms):
+                given = sum(shares.get(node, 0) for shares in placed.values()) / GIB
+                for metric, value in (("given", given), ("room", room / GIB)):
+                    yield shown(each.exhibit, metric, value, "GiB", "sums and rooms", series=nodes[node], **cells)
