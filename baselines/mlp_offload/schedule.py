@@ -7,10 +7,10 @@
            gradients stay in host memory in 16 bits and become fp32 where the update meets them (its section 3.2)
 
 Its parts, each of which an arm may lack: several paths (3.1), their sub-groups divided so that their times are equal
-(or by its Eq. 1, `as_published`); one process at a time on a path (`tier_exclusive`, which one rank that stands for all
-always is); an update order that turns with each step, so that the sub-groups left in host memory are met first (3.3);
-gradients that are not written. DeepSpeed's ZeRO-3 lacks them all: one path, gradients written in fp32 in backward and
-read back in the update; its reads and writes are pipelined.
+(or by its Eq. 1, `as_published`, or a ratio `by_hand`); one process at a time on a path (`tier_exclusive`, which one
+rank that stands for all always is); an update order that turns with each step, so that the sub-groups left in host
+memory are met first (3.3); gradients that are not written. DeepSpeed's ZeRO-3 lacks them all: one path, gradients
+written in fp32 in backward and read back in the update; its reads and writes are pipelined.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baselines.protocol.schedules import backward, forward
+from memascend.planner.derived_sizes import STATES, STATES_AND_GRADIENT
+from memascend.storage.placement import Rates, weights
 
 if TYPE_CHECKING:
     from baselines.protocol.schedules import Arrived
     from memascend.planner.pieces import Piece
     from memascend.planner.step import Step
 
-_HELD = 3  # sub-groups that host memory has room for (4.1)
 _SLOTS = 3  # sub-groups under way on a path: one that is read, one that is updated, one that is written
 _PARTS = 48  # the update is folded into so many pieces
 
@@ -45,7 +46,13 @@ def schedule(step: Step) -> None:
     done = forward(step, weights_wait=waits)
     writes = parts.swaps_gradients
     done = backward(step, after=done, weights_wait=waits, arrived=gradients_to_paths(step, paths) if writes else None)
-    update(step, done, paths, held=_HELD if parts.turns_order else 0, reads_gradients=writes)
+    update(step, done, paths, held=held_groups(step) if parts.turns_order else 0, reads_gradients=writes)
+
+
+def held_groups(step: Step) -> int:
+    """Sub-groups that stay in host memory: as many as the optimizer's buffers are for, one of which is a gradient's."""
+    states = STATES_AND_GRADIENT if step.work.arrangement.swaps_gradients else STATES
+    return (step.work.optimizer_buffers - 1) // states
 
 
 def paths_of(step: Step) -> list[StoragePath]:
@@ -53,14 +60,11 @@ def paths_of(step: Step) -> list[StoragePath]:
     described = step.machine.described.get("paths", []) if step.machine is not None else []
     if not described or not step.work.arrangement.over_paths:
         return [StoragePath(name=described[0]["name"] if described else "ssd", share=1.0)]
-    used = described[:1] if step.work.arm_name in ("caching", "skip_gradients", "exclusive") else described
-    rates = [(path["name"], _rate(path["read_gb_per_s"]), _rate(path["write_gb_per_s"])) for path in used]
-    if step.work.arm_name == "as_published":  # Eq. 1: the smaller rate of each
-        weights = {name: min(read, write) for name, read, write in rates}
-    else:
-        weights = {name: 1 / (1 / read + 1 / write) for name, read, write in rates}
-    whole = sum(weights.values())
-    return [StoragePath(name=name, share=weight / whole) for name, weight in weights.items()]
+    used = described[:1] if step.work.arrangement.first_path else described
+    rates = [Rates(_rate(path["read_gb_per_s"]), _rate(path["write_gb_per_s"])) for path in used]
+    placement = step.work.arrangement.parts.get("tier_placement", "balanced")
+    shares = weights(placement, rates) if len(used) > 1 else [1.0]
+    return [StoragePath(name=path["name"], share=share / sum(shares)) for path, share in zip(used, shares, strict=True)]
 
 
 def _rate(value: object) -> float:
@@ -85,7 +89,9 @@ def gradients_to_paths(step: Step, paths: list[StoragePath]) -> Arrived:
     return arrived
 
 
-def update(step: Step, after: str, paths: list[StoragePath], *, held: int, reads_gradients: bool) -> str:
+def update(
+    step: Step, after: str, paths: list[StoragePath], *, held: int, reads_gradients: bool, parts: int = _PARTS
+) -> str:
     """Every path reads, and after AdamW writes, its own part of the states; what host memory holds is only updated."""
     states = step.swapped_states_bytes
     kept = min(1.0, held / len(step.work.sub_groups()))
@@ -98,9 +104,9 @@ def update(step: Step, after: str, paths: list[StoragePath], *, held: int, reads
         done.append(step.add("AdamW of what host memory holds", "optimizer", {"cpu": seconds}, after=(after,)))
     for path in paths:
         slots = step.pool(f"slots of {path.name}", _SLOTS)
-        amount = (1 - kept) * path.share / _PARTS
+        amount = (1 - kept) * path.share / parts
         last = after
-        for part in range(_PARTS):
+        for part in range(parts):
             needs = {f"{path.name}.read": amount * (4 if reads_gradients else 3) * states}
             last = step.add(f"read {path.name} {part}", "optimizer", needs, after=(last,), takes={slots: 1})
             needs = {"cpu": step.adamw_s(amount * step.work.spec.parameters)}

@@ -31,6 +31,7 @@ def _arm(variant: str, *, turns: bool = True, keeps: bool = True, exclusive: boo
 _ARMS = {
     "mlp_offload": _arm(""),
     "as_published": _arm("as published", keys={"tier_placement": "as_published"}),
+    "by_hand": _arm("2:1 by hand", keys={"tier_placement": [2, 1]}),
     "zero3": arrangement_of_parts(_STOCK, "DeepSpeed ZeRO-3 (pipelined)", refuses_bf16_states="stock DeepSpeed fails"),
     "caching": _arm("caching", keeps=False, exclusive=False, first_path=True),
     "skip_gradients": _arm("caching, gradients kept", exclusive=False, first_path=True),

@@ -1,0 +1,327 @@
+"""What the exhibits of MLP-Offload compute: steps of its schedule on its two testbeds.
+
+Two sets of inputs. *The authors' runs*: the parameters, the 2:1 split and the sub-groups in host memory of their logs
+(calibrations.yaml). *Paper alone*: the shapes of Table 2 with plain feed-forwards, Eq. 1, and the three sub-groups that
+4.1 says are the least; what follows from them is held out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from baselines.mlp_offload.schedule import gradients_to_paths, paths_of, update
+from baselines.protocol.schedules import backward, forward
+from memascend.planner import Workload
+from memascend.planner.derived_sizes import held_buffers
+from memascend.planner.machine import Machine
+from memascend.planner.options import Stack
+from memascend.planner.step import Step
+from memascend.planner.step_time import StepTime, machine_for, step_time
+from memascend.planner.workload import SwapSizes
+from memascend.simulator import play
+from memascend.storage.placement import Rates, counts, weights
+from workflows.cases import Row, row
+from workflows.growth import growth
+from workflows.played import Paper, machine
+
+PAPER = Paper("mlpoffload")
+CALIBRATIONS = tuple(PAPER.constants.values())
+ONE, TWO = "mlpoffload-testbed1", "mlpoffload-testbed2"
+MODELS = ("40B", "52B", "70B", "100B", "120B")
+ZERO, OURS, ALONE = "DeepSpeed ZeRO-3", "MLP-Offload", ", paper alone"
+SERIES = (ZERO, OURS, ZERO + ALONE, OURS + ALONE)
+NAMES = {"forward": "forward", "backward": "backward", "optimizer": "update"}
+SOURCE = "memascend.planner.step_time: schedule of baselines/mlp_offload"
+SUB_GROUP, LEAST_HELD = 100_000_000, 3  # 4.1
+
+
+def modelled() -> Iterator[Row]:
+    yield from growth("mlpoffload-fig01", 2025.0)
+    yield from shares_of_io()
+    yield from raw_bandwidth()
+    yield from by_sub_group()
+    yield from four_sub_groups()
+    yield from iterations()
+    yield from placement()
+    yield from weak_scaling()
+    yield from accumulation()
+    yield from ablations()
+    yield from equation_1()
+    held = [name for name in PAPER.constants if name.startswith("held")]
+    played = dict.fromkeys((f"mlpoffload-fig{n:02}" for n in (7, 8, 9, 10, 13, 14, 15)), ONE)
+    yield from PAPER.assumptions(played, [*held, "gpu_efficiency"])
+    yield from PAPER.assumptions(dict.fromkeys(("mlpoffload-fig11", "mlpoffload-fig12"), TWO), ["gpu_efficiency"])
+
+
+def shown(exhibit: str, metric: str, value: float, unit: str, source: str = SOURCE, **cells: Any) -> Row:
+    return row(exhibit, metric, value, unit, "modelled", source, **{"testbed": ONE} | cells)
+
+
+def work(arm: str, model: str, *, held: int, ranks: int = 4, **more: Any) -> Workload:
+    buffers = held_buffers(arm in ("caching", "multi_path_only", "caching_only_all_paths"), held)
+    sizes = SwapSizes(sub_group_size=SUB_GROUP, optimizer_buffers=buffers, bounce_buffers=False)
+    size = {"batch": 1, "context": 2048, "dtype": "bf16", "stack": Stack(checkpointing="plain")} | more
+    return Workload(spec=PAPER.spec(model), system="mlp_offload", arm=arm, ranks=ranks, sizes=sizes, **size)
+
+
+@cache
+def held_by(model: str) -> int:
+    """Sub-groups a rank in host memory, by their share: DeepSpeed's logs count fewer, larger ones than this."""
+    return round(PAPER.value(f"held_share_{model}") * len(work("zero3", model, held=LEAST_HELD).sub_groups()))
+
+
+@cache
+def step(arm: str, model: str, held: int, batch: int = 1, batches: int = 1) -> StepTime:
+    """On Testbed-1."""
+    mine = work(arm, model, held=held, batch=batch, accumulation=batches)
+    return step_time(mine, machine(ONE), calibrations=PAPER.costs())
+
+
+def made(series: str, model: str, **more: int) -> StepTime:
+    if series.endswith(ALONE):
+        arm = "zero3" if series.startswith(ZERO) else "as_published"
+        return step(arm, f"{model} as printed", LEAST_HELD, **more)
+    return step("zero3" if series == ZERO else "by_hand", model, held_by(model), **more)
+
+
+def parameters(series: str, model: str) -> int:
+    return PAPER.spec(f"{model} as printed" if series.endswith(ALONE) else model).parameters
+
+
+def phase(step: StepTime, name: str) -> float:
+    """Seconds. What the GPU sends while the update runs is the update's."""
+    return next(each.seconds for each in step.phases if each.name == name)
+
+
+def iterations() -> Iterator[Row]:
+    """Figs. 7 to 9."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for model in MODELS:
+        for series in SERIES:
+            played, cells = made(series, model), {"series": series, "model": model}
+            for name, said in NAMES.items():
+                x = {"x_name": "phase", "x_value": said}
+                yield shown("mlpoffload-fig07", "time", phase(played, name), "s", **cells, **x)
+            yield shown("mlpoffload-fig07", "iteration_time", played.seconds, "s", **cells)
+            seconds, count = phase(played, "optimizer"), parameters(series, model)
+            yield shown("mlpoffload-fig08", "update_throughput", count / seconds / 1e6, "M params/s", **cells)
+            rate = f"{SOURCE}; 14 bytes a parameter (half of 16 read and 12 written) over the update's seconds"
+            yield shown("mlpoffload-fig09", "io_throughput", 14 * count / seconds / 1e9, "GB/s", rate, **cells)
+        for ending in ("", ALONE):
+            slow, fast = made(ZERO + ending, model), made(OURS + ending, model)
+            at = {"series": f"{OURS} / ZeRO-3{ending}", "model": model}
+            iteration = slow.seconds / fast.seconds
+            updates = phase(slow, "optimizer") / phase(fast, "optimizer")
+            yield shown("mlpoffload-fig07", "iteration_speedup", iteration, "x", **at)
+            yield shown("mlpoffload-fig08", "update_speedup", updates, "x", **at)
+            ratios.setdefault((ending, "iteration"), []).append(iteration)
+            ratios.setdefault((ending, "update"), []).append(updates)
+    for ending in ("", ALONE):
+        at = {"series": f"{OURS} / ZeRO-3{ending}", "model": "largest over the models"}
+        yield shown("mlpoffload-fig07", "iteration_speedup", max(ratios[ending, "iteration"]), "x", **at)
+        yield shown("mlpoffload-fig07", "speedup_max", max(ratios[ending, "update"]), "x", **at)
+        yield shown("mlpoffload-fig08", "update_throughput_ratio_min", min(ratios[ending, "update"]), "x", **at)
+        yield shown("mlpoffload-fig08", "update_throughput_ratio_max", max(ratios[ending, "update"]), "x", **at)
+        yield shown("mlpoffload-fig09", "io_speedup", max(ratios[ending, "update"]), "x", **at)
+
+
+def shares_of_io() -> Iterator[Row]:
+    """Fig. 3: the update's seconds with a drive at work, and AdamW's own; 20B stays in host memory."""
+    exhibit, source = "mlpoffload-fig03", f"{SOURCE}: AdamW's seconds at the rate of host memory, over the update's"
+    spec = PAPER.spec("20B")
+    alone = Step(work("zero3", "20B", held=LEAST_HELD), machine(ONE), PAPER.costs()).adamw_s(spec.parameters)
+    yield shown(exhibit, "update time", alone, "s", series="in host memory", model="20B")
+    yield shown(exhibit, "compute share", 100.0, "%", source, series="in host memory", model="20B")
+    yield shown(exhibit, "I/O share", 0.0, "%", source, series="in host memory", model="20B")
+    for model in ("40B", "70B", "120B"):
+        seconds = phase(made(ZERO, model), "optimizer")
+        own = next(each for each in made(ZERO, model).phases if each.name == "optimizer").by_resource
+        share = 100 * own["CPU and host memory"] / seconds
+        cells = {"series": "offloaded to the SSD", "model": model}
+        yield shown(exhibit, "update time", seconds, "s", **cells)
+        yield shown(exhibit, "compute share", share, "%", source, **cells)
+        yield shown(exhibit, "I/O share", 100 - share, "%", source, **cells)
+    first = phase(made(ZERO, "40B"), "optimizer") / alone
+    cells = {"series": "host memory (20B) vs SSD", "model": "40B"}
+    yield shown(exhibit, "update_speedup", first, "x", f"{SOURCE}: 40B offloaded over 20B in memory", **cells)
+
+
+def raw_bandwidth() -> Iterator[Row]:
+    """Fig. 4: Table 1's rates shared by processes, each with one sub-group of 12 bytes a parameter."""
+    source = "Table 1's rate, shared alike; latency of a sub-group of 1.2 GB"
+    for testbed in (ONE, TWO):
+        for path in machine(testbed).described["paths"]:
+            for way in ("read", "write"):
+                rate = path[f"{way}_gb_per_s"]["value"]
+                for processes in (1, 2, 4, 8):
+                    name = f"{'NVMe' if path['name'] == 'nvme' else 'PFS'} {way}"
+                    cells = {"series": name, "testbed": testbed, "subfigure": testbed[-1]}
+                    cells |= {"x_name": "processes", "x_value": str(processes)}
+                    yield shown("mlpoffload-fig04", "bandwidth of all", rate, "GB/s", source, **cells)
+                    seconds = processes * 12 * SUB_GROUP / (1e9 * rate)
+                    yield shown("mlpoffload-fig04", "latency of one", seconds, "s", source, **cells)
+
+
+def by_sub_group() -> Iterator[Row]:
+    """Fig. 5: what the training sees of the drive: bytes over the time since the last transfer of that kind ended."""
+    exhibit = "mlpoffload-fig05"
+    events = made(ZERO, "40B").played.events
+    for way in ("read", "write"):
+        mine = [e for e in events if e.resource == f"nvme.{way}" and e.phase == "optimizer"]
+        ends = [mine[0].begin_s, *(event.end_s for event in mine)]
+        for number, event in enumerate(mine):
+            rate = event.amount / (ends[number + 1] - ends[number]) / 1e9
+            cells = {"series": way, "model": "40B", "x_name": "part of the update", "x_value": str(number)}
+            yield shown(exhibit, "bandwidth", rate, "GB/s", f"{SOURCE}, played", **cells)
+
+
+LINES = {"gpu0": "GPU", "nvme": "NVMe", "pfs": "PFS", "cpu": "CPU"}
+
+
+def four_sub_groups() -> Iterator[Row]:
+    """Fig. 6: one step of four sub-groups of the 40B model's size; MLP-Offload finds two of them in host memory."""
+    exhibit = "mlpoffload-fig06"
+    for system, arm in (("ZeRO-3", "zero3"), (OURS, "as_published")):
+        made_step = Step(work(arm, "four sub-groups", held=2, ranks=1), machine(ONE), PAPER.costs())
+        kept = arm != "zero3"
+        paths = paths_of(made_step)
+        done = forward(made_step, weights_wait=False)
+        arrived = None if kept else gradients_to_paths(made_step, paths)
+        done = backward(made_step, after=done, weights_wait=False, arrived=arrived)
+        half = work(arm, "four sub-groups", held=2, ranks=1).sub_groups()
+        held = len(half) // 2 if kept else 0
+        update(made_step, done, paths, held=held, reads_gradients=not kept, parts=1 if kept else 4)
+        spans: dict[tuple[str, str], list[float]] = {}
+        for event in play(made_step.tasks, machine_for(made_step)).events:
+            resource, _, way = event.resource.partition(".")
+            line = LINES.get(resource)
+            if line is None or event.begin_s == event.end_s:
+                continue
+            name = {"forward": "F", "backward": "B"}.get(event.phase, "")
+            if line in ("NVMe", "PFS"):
+                name = "gradients" if event.phase == "backward" else way
+            elif line == "CPU":
+                name = "Adam"
+            where = event.name.rpartition(" ")[2] if event.phase == "optimizer" else ""
+            span = spans.setdefault((f"{system}: {line}", f"{name} {where}".strip()), [event.begin_s, event.end_s])
+            span[:] = min(span[0], event.begin_s), max(span[1], event.end_s)
+        for (series, name), (begin, end) in spans.items():
+            cells = {"series": series, "model": "four sub-groups", "x_name": "begin (s)", "x_value": f"{begin:.6g}"}
+            yield shown(exhibit, name.split()[0], end - begin, "s", "memascend.simulator: one step", **cells)
+
+
+def placement() -> Iterator[Row]:
+    """Fig. 10: percent of the states on each tier, by the authors' split, by Eq. 1 and by equal times."""
+    exhibit, splits = "mlpoffload-fig10", {}
+    for series, arm in ((OURS, "by_hand"), (f"{OURS}, Eq. 1", "as_published"), (f"{OURS}, balanced", "mlp_offload")):
+        for model in MODELS:
+            mine = work(arm, model, held=held_by(model))
+            paths = {path.name: path.share for path in paths_of(Step(mine, machine(ONE), PAPER.costs()))}
+            kept = held_by(model) / len(mine.sub_groups())
+            for tier, share in {"host": kept, **{name: (1 - kept) * part for name, part in paths.items()}}.items():
+                metric = {"host": "host memory", "nvme": "NVMe", "pfs": "PFS"}[tier]
+                yield shown(exhibit, metric, 100 * share, "%", SOURCE, series=series, model=model)
+            splits[series] = paths["nvme"] / paths["pfs"]
+    for model in MODELS:
+        for metric, share in {"host memory": 0.0, "NVMe": 100.0, "PFS": 0.0}.items():
+            yield shown(exhibit, metric, share, "%", "all of it is read and written", series=ZERO, model=model)
+    for series, ratio in splits.items():
+        yield shown(exhibit, "split", ratio, "to 1", "shares of the two paths", series=f"NVMe:PFS, {series}")
+
+
+SCALED = {"40B": 1, "70B": 2, "100B": 3, "130B": 4, "280B": 8}
+
+
+def cluster(nodes: int, shared: bool) -> Machine:
+    """Nodes as one: each has its drive; the four GPUs of a node share a model, so each has a quarter of the products.
+
+    `shared`: Table 1's rates of Lustre are those of a node, else nothing comes over it.
+    """
+    one = machine(TWO)
+    paths = [
+        {**path, **{f"{way}_gb_per_s": nodes * path[f"{way}_gb_per_s"]["value"] for way in ("read", "write")}}
+        for path in one.described["paths"]
+        if shared or path["name"] == "nvme"
+    ]
+    whole = {"gpus": 4 * nodes, "gpu_flops_per_s": 4 * one.gpu_flops_per_s, "described": {"paths": paths}}
+    return replace(one, memory_bytes_per_s=nodes * one.memory_bytes_per_s, **whole)
+
+
+def weak_scaling() -> Iterator[Row]:
+    """Figs. 11 and 12: Testbed-2, four GPUs a node; sub-groups in host memory: the three of 4.1."""
+    kinds = {ZERO: ("zero3", True), OURS: ("as_published", True), f"{OURS}, PFS idle": ("exclusive", False)}
+    for model, nodes in SCALED.items():
+        for series, (arm, shared) in kinds.items():
+            mine = work(arm, model, held=LEAST_HELD, ranks=4 * nodes)
+            played = step_time(mine, cluster(nodes, shared), calibrations=PAPER.costs())
+            source = f"{SOURCE}; Lustre's rates of Table 1 for each node, or none; three sub-groups held"
+            cells = {"series": series, "model": model, "testbed": TWO, "x_name": "nodes", "x_value": str(nodes)}
+            yield shown("mlpoffload-fig11", "iteration_time", played.seconds, "s", source, **cells)
+            rate = PAPER.spec(model).parameters / phase(played, "optimizer") / 1e6
+            yield shown("mlpoffload-fig12", "update_throughput", rate, "M params/s", source, **cells)
+
+
+def accumulation() -> Iterator[Row]:
+    """Fig. 13: eight sequences a GPU, one to sixteen times before an update."""
+    exhibit = "mlpoffload-fig13"
+    for ending in ("", ALONE):
+        gains = []
+        for batches in (1, 2, 4, 8, 16):
+            mine = (ZERO + ending, OURS + ending)
+            seconds = [made(series, "40B", batch=8, batches=batches).seconds for series in mine]
+            for series, value in zip(mine, seconds, strict=True):
+                cells = {"series": series, "model": "40B", "x_name": "batch", "x_value": str(32 * batches)}
+                yield shown(exhibit, "iteration_time", value, "s", **cells)
+            gains.append(100 * (seconds[0] / seconds[1] - 1))
+        cells = {"series": f"{OURS} / ZeRO-3{ending}", "model": "40B"}
+        yield shown(exhibit, "speedup_min", min(gains), "% faster", f"{SOURCE}: least of five batches", **cells)
+
+
+# Figure -> its bars: name, arm (with one path, or with both split by hand).
+BARS = {
+    "mlpoffload-fig14": {ZERO: "zero3", "Enable Caching": "caching", "Skip Gradients": "skip_gradients"},
+    "mlpoffload-fig15": {ZERO: "zero3", "Multi-Path, Caching": "caching_only_all_paths", OURS: "by_hand"},
+}
+BARS["mlpoffload-fig14"]["Process Atomic R/W"] = "exclusive"
+
+
+def ablations() -> Iterator[Row]:
+    """Figs. 14 and 15. One process at a time is what the model has anyway: that part takes nothing away in it."""
+    best: dict[tuple[str, str], float] = {}
+    for exhibit, bars in BARS.items():
+        for model in ("40B", "70B", "100B"):
+            for ending in ("", ALONE):
+                for name, arm in bars.items():
+                    mine = arm if arm != "by_hand" or not ending else "as_published"
+                    at = (f"{model} as printed", LEAST_HELD) if ending else (model, held_by(model))
+                    best[f"{name}{ending}", model] = seconds = step(mine, *at).seconds
+                    yield shown(exhibit, "iteration_time", seconds, "s", series=f"{name}{ending}", model=model)
+    for ending in ("", ALONE):
+        ratios = {
+            ("mlpoffload-fig14", "all opts, NVMe only / ZeRO-3", "speedup_max"): (ZERO, "Process Atomic R/W"),
+            ("mlpoffload-fig15", "multi-path / Fig 14", "speedup"): ("Process Atomic R/W", OURS),
+            ("mlpoffload-fig15", "MLP-Offload / ZeRO-3", "speedup"): (ZERO, OURS),
+        }
+        for (exhibit, series, metric), (slow, fast) in ratios.items():
+            found = [best[slow + ending, model] / best[fast + ending, model] for model in ("40B", "70B", "100B")]
+            cells = {"series": f"{series}{ending}", "model": "40B/70B/100B"}
+            yield shown(exhibit, metric, max(found), "x", f"{SOURCE}: largest of three models", **cells)
+
+
+def equation_1() -> Iterator[Row]:
+    """Eq. 1: sub-groups of a hundred on each path, beside what makes the paths' times equal."""
+    exhibit = "mlpoffload-eq01"
+    for testbed in (ONE, TWO):
+        paths = machine(testbed).described["paths"]
+        rates = [Rates(path["read_gb_per_s"]["value"], path["write_gb_per_s"]["value"]) for path in paths]
+        for series, rule in (("Eq. 1", "as_published"), ("equal times", "balanced")):
+            shares, found = weights(rule, rates), counts(100, rule, rates)
+            for path, number, share in zip(paths, found, shares, strict=True):
+                cells = {"series": series, "testbed": testbed, "x_name": "path", "x_value": path["name"]}
+                cells["model"] = f"Testbed-{testbed[-1]}"
+                source = "memascend.storage.placement.counts"
+                yield shown(exhibit, f"sub-groups on {path['name']}", number, "of 100", source, **cells)
+                yield shown(exhibit, f"exact share of {path['name']}", 100 * share / sum(shares), "%", source, **cells)
