@@ -2,7 +2,7 @@
 
 A paper's folder says in models.yaml what its models are (keys of a Hugging Face config.json, where no configuration is
 committed) and in calibrations.yaml which constants it takes, each with its reason, its reach and what it was solved
-from; `assumption: true` marks one that the paper leaves out. Those that bear the name of a field of
+from; the reason of one that the paper leaves out begins with "assumed". Those that bear the name of a field of
 `memascend.planner.machine.Calibrations` are what plays run with.
 """
 

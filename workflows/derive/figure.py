@@ -162,7 +162,9 @@ def caption(entry: dict[str, Any], prose: str, rows: pd.DataFrame, origins: dict
     out = [f"{title} {' '.join(prose.split())}", ""]
     out += [f"- {lane}: {origin}" for lane, origin in origins.items()]
     constants = rows[rows["metric"] == "calibration"]
-    out += [f"- calibrated constant {c.x_value} = {c.value}: {c.source}" for c in constants.itertuples()]
+    for c in constants.itertuples():
+        word = "assumed" if c.source.startswith("assumed") else "calibrated"
+        out.append(f"- {word} constant {c.x_value} = {c.value}: {c.source}")
     missing = not_measured(rows)
     if "measured" in entry["lanes"] and "measured" not in origins:
         out.append("- not measured in this profile")
