@@ -11,6 +11,7 @@ from memascend.planner.gpu_memory import DevicePlan, activation_writes, gpu_memo
 from memascend.planner.limits import Largest, Limits, largest
 from memascend.planner.machine import Machine
 from memascend.planner.node_memory import NodePlan, place, topology_of
+from memascend.planner.paths import PathPlan, plan_paths
 from memascend.planner.step import IoVolume, io_volume
 from memascend.planner.step_time import GPU, StepTime, step_time
 from memascend.planner.workload import SwapSizes, Workload
@@ -83,6 +84,7 @@ class Answers:
     no_time: str
     wear: Wear
     others: tuple[Plan, ...]
+    paths: tuple[PathPlan, ...] = ()  # where the system uses several
     nodes: NodePlan | None = None  # where a machine with several memory nodes is described
 
     @property
@@ -113,6 +115,8 @@ def answer(
         Need(name="SSD space", needed_bytes=volume.stored_bytes, limit_bytes=limits.ssd_bytes),
     )
     time, no_time = _time(work, machine)
+    rated = None if endurance_tb is None else endurance_tb * endurance_gain
+    paths = plan_paths(work, machine, time.seconds if time else None, rated)
     return Answers(
         work=work,
         host=host,
@@ -133,6 +137,7 @@ def answer(
             endurance_tb=endurance_tb,
         ),
         others=tuple(_others(work)),
+        paths=tuple(paths),
         nodes=_nodes(host, machine, placement or work.arrangement.placement),
     )
 

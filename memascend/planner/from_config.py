@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memascend.arrangements import arrangement_of_parts
+from memascend.arrangements import Arrangement, arrangement_of_parts
 from memascend.memory.budget import parse_bytes
 from memascend.planner.derived_sizes import given, io_settings, optimizer_buffers
 from memascend.planner.options import MODEL_OPTIONS, Stack
@@ -66,7 +66,8 @@ def workload_of(
     zero, section = _section(config, "zero_optimization"), _section(config, SECTION)
     ours = SECTION in config and section.get("enabled", True) is not False
     section = section if ours else {}
-    system = _system(zero, ours)
+    tiers = section.get("tiers")
+    system, arm = _over_paths(zero) if tiers else (_system(zero, ours), None)
     bf16 = {**_section(config, "bfloat16"), **_section(config, "bf16")}
     states = (
         "bf16" if section.get("optimizer_states") == "bf16" or bf16.get("bf16_optimizer_states") is True else "fp32"
@@ -77,7 +78,7 @@ def workload_of(
     return Workload(
         spec=spec,
         system=system,
-        arm="today" if system == "zero_infinity" else None,
+        arm="today" if system == "zero_infinity" else arm,
         dtype=dtype,
         states=states,
         gradients=_gradients(config, dtype),
@@ -88,7 +89,7 @@ def workload_of(
         accumulation=accumulation,
         blocks_in_flight=section.get("blocks_in_flight", 1),
         sizes=_sizes(config, zero, system),
-        parts=arrangement_of_parts(section, derives_sizes=True) if ours else None,
+        parts=_parts(section) if ours else None,
         host_memory=None if budget is None else parse_bytes(budget, f'"{SECTION}.host_memory"'),
     )
 
@@ -118,6 +119,38 @@ def _system(zero: Mapping[str, Any], ours: bool) -> str:
         "a plan knows offload_param and offload_optimizer both on 'nvme' or both on 'cpu', got "
         + " and ".join(sorted(repr(place) for place in places))
     )
+
+
+def _over_paths(zero: Mapping[str, Any]) -> tuple[str, str]:
+    """(system, arm) of a run over several paths: the optimizer there, and the weights too or on the device."""
+    if zero.get("stage") != 3:
+        raise ValueError(f"a plan needs ZeRO stage 3, got zero_optimization.stage={zero.get('stage')!r}")
+    param, optimizer = (_section(zero, name).get("device") for name in ("offload_param", "offload_optimizer"))
+    if optimizer != "nvme" or param not in ("nvme", "none", None):
+        raise ValueError(
+            "a plan over several tiers knows offload_optimizer on 'nvme' and offload_param on 'nvme' or 'none', got "
+            f"{optimizer!r} and {param!r}"
+        )
+    return "mlp_offload", "weights_on_paths" if param == "nvme" else "mlp_offload"
+
+
+def _parts(section: Mapping[str, Any]) -> Arrangement:
+    """As the drop-in reads the section: over several tiers gradients stay in host memory unless it says otherwise."""
+    tiers = section.get("tiers") or []
+    if not tiers:
+        return arrangement_of_parts(section, derives_sizes=True)
+    if not isinstance(tiers, list | tuple) or not all(isinstance(path, str) and path for path in tiers):
+        raise ValueError(f'"{SECTION}.tiers" must be a list of paths such as ["/mnt/a", "/mnt/b"], got {tiers!r}')
+    placed = section.get("tier_placement")
+    if isinstance(placed, list | tuple) and len(placed) != len(tiers):
+        raise ValueError(
+            f'"{SECTION}.tier_placement" must name a number for each of {len(tiers)} paths, got {placed!r}'
+        )
+    turns = section.get("sub_group_order", "alternating") == "alternating"
+    named = {"gradients": "kept", **section}
+    label = f"MemAscend over {len(tiers)} path{'s' if len(tiers) > 1 else ''}"
+    more = {"derives_sizes": True, "over_paths": True, "turns_order": turns}
+    return arrangement_of_parts(named, label, **more)
 
 
 def _dtype(config: Mapping[str, Any], bf16: Mapping[str, Any], told: Told) -> str:
@@ -171,7 +204,7 @@ def _option(section: Mapping[str, Any], name: str, told: Told) -> str:
 
 
 def _sizes(config: Mapping[str, Any], zero: Mapping[str, Any], system: str) -> SwapSizes:
-    ours = system == "memascend"
+    ours = system in ("memascend", "mlp_offload")
     param, optimizer = _section(zero, "offload_param"), _section(zero, "offload_optimizer")
 
     def size(section: Mapping[str, Any], key: str, stock: int) -> int | None:
@@ -180,6 +213,7 @@ def _sizes(config: Mapping[str, Any], zero: Mapping[str, Any], system: str) -> S
         return None if ours else stock
 
     derived = optimizer_buffers(optimizer) if ours else _STOCK_OPTIMIZER_BUFFERS
+    derived = None if system == "mlp_offload" else derived  # as many sub-groups as stay in host memory
     folders = {str(section["nvme_path"]) for section in (param, optimizer) if section.get("nvme_path")}
     block = int(config["aio"]["block_size"]) if given(config.get("aio"), "block_size") else SWAP_THRESHOLD_BYTES
     return SwapSizes(

@@ -27,6 +27,7 @@ def as_text(answers: Answers) -> str:
             answers.work.spec.k,
         ),
         _ssd(answers),
+        _paths(answers),
         _nodes(answers),
         _verdicts(answers),
         _time(answers),
@@ -98,6 +99,8 @@ def _ssd(answers: Answers) -> list[str]:
         lines += _activations(wear)
     if wear.tb_per_day is not None:
         lines.append(f"  without a pause that is {wear.tb_per_day:,.2f} TB written a day")
+    if answers.paths:
+        return lines
     if wear.endurance_tb is None:
         lines.append("  life of the drive: not given without its rated endurance (--ssd-endurance, TB written)")
     elif wear.days_of_life is not None:
@@ -108,6 +111,25 @@ def _ssd(answers: Answers) -> list[str]:
     else:
         lines.append(f"  rated for {_rating(wear)} written: {wear.steps_of_life:,.0f} steps")
     return lines
+
+
+def _paths(answers: Answers) -> list[str]:
+    """What each path holds and is written, and what a step takes without it."""
+    if not answers.paths:
+        return []
+    head = f"paths of {answers.machine.name}, side by side without RAID"
+    lines = [f"{head:<{_WIDTH}}{'share':>8}{'GiB':>11}{'written a step':>17}{'s without it':>15}{'days of life':>15}"]
+    for path in answers.paths:
+        without = "-" if path.seconds_without is None else f"{path.seconds_without:,.3g}"
+        life = "-" if path.days_of_life is None else f"{path.days_of_life:,.1f}"
+        cells = f"{path.share:>8.1%}{gib(path.stored_bytes):>11}{_gb(path.write_bytes_per_step):>17}"
+        lines.append(f"  {path.name:<{_WIDTH - 2}}{cells}{without:>15}{life:>15}")
+    wear = answers.wear
+    rated = "not given without their rated endurance (--ssd-endurance)"
+    return [
+        *lines,
+        f"  life of each drive: {rated if wear.endurance_tb is None else f'rated for {_rating(wear)} written'}",
+    ]
 
 
 def _nodes(answers: Answers) -> list[str]:
@@ -261,6 +283,7 @@ def as_json(answers: Answers) -> dict[str, Any]:
             "days_of_life": answers.wear.days_of_life,
         },
         "time": _time_json(answers),
+        "paths": [dataclasses.asdict(path) for path in answers.paths],
         "memory_nodes": _nodes_json(answers),
         "others": {peer.system: size for peer, size in others if peer.arm_name == defaults[peer.system]},
         "arms": {f"{peer.system}/{peer.arm_name}": size for peer, size in others},
