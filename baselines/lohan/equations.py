@@ -30,13 +30,14 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class Net:
-    """A model of Table IV and its batch."""
+    """A model of Table IV and the batch of one GPU; `gpus` of them share SSDs and memory (in the paper one)."""
 
     layers: int
     hidden: int
     batch: int
     context: int = 1024
     vocab: int = 50257
+    gpus: int = 1
 
     @property
     def parameters(self) -> float:
@@ -125,7 +126,7 @@ def on_ssd(swapped: float, room: float) -> float:
 
 def forward_terms(net: Net, rates: Rates, swapped: float) -> dict[str, float]:
     """Eqs. 2 and 4: seconds of the GPU, GPU to memory, memory to GPU, SSDs; the longest is T_f."""
-    p16, spilled = 2.0 * net.parameters, on_ssd(swapped, rates.room)
+    p16, spilled = 2.0 * net.parameters, on_ssd(net.gpus * swapped, rates.room)
     return {
         "GPU": net.forward_flops / rates.gpu,
         "GPU to memory": swapped / rates.link,
@@ -136,7 +137,7 @@ def forward_terms(net: Net, rates: Rates, swapped: float) -> dict[str, float]:
 
 def backward_terms(net: Net, rates: Rates, swapped: float) -> dict[str, float]:
     """Eq. 5: the optimizer's 14 P each way are in it; the longest is T_b."""
-    p, spilled = net.parameters, on_ssd(swapped, rates.room)
+    p, spilled = net.parameters, on_ssd(net.gpus * swapped, rates.room)
     return {
         "GPU": (2.0 * net.forward_flops + net.recomputed_flops(swapped)) / rates.gpu,
         "GPU to memory": 2.0 * p / rates.link,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,12 @@ def _arm(variant: str) -> Arrangement:
     )
 
 
-_ARMS = {"optimized": _arm(""), "naive": _arm("naive"), "none": _arm("optimizer after backward")}
+_ARMS = {
+    "optimized": _arm(""),
+    "as_published": replace(_arm("Algorithm 1"), runs=False),
+    "naive": _arm("naive"),
+    "none": _arm("optimizer after backward"),
+}
 
 
 class LoHan(PlannedSystem):

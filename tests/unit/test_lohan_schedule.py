@@ -61,3 +61,14 @@ def test_zero_infinitys_optimizer_spends_its_published_seconds_on_the_ssd():
     states = (phase.by_resource["SSD"] - gradients) * 13e9 / SPEC.parameters
     read_weights = 2 * 13e9 / 21.8e9  # LoHan counts the weights' read here, DeepSpeed reads them in backward
     assert states + read_weights == pytest.approx(0.79 * 23, rel=0.03)
+
+
+def test_algorithm_1_swaps_in_the_simulator_what_its_equations_say():
+    """At batch 64 the GPU decides: part of the activations goes to the SSD, less is computed again, and it pays."""
+    swapping, all_again = (played(arm, batch=64) for arm in ("as_published", "optimized"))
+    written = [made.played.served_s["forward"]["ssd"] for made in (swapping, all_again)]
+    products = [made.played.served_s["backward"]["gpu0"] for made in (swapping, all_again)]
+    assert written[0] > written[1]
+    assert products[0] < products[1]
+    assert swapping.seconds < all_again.seconds
+    assert played("as_published", batch=16).seconds == pytest.approx(played("optimized", batch=16).seconds, rel=1e-3)

@@ -22,7 +22,7 @@ LOHAN, BY_EQUATIONS, ZERO, OFFLOAD, G10 = (
     "G10 (simulated)",
 )
 ARMS = {
-    LOHAN: ("lohan", "optimized"),
+    LOHAN: ("lohan", "as_published"),
     "LoHan Optimized": ("lohan", "optimized"),
     "LoHan Naive": ("lohan", "naive"),
     "LoHan+ZeRO": ("lohan", "none"),
