@@ -168,6 +168,17 @@ def test_memory_options_in_the_key_reach_the_trainer_s_model(bench):
     assert "OffloadedCheckpoint" in found["checkpoint"]
 
 
+@pytest.mark.slow  # test_activation_key.py tests the key without a Trainer
+def test_the_trainer_sends_activations_to_the_ssd_and_gives_equal_losses(bench):
+    (reference,) = bench.run("none", "trainer_script.py", None)
+    section = {"checkpointing": "ssd", "activations": {"amount": "all", "minimum_bytes": 1024, "reserve_bytes": 0}}
+    (found,) = bench.run("none", "trainer_script.py", section)
+    assert found["losses"] == reference["losses"]
+    assert found["evaluation"] == reference["evaluation"]
+    assert "memascend.activation.cache" in found["modules"]
+    assert found["activations_written"] > 0
+
+
 # test_swap_models.py has the quick ones.
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -65,7 +65,10 @@ def main():
     trainer.train()
     evaluation = trainer.evaluate()["eval_loss"]
     checkpoint = getattr(model.model.layers[0], "_gradient_checkpointing_func", None)
+    activations = sys.modules.get("memascend.activation.attach")
+    cache = activations.cache_of(trainer.model) if activations is not None else None
     out = {
+        "activations_written": cache.statistics.written if cache is not None else 0,
         "losses": trainer.losses,
         "evaluation": evaluation,
         "modules": [name for name in sys.modules if name.startswith("memascend")],
