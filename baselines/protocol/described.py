@@ -46,6 +46,7 @@ class PlannedSystem(Described):
     arms: Mapping[str, Arrangement]
     buffers: Callable[[RankFootprint], None]
     tasks: Callable[[Step], None] | None = None  # None: its steps are not simulated yet
+    chooses_fates: bool = False  # its schedule follows `Workload.fates`
 
     def footprint(self, build: RankFootprint) -> None:
         """Every buffer of one rank at the worst instant of a step."""

@@ -25,13 +25,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from memascend.planner.pieces import PIECES_PER_BLOCK
+from memascend.planner.step import SAVED
+from memascend.planner.workload import FATES
 
 if TYPE_CHECKING:
     from memascend.planner.pieces import Piece
     from memascend.planner.step import Step
 
-SAVED = "saved activations"
-KEEP, RECOMPUTE, OFFLOAD = "keep", "recompute", "offload"
+KEEP, RECOMPUTE, OFFLOAD = FATES
 _SHARE_OF_RATE = 0.9  # of what the drive takes while forward runs: `hybrid`, as the activation cache plans
 _MOST_BATCHES = 2  # micro batches are alike: more of them are folded into two
 
@@ -54,7 +55,7 @@ class Region:
 
 
 def schedule(step: Step) -> None:
-    regions, done = regions_of(step), ""
+    regions, done = regions_of(step, step.work.fates), ""
     for batch in range(min(step.work.accumulation, _MOST_BATCHES)):
         done = forward(step, regions, batch=batch, after=done)
         done = backward(step, regions, batch=batch, after=done)

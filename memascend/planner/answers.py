@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from memascend import systems
+from memascend.planner.activations import Choice, activation_room, choose
 from memascend.planner.footprint import Plan, plan
 from memascend.planner.gpu_memory import DevicePlan, activation_writes, gpu_memory
 from memascend.planner.limits import Largest, Limits, largest
@@ -84,6 +85,7 @@ class Answers:
     no_time: str
     wear: Wear
     others: tuple[Plan, ...]
+    choice: Choice | None = None  # where the system lets the fates of activations be chosen, within a GPU's memory
     paths: tuple[PathPlan, ...] = ()  # where the system uses several
     nodes: NodePlan | None = None  # where a machine with several memory nodes is described
 
@@ -137,9 +139,16 @@ def answer(
             endurance_tb=endurance_tb,
         ),
         others=tuple(_others(work)),
+        choice=_choice(work, machine, limits.gpu_bytes) if time else None,
         paths=tuple(paths),
         nodes=_nodes(host, machine, placement or work.arrangement.placement),
     )
+
+
+def _choice(work: Workload, machine: Machine, gpu_bytes: float | None) -> Choice | None:
+    if gpu_bytes is None or not getattr(systems.load(work.system), "chooses_fates", False):
+        return None
+    return choose(work, machine, activation_room(work, gpu_bytes))
 
 
 def _nodes(host: Plan, machine: Machine | None, policy: str | None) -> NodePlan | None:

@@ -31,6 +31,7 @@ def as_text(answers: Answers) -> str:
         _nodes(answers),
         _verdicts(answers),
         _time(answers),
+        _choice(answers),
         [_other(answers, other) for other in answers.others],
     ]
     return "\n".join("\n".join(lines) for lines in _separated(sections))
@@ -229,6 +230,28 @@ def _time(answers: Answers) -> list[str]:
     return lines
 
 
+def _choice(answers: Answers) -> list[str]:
+    """What to do with each block's activations, and what one fate for all of them would take."""
+    made = answers.choice
+    if made is None:
+        return []
+    room = gib(max(0.0, made.room_bytes))
+    heading = f"activations of {answers.work.spec.layers} blocks in the {room} GiB that the rest leaves"
+    rows = {"fastest that fits": made.fastest, "all kept": made.all_kept, "all computed again": made.all_recomputed}
+    rows["all to the SSD"] = made.all_offloaded
+    lines = [f"{heading:<{_WIDTH + 14}}{'s a step':>10}{'GiB':>9}{'written':>12}"]
+    for name, mix in rows.items():
+        if mix is None:
+            lines.append(f"  {name}: none; a smaller batch or context needs less")
+            continue
+        words = f"{name}: {mix}" if name.startswith("fastest") else name
+        words += "" if mix.peak_bytes <= made.room_bytes else " (does not fit)"
+        lines.append(
+            f"  {words:<{_WIDTH + 12}}{mix.seconds:>10.3g}{gib(mix.peak_bytes):>9}{_gb(mix.written_bytes):>12}"
+        )
+    return [*lines, "  modelled; memascend train does one of them for all blocks"]
+
+
 def _other(answers: Answers, other: Plan) -> str:
     limit = next(need.limit_bytes for need in answers.needs if need.name == "host memory")
     fits = "" if limit is None else (", fits" if other.host_bytes <= limit else ", does not fit")
@@ -283,6 +306,7 @@ def as_json(answers: Answers) -> dict[str, Any]:
             "days_of_life": answers.wear.days_of_life,
         },
         "time": _time_json(answers),
+        "activations": None if answers.choice is None else dataclasses.asdict(answers.choice),
         "paths": [dataclasses.asdict(path) for path in answers.paths],
         "memory_nodes": _nodes_json(answers),
         "others": {peer.system: size for peer, size in others if peer.arm_name == defaults[peer.system]},

@@ -18,6 +18,7 @@ from memascend.planner.workload import ELEMENT_BYTES, Workload
 from memascend.simulator import Task
 
 PHASES = ("forward", "backward", "optimizer")
+SAVED = "saved activations"  # the pool that says how many bytes of them one GPU holds
 
 
 @dataclass(frozen=True, kw_only=True)

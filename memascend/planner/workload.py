@@ -15,6 +15,7 @@ from memascend.systems import arm_of, arrangement
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 DTYPES = ("fp16", "bf16")
 STATE_DTYPES = ("fp32", "bf16")
+FATES = ("keep", "recompute", "offload")  # of what a block saves for backward
 
 # What the papers' totals describe. DeepSpeed's offload_optimizer.buffer_count: parameter, gradient, two moments, and
 # one to spare.
@@ -53,6 +54,7 @@ class Workload:
 
     `states`: master weights, moments and swapped gradients (an arm may fix it); `gradients`: the flat buffer. `parts`
     stands in for the arm's own arrangement. `host_memory`: bytes that the run may take of the machine, None: any.
+    `fates`: what becomes of each block's activations, where a system lets that be chosen; None: as the arm says.
     Raises ValueError, in one line, for what cannot be.
     """
 
@@ -71,9 +73,13 @@ class Workload:
     sizes: SwapSizes = field(default_factory=SwapSizes)
     parts: Arrangement | None = None
     host_memory: int | None = None
+    fates: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         arm_of(self.system, self.arm)
+        unknown = [fate for fate in self.fates or () if fate not in FATES]
+        if unknown:
+            raise ValueError(f"unknown fate '{unknown[0]}' of a block's activations: use one of {', '.join(FATES)}")
         _check_sizes(self)
         _check_dtypes(self)
 

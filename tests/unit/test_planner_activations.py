@@ -1,0 +1,88 @@
+"""The fastest mix of keeping, recomputing and offloading within a memory limit, against all mixes there are."""
+
+import dataclasses
+import json
+
+import pytest
+
+from memascend.cli import main
+from memascend.planner import Workload, model_spec
+from memascend.planner.activations import Mixes, activation_room, choose
+from memascend.planner.answers import answer
+from memascend.planner.limits import Limits
+from memascend.planner.machine import Calibrations, Machine
+from memascend.planner.options import Stack
+
+SPEC = dataclasses.replace(model_spec("llama3.2-1b"), layers=6)
+MACHINE = Machine(
+    name="round",
+    gpus=1,
+    gpu_flops_per_s=100e12,
+    pcie_bytes_per_s=1e12,
+    ssd_read_bytes_per_s=60e9,
+    ssd_write_bytes_per_s=40e9,
+    memory_bytes_per_s=100e9,
+)
+WORK = Workload(spec=SPEC, system="ssdtrain", batch=4, context=2048, dtype="bf16", stack=Stack(checkpointing="ssd"))
+IDEAL = Calibrations(gpu_efficiency=1.0)
+MIXES = Mixes(WORK, MACHINE, IDEAL)
+ALL = [MIXES.play(o, r) for r in range(7) for o in range(7 - r)]
+
+
+@pytest.mark.parametrize("limit", [0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0])
+def test_no_mix_that_fits_is_faster(limit):
+    room = limit * MIXES.play(0, 0).peak_bytes
+    fitting = [mix for mix in ALL if mix.peak_bytes <= room]
+    found = choose(WORK, MACHINE, room, IDEAL).fastest
+    if not fitting:
+        assert found is None
+        return
+    assert found.peak_bytes <= room
+    assert found.seconds == pytest.approx(min(mix.seconds for mix in fitting), rel=1e-9)
+
+
+def test_with_room_for_all_nothing_is_moved_and_with_none_there_is_no_mix():
+    made = choose(WORK, MACHINE, 1e18, IDEAL)
+    assert made.fastest == made.all_kept
+    assert str(made.fastest) == "6 kept"
+    assert made.fastest.written_bytes == 0
+    assert choose(WORK, MACHINE, 1e6, IDEAL).fastest is None
+
+
+def test_a_drive_that_suffices_is_used_before_anything_is_computed_again():
+    fast = dataclasses.replace(MACHINE, ssd_read_bytes_per_s=900e9, ssd_write_bytes_per_s=900e9)
+    made = choose(WORK, fast, 0.5 * MIXES.play(0, 0).peak_bytes, IDEAL)
+    assert (made.fastest.recomputed, made.fastest.seconds) == (0, pytest.approx(made.all_kept.seconds))
+    slow = dataclasses.replace(MACHINE, ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
+    assert choose(WORK, slow, 0.5 * MIXES.play(0, 0).peak_bytes, IDEAL).fastest.offloaded == 0
+
+
+def test_the_room_is_what_weights_states_and_kernels_leave():
+    made = answer(WORK, Limits(gpu_bytes=40 * 2**30), MACHINE)
+    assert made.choice.room_bytes == activation_room(WORK, 40 * 2**30)
+    held = 40 * 2**30 - made.choice.room_bytes
+    assert held == pytest.approx(16 * SPEC.parameters + 1_300_000_000)
+    assert answer(WORK, Limits(), MACHINE).choice is None  # nobody says how much there is
+    other = dataclasses.replace(WORK, system="in_memory")
+    assert answer(other, Limits(gpu_bytes=40 * 2**30), MACHINE).choice is None
+
+
+def test_a_fate_that_is_none_is_one_line():
+    with pytest.raises(
+        ValueError, match="unknown fate 'compress' of a block's activations: use one of keep, recompute"
+    ):
+        dataclasses.replace(WORK, fates=("compress",))
+
+
+def test_the_command_says_what_to_do_with_which_blocks(capsys):
+    words = ["plan", "--model", "llama3.2-1b", "--batch", "4", "--context", "4096", "--system", "ssdtrain"]
+    words += ["--checkpointing", "ssd", "--gpu-memory", "40", "--testbed", "lohan-4090"]
+    main(words)
+    out = capsys.readouterr().out
+    assert "activations of 16 blocks in the " in out
+    assert "fastest that fits: " in out
+    assert "all computed again" in out
+    main([*words, "--json"])
+    found = json.loads(capsys.readouterr().out)["activations"]
+    assert found["fastest"]["peak_bytes"] <= found["room_bytes"]
+    assert found["all_kept"]["seconds"] <= found["fastest"]["seconds"]
