@@ -192,7 +192,7 @@ def test_nothing_of_the_model_stays_in_memory_between_visits(tmp_path):
 
 def test_a_unit_is_read_once_for_forward_and_once_for_backward_and_its_states_once(tmp_path):
     """Table II and the traffic that follows from it: 2P + 14P read and 14P written with 16-bit weights."""
-    ours = model(dtype=torch.bfloat16, depth=6, hidden=128)
+    ours = model(dtype=torch.bfloat16, depth=6, hidden=256)
     engine = streamed(ours, tmp_path, checkpoints="device")
     train(ours, engine, batches(2))
     before = engine.transferred
@@ -204,8 +204,8 @@ def test_a_unit_is_read_once_for_forward_and_once_for_backward_and_its_states_on
     kept = engine.options.blocks_in_flight * engine.layout.units[5].numel  # from forward to backward
     # What is outside of the blocks is read once for both passes; the embedding once more for its update.
     expected = 16 * blocks - 2 * kept + 14 * others + 2 * looked_up
-    assert read == pytest.approx(expected, rel=0.02)  # padding to 4096 bytes
-    assert written == pytest.approx(14 * (blocks + others), rel=0.02)
+    assert read == pytest.approx(expected, rel=0.01)  # padding to 4096 bytes
+    assert written == pytest.approx(14 * (blocks + others), rel=0.01)
     engine.close()
 
 
