@@ -7,6 +7,7 @@ No constant of the model was found from them.
 import pytest
 
 from workflows.papers.mlpoffload import rows
+from workflows.played import constants
 
 LOGGED = {
     rows.ZERO: {"40B": 213.6, "52B": 209.3, "70B": 336.4, "100B": 501.9, "120B": 475.5},
@@ -24,3 +25,14 @@ def test_an_update_is_within_seven_percent_of_its_log_where_the_log_has_the_inpu
 def test_models_have_the_parameters_of_the_logs():
     logged = {"40B": 48.16e9, "52B": 44.28e9, "70B": 68.61e9, "100B": 105.89e9}
     assert {model: rows.PAPER.spec(model).parameters for model in logged} == pytest.approx(logged, rel=1e-4)
+
+
+def test_the_gpu_s_rate_gives_back_the_forward_pass_that_it_was_solved_from():
+    assert rows.phase(rows.made(rows.ZERO, "40B"), "forward") == pytest.approx(0.6, rel=1e-3)
+
+
+@pytest.mark.parametrize("paper", ["mlpoffload", "ssdtrain"])
+def test_a_constant_is_assumed_solved_from_a_row_or_cited(paper):
+    for each in constants(paper).values():
+        cited = "github.com/" in each.reason or "data sheet" in each.reason
+        assert each.reason.startswith("assumed") or each.solved_from or cited, each.name
