@@ -293,8 +293,8 @@ TEST(reads_and_writes_of_one_priority_share_the_ring) {
     hold = false;
     (void)engine.wait(-1);
     CHECK(out == there && order.size() == 24);
-    const std::string half = order.substr(0, 12);
-    CHECK(std::count(half.begin(), half.end(), 'w') >= 4 && std::count(half.begin(), half.end(), 'r') >= 4);
+    // One queue would hand out all twelve blocks of the read first. At most a ring of four is full before the write comes.
+    CHECK(order.find('w') <= 4);
   }
 }
 
