@@ -9,7 +9,7 @@ from; the reason of one that the paper leaves out begins with "assumed". Those t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from memascend.planner.spec import ModelSpec, spec_from_config
 from memascend.planner.step_time import StepTime, step_time
 from memascend.planner.workload import papers
 from memascend.simulator.calibration import Calibration
+from memascend.simulator.trace import Event
 from memascend.systems import arrangement
 from workflows import registry
 from workflows.cases import Row, row
@@ -27,9 +28,10 @@ from workflows.cases import Row, row
 
 @dataclasses.dataclass(frozen=True)
 class Paper:
-    """What one paper's rows are made with."""
+    """What one paper's rows are made with; `testbed`: theirs, where they name no other."""
 
     name: str
+    testbed: str = ""
 
     @property
     def constants(self) -> dict[str, Calibration]:
@@ -53,6 +55,10 @@ class Paper:
         """A step of an arm, played. `work`: fields of `Workload`."""
         mine = Workload(**({"spec": self.spec(model), "system": system, "arm": arm, "dtype": "bf16"} | work))
         return step_time(papers(mine), machine, calibrations=costs)
+
+    def shown(self, exhibit: str, metric: str, value: float | str, unit: str, source: str, **cells: Any) -> Row:
+        """A row of the modelled lane."""
+        return row(exhibit, metric, value, unit, "modelled", source, **{"testbed": self.testbed} | cells)
 
     def assumptions(self, exhibits: dict[str, str], names: list[str] | None = None) -> Iterator[Row]:
         """A row for each constant (of those named) in each exhibit, whose testbed is given: captions list them."""
@@ -84,6 +90,19 @@ def spec(paper: str, model: str) -> ModelSpec:
 @cache
 def machine(testbed: str) -> Machine:
     return machine_from_testbed(load_testbed(testbed))
+
+
+def spans(
+    events: Iterable[Event], named: Callable[[Event], tuple[str, str] | None]
+) -> dict[tuple[str, str], list[float]]:
+    """First begin and last end of the events with one name, as `named` gives it: (line, bar), or None for none."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for event in events:
+        name = named(event)
+        if name is not None:
+            span = found.setdefault(name, [event.begin_s, event.end_s])
+            span[:] = min(span[0], event.begin_s), max(span[1], event.end_s)
+    return found
 
 
 def label(system: str, arm: str) -> str:

@@ -14,12 +14,14 @@ from memascend.planner import Workload
 from memascend.planner.footprint import GIB
 from memascend.planner.gpu_memory import gpu_memory
 from memascend.planner.step_time import StepTime
-from workflows.cases import Row, row
-from workflows.played import Paper, machine
+from memascend.simulator.trace import Event
+from workflows.cases import Row
+from workflows.played import Paper, machine, spans
 
-PAPER = Paper("cxl")
-CALIBRATIONS = tuple(PAPER.constants.values())
 A, B = "cxl-a", "cxl-b"
+PAPER = Paper("cxl", testbed=A)
+CALIBRATIONS = tuple(PAPER.constants.values())
+shown = PAPER.shown
 MODELS = {"7B": "qwen2.5-7b", "12B": "12B"}
 SUBFIGURES = {"a": ("7B", 1), "b": ("7B", 2), "c": ("12B", 1), "d": ("12B", 2)}
 DRAM, NAIVE, AWARE, DEFAULT = "DRAM only", "naive CXL", "CXL-aware", "CXL-aware (our default)"
@@ -65,10 +67,6 @@ def table_one(model: str, gpus: int, context: int, batch: int) -> float:
     """GiB: 20 bytes a parameter and the checkpoints."""
     spec = PAPER.spec(MODELS[model])
     return (20 * spec.parameters + gpus * checkpoints(batch, context, spec.layers, spec.hidden)) / GIB
-
-
-def shown(exhibit: str, metric: str, value: float, unit: str, source: str, **cells: Any) -> Row:
-    return row(exhibit, metric, value, unit, "modelled", source, **{"testbed": A} | cells)
 
 
 def relative() -> Iterator[Row]:
@@ -176,17 +174,16 @@ LINES = {"pcie0.down": "PCIe to the GPU", "gpu0": "GPU", "pcie0.up": "PCIe to th
 def four_blocks() -> Iterator[Row]:
     """Fig. 1: four blocks of the 12B model, 32K and batch 1, in DRAM alone; a bar for a block on a resource."""
     made = PAPER.step("cxl", "baseline", "four blocks", machine(A), PAPER.costs(), context=32768, batch=1)
-    spans: dict[tuple[str, str], list[float]] = {}
-    for event in made.played.events:
-        if event.resource == "dram" and event.phase != "optimizer":
-            continue
+
+    def named(event: Event) -> tuple[str, str] | None:
+        if event.phase == "optimizer":
+            return LINES[event.resource], "Adam"
         block = event.name.partition("block ")[2].partition(".")[0]
-        if event.phase != "optimizer" and not block:
-            continue
-        name = "Adam" if event.phase == "optimizer" else f"{event.phase[0].upper()}{int(block) + 1}"
-        span = spans.setdefault((LINES[event.resource], name), [event.begin_s, event.end_s])
-        span[:] = min(span[0], event.begin_s), max(span[1], event.end_s)
-    for (series, name), (begin, end) in spans.items():
+        if event.resource == "dram" or not block:
+            return None
+        return LINES[event.resource], f"{event.phase[0].upper()}{int(block) + 1}"
+
+    for (series, name), (begin, end) in spans(made.played.events, named).items():
         cells = {"series": series, "model": "four blocks of 12B", "x_name": "begin (s)", "x_value": f"{begin:.6g}"}
         yield shown("cxl-fig01", name, end - begin, "s", "memascend.simulator: one step", **cells)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from baselines.lohan.equations import GIB, backward_terms, forward_terms
 from memascend.simulator import Played
+from memascend.simulator.trace import Event
 from workflows.cases import Row
 from workflows.papers.lohan.rows.settings import (
     BY_EQUATIONS,
@@ -20,6 +21,7 @@ from workflows.papers.lohan.rows.settings import (
     shown,
     step,
 )
+from workflows.played import spans
 
 SIZE, BATCH = "13B", 32
 SERVERS = {"pcie0.down": "PCIe_M2G", "pcie0.up": "PCIe_G2M", "ssd": "PCIe_SSD"}
@@ -49,33 +51,31 @@ def simulated(exhibit: str, series: str) -> Iterator[Row]:
         for server, name in SERVERS.items():
             busy = 100 * served.get(server, 0.0) / phase.seconds
             yield shown(exhibit, f"{name}_utilisation", busy, "%", f"{PLAYED}: busy over stage", **cells)
-    spans: dict[tuple[str, str], list[float]] = {}
-    for event in made.played.events:
-        if event.resource in LINES:
-            span = spans.setdefault((LINES[event.resource], event.phase), [event.begin_s, event.end_s])
-            span[:] = min(span[0], event.begin_s), max(span[1], event.end_s)
-    yield from bars(exhibit, spans)
+    lines = spans(made.played.events, lambda e: (LINES[e.resource], e.phase) if e.resource in LINES else None)
+    yield from bars(exhibit, lines)
 
 
-def bars(exhibit: str, spans: dict[tuple[str, str], list[float]]) -> Iterator[Row]:
-    for (line, name), (begin, end) in spans.items():
+def bars(exhibit: str, lines: dict[tuple[str, str], list[float]]) -> Iterator[Row]:
+    for (line, name), (begin, end) in lines.items():
         cells = {"series": line, "model": SIZE, "x_name": "begin (s)", "x_value": f"{begin:.6g}"}
         yield shown(exhibit, name, end - begin, "s", "memascend.simulator: one step", **cells)
 
 
 def by_tensor(exhibit: str, played: Played, series: str) -> Iterator[Row]:
     """The backward of four blocks: a bar for each block on each resource."""
-    spans: dict[tuple[str, str], list[float]] = {}
-    for event in played.events:
+
+    def named(event: Event) -> tuple[str, str] | None:
         block = event.name.partition("block ")[2].partition(".")[0]
-        if event.phase == "backward" and block and event.resource in LINES and event.resource != "pcie0.down":
-            weights = event.name.startswith("backward: read") or "checkpoint" in event.name
-            if event.resource == "ssd.read" and weights:
-                continue
-            span = spans.setdefault((LINES[event.resource], str(int(block) + 1)), [event.begin_s, event.end_s])
-            span[:] = min(span[0], event.begin_s), max(span[1], event.end_s)
-    begun = min(begin for begin, _ in spans.values())
-    yield from bars(exhibit, {key: [begin - begun, end - begun] for key, (begin, end) in spans.items()})
+        if event.phase != "backward" or not block or event.resource not in LINES or event.resource == "pcie0.down":
+            return None
+        weights = event.name.startswith("backward: read") or "checkpoint" in event.name
+        if event.resource == "ssd.read" and weights:
+            return None
+        return LINES[event.resource], str(int(block) + 1)
+
+    lines = spans(played.events, named)
+    begun = min(begin for begin, _ in lines.values())
+    yield from bars(exhibit, {key: [begin - begun, end - begun] for key, (begin, end) in lines.items()})
     seconds = dict(played.phases())["backward"]
     yield shown(exhibit, "backward", seconds[1] - seconds[0], "s", PLAYED, series=series, model="four blocks of 13B")
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 from baselines.lohan.equations import GIB, Net, Rates
 from memascend.planner.machine import Machine
 from memascend.planner.step_time import StepTime
-from workflows.cases import Row, row
 from workflows.played import Paper, machine
 
-PAPER = Paper("lohan")
 T4090, T3090, T4080, T4X = "lohan-4090", "lohan-3090", "lohan-4080", "lohan-4x4090"
+PAPER = Paper("lohan", testbed=T4090)
+shown = PAPER.shown
 LOHAN, BY_EQUATIONS, ZERO, OFFLOAD, G10 = (
     "LoHan",
     "LoHan (Eqs. 1 to 5)",
@@ -31,10 +30,6 @@ ARMS = {
 }
 TABLE_IV = ("6B", "13B", "30B", "70B", "135B", "175B", "276B", "412B")
 EQUATIONS, PLAYED = "Eqs. 1 to 5", "memascend.planner.step_time"
-
-
-def shown(exhibit: str, metric: str, value: float | str, unit: str, source: str, **cells: Any) -> Row:
-    return row(exhibit, metric, value, unit, "modelled", source, **{"testbed": T4090} | cells)
 
 
 @cache

@@ -22,14 +22,15 @@ from memascend.planner.step import Step
 from memascend.planner.step_time import StepTime, machine_for, step_time
 from memascend.planner.workload import SwapSizes
 from memascend.simulator import play
+from memascend.simulator.trace import Event
 from memascend.storage.placement import Rates, counts, weights
-from workflows.cases import Row, row
+from workflows.cases import Row
 from workflows.growth import growth
-from workflows.played import Paper, machine
+from workflows.played import Paper, machine, spans
 
-PAPER = Paper("mlpoffload")
-CALIBRATIONS = tuple(PAPER.constants.values())
 ONE, TWO = "mlpoffload-testbed1", "mlpoffload-testbed2"
+PAPER = Paper("mlpoffload", testbed=ONE)
+CALIBRATIONS = tuple(PAPER.constants.values())
 MODELS = ("40B", "52B", "70B", "100B", "120B")
 ZERO, OURS, ALONE = "DeepSpeed ZeRO-3", "MLP-Offload", ", paper alone"
 SERIES = (ZERO, OURS, ZERO + ALONE, OURS + ALONE)
@@ -57,7 +58,7 @@ def modelled() -> Iterator[Row]:
 
 
 def shown(exhibit: str, metric: str, value: float, unit: str, source: str = SOURCE, **cells: Any) -> Row:
-    return row(exhibit, metric, value, unit, "modelled", source, **{"testbed": ONE} | cells)
+    return PAPER.shown(exhibit, metric, value, unit, source, **cells)
 
 
 def work(arm: str, model: str, *, held: int, ranks: int = 4, **more: Any) -> Workload:
@@ -181,6 +182,20 @@ def by_sub_group() -> Iterator[Row]:
 LINES = {"gpu0": "GPU", "nvme": "NVMe", "pfs": "PFS", "cpu": "CPU"}
 
 
+def line_and_part(event: Event) -> tuple[str, str] | None:
+    resource, _, way = event.resource.partition(".")
+    line = LINES.get(resource)
+    if line is None or event.begin_s == event.end_s:
+        return None
+    name = {"forward": "F", "backward": "B"}.get(event.phase, "")
+    if line in ("NVMe", "PFS"):
+        name = "gradients" if event.phase == "backward" else way
+    elif line == "CPU":
+        name = "Adam"
+    where = event.name.rpartition(" ")[2] if event.phase == "optimizer" else ""
+    return line, f"{name} {where}".strip()
+
+
 def four_sub_groups() -> Iterator[Row]:
     """Fig. 6: one step of four sub-groups of the 40B model's size; MLP-Offload finds two of them in host memory."""
     exhibit = "mlpoffload-fig06"
@@ -194,22 +209,14 @@ def four_sub_groups() -> Iterator[Row]:
         half = work(arm, "four sub-groups", held=2, ranks=1).sub_groups()
         held = len(half) // 2 if kept else 0
         update(made_step, done, paths, held=held, reads_gradients=not kept, parts=1 if kept else 4)
-        spans: dict[tuple[str, str], list[float]] = {}
-        for event in play(made_step.tasks, machine_for(made_step)).events:
-            resource, _, way = event.resource.partition(".")
-            line = LINES.get(resource)
-            if line is None or event.begin_s == event.end_s:
-                continue
-            name = {"forward": "F", "backward": "B"}.get(event.phase, "")
-            if line in ("NVMe", "PFS"):
-                name = "gradients" if event.phase == "backward" else way
-            elif line == "CPU":
-                name = "Adam"
-            where = event.name.rpartition(" ")[2] if event.phase == "optimizer" else ""
-            span = spans.setdefault((f"{system}: {line}", f"{name} {where}".strip()), [event.begin_s, event.end_s])
-            span[:] = min(span[0], event.begin_s), max(span[1], event.end_s)
-        for (series, name), (begin, end) in spans.items():
-            cells = {"series": series, "model": "four sub-groups", "x_name": "begin (s)", "x_value": f"{begin:.6g}"}
+        events = play(made_step.tasks, machine_for(made_step)).events
+        for (line, name), (begin, end) in spans(events, line_and_part).items():
+            cells = {
+                "series": f"{system}: {line}",
+                "model": "four sub-groups",
+                "x_name": "begin (s)",
+                "x_value": f"{begin:.6g}",
+            }
             yield shown(exhibit, name.split()[0], end - begin, "s", "memascend.simulator: one step", **cells)
 
 

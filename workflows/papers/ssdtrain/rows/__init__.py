@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 from baselines.ssdtrain.projections import TABLE_III, fig_5, scaled, table_iii
 from baselines.ssdtrain.schedule import KEEP, OFFLOAD, SAVED, backward, forward, regions_of
@@ -21,14 +20,16 @@ from memascend.planner.pieces import forward_flops
 from memascend.planner.step import Step, step_of
 from memascend.planner.step_time import StepTime, machine_for, step_time
 from memascend.simulator import play
+from memascend.simulator.trace import Event
 from workflows import registry
 from workflows.cases import Row, row
 from workflows.growth import growth
-from workflows.played import Paper, machine
+from workflows.played import Paper, machine, spans
 
-PAPER = Paper("ssdtrain")
-CALIBRATIONS = tuple(PAPER.constants.values())
 TESTBED = "ssdtrain"
+PAPER = Paper("ssdtrain", testbed=TESTBED)
+CALIBRATIONS = tuple(PAPER.constants.values())
+shown = PAPER.shown
 GPUS, CONTEXT, BATCH = 2, 1024, 16
 CASES = {f"H{hidden} L{layers}": (hidden, layers) for hidden, layers in TABLE_III}
 CHECKPOINTING = {"keep": "none", "recompute": "plain"}
@@ -58,10 +59,6 @@ def modelled() -> Iterator[Row]:
     updated = dict.fromkeys(("ssdtrain-fig07a", "ssdtrain-fig07b", "ssdtrain-fig08a"), TESTBED)
     yield from PAPER.assumptions(updated, ["update_bytes_per_parameter", "gpu_memory_gb_per_s"])
     yield from PAPER.assumptions({"ssdtrain-tab03": TESTBED, "ssdtrain-fig08a": TESTBED}, ["gpu_efficiency"])
-
-
-def shown(exhibit: str, metric: str, value: float, unit: str, source: str, **cells: Any) -> Row:
-    return row(exhibit, metric, value, unit, "modelled", source, **{"testbed": TESTBED} | cells)
 
 
 def pair(write_gb_per_s: float | None = None) -> Machine:
@@ -240,15 +237,15 @@ def two_micro_batches() -> Iterator[Row]:
         done = forward(made, plans[batch], batch=batch, after=done)
     for batch in (1, 0):
         done = backward(made, plans[batch], batch=batch, after=done)
-    spans: dict[tuple[str, str], list[float]] = {}
-    for event in play(made.tasks, machine_for(made)).events:
+
+    def named(event: Event) -> tuple[str, str] | None:
         kind, _, rest = event.name.partition(" ")
         block = rest.partition("block ")[2].partition(".")[0]
-        if event.resource in LINES and block:
-            letter = {"forward": "F", "backward": "B"}.get(kind, "")
-            name = f"{letter}L{int(block) + 1} of {int(rest[0]) + 1}"
-            span = spans.setdefault((LINES[event.resource], name), [event.begin_s, event.end_s])
-            span[:] = min(span[0], event.begin_s), max(span[1], event.end_s)
-    for (series, name), (begin, end) in spans.items():
+        if event.resource not in LINES or not block:
+            return None
+        letter = {"forward": "F", "backward": "B"}.get(kind, "")
+        return LINES[event.resource], f"{letter}L{int(block) + 1} of {int(rest[0]) + 1}"
+
+    for (series, name), (begin, end) in spans(play(made.tasks, machine_for(made)).events, named).items():
         cells = {"series": series, "model": "H12288 L3", "x_name": "begin (s)", "x_value": f"{begin:.6g}"}
         yield shown("ssdtrain-fig02", name, end - begin, "s", "memascend.simulator: batch 8 a micro-batch", **cells)
