@@ -15,7 +15,8 @@ class Arrangement:
     """Which parts stand where in an arm.
 
     `label` is the series of a figure. `parts` are the keywords of `memascend.enable` with which the arm trains.
-    `states_on`: where weights and optimizer states wait: `ssd`, `host` or `gpu`.
+    `states_on`: where weights and optimizer states wait: `ssd`, `host` or `gpu`. `weights_on_gpu`: the half-precision
+    weights, partitioned, stay on the GPU wherever the states are.
 
     `pinned` rounds what torch pins (gradients, activations, small parameters), `swapped` what the swappers hold (the
     same through DeepSpeed 0.19.3; later ones allocate exactly there). `pool` is `separate` (each buffer pinned by
@@ -31,6 +32,7 @@ class Arrangement:
     label: str
     parts: Mapping[str, Any] = field(default_factory=dict)
     states_on: str = "ssd"
+    weights_on_gpu: bool = False
     pinned: str = "power_of_two"
     swapped: str = "power_of_two"
     pool: str = "separate"

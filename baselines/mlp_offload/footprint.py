@@ -9,13 +9,13 @@ if TYPE_CHECKING:
 
 
 def update_over_paths(build: RankFootprint) -> None:
-    """The optimizer states on the paths, gradients in host memory; weights on the device but for `weights_on_paths`."""
+    """The optimizer states on the paths, gradients in host memory; weights on the device where the arm keeps them."""
     work = build.work
-    if work.arm_name == "weights_on_paths":
+    if work.arrangement.weights_on_gpu:
+        build.pageable("weights", "in_memory_optimizer", sum(work.partitions()) * build.dtype.itemsize, role="device")
+    else:
         build.parameter_pool()
         build.resident(work.streamed().resident)
-    else:
-        build.pageable("weights", "in_memory_optimizer", sum(work.partitions()) * build.dtype.itemsize, role="device")
     build.optimizer_swap()
     build.gradients()
     build.unswapped_groups()

@@ -41,7 +41,7 @@ class StoragePath:
 
 def schedule(step: Step) -> None:
     parts = step.work.arrangement
-    waits = step.work.arm_name == "weights_on_paths"
+    waits = not parts.weights_on_gpu
     paths = paths_of(step)
     done = forward(step, weights_wait=waits)
     writes = parts.swaps_gradients

@@ -25,27 +25,30 @@ def _arm(variant: str, *, turns: bool = True, keeps: bool = True, exclusive: boo
         **others.pop("keys", {}),
     }
     label = f"MLP-Offload ({variant})" if variant else "MLP-Offload"
-    return arrangement_of_parts(parts, label, derives_sizes=True, over_paths=True, turns_order=turns, **others)
+    fields: dict[str, Any] = {"derives_sizes": True, "over_paths": True, "turns_order": turns, "weights_on_gpu": True}
+    return arrangement_of_parts(parts, label, **fields | others)
 
 
 _ARMS = {
     "mlp_offload": _arm(""),
     "as_published": _arm("as published", keys={"tier_placement": "as_published"}),
     "by_hand": _arm("2:1 by hand", keys={"tier_placement": [2, 1]}),
-    "zero3": arrangement_of_parts(_STOCK, "DeepSpeed ZeRO-3 (pipelined)", refuses_bf16_states="stock DeepSpeed fails"),
+    "zero3": arrangement_of_parts(
+        _STOCK, "DeepSpeed ZeRO-3 (pipelined)", weights_on_gpu=True, refuses_bf16_states="stock DeepSpeed fails"
+    ),
     "caching": _arm("caching", keeps=False, exclusive=False, first_path=True),
     "skip_gradients": _arm("caching, gradients kept", exclusive=False, first_path=True),
     "exclusive": _arm("first path alone", first_path=True),
     "multi_path_only": _arm("several paths only", turns=False, keeps=False, exclusive=False),
     "caching_only_all_paths": _arm("several paths and caching", keeps=False, exclusive=False),
-    "weights_on_paths": _arm("weights on the paths too"),
+    "weights_on_paths": _arm("weights on the paths too", weights_on_gpu=False),
 }
 
 
 def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
     """Over two folders of `nvme_path`, which a user's own `tiers` replace."""
     param, optimizer = nvme_offload(run, sizes, nvme_path)
-    if run.arm != "weights_on_paths":
+    if _ARMS[run.arm].weights_on_gpu:
         param = {"device": "none"}
     if run.arm == "zero3":
         optimizer |= {"pipeline_read": True, "pipeline_write": True}

@@ -18,6 +18,7 @@ from memascend.planner.options import MODEL_OPTIONS, Stack
 from memascend.planner.pool import SWAP_THRESHOLD_BYTES
 from memascend.planner.spec import ModelSpec
 from memascend.planner.workload import SwapSizes, Workload
+from memascend.systems import arrangement
 
 SECTION = "memascend"
 # DeepSpeed's defaults where no part of ours derives them (zero/config.py, zero/offload_config.py).
@@ -89,7 +90,7 @@ def workload_of(
         accumulation=accumulation,
         blocks_in_flight=section.get("blocks_in_flight", 1),
         sizes=_sizes(config, zero, system),
-        parts=_parts(section) if ours else None,
+        parts=_parts(section, arrangement(system, arm).weights_on_gpu) if ours else None,
         host_memory=None if budget is None else parse_bytes(budget, f'"{SECTION}.host_memory"'),
     )
 
@@ -134,7 +135,7 @@ def _over_paths(zero: Mapping[str, Any]) -> tuple[str, str]:
     return "mlp_offload", "weights_on_paths" if param == "nvme" else "mlp_offload"
 
 
-def _parts(section: Mapping[str, Any]) -> Arrangement:
+def _parts(section: Mapping[str, Any], weights_on_gpu: bool) -> Arrangement:
     """As the drop-in reads the section: over several tiers gradients stay in host memory unless it says otherwise."""
     tiers = section.get("tiers") or []
     if not tiers:
@@ -150,7 +151,7 @@ def _parts(section: Mapping[str, Any]) -> Arrangement:
     named = {"gradients": "kept", **section}
     label = f"MemAscend over {len(tiers)} path{'s' if len(tiers) > 1 else ''}"
     more = {"derives_sizes": True, "over_paths": True, "turns_order": turns}
-    return arrangement_of_parts(named, label, **more)
+    return arrangement_of_parts(named, label, weights_on_gpu=weights_on_gpu, **more)
 
 
 def _dtype(config: Mapping[str, Any], bf16: Mapping[str, Any], told: Told) -> str:

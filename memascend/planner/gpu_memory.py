@@ -119,6 +119,8 @@ def gpu_memory(work: Workload) -> DevicePlan:
     if not work.offloads:
         hold("model states", "device_states", 16 * partition_numel(spec.parameters, work.ranks))
     else:
+        if work.arrangement.weights_on_gpu:
+            hold("partitioned weights", "device_parameters", 2 * partition_numel(spec.parameters, work.ranks))
         largest = spec.largest().numel
         hold("gathered parameters", "device_parameters", 2 * (largest + min(PREFETCH_BUCKET // area, spec.parameters)))
         hold("gradient bucket", "device_gradients", 2 * min(REDUCE_BUCKET // area, spec.parameters))

@@ -30,6 +30,7 @@ __all__ = ["DirectTier", "FileTier"]
 # A file that has to grow while tensors come takes an eighth more than they need, so that it does not grow with each of
 # them; where the volume has not that much, it takes just what they need.
 _GROWTH, _LEAST_GROWTH_BYTES, _MOST_GROWTH_BYTES = 0.125, 1 << 20, 1 << 30
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NAME_BYTES = 200  # of a file's name; file systems take 255
 
 
@@ -271,8 +272,10 @@ class DirectTier(_EngineTier):
             more = min(max(int(used * _GROWTH), _LEAST_GROWTH_BYTES), _MOST_GROWTH_BYTES)
             try:
                 self._grow(used + more)
-            except StorageError:  # not that much: then just what is needed
-                self._grow(used)
+            except StorageError as error:
+                if error.errno not in _NO_SPACE:
+                    raise
+                self._grow(used)  # not that much: then just what is needed
         self._used_bytes = used
 
     def _grow(self, size_bytes: int) -> None:

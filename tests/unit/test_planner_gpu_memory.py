@@ -115,6 +115,15 @@ def test_all_in_gpu_holds_sixteen_bytes_a_parameter():
     assert states == 16 * spec.parameters
 
 
+def test_partitioned_weights_that_stay_on_the_gpu_are_counted():
+    spec = model_spec("llama3.2-1b")
+    weights = {}
+    for arm in ("mlp_offload", "zero3", "weights_on_paths"):
+        made = gpu_memory(spec, system="mlp_offload", arm=arm, ranks=2, batch=1, context=1024)
+        weights[arm] = made.components().get("partitioned weights")
+    assert weights == {"mlp_offload": spec.parameters, "zero3": spec.parameters, "weights_on_paths": None}
+
+
 def test_without_offloading_to_the_host_all_checkpoints_are_on_the_gpu():
     spec = model_spec("llama3.2-1b")
     for stack, system in ((Stack(checkpointing="plain"), "memascend"), (Stack(), "all_in_gpu")):

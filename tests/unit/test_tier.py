@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -532,3 +533,19 @@ def test_the_folder_of_a_killed_process_is_collected_and_that_of_a_living_one_is
         assert Path(tier.paths[0]).is_dir()
     assert list(folder.iterdir()) == []
     assert [path.name for path in tmp_path.glob("memascend*")] == ["memascend-scratch-notes"]
+
+
+@pytest.mark.parametrize(("error", "attempts"), [(errno.ENOSPC, 2), (errno.EIO, 1)])
+def test_a_file_that_cannot_grow_asks_for_less_only_where_space_is_missing(error, attempts, tmp_path, monkeypatch):
+    with _in_file(tmp_path, None) as tier:
+        asked = []
+
+        def refuse(size_bytes: int) -> None:
+            asked.append(size_bytes)
+            raise StorageError("grow", str(tmp_path), 0, size_bytes, 0, error, os.strerror(error))
+
+        monkeypatch.setattr(tier.engine, "grow", refuse)
+        with pytest.raises(StorageError, match=os.strerror(error)):
+            tier.write("a", torch.zeros(1 << 16))
+        assert len(asked) == attempts
+        assert asked == sorted(asked, reverse=True)
