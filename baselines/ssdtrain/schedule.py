@@ -24,15 +24,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from memascend.fates import KEEP, OFFLOAD, RECOMPUTE
 from memascend.planner.pieces import PIECES_PER_BLOCK
 from memascend.planner.step import SAVED
-from memascend.planner.workload import FATES
 
 if TYPE_CHECKING:
     from memascend.planner.pieces import Piece
     from memascend.planner.step import Step
 
-KEEP, RECOMPUTE, OFFLOAD = FATES
 _SHARE_OF_RATE = 0.9  # of what the drive takes while forward runs: `hybrid`, as the activation cache plans
 _MOST_BATCHES = 2  # micro batches are alike: more of them are folded into two
 

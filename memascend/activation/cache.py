@@ -25,6 +25,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from memascend.activation.record import Plan, Record, next_plan
+from memascend.fates import KEEP, OFFLOAD
 from memascend.storage.completion import Completion
 from memascend.storage.tier import Tier
 
@@ -152,12 +153,16 @@ class _Packed:
 class ActivationCache:
     """Offloads what forward passes save while :meth:`active` is entered. Thread-safe.
 
-    Owns `tier` from now on: :meth:`close` closes it. An I/O error is raised as ActivationError, with the tensor's name,
-    by the backward pass that needs the tensor.
+    `fates`: what the modules of fate OFFLOAD save goes to the tier, all else stays, and `amount` does not count. Owns
+    `tier` from now on: :meth:`close` closes it. An I/O error is raised as ActivationError, with the tensor's name, by
+    the backward pass that needs the tensor.
     """
 
-    def __init__(self, tier: Tier, options: CacheOptions | None = None) -> None:
+    def __init__(
+        self, tier: Tier, options: CacheOptions | None = None, fates: Mapping[torch.nn.Module, str] | None = None
+    ) -> None:
         self.options = options or CacheOptions()
+        self._fates = None if fates is None else weakref.WeakKeyDictionary(fates)
         self.tier = tier
         self.plan = Plan(offload_bytes=self.options.amount if isinstance(self.options.amount, int) else None)
         self.record: Record | None = None  # of the last whole forward pass
@@ -263,6 +268,8 @@ class ActivationCache:
             return
         with self._lock:
             self.record = record
+            if self._fates is not None:
+                return
             plan = next_plan(
                 record, self.options.amount, self.tier.transferred.write_bytes_per_s, _free_device_bytes(self._device)
             )
@@ -350,7 +357,10 @@ class ActivationCache:
 
     def _is_to_be_offloaded(self, saved: _Saved) -> bool:
         offloaded = self._local.record.offloaded_bytes if self._recording() else 0
-        if self.plan.offload_bytes is not None and offloaded + saved.nbytes > self.plan.offload_bytes:
+        if self._fates is not None:
+            if self._fate() != OFFLOAD:
+                return False
+        elif self.plan.offload_bytes is not None and offloaded + saved.nbytes > self.plan.offload_bytes:
             return False
         budget = self.options.write_budget_bytes
         if budget is not None and self._counts.written + saved.nbytes > budget:
@@ -358,6 +368,11 @@ class ActivationCache:
         if self.tier.free_bytes - saved.nbytes < self.options.reserve_bytes:
             return self._stays("less than reserve_bytes=%d would be left free", self.options.reserve_bytes)
         return True
+
+    def _fate(self) -> str:
+        """Of the innermost block that runs; what lies outside of all blocks is kept."""
+        stack = getattr(self._local, "stack", None) or ()
+        return next((self._fates[module] for module in reversed(stack) if module in self._fates), KEEP)
 
     def _stays(self, reason: str, number: int) -> bool:
         if reason not in self._warned:

@@ -27,6 +27,8 @@ from memascend.activation import (
 )
 from memascend.activation.cache import CacheStatistics, options_from
 from memascend.activation.checkpointing import switch_on
+from memascend.activation.mix import fates_of_blocks, recompute_blocks
+from memascend.fates import EXAMPLE, BlockFates
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
 from memascend.ops.cross_entropy import DEFAULT_CHUNK_BYTES, LogitTransform, chunked_linear_cross_entropy
 from memascend.planner.options import MODEL_OPTIONS
@@ -37,6 +39,7 @@ _ATTENTION_NAMES = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_
 
 Undo = Callable[[], Any]
 log = logging.getLogger("memascend")
+_MIX = "memascend.activations.mix"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,8 @@ class MemoryOptions:
     checkpointing: ``plain`` is torch's gradient checkpointing, ``offloaded`` keeps its checkpoints in host memory,
         ``unsloth`` is Unsloth's offloaded checkpointing (a GPU), ``ssd`` sends what autograd saves to the SSD and
         recomputes nothing.
-    activations: for ``ssd``: ``folder`` on the SSD, and the fields of :class:`CacheOptions`.
+    activations: for ``ssd``: ``folder`` on the SSD, ``mix`` (what becomes of each block, in place of ``amount``, as
+        :class:`memascend.fates.BlockFates` reads it), and the other fields of :class:`CacheOptions`.
     """
 
     attention: str | None = None
@@ -81,7 +85,13 @@ def _check_activations(section: Any, checkpointing: str | None) -> None:
 
 
 def _cache_options(section: Mapping[str, Any]) -> CacheOptions:
-    return options_from({name: value for name, value in section.items() if name != "folder"})
+    if (mix := section.get("mix")) is not None:
+        if not isinstance(mix, str):
+            raise ValueError(f'memascend.activations.mix must be a text such as "{EXAMPLE}", got {mix!r}')
+        if "amount" in section:
+            raise ValueError("memascend.activations: 'amount' and 'mix' exclude one another: leave one out")
+        BlockFates.parse(mix, _MIX)
+    return options_from({name: value for name, value in section.items() if name not in ("folder", "mix")})
 
 
 @dataclass
@@ -138,7 +148,7 @@ def apply_memory_options(
         if options.loss is not None:
             _apply_loss(model, options.loss, applied, chunk_bytes)
         if options.checkpointing == "ssd":
-            _apply_ssd(model, options.activations or {}, folder, applied)
+            _apply_ssd(model, options.activations or {}, folder, applied, {"use_reentrant": use_reentrant})
         elif options.checkpointing is not None:
             _apply_checkpointing(model, options.checkpointing, applied, allocator, {"use_reentrant": use_reentrant})
     except BaseException:
@@ -265,7 +275,9 @@ def _apply_checkpointing(
     applied.chosen["checkpointing"] = wanted
 
 
-def _apply_ssd(model: Any, section: Mapping[str, Any], folder: str | None, applied: AppliedOptions) -> None:
+def _apply_ssd(
+    model: Any, section: Mapping[str, Any], folder: str | None, applied: AppliedOptions, options: dict[str, Any]
+) -> None:
     """The cache lives as long as the model, or until the undo."""
     named = section.get("folder") or folder
     if not named:
@@ -273,14 +285,19 @@ def _apply_ssd(model: Any, section: Mapping[str, Any], folder: str | None, appli
             "checkpointing 'ssd' needs a folder on the SSD: name one in \"memascend\", "
             '"activations": {"folder": "/mnt/nvme"}'
         )
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+    cache_options, fates = _cache_options(section), None
+    if (mix := section.get("mix")) is not None:
+        fates = fates_of_blocks(model, BlockFates.parse(mix, _MIX), _MIX)
+        applied._undo.append(_remember_checkpointing(model))
+        _switch_off(model)
+        recompute_blocks(model, fates, options)
+    elif any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         log.warning(
             "memascend: this model checkpoints its blocks, so only their inputs go to the SSD and the rest is computed "
             "again; call model.gradient_checkpointing_disable() to send all of it"
         )
-    options = _cache_options(section)
     where = swap_folder(str(named), "memascend.activations.folder")
-    cache = ActivationCache(DirectTier.in_file(where, owner="activations"), options)
+    cache = ActivationCache(DirectTier.in_file(where, owner="activations"), cache_options, fates)
     try:
         detach = attach_cache(model, cache)
     except BaseException:
@@ -290,7 +307,7 @@ def _apply_ssd(model: Any, section: Mapping[str, Any], folder: str | None, appli
     close.atexit = False  # the tier closes itself at the end of the process, and before its users
     applied._undo += [close, detach]
     applied.cache = cache
-    applied.chosen["checkpointing"] = "ssd"
+    applied.chosen["checkpointing"] = "ssd" if mix is None else f"ssd ({mix})"
 
 
 def _unsloth_checkpoint() -> Callable[..., Any]:

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
+from memascend.fates import KEEP, OFFLOAD, RECOMPUTE, BlockFates
 from memascend.planner.machine import Calibrations, Machine
 from memascend.planner.pieces import PIECES_PER_BLOCK, pieces
 from memascend.planner.step import SAVED, step_of
 from memascend.planner.step_time import step_time
-from memascend.planner.workload import FATES, Workload
-
-KEEP, RECOMPUTE, OFFLOAD = FATES
+from memascend.planner.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +36,11 @@ class Mix:
     def __str__(self) -> str:
         parts = ((self.offloaded, "to the SSD"), (self.recomputed, "computed again"), (self.kept, "kept"))
         return ", then ".join(f"{count} {what}" for count, what in parts if count)
+
+    @property
+    def fates(self) -> BlockFates:
+        """As `memascend train --activations` takes it."""
+        return BlockFates(((OFFLOAD, self.offloaded), (RECOMPUTE, self.recomputed), (KEEP, self.kept)))
 
 
 def groups_of(work: Workload) -> int:

@@ -249,7 +249,9 @@ def _choice(answers: Answers) -> list[str]:
         lines.append(
             f"  {words:<{_WIDTH + 12}}{mix.seconds:>10.3g}{gib(mix.peak_bytes):>9}{_gb(mix.written_bytes):>12}"
         )
-    return [*lines, "  modelled; memascend train does one of them for all blocks"]
+    if made.fastest is not None:
+        lines.append(f"  to run the fastest: memascend train --checkpointing ssd --activations {made.fastest.fates}")
+    return [*lines, "  modelled"]
 
 
 def _other(answers: Answers, other: Plan) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from memascend.arrangements import Arrangement
+from memascend.fates import FATES
 from memascend.planner.derived_sizes import IoSettings, held_buffers, io_settings, optimizer_buffers, sub_group_size
 from memascend.planner.options import DEFAULT_STACK, Stack
 from memascend.planner.pool import SWAP_THRESHOLD_BYTES, Streamed, partition_numel, streamed, sub_groups
@@ -15,7 +16,6 @@ from memascend.systems import arm_of, arrangement
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 DTYPES = ("fp16", "bf16")
 STATE_DTYPES = ("fp32", "bf16")
-FATES = ("keep", "recompute", "offload")  # of what a block saves for backward
 
 # What the papers' totals describe. DeepSpeed's offload_optimizer.buffer_count: parameter, gradient, two moments, and
 # one to spare.

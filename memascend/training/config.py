@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memascend.fates import EXAMPLE, BlockFates
 from memascend.memory.budget import parse_bytes
 from memascend.memory.placement_policy import PlacementPolicy
 from memascend.planner.options import MODEL_OPTIONS
@@ -115,7 +116,9 @@ class TrainConfig:
         choices=MODEL_OPTIONS["checkpointing"],
     )
     activations: str = _option(
-        "auto", "with checkpointing ssd: auto (what the SSD takes in time), all, or bytes a forward pass such as 2GiB"
+        "auto",
+        "with checkpointing ssd: auto (what the SSD takes in time), all, bytes a forward pass such as 2GiB, or what "
+        f"becomes of the blocks, first to last, as plan prints it: {EXAMPLE}",
     )
     activation_writes: str | None = _option(
         None, "with checkpointing ssd: what may be written for activations in all, as 40TiB; default: no limit"
@@ -151,11 +154,12 @@ class TrainConfig:
         Raises ValueError for sizes that cannot be read, and where they are set and nothing goes to the SSD.
         """
         amount: str | int = self.activations
-        if amount not in ("auto", "all"):
-            amount = parse_bytes(amount, "'activations' (auto, all, or bytes)")
+        fates = self.block_fates()
+        if fates is None and amount not in ("auto", "all"):
+            amount = parse_bytes(amount, "'activations' (auto, all, bytes, or fates of blocks)")
         written = parse_bytes(self.activation_writes, "'activation_writes'") if self.activation_writes else None
         if self.checkpointing == "ssd":
-            return {"amount": amount, "write_budget_bytes": written}
+            return ({"amount": amount} if fates is None else {"mix": str(fates)}) | {"write_budget_bytes": written}
         for name in ("activations", "activation_writes"):
             if getattr(self, name) != _FIELDS[name].default:
                 raise ValueError(
@@ -163,6 +167,11 @@ class TrainConfig:
                     f"to ssd, or leave {name} out"
                 )
         return None
+
+    def block_fates(self) -> BlockFates | None:
+        """What becomes of each block's activations, where `activations` says so; ValueError where it cannot be read."""
+        meant = BlockFates.is_meant(self.activations)
+        return BlockFates.parse(self.activations, "'activations'") if meant else None
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -236,6 +237,45 @@ def test_activations_go_to_the_ssd_with_equal_gradients_and_the_undo_takes_every
     assert (cache_of(model), list(tmp_path.iterdir())) == (None, [])
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_each_block_is_kept_computed_again_or_offloaded_as_the_mix_says(use_reentrant, tmp_path):
+    """Gradients to the last bit; after forward memory holds what the fates say, to the byte."""
+    expected = loss_and_gradients(make("llama", num_hidden_layers=6), **batch())
+    section = {"folder": str(tmp_path), "minimum_bytes": 64, "reserve_bytes": 0, "device": "cpu"}
+
+    def one(mix):
+        model, held = make("llama", num_hidden_layers=6), {}
+        options = MemoryOptions(checkpointing="ssd", activations=section | {"mix": mix})
+        applied = apply_memory_options(model, options, use_reentrant=use_reentrant)
+
+        def look():
+            while any(saved.writing is not None for saved in tuple(applied.cache._live)):
+                time.sleep(0.001)
+            for saved in applied.cache._live:
+                block = re.search(r"layers\.(\d)", saved.name)
+                key = int(block.group(1)) if block else "outside"
+                held[key] = held.get(key, 0) + (0 if saved.memory is None else saved.nbytes)
+
+        for _ in range(2):
+            held.clear()
+            found = loss_and_gradients(model, look, **batch())
+            assert torch.equal(found[0], expected[0])
+            assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
+        facts, chosen = applied.activation_facts()["activations"], applied.chosen["checkpointing"]
+        assert chosen == f"ssd ({mix})"
+        applied.undo()
+        assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        return held, facts
+
+    kept, nothing = one("keep:6")
+    assert nothing["written"] == 0
+    mixed, moved = one("offload:3,recompute:2,keep:1")
+    entry = 4 * 2 * 11 * SIZES["hidden_size"]
+    assert [mixed[block] for block in range(6)] == [0, 0, 0, entry, entry, kept[5]]
+    assert mixed["outside"] == kept["outside"]
+    assert moved["written"] == moved["read"] == 2 * sum(kept[block] for block in range(3))
+
+
 def test_the_cache_goes_with_its_model(tmp_path):
     model = make("qwen2")
     apply_memory_options(model, MemoryOptions(checkpointing="ssd"), folder=str(tmp_path))
@@ -252,6 +292,12 @@ def test_the_cache_goes_with_its_model(tmp_path):
         ({"activations": {}}, "set it to 'ssd', or leave activations out"),
         ({"checkpointing": "ssd", "activations": "all"}, "must be a section such as"),
         ({"checkpointing": "ssd", "activations": {"ammount": "all"}}, "unknown key 'ammount'; known: amount"),
+        ({"checkpointing": "ssd", "activations": {"mix": "offload:1", "amount": "all"}}, "'amount' and 'mix' exclude"),
+        ({"checkpointing": "ssd", "activations": {"mix": "swap:2"}}, "mix: 'swap:2' is no fate of blocks: give some"),
+        (
+            {"checkpointing": "ssd", "activations": {"mix": "offload:1,keep:2", "folder": "."}},
+            "mix: offload:1,keep:2 names 3 blocks and the model has 2; name all",
+        ),
         (
             {"checkpointing": "ssd", "activations": {"folder": "/no/such/ssd"}},
             "folder: /no/such/ssd cannot be made",

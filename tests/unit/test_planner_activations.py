@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -12,6 +13,7 @@ from memascend.planner.answers import answer
 from memascend.planner.limits import Limits
 from memascend.planner.machine import Calibrations, Machine
 from memascend.planner.options import Stack
+from memascend.training.config import complete
 
 SPEC = dataclasses.replace(model_spec("llama3.2-1b"), layers=6)
 MACHINE = Machine(
@@ -82,6 +84,9 @@ def test_the_command_says_what_to_do_with_which_blocks(capsys):
     assert "activations of 16 blocks in the " in out
     assert "fastest that fits: " in out
     assert "all computed again" in out
+    mix = re.search(r"--checkpointing ssd --activations (\S+)", out).group(1)
+    config = {"model": "llama3.2-1b", "data": ["text"], "checkpointing": "ssd", "activations": mix}
+    assert len(complete(config).block_fates().a_block(16, "")) == 16  # as the trainer reads it
     main([*words, "--json"])
     found = json.loads(capsys.readouterr().out)["activations"]
     assert found["fastest"]["peak_bytes"] <= found["room_bytes"]

@@ -45,6 +45,10 @@ def text(tmp_path):
         ({"batch": 100_000, "accumulate": 2}, "one step takes 200000"),
         ({"tokenizer": "/nowhere"}, "there is no folder /nowhere"),
         ({"twin": 128}, "has no twin at k = 128"),
+        (
+            {"checkpointing": "ssd", "activations": "offload:9,keep:9"},
+            "'activations': offload:9,keep:9 names 18 blocks and the model has 16; name all of them",
+        ),
         ({"model": "qwen3-30b-a3b", "twin": 64}, "divided by 64 are 12 wide, .* take a smaller --twin"),
     ],
 )

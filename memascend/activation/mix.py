@@ -1,0 +1,44 @@
+"""Keep, recompute or offload per block of one model (SSDTrain, Fig. 7): the plan's mix as it is run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memascend.activation.checkpointing import switch_on
+from memascend.fates import RECOMPUTE, BlockFates
+
+
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The blocks of a model in the order of forward: its longest list of modules."""
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return list(max(lists, key=len, default=()))
+
+
+def fates_of_blocks(model: torch.nn.Module, fates: BlockFates, where: str) -> dict[torch.nn.Module, str]:
+    """Each block with its fate; ValueError, in one line, where their numbers differ."""
+    blocks = blocks_of(model)
+    return dict(zip(blocks, fates.a_block(len(blocks), where), strict=True))
+
+
+def recompute_blocks(model: Any, fates: dict[torch.nn.Module, str], options: dict[str, Any]) -> None:
+    """Gradient checkpointing of a transformers model in those of its blocks whose fate it is, and in no others.
+
+    `options` go to `torch.utils.checkpoint.checkpoint`. Raises ValueError for a model whose blocks have no switch each,
+    as in transformers before 5.
+    """
+    if RECOMPUTE not in fates.values():
+        return
+    switch_on(model, options)
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False) and module not in fates:
+            module.gradient_checkpointing = False
+    without = [block for block in fates if not hasattr(block, "gradient_checkpointing")]
+    if without:
+        raise ValueError(
+            f"{type(without[0]).__name__} has no switch of its own for gradient checkpointing, so that blocks cannot "
+            "be computed again one by one: use transformers 5, or a mix of keep and offload"
+        )
+    for block, fate in fates.items():
+        block.gradient_checkpointing = fate == RECOMPUTE
