@@ -38,6 +38,7 @@ def layout_of(build: RankFootprint) -> Layout:
     tensors = build.work.spec.tensors()
     modules: dict[str, list[tuple[str, tuple[int, ...], bool]]] = {}
     kinds: dict[str, Kind] = {}
+    matrices: dict[str, str] = {}
     for tensor in tensors:
         module = tensor.name.rpartition(".")[0]
         key = f"block {tensor.block}" if tensor.block is not None else module
@@ -45,8 +46,13 @@ def layout_of(build: RankFootprint) -> Layout:
         tied = build.work.spec.tied and tensor is tensors[0]
         kinds[key] = Kind.BLOCK if tensor.block is not None else Kind.LOOKED_UP if looked_up and not tied else Kind.HELD
         modules.setdefault(key, []).append((tensor.name, tensor.shape, True))
+        if tensor.block is None and len(tensor.shape) == 2:  # embeddings, and the head
+            matrices[key] = tensor.name
     return make_layout(
-        [UnitParameters(key=key, kind=kinds[key], parameters=parts) for key, parts in modules.items()],
+        [
+            UnitParameters(key=key, kind=kinds[key], parameters=parts, rows_of=matrices.get(key))
+            for key, parts in modules.items()
+        ],
         [(tensor.name, tensor.numel) for tensor in tensors],
         weights=build.dtype,
         states=build.states,

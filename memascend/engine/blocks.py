@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from memascend.engine.layout import Kind, Unit, UnitParameters, make_layout
+from memascend.engine.layout import Kind, Part, Unit, UnitParameters, make_layout
 from memascend.engine.weights import WeightStream
+from memascend.ops.rows import can_be_sliced
 
 # What a block takes alone is the best of so many passes, or of two where they take longer than so many seconds.
 _PROFILED_PASSES, _PROFILED_S = 8, 0.5
@@ -94,11 +95,32 @@ class ModelUnits:
             piece_elements=piece_elements,
         )
         by_name = {name: parameter for parameter, name in self.names.items()}
-        self.parameters = {unit.key: [by_name[part.name] for part in unit.parts] for unit in self.layout.units}
+        whole = [unit for unit in self.layout.units if unit.kind is not Kind.SLICE]
+        self.parameters = {unit.key: [by_name[part.name] for part in unit.parts] for unit in whole}
+        self.matrices: dict[str, list[Unit]] = {}  # slices, by the key of their modules
+        for unit in self.layout.units:
+            if unit.kind is Kind.SLICE:
+                self.matrices.setdefault(unit.matrix, []).append(unit)
+        self._by_name = by_name
 
-    def _describe(self, key: str, kind: Kind, parameters: Iterable[nn.Parameter]) -> UnitParameters:
+    def pairs(self, unit: Unit) -> list[tuple[Part, nn.Parameter]]:
+        """Parts that are whole parameters: all of a unit's, or none of a slice's."""
+        return list(zip(unit.parts, self.parameters.get(unit.key, ()), strict=unit.kind is not Kind.SLICE))
+
+    def values(self, unit: Unit) -> list[tuple[Part, torch.Tensor]]:
+        """What is in the parameters, flat; of a model that is in memory."""
+        flat = [(part, self._by_name[part.name].detach().reshape(-1)) for part in unit.parts]
+        return [(part, each[part.offset : part.offset + part.numel]) for part, each in flat]
+
+    def matrix(self, key: str) -> nn.Parameter:
+        """That is cut into slices."""
+        return self._by_name[self.matrices[key][0].parts[0].name]
+
+    def _describe(
+        self, key: str, kind: Kind, parameters: Iterable[nn.Parameter], rows_of: nn.Parameter | None = None
+    ) -> UnitParameters:
         each = [(self.names[p], tuple(p.shape), p.requires_grad) for p in dict.fromkeys(parameters)]
-        return UnitParameters(key=key, kind=kind, parameters=each)
+        return UnitParameters(key=key, kind=kind, parameters=each, rows_of=self.names.get(rows_of))
 
     def _block(self, module: nn.Module, module_names: dict[nn.Module, str]) -> UnitParameters:
         if module not in module_names:
@@ -137,7 +159,9 @@ class ModelUnits:
             alone = len(group) == 1 and type(group[0]) is nn.Embedding
             looked_up = alone and not group[0].sparse and group[0].max_norm is None
             self.modules[key] = group
-            yield self._describe(key, Kind.LOOKED_UP if looked_up else Kind.HELD, parameters)
+            sliceable = all(can_be_sliced(module) for module in group) and len({m.weight for m in group}) == 1
+            rows_of = group[0].weight if sliceable else None
+            yield self._describe(key, Kind.LOOKED_UP if looked_up else Kind.HELD, parameters, rows_of)
 
 
 def _connected(owners: dict[nn.Parameter, list[nn.Module]]) -> list[list[nn.Module]]:
@@ -164,14 +188,14 @@ class UnitWeights:
         self.units, self.stream = units, stream
         self._uses: dict[str, int] = {}
         nothing = torch.full((1,), torch.nan, dtype=units.layout.weights)
-        self._empty = {p: nothing.expand(p.shape) for owned in units.parameters.values() for p in owned}
+        self._empty = {p: nothing.expand(p.shape) for p in units.names}
 
     def take(self, unit: Unit) -> None:
         """The unit's weights are in its parameters on return."""
         (slot,) = self.stream.fetch([unit.key])
         self._uses[unit.key] = self._uses.get(unit.key, 0) + 1
         if self._uses[unit.key] == 1:
-            for part, parameter in zip(unit.parts, self.units.parameters[unit.key], strict=True):
+            for part, parameter in self.units.pairs(unit):
                 parameter.data = slot[part.first : part.first + part.numel].view(part.shape)
 
     def give_back(self, unit: Unit) -> None:
@@ -185,8 +209,13 @@ class UnitWeights:
 
     def empty(self, unit: Unit) -> None:
         """Let go of the memory: shape and type stay, and all elements are one NaN."""
-        for parameter in self.units.parameters[unit.key]:
+        for _, parameter in self.units.pairs(unit):
             parameter.data = self._empty[parameter]
+
+    def empty_all(self) -> None:
+        """Of the whole model, sliced parameters among them."""
+        for parameter, nothing in self._empty.items():
+            parameter.data = nothing
 
     def abandon(self) -> None:
         """After an error: nobody needs anything. The stream's buffers go back by themselves."""

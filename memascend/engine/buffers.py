@@ -1,7 +1,8 @@
 """The host buffers of the streaming engine: a few slots each for weights, states, gradients and activation checkpoints.
 
 A plan makes them over an allocator that counts, a run over one that allocates: both by this class, and so entry by
-entry the same. Their sizes are those of the largest unit and the largest piece; the depth of the model is not in them.
+entry the same. Their sizes are those of the largest unit and the largest piece; the depth of the model is not in them,
+and the vocabulary only as far as a slice of it goes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from memascend.memory.pinned import Allocator
 from memascend.memory.pools import AdaptiveBufferPool, MonolithicBufferPool, PoolClass
 
 BLOCKS_IN_FLIGHT = 3  # one at work, one on its way in, one that is updated and written
+SLICES_IN_FLIGHT = 3  # as of blocks
 STATE_SLOTS = 3  # one read, one updated, one written (LoHan, Fig. 3b)
 GRADIENT_SLOTS = 3  # where gradients wait on the tier
 CHECKPOINT_SLOTS = 3
@@ -35,10 +37,15 @@ class _Named:
 
 
 def weight_classes(layout: Layout, blocks_in_flight: int) -> list[PoolClass]:
-    """Slots by size: for blocks as many as are in flight, for every other unit one of its own."""
+    """Slots by size: for blocks and slices as many as are in flight, for every other unit one of its own."""
     blocks = Counter(layout.unit_numel(unit) for unit in layout.units if unit.kind is Kind.BLOCK)
     counts = Counter({numel: min(count, blocks_in_flight) for numel, count in blocks.items()})
-    counts.update(layout.unit_numel(unit) for unit in layout.units if unit.kind is not Kind.BLOCK)
+    slices = Counter(layout.unit_numel(unit) for unit in layout.units if unit.kind is Kind.SLICE)
+    last = {unit.matrix: layout.unit_numel(unit) for unit in layout.units if unit.kind is Kind.SLICE}
+    for numel, count in slices.items():  # the last one of a matrix may be smaller, and comes alone
+        alone = count == sum(numel == each for each in last.values())
+        counts[numel] += 1 if alone else min(count, SLICES_IN_FLIGHT)
+    counts.update(layout.unit_numel(unit) for unit in layout.units if unit.kind in (Kind.HELD, Kind.LOOKED_UP))
     return [PoolClass(f"unit-{numel}", numel, counts[numel]) for numel in sorted(counts, reverse=True)]
 
 

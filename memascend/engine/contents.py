@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
 from memascend.engine.blocks import UnitWeights
-from memascend.engine.layout import Layout, Run, Unit
+from memascend.engine.layout import Kind, Layout, Run, Unit
+from memascend.engine.mapped import TensorFile
 from memascend.engine.weights import WeightStream
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class TierContents:
-    """Of one model, through the slots that training has. Not while a step is under way, and not thread-safe."""
+    """Of one model, through the slots that training has. Not while a step is under way, and not thread-safe.
 
-    def __init__(self, layout: Layout, weights: UnitWeights, states: WeightStream | None) -> None:
-        self._layout, self._weights, self._states = layout, weights, states
+    `folder`: for files whose memory sliced parameters are read into."""
+
+    def __init__(self, layout: Layout, weights: UnitWeights, states: WeightStream | None, folder: Path) -> None:
+        self._layout, self._weights, self._states, self._folder = layout, weights, states, folder
 
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
         """A trained parameter's states in memory of their own, flat, by torch's names and "master" (a copy of the
         weights where they are their own masters)."""
-        part = next(p for unit in self._layout.units for p in unit.parts if p.name == name)
-        found = {key: torch.empty(part.numel, dtype=self._layout.states) for key in ("master", *MOMENTS)}
+        numel = sum(part.numel for unit in self._layout.units for part in unit.parts if part.name == name)
+        found = {key: torch.empty(numel, dtype=self._layout.states) for key in ("master", *MOMENTS)}
         for values, run, key in self._state_runs(name):
-            found[key][run.begin : run.end].copy_(values)
+            begin = run.part.offset + run.begin
+            found[key][begin : begin + run.numel].copy_(values)
         return found
 
     def write_states(self, name: str, states: dict[str, torch.Tensor]) -> None:
@@ -33,7 +38,8 @@ class TierContents:
         changed: set[str] = set()
         for values, run, key in self._state_runs(name, write=True):
             if key in states:
-                values.copy_(states[key].reshape(-1)[run.begin : run.end])
+                begin = run.part.offset + run.begin
+                values.copy_(states[key].reshape(-1)[begin : begin + run.numel])
                 changed.add(key)
         if missing := sorted(set(states) - changed):
             raise ValueError(f"{name} has no state {missing[0]!r}")
@@ -70,11 +76,17 @@ class TierContents:
 
         The units' own order is the cheaper one: a unit is read when it is not the one before.
         """
-        places = {p.name: (u, n) for u in self._layout.units for n, p in enumerate(u.parts)}
+        places: dict[str, list[tuple[Unit, int]]] = {}
+        for unit in self._layout.units:
+            for number, part in enumerate(unit.parts):
+                places.setdefault(part.name, []).append((unit, number))
         held: Unit | None = None
         try:
             for name in places if order is None else order:
-                unit, number = places[name]
+                unit, number = places[name][0]
+                if unit.kind is Kind.SLICE:
+                    yield name, self._joined([unit for unit, _ in places[name]])
+                    continue
                 if unit is not held:
                     if held is not None:
                         self._weights.give_back(held)
@@ -85,3 +97,14 @@ class TierContents:
         finally:
             if held is not None:
                 self._weights.give_back(held)
+
+    def _joined(self, slices: Sequence[Unit]) -> torch.Tensor:
+        """A sliced parameter in the memory of a file, which the kernel can take back."""
+        parts = [unit.parts[0] for unit in slices]
+        file = TensorFile(self._folder, [sum(part.numel for part in parts) * self._layout.weights.itemsize])
+        whole = file.room(self._layout.weights, (sum(part.shape[0] for part in parts), parts[0].shape[1]))
+        for unit, part in zip(slices, parts, strict=True):
+            (slot,) = self._weights.stream.fetch([unit.key])
+            whole.view(-1)[part.offset : part.offset + part.numel].copy_(slot[: part.numel])
+            self._weights.stream.release(unit.key)
+        return whole

@@ -2,15 +2,17 @@
 
 A *unit* is what is in memory at once: a block, or a module outside of the blocks (embedding, head, last norm). Its
 weights are one tensor on the tier. A *piece* is a run of a unit's trained elements whose optimizer states are one
-tensor on the tier: small parameters are put together, large ones are cut, so that the vocabulary does not set the size
-of the state buffers. Sizes and names alone: a plan builds the same layout as a run.
+tensor on the tier: small parameters are put together, large ones are cut. An embedding or a head that is larger than
+that is cut by rows into units of their own, *slices*, so that the vocabulary sets the size of no buffer. Sizes and
+names alone: a plan builds the same layout as a run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -30,17 +32,24 @@ class Kind(Enum):
     BLOCK = "block"  # in forward, and again in backward for the recomputation
     HELD = "held"  # from forward until its gradients have been used: head, norms
     LOOKED_UP = "looked up"  # in forward alone: backward of an embedding needs none
+    SLICE = "slice"  # while its rows are at work, in forward and again in backward
 
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter in its unit. `first`: of its elements in the unit; `trained_first`: among all trained elements of the
-    model, in the model's order (-1: frozen)."""
+    """A parameter in its unit, or some of its rows. `first`: of its elements in the unit; `trained_first`: among all
+    trained elements of the model, in the model's order (-1: frozen); `offset`: elements of the parameter before it."""
 
     name: str
     shape: tuple[int, ...]
     first: int
     trained_first: int
+    offset: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Another one for each slice of a parameter."""
+        return self.name, self.offset
 
     @property
     def numel(self) -> int:
@@ -53,7 +62,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Run:
-    """Elements `begin` to `end` of a parameter."""
+    """Elements `begin` to `end` of a part."""
 
     part: Part
     begin: int
@@ -80,12 +89,13 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Trained parts come first."""
+    """Trained parts come first. `matrix`: of a slice, the key of what it was cut from."""
 
     key: str
     kind: Kind
     parts: tuple[Part, ...]
     pieces: tuple[Piece, ...]
+    matrix: str = ""
 
     @property
     def numel(self) -> int:
@@ -102,11 +112,12 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitParameters:
-    """What a unit consists of: (name, shape, trained) in the model's order."""
+    """What a unit consists of: (name, shape, trained) in the model's order. `rows_of`: a matrix that may be cut."""
 
     key: str
     kind: Kind
     parameters: Sequence[tuple[str, tuple[int, ...], bool]]
+    rows_of: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +198,32 @@ def make_layout(
         blocks = [sum(torch.Size(shape).numel() for _, shape, _ in u.parameters) for u in units if u.kind is Kind.BLOCK]
         piece_elements = min(PIECE_ELEMENTS, max(blocks, default=PIECE_ELEMENTS))
     limit = max(SUM_ELEMENTS, piece_elements // SUM_ELEMENTS * SUM_ELEMENTS)
-    made = tuple(_unit(unit, first, limit) for unit in units)
+    made = tuple(each for unit in units for each in _cut_by_rows(unit, first, limit))
     return Layout(units=made, weights=weights, states=states, order=tuple(name for name, _ in order))
+
+
+def rows_of_a_slice(width: int, limit: int) -> int:
+    """As many rows as `limit` elements hold; slices begin where the sums of squares do, so that norms keep their
+    order."""
+    step = SUM_ELEMENTS // math.gcd(width, SUM_ELEMENTS)
+    return max(1, limit // (step * width)) * step
+
+
+def _cut_by_rows(unit: UnitParameters, first: dict[str, int], limit: int) -> Iterator[Unit]:
+    """A unit for each slice of its matrix, if that is larger than one, and one for what else is in it."""
+    matrix = next((each for each in unit.parameters if each[0] == unit.rows_of), None)
+    if matrix is None or matrix[1][0] <= (rows := rows_of_a_slice(matrix[1][1], limit)):
+        yield _unit(unit, first, limit)
+        return
+    name, (height, width), trained = matrix
+    rest = [each for each in unit.parameters if each is not matrix]
+    if rest:
+        yield _unit(UnitParameters(key=unit.key, kind=Kind.HELD, parameters=rest), first, limit)
+    for begin in range(0, height, rows):
+        end, offset = min(begin + rows, height), begin * width
+        part = Part(name, (end - begin, width), 0, first[name] + offset if trained else -1, offset)
+        key = f"{unit.key}[{begin}:{end}]"
+        yield Unit(key, Kind.SLICE, (part,), _pieces(key, [part] if trained else [], limit), unit.key)
 
 
 def _unit(unit: UnitParameters, first: dict[str, int], limit: int) -> Unit:
@@ -196,11 +231,15 @@ def _unit(unit: UnitParameters, first: dict[str, int], limit: int) -> Unit:
     for name, shape, trained in sorted(unit.parameters, key=lambda each: not each[2]):
         parts.append(Part(name, tuple(shape), place, first[name] if trained else -1))
         place += parts[-1].numel
-    pieces = [
-        Piece(f"{unit.key}/{number}", unit.key, runs[0].part.first + runs[0].begin, tuple(runs))
-        for number, runs in enumerate(_cut([part for part in parts if part.trained and part.numel], limit))
-    ]
-    return Unit(unit.key, unit.kind, tuple(parts), tuple(pieces))
+    trained = [part for part in parts if part.trained and part.numel]
+    return Unit(unit.key, unit.kind, tuple(parts), _pieces(unit.key, trained, limit))
+
+
+def _pieces(key: str, trained: Sequence[Part], limit: int) -> tuple[Piece, ...]:
+    return tuple(
+        Piece(f"{key}/{number}", key, runs[0].part.first + runs[0].begin, tuple(runs))
+        for number, runs in enumerate(_cut(trained, limit))
+    )
 
 
 def _cut(parts: Sequence[Part], limit: int) -> list[list[Run]]:

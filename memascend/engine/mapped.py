@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,10 +26,14 @@ class TensorFile:
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
         """A copy, of the same shape. ValueError where there is no room left for it."""
-        end = self._place + values.nbytes
+        return self.room(values.dtype, values.shape).copy_(values)
+
+    def room(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """For values of the caller's. ValueError where there is none left."""
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        end = self._place + nbytes
         if end > self._bytes.numel():
-            raise ValueError(f"{values.nbytes} bytes are more than what is left of the file")
-        view = self._bytes[self._place : end].view(values.dtype).view(values.shape)
+            raise ValueError(f"{nbytes} bytes are more than what is left of the file")
+        view = self._bytes[self._place : end].view(dtype).view(shape)
         self._place = -(-end // _ALIGNMENT) * _ALIGNMENT
-        view.copy_(values)
         return view

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +33,11 @@ from memascend.engine.inputs import KeptInput, KeptInputs
 from memascend.engine.layout import Kind, Layout, Part, Unit
 from memascend.engine.limit import Limit, Rates, StepClock, adamw_rate, limit_of
 from memascend.engine.mapped import TensorFile
+from memascend.engine.matrices import StreamedRows, partial_key
 from memascend.engine.updates import ARMS, AdamSettings, Updates, gradient_key, gradient_numel
 from memascend.engine.weights import WeightStream
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
+from memascend.ops.rows import slice_module
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.engine_tiers import DirectTier
 from memascend.storage.scratch import collect_scratch_files
@@ -127,12 +130,12 @@ class StreamingEngine(BlockRuntime):
         self._booked: list[int] = []  # ledger entries of memory that is not the allocator's
         self._book_bounce_buffers(home.bounce_buffers)
         self.weights = UnitWeights(units, self._stream)
-        self._contents = TierContents(self.layout, self.weights, self._states)
+        self._contents = TierContents(self.layout, self.weights, self._states, home.folder)
         self.updates = Updates(
             self.layout,
             self.weights,
             self._states,
-            self._gradient_stream,
+            self.gradient_stream,
             self._settings,
             arm=options.arm,
             zero_missing=options.zero_missing,
@@ -141,6 +144,8 @@ class StreamingEngine(BlockRuntime):
         self.scale = 1.0  # that the loss is multiplied by before backward
         self._scratch: DirectTier | None = None
         self._gradients: WeightStream | None = None
+        self._making = threading.Lock()
+        self._matrices: list[StreamedRows] = []
         self._inputs = KeptInputs(self.buffers, self._scratch_tier, _WAIT_S)
         self._uses: dict[str, int] = {}
         self._visits: list[str] = []
@@ -158,6 +163,8 @@ class StreamingEngine(BlockRuntime):
         self._undo: list[Callable[[], None]] = []
         self._closed = False
         self._attach()
+        for key, slices in units.matrices.items():
+            log.info("memascend: %s goes by %d slices: sums over its rows are taken slice by slice", key, len(slices))
 
     # -- begin and end -------------------------------------------------------------------------------------------------
 
@@ -239,8 +246,7 @@ class StreamingEngine(BlockRuntime):
             home.close()
             raise
         engine.steps = dict(zip(engine.layout.order, kept["steps"], strict=True))
-        for unit in engine.layout.units:
-            engine.weights.empty(unit)
+        engine.weights.empty_all()
         engine._be_ready()
         return engine, kept["facts"]
 
@@ -251,8 +257,8 @@ class StreamingEngine(BlockRuntime):
         for unit in layout.units:
             slot = self._stream.put(unit.key)
             slot.zero_()
-            for part, parameter in zip(unit.parts, self.units.parameters[unit.key], strict=True):
-                slot[part.first : part.first + part.numel].copy_(parameter.detach().reshape(-1))
+            for part, values in self.units.values(unit):
+                slot[part.first : part.first + part.numel].copy_(values)
             for piece in unit.pieces:
                 states = self._states.put(piece.key)
                 states.zero_()
@@ -265,8 +271,7 @@ class StreamingEngine(BlockRuntime):
         self._flush()
         self._commit(facts)
         self._be_ready()
-        for unit in layout.units:
-            self.weights.empty(unit)
+        self.weights.empty_all()
 
     def _be_ready(self) -> None:
         if self.options.measure and self._states is not None:
@@ -309,20 +314,25 @@ class StreamingEngine(BlockRuntime):
             self.buffers.allocator.ledger.close(self._booked.pop())
         # The buffers go with whoever holds them; the model's graphs may hold this object.
         del self.buffers, self.updates, self.weights, self._contents, self._stream, self._states, self._gradients
+        del self._matrices
         self._inputs.drop()
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def _attach(self) -> None:
+        for key, slices in self.units.matrices.items():
+            rows = StreamedRows(weakref.proxy(self), self.units.matrix(key), slices)
+            self._matrices.append(rows)
+            self._undo += [slice_module(module, rows) for module in self.units.modules[key]]
         for unit in self.layout.units:
-            for module in self.units.modules[unit.key]:
+            for module in self.units.modules[unit.key] if unit.kind is not Kind.SLICE else ():
                 if unit.kind is Kind.BLOCK:
                     self._undo.append(stream_block(module, unit, self))
                 else:
                     before = module.register_forward_pre_hook(self._fetcher(unit))
                     after = module.register_forward_hook(self._releaser(unit), always_call=True)
                     self._undo += [before.remove, after.remove]
-            for part, parameter in zip(unit.parts, self.units.parameters[unit.key], strict=True):
+            for part, parameter in self.units.pairs(unit):
                 if part.trained:
                     hook = parameter.register_post_accumulate_grad_hook(self._collector(unit, part))
                     self._undo.append(hook.remove)
@@ -387,20 +397,24 @@ class StreamingEngine(BlockRuntime):
         def collect(parameter: nn.Parameter) -> None:
             self = engine()
             if unit.kind is not Kind.BLOCK:
-                self._backward_begins()
+                self.backward_begins()
             if self._uses.get(unit.key, 0) <= 1:  # else the same layer comes again: autograd adds up meanwhile
-                self._arrive(part, parameter)
+                self._arrive_from(part, parameter)
 
         return collect
 
-    def _arrive(self, part: Part, parameter: nn.Parameter) -> None:
+    def _arrive_from(self, part: Part, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
+        self.arrive(part, gradient)
+
+    def arrive(self, part: Part, gradient: torch.Tensor) -> None:
+        """A gradient of this pass, whole."""
         if gradient.layout != torch.strided:
             raise NotStreamable(f"the gradient of {part.name} is sparse: use a dense one (sparse=False)")
         last = self._passes + 1 >= self.options.accumulate
         self.updates.arrive(part, gradient, wait=self.options.waits or not last, last=last)
 
-    def _backward_begins(self) -> None:
+    def backward_begins(self) -> None:
         """In the user's backward pass, not in a block's own: `_backward_ends` follows, if no error does."""
         if not self._backward_begun:
             self._backward_begun = True
@@ -409,9 +423,11 @@ class StreamingEngine(BlockRuntime):
 
     def _backward_ends(self) -> None:
         for unit in self.layout.units:
-            for part, parameter in zip(unit.parts, self.units.parameters[unit.key], strict=True):
+            for part, parameter in self.units.pairs(unit):
                 if part.trained and parameter.grad is not None:
-                    self._arrive(part, parameter)
+                    self._arrive_from(part, parameter)
+        for rows in self._matrices:
+            rows.end_of_backward()
         compute = 2 * self._outside_s + self._of_blocks(sum_of)  # twice forward, as products are; blocks as profiled
         self._clock.end("backward", compute_s=compute)
         last = self._passes + 1 >= self.options.accumulate
@@ -453,8 +469,12 @@ class StreamingEngine(BlockRuntime):
         self._visits.append(unit.key)
 
     def recomputes(self, unit: Unit) -> None:
-        self._backward_begins()
+        self.backward_begins()
         self._visits.append(unit.key)
+
+    def computed_outside(self, seconds: float) -> None:
+        if not self._backward_begun:
+            self._outside_s += seconds
 
     def left(self, unit: Unit) -> None:
         self._uses[unit.key] = max(0, self._uses.get(unit.key, 0) - 1)
@@ -466,7 +486,8 @@ class StreamingEngine(BlockRuntime):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if prefix + name in state and parameter in names:
                 keys.setdefault(names[parameter], []).append(prefix + name)
-        wanted = [name for unit in self.layout.units for part in unit.parts if (name := part.name) in keys]
+        parts = [part.name for unit in self.layout.units for part in unit.parts]
+        wanted = [name for name in dict.fromkeys(parts) if name in keys]
         shapes = {name: parameter.shape for parameter, name in names.items()}
         sizes = [shapes[name].numel() * self.layout.weights.itemsize for name in wanted]
         file = TensorFile(self.home.folder, sizes)
@@ -600,6 +621,8 @@ class StreamingEngine(BlockRuntime):
         for owned in self.units.parameters.values():
             for parameter in owned:
                 parameter.grad = None
+        for rows in self._matrices:
+            rows.forget()
         with contextlib.suppress(OSError):
             self._inputs.give_back()
         self._uses.clear()
@@ -639,12 +662,16 @@ class StreamingEngine(BlockRuntime):
             self._book_bounce_buffers(self._scratch.engine.bounce_buffers)
         return self._scratch
 
-    def _gradient_stream(self) -> WeightStream:
-        if self._gradients is None:
-            pool = self.buffers.need_gradients()
-            self._gradients = WeightStream(self._scratch_tier(), pool=pool, wait_s=_WAIT_S)
-            for piece in self.layout.pieces:
-                self._gradients.register(gradient_key(piece), gradient_numel(piece, self.buffers.gradient_dtype))
+    def gradient_stream(self) -> WeightStream:
+        """Of gradients that wait on the tier; made by whichever thread asks first."""
+        with self._making:
+            if self._gradients is None:
+                pool = self.buffers.need_gradients()
+                stream = WeightStream(self._scratch_tier(), pool=pool, wait_s=_WAIT_S)
+                for piece in self.layout.pieces:
+                    for key in (gradient_key(piece), partial_key(piece)):
+                        stream.register(key, gradient_numel(piece, self.buffers.gradient_dtype))
+                self._gradients = stream
         return self._gradients
 
     # -- contents ------------------------------------------------------------------------------------------------------

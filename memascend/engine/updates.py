@@ -29,6 +29,8 @@ from memascend.ops.unscale import unscale_norm_overflow_
 ARMS = ("optimized", "naive", "none")
 ROUNDING_SEED = 0x4D656D41  # of bf16 states, as in every other system here
 
+_Gradients = dict[tuple[str, int], torch.Tensor]  # flat, by the key of the part
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamSettings:
@@ -50,22 +52,23 @@ class SquareSums:
         self.finite = True
 
     def add(self, part: Part, begin: int, gradient: torch.Tensor) -> None:
-        """Of elements from `begin` on, which follow those that were added before."""
-        if self._reached.get(part.name, 0) != begin:
-            raise AssertionError(f"{part.name}: gradients from element {begin} on are summed out of turn")
-        if begin == 0 and gradient.numel() == part.numel:
+        """Of the part's elements from `begin` on, which follow those that were added before."""
+        place = part.offset + begin
+        if self._reached.get(part.name, 0) != place:
+            raise AssertionError(f"{part.name}: gradients from element {place} on are summed out of turn")
+        if place == 0 and gradient.numel() == part.numel:
             self._count(part, unscale_norm_overflow_(gradient, 1.0))
         else:
             for first in range(0, gradient.numel(), SUM_ELEMENTS):
                 self._count(part, unscale_norm_overflow_(gradient[first : first + SUM_ELEMENTS], 1.0))
-        self._reached[part.name] = begin + gradient.numel()
+        self._reached[part.name] = place + gradient.numel()
 
     def _count(self, part: Part, result: Any) -> None:
         self._sums[part.name] = self._sums.get(part.name, 0.0) + float(result.sum_squares)
         self.finite = self.finite and not bool(result.overflow)
 
     def __contains__(self, part: Part) -> bool:
-        return part.name in self._sums
+        return self._reached.get(part.name, 0) > part.offset
 
     def norm(self, order: Iterable[str]) -> torch.Tensor:
         """Of all gradients: fp32, 0-d, as ZeRO-3 takes it; infinite where an element is infinite or NaN."""
@@ -102,10 +105,10 @@ class Updates:
         self._weights, self._states, self._gradients, self._settings = weights, states, gradients, settings
         self._zero_missing = zero_missing
         self._units = {unit.key: unit for unit in layout.units}
-        self._places: dict[str, list[tuple[Piece, Run]]] = {}
+        self._places: dict[tuple[str, int], list[tuple[Piece, Run]]] = {}  # of a part
         for piece in layout.pieces:
             for run in piece.runs:
-                self._places.setdefault(run.part.name, []).append((piece, run))
+                self._places.setdefault(run.part.key, []).append((piece, run))
         trained = [sum(p.numel for p in unit.pieces) for unit in layout.units]
         self._most_waiting_bytes = 2 * max(trained, default=0) * layout.weights.itemsize
         self._expected: list[str] = []  # pieces in the order in which they came last time
@@ -122,10 +125,10 @@ class Updates:
     def _begin(self) -> None:
         self.sums = SquareSums()
         self.scale = 1.0  # what the gradients carry; the loss scale, and in the end clipping
-        self._here: dict[str, dict[str, torch.Tensor]] = {}  # gradients of this pass, by piece and parameter
+        self._here: dict[str, _Gradients] = {}  # of this pass, by piece
         self._spilled: set[str] = set()  # pieces with gradients on the tier
         self._summed: set[str] = set()  # pieces of them that are in `sums`
-        self._arrived: set[str] = set()  # parameters
+        self._arrived: set[tuple[str, int]] = set()  # parts
         self._updated: set[str] = set()  # pieces, or on their way
         self._open: dict[str, int] = {}  # units whose weights are held for updates: pieces still to come
         self._order: list[str] = []
@@ -140,7 +143,7 @@ class Updates:
     @property
     def arrived(self) -> set[str]:
         """Names of the parameters that got a gradient in this step."""
-        return self._arrived
+        return {name for name, _ in self._arrived}
 
     @property
     def failure_was_told(self) -> bool:
@@ -156,17 +159,17 @@ class Updates:
         """`gradient` is the updates' own from now on. `wait`: it goes to the tier; else it is used at once. `last`: of
         this parameter in this step."""
         self.raise_failure()
-        if part.name in self._arrived and not wait and self._updated & {p.key for p, _ in self._places[part.name]}:
+        if part.key in self._arrived and not wait and self._updated & {p.key for p, _ in self._places[part.key]}:
             raise RuntimeError(
                 f"a second gradient of {part.name} came after the first one had been used: call optimizer.step() after "
                 "each backward pass, or say how many there are in a step (accumulate=)"
             )
-        self._arrived.add(part.name)
+        self._arrived.add(part.key)
         flat = gradient.detach().reshape(-1)
         self._hold_back(flat.nbytes)
-        for piece, _ in self._places[part.name]:
+        for piece, _ in self._places[part.key]:
             here = self._here.setdefault(piece.key, {})
-            here[part.name] = flat
+            here[part.key] = flat
             if len(here) == len(piece.runs):
                 self._complete(piece, wait=wait, last=last)
 
@@ -273,7 +276,7 @@ class Updates:
 
     # -- hand-over -----------------------------------------------------------------------------------------------------
 
-    def _submit(self, job: Callable[[], None], gradients: dict[str, torch.Tensor]) -> None:
+    def _submit(self, job: Callable[[], None], gradients: _Gradients) -> None:
         self.raise_failure()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="memascend-updates", daemon=True)
@@ -290,7 +293,7 @@ class Updates:
             self._waiting_bytes += more_bytes
         self.raise_failure()
 
-    def _let_go(self, gradients: dict[str, torch.Tensor], piece: Piece) -> None:
+    def _let_go(self, gradients: _Gradients, piece: Piece) -> None:
         """A gradient counts until its last piece is done with it."""
         gone = [g.nbytes for n, g in gradients.items() if self._places[n][-1][0] is piece]
         with self._changed:
@@ -323,15 +326,15 @@ class Updates:
 
     # -- in the updates' thread ----------------------------------------------------------------------------------------
 
-    def _spill(self, piece: Piece, gradients: dict[str, torch.Tensor], *, first: bool, last: bool) -> None:
+    def _spill(self, piece: Piece, gradients: _Gradients, *, first: bool, last: bool) -> None:
         """Add a pass's gradients to those on the tier."""
         stream, key = self._gradients(), gradient_key(piece)
         slot = stream.put(key) if first else stream.fetch([key])[0]
         place = 0
         for run in piece.runs:
             view = slot[place : place + run.numel]
-            if run.part.name in gradients:
-                gradient = gradients[run.part.name][run.begin : run.end]
+            if run.part.key in gradients:
+                gradient = gradients[run.part.key][run.begin : run.end]
                 if first:
                     view.copy_(gradient)
                 else:
@@ -353,7 +356,7 @@ class Updates:
     def _count(self, piece: Piece, slot: torch.Tensor) -> None:
         place = 0
         for run in piece.runs:
-            if run.part.name in self._arrived:
+            if run.part.key in self._arrived:
                 self.sums.add(run.part, run.begin, slot[place : place + run.numel])
             place += run.numel
 
@@ -365,30 +368,30 @@ class Updates:
         slot = self._gradients().fetch([key])[0]
         place, gradients = 0, {}
         for run in piece.runs:
-            if self._zero_missing or run.part.name in self._arrived:
-                gradients[run.part.name] = slot[place : place + run.numel]
+            if self._zero_missing or run.part.key in self._arrived:
+                gradients[run.part.key] = slot[place : place + run.numel]
             place += run.numel
         self._update(piece, gradients)
         self._gradients().release(key)
 
-    def _update_arrived(self, piece: Piece, arrived: dict[str, torch.Tensor]) -> None:
+    def _update_arrived(self, piece: Piece, arrived: _Gradients) -> None:
         stream, key = None, gradient_key(piece)
-        gradients = {r.part.name: arrived[r.part.name][r.begin : r.end] for r in piece.runs if r.part.name in arrived}
+        gradients = {r.part.key: arrived[r.part.key][r.begin : r.end] for r in piece.runs if r.part.key in arrived}
         if piece.key in self._spilled:  # earlier passes' are on the tier
             stream = self._gradients()
             slot, place = stream.fetch([key])[0], 0
             for run in piece.runs:
                 view = slot[place : place + run.numel]
-                if run.part.name in gradients:
-                    view.add_(gradients[run.part.name].to(view.dtype))
-                if run.part.name in self._arrived:
-                    gradients[run.part.name] = view
+                if run.part.key in gradients:
+                    view.add_(gradients[run.part.key].to(view.dtype))
+                if run.part.key in self._arrived:
+                    gradients[run.part.key] = view
                     self.sums.add(run.part, run.begin, view)
                 place += run.numel
         else:
             for run in piece.runs:
-                if run.part.name in arrived and run.part not in self.sums:
-                    self.sums.add(run.part, 0, arrived[run.part.name])
+                if run.part.key in arrived and run.part not in self.sums:
+                    self.sums.add(run.part, 0, arrived[run.part.key])
         if self.sums.finite:
             self._update(piece, gradients)
         else:  # the step will be taken back
@@ -397,7 +400,7 @@ class Updates:
         if stream is not None:
             stream.release(key)
 
-    def _update(self, piece: Piece, gradients: dict[str, torch.Tensor]) -> None:
+    def _update(self, piece: Piece, gradients: _Gradients) -> None:
         """Read states, update, write. `gradients`: of each run's elements alone."""
         assert self._states is not None
         weights = self._weights_of(piece)
@@ -406,7 +409,7 @@ class Updates:
         parts = [states[n * numel : n * numel + piece.numel] for n in range(each)]
         place = 0
         for run in piece.runs:
-            gradient = gradients.get(run.part.name)
+            gradient = gradients.get(run.part.key)
             if gradient is None and self._zero_missing:
                 gradient = torch.zeros(run.numel, dtype=self.layout.states)
             if gradient is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from memascend.ops.cross_entropy import IGNORE_INDEX, LogitTransform
+from memascend.ops.rows import rows_of, sliced_cross_entropy, sliced_head
 
 # (hidden (..., H), weight (V, H), labels (...), bias (V) or None, ignore_index, transform) -> fp32 sum of the losses
 SummedLoss = Callable[
@@ -99,10 +100,16 @@ class _HeadLoss:
 
     def head_forward(self, hidden: torch.Tensor) -> torch.Tensor:
         pending, head = self.pending, self.head
+        sliced = rows_of(head) is not None
         if pending is None:
-            return self.stock_head(hidden)
+            return sliced_head(head, hidden) if sliced else self.stock_head(hidden)
         labels = pending.labels.reshape(hidden.shape[:-1]).to(hidden.device)
+        if sliced:
+            settings = {"ignore_index": pending.ignore_index, "transform": self.transform}
+            return sliced_cross_entropy(head, hidden, labels, **settings)
         return self.summed_loss(hidden, head.weight, labels, head.bias, pending.ignore_index, self.transform)
+
+    head_forward.takes_rows = True
 
     def _note_output(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
         self.pending.total = output

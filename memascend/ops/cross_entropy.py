@@ -119,35 +119,44 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         grad_bias = _zeros_fp32(bias) if need_bias else None
         for begin in range(0, len(hidden), settings.chunk):
             rows = slice(begin, begin + settings.chunk)
-            grad = _grad_of_logits(hidden[rows], weight, bias, labels[rows], log_sums[rows], settings, grad_loss)
+            counted = labels[rows] != settings.ignore_index
+            target = target_columns(labels[rows], counted, 0, len(weight))
+            scale = torch.where(counted, grad_loss.float(), 0.0)
+            grad = grad_of_logits(hidden[rows], weight, bias, target, log_sums[rows], settings.transform, scale)
             if need_bias:
                 grad_bias += grad.sum(0)
             grad = grad.to(hidden.dtype)
             if need_hidden:
-                grad_hidden[rows] = _product(grad, weight)
+                grad_hidden[rows] = product(grad, weight)
             if need_weight:
-                _add_product(grad_weight, grad, hidden[rows])
+                add_product(grad_weight, grad, hidden[rows])
         return grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), None, None
 
 
-def _grad_of_logits(
+def target_columns(
+    labels: torch.Tensor, counted: torch.Tensor, begin: int, end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether each label (T) is one of the words `begin` to `end`, and its column (T, 1) among them (0 where not)."""
+    here = counted & (labels >= begin) & (labels < end)
+    return here, torch.where(here, labels - begin, 0).unsqueeze(1)
+
+
+def grad_of_logits(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    labels: torch.Tensor,
+    target: tuple[torch.Tensor, torch.Tensor],
     log_sums: torch.Tensor,
-    settings: _Settings,
-    grad_loss: torch.Tensor,
+    transform: LogitTransform,
+    scale: torch.Tensor,
 ) -> torch.Tensor:
-    """(softmax - one-hot) * grad_loss of one chunk in fp32, zero where the label is ignored."""
-    transform = settings.transform
+    """(softmax - one-hot) * scale of some tokens and words in fp32. `target`: see `target_columns`; `scale`: (T)."""
+    here, columns = target
     logits = transform(torch.nn.functional.linear(hidden, weight, bias).float())
     grad = logits - log_sums.unsqueeze(1) if transform.softcap is not None else logits.sub_(log_sums.unsqueeze(1))
     grad.exp_()
-    counted = labels != settings.ignore_index
-    target = torch.where(counted, labels, 0).unsqueeze(1)
-    grad.scatter_add_(1, target, grad.new_full((), -1.0).expand(target.shape))
-    grad *= torch.where(counted, grad_loss.float(), 0.0).unsqueeze(1)
+    grad.scatter_add_(1, columns, torch.where(here, -1.0, 0.0).unsqueeze(1))
+    grad *= scale.unsqueeze(1)
     return transform.backward(grad, logits)
 
 
@@ -164,15 +173,15 @@ def _slow_half(tensor: torch.Tensor) -> bool:
     return tensor.dtype == torch.float16 and tensor.device.type == "cpu"
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.float() @ b.float() if _slow_half(a) else a @ b
 
 
-def _add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
+def add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
     """total (V, H, fp32) += grad (c, V)^T @ hidden (c, H), in blocks of rows so that no second (V, H) exists."""
     if grad.dtype == torch.float32:
         total.addmm_(grad.t(), hidden)
         return
     for begin in range(0, total.shape[0], _ROWS):
         rows = slice(begin, begin + _ROWS)
-        total[rows] += _product(grad[:, rows].t(), hidden)
+        total[rows] += product(grad[:, rows].t(), hidden)

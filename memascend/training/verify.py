@@ -21,7 +21,7 @@ from typing import Any
 
 from memascend.systems import arrangement
 from memascend.training import systems
-from memascend.training.backends import IN_MEMORY, UPDATES, Setup
+from memascend.training.backends import IN_MEMORY, STREAMING, UPDATES, Setup
 from memascend.training.config import TrainConfig
 from memascend.training.folder import RunFolder
 from memascend.training.launch import STOPPED, launch
@@ -112,8 +112,11 @@ def _rate(config: TrainConfig, step: int) -> float:
 
 
 def _like(tested: TrainConfig, config: TrainConfig, *run: Any) -> Setup:
-    """The reference's setup with the groups that the tested one updates at once: they decide the order of sums."""
+    """The reference's setup with the groups that the tested one updates at once, and a streamed one's slices of the
+    vocabulary: they decide the order of sums."""
     setup, other = systems.setup(config, *run), systems.setup(tested, *run)
+    if other.backend == STREAMING and setup.backend == IN_MEMORY:
+        return dataclasses.replace(setup, settings=setup.settings | {"vocabulary_slices": True})
     if "deepspeed_config" not in other.settings:
         return setup
     size = other.settings["deepspeed_config"]["zero_optimization"]["sub_group_size"]

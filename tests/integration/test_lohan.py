@@ -39,9 +39,10 @@ def streamed(folder, arm="optimized", model=MODEL, ledger=None, **changes):
     return begin(StreamingBackend(config, settings, ledger or Ledger()), **model)
 
 
-def in_memory(model=MODEL, **changes):
+def in_memory(model=MODEL, slices=False, **changes):
     config = dataclasses.replace(CONFIG, **{"checkpointing": "none", **changes})
-    return begin(InMemoryBackend(config, {"update": "memascend", "group_elements": None}, Ledger()), **model)
+    settings = {"update": "memascend", "group_elements": None, "vocabulary_slices": slices}
+    return begin(InMemoryBackend(config, settings, Ledger()), **model)
 
 
 def train(backend, steps):
@@ -88,6 +89,17 @@ def test_weights_states_losses_and_norms_are_those_of_training_in_memory(tmp_pat
     assert_equal(ours, theirs)
     ours.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("changes", [{"clip": 0.0}, {"loss": "plain"}, {"dtype": "fp16"}], ids=str)
+def test_a_vocabulary_in_slices_trains_as_one_in_memory_with_the_same_slices(tmp_path, changes):
+    shape = {"vocab_size": 5000, "tie_word_embeddings": "loss" in changes}  # 2,048 rows a slice
+    ours, theirs = streamed(tmp_path, model=shape, **changes), in_memory(shape, slices=True, **changes)
+    assert [len(slices) for slices in ours.engine.units.matrices.values()] == [3] * (1 if "loss" in changes else 2)
+    assert train(ours, 2) == train(theirs, 2)
+    assert ours.evaluate(BATCHES[0]) == theirs.evaluate(BATCHES[0])
+    assert_equal(ours, theirs)
+    ours.close()
 
 
 def test_a_checkpoint_of_one_run_goes_on_in_another_to_the_same_bits(tmp_path):
@@ -164,6 +176,15 @@ def test_the_plan_of_one_width_is_the_same_at_three_depths():
         sizes.append(plan(work, process_overhead=False).host_bytes)
         assert plan(dataclasses.replace(work, system="memascend"), process_overhead=False).host_bytes > sizes[-1]
     assert max(sizes) <= 1.01 * min(sizes)
+
+
+def test_the_plan_does_not_grow_with_the_vocabulary():
+    spec, sizes = model_spec("qwen2.5-7b"), []
+    for vocab in (32064, 152064, 304128):
+        larger = dataclasses.replace(spec, vocab=vocab, config={**spec.config, "vocab_size": vocab})
+        work = Workload(spec=larger, system="lohan", dtype="bf16", context=512)
+        sizes.append(plan(work, process_overhead=False).host_bytes)
+    assert max(sizes) - min(sizes) <= 2 * (1 << 24)  # a slice: 2 bytes for each of its elements
 
 
 @pytest.mark.parametrize(

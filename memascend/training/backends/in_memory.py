@@ -31,7 +31,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class InMemoryBackend:
-    """One process. States are where the weights are, and on the CPU for an update that only a CPU has."""
+    """One process. States are where the weights are, and on the CPU for an update that only a CPU has.
+
+    `settings`: `update`, `group_elements`; `vocabulary_slices`: take sums over the vocabulary as a streamed model does.
+    """
 
     def __init__(self, config: TrainConfig, settings: dict[str, Any], ledger: Ledger) -> None:
         self._config, self._settings, self.ledger = config, settings, ledger
@@ -66,6 +69,10 @@ class InMemoryBackend:
         self._allocator = PageAlignedPinnedAllocator(self.ledger, placement=self._placement())
         self._options = apply_options(self.model, config, self._allocator, self._settings.get("activations_folder"))
         self._undo.append(self._options.undo)
+        if self._settings.get("vocabulary_slices"):
+            from memascend.engine.matrices import slice_in_memory
+
+            self._undo.append(slice_in_memory(self.model))
         if self._allocator.placement is not None and self.device.type == "cpu":
             place_weights(self.model, self._allocator)
         self._groups = self._make_groups()

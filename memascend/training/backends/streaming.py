@@ -39,6 +39,7 @@ class StreamingBackend:
         self._steps = self._skipped = 0
         self._finished = False  # a step that is not kept
         self._moved = (0, 0)
+        self._told = False
         self._undo = contextlib.ExitStack()
         self._recorder: Recorder | None = None
 
@@ -178,7 +179,13 @@ class StreamingBackend:
         return self._scale.value if self._scale else None
 
     def remark(self) -> str | None:
-        return None if self.engine.limit is None else str(self.engine.limit)
+        """How near to the bound the step was; after the first one also what is not as in memory."""
+        said = [] if self.engine.limit is None else [str(self.engine.limit)]
+        slices = self.engine.units.matrices
+        if slices and not self._told:
+            said.append(f"{' and '.join(slices)} by {sum(map(len, slices.values()))} slices")
+        self._told = True
+        return "; ".join(said) or None
 
     def statistics(self) -> dict[str, int]:
         read, written = self.engine.transferred

@@ -1,0 +1,157 @@
+"""An embedding or a head whose matrix comes by slices: what `memascend.ops.rows` computes over, on a tier.
+
+The next slices are read while one is at work, and the gradient of each is handed over with it. Where a matrix is used
+more than once in a pass (a tied embedding is, by the head and by itself), all gradients but the last wait on the tier,
+to be added in the order in which autograd would.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from memascend.engine.blocks import ModelUnits, UnitWeights
+from memascend.engine.layout import Part, Piece, Unit
+from memascend.engine.weights import WeightStream
+from memascend.ops.rows import WholeRows, slice_module
+
+_AHEAD = 2  # slices: those that a pass reads before it needs them
+
+
+class MatrixRuntime(Protocol):
+    """What a matrix asks of the engine that trains it."""
+
+    weights: UnitWeights
+
+    def backward_begins(self) -> None:
+        """In the user's backward pass."""
+
+    def arrive(self, part: Part, gradient: torch.Tensor) -> None:
+        """Of a slice; all of its uses in this pass are in it."""
+
+    def gradient_stream(self) -> WeightStream:
+        """For those that wait, of the pieces' sizes."""
+
+    def computed_outside(self, seconds: float) -> None:
+        """Of a forward pass, with a slice in memory."""
+
+
+class StreamedRows:
+    """`Rows` over the slices of one matrix. Not thread-safe."""
+
+    def __init__(self, runtime: MatrixRuntime, parameter: nn.Parameter, slices: Sequence[Unit]) -> None:
+        self._runtime, self._slices = runtime, slices
+        self.width, self.dtype = parameter.shape[1], parameter.dtype
+        begins = [unit.parts[0].offset // self.width for unit in slices]
+        self.bounds = list(zip(begins, [*begins[1:], parameter.shape[0]], strict=True))
+        self.anchor = torch.zeros((), requires_grad=parameter.requires_grad)
+        self._passes = 0  # forward passes whose backward has not ended
+        self._waiting: set[int] = set()  # slices with a gradient on the tier
+
+    @contextmanager
+    def open(self, number: int, ahead: Sequence[int] = ()) -> Iterator[torch.Tensor]:
+        weights, unit = self._runtime.weights, self._slices[number]
+        weights.take(unit)
+        try:
+            weights.stream.prefetch([self._slices[each].key for each in ahead[:_AHEAD]])
+            begin, end = self.bounds[number]
+            before = time.perf_counter()
+            yield weights.stream.tensor(unit.key)[: (end - begin) * self.width].view(end - begin, self.width)
+            self._runtime.computed_outside(time.perf_counter() - before)
+        finally:
+            weights.give_back(unit)
+
+    def gradients(self) -> _Pass:
+        return _Pass(self)
+
+    def begin_pass(self) -> None:
+        self._passes += 1
+
+    def end_pass(self) -> None:
+        self._passes = max(0, self._passes - 1)
+
+    def add(self, number: int, gradient: torch.Tensor) -> None:
+        self._runtime.backward_begins()
+        if number in self._waiting:
+            gradient = self._brought_back(number).view_as(gradient).add_(gradient)
+            self._waiting.remove(number)
+        if self._passes > 1:
+            self._let_wait(number, gradient)
+        else:
+            self._runtime.arrive(self._slices[number].parts[0], gradient)
+
+    def end_of_backward(self) -> None:
+        """Uses whose backward has not come in this pass are not in it."""
+        for number in sorted(self._waiting):
+            self._runtime.arrive(self._slices[number].parts[0], self._brought_back(number))
+        self._waiting.clear()
+
+    def forget(self) -> None:
+        """The step under way is given up."""
+        self._passes = 0
+        self._waiting.clear()
+
+    def _let_wait(self, number: int, gradient: torch.Tensor) -> None:
+        stream, flat = self._runtime.gradient_stream(), gradient.reshape(-1)
+        for piece in self._slices[number].pieces:
+            slot = stream.put(partial_key(piece))
+            slot[: piece.numel].copy_(flat[piece.first : piece.first + piece.numel])
+            stream.write(partial_key(piece))
+            stream.release(partial_key(piece))
+        self._waiting.add(number)
+
+    def _brought_back(self, number: int) -> torch.Tensor:
+        stream, unit = self._runtime.gradient_stream(), self._slices[number]
+        flat = torch.empty(unit.numel, dtype=self.dtype)
+        for piece in unit.pieces:
+            (slot,) = stream.fetch([partial_key(piece)])
+            flat[piece.first : piece.first + piece.numel].copy_(slot[: piece.numel])
+            stream.release(partial_key(piece))
+        return flat
+
+
+class _Pass:
+    """One forward pass; it has ended when its gradients have been added, or when the graph is gone."""
+
+    def __init__(self, rows: StreamedRows) -> None:
+        self._rows, self._ended = rows, False
+        rows.begin_pass()
+
+    def add(self, number: int, gradient: torch.Tensor) -> None:
+        self._rows.add(number, gradient)
+
+    def end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._rows.end_pass()
+
+    def __del__(self) -> None:
+        self.end()
+
+
+def partial_key(piece: Piece) -> str:
+    return f"first gradients of {piece.key}"
+
+
+def slice_in_memory(model: nn.Module, **options: object) -> Callable[[], None]:
+    """Let a model in memory take its sums over the vocabulary as a streamed one does; returns the undo.
+
+    `options`: of ModelUnits. Nothing is done where the engine would not slice, or cannot stream the model.
+    """
+    units, undo = ModelUnits(model, **options), []
+    for key, slices in units.matrices.items():
+        parameter = units.matrix(key)
+        begins = [unit.parts[0].offset // parameter.shape[1] for unit in slices]
+        rows = WholeRows(parameter, list(zip(begins, [*begins[1:], parameter.shape[0]], strict=True)))
+        undo += [slice_module(module, rows) for module in units.modules[key]]
+
+    def undo_all() -> None:
+        while undo:
+            undo.pop()()
+
+    return undo_all

@@ -1,0 +1,256 @@
+"""Embedding and head by slices: the bits of training in memory with the same slices; buffers without the vocabulary."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from memascend.engine.layout import Kind, rows_of_a_slice
+from memascend.engine.matrices import slice_in_memory
+from memascend.engine.runtime import EngineOptions, StreamingEngine
+from memascend.engine.streaming import streaming
+from memascend.memory.ledger import Ledger
+from memascend.memory.pinned import PageAlignedPinnedAllocator
+from memascend.ops.adamw import AdamW
+from memascend.ops.cross_entropy import LogitTransform, chunked_linear_cross_entropy
+from memascend.ops.rows import WholeRows, slice_module, sliced_cross_entropy
+
+HIDDEN, VOCABULARY = 128, 2000
+PIECE = 1 << 16  # 512 rows: the vocabulary is four slices, the last of them smaller
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+WORDS = [(0, 512), (512, 1024), (1024, 1536), (1536, 2000)]
+
+
+class Model(nn.Module):
+    """`uses`: how often the embedding is looked up; `answers`: words of the head."""
+
+    def __init__(self, vocabulary=VOCABULARY, tied=False, bias=False, uses=1, hidden=HIDDEN, answers=None):
+        super().__init__()
+        self.embedding, self.uses = nn.Embedding(vocabulary, hidden, padding_idx=3), uses
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(hidden, hidden), nn.GELU()) for _ in range(3))
+        self.head = nn.Linear(hidden, answers or vocabulary, bias=bias)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        x = sum(self.embedding(ids) for _ in range(self.uses))
+        for layer in self.layers:
+            x = x + layer(x)
+        labels = ids % self.head.out_features
+        return functional.cross_entropy(self.head(x).float().flatten(0, 1), labels.flatten())
+
+
+def model(dtype=torch.float32, **shape):
+    torch.manual_seed(0)
+    return Model(**shape).to(dtype)
+
+
+def batches(count, vocabulary=VOCABULARY):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, vocabulary, (2, 24), generator=generator) for _ in range(count)]
+
+
+def streamed(of, folder, ledger=None, **options):
+    groups = [{"params": [p for p in of.parameters() if p.requires_grad], **SETTINGS}]
+    allocator = PageAlignedPinnedAllocator(ledger or Ledger(), lock=False)
+    options = EngineOptions(**{"piece_elements": PIECE, "checkpoints": "device", **options})
+    return StreamingEngine.start(of, folder / "home", groups, options, allocator=allocator)
+
+
+def train(of, engine, data):
+    losses = []
+    for ids in data:
+        losses.append(of(ids))
+        losses[-1].backward()
+        engine.finish_step()
+    return [loss.item() for loss in losses]
+
+
+def train_in_memory(of, data):
+    optimizer, losses = AdamW([p for p in of.parameters() if p.requires_grad], **SETTINGS), []
+    for ids in data:
+        losses.append(of(ids))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.item() for loss in losses]
+
+
+def assert_equal(engine, other):
+    found = {name: values.clone() for name, values in engine.read_weights()}
+    assert set(found) == {name for name, _ in other.named_parameters()}
+    for name, values in other.named_parameters():
+        assert torch.equal(found[name], values), name
+
+
+@pytest.mark.parametrize("arm", ["optimized", "naive", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [{}, {"tied": True}, {"bias": True}], ids=["untied", "tied", "bias"])
+def test_slices_that_stream_train_as_slices_in_memory_to_the_last_bit(tmp_path, arm, dtype, shape):
+    ours, theirs = model(dtype, **shape), model(dtype, **shape)
+    engine = streamed(ours, tmp_path, arm=arm)
+    undo = slice_in_memory(theirs, piece_elements=PIECE)
+    assert [len(units) for units in engine.units.matrices.values()] == [4] * (1 if shape.get("tied") else 2)
+    assert train(ours, engine, batches(3)) == train_in_memory(theirs, batches(3))
+    assert_equal(engine, theirs)
+    engine.close(destroy=True)
+    undo()
+    assert not {"forward"} & {*vars(theirs.head), *vars(ours.embedding), *vars(ours.head)}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_embedding_alone_has_the_bits_of_torch_used_twice_and_evaluated_in_between(tmp_path):
+    """No sum goes over the vocabulary there; the head is small enough to be held."""
+    ours, theirs = model(uses=2, answers=100), model(uses=2, answers=100)
+    engine, data = streamed(ours, tmp_path), batches(3)
+    assert list(engine.units.matrices) == ["embedding"]
+    losses = train(ours, engine, data[:2])
+    with torch.no_grad():
+        evaluated = ours(data[0]).item()
+    assert losses + train(ours, engine, data[2:]) == train_in_memory(theirs, data)
+    assert_equal(engine, theirs)
+    with torch.no_grad():
+        assert ours(data[0]).item() == theirs(data[0]).item() < evaluated
+    engine.close()
+
+
+def test_sums_by_slices_are_those_without_within_rounding(tmp_path):
+    ours, theirs = model(), model()
+    engine = streamed(ours, tmp_path)
+    torch.testing.assert_close(train(ours, engine, batches(3)), train_in_memory(theirs, batches(3)), rtol=1e-5, atol=0)
+    engine.close()
+
+
+def test_the_host_peak_does_not_grow_with_the_vocabulary(tmp_path):
+    """Beyond the one slice that is smaller than the others. Held whole they would take 4 MiB at 8,000 words."""
+    peaks = []
+    for vocabulary in (1000, 2000, 8000):
+        ledger, ours = Ledger(), model(vocabulary=vocabulary)
+        engine = streamed(ours, tmp_path, ledger, clip=1.0)
+        train(ours, engine, batches(2, vocabulary))
+        peaks.append(ledger.peak_bytes("host", "reserved_bytes"))
+        engine.close(destroy=True)
+        gc.collect()
+        assert ledger.in_use() == {}
+    assert max(peaks) - min(peaks) <= PIECE * 4
+    held = streamed(model(vocabulary=8000), tmp_path, ledger, clip=1.0, piece_elements=1 << 20)
+    assert not held.units.matrices
+    assert ledger.peak_bytes("host", "reserved_bytes") > max(peaks) + 2 * 8000 * HIDDEN * 4
+    held.close()
+
+
+def test_gradients_of_several_passes_and_a_norm_for_all_of_them(tmp_path):
+    for shape in ({}, {"tied": True}):
+        ours, theirs = model(**shape), model(**shape)
+        engine, undo = streamed(ours, tmp_path, accumulate=2, clip=0.1), slice_in_memory(theirs, piece_elements=PIECE)
+        optimizer = AdamW(theirs.parameters(), **SETTINGS)
+        for each in (ours, theirs):
+            for ids in batches(2):
+                each(ids).backward()
+        norm = engine.finish_step()
+        expected = sum(float(p.grad.double().square().sum()) for p in theirs.parameters()) ** 0.5
+        assert norm == pytest.approx(expected, rel=1e-6)
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
+        optimizer.step()
+        for name, values in engine.read_weights():
+            torch.testing.assert_close(values, theirs.get_parameter(name), rtol=1e-5, atol=1e-7)
+        engine.close(destroy=True)
+        undo()
+
+
+def test_a_pass_whose_backward_never_comes_leaves_nothing_behind(tmp_path):
+    ours, theirs = model(tied=True), model(tied=True)
+    engine, undo = streamed(ours, tmp_path), slice_in_memory(theirs, piece_elements=PIECE)
+    data = batches(3)
+    dropped = ours(data[0])
+    del dropped
+    assert train(ours, engine, data[1:]) == train_in_memory(theirs, data[1:])
+    assert_equal(engine, theirs)
+    engine.close()
+    undo()
+
+
+def test_a_step_that_is_given_up_in_the_head_is_done_again(tmp_path):
+    ours, theirs = model(tied=True), model(tied=True)
+    engine, undo = streamed(ours, tmp_path), slice_in_memory(theirs, piece_elements=PIECE)
+    data = batches(2)
+    hook = ours.layers[1].register_full_backward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("in the middle")))
+    with pytest.raises(RuntimeError, match="in the middle"):
+        ours(data[0]).backward()
+    hook.remove()
+    assert train(ours, engine, data) == train_in_memory(theirs, data)
+    assert_equal(engine, theirs)
+    engine.close()
+    undo()
+
+
+def test_state_dicts_hold_whole_matrices_and_a_resume_goes_on(tmp_path):
+    data, theirs = batches(4), model(bias=True)
+    undo = slice_in_memory(theirs, piece_elements=PIECE)
+    options = EngineOptions(piece_elements=PIECE, checkpoints="device")
+    losses = []
+    for resume in (False, True):
+        ours = model(bias=True)
+        with streaming(tmp_path / "home", resume=resume) as home:
+            home.hook(ours)
+            optimizer = home.optimizer(torch.optim.AdamW, options=options, **SETTINGS)
+            for ids in data[2 * resume : 2 * resume + 2]:
+                losses.append(ours(ids))
+                losses[-1].backward()
+                optimizer.step()
+            weights = {name: values.clone() for name, values in ours.state_dict().items()}
+            states = optimizer.state_dict()["state"]
+            assert states[0]["exp_avg"].shape == (VOCABULARY, HIDDEN)
+            optimizer.load_state_dict(optimizer.state_dict())
+    assert [loss.item() for loss in losses] == train_in_memory(theirs, data)
+    for name, values in theirs.named_parameters():
+        assert torch.equal(weights[name], values), name
+    undo()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_loss_by_slices_is_the_chunked_one(softcap, bias):
+    torch.manual_seed(0)
+    transform = LogitTransform(scale=0.5, softcap=softcap)
+    hidden, labels = torch.randn(2, 40, HIDDEN), torch.randint(0, VOCABULARY, (2, 40))
+    labels[0, :7] = -100
+    found = []
+    for sliced in (False, True):
+        torch.manual_seed(1)
+        head, x = nn.Linear(HIDDEN, VOCABULARY, bias=bias), hidden.clone().requires_grad_()
+        if sliced:
+            slice_module(head, WholeRows(head.weight, WORDS))
+            loss = sliced_cross_entropy(head, x, labels, transform=transform)
+        else:
+            settings = {"reduction": "sum", "transform": transform}
+            loss = chunked_linear_cross_entropy(x, head.weight, labels, head.bias, **settings)
+        (loss / 73).backward()
+        found.append([loss.detach(), x.grad, *(p.grad for p in head.parameters())])
+    for plain, by_slices in zip(*found, strict=True):
+        torch.testing.assert_close(by_slices, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_slices_begin_where_sums_of_squares_do():
+    for width, limit in ((3584, 1 << 24), (100, 1 << 22), (64, 1 << 16)):
+        size = rows_of_a_slice(width, limit) * width
+        assert size % (1 << 16) == 0
+        assert limit // 2 < size <= limit
+    assert rows_of_a_slice(127, 1 << 16) == 1 << 16  # no fewer rows end where a sum does
+
+
+def test_what_computes_otherwise_is_held_whole(tmp_path):
+    class Scaled(nn.Embedding):
+        def forward(self, ids):
+            return super().forward(ids) * 2
+
+    ours = model()
+    ours.embedding = Scaled(VOCABULARY, HIDDEN)
+    engine = streamed(ours, tmp_path)
+    assert list(engine.units.matrices) == ["head"]
+    kinds = {unit.key: unit.kind for unit in engine.layout.units}
+    assert kinds["embedding"] is Kind.HELD
+    train(ours, engine, batches(1))
+    engine.close()
