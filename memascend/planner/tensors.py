@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -19,7 +20,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     block: int | None
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 

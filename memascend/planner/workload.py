@@ -87,7 +87,7 @@ class Workload:
     def arm_name(self) -> str:
         return arm_of(self.system, self.arm)
 
-    @property
+    @cached_property
     def arrangement(self) -> Arrangement:
         return self.parts or arrangement(self.system, self.arm)
 
@@ -145,9 +145,13 @@ class Workload:
             threshold_bytes=self.swap_threshold_bytes,
         )
 
-    def sub_groups(self) -> list[list[int]]:
+    def sub_groups(self) -> tuple[tuple[int, ...], ...]:
         """Elements of each partition in each of one rank's optimizer sub-groups, in order."""
-        return sub_groups(self.spec.tensors(), self.sub_group_size, self.ranks)
+        return self._sub_groups
+
+    @cached_property
+    def _sub_groups(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(map(tuple, sub_groups(self.spec.tensors(), self.sub_group_size, self.ranks)))
 
     def partitions(self) -> list[int]:
         """Elements of one rank's share of each parameter, in order."""

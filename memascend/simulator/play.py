@@ -14,6 +14,7 @@ from interrupted processes, which is most of what stands here.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -82,6 +83,9 @@ class _Running:
     begin_s: float
     flows: list[_Flow] = field(default_factory=list)
 
+    def under_way(self) -> list[_Flow]:
+        return [flow for flow in self.flows if flow.end_s is None]
+
 
 def roofline_s(tasks: Sequence[Task], machine: Machine) -> float:
     """The work of the busiest server at its full rate: no play takes less."""
@@ -113,10 +117,12 @@ class _Play:
         self.busy_fifo: dict[str, str] = {}
         self.held: dict[str, str] = {}
         self.running: list[_Running] = []
-        self.waiting: list[Task] = []  # in the order in which they became ready
+        # By FIFO resource: tasks in the order in which they became ready, each with its number in that order.
+        self.waiting: dict[str | None, list[tuple[int, Task]]] = {}
+        self.readied = 0
         self.events: list[Event] = []
         self.served_s: dict[str, dict[str, float]] = {}
-        self._serve = {work: machine.serve(work) for task in self.tasks for work in task.needs}
+        self._serve = {work: machine.serve(work) for work in {work for task in self.tasks for work in task.needs}}
         self._fifo_of = {task.name: self._fifo(task) for task in self.tasks}
         self._check_pools_and_locks()
         self._before = {task.name: len(set(task.after)) for task in self.tasks}
@@ -158,7 +164,9 @@ class _Play:
     # -- the clock -----------------------------------------------------------------------------------------------------
 
     def run(self) -> Played:
-        self.waiting = [task for task in self.tasks if not self._before[task.name]]
+        for task in self.tasks:
+            if not self._before[task.name]:
+                self._ready(task)
         ended = 0
         self._begin_what_can()
         while self.running:
@@ -177,16 +185,20 @@ class _Play:
     def _advance(self) -> int:
         """Go to the next instant at which a piece of work is done; returns how many tasks ended there."""
         self._share()
-        under_way = [flow for each in self.running for flow in each.flows if flow.end_s is None]
-        idle = any(all(flow.end_s is not None for flow in each.flows) for each in self.running)  # tasks without work
-        step = 0.0 if idle else min(flow.left / flow.speed for flow in under_way)
+        under_way = [each.under_way() for each in self.running]
+        idle = not all(under_way)  # tasks without work
+        step = 0.0 if idle else min(flow.left / flow.speed for flows in under_way for flow in flows)
         self.now += step
-        for flow in under_way:
-            flow.left -= flow.speed * step
-            if flow.left <= _DONE * flow.amount:
-                flow.end_s = self.now
-        ended = [each for each in self.running if all(flow.end_s is not None for flow in each.flows)]
-        self.running = [each for each in self.running if any(flow.end_s is None for flow in each.flows)]
+        still, ended = [], []
+        for each, flows in zip(self.running, under_way, strict=True):
+            left = len(flows)
+            for flow in flows:
+                flow.left -= flow.speed * step
+                if flow.left <= _DONE * flow.amount:
+                    flow.end_s = self.now
+                    left -= 1
+            (still if left else ended).append(each)
+        self.running = still
         for each in ended:
             self._end(each)
         return len(ended)
@@ -195,12 +207,11 @@ class _Play:
         """Speeds of all work under way: full on FIFO servers, max-min fair with caps on shared ones."""
         shared: dict[str, list[_Flow]] = {}
         for each in self.running:
-            for flow in each.flows:
-                if flow.end_s is None:
-                    if flow.server.shared:
-                        shared.setdefault(flow.server.name, []).append(flow)
-                    else:
-                        flow.speed = flow.rate
+            for flow in each.under_way():
+                if flow.server.shared:
+                    shared.setdefault(flow.server.name, []).append(flow)
+                else:
+                    flow.speed = flow.rate
         for flows in shared.values():
             left = flows[0].rate
             for number, flow in enumerate(sorted(flows, key=lambda flow: flow.cap)):
@@ -213,17 +224,20 @@ class _Play:
         """Begin every waiting task that can. A pool or lock that keeps an earlier one from its idle FIFO resource is
         not for a later one, so that a large request is not starved by small ones."""
         spoken_for: set[str] = set()
-        still: list[Task] = []
-        for task in self.waiting:
+        idle = {fifo for fifo, queue in self.waiting.items() if queue and fifo not in self.busy_fifo}
+        for number, task in heapq.merge(*(list(self.waiting[fifo]) for fifo in idle)):
             fifo = self._fifo_of[task.name]
-            if fifo is not None and fifo in self.busy_fifo:
-                still.append(task)
-            elif (lacking := self._lacking(task, spoken_for)) is not None:
+            if fifo not in idle:
+                continue
+            if (lacking := self._lacking(task, spoken_for)) is not None:
                 spoken_for.add(lacking)
-                still.append(task)
-            else:
-                self._begin(task)
-        self.waiting = still
+                continue
+            self.waiting[fifo].remove((number, task))
+            self._begin(task)
+            if fifo is not None:
+                idle.remove(fifo)
+                if not idle:
+                    return
 
     def _lacking(self, task: Task, spoken_for: set[str]) -> str | None:
         """The first pool or lock that `task` has to wait for."""
@@ -281,7 +295,11 @@ class _Play:
         for later in self._then[task.name]:
             self._before[later.name] -= 1
             if not self._before[later.name]:
-                self.waiting.append(later)
+                self._ready(later)
+
+    def _ready(self, task: Task) -> None:
+        self.waiting.setdefault(self._fifo_of[task.name], []).append((self.readied, task))
+        self.readied += 1
 
     def _change(self, pool: str, amount: float) -> None:
         taken = self.taken[pool] + amount
@@ -291,16 +309,17 @@ class _Play:
         self.levels[pool].append((self.now, self.taken[pool]))
 
     def _stuck(self) -> str:
-        if not self.waiting:
+        waiting = sorted(each for queue in self.waiting.values() for each in queue)
+        if not waiting:
             names = [task.name for task in self.tasks if self._before[task.name]]
             return f"these tasks wait for one another in a circle: {', '.join(names[:5])}"
-        task = self.waiting[0]
+        task = waiting[0][1]
         reasons = [
             f"{amount:g} of pool {name!r}, of which {self.taken[name]:g} of {self.machine.pools[name]:g} are taken"
             for name, amount in task.takes.items()
             if not self._has(name, amount)
         ] + [f"lock {name!r}" for name in task.holds if name in self.held]
         return (
-            f"the play stands still at {self.now:g} s with {len(self.waiting)} tasks waiting: {task.name!r} waits for "
+            f"the play stands still at {self.now:g} s with {len(waiting)} tasks waiting: {task.name!r} waits for "
             f"{' and '.join(reasons) or 'a resource'}, which nobody gives back"
         )
