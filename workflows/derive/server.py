@@ -3,12 +3,13 @@
 Imports take longer than a picture. Snakemake starts it and names its socket in MEMASCEND_DRAW_SERVER; `ask` sends a
 program of workflows.derive there, and runs it itself where no server answers.
 
-usage: python -m workflows.derive.server SOCKET     python -m workflows.derive.ask MODULE WORDS ...
+usage: python -m workflows.derive.server SOCKET     python -IS workflows/derive/ask.py MODULE WORDS ...
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -39,6 +40,7 @@ def prepare() -> None:
 
 def run(request: Request) -> None:
     """One program with its words; what it prints is in the request's log."""
+    gc.disable()  # it ends in seconds, with all its memory
     sys.argv = [request["module"], *request["words"]]
     try:
         importlib.import_module(f"workflows.derive.{request['module']}").main()

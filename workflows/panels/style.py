@@ -134,6 +134,7 @@ def finish(figure: Figure, footer: str, head_inches: float) -> None:
     lines = textwrap.wrap(footer, int(width * 19.5))
     foot = 0.14 * len(lines) + 0.1
     figure.tight_layout(rect=(0, foot / height, 1, 1 - head_inches / height), w_pad=2.0)
+    figure.set_layout_engine(None)  # it would have every file drawn twice
     figure.text(0.012, 0.06 / height, "\n".join(lines), fontsize=6.8, color="#555555", va="bottom", linespacing=1.35)
 
 

@@ -16,5 +16,5 @@ rule claims_table:
         tables=lambda w, input: os.path.dirname(input.tables[0]),
         code=KNOWN.code("workflows.derive.claims"),
     shell:
-        "python -m workflows.derive.ask claims --tables {params.tables} --out {output.table} --page {output.page}"
+        "python -IS workflows/derive/ask.py claims --tables {params.tables} --out {output.table} --page {output.page}"
         " > {log} 2>&1"

@@ -18,7 +18,7 @@ rule figure:
         ),
         code=lambda w: KNOWN.draws(w.exhibit),
     shell:
-        "python -m workflows.derive.ask figure --exhibit {wildcards.exhibit} {params.numbers}"
+        "python -IS workflows/derive/ask.py figure --exhibit {wildcards.exhibit} {params.numbers}"
         " --out-dir {params.figures} > {log} 2>&1"
 
 
@@ -37,5 +37,5 @@ rule report_page:
         figures=lambda w, output: os.path.dirname(output.page),
         code=KNOWN.code("workflows.derive.report"),
     shell:
-        "python -m workflows.derive.ask report --claims {input.claims} --figures {params.figures}"
+        "python -IS workflows/derive/ask.py report --claims {input.claims} --figures {params.figures}"
         " --out {output.page} > {log} 2>&1"

@@ -11,7 +11,7 @@ rule modelled:
     params:
         code=lambda w: KNOWN.models(w.paper),
     shell:
-        "python -m workflows.derive.ask table --modelled-lane-of {wildcards.paper} --out {output.table} > {log} 2>&1"
+        "python -IS workflows/derive/ask.py table --modelled-lane-of {wildcards.paper} --out {output.table} > {log} 2>&1"
 
 
 rule table:
@@ -37,6 +37,6 @@ rule table:
         ),
         code=lambda w: KNOWN.derives(w.exhibit),
     shell:
-        "python -m workflows.derive.ask table --exhibit {wildcards.exhibit} --published {params.published}"
+        "python -IS workflows/derive/ask.py table --exhibit {wildcards.exhibit} --published {params.published}"
         " {params.modelled} {params.reference} --records {input.records} --out {output.table}"
         " --runs-out {output.runs} > {log} 2>&1"
