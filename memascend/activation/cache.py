@@ -18,12 +18,13 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
 
+from memascend.activation.options import CacheOptions, CacheStatistics
 from memascend.activation.record import Plan, Record, next_plan
 from memascend.fates import KEEP, OFFLOAD
 from memascend.storage.completion import Completion
@@ -40,48 +41,6 @@ _IDENTITY = "_memascend_activation"  # attribute of an untyped storage: a number
 
 class ActivationError(RuntimeError):
     """A saved activation that backward needs is lost or was changed; the message names it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheOptions:
-    """What is offloaded, and how far ahead it is read.
-
-    Args:
-        amount: `all` (whatever is large enough), `auto` (what the SSD takes while forward runs, nothing where the
-            device's memory suffices anyway), or bytes a forward pass.
-        minimum_bytes: smaller tensors stay. The paper's limit is 2^20 elements (Algorithm 1 prints 2 * 20).
-        prefetch_bytes: how much may be read ahead of backward.
-        reserve_bytes: space that is left free on the tier; beyond it tensors stay in memory, which is logged once.
-        write_budget_bytes: what may be written in all (the drive's endurance); beyond it tensors stay, logged once.
-        device: whose tensors are activations; default: cuda (or another accelerator) where there is one, else cpu.
-    """
-
-    amount: str | int = "auto"
-    minimum_bytes: int = 1 << 20
-    prefetch_bytes: int = 256 << 20
-    reserve_bytes: int = 1 << 30
-    write_budget_bytes: int | None = None
-    device: str | None = None
-
-    def __post_init__(self) -> None:
-        if not (self.amount in ("auto", "all") or (isinstance(self.amount, int) and self.amount >= 0)):
-            raise ValueError(f"activations: amount must be 'auto', 'all' or bytes, got {self.amount!r}")
-        for name in ("minimum_bytes", "prefetch_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"activations: {name} must be at least 1, got {getattr(self, name)!r}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheStatistics:
-    """Since the cache was made; bytes. `waited_s`: how long backward stood still for reads."""
-
-    written: int = 0
-    read: int = 0
-    kept: int = 0
-    forwarded: int = 0
-    deduplicated: int = 0
-    waited_s: float = 0.0
-    live_tensors: int = 0
 
 
 class _Saved:
@@ -183,6 +142,7 @@ class ActivationCache:
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
         self._counts = CacheStatistics()
         self._read_ahead_bytes = 0
+        self._resident = self._peak = 0
         self._warned: set[str] = set()
         self._closing = self._closed = False
 
@@ -227,7 +187,12 @@ class ActivationCache:
     def statistics(self) -> CacheStatistics:
         with self._lock:
             self._release_unreferenced()
-            return replace(self._counts, live_tensors=len(self._live))
+            return replace(self._counts, live_tensors=len(self._live), resident=self._resident, peak=self._peak)
+
+    def restart_peak(self) -> None:
+        with self._lock:
+            self._release_unreferenced()
+            self._peak = self._resident
 
     # -- modules: where we are -----------------------------------------------------------------------------------------
 
@@ -299,6 +264,7 @@ class ActivationCache:
                 saved = _Saved(next(self._numbers), label, tensor, begin, nbytes)
                 self._regions[saved.region] = weakref.ref(saved)
                 self._live.add(saved)
+                self._account(saved.nbytes)
                 self._note(saved)
                 if self._is_to_be_offloaded(saved):
                     self._write(saved)
@@ -402,7 +368,8 @@ class ActivationCache:
                 except ActivationError as error:
                     failure = error
             saved.error = saved.error or failure
-            saved.writing = saved.memory = saved.probe = None
+            saved.writing = saved.probe = None
+            self._let_go_of_memory(saved)
 
     # -- backward: unpack ----------------------------------------------------------------------------------------------
 
@@ -424,7 +391,7 @@ class ActivationCache:
         with self._lock:
             saved.unpacks += 1
             if saved.on_tier and saved.writing is None and saved.unpacks >= saved.packs:
-                saved.memory = None  # autograd has its views; a second backward reads it again
+                self._let_go_of_memory(saved)  # autograd has its views; a second backward reads it again
         return packed.view(memory)
 
     def _from_memory(self, saved: _Saved) -> torch.Tensor | None:
@@ -455,6 +422,7 @@ class ActivationCache:
             saved.error = error.with_traceback(None)
             return
         saved.memory = memory
+        self._account(saved.nbytes)
         self._read_ahead_bytes += saved.nbytes
         self._count(read=saved.nbytes)
 
@@ -470,10 +438,12 @@ class ActivationCache:
             return saved.memory
 
     def _read_ahead(self, saved: _Saved) -> None:
-        """Begin to read what was saved before, in the reverse order, as far as `prefetch_bytes` go."""
-        earlier = saved.previous() if saved.previous is not None else None
-        while earlier is not None and self._read_ahead_bytes < self.options.prefetch_bytes:
+        """Begin to read what was saved before, in the reverse order, as far as `prefetch_bytes` go; one in any case."""
+        earlier, most = saved.previous() if saved.previous is not None else None, self.options.prefetch_bytes
+        while earlier is not None and self._read_ahead_bytes < most:
             if earlier.on_tier and earlier.memory is None and earlier.unpacks < earlier.packs:
+                if self._read_ahead_bytes and self._read_ahead_bytes + earlier.nbytes > most:
+                    return
                 self._read(earlier)
             earlier = earlier.previous() if earlier.previous is not None else None
 
@@ -503,12 +473,23 @@ class ActivationCache:
         with self._lock:
             if saved.reading is not None:
                 self._read_ahead_bytes -= saved.nbytes
-            saved.memory = saved.probe = saved.reading = saved.writing = None
+            saved.probe = saved.reading = saved.writing = None
+            self._let_go_of_memory(saved)
             if saved.on_tier and not self._closed:
                 saved.on_tier = False
                 self.tier.erase(saved.key)
             self._releasing.discard(saved)
             self._released.notify_all()
+
+    def _account(self, nbytes: int) -> None:
+        """The lock is held."""
+        self._resident += nbytes
+        self._peak = max(self._peak, self._resident)
+
+    def _let_go_of_memory(self, saved: _Saved) -> None:
+        if saved.memory is not None:
+            saved.memory = None
+            self._account(-saved.nbytes)
 
     def _count(self, **more: float) -> None:
         with self._lock:
@@ -564,12 +545,3 @@ def _settle(completion: Completion) -> BaseException | None:
     except Exception as error:
         return error.with_traceback(None)
     return None
-
-
-def options_from(section: Mapping[str, Any]) -> CacheOptions:
-    """CacheOptions of a configuration section; ValueError in one line for an unknown key."""
-    known = CacheOptions.__dataclass_fields__
-    unknown = next((key for key in section if key not in known), None)
-    if unknown is not None:
-        raise ValueError(f"activations: unknown key {unknown!r}; known: {', '.join(known)}")
-    return CacheOptions(**section)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from memascend.activation.cache import ActivationCache, options_from
+from memascend.activation.cache import ActivationCache
+from memascend.activation.options import options_from
 from memascend.storage.engine_tiers import DirectTier
 from memascend.storage.tier import Tier
 

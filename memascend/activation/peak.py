@@ -1,13 +1,15 @@
-"""The peak of saved activations under a plan, before it is tried: forward and backward played by the simulator."""
+"""A pass under a plan, before it is tried: peak of saved activations and seconds, played by the simulator."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from memascend.activation.record import Plan, Record
+from memascend.activation.record import Plan, Record, block_of
+from memascend.fates import KEEP, OFFLOAD, RECOMPUTE
 from memascend.simulator import Fifo, Machine, Path, Played, Task, play
 
-_POOL = "saved activations"
+_POOL, _AHEAD = "saved activations", "read ahead"
 _MOST_TASKS = 600  # regions beyond a third of it are folded with their neighbours
 
 
@@ -26,6 +28,16 @@ class PredictedPeak:
         return 1.0 - self.peak_bytes / self.kept_bytes if self.kept_bytes else 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Region:
+    """`seconds` of forward before it is saved; `block`: the name of its block, None outside of all."""
+
+    nbytes: float
+    seconds: float
+    fate: str
+    block: str | None
+
+
 def predicted_peak(
     record: Record,
     plan: Plan,
@@ -34,36 +46,44 @@ def predicted_peak(
     read_bytes_per_s: float,
     prefetch_bytes: float,
     backward_over_forward: float = 2.0,
+    fates: Mapping[str, str] | None = None,
+    entry_bytes: float = 0.0,
 ) -> PredictedPeak:
     """Play one forward and backward pass with the sizes and times of `record`.
 
     A region enters the pool when it is saved, leaves it when it has been written, comes back when it is read ahead and
     leaves for good when backward has used it. One whose write has not ended by then is forwarded: it is not read.
+    `fates`: of blocks by their name, in place of `plan`; what lies outside is kept. A block that is computed again
+    leaves `entry_bytes`, its input, and all that it saves comes back before its backward. `record` is then of a pass
+    that keeps everything.
     """
-    regions = _folded(record, plan)
+    regions = _folded(_regions(record, plan, fates))
     machine = Machine(
         name="activations",
         resources={
             "device": Fifo(),
             "ssd": Path(read=read_bytes_per_s, write=write_bytes_per_s, duplex=True),
         },
-        pools={_POOL: float("inf"), "read ahead": max(prefetch_bytes, max((r[0] for r in regions), default=0.0))},
+        pools={
+            _POOL: float("inf"),
+            _AHEAD: max(prefetch_bytes, *(r.nbytes for r in regions if r.fate == OFFLOAD), 0.0),
+        },
     )
-    forward = _forward(regions)
+    forward = _forward(regions, entry_bytes)
     begun = play(forward, machine)
     ends = {event.name: event.end_s for event in begun.events}
-    forward_s = sum(seconds for _, seconds, _ in regions)
     # When backward comes to a region, if nothing holds it up.
-    comes, at = {}, forward_s
+    comes, at = {}, sum(region.seconds for region in regions)
     for number in range(len(regions) - 1, -1, -1):
         comes[number] = at
-        at += regions[number][1] * backward_over_forward
-    read = {number for number in comes if regions[number][2] and ends[f"write {number}"] <= comes[number]}
-    played = play(forward + _backward(regions, read, backward_over_forward), machine)
+        again = regions[number].fate == RECOMPUTE
+        at += regions[number].seconds * (backward_over_forward + again)
+    read = {n for n in comes if regions[n].fate == OFFLOAD and ends[f"write {n}"] <= comes[n]}
+    played = play(forward + _backward(regions, read, backward_over_forward, entry_bytes), machine)
     return PredictedPeak(
         peak_bytes=played.peak(_POOL),
         kept_bytes=record.bytes,
-        offloaded_bytes=int(sum(size for size, _, offloaded in regions if offloaded)),
+        offloaded_bytes=int(sum(region.nbytes for region in regions if region.fate == OFFLOAD)),
         seconds=_end(played),
     )
 
@@ -72,73 +92,91 @@ def _end(played: Played) -> float:
     return max((event.end_s for event in played.events if event.resource == "device"), default=0.0)
 
 
-def _folded(record: Record, plan: Plan) -> list[tuple[float, float, bool]]:
-    """(bytes, seconds of forward before it is saved, offloaded) of each region, neighbours of one kind together."""
-    regions: list[tuple[float, float, bool]] = []
+def _regions(record: Record, plan: Plan, fates: Mapping[str, str] | None) -> list[_Region]:
+    regions: list[_Region] = []
     offloaded, last_s = 0, 0.0
-    for _, nbytes, at_s in record.tensors:
-        goes = plan.offload_bytes is None or offloaded + nbytes <= plan.offload_bytes
-        offloaded += nbytes if goes else 0
-        regions.append((float(nbytes), max(0.0, at_s - last_s), goes))
-        last_s = at_s
-    fold = 1 + 3 * len(regions) // _MOST_TASKS
-    folded: list[tuple[float, float, bool]] = []
-    for number, (nbytes, seconds, goes) in enumerate(regions):
-        if folded and number % fold and folded[-1][2] == goes:
-            folded[-1] = (folded[-1][0] + nbytes, folded[-1][1] + seconds, goes)
+    for name, nbytes, at_s in record.tensors:
+        block = block_of(name)
+        if fates is not None:
+            fate = fates.get(block, KEEP) if block else KEEP
         else:
-            folded.append((nbytes, seconds, goes))
+            goes = plan.offload_bytes is None or offloaded + nbytes <= plan.offload_bytes
+            offloaded += nbytes if goes else 0
+            fate = OFFLOAD if goes else KEEP
+        regions.append(_Region(nbytes=float(nbytes), seconds=max(0.0, at_s - last_s), fate=fate, block=block))
+        last_s = at_s
+    # What comes after the last region saves nothing, and its backward comes first.
+    tail_s = max(0.0, record.forward_s - last_s)
+    return [*regions, _Region(nbytes=0.0, seconds=tail_s, fate=KEEP, block=None)]
+
+
+def _folded(regions: list[_Region]) -> list[_Region]:
+    """Neighbours of one block and fate together, where there are many; what is computed again, block by block."""
+    fold, folded = 1 + 3 * len(regions) // _MOST_TASKS, []
+    for number, region in enumerate(regions):
+        last = folded[-1] if folded else None
+        alike = last is not None and (last.fate, last.block) == (region.fate, region.block)
+        if alike and (number % fold or region.fate == RECOMPUTE):
+            folded[-1] = replace(last, nbytes=last.nbytes + region.nbytes, seconds=last.seconds + region.seconds)
+        else:
+            folded.append(region)
     return folded
 
 
-def _forward(regions: list[tuple[float, float, bool]]) -> list[Task]:
+def _forward(regions: list[_Region], entry_bytes: float) -> list[Task]:
     tasks: list[Task] = []
-    for number, (nbytes, seconds, goes) in enumerate(regions):
+    for number, region in enumerate(regions):
         before = (f"save {number - 1}",) if number else ()
-        tasks.append(Task(name=f"forward {number}", phase="forward", needs={"device": seconds}, after=before))
+        tasks.append(Task(name=f"forward {number}", phase="forward", needs={"device": region.seconds}, after=before))
         # Taken at its begin: when the region has been computed.
-        tasks.append(Task(name=f"save {number}", phase="forward", after=(f"forward {number}",), takes={_POOL: nbytes}))
-        if goes:
+        left = entry_bytes if region.fate == RECOMPUTE else region.nbytes
+        tasks.append(Task(name=f"save {number}", phase="forward", after=(f"forward {number}",), takes={_POOL: left}))
+        if region.fate == OFFLOAD:
             tasks.append(
                 Task(
                     name=f"write {number}",
                     phase="forward",
-                    needs={"ssd.write": nbytes},
+                    needs={"ssd.write": region.nbytes},
                     after=(f"save {number}",),
-                    gives={_POOL: nbytes},
+                    gives={_POOL: region.nbytes},
                 )
             )
     return tasks
 
 
-def _backward(regions: list[tuple[float, float, bool]], read: set[int], ratio: float) -> list[Task]:
+def _backward(regions: list[_Region], read: set[int], ratio: float, entry_bytes: float) -> list[Task]:
     """What was forwarded gave its bytes when its write ended, and is no longer counted then: autograd holds it until
     its use, which comes within the time of that write."""
     tasks: list[Task] = []
     last = f"save {len(regions) - 1}"
     last_read = last
     for number in range(len(regions) - 1, -1, -1):
-        nbytes, seconds, goes = regions[number]
+        region = regions[number]
         after = [last]
-        gives = {} if goes and number not in read else {_POOL: nbytes}
+        gives = {} if region.fate == OFFLOAD and number not in read else {_POOL: region.nbytes}
         if number in read:
             tasks.append(
                 Task(
                     name=f"read {number}",
                     phase="backward",
-                    needs={"ssd.read": nbytes},
+                    needs={"ssd.read": region.nbytes},
                     after=(f"write {number}", last_read),
-                    takes={_POOL: nbytes, "read ahead": nbytes},
+                    takes={_POOL: region.nbytes, _AHEAD: region.nbytes},
                 )
             )
             last_read = f"read {number}"
             after.append(last_read)
-            gives = {_POOL: nbytes, "read ahead": nbytes}
+            gives = {_POOL: region.nbytes, _AHEAD: region.nbytes}
+        elif region.fate == RECOMPUTE:
+            again, held = f"again {number}", f"save again {number}"
+            tasks.append(Task(name=again, phase="backward", needs={"device": region.seconds}, after=(last,)))
+            tasks.append(Task(name=held, phase="backward", after=(again,), takes={_POOL: region.nbytes}))
+            after, gives = [held], {_POOL: region.nbytes + entry_bytes}
         tasks.append(
             Task(
                 name=f"backward {number}",
                 phase="backward",
-                needs={"device": seconds * ratio},
+                needs={"device": region.seconds * ratio},
                 after=tuple(after),
                 gives=gives,
             )

@@ -43,11 +43,17 @@ class Record:
     @property
     def last_module_bytes(self) -> int:
         """What was saved since the last numbered block began: its backward comes before any read could."""
-        blocks = [match.group(1) if (match := _NUMBERED.match(name)) else None for name, _, _ in self.tensors]
+        blocks = [block_of(name) for name, _, _ in self.tensors]
         last = next((block for block in reversed(blocks) if block is not None), None)
         if last is None:
             return 0
         return sum(nbytes for _, nbytes, _ in self.tensors[blocks.index(last) :])
+
+
+def block_of(name: str) -> str | None:
+    """The numbered block that a region's module belongs to, by name: `model.layers.3`; None outside of all."""
+    match = _NUMBERED.match(name)
+    return match.group(1) if match else None
 
 
 def next_plan(record: Record, amount: str | int, write_rate: float | None, free_bytes: int | None) -> Plan:

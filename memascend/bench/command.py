@@ -1,4 +1,4 @@
-"""`memascend bench {overflow,unscale,adamw,pinned,pool,nvme,tiers} [--json] [--out FILE]`."""
+"""`memascend bench {overflow,unscale,adamw,pinned,pool,nvme,tiers,activations} [--json] [--out FILE]`."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
         ("pool", _pool, "buffer pool: adaptive against monolithic", None),
         ("nvme", _nvme, "direct engine: share of fio's bandwidth, times faster than DeepNVMe", None),
         ("tiers", _tiers, "several drives at once, by one process and several: share of the formula, fairness", None),
+        (
+            "activations",
+            _activations,
+            "kept, computed again, copied to host memory or sent to the SSD: peak memory, seconds, waits",
+            None,
+        ),
     ):
         parser = parts.add_parser(name, help=text)
         parser.add_argument("--json", action="store_true", help="every round, machine-readable")
@@ -51,6 +57,8 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
             _add_nvme(parser, count)
         if name == "tiers":
             _add_tiers(parser, count)
+        if name == "activations":
+            _add_activations(parser, count)
         parser.set_defaults(run=_runner(run, count))
 
 
@@ -92,6 +100,19 @@ def _add_tiers(parser: argparse.ArgumentParser, count: _Count) -> None:
     parser.add_argument("--groups", type=count, default=12, help="sub-groups of each process (default 12)")
     parser.add_argument("--mib", type=count, default=32, help="size of a sub-group in MiB (default 32)")
     parser.add_argument("--held", type=count, help="sub-groups in memory at a time (default: two a path and one)")
+
+
+def _add_activations(parser: argparse.ArgumentParser, count: _Count) -> None:
+    parser.add_argument("--folder", type=Path, required=True, help="on the SSD; nothing is left behind")
+    parser.add_argument("--model", default="llama3.2-1b", help="committed name, or a config.json (default llama3.2-1b)")
+    parser.add_argument("--twin", type=count, default=16, help="divide the model's widths (default 16)")
+    parser.add_argument("--context", type=count, default=256, help="tokens a sequence (default 256)")
+    parser.add_argument("--batches", default="8", help="sequences a step, separated by commas (default 8)")
+    parser.add_argument("--mix", help="fates of blocks, as plan prints them: offload:10,recompute:4,keep:2")
+    parser.add_argument("--threads", type=count, default=1, help="that compute; another moves bytes (default 1)")
+    parser.add_argument(
+        "--ways", default="keep,recompute,save_on_cpu,ssd,mix", help="separated by commas (default all five)"
+    )
 
 
 def _runner(run: Callable[..., tuple[dict[str, Any], list[str]]], count: _Count) -> Callable[..., str]:
@@ -273,6 +294,38 @@ def _nvme(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], l
                 f"{row['op']:<6} {row['bytes'] / 2**20:>7.1f} MiB {row['method']:<26} {seconds * 1e3:8.2f} ms"
                 f" {row['bytes'] / seconds / 1e9:6.2f} GB/s{against}"
             )
+    return result, lines
+
+
+def _activations(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
+    from memascend.bench import activations
+
+    _require_folder(options.folder)
+    chosen = activations.ActivationOptions(
+        model=options.model,
+        folder=options.folder,
+        twin=options.twin,
+        context=options.context,
+        batches=tuple(_counts("--batches", options.batches, count)),
+        ways=tuple(options.ways.split(",")),
+        mix=options.mix,
+        repeats=options.repeats,
+        threads=options.threads,
+    )
+    result = activations.measure(chosen)
+    lines = _in_memory(options.folder)
+    rates = [f"{name} {result['drive'][f'{name}_bytes_per_s'] / 1e9:.2f} GB/s" for name in ("write", "read")]
+    lines += [f"drive: {', '.join(rates)}; peaks over what was resident before the step; medians with quartiles"]
+    lines += ["way           batch    s a step  x of keeping (predicted)   peak MiB   less predicted  waited  equal"]
+    for row in result["summary"]:
+        told = "predicted_peak_reduction" in row
+        planned = f"{row['predicted_peak_reduction']:>10.1%}" if told else f"{'':>10}"
+        slower = f" ({row['predicted_seconds_of_keeping']:.2f})" if told else f"{'':>7}"
+        lines.append(
+            f"{row['way']:<12}{row['batch']:>7}{row['seconds']['median']:>12.3f}  {_show(row['seconds_of_keeping'])}"
+            f"{slower}{row['peak_bytes']['median'] / 2**20:>10.1f}{row['peak_reduction']:>7.1%} {planned}"
+            f"{row['waited_share']['median']:>8.1%}  {'yes' if row['gradients_equal'] else 'no'}"
+        )
     return result, lines
 
 

@@ -25,9 +25,9 @@ from memascend.activation import (
     attach_cache,
     offload_checkpoints,
 )
-from memascend.activation.cache import CacheStatistics, options_from
 from memascend.activation.checkpointing import switch_on
 from memascend.activation.mix import fates_of_blocks, recompute_blocks
+from memascend.activation.options import CacheStatistics, options_from
 from memascend.fates import EXAMPLE, BlockFates
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
 from memascend.ops.cross_entropy import DEFAULT_CHUNK_BYTES, LogitTransform, chunked_linear_cross_entropy

@@ -1,0 +1,340 @@
+"""Activations kept, computed again, copied, or sent to the SSD: memory, seconds and waits of one model, in turns.
+
+SSDTrain, Figs. 6, 7 and 8a, against what PyTorch itself has. A step is a forward and a backward pass; each turn is one
+step that is not counted and one that is, the ways in another order each round, in one process whose allocator gives
+large blocks back at once. Memory is the kernel's high-water mark over what was resident before the step, and the
+cache's own account. Beside it the prediction: a pass that keeps everything, with the bytes and times of each tensor
+that it saved, played by the simulator with a drive of the rates that a probe found before the first step.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memascend.bench.rounds import conditions, ratios, spread
+from memascend.fates import KEEP, OFFLOAD, RECOMPUTE, BlockFates
+
+WAYS = ("keep", "recompute", "save_on_cpu", "ssd", "mix")
+_MINIMUM_BYTES = 1 << 18  # of a tensor that the cache sends
+_CHUNK_BYTES = 4 << 20  # of logits
+_PROBED_BYTES, _PROBED_TENSORS = 8 << 20, 24
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "2"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationOptions:
+    """`batches` of `context` tokens a sequence; `mix`: fates of blocks for the way of that name, as
+    :class:`BlockFates` reads them (default: the first half offloaded, then one computed again, the rest kept).
+    `repeats`: rounds of each batch. `model`: as :func:`memascend.planner.model_spec` takes it, divided by `twin`."""
+
+    model: str
+    folder: Path
+    twin: int = 1
+    context: int = 256
+    batches: tuple[int, ...] = (16,)
+    ways: tuple[str, ...] = WAYS
+    mix: str | None = None
+    repeats: int = 3
+    threads: int = 1
+
+    def spec(self) -> Any:
+        from memascend.planner import model_spec
+
+        spec = model_spec(self.model)
+        return spec.twin(self.twin) if self.twin > 1 else spec
+
+    def fates(self, layers: int) -> BlockFates:
+        if self.mix is not None:
+            return BlockFates.parse(self.mix, "--mix")
+        sent = layers // 2
+        return BlockFates(((OFFLOAD, sent), (RECOMPUTE, min(1, layers - sent - 1)), (KEEP, layers - sent - 1)))
+
+
+def measure(options: ActivationOptions) -> dict[str, Any]:
+    """Every round, and a row for each batch and way. ValueError, in one line, for what cannot be measured."""
+    unknown = next((way for way in options.ways if way not in WAYS), None)
+    if unknown is not None or "keep" not in options.ways:
+        wrong = f"unknown way {unknown!r}" if unknown else "without 'keep' there is nothing to compare with"
+        raise ValueError(f"--ways: {wrong}; use keep and some of {', '.join(WAYS[1:])}")
+    spec = options.spec()
+    options.fates(spec.layers).a_block(spec.layers, "--mix")
+    asked = asdict(options) | {"folder": str(options.folder)}
+    command = [sys.executable, "-m", "memascend.bench.activations", json.dumps(asked)]
+    environment = os.environ | _ALLOCATOR | {"OMP_NUM_THREADS": str(options.threads)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"the benchmark's process ended with status {done.returncode}: see its error above")
+    found = json.loads(done.stdout)
+    rows = [
+        row
+        for batch in options.batches
+        for row in _rows(options, batch, [point for point in found["points"] if point["batch"] == batch], found)
+    ]
+    return {"conditions": conditions() | {"threads": options.threads}, "options": asked, **found, "summary": rows}
+
+
+# -- the plan's prediction ---------------------------------------------------------------------------------------------
+
+
+def _rows(
+    options: ActivationOptions, batch: int, points: list[dict[str, Any]], found: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Bytes and seconds, and both as the plan has them."""
+    ways = {way: [p for p in points if p["way"] == way] for way in options.ways}
+    kept = ways["keep"]
+    kept_peak = spread([p["peak_bytes"] for p in kept]).median
+    kept_pass = found["kept_pass"][str(batch)]
+    backward = spread([p["seconds"] / p["forward_s"] for p in kept]).median - 1.0
+    for way, mine in ways.items():
+        row: dict[str, Any] = {"batch": batch, "way": way, "gradients_equal": mine[-1]["sha256"] == kept[-1]["sha256"]}
+        for name in ("seconds", "peak_bytes", "update_s"):
+            row[name] = vars(spread([p[name] for p in mine]))
+        row["seconds_of_keeping"] = vars(ratios([p["seconds"] for p in mine], [p["seconds"] for p in kept]))
+        row["peak_reduction"] = 1.0 - row["peak_bytes"]["median"] / kept_peak
+        for name in ("saved_peak_bytes", "host_copy_bytes", "written_bytes", "read_bytes", "forwarded_bytes"):
+            row[name] = mine[-1][name]
+        row["waited_share"] = vars(spread([p["waited_s"] / p["seconds"] for p in mine]))
+        if way != "save_on_cpu":
+            seconds, peak = _predicted(options, way, kept_pass, found["drive"], backward)
+            all_s, all_peak = _predicted(options, "keep", kept_pass, found["drive"], backward)
+            row["predicted_peak_reduction"] = (all_peak - peak) / kept_peak
+            row["predicted_seconds_of_keeping"] = seconds / all_s
+        yield row
+
+
+def _predicted(
+    options: ActivationOptions, way: str, kept_pass: Mapping[str, Any], drive: Mapping[str, float], backward: float
+) -> tuple[float, float]:
+    """Seconds of a step and bytes of saved activations at their peak. `backward`: how many times the forward pass."""
+    from memascend.activation.peak import predicted_peak
+    from memascend.activation.record import Plan, Record, block_of
+
+    record = Record([tuple(each) for each in kept_pass["tensors"]])
+    record.forward_s = kept_pass["forward_s"]
+    blocks = list(dict.fromkeys(filter(None, (block_of(name) for name, _, _ in record.tensors))))
+    made = predicted_peak(
+        record,
+        Plan(),
+        **drive,
+        prefetch_bytes=kept_pass["prefetch_bytes"],
+        backward_over_forward=backward,
+        fates=dict(zip(blocks, _fates(options, way, len(blocks)), strict=True)),
+        entry_bytes=kept_pass["entry_bytes"],
+    )
+    return made.seconds, made.peak_bytes
+
+
+def _fates(options: ActivationOptions, way: str, layers: int) -> tuple[str, ...]:
+    all_alike = {"keep": (KEEP,) * layers, "recompute": (RECOMPUTE,) * layers}
+    all_alike["ssd"] = (OFFLOAD,) * (layers - 1) + (KEEP,)  # as the cache does by itself
+    return all_alike[way] if way in all_alike else options.fates(layers).a_block(layers, "--mix")
+
+
+# -- the process that trains -------------------------------------------------------------------------------------------
+
+
+def memory_bytes(name: str) -> int:
+    """`VmRSS` (now) or `VmHWM` (most since it was reset) of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {name}")
+
+
+class _Trainer:
+    """One model with its ways; each way is entered for a turn and left again."""
+
+    def __init__(self, options: ActivationOptions) -> None:
+        from memascend.activation import ActivationCache, CacheOptions
+        from memascend.activation.mix import fates_of_blocks, recompute_blocks
+        from memascend.storage.engine_tiers import DirectTier
+
+        self.options, spec = options, options.spec()
+        self.model = _model(spec)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)  # moves what an update moves, and no weight
+        self._copied = 0
+        self._ends = ExitStack()
+
+        def cache(fates: Mapping[torch.nn.Module, str] | None, prefetch: int) -> ActivationCache:
+            chosen = CacheOptions(
+                amount="all",
+                minimum_bytes=_MINIMUM_BYTES,
+                prefetch_bytes=max(_MINIMUM_BYTES, prefetch),
+                reserve_bytes=0,
+                device="cpu",
+            )
+            made = ActivationCache(DirectTier.in_file(options.folder, owner="memascend bench"), chosen, fates)
+            self._ends.callback(made.close)
+            return made
+
+        piece = _piece_bytes(options, max(options.batches))
+        mix = fates_of_blocks(self.model, options.fates(spec.layers), "--mix")
+        alone = dict.fromkeys(mix, RECOMPUTE)
+        self._checkpointed: dict[str, Callable[[], None]] = {
+            "recompute": lambda: recompute_blocks(self.model, alone, {"use_reentrant": False}),
+            "mix": lambda: recompute_blocks(self.model, mix, {"use_reentrant": False}),
+        }
+        self.caches = {"ssd": cache(None, piece), "mix": cache(mix, piece), "account": cache({}, piece)}
+
+    def close(self) -> None:
+        self._ends.close()
+
+    @contextmanager
+    def entered(self, way: str) -> Iterator[None]:
+        self._checkpointed.get(way, lambda: None)()
+        try:
+            with self._context(way):
+                yield
+        finally:
+            for module in self.model.modules():
+                if getattr(module, "gradient_checkpointing", False):
+                    module.gradient_checkpointing = False
+
+    def _context(self, way: str) -> AbstractContextManager[Any]:
+        if way == "save_on_cpu":
+            return self._on_cpu()
+        return self.caches[way].active() if way in self.caches else nullcontext()
+
+    def _on_cpu(self) -> AbstractContextManager[Any]:
+        """PyTorch's own, with its copies counted: they live until backward has used them."""
+        stock = torch.autograd.graph.save_on_cpu()
+
+        def pack(tensor: torch.Tensor) -> Any:
+            self._copied += tensor.nbytes
+            return stock.pack_hook(tensor)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, stock.unpack_hook)
+
+    def step(self, ids: torch.Tensor) -> dict[str, float]:
+        """Seconds and bytes of a forward and a backward pass, and of an update."""
+        self.model.zero_grad(set_to_none=False)
+        self._copied = 0
+        gc.collect()
+        before = memory_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+        begin = time.perf_counter()
+        loss = self.model(input_ids=ids, labels=ids).loss
+        forward_s = time.perf_counter() - begin
+        loss.backward()
+        seconds = time.perf_counter() - begin
+        del loss
+        peak = memory_bytes("VmHWM") - before
+        begin = time.perf_counter()
+        self.optimizer.step()
+        update_s = time.perf_counter() - begin
+        return {"seconds": seconds, "forward_s": forward_s, "peak_bytes": peak, "update_s": update_s}
+
+    def turn(self, way: str, ids: torch.Tensor) -> dict[str, Any]:
+        cache = self.caches.get(way)
+        with self.entered(way):
+            self.step(ids)
+            if cache is not None:
+                cache.restart_peak()
+                cache.tier.wait()
+            before = cache.statistics if cache is not None else None
+            found = self.step(ids)
+        moved = dict.fromkeys(("waited_s", "written_bytes", "read_bytes", "forwarded_bytes"), 0)
+        if cache is not None:
+            after = cache.statistics
+            moved = {"waited_s": after.waited_s - before.waited_s, "written_bytes": after.written - before.written}
+            moved |= {"read_bytes": after.read - before.read, "forwarded_bytes": after.forwarded - before.forwarded}
+        peak = cache.statistics.peak if cache is not None else None
+        return found | moved | {"saved_peak_bytes": peak, "host_copy_bytes": self._copied, "sha256": self._digest()}
+
+    def kept_pass(self, ids: torch.Tensor) -> dict[str, Any]:
+        """What a step saves where nothing is done about it, by the cache's account: (name, bytes, seconds) of each."""
+        cache = self.caches["account"]
+        with cache.active():
+            for _ in range(2):  # the first one is slow
+                cache.restart_peak()
+                self.step(ids)
+        record = cache.record
+        return {
+            "saved_bytes": cache.statistics.peak,
+            "tensors": record.tensors,
+            "forward_s": record.forward_s,
+            "prefetch_bytes": cache.options.prefetch_bytes,
+            "entry_bytes": 2 * ids.numel() * self.options.spec().hidden,
+        }
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        for parameter in self.model.parameters():
+            digest.update(parameter.grad.view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+
+def _model(spec: Any) -> Any:
+    """Without dropout, so that every way has the same work; the loss never holds all logits, whose working memory would
+    be the peak of what computes its blocks again."""
+    from memascend.integrations.huggingface import causal_lm
+    from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
+
+    config = spec.hf_config_dict()
+    config |= dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0) if "n_embd" in config else {}
+    torch.manual_seed(0)
+    model = causal_lm(config | {"dtype": "bfloat16"}, checkpointing="none").to(torch.bfloat16).train()
+    apply_memory_options(model, MemoryOptions(loss="chunked"), chunk_bytes=_CHUNK_BYTES)
+    return model
+
+
+def _piece_bytes(options: ActivationOptions, batch: int) -> int:
+    """What a quarter of a block saves: the plan reads that far ahead."""
+    from memascend.planner.gpu_memory import block_bytes_per_token
+    from memascend.planner.pieces import PIECES_PER_BLOCK
+
+    a_token = block_bytes_per_token(options.spec(), options.context, flash=True, fused=False)
+    return batch * options.context * a_token // PIECES_PER_BLOCK
+
+
+def _drive(folder: Path) -> dict[str, float]:
+    """Bytes a second of tensors of some MiB, written and then read, each alone."""
+    from memascend.storage.engine_tiers import DirectTier
+
+    tensor = torch.ones(_PROBED_BYTES, dtype=torch.uint8)
+    rates = {}
+    with DirectTier.in_file(folder, owner="memascend bench") as tier:
+        tier.reserve(_PROBED_BYTES * _PROBED_TENSORS)
+        for move in ("write", "read"):
+            begin = time.perf_counter()
+            for number in range(_PROBED_TENSORS):
+                getattr(tier, move)(str(number), tensor if move == "write" else tensor.clone())
+            tier.wait()
+            rates[f"{move}_bytes_per_s"] = _PROBED_BYTES * _PROBED_TENSORS / (time.perf_counter() - begin)
+    return rates
+
+
+def _worker(asked: dict[str, Any]) -> dict[str, Any]:
+    options = ActivationOptions(**asked | {name: tuple(asked[name]) for name in ("batches", "ways")})
+    options = replace(options, folder=Path(options.folder))
+    torch.set_num_threads(options.threads)
+    drive, trainer, points = _drive(options.folder), _Trainer(options), []
+    vocab, order, passes = trainer.model.config.vocab_size, random.Random(0), {}
+    for batch in options.batches:
+        generator = torch.Generator().manual_seed(batch)
+        ids = torch.randint(0, vocab, (batch, options.context), generator=generator)
+        passes[str(batch)] = trainer.kept_pass(ids)
+        for number in range(options.repeats):
+            for way in order.sample(options.ways, len(options.ways)):
+                points.append({"batch": batch, "round": number, "way": way, **trainer.turn(way, ids)})
+    trainer.close()
+    return {"drive": drive, "kept_pass": passes, "points": points}
+
+
+if __name__ == "__main__":
+    result = _worker(json.loads(sys.argv[1]))
+    print(json.dumps(result))
