@@ -3,29 +3,50 @@
 A step of a GPT of L layers, width h, batch b, context s and vocabulary V: P = 12 L h^2 + V h parameters,
 A_all = 34 s b h L bytes of activations, of which A_interBlock = 2 s b h L between blocks. `swapped` (A_G2M) are
 bytes that leave the GPU; what does not is computed again, operator by operator in the order of the benefit (Eq. 6).
-Two things differ from the print: the share on the SSD is never negative (erratum L16), and `best` looks at every
-prefix, where Algorithm 1 stops at the first that is no better and never goes below A_interBlock.
+The equations themselves are the library's
+(`memascend.swapping`), which decides by them in a run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-GIB = 2**30
+from memascend import swapping
+from memascend.swapping import (
+    GIB,
+    Operator,
+    Rates,
+    algorithm_1,
+    backward_terms,
+    best,
+    case,
+    forward_terms,
+    is_convex,
+    iteration_s,
+    on_ssd,
+    prefixes,
+    released,
+)
 
-
-@dataclass(frozen=True)
-class Operator:
-    """Of one block: FLOP to compute it again, and bytes of what it leaves."""
-
-    name: str
-    flops: float
-    nbytes: float
-
-    @property
-    def benefit(self) -> float:
-        """Eq. 6: FLOP that a swapped byte saves."""
-        return self.flops / self.nbytes
+__all__ = [
+    "GIB",
+    "POLICIES",
+    "DiT",
+    "Net",
+    "Operator",
+    "Rates",
+    "algorithm_1",
+    "backward_terms",
+    "best",
+    "case",
+    "forward_terms",
+    "is_convex",
+    "iteration_s",
+    "on_ssd",
+    "policy_bytes",
+    "prefixes",
+    "released",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +63,22 @@ class Net:
     @property
     def parameters(self) -> float:
         return 12.0 * self.layers * self.hidden**2 + self.vocab * self.hidden
+
+    @property
+    def weights(self) -> float:
+        return 2.0 * self.parameters
+
+    @property
+    def gradients(self) -> float:
+        return 2.0 * self.parameters
+
+    @property
+    def update_read(self) -> float:
+        return 14.0 * self.parameters
+
+    @property
+    def update_written(self) -> float:
+        return 14.0 * self.parameters
 
     @property
     def tokens(self) -> int:
@@ -77,22 +114,12 @@ class Net:
         return sorted(found, key=lambda each: -each.benefit)
 
     def recomputed_flops(self, swapped: float) -> float:
-        """Eq. 7: piecewise linear in what is swapped beyond A_interBlock."""
-        flops, left = self.block_flops, swapped - self.between_blocks
-        for each in self.operators():
-            share = min(1.0, max(0.0, left / each.nbytes))
-            flops -= share * each.flops
-            left -= each.nbytes
-        return flops
+        """Eq. 7."""
+        return swapping.recomputed_flops(self, swapped)
 
     def slope(self, swapped: float) -> float:
-        """Eq. 8: minus the benefit of the operator that is swapped next."""
-        at = self.between_blocks
-        for each in self.operators():
-            at += each.nbytes
-            if swapped < at:
-                return -each.benefit
-        return 0.0
+        """Eq. 8."""
+        return swapping.slope(self, swapped)
 
     def reported_tflops(self, seconds: float) -> float:
         """As the paper's TFLOPS count (inferred, erratum L21): a whole recomputation, whatever was swapped."""
@@ -106,80 +133,6 @@ class DiT(Net):
     @property
     def parameters(self) -> float:
         return 18.0 * self.layers * self.hidden**2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """What the profiling stage measures: FLOP/s, bytes/s, and bytes of main memory for activations (MEM_avail)."""
-
-    gpu: float
-    link: float
-    read: float
-    write: float
-    room: float = 0.0
-
-
-def on_ssd(swapped: float, room: float) -> float:
-    """Eq. 3: alpha A, not below zero."""
-    return max(0.0, swapped - room)
-
-
-def forward_terms(net: Net, rates: Rates, swapped: float) -> dict[str, float]:
-    """Eqs. 2 and 4: seconds of the GPU, GPU to memory, memory to GPU, SSDs; the longest is T_f."""
-    p16, spilled = 2.0 * net.parameters, on_ssd(net.gpus * swapped, rates.room)
-    return {
-        "GPU": net.forward_flops / rates.gpu,
-        "GPU to memory": swapped / rates.link,
-        "memory to GPU": p16 / rates.link,
-        "SSD": p16 / rates.read + spilled / rates.write,
-    }
-
-
-def backward_terms(net: Net, rates: Rates, swapped: float) -> dict[str, float]:
-    """Eq. 5: the optimizer's 14 P each way are in it; the longest is T_b."""
-    p, spilled = net.parameters, on_ssd(net.gpus * swapped, rates.room)
-    return {
-        "GPU": (2.0 * net.forward_flops + net.recomputed_flops(swapped)) / rates.gpu,
-        "GPU to memory": 2.0 * p / rates.link,
-        "memory to GPU": (2.0 * p + swapped) / rates.link,
-        "SSD": (14.0 * p + spilled) / rates.read + 14.0 * p / rates.write,
-    }
-
-
-def iteration_s(net: Net, rates: Rates, swapped: float) -> float:
-    """Eq. 1."""
-    return max(forward_terms(net, rates, swapped).values()) + max(backward_terms(net, rates, swapped).values())
-
-
-def prefixes(net: Net) -> list[float]:
-    """Bytes swapped after each block's operator, from A_interBlock to A_all."""
-    found = [net.between_blocks]
-    for each in net.operators():
-        begin = found[-1]
-        found += [begin + each.nbytes * (n + 1) / net.layers for n in range(net.layers)]
-    return found
-
-
-def algorithm_1(net: Net, rates: Rates) -> float:
-    """Bytes that Algorithm 1 swaps: it stops at the first prefix that is no better, not below A_interBlock."""
-    chosen, least = net.between_blocks, float("inf")
-    for swapped in prefixes(net):
-        seconds = iteration_s(net, rates, swapped)
-        if seconds >= least:
-            break
-        chosen, least = swapped, seconds
-    return chosen
-
-
-def best(net: Net, rates: Rates) -> float:
-    """The least volume among those with the shortest iteration."""
-    return min(prefixes(net), key=lambda swapped: (iteration_s(net, rates, swapped), swapped))
-
-
-def case(net: Net, rates: Rates) -> int:
-    """1: the time only grows with what is swapped; 2: it only falls; 3: it has its minimum in between."""
-    chosen = best(net, rates)
-    return 1 if chosen == net.between_blocks else 2 if chosen >= net.all_activations * (1 - 1e-9) else 3
 
 
 POLICIES = ("LoHan+Optimized", "LoHan+G10", "LoHan+ZeRO", "LoHan+Cap", "LoHan+CM")
