@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from baselines.lohan.schedule import SWAPPING_ARMS
+
 if TYPE_CHECKING:
     from memascend.engine.layout import Layout
     from memascend.planner.footprint import RankFootprint
 
-_ENGINES = 2  # one for the states, one for what waits: gradients and inputs of blocks
+_ENGINES = 2  # one for the states, one for what waits: gradients and inputs of blocks; another for what is swapped
 
 
 def footprint(build: RankFootprint) -> None:
@@ -21,9 +23,11 @@ def footprint(build: RankFootprint) -> None:
         layout_of(build), build.swapped, state_slots=1 if arm == "naive" else None, gradients=build.gradient_dtype
     )
     buffers.need_gradients()
-    if work.offloads_checkpoints and work.context:
+    swaps = work.stack.checkpointing == "ssd"
+    if (work.offloads_checkpoints or swaps) and work.context:
         buffers.need_checkpoints(work.batch * work.context * work.spec.hidden, build.dtype)
-    for _ in range(_ENGINES if work.sizes.bounce_buffers else 0):
+    engines = _ENGINES + (swaps or arm in SWAPPING_ARMS)
+    for _ in range(engines if work.sizes.bounce_buffers else 0):
         config = DirectEngineConfig()
         for _ in range(config.workers):
             build.ledger.record(

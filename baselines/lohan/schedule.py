@@ -10,7 +10,8 @@ offloading, its section IV-C and Fig. 3).
 
 Traffic of a step over the SSD is the paper's: weights 2P in forward, 14P in backward (2P weights, 12P states), and 14P
 written. Inputs of blocks wait on the SSD, as the streaming engine keeps them; each block is recomputed. `as_published`
-is `optimized` with what the paper's Algorithm 1 swaps besides (section IV-D), so that less is computed again.
+is `optimized` with what the paper's Algorithm 1 swaps besides (section IV-D), so that less is computed again;
+`released` swaps what the authors' released script does (erratum L18).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from baselines.lohan.equations import Net, Rates, algorithm_1
+from baselines.lohan.equations import Net, Rates
 from baselines.protocol.schedules import backward, forward, gradients_to_ssd, swapping_optimizer
+from memascend.swapping import RULES
 
 if TYPE_CHECKING:
     from baselines.protocol.schedules import Arrived
@@ -27,11 +29,12 @@ if TYPE_CHECKING:
     from memascend.planner.step import Step
 
 STATE_SLOTS = "state slots"
+SWAPPING_ARMS = {"as_published": "algorithm 1", "released": "released"}
 _SLOTS = 3  # one that is read, one that is updated, one that is written (Fig. 3b)
 
 
 def schedule(step: Step) -> None:
-    if step.work.arm_name == "as_published":
+    if step.work.arm_name in SWAPPING_ARMS:
         swap_activations(step)
     done = forward(step, stores_checkpoints=True)
     if step.work.arm_name == "none":
@@ -42,7 +45,7 @@ def schedule(step: Step) -> None:
 
 
 def swap_activations(step: Step) -> None:
-    """Pieces carry what Algorithm 1 swaps on this machine, and backward computes only the rest again.
+    """Pieces carry what the arm's rule swaps on this machine, and backward computes only the rest again.
 
     The operators are those of a GPT of the model's depth and width; GPUs share the SSDs alike. Without a machine's
     rates nothing but the inputs of blocks is swapped.
@@ -59,7 +62,7 @@ def swap_activations(step: Step) -> None:
         read=machine.ssd_read_bytes_per_s,
         write=machine.ssd_write_bytes_per_s,
     )
-    swapped = algorithm_1(net, rates)
+    swapped = RULES[SWAPPING_ARMS[work.arm_name]](net, rates)
     more = swapped / net.between_blocks
     step.pieces = [replace(piece, checkpoint_bytes=round(more * piece.checkpoint_bytes)) for piece in step.pieces]
     again = net.recomputed_flops(swapped) / net.block_flops

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baselines.lohan.footprint import footprint
-from baselines.lohan.schedule import schedule
+from baselines.lohan.schedule import SWAPPING_ARMS, schedule
 from baselines.protocol import PlannedSystem
 from memascend.arrangements import Arrangement
+from memascend.memory.budget import parse_bytes
 from memascend.training.backends import STREAMING, Setup
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ def _arm(variant: str) -> Arrangement:
 
 _ARMS = {
     "optimized": _arm(""),
-    "as_published": replace(_arm("Algorithm 1"), runs=False),
+    "as_published": _arm("Algorithm 1"),
+    "released": _arm("swaps as released"),
     "naive": _arm("naive"),
     "none": _arm("optimizer after backward"),
 }
@@ -47,11 +48,20 @@ class LoHan(PlannedSystem):
             raise ValueError(f"system 'lohan' is one process, not {config.ranks}: leave --ranks out, or use another")
         if config.devices:
             raise ValueError("system 'lohan' keeps its states in a file so far: leave --devices out, and name --nvme")
-        if config.checkpointing not in ("offloaded", "plain"):
+        if config.checkpointing not in ("offloaded", "plain", "ssd"):
             raise ValueError(
                 f"system 'lohan' recomputes its blocks, and checkpointing {config.checkpointing!r} does not fit: set "
-                "offloaded (their inputs wait on the SSD) or plain (on the device)"
+                "offloaded (their inputs wait on the SSD), plain (on the device) or ssd (results inside of them, too, "
+                "as far as that is faster)"
             )
+        if config.checkpointing == "ssd" and config.arm in SWAPPING_ARMS:
+            raise ValueError(
+                f"arm {config.arm!r} decides by itself what goes to the SSD: leave checkpointing as it is (offloaded)"
+            )
+        if config.block_fates() is not None:
+            raise ValueError("system 'lohan' decides by products, not by blocks: set activations to auto, all or bytes")
+        if config.activation_writes is not None:
+            raise ValueError("system 'lohan' has no limit to what activations write: leave activation_writes out")
         if config.states == "bf16" and config.dtype != "bf16":
             raise ValueError("states 'bf16' need dtype bf16: set --dtype bf16, or --states fp32")
 
@@ -61,7 +71,21 @@ class LoHan(PlannedSystem):
         name = hashlib.sha256(str(config.output_folder).encode()).hexdigest()[:8]
         folder = parent / f"memascend-states-{run_id}-{name}"
         arm = config.arm or next(iter(_ARMS))
-        return Setup(backend=STREAMING, settings={"folder": str(folder), "arm": arm}, swaps=False)
+        settings = {"folder": str(folder), "arm": "optimized" if arm in SWAPPING_ARMS else arm}
+        section = config.activation_section()
+        if arm in SWAPPING_ARMS or section is not None:
+            amount = str(section["amount"]) if section is not None else ""
+            settings["swap"] = SWAPPING_ARMS.get(arm) or ("best" if amount == "auto" else amount)
+            settings["swap_room"] = _room(config, prepared)
+        return Setup(backend=STREAMING, settings=settings, swaps=False)
+
+
+def _room(config: TrainConfig, prepared: dict[str, Any]) -> int:
+    """Host memory for activations: what --host-memory leaves beside the plan; without one they go to the SSD alone."""
+    planned = prepared.get("planned_host_bytes")
+    if config.host_memory is None or planned is None:
+        return 0
+    return max(0, parse_bytes(config.host_memory) - planned)
 
 
 SYSTEM = LoHan(name="lohan", arms=_ARMS, buffers=footprint, tasks=schedule)

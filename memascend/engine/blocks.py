@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memascend.engine.layout import Kind, Part, Unit, UnitParameters, make_layout
+from memascend.engine.operators import Taken
 from memascend.engine.weights import WeightStream
 from memascend.ops.rows import can_be_sliced
 
@@ -258,6 +259,14 @@ class BlockRuntime:
     def bring_back(self, kept: Any) -> torch.Tensor:
         return kept
 
+    def taking(self, unit: Unit, inputs: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Taken]:
+        """Around a forward pass: results of its products that wait for backward."""
+        return contextlib.nullcontext(Taken())
+
+    def replaying(self, unit: Unit, taken: Taken) -> contextlib.AbstractContextManager[Any]:
+        """Around its recomputation, which has them again."""
+        return contextlib.nullcontext()
+
 
 class StreamedForward:
     """Stands where a block's `forward` does."""
@@ -365,19 +374,22 @@ class _Recomputed(torch.autograd.Function):
             if runtime.wants_profile(unit):
                 runtime.profiled(unit, *call.profile(tensors))
             before = time.perf_counter()
-            results = call.run(tensors)
+            with runtime.taking(unit, tensors) as taken:
+                results = call.run(tensors)
             runtime.profiled(unit, time.perf_counter() - before, math.inf)
         finally:
             runtime.weights.give_back(unit)
         outputs = tuple(each for each in results if isinstance(each, torch.Tensor))
         call.results = [_Output() if isinstance(each, torch.Tensor) else each for each in results]
-        ctx.call, ctx.kept = call, None
+        ctx.call, ctx.kept, ctx.taken = call, None, taken
         first = next((n for n, t in enumerate(tensors) if t.is_floating_point()), None)
         if first is not None:
             kept = runtime.keep_input(tensors[first])
             if kept is not tensors[first]:
                 ctx.kept, tensors = (first, kept), (*tensors[:first], *tensors[first + 1 :])
-        ctx.save_for_backward(*tensors)
+        swapped = taken.tensors()
+        ctx.swapped = len(swapped)
+        ctx.save_for_backward(*tensors, *swapped)
         ctx.mark_non_differentiable(*[each for each in outputs if not each.is_floating_point()])
         return outputs
 
@@ -386,6 +398,9 @@ class _Recomputed(torch.autograd.Function):
         call, saved = ctx.call, list(ctx.saved_tensors)
         runtime, unit = call.forward.runtime, call.forward.unit
         runtime.recomputes(unit)
+        if ctx.swapped:
+            ctx.taken.bring_back(saved[-ctx.swapped :])
+            del saved[-ctx.swapped :]
         if ctx.kept is not None:
             first, kept = ctx.kept
             saved.insert(first, runtime.bring_back(kept))
@@ -393,8 +408,9 @@ class _Recomputed(torch.autograd.Function):
         inputs = [t.detach().requires_grad_(need) for t, need in zip(saved, needed, strict=True)]
         runtime.weights.take(unit)
         try:
-            with torch.enable_grad(), call.as_in_forward():
+            with torch.enable_grad(), call.as_in_forward(), runtime.replaying(unit, ctx.taken):
                 results = [each for each in call.run(inputs) if isinstance(each, torch.Tensor)]
+            ctx.taken.tensors()  # autograd has what it needs of them
             before = time.perf_counter()
             pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
             if pairs:

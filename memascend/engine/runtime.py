@@ -34,6 +34,8 @@ from memascend.engine.layout import Kind, Layout, Part, Unit
 from memascend.engine.limit import Limit, Rates, StepClock, adamw_rate, limit_of
 from memascend.engine.mapped import TensorFile
 from memascend.engine.matrices import StreamedRows, partial_key
+from memascend.engine.operators import Taken
+from memascend.engine.swap import Decision, Swapping, link_rate
 from memascend.engine.updates import ARMS, AdamSettings, Updates, gradient_key, gradient_numel
 from memascend.engine.weights import WeightStream
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
@@ -41,6 +43,8 @@ from memascend.ops.rows import slice_module
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.engine_tiers import DirectTier
 from memascend.storage.scratch import collect_scratch_files
+from memascend.swapping import RULES
+from memascend.swapping import Rates as SwapRates
 
 log = logging.getLogger("memascend")
 
@@ -55,7 +59,10 @@ class EngineOptions:
     largest norm of all gradients, 0 for any. With either, gradients wait on the tier for the norm or for the others;
     `wait`: for a norm that is asked for later (`clip_grad_norm`). `checkpoints`: `tier` (inputs of blocks wait on the
     SSD) or `device`. `states`: dtype of moments and masters; `gradients`: of those that wait. `zero_missing`: see
-    `Updates`. `piece_elements`: see `make_layout`. `measure`: find out how fast a step could be (`limit`).
+    `Updates`. `piece_elements`: see `make_layout`. `measure`: find out how fast a step could be (`limit`). `swap`:
+    results inside of blocks that are swapped rather than computed again, decided after the first step by a rule (best,
+    algorithm 1 or released, see `memascend.swapping`), all, or a number of bytes a pass; None: none. `swap_room`: bytes
+    of host memory that they may take before the SSD has them.
     """
 
     arm: str = "optimized"
@@ -67,6 +74,8 @@ class EngineOptions:
     gradients: torch.dtype = torch.float32
     zero_missing: bool = False
     measure: bool = False
+    swap: str | None = None
+    swap_room: int = 0
     blocks_in_flight: int = BLOCKS_IN_FLIGHT
     piece_elements: int | None = None
 
@@ -75,11 +84,18 @@ class EngineOptions:
             raise ValueError(f"unknown arm {self.arm!r} of gradient offloading: use one of {', '.join(ARMS)}")
         if self.checkpoints not in ("tier", "device"):
             raise ValueError(f"checkpoints must be 'tier' or 'device', got {self.checkpoints!r}")
+        if self.swap is not None and not (self.swap in (*RULES, "all") or self.swap.isdecimal()):
+            raise ValueError(f"swap must be one of {', '.join(RULES)}, 'all', or bytes, got {self.swap!r}")
         if self.accumulate < 1 or not self.clip >= 0 or self.blocks_in_flight < 1:
             raise ValueError(
                 f"accumulate {self.accumulate}, clip {self.clip}, blocks_in_flight {self.blocks_in_flight}: need at "
                 "least 1, 0 and 1"
             )
+
+    @property
+    def profiles(self) -> bool:
+        """Whether rates and the blocks' times are measured."""
+        return self.measure or self.swap is not None
 
     @property
     def state_slots(self) -> int:
@@ -161,6 +177,9 @@ class StreamingEngine(BlockRuntime):
         self._entered_s: dict[str, float] = {}
         self._clock = StepClock(lambda: self.transferred)
         self._undo: list[Callable[[], None]] = []
+        self._swapping: Swapping | None = None
+        if options.swap is not None:
+            self._swapping = Swapping(model, units.blocks, options.swap, self._swap_tier, options.swap_room, allocator)
         self._closed = False
         self._attach()
         for key, slices in units.matrices.items():
@@ -175,7 +194,15 @@ class StreamingEngine(BlockRuntime):
         if self._scratch is not None:
             moved = self._scratch.transferred
             read, written = read + moved.bytes_read, written + moved.bytes_written
+        if self._swapping is not None and self._swapping.cache is not None:
+            moved = self._swapping.cache.tier.transferred
+            read, written = read + moved.bytes_read, written + moved.bytes_written
         return read, written
+
+    @property
+    def decision(self) -> Decision | None:
+        """What is swapped of activations; None: it has not been asked for, or the first step is not done."""
+        return self._swapping.decision if self._swapping is not None else None
 
     @classmethod
     def start(
@@ -274,7 +301,7 @@ class StreamingEngine(BlockRuntime):
         self.weights.empty_all()
 
     def _be_ready(self) -> None:
-        if self.options.measure and self._states is not None:
+        if self.options.profiles and self._states is not None:
             self._rates = self._measure_rates()
 
     def _flush(self) -> None:
@@ -301,6 +328,9 @@ class StreamingEngine(BlockRuntime):
             self.home.close()
 
     def _stop(self) -> None:
+        if self._swapping is not None:
+            with contextlib.suppress(OSError):
+                self._swapping.close()
         self.updates.abandon()
         self.updates.close()
         for stream in (self._stream, self._states):
@@ -379,7 +409,7 @@ class StreamingEngine(BlockRuntime):
             self.finish_step()
         self._visits = []
         self._outside_s = 0.0
-        if self.options.measure:
+        if self.options.profiles:
             self._clock.begin()
         self._stream.read_ahead(self._pattern)
 
@@ -442,10 +472,10 @@ class StreamingEngine(BlockRuntime):
             self.weights.give_back(self._kept.popitem()[1])
 
     def wants_profile(self, unit: Unit) -> bool:
-        return self.options.measure and self._alike(unit) not in self._block_seconds
+        return self.options.profiles and self._alike(unit) not in self._block_seconds
 
     def profiled(self, unit: Unit, forward_s: float, backward_s: float) -> None:
-        if not self.options.measure:
+        if not self.options.profiles:
             return
         known = self._block_seconds.get(self._alike(unit))
         if known is None:
@@ -501,6 +531,41 @@ class StreamingEngine(BlockRuntime):
 
     def bring_back(self, kept: Any) -> torch.Tensor:
         return kept.tensor() if isinstance(kept, KeptInput) else kept
+
+    def taking(self, unit: Unit, inputs: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Taken]:
+        if self._swapping is None:
+            return super().taking(unit, inputs)
+        return self._swapping.forward(unit.key, inputs)
+
+    def replaying(self, unit: Unit, taken: Taken) -> contextlib.AbstractContextManager[Any]:
+        if self._swapping is None:
+            return super().replaying(unit, taken)
+        return self._swapping.backward(unit.key, taken)
+
+    def _decide_on_swapping(self) -> None:
+        """Once, when the first step's profile is complete."""
+        swapping, rates, blocks_s = self._swapping, self._rates, self._of_blocks(lambda forward, _: forward)
+        if swapping is None or swapping.decision is not None or rates is None or not swapping.flops:
+            return
+        layout = self.layout
+        weights = sum(layout.unit_numel(unit) for unit in layout.units) * layout.weights.itemsize
+        states = sum(map(layout.states_numel, layout.pieces)) * layout.states.itemsize
+        measured = SwapRates(
+            gpu=swapping.flops / blocks_s,
+            link=link_rate(),
+            read=rates.read,
+            write=rates.write,
+            room=self.options.swap_room,
+        )
+        decision = swapping.decide(
+            measured,
+            self._outside_s / blocks_s,
+            weights=weights,
+            gradients=weights,
+            update_read=weights + states,
+            update_written=weights + states,
+        )
+        log.info("memascend: %s", decision)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -563,6 +628,7 @@ class StreamingEngine(BlockRuntime):
             if options.zero_missing or name in updates.arrived:
                 self.steps[name] += 1
         self._end_of_clock(waited)
+        self._decide_on_swapping()
         updates.end_step()
         self._passes, self._clip = 0, options.clip
         return float(norm / self.scale)
@@ -661,6 +727,12 @@ class StreamingEngine(BlockRuntime):
             self._scratch = DirectTier.in_file(self.home.folder, "gradients and activations", config)
             self._book_bounce_buffers(self._scratch.engine.bounce_buffers)
         return self._scratch
+
+    def _swap_tier(self) -> DirectTier:
+        config = DirectEngineConfig(control_folder=os.fspath(self.home.folder))
+        tier = DirectTier.in_file(self.home.folder, "swapped activations", config)
+        self._book_bounce_buffers(tier.engine.bounce_buffers)
+        return tier
 
     def gradient_stream(self) -> WeightStream:
         """Of gradients that wait on the tier; made by whichever thread asks first."""

@@ -33,9 +33,9 @@ def begin(backend, **changes):
     return backend
 
 
-def streamed(folder, arm="optimized", model=MODEL, ledger=None, **changes):
+def streamed(folder, arm="optimized", model=MODEL, ledger=None, swap=None, **changes):
     config = dataclasses.replace(CONFIG, **changes)
-    settings = {"folder": str(folder / "states"), "arm": arm}
+    settings = {"folder": str(folder / "states"), "arm": arm, "swap": swap}
     return begin(StreamingBackend(config, settings, ledger or Ledger()), **model)
 
 
@@ -89,6 +89,34 @@ def test_weights_states_losses_and_norms_are_those_of_training_in_memory(tmp_pat
     assert_equal(ours, theirs)
     ours.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("swap", "accumulate"), [("all", 1), ("5000", 2), ("best", 1)])
+def test_results_that_are_swapped_change_no_bit_of_a_transformers_model(tmp_path, swap, accumulate):
+    ours = streamed(tmp_path, swap=swap, accumulate=accumulate, clip=0.5)
+    theirs = in_memory(accumulate=accumulate, clip=0.5)
+    assert train(ours, 3) == train(theirs, 3)
+    assert_equal(ours, theirs)
+    assert "of products' results" in ours.remark()
+    assert ours.facts()["activation_swapping"]["rule"] == swap
+    moved = ours.statistics()["written_bytes"]
+    ours.close()
+    assert moved > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_run_asks_for_becomes_a_rule_and_room(tmp_path):
+    def settings(**changes):
+        config = dataclasses.replace(CONFIG, output=str(tmp_path), **changes)
+        check(config)
+        made = systems.load("lohan").trainer(config, {"planned_host_bytes": 1 << 30}, "r", "s").settings
+        return made["arm"], made.get("swap"), made.get("swap_room")
+
+    assert settings() == ("optimized", None, None)
+    assert settings(arm="as_published") == ("optimized", "algorithm 1", 0)
+    assert settings(arm="released", host_memory="3GiB") == ("optimized", "released", 2 << 30)
+    assert settings(checkpointing="ssd", arm="naive") == ("naive", "best", 0)
+    assert settings(checkpointing="ssd", activations="2GiB") == ("optimized", str(2 << 30), 0)
 
 
 @pytest.mark.parametrize("changes", [{"clip": 0.0}, {"loss": "plain"}, {"dtype": "fp16"}], ids=str)
@@ -152,18 +180,19 @@ def test_a_streamed_model_is_saved_and_generates_as_transformers_do(tmp_path):
         assert torch.equal(values, weights[name]), name
 
 
-@pytest.mark.parametrize("arm", ["optimized", "naive"])
-def test_the_plan_is_the_ledger_of_a_run_entry_by_entry(tmp_path, arm):
+@pytest.mark.parametrize(("arm", "swap"), [("optimized", None), ("naive", None), ("optimized", "all")])
+def test_the_plan_is_the_ledger_of_a_run_entry_by_entry(tmp_path, arm, swap):
     spec = model_spec("qwen2.5-0.5b").twin(16)
     ledger = Ledger()
-    ours = streamed(tmp_path, arm, spec.hf_config_dict(), ledger, clip=1.0)
+    ours = streamed(tmp_path, arm, spec.hf_config_dict(), ledger, swap, clip=1.0)
     ids = torch.arange(2 * 16).reshape(2, 16)
     ours.step([ids], 1e-3)
 
     def rows(entries):
         return sorted((e.owner, e.requested_bytes, e.reserved_bytes) for e in entries if e.role == "host")
 
-    work = Workload(spec=spec, system="lohan", arm=arm, dtype="bf16", context=16, batch=2)
+    stack = Stack(checkpointing="ssd" if swap else "offloaded")
+    work = Workload(spec=spec, system="lohan", arm=arm, dtype="bf16", context=16, batch=2, stack=stack)
     assert rows(plan(work, process_overhead=False).entries) == rows(ledger.live())
     ours.close()
 
@@ -193,8 +222,11 @@ def test_the_plan_does_not_grow_with_the_vocabulary():
         ({"ranks": 2}, "system 'lohan' is one process, not 2"),
         ({"checkpointing": "none"}, "recomputes its blocks, and checkpointing 'none' does not fit"),
         ({"states": "bf16", "dtype": "fp16"}, "states 'bf16' need dtype bf16"),
+        ({"checkpointing": "ssd", "arm": "released"}, "arm 'released' decides by itself what goes to the SSD"),
+        ({"checkpointing": "ssd", "activations": "keep:1,offload:2"}, "decides by products, not by blocks"),
+        ({"checkpointing": "ssd", "activation_writes": "1TiB"}, "has no limit to what activations write"),
     ],
-    ids=["ranks", "checkpointing", "states"],
+    ids=["ranks", "checkpointing", "states", "arm", "blocks", "writes"],
 )
 def test_what_it_cannot_do_is_refused_in_one_line(changes, message):
     with pytest.raises(ValueError, match=message) as refused:

@@ -7,6 +7,7 @@ checkpoint. Gradients are normed, clipped and applied in the order of the backen
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,11 @@ from memascend.training.config import TrainConfig
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _STATES = ("master", "exp_avg", "exp_avg_sq")
-_CHECKPOINTS = {"offloaded": "tier", "plain": "device"}
+_CHECKPOINTS = {"offloaded": "tier", "ssd": "tier", "plain": "device"}
 
 
 class StreamingBackend:
-    """`settings`: `folder` of the states, `arm` of gradient offloading."""
+    """`settings`: `folder` of the states, `arm` of gradient offloading; `swap` and `swap_room`: see EngineOptions."""
 
     device = torch.device("cpu")
 
@@ -89,6 +90,8 @@ class StreamingBackend:
             gradients=_DTYPES[config.gradients],
             zero_missing=True,
             measure=True,
+            swap=self._settings.get("swap"),
+            swap_room=self._settings.get("swap_room", 0),
         )
 
     def build(self, source: Path | dict[str, Any]) -> None:
@@ -179,11 +182,13 @@ class StreamingBackend:
         return self._scale.value if self._scale else None
 
     def remark(self) -> str | None:
-        """How near to the bound the step was; after the first one also what is not as in memory."""
+        """How near to the bound the step was; after the first one also what goes by slices and what is swapped."""
         said = [] if self.engine.limit is None else [str(self.engine.limit)]
         slices = self.engine.units.matrices
         if slices and not self._told:
             said.append(f"{' and '.join(slices)} by {sum(map(len, slices.values()))} slices")
+        if self.engine.decision is not None and not self._told:
+            said.append(str(self.engine.decision))
         self._told = True
         return "; ".join(said) or None
 
@@ -192,7 +197,9 @@ class StreamingBackend:
         return {"read_bytes": read - self._moved[0], "written_bytes": written - self._moved[1]}
 
     def facts(self) -> dict[str, Any]:
-        return {"gradient_offloading": self._settings["arm"], "memory_options": self._options}
+        decision = self.engine.decision
+        facts = {"gradient_offloading": self._settings["arm"], "memory_options": self._options}
+        return facts | ({"activation_swapping": dataclasses.asdict(decision)} if decision is not None else {})
 
     def close(self) -> None:
         """A run that ends by itself has left a checkpoint of its last step."""

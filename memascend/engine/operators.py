@@ -1,0 +1,153 @@
+"""A block's operators: what they cost, and results that are put in their place when the block is computed again.
+
+Only products are looked at (matrix products and attention): all others cost nothing beside them (LoHan, Eq. 6). A
+result that was kept is what the recomputation would have made, to the bit; it goes on through autograd like that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A product as a forward pass ran it. `nbytes`: of what it leaves; 0: that cannot be put in its place."""
+
+    name: str
+    flops: int
+    nbytes: int
+
+
+@dataclass
+class Taken:
+    """Of one forward pass: its products in their order, and the results that were taken, by their number."""
+
+    names: list[str] = field(default_factory=list)
+    results: dict[int, _Result] = field(default_factory=dict)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them; they are let go of here."""
+        found = []
+        for result in self.results.values():
+            found += result.tensors
+            result.count, result.tensors = len(result.tensors) or result.count, []
+        return found
+
+    def bring_back(self, tensors: list[torch.Tensor]) -> None:
+        rest = iter(tensors)
+        for result in self.results.values():
+            result.tensors = [next(rest) for _ in range(result.count)]
+
+
+@dataclass
+class _Result:
+    leaves: list[Any]  # None where a tensor belongs
+    spec: Any
+    tensors: list[torch.Tensor]
+    count: int = 0
+    changed: bool = False  # in place, later on in the block
+
+    def rebuilt(self) -> Any:
+        given = iter([each.clone() for each in self.tensors] if self.changed else self.tensors)
+        return tree_unflatten([next(given) if leaf is None else leaf for leaf in self.leaves], self.spec)
+
+
+class Measuring(TorchDispatchMode):
+    """Finds out what the products of a pass cost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Seen] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, fixed = _run(func, args, kwargs or {})
+        if is_product(func):
+            tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+            nbytes = sum(each.nbytes for each in tensors) if fixed else 0
+            self.seen.append(Seen(str(func), _flops(func, args, kwargs or {}, out), nbytes))
+        return out
+
+
+class Taking(TorchDispatchMode):
+    """Takes the results of the products `chosen`, by number; one that is changed in place later is copied before."""
+
+    def __init__(self, chosen: frozenset[int]) -> None:
+        super().__init__()
+        self.taken, self._chosen = Taken(), chosen
+        self._storages: dict[int, _Result] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and self._storages:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor):
+                    self._copy(self._storages.pop(leaf.untyped_storage()._cdata, None))
+        out, fixed = _run(func, args, kwargs or {})
+        if is_product(func):
+            number = len(self.taken.names)
+            self.taken.names.append(str(func))
+            if number in self._chosen and fixed:
+                self._take(number, out)
+        return out
+
+    def _take(self, number: int, out: Any) -> None:
+        leaves, spec = tree_flatten(out)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        result = _Result([None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec, tensors)
+        self.taken.results[number] = result
+        for each in tensors:
+            self._storages[each.untyped_storage()._cdata] = result
+
+    @staticmethod
+    def _copy(result: _Result | None) -> None:
+        if result is not None and not result.changed:
+            result.tensors, result.changed = [each.clone() for each in result.tensors], True
+
+
+class Replaying(TorchDispatchMode):
+    """Puts what was taken in the place of its products. Raises RuntimeError for a pass of other products, at the first
+    of them."""
+
+    def __init__(self, taken: Taken, where: str) -> None:
+        super().__init__()
+        self._taken, self._where, self._number = taken, where, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not is_product(func):
+            return func(*args, **(kwargs or {}))
+        number, self._number = self._number, self._number + 1
+        there = self._taken.names[number] if number < len(self._taken.names) else "none"
+        if there != str(func):
+            raise RuntimeError(
+                f"{self._where} computes otherwise in its recomputation (product {number}: {func}, in forward "
+                f"{there}): what was swapped of it has no place; train without swapping activations"
+            )
+        result = self._taken.results.get(number)
+        return func(*args, **(kwargs or {})) if result is None else result.rebuilt()
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """The result, and whether it is a new tensor that took no random numbers: leaving it out later changes no other."""
+    if not (is_product(func) and torch.Tag.nondeterministic_seeded in func.tags):
+        return func(*args, **kwargs), not func._schema.is_mutable
+    before = torch.get_rng_state()
+    out = func(*args, **kwargs)
+    return out, torch.equal(before, torch.get_rng_state())
+
+
+def is_product(func: Any) -> bool:
+    """Whether an operator is a product; none of a backward pass is asked for."""
+    return func._overloadpacket in flop_registry or "scaled_dot_product" in func._overloadpacket.__name__
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    counted = flop_registry.get(func._overloadpacket)
+    if counted is not None:
+        return int(counted(*args, **kwargs, out_val=out))
+    query, key, value = (tuple(each.shape) for each in args[:3])
+    return int(sdpa_flop_count(query, (*query[:2], *key[2:]), (*query[:2], *value[2:])))

@@ -1,0 +1,213 @@
+"""Traffic-aware activation swapping (LoHan, IV-D): the first iteration is profiled, then it is decided by a rule.
+
+Inputs of blocks wait on the tier in any case. Of what the products inside of blocks leave, the chosen results go to
+host memory as far as there is room and to the SSD otherwise, through the activation cache; the others are computed
+again. Gradients are those of computing all of it again, to the bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memascend.activation import ActivationCache, CacheOptions, attach_cache
+from memascend.activation.host_first import HostFirst
+from memascend.engine.operators import Measuring, Replaying, Seen, Taken, Taking
+from memascend.fates import OFFLOAD
+from memascend.memory.pinned import Allocator
+from memascend.storage.tier import Tier
+from memascend.swapping import (
+    RULES,
+    Operator,
+    Rates,
+    algorithm_1,
+    backward_terms,
+    is_convex,
+    iteration_s,
+)
+
+_LEAST_BYTES = 4096  # of a result that is swapped
+_LINK_BYTES, _LINK_PASSES = 32 << 20, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """What the first iteration was found to be: see `memascend.swapping.Traffic`."""
+
+    layers: int
+    between_blocks: float
+    block_flops: float
+    forward_flops: float
+    weights: float
+    gradients: float
+    update_read: float
+    update_written: float
+    products: tuple[Operator, ...]
+    gpus: int = 1
+
+    @property
+    def all_activations(self) -> float:
+        return self.between_blocks + sum(each.nbytes for each in self.products)
+
+    def operators(self) -> list[Operator]:
+        return sorted(self.products, key=lambda each: -each.benefit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """`more_bytes` beyond the inputs of blocks are swapped in a pass; seconds of an iteration are the model's."""
+
+    rule: str
+    more_bytes: float
+    offered_bytes: float
+    seconds: float
+    seconds_without: float
+    bound: str
+    first_minimum_bytes: float
+    convex: bool
+
+    def __str__(self) -> str:
+        chosen = f"swaps {self.more_bytes / 2**20:.1f} of {self.offered_bytes / 2**20:.1f} MiB of products' results"
+        why = f"backward is bound by {self.bound}"
+        gain = f"{self.seconds:.3g} s a step by the model, {self.seconds_without:.3g} s with none"
+        text = f"{chosen} ({self.rule}): {why}; {gain}"
+        if not self.convex:
+            text += "; not convex, so that all prefixes were looked at" if self.rule == "best" else "; not convex"
+        elif self.first_minimum_bytes != self.more_bytes and self.rule == "best":
+            text += f"; Algorithm 1 stops at {self.first_minimum_bytes / 2**20:.1f} MiB"
+        return text
+
+
+def decide(step: Iteration, rates: Rates, rule: str) -> Decision:
+    """By one of `memascend.swapping.RULES`; as many bytes, or all of them, where `rule` is a number or "all"."""
+    most = step.all_activations - step.between_blocks
+    if rule in RULES:
+        more = RULES[rule](step, rates) - step.between_blocks
+    else:
+        more = most if rule == "all" else min(most, float(rule))
+    swapped = step.between_blocks + more
+    terms = backward_terms(step, rates, swapped)
+    return Decision(
+        rule=rule,
+        more_bytes=more,
+        offered_bytes=most,
+        seconds=iteration_s(step, rates, swapped),
+        seconds_without=iteration_s(step, rates, step.between_blocks),
+        bound={"GPU": "compute"}.get(name := max(terms, key=lambda each: terms[each]), name),
+        first_minimum_bytes=algorithm_1(step, rates) - step.between_blocks,
+        convex=is_convex(step, rates),
+    )
+
+
+def link_rate() -> float:
+    """Bytes a second of copies in host memory, where the device is the CPU."""
+    source = torch.zeros(_LINK_BYTES, dtype=torch.uint8)
+    target, fastest = torch.empty_like(source), 0.0
+    for _ in range(_LINK_PASSES):
+        begin = time.perf_counter()
+        target.copy_(source)
+        fastest = max(fastest, _LINK_BYTES / (time.perf_counter() - begin))
+    return fastest
+
+
+class Swapping:
+    """Of one model. `tier()` makes what the SSD's share goes to, after `room_bytes` of `allocator`. Not thread-safe."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        rule: str,
+        tier: Callable[[], Tier],
+        room_bytes: int,
+        allocator: Allocator,
+    ) -> None:
+        self.model, self._blocks, self.rule = model, list(blocks), rule
+        self._tier, self._room_bytes, self._allocator = tier, room_bytes, allocator
+        self.decision: Decision | None = None
+        self.cache: ActivationCache | None = None
+        self._undo: Callable[[], None] = lambda: None
+        self._seen: dict[str, list[Seen]] = {}
+        self._inputs: dict[str, int] = {}
+        self._chosen: dict[str, frozenset[int]] = {}
+
+    @property
+    def flops(self) -> int:
+        """Of the blocks' forward passes; 0: nothing is known yet."""
+        return sum(each.flops for products in self._seen.values() for each in products)
+
+    @contextlib.contextmanager
+    def forward(self, key: str, inputs: Sequence[torch.Tensor]) -> Iterator[Taken]:
+        """Around a block's forward pass: what is taken of it, complete at the end."""
+        if self.decision is None:
+            with Measuring() as measuring:
+                yield (taken := Taken())
+            taken.names = [each.name for each in measuring.seen]
+            self._seen[key] = measuring.seen
+            self._inputs[key] = next((t.nbytes for t in inputs if t.is_floating_point()), 0)
+        elif key in self._chosen:
+            mode = Taking(self._chosen[key])
+            with mode:
+                yield mode.taken
+        else:
+            yield Taken()
+
+    def backward(self, key: str, taken: Taken) -> contextlib.AbstractContextManager[Any]:
+        """Around its recomputation."""
+        return Replaying(taken, key) if taken.names else contextlib.nullcontext()
+
+    def decide(self, rates: Rates, outside_share: float, **traffic: float) -> Decision:
+        """After the first iteration. `outside_share`: of forward, over the blocks; `traffic`: of `Iteration`."""
+        places: dict[tuple[int, str], list[tuple[str, Seen]]] = {}
+        for key, products in self._seen.items():
+            for number, each in enumerate(products):
+                if each.nbytes >= _LEAST_BYTES and each.flops:
+                    places.setdefault((number, each.name), []).append((key, each))
+        operators = {
+            place: Operator(f"{place[1]} {place[0]}", sum(e.flops for _, e in where), sum(e.nbytes for _, e in where))
+            for place, where in places.items()
+        }
+        step = Iteration(
+            layers=len(self._seen),
+            between_blocks=sum(self._inputs.values()),
+            block_flops=self.flops,
+            forward_flops=self.flops * (1.0 + outside_share),
+            products=tuple(operators.values()),
+            **traffic,
+        )
+        self.decision = decide(step, rates, self.rule)
+        self._choose(self.decision.more_bytes, sorted(operators, key=lambda place: -operators[place].benefit), places)
+        return self.decision
+
+    def _choose(
+        self, more: float, order: list[tuple[int, str]], places: dict[tuple[int, str], list[tuple[str, Seen]]]
+    ) -> None:
+        """Whole results, in the order of the benefit and of the blocks, as far as `more` bytes go."""
+        chosen: dict[str, set[int]] = {}
+        for place in order:
+            for key, each in places[place]:
+                if each.nbytes > more * (1 + 1e-9):
+                    more = 0.0
+                    break
+                more -= each.nbytes
+                chosen.setdefault(key, set()).add(place[0])
+        self._chosen = {key: frozenset(numbers) for key, numbers in chosen.items()}
+        if self._chosen:
+            below = self._tier()
+            tier = HostFirst(below, self._room_bytes, self._allocator) if self._room_bytes else below
+            options = CacheOptions(amount="all", minimum_bytes=_LEAST_BYTES, device="cpu")
+            self.cache = ActivationCache(tier, options, dict.fromkeys(self._blocks, OFFLOAD))
+            self._undo = attach_cache(self.model, self.cache)
+
+    def close(self) -> None:
+        """What was swapped is lost. Idempotent."""
+        self._undo()
+        self._undo = lambda: None
+        if self.cache is not None:
+            self.cache.close()
