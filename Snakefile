@@ -10,7 +10,6 @@ configfile: "workflows/config/config.yaml"
 
 include: "workflows/rules/common.smk"
 include: "workflows/rules/runs.smk"
-include: "workflows/rules/tables.smk"
 include: "workflows/rules/claims.smk"
 include: "workflows/rules/figures.smk"
 

@@ -106,10 +106,9 @@ def flow_dot() -> str:
     edges = re.findall(r"^\s*(\d+) -> (\d+)", done.stdout, re.MULTILINE)
     written = outputs()
     sources = {
-        "table": "results/published\\l(facts of the papers)\\lworkflows/papers/*/rows",
         "modelled": "memascend/planner\\lhardware/testbeds",
         "record": "workflows/run\\lbaselines\\lmemascend",
-        "figure": "workflows/papers/*/figures.yaml\\lworkflows/panels",
+        "figure": "results/published (facts of the papers)\\lworkflows/papers/*/rows, figures.yaml\\lworkflows/panels",
         "claims_table": "workflows/papers/*/claims.yaml",
     }
     lines = ["digraph flow {", STYLE]

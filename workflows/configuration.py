@@ -265,16 +265,19 @@ class Configuration:
         return self.code(f"workflows.papers.{paper}.rows", systems, None, texts)
 
     def derives(self, exhibit: str) -> str:
-        """Digest of what an exhibit's table is computed by, with the names of its systems' arms."""
+        """Digest of what an exhibit's table is computed and its picture drawn by, with the names of systems' arms."""
         systems = {s for run in self.runs.values() if exhibit in (run["exhibits"] or []) for s in run["systems"]}
         labels = [Path("baselines", s, "system.py").read_text() for s in sorted(systems)]
         paper = self.entries[exhibit]["paper"]
         rows = self.code(f"workflows.papers.{paper}.rows") if paper in self.computed else ""
-        return self.code("workflows.derive.table", more=[rows, labels])
+        return self.code("workflows.derive.table", more=[rows, labels, self._picture(exhibit)])
 
     def draws(self, exhibit: str) -> str:
-        """Digest of what draws an exhibit, and of its own specification."""
-        return self.code("workflows.derive.figure", more=registry.picture_digest(self.entries[exhibit], Path.cwd()))
+        """Digest of what draws an exhibit without a table, and of its own specification."""
+        return self.code("workflows.derive.figure", more=self._picture(exhibit))
+
+    def _picture(self, exhibit: str) -> str:
+        return registry.picture_digest(self.entries[exhibit], Path.cwd())
 
     def records_of(self, exhibit: str) -> list[str]:
         """Records that one exhibit is drawn from."""
@@ -302,12 +305,6 @@ class Configuration:
     def published_of(self, exhibit: str) -> list[str]:
         paper = self.entries[exhibit]["paper"]
         return [str(p) for p in sorted(Path(self.published).glob("*.csv")) if p.stem.replace("_", "") == paper]
-
-    def table_of(self, exhibit: str) -> dict[str, str]:
-        """Inputs of a picture: its numbers, where it has any."""
-        if exhibit not in self.with_table:
-            return {}
-        return {"table": f"{self.derived}/exhibits/{exhibit}.csv", "runs": f"{self.derived}/runs/{exhibit}.csv"}
 
     def drawn(self, exhibits: list[str]) -> list[str]:
         """Pictures of exhibits, and the records behind them."""

@@ -32,8 +32,8 @@ HIDDEN = (
     "RESOURCES_INFO",
     "WORKFLOW_STARTED",
 )
-DERIVED = {"table": "table of", "figure": "picture of", "modelled": "modelled lane of"}
-PLAIN_S = 1.5  # seconds that a table, a picture or a page takes: for the estimate alone
+DERIVED = {"figure": "picture of", "drawing": "picture of", "modelled": "modelled lane of"}
+PLAIN_S = 0.5  # seconds that a picture or a page takes: for the estimate alone
 
 
 class Console(logging.Filter):

@@ -44,7 +44,7 @@ def test_a_line_for_each_run_with_what_is_left_in_place_of_pages(capsys: pytest.
     assert not shown.filter(event("JOB_FINISHED", job_id=1))
     assert not shown.filter(start(2, "train-b"))
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["[  1/3] record train-a, about 2 min; 3 min left", "[  2/3] record train-b, about 60 s; 62 s left"]
+    assert lines == ["[  1/3] record train-a, about 2 min; 3 min left", "[  2/3] record train-b, about 60 s; 60 s left"]
 
 
 def test_errors_and_warnings_pass_and_runs_never_timed_are_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Which records the rules make again after a change, in a copy of the repository: nothing is measured."""
+"""Which records and exhibits are made again after a change, in a copy of the repository: nothing is measured."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from workflows import registry
+from workflows.configuration import Configuration
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMASCEND = "train-qwen2.5-7b-k64-fp16-memascend"
@@ -54,3 +57,36 @@ def test_a_change_reaches_the_records_that_it_can_have_changed_and_no_others(tmp
     with (tmp_path / "memascend/csrc/core/pinned.cpp").open("a") as file:
         file.write("\n// changed\n")
     assert made_again(tmp_path) == set(RECORDS)
+
+
+def digests(project: Path) -> dict[str, str]:
+    """Exhibit -> what its table and picture depend on besides records and the modelled lane."""
+    folders = {f"{name}_dir": str(project / name) for name in ("raw", "derived", "published", "figures", "reference")}
+    settings = {"profile": "smoke", "experiments": "workflows/config/experiments.yaml"}
+    registry.read.cache_clear()
+    known = Configuration(settings | folders, [])
+    return {e: known.derives(e) if e in known.with_table else known.draws(e) for e in known.built}
+
+
+def test_a_change_reaches_the_exhibits_that_it_is_about_and_no_others(tmp_path: Path, monkeypatch) -> None:
+    for name in ("workflows", "baselines"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("memascend", "hardware"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    papers = tmp_path / "workflows/papers"
+
+    known = digests(tmp_path)
+
+    def touched(path: Path, old: str, new: str) -> set[str]:
+        text, before = path.read_text(), dict(known)
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
+        known.update(digests(tmp_path))
+        return {exhibit for exhibit in known if known[exhibit] != before[exhibit]}
+
+    assert touched(papers / "lohan/captions.yaml", "Simulated throughput by", "Throughput by") == {"lohan-fig05a"}
+    assert touched(papers / "cxl/figures.yaml", "cxl-alg01:", "cxl-alg01:\n  head: 0.2") == {"cxl-alg01"}
+    lohan = touched(papers / "lohan/rows/sizes.py", "from __future__", "# changed\nfrom __future__")
+    assert {exhibit.partition("-")[0] for exhibit in lohan} == {"lohan"}
+    assert len(touched(tmp_path / "workflows/panels/style.py", "from __future__", "# new\nfrom __future__")) > 120

@@ -189,24 +189,28 @@ def entry_of(exhibit: str) -> dict[str, Any]:
     return found
 
 
+def make(exhibit: str, folder: Path, table: Path | None = None, runs: Path | None = None) -> None:
+    """Every file of an exhibit's picture: from its tidy table and one line a run; of a drawing of structure neither."""
+    entry = entry_of(exhibit)
+    rows = tidy.read_table(table) if table else pd.DataFrame(columns=tidy.COLUMNS, dtype=str)
+    origins = provenance(rows, pd.read_csv(runs, dtype=str, keep_default_na=False) if runs else pd.DataFrame())
+    prose = registry.caption(exhibit)
+    stem = folder / exhibit
+    save(draw(registry.figures(entry["paper"])[exhibit], rows, footer(origins)), stem)
+    tidy.write_table(rows, stem.with_suffix(".csv"))
+    words = caption(entry, prose, rows, origins)
+    tidy.atomically(stem.with_suffix(".md"), lambda path: path.write_text(words))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--exhibit", required=True, help="id, such as memascend-fig11")
     parser.add_argument("--table", type=Path, help="the exhibit's tidy table; none for a drawing of structure")
     parser.add_argument("--runs", type=Path, help="one line a run, from workflows.derive.table")
-    parser.add_argument("--out-dir", type=Path, required=True)
+    parser.add_argument("--draw-in", type=Path, required=True)
     args = parser.parse_args()
     try:
-        entry = entry_of(args.exhibit)
-        rows = tidy.read_table(args.table) if args.table else pd.DataFrame(columns=tidy.COLUMNS, dtype=str)
-        runs = pd.read_csv(args.runs, dtype=str, keep_default_na=False) if args.runs else pd.DataFrame()
-        origins = provenance(rows, runs)
-        prose = registry.caption(args.exhibit)
-        stem = args.out_dir / args.exhibit
-        save(draw(registry.figures(entry["paper"])[args.exhibit], rows, footer(origins)), stem)
-        tidy.write_table(rows, stem.with_suffix(".csv"))
-        words = caption(entry, prose, rows, origins)
-        tidy.atomically(stem.with_suffix(".md"), lambda path: path.write_text(words))
+        make(args.exhibit, args.draw_in, args.table, args.runs)
     except (tidy.TableError, ValueError, OSError) as error:
         tidy.fail(error)
 

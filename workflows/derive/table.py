@@ -1,4 +1,4 @@
-"""One exhibit's tidy table, every row with its lane and origin; or the modelled lane of a whole paper.
+"""One exhibit's tidy table, every row with its lane and origin, and its picture; or a whole paper's modelled lane.
 
 Rows are the paper's text (results/published), what its folder models (workflows/papers/<paper>/rows) and measures from
 run records, and, where they are finer or ours are missing, committed records of other machines, as series of their own.
@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 
 from workflows import tidy
+from workflows.derive import figure
 from workflows.records import RUN_COLUMNS, load, run_summary
 
 
@@ -107,6 +108,7 @@ def main() -> None:
     parser.add_argument("--reference", type=Path, nargs="*", default=[], help="committed records of named machines")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--runs-out", type=Path, help="one line a run: what it was, where and when")
+    parser.add_argument("--draw-in", type=Path, help="folder of the picture, made in the same go")
     args = parser.parse_args()
     try:
         if args.modelled_lane_of:
@@ -119,6 +121,8 @@ def main() -> None:
         tidy.write_table(assemble(args.exhibit, args.published, modelled, *lanes), args.out)
         if args.runs_out:
             tidy.write_table(map(run_summary, records), args.runs_out, RUN_COLUMNS)
+        if args.draw_in:
+            figure.make(args.exhibit, args.draw_in, args.out, args.runs_out)
     except (tidy.TableError, ValueError, OSError, KeyError) as error:
         tidy.fail(error)
 

@@ -1,25 +1,69 @@
-# Pictures, and the page that shows them.
+# From records and models to the tables and pictures of exhibits, and the page that shows them. An exhibit's table and its
+# picture are one job: what starts a job takes longer than a table.
+
+
+rule modelled:
+    output:
+        table=f"{DERIVED}/modelled/{{paper}}.csv",
+    log:
+        f"{DERIVED}/logs/{{paper}}.modelled.log",
+    conda:
+        "../envs/memascend.yaml"
+    params:
+        code=lambda w: KNOWN.models(w.paper),
+    shell:
+        "python -IS workflows/derive/ask.py table --modelled-lane-of {wildcards.paper} --out {output.table} > {log} 2>&1"
 
 
 rule figure:
     input:
-        unpack(lambda w: KNOWN.table_of(w.exhibit)),
+        records=lambda w: KNOWN.records_of(w.exhibit),
+        modelled=lambda w: KNOWN.modelled_of(w.exhibit),
+        published=lambda w: KNOWN.published_of(w.exhibit),
+        reference=lambda w: KNOWN.reference_of(w.exhibit),
+    output:
+        table=f"{DERIVED}/exhibits/{{exhibit}}.csv",
+        runs=f"{DERIVED}/runs/{{exhibit}}.csv",
+        svg=f"{FIGURES}/{{exhibit}}.svg",
+        others=multiext(f"{FIGURES}/{{exhibit}}", ".pdf", ".png", ".csv", ".md"),
+    log:
+        f"{DERIVED}/logs/{{exhibit}}.log",
+    wildcard_constraints:
+        exhibit="|".join(KNOWN.with_table),
+    conda:
+        "../envs/memascend.yaml"
+    params:
+        published=KNOWN.published,
+        figures=lambda w, output: os.path.dirname(output.svg),
+        modelled=lambda w, input: (
+            f"--modelled {input.modelled}" if input.modelled else ""
+        ),
+        reference=lambda w, input: (
+            f"--reference {input.reference}" if input.reference else ""
+        ),
+        code=lambda w: KNOWN.derives(w.exhibit),
+    shell:
+        "python -IS workflows/derive/ask.py table --exhibit {wildcards.exhibit} --published {params.published}"
+        " {params.modelled} {params.reference} --records {input.records} --out {output.table}"
+        " --runs-out {output.runs} --draw-in {params.figures} > {log} 2>&1"
+
+
+# Structure, without numbers.
+rule drawing:
     output:
         svg=f"{FIGURES}/{{exhibit}}.svg",
         others=multiext(f"{FIGURES}/{{exhibit}}", ".pdf", ".png", ".csv", ".md"),
     log:
-        f"{DERIVED}/logs/{{exhibit}}.figure.log",
+        f"{DERIVED}/logs/{{exhibit}}.log",
+    wildcard_constraints:
+        exhibit="|".join(sorted({*KNOWN.built} - {*KNOWN.with_table})),
     conda:
         "../envs/memascend.yaml"
     params:
         figures=lambda w, output: os.path.dirname(output.svg),
-        numbers=lambda w, input: (
-            f"--table {input.table} --runs {input.runs}" if len(input) else ""
-        ),
         code=lambda w: KNOWN.draws(w.exhibit),
     shell:
-        "python -IS workflows/derive/ask.py figure --exhibit {wildcards.exhibit} {params.numbers}"
-        " --out-dir {params.figures} > {log} 2>&1"
+        "python -IS workflows/derive/ask.py figure --exhibit {wildcards.exhibit} --draw-in {params.figures} > {log} 2>&1"
 
 
 rule report_page:
