@@ -35,7 +35,8 @@ def source(block: dict[str, Any]) -> str:
     if "lines" in block:
         return block["lines"]
     text = (ROOT / block["file"]).read_text()
-    nodes = [node for node in ast.walk(ast.parse(text)) if getattr(node, "name", None) == block["name"]]
+    defined = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    nodes = [node for node in defined if node.name == block["name"]]
     if not nodes:
         raise ValueError(f"{block['file']} has no {block['name']!r}; the figure's specification names it")
     node = nodes[0]
