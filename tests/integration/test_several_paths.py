@@ -142,6 +142,53 @@ def test_killed_in_the_middle_of_a_re_homing_it_resumes_to_the_same_bits(tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_whatever_becomes_of_a_path_at_any_instant_nothing_is_lost(tmp_path):
+    """EIO, ENOSPC, hang and vanish, three instants each: the training ends with the same weights, or says what is lost
+    and the checkpoint goes on to them without that path."""
+    paths, broken = tiers(tmp_path, tier_placement=[1, 1]), str(tmp_path / "b")
+    jobs = [Job(name="plain", **SMALL)]
+    faults = [(kind, after) for kind in ("eio", "full", "hang", "vanish") for after in (0, 7, 23)]
+    for kind, after in faults:
+        saved = {"checkpoint": str(tmp_path / f"{kind}-{after}"), "config": held(2)}
+        fault = (2, broken, kind, after)
+        jobs.append(Job(name=f"{kind} {after}", parts=paths, save_at=(2,), path_fault=fault, **saved, **SMALL))
+        rest = tiers(tmp_path, names="a")
+        jobs.append(Job(name=f"{kind} {after}, gone on", parts=rest, resume=True, **saved, **SMALL))
+    results = train_all(jobs, tmp_path / "out", timeout_s=800)
+    plain, ends = results["plain"], {}
+    for kind, after in faults:
+        hit, gone_on = results[f"{kind} {after}"], results[f"{kind} {after}, gone on"]
+        ends[kind, after] = hit.get("error")
+        if "error" in hit:
+            assert f".tensor.swp' on {broken}" in hit["error"], hit["error"]
+        else:
+            assert hit["weights_sha256"] == plain["weights_sha256"], (kind, after)
+            assert hit["losses"] == plain["losses"], (kind, after)
+        assert gone_on["weights_sha256"] == plain["weights_sha256"], (kind, after)
+        assert gone_on["losses"] == plain["losses"][2:], (kind, after)
+    # What a path cannot be written any more is written elsewhere; what it held alone and cannot be read is named.
+    assert all(ends[kind, after] is None for kind in ("eio", "full") for after in (0, 7, 23)), ends
+    assert any(ends["vanish", after] for after in (0, 7, 23)), ends
+
+
+@pytest.mark.slow
+def test_a_write_budget_stops_a_training_and_the_checkpoint_goes_on(tmp_path):
+    paths = tiers(tmp_path, tier_placement=[1, 1])
+    saved = {"checkpoint": str(tmp_path / "saved"), "config": held(2)}
+    budget = {"write_budget": "1MiB", "write_budget_stops": True}
+    jobs = [
+        Job(name="plain", **SMALL),
+        Job(name="stopped", parts=paths | budget, save_at=(1,), **saved, **SMALL),
+        Job(name="gone on", parts=tiers(tmp_path, names="ab"), resume=True, **saved, **SMALL),
+    ]
+    results = train_all(jobs, tmp_path / "out")
+    assert "training stops; raise write_budget, or name another path in tiers" in results["stopped"]["error"]
+    assert 1 <= len(results["stopped"]["losses"]) < 4
+    assert results["gone on"]["weights_sha256"] == results["plain"]["weights_sha256"]
+
+
+@pytest.mark.slow
 def test_two_ranks_share_the_paths_and_train_the_same(tmp_path):
     jobs = [
         Job(name="plain", **HARD),

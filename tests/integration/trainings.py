@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse as text_source  # its source code is the text that the models learn
 import dataclasses
+import errno
+import functools
 import gc
 import hashlib
 import importlib
@@ -31,6 +33,9 @@ from baselines.protocol import RunSpec, Sizes, load_system, scaled  # noqa: E402
 from memascend.memory.placement import bytes_by_class, verify_nodes  # noqa: E402
 from memascend.planner import model_spec  # noqa: E402
 from memascend.planner.pool import streamed  # noqa: E402
+from memascend.storage import open_paths  # noqa: E402
+from memascend.storage.multi_path import MultiPathTier  # noqa: E402
+from memascend.storage.write_budget import WriteBudgetExceeded  # noqa: E402
 from memascend.training.processes import free_port, remove_shared_buffers  # noqa: E402
 from tests import forked  # noqa: E402
 
@@ -49,7 +54,8 @@ class Job:
     the text, ``init_seed`` the first weights. ``evaluate_first``: a forward pass in evaluation precedes the steps.
     ``lose_path``: (step, folder), which is removed before that step; ``rehome_at``: the step before which all
     sub-groups are told to move to the first path; ``die_at_move``: the process is killed when so many tensors have
-    moved.
+    moved. ``path_fault``: (step, folder, kind, after): from so many transfers after the begin of that step on, the path
+    in that folder fails with EIO in writes (``eio``), has no room (``full``), hangs (``hang``) or is gone (``vanish``).
     ``built``: the model is made under ``zero.Init``, or ``outside`` of it, or by ``transformers`` as in its Trainer.
     """
 
@@ -80,6 +86,7 @@ class Job:
     lose_path: tuple[int, str] | None = None
     rehome_at: int | None = None
     die_at_move: int | None = None
+    path_fault: tuple[int, str, str, int] | None = None
     built: str = "under zero.Init"
 
 
@@ -200,6 +207,7 @@ class Training:
         import memascend
 
         result: dict[str, Any] = {"name": self.job.name, "losses": [], "skipped": [], "scales": [], "io_bytes": []}
+        faults = self._faulty_path()
         smallest = self.job.minimum_swap_bytes or scaled(1 << 20, self.job.k)
         enabled = memascend.enable(self.config, **self.parts, minimum_swap_bytes=smallest)
         try:
@@ -210,11 +218,15 @@ class Training:
             for step in range(first, self.job.steps):
                 enabled.io.reset()
                 self._disturb_paths(enabled, step)
+                if faults is not None and self.job.path_fault[0] == step:
+                    self._break(faults)
                 try:
                     result["losses"].append(self._step(engine, step))
                 except OSError as error:
-                    if self.job.lose_path is None:
+                    if self.job.lose_path is None and faults is None:
                         raise
+                    return result | {"error": str(error)}
+                except WriteBudgetExceeded as error:
                     return result | {"error": str(error)}
                 result["skipped"].append(int(engine.skipped_steps))
                 result["scales"].append(float(engine.optimizer.loss_scale))
@@ -233,6 +245,9 @@ class Training:
             result["unplaced"] = sorted({check.entry.owner for check in checks if check.entry.nodes is None})
             engine.destroy()
         finally:
+            if faults is not None:
+                faults.clear()
+                open_paths.MultiPathTier = MultiPathTier
             memascend.disable()
             if enabled.store is not None:
                 enabled.store.close()  # main ends without a teardown
@@ -244,6 +259,37 @@ class Training:
 
         cache = cache_of(model)
         return None if cache is None else dataclasses.asdict(cache.statistics) | {"saved": cache.record.tensors}
+
+    def _faulty_path(self) -> Any:
+        """The faults of the path that the job names, before it is opened."""
+        if self.job.path_fault is None:
+            return None
+        from memascend import _C
+        from memascend.storage.engine_tiers import DirectTier
+
+        faults, wanted, stock = _C.FaultLayer(), self.job.path_fault[1], open_paths._open
+
+        def opened(path: str, owner: str, kind: str, config: Any) -> Any:
+            if path != wanted:
+                return stock(path, owner, kind, config)
+            os.makedirs(path, exist_ok=True)
+            open_paths._open = stock
+            return DirectTier.in_file(path, owner, config, faults)
+
+        open_paths._open = opened
+        if self.job.path_fault[2] == "hang":
+            open_paths.MultiPathTier = functools.partial(MultiPathTier, hang_s=0.5)
+        return faults
+
+    def _break(self, faults: Any) -> None:
+        _, _, kind, after = self.job.path_fault
+        operation, how = {
+            "eio": ("write", {"error": errno.EIO}),
+            "full": ("write", {"error": errno.ENOSPC}),
+            "hang": ("any", {"delay_us": 2_000_000}),
+            "vanish": ("any", {"error": errno.EIO}),
+        }[kind]
+        faults.add(operation, after=after, **how)
 
     def _disturb_paths(self, enabled: Any, step: int) -> None:
         if self.job.lose_path is not None and self.job.lose_path[0] == step:
