@@ -71,21 +71,30 @@ def predicted_peak(
     )
     forward = _forward(regions, entry_bytes)
     begun = play(forward, machine)
-    ends = {event.name: event.end_s for event in begun.events}
-    # When backward comes to a region, if nothing holds it up.
-    comes, at = {}, sum(region.seconds for region in regions)
-    for number in range(len(regions) - 1, -1, -1):
-        comes[number] = at
-        again = regions[number].fate == RECOMPUTE
-        at += regions[number].seconds * (backward_over_forward + again)
-    read = {n for n in comes if regions[n].fate == OFFLOAD and ends[f"write {n}"] <= comes[n]}
-    played = play(forward + _backward(regions, read, backward_over_forward, entry_bytes), machine)
+    written = {event.name: event.end_s for event in begun.events if event.name.startswith("write ")}
+    sent = [number for number, region in enumerate(regions) if region.fate == OFFLOAD]
+    # Forwarded is what is still being written when backward comes to it. Whatever holds backward up lets more of it be
+    # written, and read, before that: again until it holds.
+    read = {n for n in sent if written[f"write {n}"] <= _comes(regions, n, backward_over_forward)}
+    while True:
+        played = play(forward + _backward(regions, read, backward_over_forward, entry_bytes), machine)
+        begins = {event.name: event.begin_s for event in played.events if event.resource == "device"}
+        more = {n for n in sent if n not in read and written[f"write {n}"] <= begins[f"backward {n}"]}
+        if not more:
+            break
+        read.add(max(more))  # backward comes to it first
     return PredictedPeak(
         peak_bytes=played.peak(_POOL),
         kept_bytes=record.bytes,
         offloaded_bytes=int(sum(region.nbytes for region in regions if region.fate == OFFLOAD)),
         seconds=_end(played),
     )
+
+
+def _comes(regions: list[_Region], number: int, ratio: float) -> float:
+    """When backward comes to a region, if nothing holds it up."""
+    behind = sum(region.seconds * (ratio + (region.fate == RECOMPUTE)) for region in regions[number + 1 :])
+    return sum(region.seconds for region in regions) + behind
 
 
 def _end(played: Played) -> float:
