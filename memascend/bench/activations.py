@@ -29,7 +29,7 @@ from memascend.bench.rounds import conditions, ratios, spread
 from memascend.fates import KEEP, OFFLOAD, RECOMPUTE, BlockFates
 
 WAYS = ("keep", "recompute", "save_on_cpu", "ssd", "mix")
-_MINIMUM_BYTES = 1 << 18  # of a tensor that the cache sends
+_MINIMUM_BYTES = 2 << 20  # of a tensor that the cache sends, over k^2 in a twin: the paper's 2^20 elements
 _CHUNK_BYTES = 4 << 20  # of logits
 _PROBED_BYTES, _PROBED_TENSORS = 8 << 20, 24
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "2"}
@@ -61,7 +61,8 @@ class ActivationOptions:
         if self.mix is not None:
             return BlockFates.parse(self.mix, "--mix")
         sent = layers // 2
-        return BlockFates(((OFFLOAD, sent), (RECOMPUTE, min(1, layers - sent - 1)), (KEEP, layers - sent - 1)))
+        again = min(1, layers - sent - 1)
+        return BlockFates(((OFFLOAD, sent), (RECOMPUTE, again), (KEEP, layers - sent - again)))
 
 
 def measure(options: ActivationOptions) -> dict[str, Any]:
@@ -84,7 +85,8 @@ def measure(options: ActivationOptions) -> dict[str, Any]:
         for batch in options.batches
         for row in _rows(options, batch, [point for point in found["points"] if point["batch"] == batch], found)
     ]
-    return {"conditions": conditions() | {"threads": options.threads}, "options": asked, **found, "summary": rows}
+    facts = {"benchmark": "activations", "conditions": conditions() | {"threads": options.threads}}
+    return {**facts, "options": asked, **found, "summary": rows}
 
 
 # -- the plan's prediction ---------------------------------------------------------------------------------------------
@@ -94,20 +96,21 @@ def _rows(
     options: ActivationOptions, batch: int, points: list[dict[str, Any]], found: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Bytes and seconds, and both as the plan has them."""
-    ways = {way: [p for p in points if p["way"] == way] for way in options.ways}
+    ways = {point["method"]: point for point in points}
     kept = ways["keep"]
-    kept_peak = spread([p["peak_bytes"] for p in kept]).median
+    kept_peak = spread(kept["peak_bytes"]).median
     kept_pass = found["kept_pass"][str(batch)]
-    backward = spread([p["seconds"] / p["forward_s"] for p in kept]).median - 1.0
+    backward = spread([whole / part for whole, part in zip(kept["seconds"], kept["forward_s"], strict=True)]).median - 1
     for way, mine in ways.items():
-        row: dict[str, Any] = {"batch": batch, "way": way, "gradients_equal": mine[-1]["sha256"] == kept[-1]["sha256"]}
+        row: dict[str, Any] = {"batch": batch, "way": way, "gradients_equal": mine["sha256"] == kept["sha256"]}
         for name in ("seconds", "peak_bytes", "update_s"):
-            row[name] = vars(spread([p[name] for p in mine]))
-        row["seconds_of_keeping"] = vars(ratios([p["seconds"] for p in mine], [p["seconds"] for p in kept]))
+            row[name] = vars(spread(mine[name]))
+        row["seconds_of_keeping"] = vars(ratios(mine["seconds"], kept["seconds"]))
         row["peak_reduction"] = 1.0 - row["peak_bytes"]["median"] / kept_peak
         for name in ("saved_peak_bytes", "host_copy_bytes", "written_bytes", "read_bytes", "forwarded_bytes"):
-            row[name] = mine[-1][name]
-        row["waited_share"] = vars(spread([p["waited_s"] / p["seconds"] for p in mine]))
+            row[name] = mine[name][-1]
+        waited = [part / whole for part, whole in zip(mine["waited_s"], mine["seconds"], strict=True)]
+        row["waited_share"] = vars(spread(waited))
         if way != "save_on_cpu":
             seconds, peak = _predicted(options, way, kept_pass, found["drive"], backward)
             all_s, all_peak = _predicted(options, "keep", kept_pass, found["drive"], backward)
@@ -172,8 +175,8 @@ class _Trainer:
         def cache(fates: Mapping[torch.nn.Module, str] | None, prefetch: int) -> ActivationCache:
             chosen = CacheOptions(
                 amount="all",
-                minimum_bytes=_MINIMUM_BYTES,
-                prefetch_bytes=max(_MINIMUM_BYTES, prefetch),
+                minimum_bytes=max(1, _MINIMUM_BYTES // options.twin**2),
+                prefetch_bytes=max(1, prefetch),
                 reserve_bytes=0,
                 device="cpu",
             )
@@ -322,17 +325,19 @@ def _worker(asked: dict[str, Any]) -> dict[str, Any]:
     options = ActivationOptions(**asked | {name: tuple(asked[name]) for name in ("batches", "ways")})
     options = replace(options, folder=Path(options.folder))
     torch.set_num_threads(options.threads)
-    drive, trainer, points = _drive(options.folder), _Trainer(options), []
+    drive, trainer, points = _drive(options.folder), _Trainer(options), {}
     vocab, order, passes = trainer.model.config.vocab_size, random.Random(0), {}
     for batch in options.batches:
         generator = torch.Generator().manual_seed(batch)
         ids = torch.randint(0, vocab, (batch, options.context), generator=generator)
         passes[str(batch)] = trainer.kept_pass(ids)
-        for number in range(options.repeats):
+        for _ in range(options.repeats):
             for way in order.sample(options.ways, len(options.ways)):
-                points.append({"batch": batch, "round": number, "way": way, **trainer.turn(way, ids)})
+                mine = points.setdefault((batch, way), {"batch": batch, "method": way})
+                for name, value in trainer.turn(way, ids).items():
+                    mine.setdefault(name, []).append(value)
     trainer.close()
-    return {"drive": drive, "kept_pass": passes, "points": points}
+    return {"drive": drive, "kept_pass": passes, "points": list(points.values())}
 
 
 if __name__ == "__main__":

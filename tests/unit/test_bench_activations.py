@@ -1,11 +1,13 @@
 """`memascend bench activations`, and the prediction beside it, by hand."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from memascend.activation.peak import predicted_peak
 from memascend.activation.record import Plan, Record
+from memascend.bench.activations import ActivationOptions
 from memascend.cli import main
 
 BLOCK = 100.0  # bytes, in two regions of half, a second each
@@ -52,6 +54,13 @@ def test_a_mix_by_hand_and_a_drive_that_holds_up_backward():
     assert played("offload", "keep", "keep", rate=10.0).seconds == pytest.approx(25)  # 11 + 5 + 2 + 5 + 2
     assert played("offload", "keep", "keep", rate=10.0, prefetch=BLOCK).seconds == pytest.approx(23)  # 11 + 5 + 5 + 2
     assert played("offload", "keep", "keep", rate=1e9).seconds == pytest.approx(18)
+
+
+@pytest.mark.parametrize("layers", [2, 3, 4, 28])
+def test_the_mix_of_nobody_s_choice_names_every_block(layers):
+    fates = ActivationOptions(model="any", folder=Path(".")).fates(layers).a_block(layers, "")
+    assert fates[0] == "offload"
+    assert fates[-1] == "keep"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Draw one exhibit: SVG for the web, PDF for print, PNG, the data as CSV, and the caption.
 
 The picture is what figures.yaml of its paper specifies: `size` in inches, `columns` of panels (and their `widths`), the
-`panels`, each with a `kind` and what its renderer reads (workflows/panels), `legend: false` where there is none. Reads
-the exhibit's tidy table alone (and, for the line under the axes, when and where its runs were made), so that drawing
-again gives the same files.
+`panels`, each with a `kind` and what its renderer reads (workflows/panels), `optional` ones only where their metric has
+rows, `legend: false` where there is none. Reads the exhibit's tidy table alone (and, for the line under the axes, when
+and where its runs were made), so that drawing again gives the same files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ AXIS = ("title", "xlabel", "ylabel", "xlim", "ylim")
 def draw(spec: dict[str, Any], rows: pd.DataFrame, foot: str) -> Figure:
     """The finished figure of a specification and its tidy rows."""
     data = of.prepared(rows, spec)
-    panels = [{"_whole": data, **panel} for panel in spec["panels"]]
+    drawn_ones = [p for p in spec["panels"] if not p.get("optional") or p["metric"] in set(data["metric"])]
+    panels = [{"_whole": data, **panel} for panel in drawn_ones]
     columns = spec.get("columns", len(panels))
     count = -(-len(panels) // columns)
     size = tuple(spec.get("size", (9.0, 4.2)))

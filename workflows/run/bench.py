@@ -10,12 +10,13 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-from workflows import staleness
+from workflows import registry, staleness
 from workflows.run import provenance
 
-PARTS = ("overflow", "unscale", "adamw", "pinned", "pool", "nvme")
+PARTS = ("overflow", "unscale", "adamw", "pinned", "pool", "nvme", "activations")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,18 +26,34 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("options", nargs="*", help="of the benchmark, behind --")
     args = p.parse_args(argv)
-    command = [sys.executable, "-m", "memascend.cli", "bench", args.part, "--json", *args.options]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    with tempfile.TemporaryDirectory() as folder:
+        options = [_model(option, Path(folder)) for option in args.options]
+        command = [sys.executable, "-m", "memascend.cli", "bench", args.part, "--json", *options]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         return done.returncode
     models = None if args.part == "pool" else ()  # it alone has the tensors of a model
     code = staleness.digest("workflows.run.bench", models=models)
     record = provenance.record_header(args.run_id or args.out.stem, "bench", code)
-    record |= {"points_requested": {"part": args.part, "options": args.options}, **json.loads(done.stdout)}
+    asked = {"part": args.part, "options": args.options}
+    if named := next((option.partition(":")[2].replace("-", " ") for option in args.options if ":" in option), None):
+        asked["model"] = named
+    record |= {"points_requested": asked, **json.loads(done.stdout)}
     record["wall_s"] = provenance.wall_s()
     record["key"] = provenance.record_key(record)
     provenance.write_json_atomically(args.out, record)
     return 0
+
+
+def _model(option: str, folder: Path) -> str:
+    """`PAPER:NAME-WITH-DASHES` is a model of that paper's models.yaml: a config.json of it. Others are as they are."""
+    paper, colon, name = option.partition(":")
+    known = (registry.read(registry.file_of(paper, "models.yaml")) or {}) if colon and paper in registry.PAPERS else {}
+    if (model := known.get(name.replace("-", " "))) is None:
+        return option
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(model))
+    return str(path)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from baselines.ssdtrain.projections import TABLE_III, fig_5, scaled, table_iii
 from baselines.ssdtrain.schedule import KEEP, OFFLOAD, SAVED, backward, forward, regions_of
@@ -24,6 +25,7 @@ from memascend.simulator.trace import Event
 from workflows import registry
 from workflows.cases import Row, row
 from workflows.growth import growth
+from workflows.papers.ssdtrain.rows import twins
 from workflows.played import Paper, machine, spans
 
 TESTBED = "ssdtrain"
@@ -59,6 +61,11 @@ def modelled() -> Iterator[Row]:
     updated = dict.fromkeys(("ssdtrain-fig07a", "ssdtrain-fig07b", "ssdtrain-fig08a"), TESTBED)
     yield from PAPER.assumptions(updated, ["update_bytes_per_parameter", "gpu_memory_gb_per_s"])
     yield from PAPER.assumptions({"ssdtrain-tab03": TESTBED, "ssdtrain-fig08a": TESTBED}, ["gpu_efficiency"])
+
+
+def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
+    benches = [r for r in records if (r["kind"], r["status"], r.get("benchmark")) == ("bench", "ok", "activations")]
+    yield from twins.rows(benches)
 
 
 def pair(write_gb_per_s: float | None = None) -> Machine:

@@ -1,0 +1,119 @@
+"""Figs. 6, 7 and 8a measured: twins of the paper's models, from records of `memascend bench activations`.
+
+Peaks are what a step takes beyond what was resident before it. A twin's bytes times k^2 are the original's, where the
+context is divided by k as well; of one of its two GPUs, half of them. Seconds and throughput stay the twin's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+from memascend.planner.pieces import forward_flops
+from workflows.cases import Row, row
+from workflows.played import spec
+from workflows.tidy import GIB, SCALED
+
+PAPER, GPUS, BATCH = "ssdtrain", 2, 16
+SERIES = {"keep": "No offloading", "recompute": "Recompute all", "ssd": "SSDTrain", "save_on_cpu": "save_on_cpu"}
+SERIES["mix"] = "Mix of all three"
+OF_TWIN = " of the twin"
+FIGURES_7 = {"H12288 L3": "ssdtrain-fig07a", "H14336 L3": "ssdtrain-fig07b"}
+BASE, SENT = SERIES["keep"], SERIES["ssd"]
+
+
+def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
+    less: dict[str, list[float]] = {}
+    for record in records:
+        model = record["points_requested"]["model"]
+        by_size = sorted(record["points"], key=lambda point: point["batch"])
+        points = {(p["batch"], SERIES[p["method"]]): p for p in by_size}
+        if model in FIGURES_7:
+            yield from _rok(record, model, points)
+        if model == "H12288 L3":
+            yield from _by_sequence(record, model, points)
+        if model != "H14336 L3" and (BATCH, SENT) in points:
+            yield from _with_and_without(record, model, points)
+            less.setdefault(record["host"]["name"], []).append(_reduction(points))
+    for host, found in less.items():
+        keys = " ".join(record["key"] for record in records if record["host"]["name"] == host)
+        for end, value in (("min", min(found)), ("max", max(found))):
+            cells = {"series": SENT, "testbed": f"{host}/twins"}
+            metric = f"activation_peak_reduction_{end}"
+            yield row("ssdtrain-fig06", metric, value, "%", "measured", keys, **cells)
+
+
+def _shown(record: dict[str, Any], exhibit: str, metric: str, value: float, unit: str, **cells: str) -> Row:
+    model, k = record["points_requested"]["model"], record["options"]["twin"]
+    own = {"model": model, "testbed": f"{record['host']['name']}/{model}-k{k}"}
+    return row(exhibit, metric, value, unit, "measured", record["key"], **own | cells)
+
+
+def _peak(record: dict[str, Any], point: dict[str, Any]) -> float:
+    """GiB of one GPU at the original's size."""
+    return median(point["peak_bytes"]) * record["options"]["twin"] ** 2 / GPUS / GIB
+
+
+def _reduction(points: dict[Any, Any]) -> float:
+    sent, kept = (median(points[BATCH, series]["peak_bytes"]) for series in (SENT, BASE))
+    return 100 * (1 - sent / kept)
+
+
+def _ratio(points: dict[Any, Any], series: str, other: str, batch: int = BATCH) -> float:
+    """Seconds over another's, round by round."""
+    pairs = zip(points[batch, series]["seconds"], points[batch, other]["seconds"], strict=True)
+    return median(mine / theirs for mine, theirs in pairs)
+
+
+def _with_and_without(record: dict[str, Any], model: str, points: dict[Any, Any]) -> Iterator[Row]:
+    exhibit, at = "ssdtrain-fig06", {"x_name": "batch", "x_value": str(BATCH)}
+    for series in dict.fromkeys(series for batch, series in points if batch == BATCH):
+        point, cells = points[BATCH, series], {"series": series, **at}
+        yield _shown(record, exhibit, "activation peak" + SCALED, _peak(record, point), "GiB", **cells)
+        yield _shown(record, exhibit, "step time" + OF_TWIN, median(point["seconds"]), "s", **cells)
+        shares = [waited / whole for waited, whole in zip(point["waited_s"], point["seconds"], strict=True)]
+        yield _shown(record, exhibit, "waits for the cache", 100 * median(shares), "% of the step", **cells)
+        if series != BASE:
+            less = 100 * (1 - median(point["peak_bytes"]) / median(points[BATCH, BASE]["peak_bytes"]))
+            yield _shown(record, exhibit, "activation peak reduction", less, "%", **cells)
+            longer = 100 * (_ratio(points, series, BASE) - 1)
+            yield _shown(record, exhibit, "step time overhead", longer, "%", **cells)
+
+
+def _rok(record: dict[str, Any], model: str, points: dict[Any, Any]) -> Iterator[Row]:
+    exhibit, k, context = FIGURES_7[model], record["options"]["twin"], record["options"]["context"]
+    sub = {"subfigure": exhibit[-1]}
+    for (batch, series), point in points.items():
+        flops = 3 * forward_flops(spec(PAPER, model).twin(k), batch, context)
+        giga = flops / (median(point["seconds"]) + median(point["update_s"])) / 1e9
+        at = {"x_name": "activation peak (GiB)", "x_value": f"{_peak(record, point):.6g}", "series": series}
+        yield _shown(record, exhibit, "model throughput" + OF_TWIN, giga, "GFLOPS", **at, **sub)
+    fits = [b for b, series in points if series == SENT and _fits(points, b)]
+    if (8, BASE) in points and fits:
+        cells = {"series": f"{SENT} vs keep", **sub}
+        yield _shown(record, exhibit, "batch_size_gain", max(fits) / 8, "x", **cells)
+    if (BATCH, SENT) in points:
+        cells = {"series": SENT, "x_name": "at batch", "x_value": str(BATCH), **sub}
+        yield _shown(record, exhibit, "throughput over keeping", 1 / _ratio(points, SENT, BASE), "x", **cells)
+        again = median(points[BATCH, SERIES["recompute"]]["peak_bytes"])
+        over = median(points[BATCH, SENT]["peak_bytes"]) / again
+        yield _shown(record, exhibit, "peak over recomputing", over, "x", **cells)
+
+
+def _fits(points: dict[Any, Any], batch: int) -> bool:
+    """Whether offloading takes no more at this batch than keeping does at 8."""
+    kept = points.get((8, BASE))
+    return kept is not None and median(points[batch, SENT]["peak_bytes"]) <= median(kept["peak_bytes"])
+
+
+def _by_sequence(record: dict[str, Any], model: str, points: dict[Any, Any]) -> Iterator[Row]:
+    exhibit = "ssdtrain-fig08a"
+    parts = {b: [median(p[name]) for name in ("seconds", "update_s")] for (b, s), p in points.items() if s == BASE}
+    for batch, both in parts.items():
+        cells = {"series": BASE, "model": f"batch {batch}"}
+        for metric, seconds in zip(("forward and backward", "weights update"), both, strict=True):
+            yield _shown(record, exhibit, metric + OF_TWIN, 1e3 * seconds / batch, "ms a sequence", **cells)
+        if 1 in parts:
+            gain = 100 * (sum(parts[1]) / (sum(both) / batch) - 1)
+            yield _shown(record, exhibit, "throughput improvement over batch 1", gain, "%", **cells)
