@@ -417,7 +417,7 @@ class StreamingEngine(BlockRuntime):
         if not torch.is_grad_enabled():
             self._stream.release_idle()
             return
-        self._clock.end("forward", compute_s=self._outside_s + self._of_blocks(lambda forward, backward: forward))
+        self._clock.end("forward", compute_s=self._outside_s + self._of_blocks())
         if not self.options.waits and self._passes + 1 == self.options.accumulate:
             self.updates.expect()
 
@@ -458,7 +458,7 @@ class StreamingEngine(BlockRuntime):
                     self._arrive_from(part, parameter)
         for rows in self._matrices:
             rows.end_of_backward()
-        compute = 2 * self._outside_s + self._of_blocks(sum_of)  # twice forward, as products are; blocks as profiled
+        compute = 2 * self._outside_s + self._of_blocks(backward=True)  # twice forward, as products are
         self._clock.end("backward", compute_s=compute)
         last = self._passes + 1 >= self.options.accumulate
         self.updates.end_pass(wait=self.options.waits or not last, last=last)
@@ -489,10 +489,15 @@ class StreamingEngine(BlockRuntime):
         """The same for blocks that take the same time."""
         return unit.numel, len(unit.parts)
 
-    def _of_blocks(self, seconds: Callable[[float, float], float]) -> float:
-        """Of one pass through all blocks that were visited with a graph."""
-        visited = [unit for unit in self.layout.units if unit.kind is Kind.BLOCK]
-        return sum(seconds(*self._block_seconds.get(self._alike(unit), (0.0, 0.0))) for unit in visited)
+    def _of_blocks(self, *, backward: bool = False) -> float:
+        """Seconds of one pass through all blocks, as profiled; `backward` with what is computed again."""
+        total = 0.0
+        for unit in self.layout.units:
+            if unit.kind is Kind.BLOCK:
+                forward_s, backward_s = self._block_seconds.get(self._alike(unit), (0.0, 0.0))
+                again = self._swapping.computed_again(unit.key) if self._swapping is not None else 1.0
+                total += backward_s + again * forward_s if backward else forward_s
+        return total
 
     def entered(self, unit: Unit) -> None:
         self._uses[unit.key] = self._uses.get(unit.key, 0) + 1
@@ -544,7 +549,7 @@ class StreamingEngine(BlockRuntime):
 
     def _decide_on_swapping(self) -> None:
         """Once, when the first step's profile is complete."""
-        swapping, rates, blocks_s = self._swapping, self._rates, self._of_blocks(lambda forward, _: forward)
+        swapping, rates, blocks_s = self._swapping, self._rates, self._of_blocks()
         if swapping is None or swapping.decision is not None or rates is None or not swapping.flops:
             return
         layout = self.layout
@@ -644,6 +649,7 @@ class StreamingEngine(BlockRuntime):
                 read=moved.read_bytes_per_s, write=moved.write_bytes_per_s, adamw=self.updates.fastest
             )
             self.limit = limit_of(phases, self._rates)
+            log.info("memascend: step %d: %s", max(self.steps.values(), default=0), self.limit)
 
     def _measure_rates(self) -> Rates:
         """Of the states' path with as much under way as the slots hold. Between steps: what is written is forgotten."""
@@ -760,11 +766,6 @@ class StreamingEngine(BlockRuntime):
         """The reverse, after `step` steps of this parameter; `keep` completes it."""
         self._contents.write_states(name, states)
         self.steps[name] = step
-
-
-def sum_of(forward_s: float, backward_s: float) -> float:
-    """Of a recomputed block's backward pass."""
-    return forward_s + backward_s
 
 
 def _units(model: nn.Module, blocks: Sequence[nn.Module] | None, options: EngineOptions) -> ModelUnits:

@@ -142,6 +142,12 @@ class Swapping:
         """Of the blocks' forward passes; 0: nothing is known yet."""
         return sum(each.flops for products in self._seen.values() for each in products)
 
+    def computed_again(self, key: str) -> float:
+        """Share of a block's forward pass, by its FLOP."""
+        products, chosen = self._seen.get(key, []), self._chosen.get(key, frozenset())
+        left = sum(each.flops for number, each in enumerate(products) if number not in chosen)
+        return left / sum(each.flops for each in products) if chosen else 1.0
+
     @contextlib.contextmanager
     def forward(self, key: str, inputs: Sequence[torch.Tensor]) -> Iterator[Taken]:
         """Around a block's forward pass: what is taken of it, complete at the end."""

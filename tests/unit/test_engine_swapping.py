@@ -94,6 +94,8 @@ def test_swapping_everything_changes_no_bit_and_leaves_nothing_behind(tmp_path, 
     assert engine.decision.more_bytes == engine.decision.offered_bytes == 4 * (3 * size + attention + 2 * size)
     assert statistics.written == 3 * 4 * 6 * size  # all steps but the first; the sums are too small to be worth it
     assert statistics.live_tensors == 0
+    assert {engine._swapping.computed_again(unit.key) for unit in engine.layout.units} == {0.0, 1.0}  # blocks, others
+    assert engine.limit.bound_s > 0
     in_host = sum(e.reserved_bytes for e in ledger.live("host") if e.owner == "swapped_activations")
     assert in_host <= room
     assert (in_host > 0) == (room > 0)
@@ -112,6 +114,8 @@ def test_every_rule_trains_to_the_same_bits_and_says_what_it_does(tmp_path, rule
     assert "\n" not in str(engine.decision)
     if rule == "20000":
         assert engine.decision.more_bytes == 20000
+        shares = [engine._swapping.computed_again(f"layers.{number}") for number in range(4)]
+        assert 0 < shares[0] < shares[-1] == 1.0  # one product of the first block
     engine.close()
     assert train_in_memory(theirs, batches(1))
 
