@@ -25,6 +25,7 @@ from memascend.ops.rows import can_be_sliced
 
 # What a block takes alone is the best of so many passes, or of two where they take longer than so many seconds.
 _PROFILED_PASSES, _PROFILED_S = 8, 0.5
+_CACHES = ("past_key_values", "past_key_value")  # transformers' names, of 5 and 4
 
 
 class NotStreamable(ValueError):
@@ -292,9 +293,22 @@ class StreamedForward:
                 return self.stock(*args, **kwargs)
             finally:
                 self.runtime.weights.give_back(self.unit)
+        leaves, spec = tree_flatten((args, self._without_cache(kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         call = _Call(self, leaves, spec)
         outputs = _Recomputed.apply(call, self._anchor if self.unit.trained else None, *tensors)
         return call.rebuilt(outputs)
+
+    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What is computed twice would add its keys and values twice; transformers' models hand out a cache in
+        training, too, where nobody reads it."""
+        found = {name: cache for name in _CACHES if (cache := kwargs.get(name)) is not None}
+        if any(cache.get_seq_length() for cache in found.values() if hasattr(cache, "get_seq_length")):
+            raise NotStreamable(
+                f"{self.unit.key} gets a cache of keys and values that is filled, and backward would compute it again: "
+                "leave past_key_values out in training"
+            )
+        return {**kwargs, **dict.fromkeys(found)} if found else kwargs
 
 
 class _Call:

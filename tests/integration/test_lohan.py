@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from memascend import systems
+from memascend.engine.blocks import NotStreamable
+from memascend.engine.runtime import EngineOptions
 from memascend.engine.streaming import streaming
 from memascend.memory.ledger import Ledger
+from memascend.ops.adamw import AdamW
 from memascend.planner.footprint import plan
 from memascend.planner.options import Stack
 from memascend.planner.spec import model_spec
@@ -178,6 +181,40 @@ def test_a_streamed_model_is_saved_and_generates_as_transformers_do(tmp_path):
     assert torch.equal(saved.generate(BATCHES[0][:, :4], max_new_tokens=4, do_sample=False), said)
     for name, values in saved.named_parameters():
         assert torch.equal(values, weights[name]), name
+
+
+@pytest.mark.parametrize("options", [EngineOptions(), EngineOptions(swap="all")], ids=["recomputed", "swapped"])
+def test_a_model_that_fills_a_cache_of_keys_trains_as_in_memory(tmp_path, options):
+    """As transformers' models do by default, in training too: a block that is computed again must not add to it."""
+    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+    def made():
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL))
+        assert model.config.use_cache
+        return model.train()
+
+    ours, theirs = made(), made()
+    settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    plain = AdamW(theirs.parameters(), **settings)
+    with streaming(tmp_path / "states") as home:
+        home.hook(ours)
+        optimizer = home.optimizer(torch.optim.AdamW, options=options, **settings)
+        for ids in BATCHES:
+            losses = [each(input_ids=ids, labels=ids).loss for each in (ours, theirs)]
+            for loss in losses:
+                loss.backward()
+            optimizer.step()
+            plain.step()
+            plain.zero_grad()
+            assert losses[0].item() == losses[1].item()
+        for name, values in home.engine.read_weights():
+            assert torch.equal(values, theirs.get_parameter(name)), name
+        with torch.no_grad():
+            filled = theirs(input_ids=BATCHES[0]).past_key_values
+        assert isinstance(filled, DynamicCache)
+        with pytest.raises(NotStreamable, match="a cache of keys and values that is filled"):
+            ours(input_ids=BATCHES[0], labels=BATCHES[0], past_key_values=filled)
 
 
 @pytest.mark.parametrize(("arm", "swap"), [("optimized", None), ("naive", None), ("optimized", "all")])
