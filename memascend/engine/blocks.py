@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memascend.engine.layout import Kind, Part, Unit, UnitParameters, make_layout
 from memascend.engine.operators import Taken
+from memascend.engine.spilled import forget, let_go
 from memascend.engine.weights import WeightStream
 from memascend.ops.rows import can_be_sliced
 
@@ -113,6 +114,11 @@ class ModelUnits:
         """What is in the parameters, flat; of a model that is in memory."""
         flat = [(part, self._by_name[part.name].detach().reshape(-1)) for part in unit.parts]
         return [(part, each[part.offset : part.offset + part.numel]) for part, each in flat]
+
+    def looked_at(self, unit: Unit) -> None:
+        """Its values have been moved: what of them waited in a file need not be in memory."""
+        for part in unit.parts:
+            let_go(self._by_name[part.name])
 
     def matrix(self, key: str) -> nn.Parameter:
         """That is cut into slices."""
@@ -218,6 +224,7 @@ class UnitWeights:
         """Of the whole model, sliced parameters among them."""
         for parameter, nothing in self._empty.items():
             parameter.data = nothing
+            forget(parameter)
 
     def abandon(self) -> None:
         """After an error: nobody needs anything. The stream's buffers go back by themselves."""

@@ -295,6 +295,7 @@ class StreamingEngine(BlockRuntime):
                 self._states.release(piece.key)
             self._stream.write(unit.key)
             self._stream.release(unit.key)
+            self.units.looked_at(unit)
         self._flush()
         self._commit(facts)
         self._be_ready()

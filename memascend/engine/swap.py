@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -187,21 +187,23 @@ class Swapping:
             products=tuple(operators.values()),
             **traffic,
         )
-        self.decision = decide(step, rates, self.rule)
-        self._choose(self.decision.more_bytes, sorted(operators, key=lambda place: -operators[place].benefit), places)
+        made = decide(step, rates, self.rule)
+        order = sorted(operators, key=lambda place: -operators[place].benefit)
+        self.decision = replace(made, more_bytes=self._choose(made.more_bytes, order, places))
         return self.decision
 
     def _choose(
         self, more: float, order: list[tuple[int, str]], places: dict[tuple[int, str], list[tuple[str, Seen]]]
-    ) -> None:
-        """Whole results, in the order of the benefit and of the blocks, as far as `more` bytes go."""
+    ) -> int:
+        """Whole results, in the order of the benefit and of the blocks, as far as `more` bytes go; bytes."""
         chosen: dict[str, set[int]] = {}
+        taken = 0
         for place in order:
             for key, each in places[place]:
                 if each.nbytes > more * (1 + 1e-9):
-                    more = 0.0
-                    break
+                    continue
                 more -= each.nbytes
+                taken += each.nbytes
                 chosen.setdefault(key, set()).add(place[0])
         self._chosen = {key: frozenset(numbers) for key, numbers in chosen.items()}
         if self._chosen:
@@ -210,6 +212,7 @@ class Swapping:
             options = CacheOptions(amount="all", minimum_bytes=_LEAST_BYTES, device="cpu")
             self.cache = ActivationCache(tier, options, dict.fromkeys(self._blocks, OFFLOAD))
             self._undo = attach_cache(self.model, self.cache)
+        return taken
 
     def close(self) -> None:
         """What was swapped is lost. Idempotent."""

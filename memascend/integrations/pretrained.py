@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,13 +141,21 @@ def partitioned_model(source: Path | dict[str, Any], ds_config: dict[str, Any], 
     return _to_train(model)
 
 
-def in_memory_model(source: Path | dict[str, Any], dtype: torch.dtype) -> Any:
+def in_memory_model(
+    source: Path | dict[str, Any], dtype: torch.dtype, filled: Callable[[torch.nn.Module], None] | None = None
+) -> Any:
     """As `partitioned_model`, whole and in memory, without DeepSpeed: the same weights to the bit.
 
     An initialised model gets its values in the same order of the same draws: as soon as a module stands in its parent,
-    and not, as transformers does it, when the whole model is there.
+    and not, as transformers does it, when the whole model is there. `filled` is called for each module that has its
+    values, while there are no others (of a folder: when all are there).
     """
-    return _to_train(_initialised_in_memory(source, dtype) if isinstance(source, dict) else _loaded(source, dtype))
+    if isinstance(source, dict):
+        return _to_train(_initialised_in_memory(source, dtype, filled))
+    model = _loaded(source, dtype)
+    for module in model.modules() if filled is not None else ():
+        filled(module)
+    return _to_train(model)
 
 
 def _loaded(source: Path, dtype: torch.dtype) -> Any:
@@ -166,7 +174,9 @@ def _to_train(model: Any) -> Any:
     return model
 
 
-def _initialised_in_memory(config: dict[str, Any], dtype: torch.dtype) -> Any:
+def _initialised_in_memory(
+    config: dict[str, Any], dtype: torch.dtype, filled: Callable[[torch.nn.Module], None] | None
+) -> Any:
     from transformers import PreTrainedModel
 
     from memascend.integrations.huggingface import causal_lm
@@ -176,6 +186,8 @@ def _initialised_in_memory(config: dict[str, Any], dtype: torch.dtype) -> Any:
     def fill(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
         if module is not None and _is_filled_by_transformers(module):
             shell._init_weights(module)
+        if module is not None and filled is not None:
+            filled(module)
 
     PreTrainedModel.init_weights = lambda model: model.tie_weights(recompute_mapping=False)
     hook = torch.nn.modules.module.register_module_module_registration_hook(fill)

@@ -1,6 +1,9 @@
 """LoHan as a system: a plan by the run's own classes, transformers' models, and the bits of training in memory."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -147,6 +150,51 @@ def test_a_checkpoint_of_one_run_goes_on_in_another_to_the_same_bits(tmp_path):
     assert losses + train(again, 2) == train(theirs, 4)
     assert_equal(again, theirs)
     again.close()
+
+
+_START = """
+import dataclasses, re, sys
+from pathlib import Path
+
+import torch
+
+from memascend.memory.ledger import Ledger
+from memascend.training.backends.streaming import StreamingBackend
+from memascend.training.config import TrainConfig
+
+def resident(name):
+    return 1024 * int(re.search(rf"{name}:\\s+(\\d+)", Path("/proc/self/status").read_text()).group(1))
+
+def started(folder, layers):
+    config = TrainConfig(model="m", data=["d"], system="lohan", dtype="fp32", clip=0.0)
+    backend = StreamingBackend(config, {"folder": folder, "arm": "optimized"}, Ledger())
+    model = dict(
+        model_type="llama", hidden_size=256, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=500, tie_word_embeddings=False,
+    )
+    backend.build(model)
+    return backend
+
+first = started(sys.argv[1] + "/first", 4)
+first.step([torch.zeros(1, 8, dtype=torch.int64)], 1e-3)
+first.close()
+before = resident("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+second = started(sys.argv[1] + "/second", 64)
+print(resident("VmHWM") - before, 4 * sum(p.numel() for p in second.model.parameters()))
+second.close()
+"""
+
+
+@pytest.mark.slow  # a process of its own, with the allocator's settings of a run
+def test_a_model_is_never_in_memory_as_a_whole_not_even_at_the_start(tmp_path):
+    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
+    command = [sys.executable, "-c", _START, str(tmp_path)]
+    said = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=True).stdout
+    grown, weights = map(int, said.split())
+    assert weights > 150e6
+    assert grown < 0.4 * weights
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_step_is_kept_on_the_tier_with_what_belongs_to_it(tmp_path):

@@ -16,6 +16,7 @@ import torch
 
 from memascend.engine import home as homes
 from memascend.engine.runtime import EngineOptions, StreamingEngine
+from memascend.engine.spilled import SpilledValues
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.simulator.recorder import Recorder, phase, record_transfers
@@ -62,7 +63,8 @@ class StreamingBackend:
         from memascend.ops.half_linear import fp16_products_in_fp32
 
         config = self._config
-        self.model = in_memory_model(source, _DTYPES[config.dtype])
+        with SpilledValues(self._folder.parent) as spilled:  # the model is never in memory as a whole
+            self.model = in_memory_model(source, _DTYPES[config.dtype], spilled.take)
         if config.dtype == "fp16":
             self._undo.callback(fp16_products_in_fp32())
         options = MemoryOptions(attention=config.attention, loss=config.loss, checkpointing="none")
