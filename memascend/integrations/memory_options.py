@@ -148,7 +148,7 @@ def apply_memory_options(
         if options.loss is not None:
             _apply_loss(model, options.loss, applied, chunk_bytes)
         if options.checkpointing == "ssd":
-            _apply_ssd(model, options.activations or {}, folder, applied, {"use_reentrant": use_reentrant})
+            _apply_ssd(model, options.activations or {}, folder, applied, allocator, {"use_reentrant": use_reentrant})
         elif options.checkpointing is not None:
             _apply_checkpointing(model, options.checkpointing, applied, allocator, {"use_reentrant": use_reentrant})
     except BaseException:
@@ -276,7 +276,12 @@ def _apply_checkpointing(
 
 
 def _apply_ssd(
-    model: Any, section: Mapping[str, Any], folder: str | None, applied: AppliedOptions, options: dict[str, Any]
+    model: Any,
+    section: Mapping[str, Any],
+    folder: str | None,
+    applied: AppliedOptions,
+    allocator: Allocator | None,
+    options: dict[str, Any],
 ) -> None:
     """The cache lives as long as the model, or until the undo."""
     named = section.get("folder") or folder
@@ -297,7 +302,7 @@ def _apply_ssd(
             "again; call model.gradient_checkpointing_disable() to send all of it"
         )
     where = swap_folder(str(named), "memascend.activations.folder")
-    cache = ActivationCache(DirectTier.in_file(where, owner="activations"), cache_options, fates)
+    cache = ActivationCache(DirectTier.in_file(where, owner="activations"), cache_options, fates, allocator=allocator)
     try:
         detach = attach_cache(model, cache)
     except BaseException:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from memascend.activation.cache import ActivationCache, ActivationError
 from memascend.activation.options import CacheOptions
 from memascend.activation.record import Record, next_plan
+from memascend.activation.staged import StagedTier
 from memascend.storage.tier import Transferred
 
 
@@ -506,5 +507,6 @@ def test_wrong_options_are_one_line(wrong):
 
 
 def test_a_device_without_a_way_to_the_tier_is_refused_in_one_line():
-    with pytest.raises(ValueError, match=r"activations on cuda cannot be offloaded yet: .* checkpointing 'offloaded'"):
-        offloading(device="cuda:0")
+    with pytest.raises(ValueError, match=r"activations on xpu cannot be offloaded yet: .* checkpointing 'offloaded'"):
+        offloading(device="xpu:0")
+    assert isinstance(offloading(device="cuda:0").tier, StagedTier)

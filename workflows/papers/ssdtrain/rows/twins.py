@@ -68,7 +68,7 @@ def _ratio(points: dict[Any, Any], series: str, other: str, batch: int = BATCH) 
 
 def _with_and_without(record: dict[str, Any], model: str, points: dict[Any, Any]) -> Iterator[Row]:
     exhibit, at = "ssdtrain-fig06", {"x_name": "batch", "x_value": str(BATCH)}
-    for series in dict.fromkeys(series for batch, series in points if batch == BATCH):
+    for series in (BASE, SENT):
         point, cells = points[BATCH, series], {"series": series, **at}
         yield _shown(record, exhibit, "activation peak" + SCALED, _peak(record, point), "GiB", **cells)
         yield _shown(record, exhibit, "step time" + OF_TWIN, median(point["seconds"]), "s", **cells)

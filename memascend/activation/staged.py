@@ -1,0 +1,166 @@
+"""A tier for tensors of a device: through page-locked host memory, on a stream of their own, ordered by events.
+
+A write copies the tensor to a host slot behind what the caller's stream has computed, and the slot goes to the tier
+when the copy's event has been reached; a read is the same backwards. Nobody waits: the dispatcher asks for events and
+begins what follows. `most_bytes` bound the slots: what finds no room waits for its turn, reads before writes, and a
+tensor stays on the device until then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memascend.activation.transfer import DeviceStreams
+from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
+from memascend.storage.completion import Completion, Promise, when
+from memascend.storage.tier import Tier, Transferred
+
+OWNER = "activation_staging"
+_MOST_BYTES = 1 << 30
+
+
+class StagedTier:
+    """What an activation cache asks of a tier, for device tensors. Owns `tier`. Thread-safe.
+
+    Completions end when the bytes are on the tier, or on the device for any stream. Errors are the tier's. The tensor
+    of a transfer must not be changed or freed before it has ended. `streams`: of a device, the seam that tests replace.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        allocator: Allocator | None = None,
+        *,
+        most_bytes: int = _MOST_BYTES,
+        streams: Callable[[torch.device], Any] = DeviceStreams,
+    ) -> None:
+        self._tier, self._most_bytes = tier, most_bytes
+        self._allocator = allocator or PageAlignedPinnedAllocator()
+        self._make_streams, self._streams = streams, {}
+        self._lock = threading.Lock()
+        self._used_bytes = self._idle_bytes = self._queued_bytes = 0
+        self._idle: dict[int, list[torch.Tensor]] = defaultdict(list)  # slots by their bytes
+        self._queues: tuple[deque[tuple[int, Promise]], ...] = (deque(), deque())  # reads, writes
+
+    def write(self, key: str, tensor: torch.Tensor) -> Completion:
+        """The contiguous device `tensor` under `key`, as the current stream leaves it."""
+        streams = self._streams_of(tensor.device)
+        computed = streams.current().record_event()
+        with self._lock:
+            self._queued_bytes += tensor.nbytes
+
+        def copied(slot: torch.Tensor) -> Completion:
+            streams.side.wait_event(computed)
+            with streams.on_side():
+                slot.copy_(_as_bytes(tensor), non_blocking=True)
+            reached = streams.side.record_event()
+            return when(reached.query, f"copy of '{key}' to host memory").then(lambda _: self._tier.write(key, slot))
+
+        def end(_: Completion) -> None:
+            with self._lock:
+                self._queued_bytes -= tensor.nbytes
+
+        written = self._staged(tensor.nbytes, copied, which=1)
+        written.add_done_callback(end)
+        return written
+
+    def read(self, key: str, tensor: torch.Tensor) -> Completion:
+        """Fill the contiguous device `tensor`, which the current stream may have let go of something else for."""
+        streams = self._streams_of(tensor.device)
+        freed = streams.current().record_event()
+
+        def come(slot: torch.Tensor) -> Completion:
+            return self._tier.read(key, slot).then(lambda _: copied(slot))
+
+        def copied(slot: torch.Tensor) -> Completion:
+            streams.side.wait_event(freed)
+            with streams.on_side():
+                _as_bytes(tensor).copy_(slot, non_blocking=True)
+            return when(streams.side.record_event().query, f"copy of '{key}' to {tensor.device}")
+
+        return self._staged(tensor.nbytes, come, which=0)
+
+    def erase(self, key: str) -> bool:
+        """After the transfers of it have ended."""
+        return self._tier.erase(key)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._tier.wait(timeout_s)
+
+    @property
+    def free_bytes(self) -> int:
+        return self._tier.free_bytes - self._queued_bytes
+
+    @property
+    def transferred(self) -> Transferred:
+        return self._tier.transferred
+
+    def close(self) -> None:
+        """After all transfers have ended."""
+        self._tier.close()
+        with self._lock:
+            self._idle.clear()
+            self._idle_bytes = 0
+
+    # -- slots ---------------------------------------------------------------------------------------------------------
+
+    def _streams_of(self, device: torch.device) -> Any:
+        with self._lock:
+            if device not in self._streams:
+                self._streams[device] = self._make_streams(device)
+            return self._streams[device]
+
+    def _staged(self, nbytes: int, function: Callable[[torch.Tensor], Completion], *, which: int) -> Completion:
+        """`function` with a slot, as soon as there is room; the slot is free again when it has ended, well or not."""
+        room, slots = Promise(f"room for {nbytes} bytes of staging"), []
+
+        def begin(_: Any) -> Completion:
+            slots.append(self._take(nbytes))
+            return function(slots[0])
+
+        done = room.then(begin)
+        done.add_done_callback(lambda _: self._give(nbytes, slots))
+        with self._lock:
+            self._queues[which].append((nbytes, room))
+        self._serve()
+        return done
+
+    def _serve(self) -> None:
+        """Begin what there is room for, in order; one in any case."""
+        while True:
+            with self._lock:
+                queue = next((queue for queue in self._queues if queue), None)
+                if queue is None or (self._used_bytes and self._used_bytes + queue[0][0] > self._most_bytes):
+                    return
+                nbytes, room = queue.popleft()
+                self._used_bytes += nbytes
+            room.set_result(None)
+
+    def _take(self, nbytes: int) -> torch.Tensor:
+        with self._lock:
+            if self._idle[nbytes]:
+                self._idle_bytes -= nbytes
+                return self._idle[nbytes].pop()
+        return self._allocator.allocate(nbytes, torch.uint8, name="activation staging", owner=OWNER)
+
+    def _give(self, nbytes: int, slots: list[torch.Tensor]) -> None:
+        """Slots of sizes that come no more are let go when others need the room."""
+        with self._lock:
+            self._used_bytes -= nbytes
+            if slots:
+                self._idle[nbytes].append(slots.pop())
+                self._idle_bytes += nbytes
+            for size, idle in self._idle.items():
+                while size != nbytes and idle and self._used_bytes + self._idle_bytes > self._most_bytes:
+                    idle.pop()
+                    self._idle_bytes -= size
+        self._serve()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,201 @@
+"""Device tensors on their way to a tier: order of copies and events, room, errors, gradients. The device is played."""
+
+import contextlib
+import errno
+import threading
+import time
+
+import pytest
+import torch
+
+from memascend.activation.cache import ActivationCache, ActivationError
+from memascend.activation.options import CacheOptions
+from memascend.activation.staged import StagedTier
+from memascend.storage.engine_tiers import DirectTier
+
+MAX_S = 20
+
+
+class Event:
+    def __init__(self, stream):
+        self.stream, self.opened = stream, threading.Event()
+        if stream.open:
+            self.opened.set()
+
+    def query(self):
+        return self.opened.is_set()
+
+
+class Stream:
+    """A stream of a device that is not there; while it is not `open`, no event of it is reached."""
+
+    def __init__(self, name, log):
+        self.name, self.log, self.open, self.events = name, log, True, []
+
+    def record_event(self):
+        self.events.append(Event(self))
+        self.log.append(("record", self.name))
+        return self.events[-1]
+
+    def wait_event(self, event):
+        self.log.append(("wait", self.name, event.stream.name))
+
+    def reach(self):
+        self.open = True
+        for event in self.events:
+            event.opened.set()
+
+
+class Streams:
+    def __init__(self):
+        self.log = []
+        self.side, self._current = Stream("side", self.log), Stream("compute", self.log)
+
+    def current(self):
+        return self._current
+
+    @contextlib.contextmanager
+    def on_side(self):
+        self.log.append(("copy", "side"))
+        yield
+
+
+@pytest.fixture
+def staged(tmp_path):
+    streams = Streams()
+    with contextlib.ExitStack() as stack:
+
+        def make(**options):
+            tier = StagedTier(DirectTier.in_file(tmp_path, "tests"), streams=lambda _: streams, **options)
+            stack.callback(tier.close)
+            return tier, streams
+
+        yield make
+
+
+def test_a_copy_begins_behind_the_caller_s_stream_and_the_tier_after_the_copy(staged):
+    tier, streams = staged()
+    streams.side.open = False
+    tensor = torch.arange(3000, dtype=torch.float32)
+    written = tier.write("a", tensor)
+    while ("copy", "side") not in streams.log:
+        time.sleep(0.001)
+    time.sleep(0.01)
+    assert not written.done()
+    assert tier._tier.size_of("a") is None  # nothing of it has been given to the tier
+    streams.side.reach()
+    written.wait(MAX_S)
+    expected = [("record", "compute"), ("wait", "side", "compute"), ("copy", "side"), ("record", "side")]
+    assert streams.log == expected
+    streams.log.clear()
+    streams.side.open = False
+    read = tier.read("a", out := torch.zeros(3000))
+    while ("copy", "side") not in streams.log:
+        time.sleep(0.001)
+    time.sleep(0.01)
+    assert not read.done()
+    streams.side.reach()
+    read.wait(MAX_S)
+    assert streams.log == expected
+    assert torch.equal(out, tensor)
+
+
+def test_slots_are_bounded_and_used_again_and_what_finds_no_room_waits(staged):
+    tier, streams = staged(most_bytes=3 * 4096)
+    taken, most = tier._allocator.allocate, []
+
+    def counted(*args, **names):
+        most.append(tier._used_bytes)
+        return taken(*args, **names)
+
+    tier._allocator.allocate = counted
+    streams.side.open = False
+    tensors = [torch.full((1024,), float(number)) for number in range(8)]
+    written = [tier.write(str(number), tensor) for number, tensor in enumerate(tensors)]
+    time.sleep(0.05)
+    assert tier._used_bytes == 3 * 4096
+    assert streams.log.count(("copy", "side")) == 3
+    streams.side.reach()
+    for each in written:
+        each.wait(MAX_S)
+    assert len(most) <= 3
+    large = torch.ones(8 * 1024)
+    tier.write("large", large).wait(MAX_S)  # more than there may be: alone
+    for number, tensor in enumerate(tensors):
+        tier.read(str(number), out := torch.empty(1024)).wait(MAX_S)
+        assert torch.equal(out, tensor)
+    while tier._used_bytes:
+        time.sleep(0.001)
+    assert tier._idle_bytes <= 8 * 4096
+
+
+def test_an_error_of_the_tier_is_the_transfer_s_and_its_slot_is_free_again(tmp_path, staged):
+    tier, _ = staged()
+    with pytest.raises(ValueError, match="no such tensor"):
+        tier.read("nothing", torch.empty(1024)).wait(MAX_S)
+    stock = tier._tier.write
+    tier._tier.write = lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "failed"))
+    with pytest.raises(OSError, match="failed"):
+        tier.write("a", torch.ones(1024)).wait(MAX_S)
+    tier._tier.write = stock
+    tier.write("a", torch.ones(1024)).wait(MAX_S)
+    while tier._used_bytes:
+        time.sleep(0.001)
+    assert tier._queued_bytes == 0
+
+
+def net():
+    torch.manual_seed(0)
+    layers = [part for _ in range(4) for part in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+    return torch.nn.Sequential(*layers)
+
+
+def gradients(model):
+    x = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
+    model(x.requires_grad_()).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_a_cache_over_it_has_the_gradients_of_keeping_everything_and_names_what_is_lost(staged):
+    expected = gradients(net())
+    options = CacheOptions(amount="all", minimum_bytes=4096, reserve_bytes=0, device="cpu", prefetch_bytes=1)
+    tier, _ = staged(most_bytes=300_000)
+    cache = ActivationCache(tier, options)
+    with cache.active():
+        for _ in range(3):
+            assert all(torch.equal(a, b) for a, b in zip(gradients(net()), expected, strict=True))
+    assert cache.statistics.written > 3 * 512 * 64 * 4
+    tier._tier.write = lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "failed"))
+    with cache.active():
+        loss = net()(torch.randn(512, 64, requires_grad=True)).square().mean()
+        while any(saved.writing is not None for saved in tuple(cache._live)):
+            time.sleep(0.001)
+        with pytest.raises(ActivationError, match=r"activation .* is lost: .*failed"):
+            loss.backward()
+
+
+@pytest.mark.gpu
+def test_gradients_on_a_gpu_are_those_of_keeping_everything_and_the_device_holds_less(tmp_path):
+    import memascend
+
+    def one(cache=None):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(16))).cuda()
+        x = torch.randn(4096, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+        for _ in range(2):  # the second step knows the first one's sizes
+            model.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            loss = model(x).square().mean()
+            while cache is not None and any(saved.writing is not None for saved in tuple(cache._live)):
+                time.sleep(0.001)
+            held = torch.cuda.memory_allocated()
+            loss.backward()
+        return held, [p.grad.clone() for p in model.parameters()]
+
+    kept, expected = one()
+    with memascend.offload_activations(tmp_path, amount="all", reserve_bytes=0, device="cuda") as cache:
+        sent, found = one(cache)
+        assert cache.statistics.read > 0
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert sent < kept - 8 * 4096 * 2048 * 4
