@@ -7,11 +7,14 @@ from pathlib import Path
 from memascend.doctor import probe
 from memascend.doctor.speed import device_speed, memory_speed
 from memascend.memory.cgroup import host_memory
+from memascend.memory.topology import Topology
 from memascend.planner.machine import Machine
+from memascend.planner.node_memory import described_nodes
 
 
-def local_machine(nvme: Path | None = None) -> Machine:
-    """What this machine has; with a folder its SSD is tried for a few seconds (up to 1 GiB, deleted at once).
+def local_machine(nvme: Path | None = None, topology: Topology | None = None) -> Machine:
+    """What this machine has; with a folder its SSD is tried for a few seconds (up to 1 GiB, deleted at once). Memory
+    nodes, where there are several, are those of `topology` (default: the kernel's); their rates are the firmware's.
 
     Without a GPU the rates of one are None, and then no time can be given. Raises ValueError, in one line, where the
     folder cannot be written.
@@ -32,6 +35,7 @@ def local_machine(nvme: Path | None = None) -> Machine:
     first = found[0] if found else None
     if first is not None:
         sources |= {"gpu_flops_per_s": f"data sheet of {first.name}", "pcie_bytes_per_s": "nvidia-smi"}
+    nodes = described_nodes(topology or Topology.read())
     return Machine(
         name="local",
         gpus=len(found) or 1,
@@ -42,5 +46,6 @@ def local_machine(nvme: Path | None = None) -> Machine:
         ssd_write_bytes_per_s=write,
         memory_bytes_per_s=memory_speed(),
         ram_bytes=host_memory().limit_bytes,
+        described={"memory_nodes": nodes} if len(nodes) > 1 else {},
         sources=sources,
     )

@@ -15,6 +15,8 @@ from memascend.memory.policies import Placement
 MASTERS, MOMENTUM, VARIANCE, GRADIENTS = "master_weights", "momentum", "variance", "gradients"
 WEIGHTS, ACTIVATIONS, ARRIVING = "weights", "activations", "arriving_gradients"
 
+FLAT_BUFFER = "gradient_flat_buffer"
+
 # By level, and within one by bytes that a step moves for each that is stored: masters and moments are read and written.
 LEVELS: Mapping[str, int] = {
     MASTERS: 1,
@@ -29,7 +31,7 @@ CLASSES = tuple(LEVELS)
 
 # Owners of ledger entries whose name is not their class.
 _OF_OWNER = {
-    "gradient_flat_buffer": ARRIVING,  # stored by the GPU; converted, or written to the SSD, after backward
+    FLAT_BUFFER: ARRIVING,  # stored by the GPU; converted, or written to the SSD, after backward
     "adam_states": MOMENTUM,
     "in_memory_optimizer": MASTERS,  # of a plan: masters and moments of sub-groups too small to swap
     "optimizer_buffers": MASTERS,  # master, moments and gradient of a sub-group, on their way from the SSD
@@ -41,8 +43,11 @@ _OF_OWNER = {
 }
 
 
-def class_of(owner: str) -> str | None:
-    """The class of what an owner of ledger entries holds; None for what is no tensor of the training."""
+def class_of(owner: str, *, kept_gradients: bool = False) -> str | None:
+    """The class of what an owner of ledger entries holds; None for what is no tensor of the training. With
+    `kept_gradients` the optimizer reads gradients from the flat buffer itself, so the CPU computes on it (level 1)."""
+    if kept_gradients and owner == FLAT_BUFFER:
+        return GRADIENTS
     return owner if owner in LEVELS else _OF_OWNER.get(owner)
 
 
@@ -53,6 +58,7 @@ class ByClass:
 
     placements: Mapping[str, Placement]
     otherwise: Placement | None = None
+    kept_gradients: bool = False  # see `class_of`
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.placements) - set(LEVELS))
@@ -61,7 +67,7 @@ class ByClass:
 
     def of(self, owner: str) -> Placement | None:
         """Where a buffer of this owner goes."""
-        found = class_of(owner)
+        found = class_of(owner, kept_gradients=self.kept_gradients)
         return self.otherwise if found is None else self.placements.get(found, self.otherwise)
 
     def __str__(self) -> str:

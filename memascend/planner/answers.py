@@ -141,7 +141,7 @@ def answer(
         others=tuple(_others(work)),
         choice=_choice(work, machine, limits.gpu_bytes) if time else None,
         paths=tuple(paths),
-        nodes=_nodes(host, machine, placement or work.arrangement.placement),
+        nodes=_nodes(host, machine, placement or work.arrangement.placement, not work.arrangement.swaps_gradients),
     )
 
 
@@ -151,13 +151,13 @@ def _choice(work: Workload, machine: Machine, gpu_bytes: float | None) -> Choice
     return choose(work, machine, activation_room(work, gpu_bytes))
 
 
-def _nodes(host: Plan, machine: Machine | None, policy: str | None) -> NodePlan | None:
+def _nodes(host: Plan, machine: Machine | None, policy: str | None, kept_gradients: bool) -> NodePlan | None:
     described = machine.described.get("memory_nodes") if machine else None
     if not described or len(described) < 2:
         return None
     topology = topology_of(machine.described, machine.name)
-    names = {number: str(entry.get("name", number)) for number, entry in enumerate(described)}
-    return place(host.entries, topology, policy, names)
+    names = {number: str(entry.get("name", number)) for number, entry in zip(topology.nodes, described, strict=True)}
+    return place(host.entries, topology, policy, names, kept_gradients=kept_gradients)
 
 
 def _others(work: Workload) -> Iterator[Plan]:

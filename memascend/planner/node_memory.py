@@ -48,8 +48,25 @@ class NodePlan:
         return not self.refused and not self.overfull
 
 
+def described_nodes(topology: Topology) -> list[dict[str, Any]]:
+    """The nodes with memory that this process may use, as a testbed lists them under `memory_nodes`."""
+    entries = []
+    for number, node in topology.nodes.items():
+        if node.total_bytes and number in topology.allowed:
+            kind = "cxl" if node.memory_only else "dram"
+            size = {"memory_gib": node.total_bytes / GIB}
+            entry: dict[str, Any] = {"name": f"node{number}", "number": number, "kind": kind, **size}
+            if node.bandwidth_bytes_per_s:
+                entry["gb_per_s"] = node.bandwidth_bytes_per_s / 1e9
+            if node.latency_ns:
+                entry["latency_ns"] = node.latency_ns
+            entries.append(entry)
+    return entries
+
+
 def topology_of(described: Mapping[str, Any], where: str = "testbed") -> Topology:
-    """The memory nodes of a testbed, numbered as they are listed. ValueError in one line for what is no node."""
+    """The memory nodes of a testbed, numbered as they are listed unless they say a number. ValueError in one line for
+    what is no node."""
     nodes = []
     for number, entry in enumerate(described.get("memory_nodes") or ()):
         place = f"{where}: memory_nodes.{number}"
@@ -58,6 +75,7 @@ def topology_of(described: Mapping[str, Any], where: str = "testbed") -> Topolog
         size, rate = (_number(entry, key, place) for key in ("memory_gib", "gb_per_s"))
         if size is None:
             raise ValueError(f"{place}: memory_gib is needed")
+        number = entry.get("number", number)
         nodes.append(
             Node(
                 number=number,
@@ -73,15 +91,21 @@ def topology_of(described: Mapping[str, Any], where: str = "testbed") -> Topolog
 
 
 def place(
-    entries: Iterable[LedgerEntry], topology: Topology, policy: str | None, names: Mapping[int, str] | None = None
+    entries: Iterable[LedgerEntry],
+    topology: Topology,
+    policy: str | None,
+    names: Mapping[int, str] | None = None,
+    *,
+    kept_gradients: bool = False,
 ) -> NodePlan:
-    """Where the host's entries of a plan go; `policy`: text of a `placement:`, None: latency first."""
+    """Where the host's entries of a plan go; `policy`: text of a `placement:`, None: latency first; `kept_gradients`:
+    as `class_of` takes it."""
     chosen = PlacementPolicy.parse(policy or LATENCY_FIRST)
     capacity = {number: node.total_bytes for number, node in topology.nodes.items()}
     sizes: dict[str, int] = {}
     for entry in entries:
         if entry.role == HOST:
-            name = class_of(entry.owner) or OTHER
+            name = class_of(entry.owner, kept_gradients=kept_gradients) or OTHER
             sizes[name] = sizes.get(name, 0) + entry.reserved_bytes
     other = sizes.pop(OTHER, 0)
     common: dict[str, Any] = {

@@ -84,7 +84,7 @@ def _resources(testbed: Mapping[str, Any], gpus: int) -> dict[str, Resource]:
     for path in testbed.get("paths") or []:
         found[path["name"]] = _path(path["read_gb_per_s"], path["write_gb_per_s"], duplex=path["duplex"])
     for node in testbed.get("memory_nodes") or []:
-        if node["kind"] == "cxl":
+        if node["kind"] == "cxl" and "gb_per_s" in node:
             found[node["name"]] = Shared(rate=_value(node["gb_per_s"]) * _GB)
     return found
 

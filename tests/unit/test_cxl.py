@@ -9,6 +9,7 @@ from baselines.cxl.scenarios import AS_PUBLISHED, AS_TEXT, GIB, NEMO_12B, OURS, 
 from memascend import cli
 from memascend.memory.classes import MASTERS, WEIGHTS
 from memascend.memory.ledger import Ledger
+from memascend.memory.topology import Node, Topology
 from memascend.planner.node_memory import OTHER, place, topology_of
 from memascend.training import systems
 from memascend.training.config import TrainConfig
@@ -102,6 +103,30 @@ def test_a_plan_never_puts_more_on_a_node_than_it_has():
     assert gib(made.placed[MASTERS]) == {0: 2.4, 1: 0.6}  # of 2.5 GiB, by the bandwidths 200 and 50
     assert gib(made.placed[WEIGHTS]) == {0: 0.1, 1: 1.9}
     assert made.used(0) <= 4 * GIB
+
+
+def test_kept_gradients_are_of_the_first_level_and_arriving_ones_of_the_last():
+    entries = booked(gradient_flat_buffer=3, parameter_flat_buffer=4)
+    kept = place(entries, topology_of(NODES), "latency_first", kept_gradients=True)
+    assert (set(kept.placed), gib(kept.placed["gradients"])) == ({"gradients", WEIGHTS}, {0: 3.0})
+    arriving = place(entries, topology_of(NODES), "latency_first")
+    assert gib(arriving.placed["arriving_gradients"]) == {1: 3.0}
+
+
+def test_a_plan_for_this_machine_takes_its_memory_nodes(capsys, monkeypatch):
+    nodes = [
+        Node(number=0, cpus="0-1", total_bytes=200 * GIB, available_bytes=GIB, distances={0: 10}),
+        Node(number=2, total_bytes=300 * GIB, available_bytes=GIB, distances={2: 10}, bandwidth_bytes_per_s=3e10),
+        Node(number=3, cpus="2", distances={3: 10}),
+    ]
+    monkeypatch.setattr(Topology, "read", lambda: Topology.of(*nodes))
+    arguments = ["plan", "--model", "qwen2.5-7b", "--system", "cxl", "--testbed", "local", "--json"]
+    cli.main(arguments)  # whether it fits is this machine's limit's to say
+    made = json.loads(capsys.readouterr().out)["memory_nodes"]
+    assert [(node["name"], node["capacity_bytes"] / GIB) for node in made["nodes"]] == [("node0", 200), ("node2", 300)]
+    monkeypatch.setattr(Topology, "read", lambda: Topology.of(nodes[0]))
+    cli.main(arguments)
+    assert json.loads(capsys.readouterr().out)["memory_nodes"] is None
 
 
 def test_a_plan_that_a_policy_cannot_hold_says_so():

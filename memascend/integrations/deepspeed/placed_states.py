@@ -8,6 +8,7 @@ gradients, small parameters, swap buffers) comes from that allocator already. It
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,7 +36,9 @@ class PlacedStates:
                 "memascend.placement: 'latency_first' plans states in host memory, and zero_optimization."
                 "offload_optimizer.device is not 'cpu': set it, or name nodes, as {master_weights: 0, weights: 1}"
             )
-        allocator.placement = policy.resolve(sizes or {}, Topology.read())
+        placement = policy.resolve(sizes or {}, Topology.read())
+        kept = sizes is None and self.settings.parts.gradients == "kept"
+        allocator.placement = placement and replace(placement, kept_gradients=kept)
         super().__init__(module, init_optimizer, *args, **kwargs)
 
     def _create_fp32_partitions(self) -> None:
