@@ -10,6 +10,7 @@ from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.memory.placement import on_node
 from memascend.memory.topology import Topology
+from memascend.ops import adamw
 from memascend.simulator import Recorder
 from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter
 from memascend.training import backends, report, systems
@@ -55,6 +56,25 @@ def test_every_backend_is_found_by_its_name():
     assert backends.load("in_memory") is InMemoryBackend
     with pytest.raises(ValueError, match="there is no backend 'nothing'; known: deepspeed, in_memory"):
         backends.load("nothing")
+
+
+def test_half_precision_gradients_are_converted_as_the_kernel_reads_them(monkeypatch):
+    """No copy in fp32 is made of them, and the bits are those of one."""
+    stock, seen = adamw.adamw_, []
+
+    def trained(copies):
+        def update(param, grad, *args, **options):
+            seen.append(grad.dtype)
+            return stock(param, grad.float() if copies else grad, *args, **options)
+
+        monkeypatch.setattr(adamw, "adamw_", update)
+        backend = built("memascend", dtype="bf16", gradients="bf16")
+        return steps(backend, 3), weights(backend)
+
+    results = [trained(copies) for copies in (False, True)]
+    assert set(seen) == {torch.bfloat16}
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(tensor, results[1][1][name]) for name, tensor in results[0][1].items())
 
 
 def test_activations_on_the_ssd_change_no_bit_and_their_bytes_are_a_step_s(tmp_path):

@@ -114,9 +114,12 @@ class MemAscendUpdate(_Unscaling):
 
         if self.clip > 0:
             scale *= max(1.0, (float(norm) / scale + 1e-6) / self.clip)
+        gradient, states = group.gradient, group.master.dtype
+        if gradient.itemsize > states.itemsize:
+            gradient = gradient.to(states)  # narrower ones are converted as the kernel reads them (MLP-Offload 3.2)
         adamw_(
             group.master,
-            group.gradient.to(group.master.dtype),
+            gradient,
             group.exp_avg,
             group.exp_avg_sq,
             step=step,
