@@ -260,6 +260,7 @@ class Configuration:
         texts = [Path(path).read_text() for path in testbeds]
         own = [Path("workflows/papers/releases.yaml"), *sorted(Path("workflows/papers", paper).glob("*.yaml"))]
         drawn = ("exhibits.yaml", "figures.yaml", "captions.yaml", "claims.yaml", "errata.yaml")
+        own += [path for path in sorted(Path(self.published).glob("*.csv")) if path.stem.replace("_", "") == paper]
         texts += [path.read_text() for path in own if path.name not in drawn]
         systems = tuple(sorted(path.parent.name for path in Path("baselines").glob("*/system.yaml")))
         return self.code(f"workflows.papers.{paper}.rows", systems, None, texts)

@@ -18,17 +18,10 @@ from baselines.lohan.equations import (
     policy_bytes,
 )
 from workflows.cases import Row
-from workflows.papers.lohan.rows.settings import PAPER, net, rates, shown
+from workflows.papers.lohan.rows.settings import PAPER, net, published, rates, shown
 
 SWAPPED = "swapped activations (GB)"
 ROOMS = (0, 100, 200)  # GiB of main memory for activations
-TABLE_V = {  # main memory in GB -> batch of each policy as printed
-    "LoHan+ZeRO": {128: 16, 256: 24, 512: 32},
-    "LoHan+Cap": {128: 16, 256: 24, 512: 32},
-    "LoHan+G10": {128: 32, 256: 32, 512: 32},
-    "LoHan+CM": {256: 24, 512: 32},
-    "LoHan+Optimized": {128: 32, 256: 32, 512: 32},
-}
 
 
 def rows() -> Iterator[Row]:
@@ -105,12 +98,12 @@ def volumes_of_fig_9b() -> Iterator[Row]:
 def policies() -> Iterator[Row]:
     """70B at the batches of Table V; main memory for activations is assumed."""
     share = PAPER.value("memory_for_activations")
-    for policy, batches in TABLE_V.items():
-        for memory in (128, 256, 512):
-            cells = {"series": policy, "model": "70B", "x_name": "main_memory_GB", "x_value": str(memory)}
-            known: Rates = rates(room=share * memory * GIB)
-            n = net("70B", batches.get(memory, 24))
-            swapped = policy_bytes(policy, n, known) if memory in batches else None
-            value = "Failed" if swapped is None else n.tokens / iteration_s(n, known, swapped)
-            source = "the policy's volume in Eq. 1; simulated from its description"
-            yield shown("lohan-fig09a", "throughput", value, "token/s", source, **cells)
+    for (printed, memory), batch in published("lohan-tab05", "batch_size").items():
+        policy = printed.replace("LoHan+DS", "LoHan+ZeRO")  # as the figure's legend calls it
+        cells = {"series": policy, "model": "70B", "x_name": "main_memory_GB", "x_value": memory}
+        known: Rates = rates(room=share * int(memory) * GIB)
+        n = net("70B", int(batch) if batch != "Failed" else 24)
+        swapped = policy_bytes(policy, n, known) if batch != "Failed" else None
+        value = "Failed" if swapped is None else n.tokens / iteration_s(n, known, swapped)
+        source = "the policy's volume in Eq. 1; simulated from its description"
+        yield shown("lohan-fig09a", "throughput", value, "token/s", source, **cells)

@@ -17,6 +17,7 @@ from workflows.papers.lohan.rows.settings import (
     PLAYED,
     ZERO,
     net,
+    published,
     rates,
     shown,
     step,
@@ -27,7 +28,6 @@ SIZE, BATCH = "13B", 32
 SERVERS = {"pcie0.down": "PCIe_M2G", "pcie0.up": "PCIe_G2M", "ssd": "PCIe_SSD"}
 LINES = {"gpu0": "GPU", "pcie0.up": "GPU to memory", "pcie0.down": "memory to GPU", "ssd.read": "SSD read"}
 LINES |= {"ssd.write": "SSD write", "cpu": "CPU Adam"}
-PRINTED_STAGE_S = {"forward": 14.0, "backward": 26.0, "iteration": 63.0}  # Fig. 1a: what shares are of
 SWAPPED = 34e9  # Fig. 1c
 
 
@@ -102,18 +102,23 @@ def formulas() -> Iterator[Row]:
         exhibit, "activation_offload_time", n.between_blocks / r.link, "s", "2 s b h L / BW_G", **cells, **batch
     )
     yield shown(exhibit, "gpu_recompute_time", again, "s", "FLOP of the blocks / THP_G", **cells, **batch)
-    share = 100 * again / PRINTED_STAGE_S["backward"]
+    share = 100 * again / printed_s()["backward"]
     yield shown(exhibit, "recompute_share_of_backward", share, "%", "of the printed 26 s", **cells, **batch)
     both = backward_terms(n, r, n.between_blocks)["GPU"]
     yield shown(exhibit, "gpu_compute_time", both, "s", "(2 FLOP_f + FLOP_r) / THP_G", **cells, **stage)
     forward = {"x_name": "stage", "x_value": "forward"}
     for name, nbytes in (("PCIe_M2G", 2 * n.parameters), ("PCIe_G2M", n.between_blocks)):
-        busy = 100 * nbytes / r.link / PRINTED_STAGE_S["forward"]
+        busy = 100 * nbytes / r.link / printed_s()["forward"]
         metric = f"{name}_utilisation, of the printed time"
         yield shown(exhibit, metric, busy, "%", "bytes of Table II / BW_G / 14 s", **cells, **forward)
-    busy = 100 * (n.forward_flops / r.gpu + both) / PRINTED_STAGE_S["iteration"]
+    busy = 100 * (n.forward_flops / r.gpu + both) / sum(printed_s().values())
     source = "(3 FLOP_f + FLOP_r) / THP_G over the printed 63 s"
     yield shown("lohan-fig02b", "gpu_busy, of the printed time", busy, "%", source, **cells, **batch)
+
+
+def printed_s() -> dict[str, float]:
+    """Stages of Fig. 1a: what shares are of."""
+    return {stage: float(value) for (_, stage), value in published("lohan-fig01a", "stage_time").items()}
 
 
 def g10() -> Iterator[Row]:

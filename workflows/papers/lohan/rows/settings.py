@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from functools import cache
 
@@ -9,6 +10,7 @@ from baselines.lohan.equations import GIB, Net, Rates
 from memascend.planner.machine import Machine
 from memascend.planner.step_time import StepTime
 from workflows.played import Paper, machine
+from workflows.registry import ROOT
 
 T4090, T3090, T4080, T4X = "lohan-4090", "lohan-3090", "lohan-4080", "lohan-4x4090"
 PAPER = Paper("lohan", testbed=T4090)
@@ -30,6 +32,14 @@ ARMS = {
 }
 TABLE_IV = ("6B", "13B", "30B", "70B", "135B", "175B", "276B", "412B")
 EQUATIONS, PLAYED = "Eqs. 1 to 5", "memascend.planner.step_time"
+
+
+@cache
+def published(exhibit: str, metric: str) -> dict[tuple[str, str], str]:
+    """(series, x) -> value as printed, in the order of the paper."""
+    with (ROOT / "results/published/lohan.csv").open(newline="") as file:
+        lines = [line for line in csv.DictReader(file) if (line["exhibit_id"], line["metric"]) == (exhibit, metric)]
+    return {(line["series"], line["x_value"]): line["value"] for line in lines}
 
 
 @cache
