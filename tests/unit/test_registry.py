@@ -153,6 +153,7 @@ def test_expected_values_are_printed_numbers():
         "memascend-fig13-fused-adds-nothing",
         "memascend-fig14-write-largest",  # 304,604,779 ns over 266,212.637 us
         "memascend-fig09-memascend-is-linear",  # "linearly": all of Equation 1, no more
+        "memascend-eq01-memascend-adds-nothing",  # V-B: the increase is almost entirely due to the context
         "memascend-fig09-zero-infinity-plateau",  # "identical": no difference
         "memascend-fig19-training-loss",
         "memascend-fig19-evaluation-loss",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from workflows.cases import Row, join_seeds
-from workflows.papers.memascend.rows import checks, machines, measured_times, memory, nvme, sweeps, times
+from workflows.papers.memascend.rows import checks, data_flow, machines, measured_times, memory, nvme, sweeps, times
 from workflows.records import Run
 
 
@@ -15,6 +15,7 @@ def modelled() -> Iterator[Row]:
     yield from memory.planned()
     yield from sweeps.planned()
     yield from times.rows()
+    yield from data_flow.rows()
 
 
 def measured(records: list[dict[str, Any]]) -> Iterator[Row]:

@@ -35,6 +35,7 @@ from workflows.papers.memascend.rows.settings import (
 from workflows.records import Run
 from workflows.tidy import AS_PUBLISHED, MEMASCEND
 
+CHECKPOINTS = "activation checkpoints in system memory"
 HYPOTHESIS = "peak system memory, hypothesis H1"
 LONGEST, LARGEST = CONTEXTS[-1], 32  # the model's own limit, and the batch that stores as much: the paper's last ones
 # Grids that the averages of Fig. 16 might be over (erratum M8); the paper states none.
@@ -76,6 +77,22 @@ def planned() -> Iterator[Row]:
         yield from averages("memascend-fig16", contexts, **at)
         yield from drawn("memascend-fig17", sizes, AT_BATCH, **at)
     yield from planned_fig18()
+    yield from equation_1()
+
+
+def equation_1() -> Iterator[Row]:
+    """The formula without P_m for Qwen2.5-7B at batch 1, and what each system's allocator makes of it (P_m)."""
+    exhibit, spec = "memascend-eq01", model_spec("qwen2.5-7b")
+    for context in CONTEXTS:
+        at = {"x_name": AT_CONTEXT, "x_value": str(context)}
+        stored = GPUS * context * spec.layers * spec.hidden * 2
+        cells = {"testbed": C1, "model": spec.display, "series": "Equation 1 without P_m"} | at
+        yield row(exhibit, CHECKPOINTS, stored / GIB, "GiB", "modelled", "Ng B C L H F16", **cells)
+        for case in pair("qwen2.5-7b", C1, ranks=GPUS):
+            reserved = checkpoint_bytes(replace(case.made.work, context=context))
+            yield of_case(exhibit, case, CHECKPOINTS, reserved / GIB, "GiB", "what the allocator reserves", **at)
+            added = 100 * (reserved - stored) / stored
+            yield of_case(exhibit, case, "pinned overhead P_m", added, "%", "reserved over Ng B C L H F16", **at)
 
 
 def axes(model: str) -> tuple[tuple[str, Iterable[int]], ...]:

@@ -1,0 +1,43 @@
+"""MemAscend Fig. 1: where parameters and gradients go in ZeRO-Infinity's backward pass, played."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from memascend.planner import Workload, model_spec
+from memascend.planner.step_time import step_time
+from memascend.planner.workload import papers
+from memascend.simulator.trace import Event
+from workflows.cases import Row, row
+from workflows.papers.memascend.rows.settings import C1, CONTEXT
+from workflows.played import machine, spans
+
+BLOCKS, RANKS = 4, 3  # the paper draws three ranks and leaves n open
+LINES = {
+    "ssd.read": "SSD, read",
+    "pcie0.down": "PCIe to GPU 0",
+    "gpu0": "GPU 0",
+    "pcie0.up": "PCIe to the host",
+    "ssd.write": "SSD, written",
+    "cpu": "CPU (optimizer)",
+}
+
+
+def rows() -> Iterator[Row]:
+    """A bar for a block on each resource of rank 0, from the begin of backward."""
+    spec = replace(model_spec("llama3.1-8b"), layers=BLOCKS)
+    work = Workload(spec=spec, system="zero_infinity", dtype="fp16", ranks=RANKS, batch=1, context=CONTEXT)
+    played = step_time(papers(work), machine(C1)).played
+    begun = dict(played.phases())["backward"][0]
+
+    def named(event: Event) -> tuple[str, str] | None:
+        block = event.name.partition("block ")[2].partition(".")[0]
+        if event.phase != "backward" or not block or event.resource not in LINES:
+            return None
+        return LINES[event.resource], f"B{int(block) + 1}"
+
+    for (series, name), (begin, end) in spans(played.events, named).items():
+        cells = {"series": series, "model": f"{BLOCKS} blocks of Llama3.1-8B", "x_name": "begin (s)"}
+        cells |= {"testbed": C1, "x_value": f"{begin - begun:.6g}"}
+        yield row("memascend-fig01", name, end - begin, "s", "modelled", "memascend.simulator: one step", **cells)
