@@ -39,6 +39,9 @@ class System(Protocol):
         `step` is a `memascend.planner.step.Step`.
         """
 
+    def defaults(self, arm: str) -> Mapping[str, Any]:
+        """Keys of a training's configuration that an arm takes where the user names none."""
+
     def refuse(self, config: Any) -> None:
         """ValueError, in one line, for keys of a `memascend.training.config.TrainConfig` that it cannot follow."""
 
@@ -77,6 +80,11 @@ def load(name: str, arm: str | None = None) -> System:
 
 def default_arm(name: str) -> str:
     return next(iter(load(name).arms))
+
+
+def own_defaults(name: str, arm: str | None) -> Mapping[str, Any]:
+    """Keys of a training's configuration that an arm takes where the user names none. Raises as `load` does."""
+    return load(name, arm).defaults(arm_of(name, arm))
 
 
 def arm_of(name: str, arm: str | None) -> str:

@@ -48,6 +48,10 @@ class PlannedSystem(Described):
     tasks: Callable[[Step], None] | None = None  # None: its steps are not simulated yet
     chooses_fates: bool = False  # its schedule follows `Workload.fates`
 
+    def defaults(self, arm: str) -> Mapping[str, Any]:
+        """Keys of a training's configuration that an arm takes where the user names none."""
+        return {}
+
     def footprint(self, build: RankFootprint) -> None:
         """Every buffer of one rank at the worst instant of a step."""
         self.buffers(build)

@@ -33,6 +33,9 @@ _ARMS["as_published"] = Arrangement(label="SSDTrain (as published)", states_on="
 class SSDTrain(PlannedSystem):
     """One process. An arm is what becomes of activations, and has to agree with the run's `checkpointing`."""
 
+    def defaults(self, arm: str) -> dict[str, Any]:
+        return {"checkpointing": _CHECKPOINTING[arm]} if arm in _CHECKPOINTING else {}
+
     def refuse(self, config: TrainConfig) -> None:
         arm = config.arm or next(iter(_ARMS))
         wanted = _CHECKPOINTING[arm]

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 KEY = "host_memory"
 _GIB = 2**30
-_UNITS = {"b": 1}
+_UNITS = {"": 1, "b": 1}
+_LEAST_PLAIN_NUMBER = 1024  # below it a number without a unit was meant in GiB
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
@@ -80,12 +81,14 @@ def parse_bytes(amount: str | int, what: str = KEY) -> int:
     read as the one and some as the other.
     """
     if isinstance(amount, int) and not isinstance(amount, bool):
-        size, unit = float(amount), "b"
+        size, unit = float(amount), ""
     else:
         found = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else None
-        size, unit = (float(found[1]), found[2].lower() or "b") if found else (math.nan, "")
+        size, unit = (float(found[1]), found[2].lower()) if found else (math.nan, "")
     if unit not in _UNITS or not size * _UNITS[unit] >= 1:
         raise ValueError(f"{what}: {amount!r} is no amount of memory: write 24GiB, 24GB, 512MiB or bytes")
+    if not unit and size < _LEAST_PLAIN_NUMBER:
+        raise ValueError(f"{what}: {amount!r} is a number of bytes, and so few are a mistake: write {size:g}GiB")
     return amount if isinstance(amount, int) else int(size * _UNITS[unit])
 
 

@@ -19,7 +19,7 @@ from memascend.planner.derived_sizes import io_settings
 from memascend.planner.options import DEFAULT_STACK, MODEL_OPTIONS, Stack, default_context
 from memascend.planner.spec import ModelSpec, model_spec
 from memascend.planner.workload import SwapSizes, Workload
-from memascend.systems import arrangement
+from memascend.systems import arrangement, own_defaults
 
 _GIB = 2**30
 _LARGEST_COUNT = 10**8  # far beyond any run, and products of two still fit 64 bits with the model's sizes
@@ -181,7 +181,8 @@ def _workload(options: argparse.Namespace) -> Workload:
     if options.ds_config is not None:
         work = _configured(options, spec)
         return replace(work, host_memory=budget) if budget else work
-    for name, preset in _PRESETS.items():
+    own = own_defaults(options.system or _PRESETS["system"], options.arm)
+    for name, preset in {**_PRESETS, **own}.items():
         if getattr(options, name) is None:
             setattr(options, name, preset)
     return Workload(

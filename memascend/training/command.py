@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from memascend.training import config as configs
+from memascend.training import systems
 
 
 def add_train(commands: Any) -> None:
@@ -69,7 +70,7 @@ def _train(options: argparse.Namespace) -> NoReturn:
     resume = bool(options.resume)
     if resume and "model" not in wanted and "output" not in wanted:
         raise ValueError("--resume needs the run's folder: name it with --output")
-    config = configs.complete({"model": "?", "data": ["?"], **wanted} if resume else wanted)
+    config = configs.complete({"model": "?", "data": ["?"], **wanted} if resume else systems.with_defaults(wanted))
     from memascend.training.launch import join, launch
 
     start = join if "RANK" in os.environ and "WORLD_SIZE" in os.environ else launch
@@ -80,7 +81,7 @@ def _verify(options: argparse.Namespace) -> tuple[str, int]:
     wanted = _wanted(options)
     if options.steps is None:  # a configuration's are those of the whole training
         wanted.pop("steps", None)
-    config = configs.complete(wanted)
+    config = configs.complete(systems.with_defaults(wanted))
     from memascend.training import verify
 
     output = Path(config.output).absolute() if config.output else None

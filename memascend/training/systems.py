@@ -6,15 +6,25 @@ Systems are found by entry point (`memascend.systems`). No torch here.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from memascend import systems
 from memascend.training.backends import Setup
+from memascend.training.config import TrainConfig
 
 
 def setup(config: Any, prepared: dict[str, Any], run_id: str, swap: str) -> Setup:
     """Of a checked `config`; `swap`: the folder for swap files, if the setup has any."""
     return systems.load(config.system, config.arm).trainer(config, prepared, run_id, swap)
+
+
+def with_defaults(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that a user set, and beside them those that the system's arm takes by default.
+
+    Raises ValueError for a system or an arm that is not there.
+    """
+    return {**systems.own_defaults(wanted.get("system", TrainConfig.system), wanted.get("arm")), **wanted}
 
 
 def check(config: Any) -> None:

@@ -44,7 +44,13 @@ def test_other_amounts_are_refused_with_the_key_and_an_example(amount):
     assert "\n" not in str(refused.value)
 
 
-@given(st.integers(1, 2**62))
+@pytest.mark.parametrize("amount", ["4", 64, "1000"])
+def test_a_few_bytes_without_a_unit_are_taken_for_a_forgotten_unit(amount):
+    with pytest.raises(ValueError, match=rf"number of bytes, and so few are a mistake: write {amount}GiB"):
+        parse_bytes(amount)
+
+
+@given(st.integers(1024, 2**62))
 def test_whole_bytes_are_kept_to_the_byte(nbytes):
     assert parse_bytes(nbytes) == nbytes
 
@@ -70,7 +76,7 @@ def test_a_machines_budget_is_divided_by_its_ranks(monkeypatch):
     with pytest.raises(HostBudgetExceeded, match=r"budget of 2\.00 GiB \(this rank's share of 8\.00 GiB\).*9\.00GiB"):
         budget.check("x", "pool", 2**30, {"optimizer": 2**30 + 2**28})
     with pytest.raises(ValueError, match="0 bytes over 4 ranks leave none"):
-        HostBudget.of_machine(3)
+        HostBudget.of_machine("3B")
 
 
 @pytest.mark.parametrize("make", [PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator])

@@ -105,3 +105,11 @@ def test_an_arm_of_ssdtrain_is_what_becomes_of_activations():
         systems.check(dataclasses.replace(CONFIG, arm="hybrid", checkpointing="ssd", activations="all", **run))
     with pytest.raises(ValueError, match="'ssdtrain' trains with checkpointing 'ssd', not 'offloaded': set --checkp"):
         systems.check(dataclasses.replace(CONFIG, **run))
+
+
+def test_an_arm_s_own_keys_are_defaults_that_the_user_s_replace():
+    wanted = {"model": "m", "data": ["d"], "system": "ssdtrain"}
+    assert systems.with_defaults(wanted)["checkpointing"] == "ssd"
+    assert systems.with_defaults({**wanted, "arm": "recompute"})["checkpointing"] == "plain"
+    assert systems.with_defaults({**wanted, "checkpointing": "none"})["checkpointing"] == "none"
+    assert systems.with_defaults({"model": "m"}) == {"model": "m"}
