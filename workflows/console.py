@@ -100,9 +100,8 @@ class Console(logging.Filter):
         lines[0] += f" (all claims: {Path(self.known.figures, 'claims.html')})."
         lines += [f"  {where}: {text}" for where, text in score(Path(self.known.derived, "claims.csv")).items()]
         waiting = len(entries) - len(built)
-        lines.append(
-            f"{len(built)} of {len(entries)} exhibits are built; what the other {waiting} wait for: snakemake exhibits"
-        )
+        if waiting:
+            lines.append(f"{len(built)} of {len(entries)} are built; what {waiting} wait for: snakemake exhibits")
         print("\n".join(lines))
 
     def failed(self, log: list[str]) -> None:

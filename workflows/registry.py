@@ -70,6 +70,19 @@ def caption(exhibit: str, root: Path = ROOT) -> str:
     return found
 
 
+def validations(root: Path = ROOT) -> list[str]:
+    """How far the simulator's phases were from measured ones, for each machine that has a committed record of it."""
+    lines = []
+    for path in sorted((root / "results/reference").glob("*/validation.json")):
+        spread = json.loads(path.read_text(encoding="utf-8"))["phases"]
+        lines.append(
+            f"seconds of the simulator against {spread['count']} phases measured on {path.parent.name}: "
+            f"{spread['lowest_percent']:+.0f} to {spread['highest_percent']:+.0f} %, half of them more than "
+            f"{spread['median_size_percent']:.0f} % off"
+        )
+    return lines
+
+
 def has_table(entry: dict[str, Any]) -> bool:
     """Whether an exhibit holds numbers; a drawing of structure has no table."""
     return bool(entry["lanes"])
@@ -77,5 +90,5 @@ def has_table(entry: dict[str, Any]) -> bool:
 
 def picture_digest(entry: dict[str, Any], root: Path = ROOT) -> str:
     """Of all that the folder says of one picture."""
-    said = [entry, figures(entry["paper"], root)[entry["id"]], caption(entry["id"], root)]
+    said = [entry, figures(entry["paper"], root)[entry["id"]], caption(entry["id"], root), validations(root)]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 
 import matplotlib
@@ -124,6 +125,19 @@ def test_a_caption_names_what_was_not_measured(smoke: Path) -> None:
     table = tidy.read_table(smoke / "exhibits/memascend-fig15.csv")
     text = figure.caption(entry, "Prose.", table, {"measured": "twins"})
     assert "not measured in this profile: Llama3.1-8B, Qwen2.5-14B, Qwen2.5-32B" in text
+
+
+def test_a_caption_says_how_far_the_simulator_was_from_measured_steps(smoke: Path) -> None:
+    for exhibit, simulated in (("memascend-fig17", True), ("memascend-fig11", False)):
+        entry = next(e for e in REGISTRY if e["id"] == exhibit)
+        table = tidy.read_table(smoke / f"exhibits/{exhibit}.csv")
+        text = figure.caption(entry, "Prose.", table, {"modelled": "memascend-c1"})
+        for line in registry.validations():
+            assert re.search(
+                r"against \d+ phases measured on \S+: -\d+ to \+\d+ %, half of them more than \d+ % off", line
+            )
+            assert (line in text) == simulated
+    assert registry.validations()
 
 
 def test_lanes_look_different_and_systems_keep_their_colour() -> None:

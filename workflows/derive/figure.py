@@ -150,6 +150,9 @@ def footer(origins: dict[str, str]) -> str:
     )
 
 
+SIMULATED = ("memascend.planner.step_time", "memascend.simulator")  # sources of rows whose seconds were played
+
+
 def not_measured(rows: pd.DataFrame) -> list[str]:
     """Models that another lane shows and no run of this profile measured."""
     single = rows[rows["model"].isin(tidy.DISPLAY.values())]
@@ -166,6 +169,8 @@ def caption(entry: dict[str, Any], prose: str, rows: pd.DataFrame, origins: dict
     for c in constants.itertuples():
         word = "assumed" if c.source.startswith("assumed") else "calibrated"
         out.append(f"- {word} constant {c.x_value} = {c.value}: {c.source}")
+    if rows["source"].str.startswith(SIMULATED).any():
+        out += [f"- {line}" for line in registry.validations()]
     missing = not_measured(rows)
     if "measured" in entry["lanes"] and "measured" not in origins:
         out.append("- not measured in this profile")
