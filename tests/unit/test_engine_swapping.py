@@ -118,7 +118,7 @@ def test_every_rule_trains_to_the_same_bits_and_says_what_it_does(tmp_path, rule
         assert 0 < shares[0] < shares[-1] == 1.0
     without = streamed(theirs, tmp_path / "computed again", clip=1.0)
     assert losses == train(theirs, without.finish_step, batches(3))
-    weights = dict(without.read_weights())
+    weights = {name: values.clone() for name, values in without.read_weights()}
     for name, values in engine.read_weights():
         assert torch.equal(values, weights[name]), name
     engine.close()

@@ -175,7 +175,7 @@ def test_a_simulation_names_what_it_does_not_know(tmp_path: Path, capsys: pytest
     assert "nowhere" in capsys.readouterr().err
 
 
-def test_a_paper_with_nothing_built_ends_with_what_its_exhibits_wait_for() -> None:
+def test_a_paper_or_an_exhibit_that_is_not_built_ends_with_what_it_waits_for() -> None:
     waiting = {
         "id": "mlpoffload-fig04",
         "paper": "mlpoffload",
@@ -186,3 +186,6 @@ def test_a_paper_with_nothing_built_ends_with_what_its_exhibits_wait_for() -> No
     with pytest.raises(SystemExit) as ended:
         configuration.Configuration.of_paper(known, "mlpoffload")(None)
     assert ended.value.code == "mlp-offload: no exhibit is built yet; they wait for: the tier of several paths."
+    with pytest.raises(SystemExit) as ended:
+        configuration.Configuration.planned(known, "mlpoffload-fig04")(None)
+    assert ended.value.code == "mlpoffload-fig04 is not built yet: it waits for the tier of several paths."

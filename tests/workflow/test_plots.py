@@ -200,5 +200,5 @@ def test_two_ranks_are_shown_beside_one(full: Path) -> None:
 
 
 def test_the_report_says_which_exhibit_is_not_drawn(tmp_path: Path) -> None:
-    with pytest.raises(tidy.TableError, match="memascend-fig02 is not drawn yet"):
+    with pytest.raises(tidy.TableError, match="memascend-fig01 is not drawn yet"):
         report.page(REGISTRY, tmp_path, [])

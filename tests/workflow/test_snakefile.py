@@ -92,15 +92,6 @@ def test_a_folder_without_the_right_to_write_is_refused(tmp_path: Path) -> None:
     assert "cannot be written" in last_line(done)
 
 
-def test_a_planned_exhibit_says_what_it_waits_for(tmp_path: Path) -> None:
-    entries = registry.exhibits()
-    entry = next(e for e in entries if e["status"] == "planned" and e["paper"] == "memascend")
-    done = snakemake("-n", entry["id"], fresh=tmp_path)
-    assert done.returncode == 1
-    assert last_line(done) == f"{entry['id']} is not built yet: it waits for {entry['waits_for']}."
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_plan_of_every_profile_holds_its_runs_and_all_exhibits(tmp_path: Path, profile: str) -> None:
     done = snakemake("-n", "figures", f"profile={profile}", fresh=tmp_path)
