@@ -18,7 +18,9 @@ def built_exhibits() -> list[str]:
 
 def computed_exhibits() -> list[str]:
     """MemAscend's with rows of their own, which runs measure."""
-    return [name for name in built_exhibits() if name.startswith("memascend-") and name not in DRAWN]
+    measured = {entry["id"] for entry in registry.exhibits() if "measured" in entry["lanes"]}
+    mine = [name for name in built_exhibits() if name.startswith("memascend-") and name not in DRAWN]
+    return [name for name in mine if name in measured]
 
 
 def modelled_exhibits() -> list[str]:

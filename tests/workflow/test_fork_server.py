@@ -117,13 +117,15 @@ def test_a_run_dies_with_who_asked_for_it(server, tmp_path: Path) -> None:
     asking = f"""
 import os, pathlib, time
 from tests.workflow.test_fork_server import start
-print(start(pathlib.Path({str(tmp_path)!r}), "a", "time.sleep(600)").pid, flush=True)
+run = start(pathlib.Path({str(tmp_path)!r}), "a", "time.sleep(600)")  # kept: a run ends with its handle
+print(run.pid, flush=True)
 time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", asking], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         pid = int(process.stdout.readline())
-        assert Path(f"/proc/{pid}").exists()
+        alive = Path(f"/proc/{pid}").exists()
         process.kill()
+    assert alive
     assert ended(pid)
 
 
