@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baselines.protocol.schedules import backward, forward
-from memascend.planner.derived_sizes import STATES, STATES_AND_GRADIENT
+from memascend.planner.derived_sizes import held_in
 from memascend.storage.placement import Rates, weights
 
 if TYPE_CHECKING:
@@ -50,9 +50,8 @@ def schedule(step: Step) -> None:
 
 
 def held_groups(step: Step) -> int:
-    """Sub-groups that stay in host memory: as many as the optimizer's buffers are for, one of which is a gradient's."""
-    states = STATES_AND_GRADIENT if step.work.arrangement.swaps_gradients else STATES
-    return (step.work.optimizer_buffers - 1) // states
+    """Sub-groups that stay in host memory: as many as the optimizer's buffers are for."""
+    return held_in(step.work.optimizer_buffers, step.work.arrangement.swaps_gradients)
 
 
 def paths_of(step: Step) -> list[StoragePath]:

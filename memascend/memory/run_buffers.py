@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
+from memascend.memory.classes import GRADIENTS
 from memascend.memory.pinned import Allocator
 
 # DeepSpeed's swappers round what they move up to this many bytes for each I/O thread that it is told of (1).
@@ -26,6 +27,15 @@ def owned(allocator: Allocator, numel: int, dtype: torch.dtype, owner: str, name
 def gradient_buffer(allocator: Allocator, partitions: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
     """The flat buffer of all gradients, `partitions` elements each (stage3 `_setup_for_real_optimizer`)."""
     return owned(allocator, sum(partitions), dtype, "gradient_flat_buffer")
+
+
+# A piece of the gradients in fp32, 2 MiB: it stays in a processor's cache between conversion and update.
+CONVERSION_ELEMENTS = 1 << 19
+
+
+def conversion_buffer(allocator: Allocator, largest: int, dtype: torch.dtype) -> torch.Tensor:
+    """For the piece of a sub-group's gradients that is being converted (MLP-Offload 3.2)."""
+    return owned(allocator, min(largest, CONVERSION_ELEMENTS), dtype, GRADIENTS, "gradients being converted")
 
 
 def optimizer_buffers(allocator: Allocator, largest: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -100,8 +100,17 @@ def optimizer_buffers(offload_optimizer: Mapping[str, Any]) -> int:
 
 
 def held_buffers(swaps_gradients: bool, held: int = _LEAST_HELD) -> int:
-    """``buffer_count`` for `held` sub-groups in host memory over several paths, and one buffer for gradients."""
-    return held * (STATES_AND_GRADIENT if swaps_gradients else STATES) + 1
+    """``buffer_count`` for `held` sub-groups in host memory over several paths.
+
+    Gradients that are swapped lie beside the states, and go out in backward by one buffer more; gradients that are kept
+    are read where they lie.
+    """
+    return held * STATES_AND_GRADIENT + 1 if swaps_gradients else held * STATES
+
+
+def held_in(buffers: int, swaps_gradients: bool) -> int:
+    """Sub-groups that ``buffer_count`` = `buffers` holds: the other way round."""
+    return (buffers - 1) // STATES_AND_GRADIENT if swaps_gradients else buffers // STATES
 
 
 def held_within(
@@ -113,6 +122,6 @@ def held_within(
     ``left_bytes`` of the budget before the optimizer has taken any, of which the flat gradient buffer takes
     ``gradient_bytes``; a fifth of the rest is left to what is made later. ``buffer_bytes``: of the largest sub-group.
     """
-    room = 0.8 * (left_bytes - gradient_bytes) - buffer_bytes
+    room = 0.8 * (left_bytes - gradient_bytes) - (buffer_bytes if swaps_gradients else 0)
     each = (STATES_AND_GRADIENT if swaps_gradients else STATES) * buffer_bytes
     return max(_LEAST_HELD, min(sub_groups, int(room // each)))

@@ -22,6 +22,7 @@ from memascend.memory.ledger import DEVICE, HOST, Ledger, LedgerEntry
 from memascend.memory.pinned import CountingAllocator
 from memascend.memory.pools import AdaptiveBufferPool, MonolithicBufferPool, adaptive_pool_classes
 from memascend.memory.run_buffers import (
+    conversion_buffer,
     gradient_buffer,
     optimizer_buffers,
     owned,
@@ -170,6 +171,9 @@ class RankFootprint:
         """Buffers in the states' dtype and a swap-out buffer in the parameters', each of the largest sub-group."""
         largest = max(self.work.sub_groups(), key=sum)
         optimizer_buffers(self.swapped, sum(largest), self.work.optimizer_buffers, self.states)
+        arrangement = self.work.arrangement
+        if arrangement.over_paths and not arrangement.swaps_gradients and arrangement.parts.get("numerics") != "fast":
+            conversion_buffer(self.swapped, sum(largest), self.states)
         times = self.work.ranks if self.work.arrangement.whole_swap_out else 1
         swap_out_buffer(self.swapped, [times * numel for numel in largest], self.dtype)
 

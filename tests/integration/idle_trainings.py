@@ -24,12 +24,14 @@ sys.path.insert(0, str(ROOT))  # a child process is started by path
 
 from trainings import environment, merged  # noqa: E402
 
+from memascend.memory import run_buffers  # noqa: E402
 from memascend.training.processes import free_port, remove_shared_buffers  # noqa: E402
 from tests import forked  # noqa: E402
 
 WIDTH, HIDDEN, EXPERTS = 60, 67, 3  # odd, so that pieces of gradients end anywhere
 NVME = {"device": "nvme", "pin_memory": True}
 LARGEST_IN_MEMORY = 4096  # bytes; smaller gradients and sub-groups are not swapped
+CONVERTED_AT_ONCE = 1024  # elements; a sub-group is several pieces and a rest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,9 +39,9 @@ class Job:
     """One training: ``experts[step][micro batch]`` are the experts that compute; others get no gradient.
 
     ``parts`` None: DeepSpeed with the optimizer in memory, the reference; else the section "memascend" with both
-    offloads on NVMe. ``scales[step]`` multiplies the loss. ``set_gradient_at``: in that step the gradient of expert 0's
-    weight is set to another one before it is applied. ``save_at``: after that many steps a checkpoint is saved in
-    ``checkpoint``; with ``resume`` the training starts from it.
+    offloads on NVMe; ``tiers`` in it are names of folders. ``scales[step]`` multiplies the loss. ``set_gradient_at``:
+    in that step the gradient of expert 0's weight is set to another one before it is applied. ``save_at``: after that
+    many steps a checkpoint is saved in ``checkpoint``; with ``resume`` the training starts from it.
     """
 
     name: str
@@ -113,7 +115,7 @@ def _model() -> Any:
 
 class Training:
     def __init__(self, job: Job, nvme: Path) -> None:
-        self.job = job
+        self.job, self.nvme = job, nvme
         self.micro_steps = len(job.experts[0])
         zero: dict[str, Any] = {
             "stage": 3,
@@ -143,7 +145,11 @@ class Training:
 
         # Without parts of its own a training has the repairs that DeepSpeed needs on a CPU, and is DeepSpeed otherwise.
         stock = {"pinned": "stock", "pool": "stock", "overflow": "stock", "aio": "stock"}
-        parts = stock if self.job.parts is None else self.job.parts
+        parts = stock if self.job.parts is None else dict(self.job.parts)
+        if "tiers" in parts:
+            parts["tiers"] = [str(self.nvme / name) for name in parts["tiers"]]
+            for folder in parts["tiers"]:
+                os.makedirs(folder, exist_ok=True)
         enabled = memascend.enable(self.config, **parts, minimum_swap_bytes=LARGEST_IN_MEMORY)
         try:
             return self._train()
@@ -180,6 +186,7 @@ class Training:
             result["skipped"].append(engine.skipped_steps)
             if step + 1 == self.job.save_at:
                 engine.save_checkpoint(self.job.checkpoint, client_state={"step": step + 1})
+        result["converted_late"] = getattr(engine.optimizer, "_piece", None) is not None
         result["tensors"] = self._hashes(engine)
         engine.destroy()
         return result
@@ -227,6 +234,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
+    run_buffers.CONVERSION_ELEMENTS = CONVERTED_AT_ONCE
     deepspeed.utils.logger.setLevel(logging.ERROR)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     out = []

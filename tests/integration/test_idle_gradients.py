@@ -11,7 +11,12 @@ from idle_trainings import Job, train_all
 
 pytestmark = pytest.mark.deepspeed
 
-OURS = {"direct": {"aio": "direct"}, "file": {"aio": "file"}, "kept": {"gradients": "kept"}}
+OURS = {
+    "direct": {"aio": "direct"},
+    "file": {"aio": "file"},
+    "kept": {"gradients": "kept"},
+    "paths": {"gradients": "kept", "tiers": ["a", "b"]},  # converted as AdamW reads them, where none is idle
+}
 ALL, FIRST, SECOND, NONE = (0, 1), (0,), (1,), ()
 FP16 = {"dtype": "fp16", "config": {"fp16": {"initial_scale_power": 4, "hysteresis": 1}}}
 # Expert 2 computes never. A gradient that is idle for 18 steps is replayed and then stored anew.
@@ -35,7 +40,7 @@ CONDITIONS = {
 # Swapped alone: in kept gradients' buffer the new gradient has replaced the one that CPU offload takes.
 IN_ONE_MICRO_BATCH = {"experts": SOMETIMES_NOT_IN_THE_LAST, "config": CLIPPED}
 QUICK = ("fp16", "clipped", "overflow", "accumulated")
-QUICKLY = {name: OURS[name] for name in ("direct", "kept")}
+QUICKLY = {name: OURS[name] for name in ("direct", "kept", "paths")}
 
 
 def jobs_of(condition: str, fields: dict, others: dict) -> list[Job]:
@@ -65,6 +70,11 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("name", QUICKLY)
 def test_idle_parameters_train_as_with_the_optimizer_in_memory(results, condition, name):
     assert_same(results, condition, name)
+
+
+def test_gradients_over_several_paths_are_converted_as_adamw_reads_them(results):
+    assert all(results[f"{condition}-paths"]["converted_late"] for condition in QUICK)
+    assert not any(results[f"{condition}-kept"]["converted_late"] for condition in QUICK)
 
 
 def test_a_gradient_of_an_earlier_micro_batch_alone_is_lost_as_with_the_optimizer_in_memory(results):
@@ -110,7 +120,7 @@ def test_both_engines_and_both_ways_of_gradients_under_every_condition(tmp_path,
     # last rank's partition past the end).
     conditions = {name: fields for name, fields in CONDITIONS.items() if ranks == 1 or name != "set"}
     jobs = [job for condition, fields in conditions.items() for job in jobs_of(condition, fields, OURS)]
-    swapped = {name: parts for name, parts in OURS.items() if name != "kept"}
+    swapped = {name: parts for name, parts in OURS.items() if parts.get("gradients") != "kept"}
     jobs += jobs_of("in_one_micro_batch", IN_ONE_MICRO_BATCH, swapped)
     results = train_all(jobs, tmp_path, ranks=ranks, timeout_s=1200)
     for condition in conditions:

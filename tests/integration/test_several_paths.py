@@ -11,6 +11,7 @@ import subprocess
 import pytest
 from trainings import Job, merged, train_all
 
+from memascend.planner.derived_sizes import held_buffers
 from tests.throttled import throttled_paths
 
 pytestmark = pytest.mark.deepspeed
@@ -33,22 +34,31 @@ def tiers(folder, names="ab", **options):
     return {"tiers": [str(folder / name) for name in names], **options}
 
 
-def held(sub_groups, **gradients):
+def held(sub_groups):
     """The buffers of so many sub-groups in host memory."""
-    each = 4 if gradients.get("gradients") == "swapped" else 3
-    return {"zero_optimization": {"offload_optimizer": {"buffer_count": each * sub_groups + 1}}}
+    return {"zero_optimization": {"offload_optimizer": {"buffer_count": held_buffers(False, sub_groups)}}}
 
 
 def test_two_paths_train_as_plain_offload_and_move_less(tmp_path):
+    clipped = {"gradient_clipping": 0.1}
     jobs = [
         Job(name="plain", **SMALL),
         Job(name="tiers", parts=tiers(tmp_path), config=held(3), **SMALL),
+        Job(name="plain, fast", arm="memascend_fast", config=clipped, **SMALL),
+        Job(name="fast", arm="memascend_fast", parts=tiers(tmp_path), config=merged(clipped, held(3)), **SMALL),
     ]
     results = train_all(jobs, tmp_path / "out")
     plain, over_two = results["plain"], results["tiers"]
     for field in SAME:
         assert over_two[field] == plain[field]
+        assert results["fast"][field] == results["plain, fast"][field]
     assert over_two["io_bytes"][-1] < 0.9 * plain["io_bytes"][-1] - 8 * plain["parameters"]
+    # Converted as AdamW reads them: by DeepSpeed's a piece at a time, by ours with no memory at all.
+    states = over_two["host"]["optimizer_buffers"]
+    assert states == results["fast"]["host"]["optimizer_buffers"] == 9 * plain["host"]["optimizer_buffers"] // 5
+    largest = states // 9
+    converted = over_two["host"]["gradients"] - results["fast"]["host"].get("gradients", 0)
+    assert largest - 1024 < converted <= largest < 2 << 20
 
 
 ARMS = ("caching", "skip_gradients", "exclusive", "mlp_offload", "as_published", "multi_path_only", "weights_on_paths")

@@ -164,6 +164,13 @@ def _fix_reading_of_016(optimizer: Any) -> None:
             setattr(optimizer, name, lambda group, names=None, call=call: call(group, set()))
 
 
+def _bytes_by_owner(entries: Any) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for entry in entries:
+        found[entry.owner] = found.get(entry.owner, 0) + entry.requested_bytes
+    return found
+
+
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     out = dict(base)
     for key, value in changes.items():
@@ -239,6 +246,7 @@ class Training:
             result["paths"] = (
                 [dataclasses.asdict(each) for each in enabled.store.paths_report()] if enabled.store else []
             )
+            result["host"] = _bytes_by_owner(enabled.ledger.live("host"))
             checks = verify_nodes(enabled.ledger.live("host"))
             result["bytes_by_class"] = bytes_by_class(checks)
             result["misplaced"] = [check.entry.name for check in checks if not check.agrees]

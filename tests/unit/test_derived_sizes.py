@@ -9,6 +9,7 @@ import pytest
 
 from memascend.planner.derived_sizes import (
     held_buffers,
+    held_in,
     held_within,
     io_settings,
     largest_sub_group,
@@ -67,6 +68,7 @@ def test_they_need_neither_torch_nor_deepspeed():
 def test_more_host_memory_holds_more_sub_groups_from_three_to_all():
     sizes = {"gradient_bytes": 1000, "buffer_bytes": 100, "sub_groups": 12, "swaps_gradients": False}
     held = [held_within(left, **sizes) for left in (0, 1000, 3000, 4000, 100_000)]
-    assert held == [3, 3, 5, 7, 12]
+    assert held == [3, 3, 5, 8, 12]
     assert held_within(3000, **sizes | {"swaps_gradients": True}) == 3
-    assert (held_buffers(False, 5), held_buffers(True, 5)) == (16, 21)
+    assert (held_buffers(False, 5), held_buffers(True, 5)) == (15, 21)
+    assert (held_in(15, False), held_in(16, False), held_in(21, True), held_in(20, True)) == (5, 5, 5, 4)

@@ -55,7 +55,8 @@ class FirstStepInPlace:
         super()._prepare_sub_group(sub_group_id, timer_names)
         if SWAPS_CONTEXTS and self._swappable_optimizer_subgroup(sub_group_id):
             parameter = self.fp32_partitioned_groups_flat[sub_group_id]
-            make_moments_in_swap_buffers(self.optimizer, self.optimizer_swapper, parameter)
+            if parameter.grad is not None or self.late_gradient is not None:
+                make_moments_in_swap_buffers(self.optimizer, self.optimizer_swapper, parameter)
 
 
 def make_moments_in_swap_buffers(optimizer: Any, swapper: Any, parameter: torch.Tensor) -> None:
@@ -67,7 +68,7 @@ def make_moments_in_swap_buffers(optimizer: Any, swapper: Any, parameter: torch.
     own = getattr(swapper, "moment_buffers", None)  # the swapper of several paths has room for them
     if type(optimizer) is not DeepSpeedCPUAdam or (own is None and type(swapper) is not PartitionedOptimizerSwapper):
         return
-    if parameter.grad is None or optimizer.state.get(parameter):
+    if optimizer.state.get(parameter):
         return
     dtype = torch.float if getattr(optimizer, "fp32_optimizer_states", True) else parameter.dtype
     if dtype != swapper.dtype:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import PartitionedOptimizerSwapper
 
-from memascend.planner.derived_sizes import STATES
+from memascend.planner.derived_sizes import STATES, held_in
 from memascend.storage.completion import Completion, all_of
 
 
@@ -38,6 +38,7 @@ class HeldSwapper(PartitionedOptimizerSwapper):
     """See the module. Called by one thread; transfers end in the dispatcher's."""
 
     swaps_gradients = False
+    brings_gradient = True  # False while a sub-group is updated with the gradient that lies in the flat buffer
     keeps = True  # the last of an update
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -49,7 +50,7 @@ class HeldSwapper(PartitionedOptimizerSwapper):
         self._writing: deque[HeldSubGroup] = deque()
         self._order: list[Any] = []
         self._position = 0
-        self._shared: list[torch.Tensor] = []  # the buffer of the gradient that is in use
+        self._beside: torch.Tensor | None = None  # the buffer of the gradient that is in use, beside the rooms
         self._failure: BaseException | None = None
 
     # -- the order of an update ----------------------------------------------------------------------------------------
@@ -67,6 +68,7 @@ class HeldSwapper(PartitionedOptimizerSwapper):
     def end_update(self) -> None:
         with self._lock:
             self._order = []
+        self._give_back_beside()
         self._raise_failure()
 
     def settle(self) -> None:
@@ -115,7 +117,7 @@ class HeldSwapper(PartitionedOptimizerSwapper):
             context.set_buffers(
                 compute_buffer=buffer.narrow(0, 0, info.numel()), swap_buffer=buffer.narrow(0, 0, numel)
             )
-        if info.has_gradients():
+        if info.has_gradients() and self.brings_gradient:
             self._bring_gradient(info, parameter, room)
         with self._lock:
             self._position = self._index(parameter) + 1
@@ -172,16 +174,16 @@ class HeldSwapper(PartitionedOptimizerSwapper):
     # -- rooms ---------------------------------------------------------------------------------------------------------
 
     def _open_rooms(self) -> None:
-        """With the lock held: all of the buffers, but one for gradients."""
+        """With the lock held: all of the buffers, but one by which swapped gradients go out in backward."""
         if self._rooms:
             return
         each = STATES + self.swaps_gradients
         manager = self.swap_buffer_manager
-        count = (manager.count - 1) // each
+        count = held_in(manager.count, self.swaps_gradients)
         if count < 1:
             raise ValueError(
                 f"zero_optimization.offload_optimizer.buffer_count={manager.count} is too small: a sub-group over "
-                f"several paths needs {each + 1} buffers; raise it, or leave it out"
+                f"several paths needs {each + self.swaps_gradients} buffers; raise it, or leave it out"
             )
         for _ in range(count):
             buffers = manager.allocate(num_elems=self.largest_numel, count=each, dtype=self.dtype)
@@ -320,8 +322,11 @@ class HeldSwapper(PartitionedOptimizerSwapper):
         if room.gradient is not None:
             buffer, there = room.gradient, room.gradient_read
         else:
-            self._shared = self._shared or self.swap_buffer_manager.allocate(self.largest_numel, 1, self.dtype)
-            buffer, there = self._shared[0], False
+            if self._beside is None:
+                self._beside = self.aio_handle.new_cpu_locked_tensor(
+                    self.largest_numel, torch.empty(0, dtype=self.dtype)
+                )
+            buffer, there = self._beside, False
         parameter.grad = buffer.narrow(0, 0, info.numel())
         if info.swapped_gradients and not there:
             self._swap_in_pinned_gradients(self.aio_handle, parameter, parameter.grad)
@@ -330,9 +335,13 @@ class HeldSwapper(PartitionedOptimizerSwapper):
 
     def _take_back_gradient(self, parameter: Any) -> None:
         parameter.grad = None
-        if self._shared:
-            self.swap_buffer_manager.free(self._shared)
-            self._shared = []
+        if not self._order:
+            self._give_back_beside()
+
+    def _give_back_beside(self) -> None:
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            self.aio_handle.free_cpu_locked_tensor(beside)
 
     def _adopt_moments(self, room: HeldSubGroup) -> None:
         """States that the optimizer made in memory of its own are copied to where they will be written from."""

@@ -115,6 +115,11 @@ class GradientPieces:
         if factor != 1:
             self._factors = {offset: (*factors, factor) for offset, factors in self._factors.items()}
 
+    def lie_in(self, flat: torch.Tensor) -> bool:
+        """Whether ``flat``, into which the views are, is the gradient as it is: `complete` would change nothing."""
+        views = self._views.issuperset(self._numels) and not any(self._factors.values())
+        return views and not any(flat[begin:end].any() for begin, end in self._gaps(flat.numel()))
+
     def is_old_view(self, offset: int) -> bool:
         """Whether the piece at ``offset`` is a view that was stored before the last :meth:`end_of_step`."""
         return offset in self._views - self._new
@@ -193,23 +198,26 @@ class IdleGradients:
         if timer_names is None and _TIMERS_REQUIRED:
             timer_names = set()
         super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
-        if sub_group_id in self._pieces:
+        if sub_group_id in self._pieces and self.late_gradient is None:
             self._pieces[sub_group_id].complete(self.fp32_partitioned_groups_flat[sub_group_id].grad)
 
     def _prepare_sub_group(self, sub_group_id: int, timer_names: set[str]) -> None:
         super()._prepare_sub_group(sub_group_id, timer_names)
-        if sub_group_id in self._pieces:
+        if sub_group_id in self._pieces and self.late_gradient is None:
             self._pieces[sub_group_id].settle(self.fp32_partitioned_groups_flat[sub_group_id].grad)
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
         """DeepSpeed's arithmetic, with its factor kept."""
+        factor = self._factor_of_step(total_norm)
+        self.fp32_partitioned_groups_flat[sub_group_id].grad.mul_(factor)
+        self._note_scaling(sub_group_id, factor)
+
+    def _factor_of_step(self, total_norm: torch.Tensor) -> Factor:
         scale = self.loss_scale
         if self.clip_grad > 0.0:
             clip = ((total_norm / self.loss_scale) + 1e-6) / self.clip_grad
             scale = torch.clamp(clip, min=1.0) * self.loss_scale
-        factor = 1.0 / scale
-        self.fp32_partitioned_groups_flat[sub_group_id].grad.mul_(factor)
-        self._note_scaling(sub_group_id, factor)
+        return 1.0 / scale
 
     def _note_scaling(self, sub_group_id: int, factor: Factor) -> None:
         if sub_group_id in self._pieces:

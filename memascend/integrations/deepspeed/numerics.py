@@ -18,6 +18,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from memascend.ops.adamw import adamw_
 from memascend.ops.unscale import unscale_norm_overflow_
 
+from .late_conversion import adam_state
+
 _ROUNDING_SEED = 0x4D656D41  # fixed: a resumed run rounds as the uninterrupted one does
 
 
@@ -68,20 +70,15 @@ class FastNumerics:
             super()._optimizer_step(sub_group_id)
             return
         param = self.fp32_partitioned_groups_flat[sub_group_id]
-        if param.grad is None:
+        gradient, self.late_gradient = self._readable(param), None
+        if gradient is None:
             return
         group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
-        state = self.optimizer.state[param]
-        if not state:
-            state |= {
-                "step": 0,
-                "exp_avg": torch.zeros_like(param.data),
-                "exp_avg_sq": torch.zeros_like(param.data),
-            }
+        state = adam_state(self.optimizer, param)
         state["step"] += 1
         adamw_(
             param.data,
-            param.grad.data,
+            gradient,
             state["exp_avg"],
             state["exp_avg_sq"],
             step=state["step"],
@@ -93,6 +90,12 @@ class FastNumerics:
             seed=_ROUNDING_SEED,
             element_offset=self._first_element[sub_group_id],
         )
+
+    def _readable(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The gradient: in the flat buffer, which the kernel converts as it reads, or where DeepSpeed has it."""
+        if self.late_gradient is not None:
+            return self.late_gradient
+        return None if param.grad is None else param.grad.data
 
 
 def _holds_elements(optimizer: Any, param: Any) -> bool:

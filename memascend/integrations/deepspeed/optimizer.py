@@ -20,6 +20,7 @@ from .announcement import enabled_line
 from .first_step import SWAPS_CONTEXTS, FirstStepInPlace
 from .idle_gradients import IdleGradients
 from .kept_gradients import KeptGradients
+from .late_conversion import LateConversion
 from .ordered_update import OrderedUpdate
 from .placed_states import PlacedStates
 from .signatures import (
@@ -27,6 +28,7 @@ from .signatures import (
     FIRST_STEP_HOOKS,
     IDLE_GRADIENT_HOOKS,
     KEPT_GRADIENT_HOOKS,
+    LATE_CONVERSION_HOOKS,
     ORDERED_HOOKS,
     PLACED_HOOKS,
     check_hooks,
@@ -58,6 +60,9 @@ def checked_optimizer_class(stock_class: type, settings: Stage3Settings) -> type
     if settings.parts.gradients == "kept":
         check_hooks(KEPT_GRADIENT_HOOKS, otherwise="set memascend.gradients to 'swapped'")
         bases.insert(0, KeptGradients)
+        if settings.tiers:
+            check_hooks(LATE_CONVERSION_HOOKS, otherwise="set memascend.gradients to 'swapped'")
+            bases.insert(0, LateConversion)
     if settings.tiers:
         check_hooks(ORDERED_HOOKS, otherwise="leave memascend.tiers out")
     if settings.parts.numerics == "fast":
@@ -85,6 +90,7 @@ class OurStage3:
     """Mixin for ``DeepSpeedZeroOptimizer_Stage3``: derived settings, swap limit, overflow check."""
 
     settings: Stage3Settings
+    late_gradient: torch.Tensor | None = None
 
     def __init__(self, module: torch.nn.Module, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
         if self.settings.derived is not None:

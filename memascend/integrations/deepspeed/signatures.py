@@ -177,6 +177,18 @@ KEPT_GRADIENT_HOOKS: tuple[Hook, ...] = (
     _stage3("kept gradients", "partition_grads", "params_to_release", "grad_partitions"),
 )
 
+LATE_CONVERSION_HOOKS: tuple[Hook, ...] = (
+    _stage3(
+        "delayed conversion",
+        "_offload_grad_partition_at_boundary",
+        "param",
+        "grad_buffer",
+        "offload_fp32_gradients",
+        "offload_fp32_offsets",
+    ),
+    _stage3("delayed conversion", "_optimizer_step", "sub_group_id"),
+)
+
 _PARTITIONED = f"{_SWAP}.partitioned_optimizer_swapper"
 ORDERED_HOOKS: tuple[Hook, ...] = (
     _stage3("several paths", "step", "closure"),

@@ -1,0 +1,116 @@
+"""Half-precision gradients that are converted as AdamW reads them (MLP-Offload 3.2, delayed in-place conversion).
+
+DeepSpeed converts gradients as they arrive in the last micro batch, and the update of a swapped sub-group takes them in
+a buffer of the states' type, as large as the sub-group. Here they stay in the flat buffer. The fast AdamW reads them
+there; DeepSpeed's own, which takes one type for all, gets them a piece at a time, converted and scaled in a buffer that
+the processor's cache holds. Element by element that is the same arithmetic, so the same bits.
+
+A sub-group in which a parameter has no gradient of this step, or one that was set from outside, is completed as before,
+in a buffer of its size that the swapper takes for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+from memascend.memory.pinned import PageAlignedPinnedAllocator
+from memascend.memory.run_buffers import conversion_buffer
+
+from .idle_gradients import Factor
+from .stage3_settings import Stage3Settings
+
+
+class LateConversion:
+    """Mixin before :class:`.kept_gradients.KeptGradients`, over several paths."""
+
+    settings: Stage3Settings
+    late_gradient: torch.Tensor | None  # within a sub-group's update: its part of the flat buffer, read as it is
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._late_factor: Factor = 1.0
+        self._piece: torch.Tensor | None = None
+        super().__init__(*args, **kwargs)
+
+    def _offload_grad_partition_at_boundary(
+        self, param: Any, grad_buffer: torch.Tensor, gradients: dict[int, list[Any]], offsets: dict[int, list[int]]
+    ) -> None:
+        """DeepSpeed's, without the fp32 copy: of what stays in the flat buffer only the length is asked for."""
+        sub_group, offset, _ = self.grad_position[self.get_param_id(param)]
+        if not self._swappable_optimizer_subgroup(sub_group):
+            super()._offload_grad_partition_at_boundary(param, grad_buffer, gradients, offsets)
+            return
+        self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(grad_buffer)
+        gradients.setdefault(sub_group, []).append(grad_buffer)
+        offsets.setdefault(sub_group, []).append(offset)
+
+    def _prepare_sub_group(self, sub_group_id: int, timer_names: set[str]) -> None:
+        self.late_gradient = self._as_it_lies(sub_group_id)
+        self.optimizer_swapper.brings_gradient = self.late_gradient is None
+        try:
+            super()._prepare_sub_group(sub_group_id, timer_names)
+        finally:
+            self.optimizer_swapper.brings_gradient = True
+
+    def _as_it_lies(self, sub_group_id: int) -> torch.Tensor | None:
+        """The sub-group's part of the flat buffer, where that is its gradient."""
+        if sub_group_id not in self._pieces or not self._updates_in_parts(sub_group_id):
+            return None
+        numel = self.fp16_partitioned_groups_flat_numel[sub_group_id]
+        flat = self.grad_partitions_flat_buffer.narrow(0, self._flat_begin[sub_group_id], numel)
+        return flat if self._pieces[sub_group_id].lie_in(flat) else None
+
+    def _updates_in_parts(self, sub_group_id: int) -> bool:
+        return (
+            type(self.optimizer) is DeepSpeedCPUAdam
+            and self.grad_partitions_flat_buffer.is_cpu
+            and self.subgroup_to_device[sub_group_id] == "cpu"
+            and not any(getattr(self, name, None) for name in ("use_muon", "torch_autocast_gradscaler", "zenflow"))
+        )
+
+    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
+        if self.late_gradient is None:
+            super().unscale_and_clip_grads(sub_group_id, total_norm)
+            return
+        self._late_factor = self._factor_of_step(total_norm)
+        self._note_scaling(sub_group_id, self._late_factor)
+
+    def _optimizer_step(self, sub_group_id: int) -> None:
+        gradient, self.late_gradient = self.late_gradient, None
+        if gradient is None:
+            super()._optimizer_step(sub_group_id)
+            return
+        adam, parameter = self.optimizer, self.fp32_partitioned_groups_flat[sub_group_id]
+        group = adam.param_groups[self.sub_group_to_group_id[sub_group_id]]
+        state = adam_state(adam, parameter)
+        state["step"] += 1
+        options = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
+        for begin, converted in self._converted(gradient, parameter.dtype):
+            tensors = (parameter.data, state["exp_avg"], state["exp_avg_sq"])
+            master, *moments = (tensor.narrow(0, begin, converted.numel()) for tensor in tensors)
+            converted.mul_(self._late_factor)
+            adam.ds_opt_adam.adam_update(adam.opt_id, state["step"], *options, master, converted, *moments)
+
+    def _converted(self, gradient: torch.Tensor, dtype: torch.dtype) -> Any:
+        """Pieces of ``gradient`` in ``dtype``, each until the next is asked for, with their offsets."""
+        if self._piece is None:
+            largest = max(self.fp16_partitioned_groups_flat_numel)
+            allocator = self.settings.allocator or PageAlignedPinnedAllocator()
+            self._piece = conversion_buffer(allocator, largest, dtype)
+        for begin in range(0, gradient.numel(), self._piece.numel()):
+            part = gradient[begin : begin + self._piece.numel()]
+            yield begin, self._piece[: part.numel()].copy_(part)
+
+
+def adam_state(optimizer: Any, parameter: torch.Tensor) -> dict[str, Any]:
+    """The Adam state of ``parameter``, made where there is none yet."""
+    state = optimizer.state[parameter]
+    if not state:
+        state |= {
+            "step": 0,
+            "exp_avg": torch.zeros_like(parameter.data),
+            "exp_avg_sq": torch.zeros_like(parameter.data),
+        }
+    return state
