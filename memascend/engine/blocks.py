@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memascend.engine.layout import Kind, Part, Unit, UnitParameters, make_layout
 from memascend.engine.operators import Taken
-from memascend.engine.spilled import forget, let_go
+from memascend.engine.spilled import flat_values, forget, let_go
 from memascend.engine.weights import WeightStream
 from memascend.ops.rows import can_be_sliced
 
@@ -111,14 +111,13 @@ class ModelUnits:
         return list(zip(unit.parts, self.parameters.get(unit.key, ()), strict=unit.kind is not Kind.SLICE))
 
     def values(self, unit: Unit) -> list[tuple[Part, torch.Tensor]]:
-        """What is in the parameters, flat; of a model that is in memory."""
-        flat = [(part, self._by_name[part.name].detach().reshape(-1)) for part in unit.parts]
+        """What is in the parameters or waits for them, flat; of a model that has its values."""
+        flat = [(part, flat_values(self._by_name[part.name])) for part in unit.parts]
         return [(part, each[part.offset : part.offset + part.numel]) for part, each in flat]
 
-    def looked_at(self, unit: Unit) -> None:
+    def looked_at(self, part: Part) -> None:
         """Its values have been moved: what of them waited in a file need not be in memory."""
-        for part in unit.parts:
-            let_go(self._by_name[part.name])
+        let_go(self._by_name[part.name])
 
     def matrix(self, key: str) -> nn.Parameter:
         """That is cut into slices."""

@@ -286,6 +286,7 @@ class StreamingEngine(BlockRuntime):
             slot.zero_()
             for part, values in self.units.values(unit):
                 slot[part.first : part.first + part.numel].copy_(values)
+                self.units.looked_at(part)
             for piece in unit.pieces:
                 states = self._states.put(piece.key)
                 states.zero_()
@@ -295,7 +296,6 @@ class StreamingEngine(BlockRuntime):
                 self._states.release(piece.key)
             self._stream.write(unit.key)
             self._stream.release(unit.key)
-            self.units.looked_at(unit)
         self._flush()
         self._commit(facts)
         self._be_ready()

@@ -1,4 +1,7 @@
-"""A model whose weights wait in a file while it is built, so that it never is in memory as a whole."""
+"""A model whose weights wait in files until the engine takes them, so that it never is in memory as a whole.
+
+Initialised ones are put into a file as they are made; those of a folder stay in its files (`wait_in`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from typing import Self
 import torch
 from torch import nn
 
+from memascend.storage.tensor_folder import StoredTensor
+
 _PAGES = "_memascend_pages"  # of a parameter: the map that its values lie in
+_STORED = "_memascend_stored"  # of a parameter without values: the tensor of a file that has them
 
 
 class SpilledValues:
@@ -49,14 +55,28 @@ class SpilledValues:
         setattr(parameter, _PAGES, pages)
 
 
+def wait_in(parameter: nn.Parameter, stored: StoredTensor) -> None:
+    """Its values are those of a file, of the same shape and of any type; what it holds itself is none."""
+    setattr(parameter, _STORED, stored)
+
+
+def flat_values(parameter: nn.Parameter) -> torch.Tensor:
+    """One dimension; of a waiting parameter in its file's type."""
+    stored = getattr(parameter, _STORED, None)
+    return parameter.detach().reshape(-1) if stored is None else stored.flat()
+
+
 def let_go(parameter: nn.Parameter) -> None:
     """Its values have been looked at: the kernel may have the memory back. They stay in the file."""
     pages = getattr(parameter, _PAGES, None)
     if pages is not None:
         pages.madvise(mmap.MADV_DONTNEED)
+    if (stored := getattr(parameter, _STORED, None)) is not None:
+        stored.let_go()
 
 
 def forget(parameter: nn.Parameter) -> None:
     """Its values are elsewhere."""
-    if hasattr(parameter, _PAGES):
-        delattr(parameter, _PAGES)
+    for name in (_PAGES, _STORED):
+        if hasattr(parameter, name):
+            delattr(parameter, name)

@@ -98,18 +98,40 @@ class TensorFileWriter:
             self._file.close()
 
 
+def _header_of(path: Path, file: Any) -> tuple[dict[str, Any], int]:
+    """The header of an open file, and where the tensors begin."""
+    try:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError(f"a header of {length} bytes")
+        return dict(json.loads(file.read(length))), 8 + length
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not a safetensors file: {error}") from None
+
+
+def tensor_spans(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:
+    """By name: dtype, shape, and from and to which byte of the file. ValueError for a type that torch does not have."""
+    with path.open("rb") as file:
+        header, start = _header_of(path, file)
+    spans = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in _DTYPES:
+            raise ValueError(f"{path}: {name} is {entry['dtype']}, which cannot be trained: use 16- or 32-bit weights")
+        begin, end = entry["data_offsets"]
+        spans[name] = _DTYPES[entry["dtype"]], tuple(entry["shape"]), start + begin, start + end
+    return spans
+
+
 class TensorFileReader:
     """Reads single tensors of a file into memory of the caller's. Raises ValueError where the file is short or odd."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("rb", buffering=0)
-        try:
-            length = int.from_bytes(self._file.read(8), "little")
-            header = json.loads(self._file.read(length))
-        except ValueError as error:
-            raise ValueError(f"{path} is not a safetensors file: {error}") from None
+        header, self._start = _header_of(path, self._file)
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
-        self._header, self._start = header, 8 + length
+        self._header = header
 
     @property
     def names(self) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from memascend.simulator.recorder import Recorder, phase, record_transfers
 from memascend.storage.tensor_file import TensorFileReader, TensorLayout
 from memascend.training.backends.loss_scale import LossScale
 from memascend.training.config import TrainConfig
+
+log = logging.getLogger("memascend")
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _STATES = ("master", "exp_avg", "exp_avg_sq")
@@ -57,14 +60,12 @@ class StreamingBackend:
 
     # -- the model on its tier -----------------------------------------------------------------------------------------
 
-    def _make_model(self, source: Path | dict[str, Any]) -> None:
+    def _make_model(self, source: Path | dict[str, Any], *, values: bool = True) -> None:
         from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
-        from memascend.integrations.pretrained import in_memory_model
         from memascend.ops.half_linear import fp16_products_in_fp32
 
         config = self._config
-        with SpilledValues(self._folder.parent) as spilled:  # the model is never in memory as a whole
-            self.model = in_memory_model(source, _DTYPES[config.dtype], spilled.take)
+        self.model = self._filled_model(source) if values else self._hollow_model(source)
         if config.dtype == "fp16":
             self._undo.callback(fp16_products_in_fp32())
         options = MemoryOptions(attention=config.attention, loss=config.loss, checkpointing="none")
@@ -80,6 +81,27 @@ class StreamingBackend:
                 "weight_decay": config.weight_decay,
             }
         ]
+
+    def _filled_model(self, source: Path | dict[str, Any]) -> Any:
+        """With its values in files: the model is never in memory as a whole, but for what only transformers loads."""
+        from memascend.integrations.pretrained import in_memory_model
+        from memascend.integrations.waiting_model import NotAsStored, waiting_model
+
+        dtype = _DTYPES[self._config.dtype]
+        if isinstance(source, Path):
+            try:
+                return waiting_model(source, dtype)
+            except NotAsStored as reason:
+                log.warning("memascend: the whole model is read into memory before training begins: %s", reason)
+        with SpilledValues(self._folder.parent) as spilled:
+            return in_memory_model(source, dtype, spilled.take)
+
+    def _hollow_model(self, source: Path | dict[str, Any]) -> Any:
+        """For values that are on the tier already."""
+        from memascend.integrations.pretrained import configuration
+        from memascend.integrations.waiting_model import hollow_model
+
+        return hollow_model(configuration(source) if isinstance(source, Path) else source, _DTYPES[self._config.dtype])
 
     def _engine_options(self) -> EngineOptions:
         config = self._config
@@ -109,7 +131,7 @@ class StreamingBackend:
         return homes.kept_facts(self._folder).get("step") if homes.is_home(self._folder) else None
 
     def go_on(self, source: Path | dict[str, Any]) -> dict[str, Any]:
-        self._make_model(source)
+        self._make_model(source, values=False)
         allocator = PageAlignedPinnedAllocator(self.ledger)
         self.engine, facts = StreamingEngine.resume(
             self.model, self._folder, self._groups, self._engine_options(), allocator=allocator

@@ -1,0 +1,130 @@
+"""A model whose weights stay in the files of its folder until the streaming engine takes them, tensor by tensor.
+
+    model = waiting_model("Qwen2.5-7B", torch.bfloat16)     # a second, and no memory
+    with streaming("states") as home: home.hook(model) ...   # the weights go from those files into the states
+
+The parameters have shapes and a type, and one NaN for values. Types are converted as they are copied.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memascend.engine.spilled import wait_in
+from memascend.integrations.pretrained import configuration, persistent_buffers
+from memascend.storage.tensor_folder import StoredTensor, TensorFolder, has_tensor_files
+
+
+class NotAsStored(ValueError):
+    """The model's tensors are not those of the files as they are: transformers must load it."""
+
+
+def hollow_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
+    """A causal LM with its buffers and without values: all elements of a parameter are one NaN. For training."""
+    from transformers import PreTrainedModel
+
+    from memascend.integrations.huggingface import causal_lm
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:  # a tied one comes again
+            return parameter
+        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    stock = PreTrainedModel.init_weights
+    PreTrainedModel.init_weights = lambda model: model.tie_weights(recompute_mapping=False)
+    hook = nn.modules.module.register_module_parameter_registration_hook(without_memory)
+    try:
+        model = causal_lm({**config, "dtype": str(dtype).removeprefix("torch.")}, checkpointing="none")
+    finally:
+        hook.remove()
+        PreTrainedModel.init_weights = stock
+    _on_cpu(model, dtype)
+    model.config.use_cache = False
+    return model.train()
+
+
+def _on_cpu(model: nn.Module, dtype: torch.dtype) -> None:
+    nothing, made = torch.full((1,), torch.nan, dtype=dtype), {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in made:
+                made[parameter] = nn.Parameter(nothing.expand(parameter.shape), parameter.requires_grad)
+            module._parameters[name] = made[parameter]
+
+
+def waiting_model(folder: str | Path, dtype: torch.dtype) -> Any:
+    """The causal LM in `folder`, for training, its weights in the folder's files until an engine takes them.
+
+    Raises NotAsStored where transformers would make other tensors of those in the files (fused experts), or these are
+    no safetensors; ValueError, in one line, for a file or tensor that is missing, cut short or of another shape.
+    """
+    folder = Path(folder)
+    if not has_tensor_files(folder):
+        raise NotAsStored(f"{folder} holds no safetensors")
+    model, files = hollow_model(configuration(folder), dtype), TensorFolder(folder)
+    if _is_converted(model):
+        raise NotAsStored(f"transformers converts the tensors of {type(model).__name__} as it loads them")
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for parameter, known in names.items():
+        found = [each for each in (_stored(files, model, name) for name in known) if each is not None]
+        if not found:
+            raise ValueError(
+                f"{folder} has no tensor {known[0]} {tuple(parameter.shape)}, which its config.json asks for: copy or "
+                "download the folder again"
+            )
+        for each in found:
+            _require_shape(each, tuple(parameter.shape))
+        if len(found) > 1 and not _equal(found):
+            raise NotAsStored(f"{' and '.join(known)} are tied, and have different values in {folder}")
+        wait_in(parameter, found[0])
+    for name, buffer in persistent_buffers(model):
+        if (stored := _stored(files, model, name)) is not None:
+            _require_shape(stored, tuple(buffer.shape))
+            buffer.copy_(stored.flat().view(buffer.shape))
+            stored.let_go()
+    _take_generation_settings(model, folder)
+    return model
+
+
+def _is_converted(model: Any) -> bool:
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:  # transformers 4 keeps the names
+        return False
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def _stored(files: TensorFolder, model: Any, name: str) -> StoredTensor | None:
+    """Also of a folder that was saved without the head, whose names lack the prefix."""
+    bare = name.removeprefix(f"{model.base_model_prefix}.")
+    return files.tensors.get(name) or files.tensors.get(bare)
+
+
+def _require_shape(stored: StoredTensor, shape: tuple[int, ...]) -> None:
+    if stored.shape != shape:
+        raise ValueError(
+            f"{stored.name} in {stored.path} is {stored.shape}, and its config.json asks for {shape}: the two are not "
+            "of one model"
+        )
+
+
+def _equal(found: list[StoredTensor]) -> bool:
+    same = all(torch.equal(found[0].flat(), other.flat()) for other in found[1:])
+    for each in found:
+        each.let_go()
+    return same
+
+
+def _take_generation_settings(model: Any, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)

@@ -1,0 +1,96 @@
+"""The safetensors files of a model's folder, mapped: a tensor is in memory only while somebody looks at it.
+
+One file, or shards that `model.safetensors.index.json` names.
+Source: https://huggingface.co/docs/safetensors, and transformers' index of shards.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from memascend.storage.tensor_file import tensor_spans
+
+_INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: `dtype` and `shape` as the file has them."""
+
+    name: str
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    _pages: mmap.mmap
+    _first: int
+
+    def flat(self) -> torch.Tensor:
+        """Its elements, in the file's pages: they are read as they are looked at, and never written back."""
+        numel = torch.Size(self.shape).numel()
+        if not numel:
+            return torch.empty(0, dtype=self.dtype)
+        return torch.frombuffer(self._pages, dtype=self.dtype, count=numel, offset=self._first)
+
+    def let_go(self) -> None:
+        """The kernel may have the memory back."""
+        page = mmap.PAGESIZE
+        begin = self._first // page * page
+        end = self._first + torch.Size(self.shape).numel() * self.dtype.itemsize
+        if end > begin:
+            self._pages.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+class TensorFolder:
+    """All tensors of a folder, by name. The files stay mapped as long as any of them is held.
+
+    Raises ValueError, in one line, for a shard that is missing, cut short or no safetensors file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, StoredTensor] = {}
+        shards, named = _shards(folder)
+        for path in shards:
+            self._open(path)
+        if lost := next((name for name in named if name not in self.tensors), None):
+            raise ValueError(f"{folder / named[lost]} lacks the tensor {lost}, which {_INDEX} says it holds: {_AGAIN}")
+
+    def _open(self, path: Path) -> None:
+        spans, size = tensor_spans(path), path.stat().st_size
+        if any(end > size for _, _, _, end in spans.values()):
+            whole = max(end for _, _, _, end in spans.values())
+            raise ValueError(f"{path} is cut short: {size} of {whole} bytes; {_AGAIN}")
+        if not spans:
+            return
+        with path.open("rb") as file:  # a private map: torch wants memory that it could write to
+            pages = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        for name, (dtype, shape, first, _) in spans.items():
+            self.tensors[name] = StoredTensor(name, path, dtype, shape, pages, first)
+
+
+_AGAIN = "copy or download the folder again"
+
+
+def has_tensor_files(folder: Path) -> bool:
+    return next(folder.glob("*.safetensors"), None) is not None
+
+
+def _shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files to open, and by tensor the file that an index promises."""
+    index = folder / _INDEX
+    if not index.is_file():
+        one = folder / _ONE
+        return [one] if one.is_file() else sorted(folder.glob("*.safetensors")), {}
+    try:
+        named = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} is no index of shards ({error}): {_AGAIN}") from None
+    shards = sorted({folder / file for file in named.values()})
+    if missing := [path.name for path in shards if not path.is_file()]:
+        raise ValueError(f"{folder} lacks {missing[0]} ({len(missing)} of {len(shards)} shards are missing): {_AGAIN}")
+    return shards, named
