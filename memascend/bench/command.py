@@ -1,4 +1,4 @@
-"""`memascend bench {overflow,unscale,adamw,pinned,pool,nvme,tiers,activations} [--json] [--out FILE]`."""
+"""`memascend bench {overflow,unscale,adamw,pinned,pool,nvme,tiers,activations,engine} [--json] [--out FILE]`."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
             "kept, computed again, copied to host memory or sent to the SSD: peak memory, seconds, waits",
             None,
         ),
+        ("engine", _engine, "streaming engine: times a step in memory, share of its bound", None),
     ):
         parser = parts.add_parser(name, help=text)
         parser.add_argument("--json", action="store_true", help="every round, machine-readable")
@@ -59,6 +60,8 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
             _add_tiers(parser, count)
         if name == "activations":
             _add_activations(parser, count)
+        if name == "engine":
+            _add_engine(parser, count)
         parser.set_defaults(run=_runner(run, count))
 
 
@@ -112,6 +115,20 @@ def _add_activations(parser: argparse.ArgumentParser, count: _Count) -> None:
     parser.add_argument("--threads", type=count, default=1, help="that compute; another moves bytes (default 1)")
     parser.add_argument(
         "--ways", default="keep,recompute,save_on_cpu,ssd,mix", help="separated by commas (default all five)"
+    )
+
+
+def _add_engine(parser: argparse.ArgumentParser, count: _Count) -> None:
+    parser.add_argument("--folder", type=Path, required=True, help="on the SSD; nothing is left behind")
+    parser.add_argument("--model", default="qwen2.5-7b", help="committed name, or a config.json (default qwen2.5-7b)")
+    parser.add_argument("--twin", type=count, default=16, help="divide the model's widths (default 16)")
+    parser.add_argument("--contexts", default="256", help="tokens of a step, separated by commas (default 256)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of weights and products")
+    parser.add_argument("--threads", type=count, default=2, help="that compute (default 2)")
+    parser.add_argument(
+        "--ways",
+        default="memory,optimized",
+        help="of memory,optimized,naive,none,inputs,swapped (default the first two)",
     )
 
 
@@ -325,6 +342,33 @@ def _activations(options: argparse.Namespace, count: _Count) -> tuple[dict[str, 
             f"{row['way']:<12}{row['batch']:>7}{row['seconds']['median']:>12.3f}  {_show(row['seconds_of_keeping'])}"
             f"{slower}{row['peak_bytes']['median'] / 2**20:>10.1f}{row['peak_reduction']:>7.1%} {planned}"
             f"{row['waited_share']['median']:>8.1%}  {'yes' if row['gradients_equal'] else 'no'}"
+        )
+    return result, lines
+
+
+def _engine(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
+    from memascend.bench import engine
+
+    _require_folder(options.folder)
+    chosen = engine.EngineBench(
+        model=options.model,
+        folder=options.folder,
+        twin=options.twin,
+        contexts=tuple(_counts("--contexts", options.contexts, count)),
+        ways=tuple(options.ways.split(",")),
+        dtype=options.dtype,
+        repeats=options.repeats,
+        threads=options.threads,
+    )
+    result = engine.measure(chosen)
+    lines = _in_memory(options.folder)
+    lines += ["tokens  way          s a step  x of memory        more s: forward backward optimizer  of the bound"]
+    for row in result["summary"]:
+        more = "".join(f"{row[f'more_{name}']:>+9.3f}" for name in engine.PHASES)
+        bound = f"{row['bound_share']:.0%}, {row['bottleneck']}" if row["bound_share"] else ""
+        lines.append(
+            f"{row['context']:>6}  {row['method']:<10}{row['seconds']['median']:>11.3f}  {_show(row['of_memory'])}"
+            f"{more:>38}  {bound}"
         )
     return result, lines
 

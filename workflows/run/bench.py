@@ -16,7 +16,7 @@ from pathlib import Path
 from workflows import registry, staleness
 from workflows.run import provenance
 
-PARTS = ("overflow", "unscale", "adamw", "pinned", "pool", "nvme", "activations")
+PARTS = ("overflow", "unscale", "adamw", "pinned", "pool", "nvme", "activations", "engine")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,0 +1,41 @@
+"""`memascend bench engine`: what it refuses, and that both ways train alike."""
+
+import json
+
+import pytest
+
+from memascend.cli import main
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--ways", "memory,streamed"], "--ways: unknown way 'streamed'; use memory and some of optimized"),
+        (["--ways", "optimized"], "--ways: without 'memory' there is nothing to compare with"),
+        (["--contexts", "none"], "--contexts"),
+        (["--model", "nothing"], "unknown model 'nothing'"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(options, said, tmp_path, capsys):
+    assert main(["bench", "engine", "--folder", str(tmp_path), *options]) == 2
+    out = capsys.readouterr().err.strip()
+    assert said in out
+    assert "\n" not in out
+
+
+@pytest.mark.slow  # a process of its own
+def test_every_way_trains_alike_and_leaves_nothing(tmp_path, capsys):
+    ways = "memory,optimized,naive,none,inputs,swapped"
+    words = ["--folder", str(tmp_path), "--model", "llama3.2-1b", "--twin", "32", "--contexts", "16,32"]
+    assert main(["bench", "engine", *words, "--ways", ways, "--repeats", "2", "--json"]) == 0
+    assert list(tmp_path.iterdir()) == []
+    result = json.loads(capsys.readouterr().out)
+    points = {(point["context"], point["method"]): point for point in result["points"]}
+    assert len(points) == len(result["summary"]) == 12
+    for row in result["summary"]:
+        mine, memory = points[row["context"], row["method"]], points[row["context"], "memory"]
+        assert mine["losses"] == pytest.approx(memory["losses"], rel=1e-4)
+        assert row["losses_apart"] < 1e-4
+        assert len(mine["seconds"]) == 2
+        assert (mine["written"][-1] > 0) == (row["method"] != "memory")
+    assert points[16, "none"]["written"][-1] > points[16, "optimized"]["written"][-1]
