@@ -1,6 +1,6 @@
 """What the terminal shows while Snakemake works: what runs, how many are left, about how long; and how it ended.
 
-Snakemake's own log file (.snakemake/log) keeps everything. Standard library alone.
+Snakemake's own log file (.snakemake/log) keeps everything.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Collection
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workflows.configuration import score
+from workflows.run.children import scratch_folder
 
 if TYPE_CHECKING:
     from workflows.configuration import Configuration
@@ -121,10 +121,11 @@ SERVERS = {"MEMASCEND_FORK_SERVER": "workflows.run.fork_server", "MEMASCEND_DRAW
 def start_servers(known: Configuration) -> None:
     """The processes that runs and pictures are forked from: a third of a short run, and most of a picture, is imports.
 
-    They end with this one; the folder of their sockets does too, or is collected like those of killed runs.
+    They end with this one; the folder of their sockets, which this process holds, does too.
     """
-    folder = tempfile.mkdtemp(prefix="memascend-run-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    stack = ExitStack()
+    folder = stack.enter_context(scratch_folder())
+    atexit.register(stack.close)
     logs = Path(known.raw, "logs")
     logs.mkdir(parents=True, exist_ok=True)
     for variable, module in SERVERS.items():

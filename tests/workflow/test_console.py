@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,12 +14,13 @@ import pytest
 from workflow_fixtures import full_set, smoke_set, write_records
 
 from workflows import configuration, registry, tidy
+from workflows import console as console_module
 from workflows.configuration import Experiments, score
 from workflows.console import Console
 from workflows.derive import claims, reference, table
 from workflows.papers.memascend.rows import times
 from workflows.records import load
-from workflows.run import simulation
+from workflows.run import children, simulation
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -189,3 +192,14 @@ def test_a_paper_or_an_exhibit_that_is_not_built_ends_with_what_it_waits_for() -
     with pytest.raises(SystemExit) as ended:
         configuration.Configuration.planned(known, "mlpoffload-fig04")(None)
     assert ended.value.code == "mlpoffload-fig04 is not built yet: it waits for the tier of several paths."
+
+
+def test_the_folder_of_the_servers_sockets_outlives_the_runs_that_collect_what_killed_ones_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(console_module, "SERVERS", {})
+    monkeypatch.setenv("MEMASCEND_EXHIBITS", "")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    console_module.start_servers(SimpleNamespace(raw=str(tmp_path / "raw"), exhibits_of_runs="{}"))
+    (folder,) = tmp_path.glob(f"{children.SCRATCH}*")
+    os.utime(folder, (1, 1))
+    with children.scratch_folder(tmp_path):  # a run begins
+        assert folder.exists()

@@ -19,10 +19,9 @@ import select
 import socket
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
-from workflows.run import child, children
+from workflows.run import child
 
 PROGRAMS = ("table", "figure", "claims", "report")
 
@@ -112,9 +111,8 @@ def program(request: dict[str, Any]) -> int:
 
 def main() -> None:
     child.die_with_parent()
-    address = Path(sys.argv[1])
-    with children.held(address.parent), contextlib.suppress(KeyboardInterrupt):
-        serve(str(address), len(os.sched_getaffinity(0)))
+    with contextlib.suppress(KeyboardInterrupt):
+        serve(sys.argv[1], len(os.sched_getaffinity(0)))
 
 
 if __name__ == "__main__":

@@ -45,16 +45,9 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
     """
     parent = parent or Path(tempfile.gettempdir())
     collect_scratch(parent)
-    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=parent) as name, held(Path(name)):
-        yield Path(name)
-
-
-@contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Hold a scratch folder, so that nobody collects it."""
-    with (folder / LOCK).open("w") as lock:
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=parent) as name, Path(name, LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        yield Path(name)
 
 
 def collect_scratch(parent: Path) -> list[Path]:

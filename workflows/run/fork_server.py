@@ -22,7 +22,6 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 SOCKET = "MEMASCEND_FORK_SERVER"
@@ -178,9 +177,8 @@ def main() -> int:
     settings = children.environment(0, 1, 0, os.cpu_count() or 1)
     if settings != dict(os.environ):  # the C library and OpenMP read theirs at their start
         os.execve(sys.executable, [sys.executable, "-m", "workflows.run.fork_server", *sys.argv[1:]], settings)
-    address = Path(sys.argv[1])
-    with children.held(address.parent), contextlib.suppress(KeyboardInterrupt):
-        Server(str(address), child.import_everything, child.run_forked).serve()
+    with contextlib.suppress(KeyboardInterrupt):
+        Server(sys.argv[1], child.import_everything, child.run_forked).serve()
     return 0
 
 
