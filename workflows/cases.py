@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from statistics import median
-from typing import Any, Protocol
+from statistics import median, quantiles
+from typing import Any
 
 from memascend.planner import Plan, Workload, model_spec, plan
 from memascend.planner.footprint import GIB, PEAK
 from memascend.planner.workload import papers
 from workflows import tidy
+from workflows.records import Run
 from workflows.tidy import MEMASCEND, SCALED
 
 Row = dict[str, Any]
@@ -24,58 +25,25 @@ FOUR = "4 dense models"
 _FORMULA = "100 (1 - MemAscend / as published)"
 
 
-class Case(Protocol):
-    """A plan or a run."""
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan on the testbed of a paper's exhibit; a run has the same names."""
 
-    lane: str
+    made: Plan
     series: str
     model: str  # as figures write it
     testbed: str
-    place: str  # where an average over models stands
     source: str
-    ok: bool
-    k: int
     peak_bytes: int
     check_bytes: int  # what the overflow check takes beside the gradient buffer
-
-    def owned(self, owner: str) -> int: ...
-    def components(self) -> dict[str, int]: ...
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan on the testbed of a paper's exhibit."""
-
-    made: Plan
-    testbed: str
     lane = "modelled"
     ok = True
     k = 1
 
     @property
-    def series(self) -> str:
-        return self.made.label
-
-    @property
-    def model(self) -> str:
-        return self.made.work.spec.display
-
-    @property
     def place(self) -> str:
+        """Where an average over models stands."""
         return self.testbed
-
-    @property
-    def source(self) -> str:
-        work = self.made.work
-        return f"memascend.planner: {work.system}/{work.arm_name}, {work.dtype}"
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.made.host_bytes
-
-    @property
-    def check_bytes(self) -> int:
-        return self.owned("overflow_check")
 
     def owned(self, owner: str) -> int:
         return self.made.requested_bytes(owner)
@@ -84,23 +52,45 @@ class Planned:
         return self.made.components()
 
 
+Case = Planned | Run
+
+
 def paper_plan(
     model: str, system: str, testbed: str, arm: str | None = None, dtype: str = "fp16", ranks: int = 1
 ) -> Planned:
     """With the sizes that the papers' totals describe, and without activation checkpoints."""
     work = Workload(spec=model_spec(model), system=system, arm=arm, dtype=dtype, ranks=ranks, context=0)
-    return Planned(plan(papers(work)), testbed)
+    made = plan(papers(work))
+    sizes = {"peak_bytes": made.host_bytes, "check_bytes": made.requested_bytes("overflow_check")}
+    source = f"memascend.planner: {system}/{made.work.arm_name}, {dtype}"
+    return Planned(made=made, series=made.label, model=work.spec.display, testbed=testbed, source=source, **sizes)
 
 
-def row(exhibit: str, metric: str, value: float | str, unit: str, lane: str, source: str, **cells: str) -> Row:
-    """One row of the tidy table; numbers with nine significant digits."""
+def row(
+    exhibit: str,
+    metric: str,
+    value: float | str,
+    unit: str,
+    lane: str,
+    source: str,
+    x: tuple[str, float | str] = ("", ""),
+    **cells: str,
+) -> Row:
+    """One row of the tidy table; numbers with nine significant digits. `x`: name and value."""
     shown = value if isinstance(value, str) else f"{value:.9g}"
     own = {"exhibit_id": exhibit, "metric": metric, "value": shown, "unit": unit, "lane": lane, "source": source}
+    own |= {"x_name": x[0], "x_value": f"{x[1]:.6g}" if isinstance(x[1], float) else str(x[1])}
     return dict.fromkeys(tidy.COLUMNS, "") | own | cells
 
 
+def of_record(record: dict[str, Any], exhibit: str, metric: str, value: float | str, unit: str, **cells: Any) -> Row:
+    """A row of a record, on its host where `cells` name no testbed."""
+    own = {"lane": record.get("lane", "measured"), "source": record["key"], "testbed": record["host"]["name"]}
+    return row(exhibit, metric, value, unit, **own | cells)
+
+
 def of_case(
-    exhibit: str, case: Case, metric: str, value: float | str, unit: str, formula: str = "", **cells: str
+    exhibit: str, case: Case, metric: str, value: float | str, unit: str, formula: str = "", **cells: Any
 ) -> Row:
     """A row of a case. `formula` says how the modelled lane computes it; a run's source is always its record."""
     own = {"series": case.series, "model": case.model, "testbed": case.testbed} | cells
@@ -108,7 +98,7 @@ def of_case(
     return row(exhibit, metric, value, unit, case.lane, source, **own)
 
 
-def in_bytes(exhibit: str, case: Case, metric: str, nbytes: float, **cells: str) -> Iterator[Row]:
+def in_bytes(exhibit: str, case: Case, metric: str, nbytes: float, **cells: Any) -> Iterator[Row]:
     """In GiB: as planned; of a run as they are and at the original's size."""
     yield of_case(exhibit, case, metric, nbytes / GIB, "GiB", **cells)
     if case.lane == "measured":
@@ -154,8 +144,13 @@ def largest_under(
             fits = [x for x, (_, size) in mine.items() if size <= cap]
             if fits and (max(fits) == limit or max(fits) < max(mine)):
                 formula = "last power of two whose peak is under the cap"
-                cells = {"x_name": "memory cap (GiB)", "x_value": name}
-                yield of_case(exhibit, mine[max(fits)][0], metric, max(fits), unit, formula, **cells)
+                x = "memory cap (GiB)", name
+                yield of_case(exhibit, mine[max(fits)][0], metric, max(fits), unit, formula, x=x)
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile."""
+    return tuple(quantiles(values, n=4, method="inclusive")) if len(values) > 1 else (values[0],) * 3
 
 
 def failed(exhibit: str, case: Any) -> Row:

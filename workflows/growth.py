@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -24,20 +25,18 @@ def growth(exhibit: str, until: float) -> Iterator[Row]:
         slope, start = np.polyfit(dates, np.log10(values), 1)
         slopes[series] = float(slope)
         for each in found:
-            cells = {"series": series, "x_value": f"{each['date']:g}", "model": each["name"]}
+            cells = {"series": series, "model": each["name"], "x": ("release date", float(each["date"]))}
             yield _row(exhibit, "relative to the first", each[field] / values[0], "x", each["source"], **cells)
         for date in (dates[0], dates[-1]):
             at = 10 ** (start + slope * date) / values[0]
-            cells = {"series": f"{series}, trend", "x_value": f"{date:g}"}
+            cells = {"series": f"{series}, trend", "x": ("release date", float(date))}
             yield _row(exhibit, "relative to the first", at, "x", "least squares of the logarithms", **cells)
-        cells = {"series": series, "x_name": "", "x_value": ""}
-        yield _row(exhibit, "growth in two years", 10 ** (2 * slope), "x", "slope of its line", **cells)
+        yield _row(exhibit, "growth in two years", 10 ** (2 * slope), "x", "slope of its line", series=series)
     rate, memory, size = slopes.values()
     for to, of in (("16-bit rate", rate), ("model size", size)):
-        cells = {"series": f"memory of a chip over {to}", "x_name": "", "x_value": ""}
+        cells = {"series": f"memory of a chip over {to}"}
         yield _row(exhibit, "ratio of growth rates", 100 * memory / of, "%", "ratio of the two slopes", **cells)
 
 
-def _row(exhibit: str, metric: str, value: float, unit: str, source: str, **cells: str) -> Row:
-    own = {"testbed": RELEASES, "x_name": "release date"} | cells
-    return row(exhibit, metric, value, unit, "modelled", source, **own)
+def _row(exhibit: str, metric: str, value: float, unit: str, source: str, **cells: Any) -> Row:
+    return row(exhibit, metric, value, unit, "modelled", source, testbed=RELEASES, **cells)

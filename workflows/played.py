@@ -2,8 +2,8 @@
 
 A paper's folder says in models.yaml what its models are (keys of a Hugging Face config.json, where no configuration is
 committed) and in calibrations.yaml which constants it takes, each with its reason, its reach and what it was solved
-from; the reason of one that the paper leaves out begins with "assumed". Those that bear the name of a field of
-`memascend.planner.machine.Calibrations` are what plays run with.
+from, and which exhibits they are `behind`; the reason of one that the paper leaves out begins with "assumed". Those
+that bear the name of a field of `memascend.planner.machine.Calibrations` are what plays run with.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from memascend.planner.step_time import StepTime, step_time
 from memascend.planner.workload import papers
 from memascend.simulator.calibration import Calibration
 from memascend.simulator.trace import Event
-from memascend.systems import arrangement
 from workflows import registry
 from workflows.cases import Row, row
+
+ONE_STEP = "memascend.simulator: one step"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +61,26 @@ class Paper:
         """A row of the modelled lane."""
         return row(exhibit, metric, value, unit, "modelled", source, **{"testbed": self.testbed} | cells)
 
-    def assumptions(self, exhibits: dict[str, str], names: list[str] | None = None) -> Iterator[Row]:
-        """A row for each constant (of those named) in each exhibit, whose testbed is given: captions list them."""
-        for exhibit, testbed in exhibits.items():
-            for name in names if names is not None else self.constants:
-                each = self.constants[name]
-                cells = {"testbed": testbed, "x_name": "constant", "x_value": name.replace("_", " ")}
-                source = f"{each.reason}. Reach: {each.reach}"
-                yield row(exhibit, "calibration", each.value, each.unit, "modelled", source, **cells)
+    def bars(
+        self, exhibit: str, found: dict[tuple[str, str], list[float]], source: str = ONE_STEP, **cells: Any
+    ) -> Iterator[Row]:
+        """What `spans` found, as a timeline's rows."""
+        for (line, name), (begin, end) in found.items():
+            yield self.shown(exhibit, name, end - begin, "s", source, series=line, x=("begin (s)", begin), **cells)
+
+    def assumptions(self) -> Iterator[Row]:
+        """A row for each constant in each exhibit that it is behind: captions list them."""
+        for group in registry.read(registry.file_of(self.name, "calibrations.yaml"))["behind"]:
+            for exhibit in group["exhibits"]:
+                for name in group["constants"]:
+                    named = dataclasses.replace(self.constants[name], name=name.replace("_", " "))
+                    yield assumption(f"{self.name}-{exhibit}", group["testbed"], named)
+
+
+def assumption(exhibit: str, testbed: str, each: Calibration) -> Row:
+    cells = {"testbed": testbed, "x": ("constant", each.name)}
+    source = f"{each.reason}. Reach: {each.reach}"
+    return row(exhibit, "calibration", each.value, each.unit, "modelled", source, **cells)
 
 
 @cache
@@ -76,6 +89,8 @@ def constants(paper: str) -> dict[str, Calibration]:
     said = registry.read(registry.file_of(paper, "calibrations.yaml")) or {}
     made = {}
     for name, each in said.items():
+        if name == "behind":
+            continue
         given = {**each, "value": float(each["value"]), "solved_from": tuple(each.get("solved_from", ()))}
         made[name] = Calibration(name=name, **given)
     return made
@@ -105,5 +120,7 @@ def spans(
     return found
 
 
-def label(system: str, arm: str) -> str:
-    return arrangement(system, arm).label
+def block_of(event: Event) -> int | None:
+    """The block that an event is of, from 1."""
+    number = event.name.partition("block ")[2].partition(".")[0]
+    return int(number) + 1 if number else None

@@ -24,7 +24,7 @@ from memascend.planner.machine import CALIBRATIONS, PROCESS_OVERHEAD
 from memascend.simulator.calibration import CircularClaim, require_held_out
 from workflows import registry, tidy
 from workflows.derive import errata as errata_page
-from workflows.derive.table import rows_of
+from workflows.played import constants
 
 LANES = ("modelled", "measured")
 REPRODUCED, DEVIATES, NO_RESULT, NOT_CHECKABLE = "reproduced", "deviates", "no result", "not checkable here"
@@ -247,7 +247,7 @@ def refuse_circular(claim: dict[str, Any]) -> None:
     """A modelled value may not be judged as held out by a row that a constant behind it was solved from."""
     if basis_of(claim, "modelled") == HELD_OUT:
         try:
-            mine = getattr(rows_of(claim["exhibit_id"].rpartition("-")[0]), "CALIBRATIONS", ())
+            mine = constants(claim["exhibit_id"].rpartition("-")[0]).values()
             require_held_out(claim["id"], rows_expected(claim), (*CALIBRATIONS, PROCESS_OVERHEAD, *mine))
         except CircularClaim as error:
             raise tidy.TableError(f"claims: {error}; its modelled basis is `calibrated`") from None

@@ -16,11 +16,10 @@ from memascend.planner.gpu_memory import gpu_memory
 from memascend.planner.step_time import StepTime
 from memascend.simulator.trace import Event
 from workflows.cases import Row
-from workflows.played import Paper, machine, spans
+from workflows.played import Paper, block_of, machine, spans
 
 A, B = "cxl-a", "cxl-b"
 PAPER = Paper("cxl", testbed=A)
-CALIBRATIONS = tuple(PAPER.constants.values())
 shown = PAPER.shown
 MODELS = {"7B": "qwen2.5-7b", "12B": "12B"}
 SUBFIGURES = {"a": ("7B", 1), "b": ("7B", 2), "c": ("12B", 1), "d": ("12B", 2)}
@@ -40,10 +39,7 @@ def modelled() -> Iterator[Row]:
     yield from profile()
     yield from four_blocks()
     yield from scenarios()
-    played = {"cxl-fig13": A, "cxl-fig14": B, "cxl-fig15": A, "cxl-fig07": A, "cxl-fig03": A}
-    yield from PAPER.assumptions(played, [c for c in PAPER.constants if c != "copy_start_seconds"])
-    yield from PAPER.assumptions({"cxl-fig05": A}, ["adam_memory_efficiency", "adam_card_efficiency"])
-    yield from PAPER.assumptions({"cxl-fig06": A}, ["copy_start_seconds"])
+    yield from PAPER.assumptions()
 
 
 @cache
@@ -81,8 +77,8 @@ def relative() -> Iterator[Row]:
                 for context, batch in grid:
                     at = (model, testbed, gpus, context, batch)
                     found.append(100 * step(DRAM, *at).seconds / step(series, *at).seconds)
-                    x = {"x_name": f"batch at context {context // 1024}K", "x_value": str(batch)}
-                    yield shown(exhibit, RELATIVE, found[-1], "%", source, **cells, **x)
+                    x = f"batch at context {context // 1024}K", batch
+                    yield shown(exhibit, RELATIVE, found[-1], "%", source, **cells, x=x)
                 of = f"over {len(grid)} cells of 4K to 32K and 1 to 32 sequences"
                 for end, value, drop in (("low", min(found), max(found)), ("high", max(found), min(found))):
                     yield shown(exhibit, f"{RELATIVE}, {end}", value, "%", of, **cells)
@@ -104,9 +100,8 @@ def phases() -> Iterator[Row]:
             made = step(series, model, testbed, gpus, 32768, 4)
             cells = {"series": name, "model": model, "testbed": testbed, "subfigure": subfigure}
             for phase in made.phases:
-                x = {"x_name": "phase", "x_value": NAMES[phase.name]}
-                source = f"memascend.planner.step_time, mostly {phase.bottleneck}"
-                yield shown("cxl-fig15", "latency", phase.seconds, "s", source, **cells, **x)
+                source, x = f"memascend.planner.step_time, mostly {phase.bottleneck}", ("phase", NAMES[phase.name])
+                yield shown("cxl-fig15", "latency", phase.seconds, "s", source, **cells, x=x)
             whole = 100 * (made.seconds / step(DRAM, model, A, gpus, 32768, 4).seconds - 1)
             yield shown("cxl-fig15", "total latency increase", whole, "%", "over DRAM only", **cells)
 
@@ -117,52 +112,53 @@ def profile() -> Iterator[Row]:
         for name in (DRAM, f"{NAIVE} (1 AIC)", f"{NAIVE} (2 AIC)"):
             series, testbed = CONFIGURATIONS[name]
             made = step(series, "12B", testbed, 1, 4096, batch)
+            cells = {"series": name, "model": "12B", "testbed": testbed, "subfigure": f"batch {batch}"}
+            source = "memascend.planner.step_time; context 4K and the batch are assumed"
             for phase in made.phases:
-                cells = {"series": name, "model": "12B", "testbed": testbed, "subfigure": f"batch {batch}"}
-                cells |= {"x_name": "phase", "x_value": NAMES[phase.name]}
-                source = "memascend.planner.step_time; context 4K and the batch are assumed"
-                yield shown("cxl-fig07", "latency", phase.seconds, "s", source, **cells)
+                x = "phase", NAMES[phase.name]
+                yield shown("cxl-fig07", "latency", phase.seconds, "s", source, **cells, x=x)
 
 
 def memory() -> Iterator[Row]:
     """Figs. 2 and 3: Table I's bytes, 12B on two GPUs; throughput in DRAM alone."""
-    source = "Table I: 20 bytes a parameter and the activation checkpoints"
+    source, cells = "Table I: 20 bytes a parameter and the activation checkpoints", {"series": "12B", "model": "12B"}
     for context in (512, 2048, 4096, 8192, 16384, 24576, 32768):
-        cells = {"series": "12B", "model": "12B", "x_name": "context (tokens)", "x_value": str(context)}
-        yield shown("cxl-fig02", "system memory", table_one("12B", 2, context, 5), "GiB", source, **cells)
+        size, x = table_one("12B", 2, context, 5), ("context (tokens)", context)
+        yield shown("cxl-fig02", "system memory", size, "GiB", source, **cells, x=x)
     for batch in (1, 2, 4, 8, 16, 24, 32, 48):
-        cells = {"series": "12B", "model": "12B", "x_name": "batch", "x_value": str(batch)}
-        yield shown("cxl-fig03", "system memory", table_one("12B", 2, 4096, batch), "GiB", source, **cells)
+        size, x = table_one("12B", 2, 4096, batch), ("batch", batch)
+        yield shown("cxl-fig03", "system memory", size, "GiB", source, **cells, x=x)
         rate = step(DRAM, "12B", A, 2, 4096, batch).tokens_per_second
-        yield shown("cxl-fig03", "throughput", rate, "tokens/s", "memascend.planner.step_time", **cells)
+        yield shown("cxl-fig03", "throughput", rate, "tokens/s", "memascend.planner.step_time", **cells, x=x)
 
 
 def adam_by_elements() -> Iterator[Row]:
     """Fig. 5: 28 bytes an element from DRAM, or from one card; no processor cache is in it."""
-    nodes = machine(A).described["memory_nodes"]
-    rates = [node["gb_per_s"]["value"] * 1e9 for node in nodes]
-    reached = dict(zip(("local DRAM", "CXL"), rates, strict=True))
-    reached["local DRAM"] *= PAPER.value("adam_memory_efficiency")
-    reached["CXL"] *= PAPER.value("adam_card_efficiency")
+    shares = (PAPER.value(f"adam_{what}_efficiency") for what in ("memory", "card"))
+    reached = {node: rate * share for (node, rate), share in zip(node_rates().items(), shares, strict=True)}
     for elements in (10**6, 10**7, 2 * 10**7, 5 * 10**7, 10**8, 10**9, 10**10):
         for series, rate in reached.items():
-            cells = {"series": series, "x_name": "elements", "x_value": str(elements)}
+            cells = {"series": series, "x": ("elements", elements)}
             source = f"28 bytes an element at {rate / 1e9:.1f} GB/s, the rate that STEP reaches in Fig. 15(a)"
             yield shown("cxl-fig05", "optimizer time", 1e3 * 28 * elements / rate, "ms", source, **cells)
-    ratio = reached["local DRAM"] / reached["CXL"]
-    cells = {"series": "CXL", "x_name": "elements", "x_value": "> 20M"}
+    ratio, cells = reached["local DRAM"] / reached["CXL"], {"series": "CXL", "x": ("elements", "> 20M")}
     yield shown("cxl-fig05", "optimizer time relative to DRAM", ratio, "x", "ratio of the two rates", **cells)
+
+
+def node_rates() -> dict[str, float]:
+    """Bytes a second of the two kinds of memory."""
+    dram, card = (node["gb_per_s"]["value"] * 1e9 for node in machine(A).described["memory_nodes"])
+    return {"local DRAM": dram, "CXL": card}
 
 
 def copies() -> Iterator[Row]:
     """Fig. 6: the slower of the GPU's link and what holds the data, shared by the GPUs that copy at once."""
     link, start = machine(A).pcie_bytes_per_s, PAPER.value("copy_start_seconds")
-    dram, card = (node["gb_per_s"]["value"] * 1e9 for node in machine(A).described["memory_nodes"])
     for gpus in (1, 2):
-        for series, rate in (("local DRAM", dram), ("CXL", card)):
+        for series, rate in node_rates().items():
             name = series if gpus == 1 else f"{series}, two GPUs at once"
             for size in (2**e for e in range(16, 31, 2)):
-                cells = {"series": name, "x_name": "transfer size (bytes)", "x_value": str(size)}
+                cells = {"series": name, "x": ("transfer size (bytes)", size)}
                 value = size / (start + size / min(link, rate / gpus)) / 1e9
                 source = "size / (start + size / slowest link); every link at its data sheet's rate"
                 yield shown("cxl-fig06", "copy bandwidth", value, "GB/s", source, **cells)
@@ -178,14 +174,12 @@ def four_blocks() -> Iterator[Row]:
     def named(event: Event) -> tuple[str, str] | None:
         if event.phase == "optimizer":
             return LINES[event.resource], "Adam"
-        block = event.name.partition("block ")[2].partition(".")[0]
+        block = block_of(event)
         if event.resource == "dram" or not block:
             return None
-        return LINES[event.resource], f"{event.phase[0].upper()}{int(block) + 1}"
+        return LINES[event.resource], f"{event.phase[0].upper()}{block}"
 
-    for (series, name), (begin, end) in spans(made.played.events, named).items():
-        cells = {"series": series, "model": "four blocks of 12B", "x_name": "begin (s)", "x_value": f"{begin:.6g}"}
-        yield shown("cxl-fig01", name, end - begin, "s", "memascend.simulator: one step", **cells)
+    yield from PAPER.bars("cxl-fig01", spans(made.played.events, named), model="four blocks of 12B")
 
 
 def scenarios() -> Iterator[Row]:

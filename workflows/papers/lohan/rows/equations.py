@@ -34,7 +34,7 @@ def rows() -> Iterator[Row]:
 
 
 def point(exhibit: str, series: str, metric: str, swapped: float, value: float, unit: str) -> Row:
-    cells = {"series": series, "model": "13B", "x_name": SWAPPED, "x_value": f"{swapped / 1e9:.6g}"}
+    cells = {"series": series, "model": "13B", "x": (SWAPPED, swapped / 1e9)}
     return shown(exhibit, metric, value, unit, "the equation itself, batch 48", **cells)
 
 
@@ -42,13 +42,8 @@ def times(n: Net, volumes: list[float]) -> Iterator[Row]:
     for swapped in volumes:
         r = rates()
         ahead, back = forward_terms(n, r, swapped), backward_terms(n, r, swapped)
-        for name, value in (
-            ("T_f", max(ahead.values())),
-            ("T_b", max(back.values())),
-            ("T_iter", iteration_s(n, r, swapped)),
-        ):
-            yield point("lohan-eq01", name, "time", swapped, value, "s")
-        for exhibit, terms in (("lohan-eq02", ahead), ("lohan-eq05", back)):
+        whole = {"T_f": max(ahead.values()), "T_b": max(back.values()), "T_iter": iteration_s(n, r, swapped)}
+        for exhibit, terms in (("lohan-eq01", whole), ("lohan-eq02", ahead), ("lohan-eq05", back)):
             for name, value in terms.items():
                 yield point(exhibit, name, "time", swapped, value, "s")
         for room in ROOMS:
@@ -60,10 +55,11 @@ def times(n: Net, volumes: list[float]) -> Iterator[Row]:
 
 def recomputation(n: Net, volumes: list[float]) -> Iterator[Row]:
     for each in n.operators():
-        cells = {"series": each.name, "model": "13B", "x_name": "operator", "x_value": each.name}
-        yield shown(
-            "lohan-eq06", "offloading benefit", each.benefit, "FLOP/byte", "FLOP / bytes of its output", **cells
+        source, cells = (
+            "FLOP / bytes of its output",
+            {"series": each.name, "model": "13B", "x": ("operator", each.name)},
         )
+        yield shown("lohan-eq06", "offloading benefit", each.benefit, "FLOP/byte", source, **cells)
     for swapped in volumes:
         yield point("lohan-eq07", "FLOP_r", "recomputation", swapped, n.recomputed_flops(swapped) / 1e12, "TFLOP")
     at = n.between_blocks
@@ -82,14 +78,14 @@ def volumes_of_fig_9b() -> Iterator[Row]:
         cells = {"series": f"bsz={batch}", "model": "13B"}
         chosen = best(n, r)
         for swapped in sorted({chosen, *(n.between_blocks + k * step for k in range(31))}):
-            x = {"x_name": SWAPPED, "x_value": f"{swapped / 1e9:.6g}"}
-            yield shown("lohan-fig09b", "iteration time", iteration_s(n, r, swapped), "s", "Eq. 1", **cells, **x)
-        x = {"x_name": SWAPPED, "x_value": f"{chosen / 1e9:.6g}"}
-        yield shown("lohan-fig09b", "predicted optimum", iteration_s(n, r, chosen), "s", "all prefixes", **cells, **x)
+            x = SWAPPED, swapped / 1e9
+            yield shown("lohan-fig09b", "iteration time", iteration_s(n, r, swapped), "s", "Eq. 1", **cells, x=x)
+        seconds, x = iteration_s(n, r, chosen), (SWAPPED, chosen / 1e9)
+        yield shown("lohan-fig09b", "predicted optimum", seconds, "s", "all prefixes", **cells, x=x)
         found = {case(n, rates(room=room * GIB)) for room in (0, 100, 200, 400)}
-        x = {"series": "LoHan", "model": "13B", "x_name": "batch_size", "x_value": str(batch)}
+        cells = {"series": "LoHan", "model": "13B", "x": ("batch_size", batch)}
         value = found.pop() if len(found) == 1 else 0
-        yield shown("lohan-fig09b", "case", value, "", "for MEM_avail of 0, 100, 200 and 400 GiB alike", **x)
+        yield shown("lohan-fig09b", "case", value, "", "for MEM_avail of 0, 100, 200 and 400 GiB alike", **cells)
         curve = [iteration_s(n, r, n.between_blocks + k * step) for k in range(31)]
         if not all(b - a <= d - c + 1e-6 for (a, b), (c, d) in pairwise(pairwise(curve))):
             raise ValueError(f"lohan-fig09b: the iteration time is not convex at batch {batch}")
@@ -100,7 +96,7 @@ def policies() -> Iterator[Row]:
     share = PAPER.value("memory_for_activations")
     for (printed, memory), batch in published("lohan-tab05", "batch_size").items():
         policy = printed.replace("LoHan+DS", "LoHan+ZeRO")  # as the figure's legend calls it
-        cells = {"series": policy, "model": "70B", "x_name": "main_memory_GB", "x_value": memory}
+        cells = {"series": policy, "model": "70B", "x": ("main_memory_GB", memory)}
         known: Rates = rates(room=share * int(memory) * GIB)
         n = net("70B", int(batch) if batch != "Failed" else 24)
         swapped = policy_bytes(policy, n, known) if batch != "Failed" else None

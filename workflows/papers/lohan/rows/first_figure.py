@@ -22,7 +22,7 @@ from workflows.papers.lohan.rows.settings import (
     shown,
     step,
 )
-from workflows.played import spans
+from workflows.played import block_of, spans
 
 SIZE, BATCH = "13B", 32
 SERVERS = {"pcie0.down": "PCIe_M2G", "pcie0.up": "PCIe_G2M", "ssd": "PCIe_SSD"}
@@ -45,37 +45,31 @@ def simulated(exhibit: str, series: str) -> Iterator[Row]:
     """Seconds of the stages, how long each link is busy in them, and the stages on each resource over time."""
     made = step(series, SIZE, BATCH)
     for phase in made.phases:
-        cells = {"series": series, "model": SIZE, "x_name": "stage", "x_value": phase.name}
+        cells = {"series": series, "model": SIZE, "x": ("stage", phase.name)}
         yield shown(exhibit, "stage_time", phase.seconds, "s", f"{PLAYED}, mostly {phase.bottleneck}", **cells)
         served = made.played.served_s[phase.name]
         for server, name in SERVERS.items():
             busy = 100 * served.get(server, 0.0) / phase.seconds
             yield shown(exhibit, f"{name}_utilisation", busy, "%", f"{PLAYED}: busy over stage", **cells)
     lines = spans(made.played.events, lambda e: (LINES[e.resource], e.phase) if e.resource in LINES else None)
-    yield from bars(exhibit, lines)
-
-
-def bars(exhibit: str, lines: dict[tuple[str, str], list[float]]) -> Iterator[Row]:
-    for (line, name), (begin, end) in lines.items():
-        cells = {"series": line, "model": SIZE, "x_name": "begin (s)", "x_value": f"{begin:.6g}"}
-        yield shown(exhibit, name, end - begin, "s", "memascend.simulator: one step", **cells)
+    yield from PAPER.bars(exhibit, lines, model=SIZE)
 
 
 def by_tensor(exhibit: str, played: Played, series: str) -> Iterator[Row]:
     """The backward of four blocks: a bar for each block on each resource."""
 
     def named(event: Event) -> tuple[str, str] | None:
-        block = event.name.partition("block ")[2].partition(".")[0]
+        block = block_of(event)
         if event.phase != "backward" or not block or event.resource not in LINES or event.resource == "pcie0.down":
             return None
         weights = event.name.startswith("backward: read") or "checkpoint" in event.name
         if event.resource == "ssd.read" and weights:
             return None
-        return LINES[event.resource], str(int(block) + 1)
+        return LINES[event.resource], str(block)
 
     lines = spans(played.events, named)
     begun = min(begin for begin, _ in lines.values())
-    yield from bars(exhibit, {key: [begin - begun, end - begun] for key, (begin, end) in lines.items()})
+    yield from PAPER.bars(exhibit, {bar: [at - begun for at in span] for bar, span in lines.items()}, model=SIZE)
     seconds = dict(played.phases())["backward"]
     yield shown(exhibit, "backward", seconds[1] - seconds[0], "s", PLAYED, series=series, model="four blocks of 13B")
 
@@ -84,36 +78,26 @@ def formulas() -> Iterator[Row]:
     """What follows from the paper alone: sizes of Tables II and IV, 21 GB/s, 5.96 s, and its printed stage times."""
     n, r = net(SIZE, BATCH), rates()
     again = n.block_flops / r.gpu
-    cells = {"series": ZERO, "model": SIZE}
-    batch, stage = {"x_name": "batch_size", "x_value": str(BATCH)}, {"x_name": "stage", "x_value": "backward"}
-    exhibit = "lohan-fig01a"
-    yield shown(exhibit, "activation_offloaded", n.between_blocks / 1e9, "GB", "2 s b h L", **cells, **batch)
-    yield shown(exhibit, "inter_block_activation", n.between_blocks / GIB, "GiB", "2 s b h L", **cells, **batch)
-    yield shown(
-        exhibit,
-        "intra_block_activation",
-        (n.all_activations - n.between_blocks) / GIB,
-        "GiB",
-        "32 s b h L",
-        **cells,
-        **batch,
-    )
-    yield shown(
-        exhibit, "activation_offload_time", n.between_blocks / r.link, "s", "2 s b h L / BW_G", **cells, **batch
-    )
-    yield shown(exhibit, "gpu_recompute_time", again, "s", "FLOP of the blocks / THP_G", **cells, **batch)
-    share = 100 * again / printed_s()["backward"]
-    yield shown(exhibit, "recompute_share_of_backward", share, "%", "of the printed 26 s", **cells, **batch)
+    cells, exhibit, inside = {"series": ZERO, "model": SIZE}, "lohan-fig01a", n.all_activations - n.between_blocks
+    sizes = {
+        "activation_offloaded": (n.between_blocks / 1e9, "GB", "2 s b h L"),
+        "inter_block_activation": (n.between_blocks / GIB, "GiB", "2 s b h L"),
+        "intra_block_activation": (inside / GIB, "GiB", "32 s b h L"),
+        "activation_offload_time": (n.between_blocks / r.link, "s", "2 s b h L / BW_G"),
+        "gpu_recompute_time": (again, "s", "FLOP of the blocks / THP_G"),
+        "recompute_share_of_backward": (100 * again / printed_s()["backward"], "%", "of the printed 26 s"),
+    }
+    for metric, size in sizes.items():
+        yield shown(exhibit, metric, *size, **cells, x=("batch_size", BATCH))
     both = backward_terms(n, r, n.between_blocks)["GPU"]
-    yield shown(exhibit, "gpu_compute_time", both, "s", "(2 FLOP_f + FLOP_r) / THP_G", **cells, **stage)
-    forward = {"x_name": "stage", "x_value": "forward"}
+    yield shown(exhibit, "gpu_compute_time", both, "s", "(2 FLOP_f + FLOP_r) / THP_G", **cells, x=("stage", "backward"))
     for name, nbytes in (("PCIe_M2G", 2 * n.parameters), ("PCIe_G2M", n.between_blocks)):
-        busy = 100 * nbytes / r.link / printed_s()["forward"]
+        busy, source = 100 * nbytes / r.link / printed_s()["forward"], "bytes of Table II / BW_G / 14 s"
         metric = f"{name}_utilisation, of the printed time"
-        yield shown(exhibit, metric, busy, "%", "bytes of Table II / BW_G / 14 s", **cells, **forward)
+        yield shown(exhibit, metric, busy, "%", source, **cells, x=("stage", "forward"))
     busy = 100 * (n.forward_flops / r.gpu + both) / sum(printed_s().values())
     source = "(3 FLOP_f + FLOP_r) / THP_G over the printed 63 s"
-    yield shown("lohan-fig02b", "gpu_busy, of the printed time", busy, "%", source, **cells, **batch)
+    yield shown("lohan-fig02b", "gpu_busy, of the printed time", busy, "%", source, **cells, x=("batch_size", BATCH))
 
 
 def printed_s() -> dict[str, float]:
@@ -132,31 +116,29 @@ def g10() -> Iterator[Row]:
     }
     for stage, (down, up, gpu) in moved.items():
         seconds = max(down / r.link, up / r.link, gpu)
-        cells = {"series": G10, "model": SIZE, "x_name": "stage", "x_value": stage}
+        cells = {"series": G10, "model": SIZE, "x": ("stage", stage)}
         source = "longest of GPU and link, 21 GB/s each way"
         yield shown("lohan-fig01b", "stage_time", seconds, "s", source, **cells)
         for name, nbytes in (("PCIe_U2G", down), ("PCIe_G2U", up)):
             yield shown("lohan-fig01b", f"{name}_utilisation", 100 * nbytes / r.link / seconds, "%", source, **cells)
-    batch = {"series": G10, "model": SIZE, "x_name": "batch_size", "x_value": str(BATCH)}
-    yield shown("lohan-fig01b", "activation_volume", n.all_activations / GIB, "GiB", "34 s b h L", **batch)
-    yield shown(
-        "lohan-fig01b", "activation_transfer_time", n.all_activations / r.link, "s", "34 s b h L / BW_G", **batch
-    )
-    optimizer = {"series": G10, "model": SIZE, "x_name": "stage", "x_value": "optimizer"}
-    yield shown("lohan-fig01b", "traffic_per_direction", states / 1e9, "GB", "14 P", **optimizer)
+    cells, seconds = {"series": G10, "model": SIZE, "x": ("batch_size", BATCH)}, n.all_activations / r.link
+    yield shown("lohan-fig01b", "activation_volume", n.all_activations / GIB, "GiB", "34 s b h L", **cells)
+    yield shown("lohan-fig01b", "activation_transfer_time", seconds, "s", "34 s b h L / BW_G", **cells)
+    cells |= {"x": ("stage", "optimizer")}
+    yield shown("lohan-fig01b", "traffic_per_direction", states / 1e9, "GB", "14 P", **cells)
 
 
 def by_equations() -> Iterator[Row]:
     """Fig. 1c by Eqs. 1 to 5 with the 34 GB that it prints, all of them on the SSDs."""
     n, r = net(SIZE, BATCH), rates()
     for stage, terms in (("forward", forward_terms(n, r, SWAPPED)), ("backward", backward_terms(n, r, SWAPPED))):
-        cells = {"series": BY_EQUATIONS, "model": SIZE, "x_name": "stage", "x_value": stage}
+        cells = {"series": BY_EQUATIONS, "model": SIZE, "x": ("stage", stage)}
         yield shown("lohan-fig01c", "stage_time", max(terms.values()), "s", EQUATIONS, **cells)
         busy = {"PCIe_M2G": "memory to GPU", "PCIe_G2M": "GPU to memory", "PCIe_SSD": "SSD"}
         for name, term in busy.items():
             share = 100 * terms[term] / max(terms.values())
             yield shown("lohan-fig01c", f"{name}_utilisation", share, "%", EQUATIONS, **cells)
-    batch = {"series": BY_EQUATIONS, "model": SIZE, "x_name": "batch_size", "x_value": str(BATCH)}
+    batch = {"series": BY_EQUATIONS, "model": SIZE, "x": ("batch_size", BATCH)}
     again = n.recomputed_flops(SWAPPED) / PAPER.value("gpu_throughput")
     yield shown("lohan-fig01c", "gpu_recompute_time", again, "s", "Eq. 7 at 34 GB / THP_G", **batch)
     yield shown("lohan-fig01c", "activation_offload_time", SWAPPED / r.link, "s", "34 GB / BW_G", **batch)

@@ -43,18 +43,18 @@ def rows() -> Iterator[Row]:
     yield from by_memory("lohan-fig02a", (ZERO,), 24, T4090)
     n = 24 * GIB / 16 / 1e9
     for memory in MEMORY_GB:
-        cells = {"series": "FlashNeuron", "x_name": "main_memory_GB", "x_value": str(memory)}
+        cells = {"series": "FlashNeuron", "x": ("main_memory_GB", memory)}
         yield shown("lohan-fig02a", "max_trainable_model", n, "B", "24 GiB / 16 bytes a parameter", **cells)
     yield from by_memory("lohan-fig06a", (ZERO, OFFLOAD, LOHAN), 24, T4090)
     yield from by_memory("lohan-fig06b", (ZERO, OFFLOAD, LOHAN), 16, T4080)
-    ratio = {"series": "LoHan / ZeRO-Infinity", "x_name": "main_memory_GB", "x_value": "768"}
+    ratio = {"series": "LoHan / ZeRO-Infinity", "x": ("main_memory_GB", 768)}
     sizes = [billions(largest(lambda m, s=s: fits(s, m, 768, 24))) for s in (LOHAN, ZERO)]
     yield shown("lohan-fig06a", "model_size_ratio", sizes[0] / sizes[1], "x", PLANNED, **ratio)
     for exhibit, memory in (("lohan-fig08a", 128), ("lohan-fig08b", 256)):
         yield from with_activations(exhibit, memory)
     most = most_on_gpu("70B", 24, tuple(range(1, 129)))
     for memory in (128, 256, 512):
-        cells = {"series": "LoHan+Optimized", "model": "70B", "x_name": "main_memory_GB", "x_value": str(memory)}
+        cells = {"series": "LoHan+Optimized", "model": "70B", "x": ("main_memory_GB", memory)}
         source = "4 blocks and one block's activations within 24 GiB: an upper end, whatever the host has"
         yield shown("lohan-tab05", "batch_size that the GPU holds", most, "", source, **cells)
 
@@ -87,7 +87,7 @@ def by_memory(exhibit: str, systems: tuple[str, ...], gpu_gib: int, testbed: str
     for series in systems:
         for memory in MEMORY_GB:
             found = largest(lambda model, s=series, gb=memory: fits(s, model, gb, gpu_gib))
-            cells = {"series": series, "x_name": "main_memory_GB", "x_value": str(memory), "testbed": testbed}
+            cells = {"series": series, "x": ("main_memory_GB", memory), "testbed": testbed}
             yield shown(exhibit, "max_trainable_model", billions(found), "B", PLANNED, **cells)
 
 
@@ -101,6 +101,6 @@ def with_activations(exhibit: str, memory_gb: int) -> Iterator[Row]:
                 held = fits(LOHAN, model, memory_gb, 24, batch)
                 return held and (series != CPU_ONLY or net(model, batch).between_blocks <= room)
 
-            cells = {"series": series, "x_name": "batch_size", "x_value": str(batch)}
+            cells = {"series": series, "x": ("batch_size", batch)}
             source = f"{PLANNED}; LoHan+CpuAct: 2 s b h L within half of main memory"
             yield shown(exhibit, "max_trainable_model", billions(largest(fitting)), "B", source, **cells)

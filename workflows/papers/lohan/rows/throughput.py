@@ -58,35 +58,27 @@ def rows() -> Iterator[Row]:
     yield from costs()
 
 
-def throughput(
-    exhibit: str, series: str, model: str, x: tuple[str, int], tokens: float, source: str, testbed: str
-) -> Row:
-    cells = {"series": series, "model": model, "x_name": x[0], "x_value": str(x[1]), "testbed": testbed}
-    return shown(exhibit, "throughput", tokens, "token/s", source, **cells)
-
-
 def by_batch(
     exhibit: str, model: str, batches: tuple[int, ...], systems: tuple[str, ...], testbed: str, gpus: int = 1
 ) -> Iterator[Row]:
     """Tokens a second of each system that the GPU holds, and, on the RTX 4090, LoHan's by its equations; ratios at each
     batch."""
-    name = "global_batch_size" if gpus > 1 else "batch_size"
     for batch in (b for b in batches if on_gpu(model, b // gpus, 24)):
+        cells = {"model": model, "testbed": testbed, "x": ("global_batch_size" if gpus > 1 else "batch_size", batch)}
         found = {}
         for series in systems:
             made = step(series, model, batch // gpus, testbed, gpus=gpus)
             found[series] = made.tokens_per_second
             source = f"{PLAYED}, mostly {made.bottleneck}"
-            yield throughput(exhibit, series, model, (name, batch), found[series], source, testbed)
+            yield shown(exhibit, "throughput", found[series], "token/s", source, series=series, **cells)
         if exhibit == "lohan-fig05a":
             n, r = net(model, batch), rates()
             tokens = n.tokens / iteration_s(n, r, best(n, r))
-            yield throughput(exhibit, BY_EQUATIONS, model, (name, batch), tokens, EQUATIONS, testbed)
+            yield shown(exhibit, "throughput", tokens, "token/s", EQUATIONS, series=BY_EQUATIONS, **cells)
         first = systems[-1] if exhibit.startswith("lohan-fig07") else systems[0]
         for other in (each for each in systems if each != first):
-            cells = {"series": f"{first} / {other.removeprefix('LoHan ')}", "model": model, "testbed": testbed}
-            ratio = found[first] / found[other]
-            yield shown(exhibit, "throughput_ratio", ratio, "x", PLAYED, x_name=name, x_value=str(batch), **cells)
+            series, ratio = f"{first} / {other.removeprefix('LoHan ')}", found[first] / found[other]
+            yield shown(exhibit, "throughput_ratio", ratio, "x", PLAYED, series=series, **cells)
 
 
 def shares() -> Iterator[Row]:
@@ -94,7 +86,7 @@ def shares() -> Iterator[Row]:
     for model in ("13B", "30B", "70B"):
         for batch in (8, 16, 32, 64):
             made = step(ZERO, model, batch)
-            cells = {"series": model, "model": model, "x_name": "batch_size", "x_value": str(batch)}
+            cells = {"series": model, "model": model, "x": ("batch_size", batch)}
             busy = sum(made.played.served_s[phase.name].get("gpu0", 0.0) for phase in made.phases)
             yield shown("lohan-fig02b", "gpu_busy", 100 * busy / made.seconds, "%", PLAYED, **cells)
             optimizer = next(phase.seconds for phase in made.phases if phase.name == "optimizer")
@@ -109,18 +101,13 @@ def best_of_sizes() -> Iterator[Row]:
     for model in ("13B", "30B", "70B", "135B", "175B"):
         batch = most_on_gpu(model, 24, (8, 16, 32, 64, 128))
         n, r = net(model, batch), rates()
-        cells = {"model": model, "x_name": "model_size_B", "x_value": model.removesuffix("B")}
-        by_hand = iteration_s(n, r, best(n, r))
-        for series, seconds in ((LOHAN, step(LOHAN, model, batch).seconds), (ZERO, step(ZERO, model, batch).seconds)):
+        cells = {"model": model, "x": ("model_size_B", model.removesuffix("B"))}
+        took = {series: (step(series, model, batch).seconds, PLAYED, f", batch {batch}") for series in (LOHAN, ZERO)}
+        took[BY_EQUATIONS] = iteration_s(n, r, best(n, r)), EQUATIONS, ""
+        for series, (seconds, source, more) in took.items():
             value = n.reported_tflops(seconds)
-            yield shown(
-                "lohan-fig05c", "throughput", value, "TFLOPS", f"{PLAYED}, batch {batch}", series=series, **cells
-            )
-            yield shown("lohan-fig05c", "share_of_peak", 100 * value / top, "%", PLAYED, series=series, **cells)
-        own = {"series": BY_EQUATIONS, **cells}
-        yield shown("lohan-fig05c", "throughput", n.reported_tflops(by_hand), "TFLOPS", EQUATIONS, **own)
-        share = 100 * n.reported_tflops(by_hand) / top
-        yield shown("lohan-fig05c", "share_of_peak", share, "%", EQUATIONS, **own)
+            yield shown("lohan-fig05c", "throughput", value, "TFLOPS", source + more, series=series, **cells)
+            yield shown("lohan-fig05c", "share_of_peak", 100 * value / top, "%", source, series=series, **cells)
         yield shown("lohan-fig05c", "throughput", top, "TFLOPS", "THP_G alone", series="peak of the GPU", **cells)
 
 
@@ -131,13 +118,14 @@ def by_drives() -> Iterator[Row]:
         for series in (LOHAN, ZERO):
             tokens = step(series, "135B", batch, ssds=drives).tokens_per_second
             source = f"{PLAYED}; batch {batch} is assumed"
-            yield throughput("lohan-fig10a", series, "135B", ("num_SSDs", drives), tokens, source, T4090)
+            cells = {"series": series, "model": "135B", "x": ("num_SSDs", drives)}
+            yield shown("lohan-fig10a", "throughput", tokens, "token/s", source, **cells)
         for size in (32, 48, 64):
             n, r = net("13B", size), rates(drives)
             ways = {"": n.reported_tflops(iteration_s(n, r, best(n, r)))}
             ways[", simulated"] = n.reported_tflops(step(LOHAN, "13B", size, ssds=drives).seconds)
             for ending, value in ways.items():
-                cells = {"series": f"bsz={size}{ending}", "model": "13B", "x_name": "num_SSDs", "x_value": str(drives)}
+                cells = {"series": f"bsz={size}{ending}", "model": "13B", "x": ("num_SSDs", drives)}
                 yield shown("lohan-fig10b", "throughput", value, "TFLOPS", PLAYED if ending else EQUATIONS, **cells)
 
 
@@ -146,7 +134,7 @@ def diffusion() -> Iterator[Row]:
     batch = int(PAPER.value("dit_batch"))
     for name, (layers, hidden) in DITS.items():
         n = DiT(layers=layers, hidden=hidden, batch=batch, context=1024, vocab=0)
-        cells = {"model": name, "x_name": "model_size_B", "x_value": name.removesuffix("B")}
+        cells = {"model": name, "x": ("model_size_B", name.removesuffix("B"))}
         seconds = iteration_s(n, rates(), best(n, rates()))
         yield shown("lohan-fig12", "throughput", batch / seconds, "image/s", EQUATIONS, series=LOHAN, **cells)
         smaller = [DiT(layers=layers, hidden=hidden, batch=b, context=1024, vocab=0) for b in (1, 2, 4, 8, 16)]
@@ -163,7 +151,7 @@ def costs() -> Iterator[Row]:
     flops = 3 * n.forward_flops + n.block_flops
     megatron = n.tokens * PAPER.value("megatron_efficiency") * 8 * 312e12 / flops / (DGX / 1000)
     for drives in DRIVES:
-        x = {"model": "30B", "x_name": "num_SSDs", "x_value": str(drives), "testbed": T4X}
+        x = {"model": "30B", "x": ("num_SSDs", drives), "testbed": T4X}
         price = SERVER + 4 * GPU_PRICE + drives * SSD_PRICE
         value = step(LOHAN, "30B", batch, T4X, drives, 4).tokens_per_second / (price / 1000)
         unit, source = "token/s per 1K$", f"{PLAYED}; batch {batch} a GPU is assumed; prices of Table VII"

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from memascend.planner.spec import model_spec
+from workflows.cases import Row, of_record, quartiles
 from workflows.tidy import AS_PUBLISHED, MEMASCEND
 
 EXHIBIT = "memascend-fig12"
@@ -37,7 +38,7 @@ MODELS = ("llama3.2-1b", "llama3.2-3b", "llama3.1-8b", "qwen2.5-7b", "qwen2.5-14
 BEYOND_CACHES = 64_000_000  # fp32 elements: 256 MB, more than a processor's last-level cache holds of a buffer
 
 
-def rows(bench: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def rows(bench: dict[str, Any]) -> Iterator[Row]:
     """Rows of one record; of its points those in fp32, as the gradients of the flat buffer are."""
     points = [p for p in bench["points"] if p["dtype"] == "fp32"]
     medians: dict[str, dict[int, float]] = defaultdict(dict)
@@ -61,11 +62,6 @@ def series(bench: dict[str, Any], method: str) -> str:
     return SERIES[method]
 
 
-def quartiles(seconds: list[float]) -> tuple[float, float, float]:
-    """Lower quartile, median and upper quartile."""
-    return tuple(quantiles(seconds, n=4, method="inclusive")) if len(seconds) > 1 else (seconds[0],) * 3
-
-
 def growth_exponent(line: dict[int, float]) -> float | None:
     """e in latency ~ elements^e beyond the caches; None for fewer than two such sizes."""
     far = {numel: seconds for numel, seconds in line.items() if numel >= BEYOND_CACHES}
@@ -81,14 +77,13 @@ def straight_line(line: dict[int, float]) -> tuple[float, float] | None:
 
 
 def _row(
-    bench: dict[str, Any], name: str, metric: str, value: float, unit: str, elements: int | str, **more: str
-) -> dict[str, Any]:
-    own = {"exhibit_id": EXHIBIT, "series": name, "metric": metric, "value": f"{value:.9g}", "unit": unit}
-    own |= {"x_name": "elements", "x_value": str(elements), "lane": "measured", "testbed": bench["host"]["name"]}
-    return {**own, "source": bench["key"], **more}
+    bench: dict[str, Any], name: str, metric: str, value: float, unit: str, elements: int | str, **more: Any
+) -> Row:
+    own = {"exhibit": EXHIBIT, "series": name, "x": ("elements", elements)} | more
+    return of_record(bench, metric=metric, value=value, unit=unit, **own)
 
 
-def _reductions(bench: dict[str, Any], medians: dict[str, dict[int, float]]) -> Iterator[dict[str, Any]]:
+def _reductions(bench: dict[str, Any], medians: dict[str, dict[int, float]]) -> Iterator[Row]:
     """From the chain to the fused check, for each size, and the mean over the sizes beyond the caches."""
     chain, fused = medians["chain"], medians["fused"]
     percent = {numel: 100 * (1 - fused[numel] / chain[numel]) for numel in chain if numel in fused}
@@ -99,7 +94,7 @@ def _reductions(bench: dict[str, Any], medians: dict[str, dict[int, float]]) -> 
         yield _row(bench, MEMASCEND, AVERAGE, sum(far) / len(far), "%", f"{BEYOND_CACHES} and more")
 
 
-def _extrapolated(bench: dict[str, Any], medians: dict[str, dict[int, float]]) -> Iterator[dict[str, Any]]:
+def _extrapolated(bench: dict[str, Any], medians: dict[str, dict[int, float]]) -> Iterator[Row]:
     """Latencies at the models' gradient counts, and the reductions between them."""
     lines = {m: straight_line(medians[m]) for m in SYSTEMS if m in medians}
     lines = {m: line for m, line in lines.items() if line is not None}
@@ -118,26 +113,22 @@ def _extrapolated(bench: dict[str, Any], medians: dict[str, dict[int, float]]) -
             yield _row(bench, series(bench, method), LATENCY, value, "ms", spec.parameters, **more)
         if {"chain", "fused"} <= set(seconds):
             percents.append(100 * (1 - seconds["fused"] / seconds["chain"]))
-            more = {
-                "lane": "modelled",
-                "model": spec.display,
-                "source": "100 (1 - MemAscend / as published), from lines",
-            }
+            more |= {"source": "100 (1 - MemAscend / as published), from lines"}
             yield _row(bench, MEMASCEND, REDUCTION, percents[-1], "%", spec.parameters, **more)
     if percents:
         more = {"lane": "modelled", "model": f"{len(percents)} models", "source": "mean over the models, from lines"}
-        yield _row(bench, MEMASCEND, AVERAGE, sum(percents) / len(percents), "%", "", x_name="", **more)
+        yield _row(bench, MEMASCEND, AVERAGE, sum(percents) / len(percents), "%", "", x=("", ""), **more)
 
 
-def each_way(bench: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def each_way(bench: dict[str, Any]) -> Iterator[Row]:
     """Time of each way to check (Fig. 3), and its extra memory as a multiple of the largest buffer (Fig. 13)."""
     points = [p for p in bench["points"] if p["dtype"] == "fp32"]
     largest = max((p["numel"] for p in points), default=0)
     for point in points:
         name, elements = SERIES[point["method"]], point["numel"]
         seconds = median(point["seconds"])
-        yield _row(bench, name, LATENCY, 1e3 * seconds, "ms", elements, exhibit_id="memascend-fig03")
+        yield _row(bench, name, LATENCY, 1e3 * seconds, "ms", elements, exhibit="memascend-fig03")
         if elements == largest and point["method"] != "sum":
             factor = point["extra_bytes"] / (4 * elements)
-            where = {"exhibit_id": "memascend-fig13"}
-            yield _row(bench, name, "extra memory relative to the buffer", factor, "x", elements, **where)
+            metric = "extra memory relative to the buffer"
+            yield _row(bench, name, metric, factor, "x", elements, exhibit="memascend-fig13")

@@ -9,9 +9,9 @@ from memascend.planner import Workload, model_spec
 from memascend.planner.step_time import step_time
 from memascend.planner.workload import papers
 from memascend.simulator.trace import Event
-from workflows.cases import Row, row
-from workflows.papers.memascend.rows.settings import C1, CONTEXT
-from workflows.played import machine, spans
+from workflows.cases import Row
+from workflows.papers.memascend.rows.settings import C1, CONTEXT, PAPER
+from workflows.played import block_of, machine, spans
 
 BLOCKS, RANKS = 4, 3  # the paper draws three ranks and leaves n open
 LINES = {
@@ -32,12 +32,10 @@ def rows() -> Iterator[Row]:
     begun = dict(played.phases())["backward"][0]
 
     def named(event: Event) -> tuple[str, str] | None:
-        block = event.name.partition("block ")[2].partition(".")[0]
+        block = block_of(event)
         if event.phase != "backward" or not block or event.resource not in LINES:
             return None
-        return LINES[event.resource], f"B{int(block) + 1}"
+        return LINES[event.resource], f"B{block}"
 
-    for (series, name), (begin, end) in spans(played.events, named).items():
-        cells = {"series": series, "model": f"{BLOCKS} blocks of Llama3.1-8B", "x_name": "begin (s)"}
-        cells |= {"testbed": C1, "x_value": f"{begin - begun:.6g}"}
-        yield row("memascend-fig01", name, end - begin, "s", "modelled", "memascend.simulator: one step", **cells)
+    found = {bar: [at - begun for at in span] for bar, span in spans(played.events, named).items()}
+    yield from PAPER.bars("memascend-fig01", found, model=f"{BLOCKS} blocks of Llama3.1-8B")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from workflows.cases import Row, row
+from workflows.cases import Row, of_record
 
 
 def rows(record: dict[str, Any]) -> Iterator[Row]:
@@ -21,9 +21,8 @@ def rows(record: dict[str, Any]) -> Iterator[Row]:
     }
     for exhibit in ("memascend-tab03", "memascend-tab05"):
         for component, text in parts.items():
-            cells = {"series": f"This machine ({name})", "testbed": name}
-            cells |= {"x_name": "component", "x_value": component}
-            yield row(exhibit, "specification", text, "text", "measured", record["key"], **cells)
+            cells = {"series": f"This machine ({name})", "x": ("component", component)}
+            yield of_record(record, exhibit, "specification", text, "text", **cells)
 
 
 def listed(devices: list[dict[str, Any]], size: str, unit: str) -> str:

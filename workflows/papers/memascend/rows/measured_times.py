@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
+from workflows.cases import Row, of_record, quartiles
 from workflows.records import testbed_of
 from workflows.tidy import DISPLAY, GIB, SCALED
 
-Row = dict[str, Any]
 Arm = tuple[str, ...]  # system, arm, dtype; then the environment where it is not ours
 
 MEMASCEND_BF16 = ("memascend", "memascend", "bf16")
@@ -58,12 +58,11 @@ def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
         yield from volumes(record)
 
 
-def measured(record: dict[str, Any], exhibit: str, metric: str, value: float, unit: str, **cells: str) -> Row:
+def measured(record: dict[str, Any], exhibit: str, metric: str, value: float | str, unit: str, **cells: Any) -> Row:
     """A row of a record; of a simulated one in the lane and on the testbed that it names."""
-    own = {"exhibit_id": exhibit, "metric": metric, "value": f"{value:.9g}", "unit": unit, "lane": record["lane"]}
-    where = testbed_of(record) if record["lane"] == "measured" else record["testbed"]
-    own |= {"model": DISPLAY.get(record["model"], record["model"]), "testbed": where}
-    return {**own, "source": record["key"], **cells}
+    own = {"model": DISPLAY.get(record["model"], record["model"])}
+    own["testbed"] = testbed_of(record) if record["lane"] == "measured" else record["testbed"]
+    return of_record(record, exhibit, metric, value, unit, **own | cells)
 
 
 def steps(record: dict[str, Any], arm: Arm) -> dict[tuple[int, int], dict[str, Any]]:
@@ -83,10 +82,6 @@ def seconds(point: dict[str, Any]) -> list[float]:
     return [sum(step) for step in zip(*phases, strict=True)]
 
 
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    return tuple(quantiles(values, n=4, method="inclusive")) if len(values) > 1 else (values[0],) * 3
-
-
 def improvements(exhibit: str, records: list[dict[str, Any]]) -> Iterator[Row]:
     """Each model and batch with quartiles; then the smallest over all, and how it changes with the batch."""
     series, slower, faster = TABLES[exhibit]
@@ -100,7 +95,7 @@ def improvements(exhibit: str, records: list[dict[str, Any]]) -> Iterator[Row]:
             low, middle, high = quartiles([100 * (old / new - 1) for old, new in ratios])
             found[record["model"]][batch] = middle
             spread = max(spread, high - low)
-            at = {"series": series, "x_name": "batch", "x_value": str(batch)}
+            at = {"series": series, "x": ("batch", batch)}
             for metric, value in ((IMPROVEMENT, middle), (LOW, low), (HIGH, high)):
                 yield measured(record, exhibit, metric, value, "%", **at)
             for name in (slower, faster):
@@ -112,7 +107,7 @@ def improvements(exhibit: str, records: list[dict[str, Any]]) -> Iterator[Row]:
 
 def step_times(record: dict[str, Any], exhibit: str, arm: Arm, point: tuple[int, int]) -> Iterator[Row]:
     own = steps(record, arm)[point]
-    cells = {"series": " ".join(arm), "x_name": "batch", "x_value": str(point[1])}
+    cells = {"series": " ".join(arm), "x": ("batch", point[1])}
     yield measured(record, exhibit, "step time", median(seconds(own)), "s", **cells)
     yield measured(record, exhibit, "optimizer phase time", median(own["optimizer_s"]), "s", **cells)
 
@@ -123,7 +118,7 @@ def relative(record: dict[str, Any], exhibit: str, arm: Arm, base: Arm) -> Itera
     for point in theirs.keys() & ours.keys():
         yield from step_times(record, exhibit, arm, point)
         pairs = zip(seconds(theirs[point]), seconds(ours[point]), strict=True)
-        cells = {"series": " ".join(arm), "x_name": "batch", "x_value": str(point[1])}
+        cells = {"series": " ".join(arm), "x": ("batch", point[1])}
         names = (f"step time over MemAscend's{end}" for end in (", lower quartile", "", ", upper quartile"))
         for metric, value in zip(names, quartiles([their / our for their, our in pairs]), strict=True):
             yield measured(record, exhibit, metric, value, "ratio", **cells)
@@ -142,7 +137,7 @@ def over_all(
     if spread > LARGEST_SPREAD:
         text = f"N/A (quartiles {spread:.0f} points apart: the machine was busy)"
         for metric in ("smallest improvement", "smallest gain from the smaller batch"):
-            yield measured(records[0], exhibit, metric, 0.0, "%", **cells) | {"value": text}
+            yield measured(records[0], exhibit, metric, text, "%", **cells)
         return
     smallest = min(value for by_batch in found.values() for value in by_batch.values())
     yield measured(records[0], exhibit, "smallest improvement", smallest, "%", **cells)

@@ -150,14 +150,13 @@ def planned_fig03() -> Iterator[Row]:
         steps = list(overflow_timeline(case.made.work.spec.parameters, chain=chain))
         flat = steps[0][1]
         for step, live in steps:
-            yield of_case(exhibit, case, "live tensors", live / GIB, "GiB", x_name="step", x_value=step)
+            yield of_case(exhibit, case, "live tensors", live / GIB, "GiB", x=("step", step))
         yield of_case(exhibit, case, "gradient flat buffer", flat / GIB, "GiB")
         yield of_case(exhibit, case, "peak during overflow check", max(live for _, live in steps) / GIB, "GiB")
         for step, live in steps:
             if step in ("isinf", "isnan", "fused check"):
                 formula = "abs() copy 4 B and mask 1 B an element" if chain else "one pass, no temporaries"
-                at = {"x_name": "step", "x_value": step}
-                yield of_case(exhibit, case, "peak relative to tensor", live / flat, "x", formula, **at)
+                yield of_case(exhibit, case, "peak relative to tensor", live / flat, "x", formula, x=("step", step))
 
 
 def measured_fig03(runs: list[Run]) -> Iterator[Row]:
@@ -183,10 +182,10 @@ def check_timeline(exhibit: str, run: Run) -> Iterator[Row]:
         return
     if run.series == AS_PUBLISHED:
         highest = (flat + run.check_bytes) / flat
-        yield of_case(exhibit, run, "peak relative to tensor", highest, "x", x_name="step", x_value="isinf")
+        yield of_case(exhibit, run, "peak relative to tensor", highest, "x", x=("step", "isinf"))
     seconds = run.record.get("overflow_check_seconds") or [0.0]
-    elements = {"x_name": "gradient elements", "x_value": str(flat // 4)}
-    yield of_case(exhibit, run, "overflow check latency", 1e3 * median(seconds), "ms", **elements)
+    x = "gradient elements", flat // 4
+    yield of_case(exhibit, run, "overflow check latency", 1e3 * median(seconds), "ms", x=x)
     trace = read_trace(run)
     events = last_check(run.record)
     begin, end = (events[0][0], events[-1][0]) if events else without_temporaries(trace, seconds[-1])
@@ -197,8 +196,8 @@ def check_timeline(exhibit: str, run: Run) -> Iterator[Row]:
         live += delta
         levels[t - begin] = live
     for t, level in levels.items():
-        at = {"x_name": "time in ms", "x_value": f"{1e3 * t:.3f}"}
-        yield of_case(exhibit, run, "live tensors relative to the flat buffer", 1 + level / flat, "x", **at)
+        x = "time in ms", f"{1e3 * t:.3f}"
+        yield of_case(exhibit, run, "live tensors relative to the flat buffer", 1 + level / flat, "x", x=x)
     yield from resident(exhibit, run, trace, (begin, end), flat)
 
 
@@ -213,8 +212,8 @@ def resident(exhibit: str, run: Run, trace: pd.DataFrame, span: tuple[float, flo
     level = (before["rss_anon"] + before["rss_file"]).iloc[-1]
     for sample in window.iloc[:: max(1, len(window) // 400)].itertuples():
         relative = 1 + (sample.rss_anon + sample.rss_file - level) / flat
-        at = {"x_name": "time in ms", "x_value": f"{1e3 * (sample.t_s - begin):.3f}"}
-        yield of_case(exhibit, run, "resident memory relative to the flat buffer", relative, "x", **at)
+        x = "time in ms", f"{1e3 * (sample.t_s - begin):.3f}"
+        yield of_case(exhibit, run, "resident memory relative to the flat buffer", relative, "x", x=x)
 
 
 def planned_fig08() -> Iterator[Row]:

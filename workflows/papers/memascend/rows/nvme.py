@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
-from workflows.papers.memascend.rows.checks import quartiles
+from workflows.cases import Row, of_record, quartiles
 from workflows.tidy import MEMASCEND
 
 EXHIBIT = "memascend-fig14"
@@ -28,7 +28,7 @@ GAIN = "write bandwidth improvement"
 READS = "average read bandwidth relative to ZeRO-Infinity"
 
 
-def rows(bench: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def rows(bench: dict[str, Any]) -> Iterator[Row]:
     """Rows of one record; workers beyond one are left out."""
     points = [p for p in bench["points"] if p.get("question") == "sizes" and p["method"] in SERIES]
     bandwidth: dict[tuple[str, str], dict[int, float]] = {}
@@ -43,7 +43,7 @@ def rows(bench: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from _gains(bench, bandwidth)
 
 
-def _gains(bench: dict[str, Any], bandwidth: dict[tuple[str, str], dict[int, float]]) -> Iterator[dict[str, Any]]:
+def _gains(bench: dict[str, Any], bandwidth: dict[tuple[str, str], dict[int, float]]) -> Iterator[Row]:
     """Of writing, size by size and over the sizes; of reading, the ratio of the means over the sizes."""
     if any((series, op) not in bandwidth for series in (MEMASCEND, ZERO_INFINITY) for op in ("write", "read")):
         return
@@ -57,9 +57,6 @@ def _gains(bench: dict[str, Any], bandwidth: dict[tuple[str, str], dict[int, flo
     yield _row(bench, MEMASCEND, READS, reads[0] / reads[1], "x", "", "d")
 
 
-def _row(
-    bench: dict[str, Any], series: str, metric: str, value: float, unit: str, size: int | str, panel: str
-) -> dict[str, Any]:
-    own = {"exhibit_id": EXHIBIT, "subfigure": panel, "series": series, "metric": metric, "value": f"{value:.9g}"}
-    own |= {"unit": unit, "x_name": "tensor size (bytes)" if size else "", "x_value": str(size), "lane": "measured"}
-    return {**own, "testbed": bench["host"]["name"], "source": bench["key"]}
+def _row(bench: dict[str, Any], series: str, metric: str, value: float, unit: str, size: int | str, panel: str) -> Row:
+    x = ("tensor size (bytes)" if size else "", size)
+    return of_record(bench, EXHIBIT, metric, value, unit, subfigure=panel, series=series, x=x)

@@ -16,7 +16,7 @@ from memascend.planner import Workload, model_spec
 from memascend.planner.footprint import DEVICE_PEAK, GIB, PEAK, checkpoint_bytes
 from memascend.planner.gpu_memory import STACKS, gpu_memory
 from workflows import tidy
-from workflows.cases import Case, Planned, Row, in_bytes, largest_under, of_case, row
+from workflows.cases import Case, Planned, Row, in_bytes, largest_under, of_case
 from workflows.papers.memascend.rows.settings import (
     AT_BATCH,
     AT_CONTEXT,
@@ -28,6 +28,7 @@ from workflows.papers.memascend.rows.settings import (
     DENSE,
     GPUS,
     MOE,
+    PAPER,
     PROCESS_GIB,
     batches,
     pair,
@@ -35,6 +36,7 @@ from workflows.papers.memascend.rows.settings import (
 from workflows.records import Run
 from workflows.tidy import AS_PUBLISHED, MEMASCEND
 
+shown = PAPER.shown
 CHECKPOINTS = "activation checkpoints in system memory"
 HYPOTHESIS = "peak system memory, hypothesis H1"
 LONGEST, LARGEST = CONTEXTS[-1], 32  # the model's own limit, and the batch that stores as much: the paper's last ones
@@ -84,10 +86,10 @@ def equation_1() -> Iterator[Row]:
     """The formula without P_m for Qwen2.5-7B at batch 1, and what each system's allocator makes of it (P_m)."""
     exhibit, spec = "memascend-eq01", model_spec("qwen2.5-7b")
     for context in CONTEXTS:
-        at = {"x_name": AT_CONTEXT, "x_value": str(context)}
+        at = {"x": (AT_CONTEXT, context)}
         stored = GPUS * context * spec.layers * spec.hidden * 2
-        cells = {"testbed": C1, "model": spec.display, "series": "Equation 1 without P_m"} | at
-        yield row(exhibit, CHECKPOINTS, stored / GIB, "GiB", "modelled", "Ng B C L H F16", **cells)
+        cells = {"model": spec.display, "series": "Equation 1 without P_m"} | at
+        yield shown(exhibit, CHECKPOINTS, stored / GIB, "GiB", "Ng B C L H F16", **cells)
         for case in pair("qwen2.5-7b", C1, ranks=GPUS):
             reserved = checkpoint_bytes(replace(case.made.work, context=context))
             yield of_case(exhibit, case, CHECKPOINTS, reserved / GIB, "GiB", "what the allocator reserves", **at)
@@ -112,7 +114,7 @@ def curves(model: str, x_name: str, values: Iterable[int], testbed: str = C1) ->
 
 def drawn(exhibit: str, points: list[Point], x_name: str, **cells: str) -> Iterator[Row]:
     for point in points:
-        yield from in_bytes(exhibit, point.case, PEAK, point.peak_bytes, x_name=x_name, x_value=str(point.x), **cells)
+        yield from in_bytes(exhibit, point.case, PEAK, point.peak_bytes, x=(x_name, point.x), **cells)
 
 
 def reached(exhibit: str, points: list[Point]) -> Iterator[Row]:
@@ -152,7 +154,7 @@ def averages(exhibit: str, points: list[Point], **cells: str) -> Iterator[Row]:
     percent = {x: 100 * (1 - peaks[MEMASCEND, x] / peaks[AS_PUBLISHED, x]) for x in dict.fromkeys(p.x for p in points)}
     for grid, contexts in GRIDS.items():
         mean = sum(percent[c] for c in contexts) / len(contexts)
-        cells |= {"series": MEMASCEND, "x_name": "grid of contexts", "x_value": grid}
+        cells |= {"series": MEMASCEND, "x": ("grid of contexts", grid)}
         formula = "mean over the contexts of the grid"
         yield of_case(exhibit, points[0].case, "average reduction", mean, "%", formula, **cells)
 
@@ -165,7 +167,7 @@ def planned_fig18() -> Iterator[Row]:
         points = curves(MOE, x_name, values, C3)
         yield from drawn(exhibit, points, x_name, subfigure=subfigure)
         for p in points:
-            at = {"x_name": x_name, "x_value": str(p.x), "subfigure": subfigure}
+            at = {"x": (x_name, p.x), "subfigure": subfigure}
             yield of_case(exhibit, p.case, HYPOTHESIS, (p.peak_bytes + resident) / GIB, "GiB", formula, **at)
 
 
@@ -184,11 +186,9 @@ def planned_stacks() -> Iterator[Row]:
     for context in (512, 32_768):
         for label, stack in STACKS.items():
             made = gpu_memory(Workload(spec=spec, system="zero_infinity", stack=stack, batch=4, context=context))
-            cells = {"series": label, "model": spec.display, "testbed": C1}
-            cells |= {"x_name": AT_CONTEXT, "x_value": str(context)}
-            source = "memascend.planner.gpu_memory"
+            cells = {"series": label, "model": spec.display, "x": (AT_CONTEXT, context)}
             for metric, nbytes in {DEVICE_PEAK: made.device_bytes, **made.components()}.items():
-                yield row("memascend-fig02", metric, nbytes / GIB, "GiB", "modelled", source, **cells)
+                yield shown("memascend-fig02", metric, nbytes / GIB, "GiB", "memascend.planner.gpu_memory", **cells)
 
 
 def measured(runs: list[Run]) -> Iterator[Row]:
@@ -229,7 +229,7 @@ def points(run: Run, x_name: str) -> dict[int, dict[str, Any]]:
 def sweep(exhibit: str, run: Run, x_name: str, subfigure: str) -> Iterator[Row]:
     found = points(run, x_name)
     for x, point in found.items():
-        at = {"x_name": x_name, "x_value": str(x), "subfigure": subfigure}
+        at = {"x": (x_name, x), "subfigure": subfigure}
         yield from in_bytes(exhibit, run, PEAK, point["memory"]["host_peak_net_bytes"], **at)
         for metric, size in {"activation checkpoints": "requested", "pinned for them": "reserved"}.items():
             yield from in_bytes(exhibit, run, metric, point[f"checkpoint_store_{size}_bytes"], **at)
@@ -244,8 +244,7 @@ def measured_stacks(run: Run) -> Iterator[Row]:
     for point in run.record["points"]:
         context = point["sequence"] * run.k
         series = STACK_NAMES[tuple(point["stack"][name] for name in ("checkpointing", "attention", "loss"))]
-        at = {"x_name": AT_CONTEXT, "x_value": str(context), "series": series}
-        at["subfigure"] = "a" if context < CONTEXT else "b"
+        at = {"x": (AT_CONTEXT, context), "series": series, "subfigure": "a" if context < CONTEXT else "b"}
         yield from in_bytes(exhibit, run, DEVICE_PEAK, point["memory"]["device_peak_bytes"], **at)
         yield of_case(exhibit, run, "batch size", point["batch"], "sequences", **at)
 
@@ -255,10 +254,10 @@ def losses(runs: list[Run]) -> Iterator[Row]:
     exhibit = "memascend-fig19"
     for run in runs:
         for step, loss in enumerate(run.record["losses"], 1):
-            at = {"subfigure": "a", "x_name": "step", "x_value": str(step)}
+            at = {"subfigure": "a", "x": ("step", step)}
             yield of_case(exhibit, run, "training loss", loss, "nats", **at)
         for reading in run.record["evaluation"]:
-            at = {"subfigure": "b", "x_name": "step", "x_value": str(reading["step"])}
+            at = {"subfigure": "b", "x": ("step", reading["step"])}
             yield of_case(exhibit, run, "evaluation loss", reading["loss"], "nats", **at)
     by_arm = {(run.series, run.testbed, run.record["seed"]): run for run in runs}
     for (series, testbed, seed), ours in by_arm.items():

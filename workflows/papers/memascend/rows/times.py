@@ -10,16 +10,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
-from hardware.registry import load_testbed
 from memascend.planner import Workload, model_spec
 from memascend.planner.footprint import GIB
-from memascend.planner.machine import CALIBRATIONS, Calibrations, Machine, machine_from_testbed
+from memascend.planner.machine import CALIBRATIONS, Calibrations
 from memascend.planner.step import io_volume
 from memascend.planner.step_time import StepTime, step_time
 from memascend.planner.workload import papers
 from memascend.systems import arrangement
 from workflows.cases import Row
-from workflows.cases import row as row_of_lane
 from workflows.papers.memascend.rows.settings import (
     AT_BATCH,
     AT_CONTEXT,
@@ -31,9 +29,12 @@ from workflows.papers.memascend.rows.settings import (
     DENSE,
     GPUS,
     MOE,
+    PAPER,
     batches,
 )
+from workflows.played import assumption, machine
 
+shown = PAPER.shown
 BF16 = "MemAscend + bf16 optimizer"
 CONFIGURATIONS = {"C1": (C1, GPUS), "C2": (C2, 1)}
 # Tables IV and VI: model -> batches of configuration 1, of configuration 2.
@@ -62,10 +63,6 @@ TABLES = {
 }
 
 
-def row(exhibit: str, metric: str, value: float, unit: str, source: str, **cells: str) -> Row:
-    return row_of_lane(exhibit, metric, value, unit, "modelled", source, **cells)
-
-
 def rows() -> Iterator[Row]:
     yield from throughput("memascend-fig10", "qwen2.5-7b", AT_BATCH, batches("qwen2.5-7b"), C1)
     for subfigure, model in zip("abcd", DENSE, strict=True):
@@ -77,19 +74,7 @@ def rows() -> Iterator[Row]:
         yield from improvements(exhibit)
     yield from section_iii_c()
     for exhibit, testbed in TIMED.items():
-        yield from calibrations(exhibit, testbed)
-
-
-def calibrations(exhibit: str, testbed: str) -> Iterator[Row]:
-    """The constants behind the times, each with what it rests on and how far it reaches."""
-    for each in CALIBRATIONS:
-        cells = {"testbed": testbed, "x_name": "constant", "x_value": each.name}
-        yield row(exhibit, "calibration", each.value, each.unit, f"{each.reason}. Reach: {each.reach}", **cells)
-
-
-@cache
-def machine(testbed: str) -> Machine:
-    return machine_from_testbed(load_testbed(testbed))
+        yield from (assumption(exhibit, testbed, each) for each in CALIBRATIONS)
 
 
 @cache
@@ -115,8 +100,7 @@ def throughput(
             step = seconds(model, testbed, GPUS, batch, context, system=system)
             source = f"memascend.planner.step_time: {step.seconds:.3g} s a step, mostly {step.bottleneck}"
             cells = {"series": label, "model": model_spec(model).display, "testbed": testbed, "subfigure": subfigure}
-            cells |= {"x_name": x_name, "x_value": str(x)}
-            yield row(exhibit, "throughput", step.tokens_per_second, "tokens/s", source, **cells)
+            yield shown(exhibit, "throughput", step.tokens_per_second, "tokens/s", source, **cells, x=(x_name, x))
 
 
 def fig20() -> Iterator[Row]:
@@ -125,10 +109,10 @@ def fig20() -> Iterator[Row]:
         for series, states in (("MemAscend", "fp32"), (BF16, "bf16")):
             work = Workload(spec=spec, system="memascend", dtype="bf16", states=states, ranks=GPUS)
             volume = io_volume(papers(work)).total_bytes
-            cells = {"series": series, "model": spec.display, "testbed": C1}
+            cells = {"series": series, "model": spec.display}
             source = f"memascend.planner.step, {states} states"
-            yield row("memascend-fig20", "I/O volume per iteration", volume / GIB, "GiB", source, **cells)
-            yield row("memascend-fig20", "I/O per parameter", volume / spec.parameters, "B", source, **cells)
+            yield shown("memascend-fig20", "I/O volume per iteration", volume / GIB, "GiB", source, **cells)
+            yield shown("memascend-fig20", "I/O per parameter", volume / spec.parameters, "B", source, **cells)
 
 
 def improvements(exhibit: str) -> Iterator[Row]:
@@ -146,19 +130,18 @@ def improvements(exhibit: str) -> Iterator[Row]:
                 )
                 mine.append(100 * (before / after - 1))
                 cells = {"series": f"{series}, {name}", "model": model_spec(model).display, "testbed": testbed}
-                cells |= {"x_name": AT_BATCH, "x_value": str(batch)}
-                yield row(exhibit, IMPROVEMENT, mine[-1], "%", source, **cells)
+                yield shown(exhibit, IMPROVEMENT, mine[-1], "%", source, **cells, x=(AT_BATCH, batch))
             shrinking.append(mine[0] - mine[-1])
             percents += mine
         named = {"smallest": min(percents), "average": sum(percents) / len(percents), "largest": max(percents)}
         for which, value in named.items():
             cells = {"series": f"{series}, {name}", "testbed": testbed}
-            yield row(exhibit, f"{which} improvement", value, "%", source, **cells)
+            yield shown(exhibit, f"{which} improvement", value, "%", source, **cells)
         everywhere += percents
-    cells = {"series": series, "testbed": C1}
-    yield row(exhibit, "smallest improvement", min(everywhere), "%", source + "; configurations 1 and 2", **cells)
+    cells = {"series": series}
+    yield shown(exhibit, "smallest improvement", min(everywhere), "%", source + "; configurations 1 and 2", **cells)
     gain = "smallest gain from the smaller batch"
-    yield row(exhibit, gain, min(shrinking), "points", source + "; configurations 1 and 2", **cells)
+    yield shown(exhibit, gain, min(shrinking), "points", source + "; configurations 1 and 2", **cells)
 
 
 def section_iii_c() -> Iterator[Row]:
@@ -171,12 +154,12 @@ def section_iii_c() -> Iterator[Row]:
         source = f"memascend.planner.step_time: {check:.4g} of {made.seconds:.4g} s; erratum M5"
         cells = {"series": arrangement("zero_infinity").label, "model": model_spec(model).display, "testbed": testbed}
         share = 100 * check / made.seconds
-        yield row("memascend-fig03", f"share of iteration latency{ending}", share, "%", source, **cells)
+        yield shown("memascend-fig03", f"share of iteration latency{ending}", share, "%", source, **cells)
     source = "memascend.planner.step_time: 100 (slower arm / faster arm - 1), the check not halved; erratum M5"
     for name, batches_of in CELLS.items():
         for batch in batches_of["C1"]:
             before = seconds(name, testbed, ranks, batch, CONTEXT, whole_chain=True, **slower).seconds
             after = seconds(name, testbed, ranks, batch, CONTEXT, **faster).seconds
             cells = {"series": f"{series}, C1, check not halved", "model": model_spec(name).display}
-            cells |= {"testbed": testbed, "x_name": AT_BATCH, "x_value": str(batch)}
-            yield row("memascend-tab04", IMPROVEMENT, 100 * (before / after - 1), "%", source, **cells)
+            cells |= {"testbed": testbed, "x": (AT_BATCH, batch)}
+            yield shown("memascend-tab04", IMPROVEMENT, 100 * (before / after - 1), "%", source, **cells)

@@ -26,11 +26,10 @@ from memascend.simulator.trace import Event
 from memascend.storage.placement import Rates, counts, weights
 from workflows.cases import Row
 from workflows.growth import growth
-from workflows.played import Paper, machine, spans
+from workflows.played import ONE_STEP, Paper, machine, spans
 
 ONE, TWO = "mlpoffload-testbed1", "mlpoffload-testbed2"
 PAPER = Paper("mlpoffload", testbed=ONE)
-CALIBRATIONS = tuple(PAPER.constants.values())
 MODELS = ("40B", "52B", "70B", "100B", "120B")
 ZERO, OURS, ALONE = "DeepSpeed ZeRO-3", "MLP-Offload", ", paper alone"
 SERIES = (ZERO, OURS, ZERO + ALONE, OURS + ALONE)
@@ -51,10 +50,7 @@ def modelled() -> Iterator[Row]:
     yield from accumulation()
     yield from ablations()
     yield from equation_1()
-    held = [name for name in PAPER.constants if name.startswith("held")]
-    played = dict.fromkeys((f"mlpoffload-fig{n:02}" for n in (7, 8, 9, 10, 13, 14, 15)), ONE)
-    yield from PAPER.assumptions(played, [*held, "gpu_efficiency"])
-    yield from PAPER.assumptions(dict.fromkeys(("mlpoffload-fig11", "mlpoffload-fig12"), TWO), ["gpu_efficiency"])
+    yield from PAPER.assumptions()
 
 
 def shown(exhibit: str, metric: str, value: float, unit: str, source: str = SOURCE, **cells: Any) -> Row:
@@ -104,8 +100,7 @@ def iterations() -> Iterator[Row]:
         for series in SERIES:
             played, cells = made(series, model), {"series": series, "model": model}
             for name, said in NAMES.items():
-                x = {"x_name": "phase", "x_value": said}
-                yield shown("mlpoffload-fig07", "time", phase(played, name), "s", **cells, **x)
+                yield shown("mlpoffload-fig07", "time", phase(played, name), "s", **cells, x=("phase", said))
             yield shown("mlpoffload-fig07", "iteration_time", played.seconds, "s", **cells)
             seconds, count = phase(played, "optimizer"), parameters(series, model)
             yield shown("mlpoffload-fig08", "update_throughput", count / seconds / 1e6, "M params/s", **cells)
@@ -134,20 +129,21 @@ def shares_of_io() -> Iterator[Row]:
     exhibit, source = "mlpoffload-fig03", f"{SOURCE}: AdamW's seconds at the rate of host memory, over the update's"
     spec = PAPER.spec("20B")
     alone = Step(work("zero3", "20B", held=LEAST_HELD), machine(ONE), PAPER.costs()).adamw_s(spec.parameters)
-    yield shown(exhibit, "update time", alone, "s", series="in host memory", model="20B")
-    yield shown(exhibit, "compute share", 100.0, "%", source, series="in host memory", model="20B")
-    yield shown(exhibit, "I/O share", 0.0, "%", source, series="in host memory", model="20B")
+    updates = {"20B": ("in host memory", alone, 100.0)}
     for model in ("40B", "70B", "120B"):
-        seconds = phase(made(ZERO, model), "optimizer")
-        own = next(each for each in made(ZERO, model).phases if each.name == "optimizer").by_resource
-        share = 100 * own["CPU and host memory"] / seconds
-        cells = {"series": "offloaded to the SSD", "model": model}
+        update = next(each for each in made(ZERO, model).phases if each.name == "optimizer")
+        share = 100 * update.by_resource["CPU and host memory"] / update.seconds
+        updates[model] = "offloaded to the SSD", update.seconds, share
+    for model, (series, seconds, share) in updates.items():
+        cells = {"series": series, "model": model}
         yield shown(exhibit, "update time", seconds, "s", **cells)
         yield shown(exhibit, "compute share", share, "%", source, **cells)
         yield shown(exhibit, "I/O share", 100 - share, "%", source, **cells)
-    first = phase(made(ZERO, "40B"), "optimizer") / alone
-    cells = {"series": "host memory (20B) vs SSD", "model": "40B"}
-    yield shown(exhibit, "update_speedup", first, "x", f"{SOURCE}: 40B offloaded over 20B in memory", **cells)
+    source, cells = (
+        f"{SOURCE}: 40B offloaded over 20B in memory",
+        {"series": "host memory (20B) vs SSD", "model": "40B"},
+    )
+    yield shown(exhibit, "update_speedup", updates["40B"][1] / alone, "x", source, **cells)
 
 
 def raw_bandwidth() -> Iterator[Row]:
@@ -159,8 +155,8 @@ def raw_bandwidth() -> Iterator[Row]:
                 rate = path[f"{way}_gb_per_s"]["value"]
                 for processes in (1, 2, 4, 8):
                     name = f"{'NVMe' if path['name'] == 'nvme' else 'PFS'} {way}"
-                    cells = {"series": name, "testbed": testbed, "subfigure": testbed[-1]}
-                    cells |= {"x_name": "processes", "x_value": str(processes)}
+                    x = "processes", processes
+                    cells = {"series": name, "testbed": testbed, "subfigure": testbed[-1], "x": x}
                     yield shown("mlpoffload-fig04", "bandwidth of all", rate, "GB/s", source, **cells)
                     seconds = processes * 12 * SUB_GROUP / (1e9 * rate)
                     yield shown("mlpoffload-fig04", "latency of one", seconds, "s", source, **cells)
@@ -175,7 +171,7 @@ def by_sub_group() -> Iterator[Row]:
         ends = [mine[0].begin_s, *(event.end_s for event in mine)]
         for number, event in enumerate(mine):
             rate = event.amount / (ends[number + 1] - ends[number]) / 1e9
-            cells = {"series": way, "model": "40B", "x_name": "part of the update", "x_value": str(number)}
+            cells = {"series": way, "model": "40B", "x": ("part of the update", number)}
             yield shown(exhibit, "bandwidth", rate, "GB/s", f"{SOURCE}, played", **cells)
 
 
@@ -211,13 +207,8 @@ def four_sub_groups() -> Iterator[Row]:
         update(made_step, done, paths, held=held, reads_gradients=not kept, parts=1 if kept else 4)
         events = play(made_step.tasks, machine_for(made_step)).events
         for (line, name), (begin, end) in spans(events, line_and_part).items():
-            cells = {
-                "series": f"{system}: {line}",
-                "model": "four sub-groups",
-                "x_name": "begin (s)",
-                "x_value": f"{begin:.6g}",
-            }
-            yield shown(exhibit, name.split()[0], end - begin, "s", "memascend.simulator: one step", **cells)
+            cells = {"series": f"{system}: {line}", "model": "four sub-groups", "x": ("begin (s)", begin)}
+            yield shown(exhibit, name.split()[0], end - begin, "s", ONE_STEP, **cells)
 
 
 def placement() -> Iterator[Row]:
@@ -265,7 +256,7 @@ def weak_scaling() -> Iterator[Row]:
             mine = work(arm, model, held=LEAST_HELD, ranks=4 * nodes)
             played = step_time(mine, cluster(nodes, shared), calibrations=PAPER.costs())
             source = f"{SOURCE}; Lustre's rates of Table 1 for each node, or none; three sub-groups held"
-            cells = {"series": series, "model": model, "testbed": TWO, "x_name": "nodes", "x_value": str(nodes)}
+            cells = {"series": series, "model": model, "testbed": TWO, "x": ("nodes", nodes)}
             yield shown("mlpoffload-fig11", "iteration_time", played.seconds, "s", source, **cells)
             rate = PAPER.spec(model).parameters / phase(played, "optimizer") / 1e6
             yield shown("mlpoffload-fig12", "update_throughput", rate, "M params/s", source, **cells)
@@ -280,7 +271,7 @@ def accumulation() -> Iterator[Row]:
             mine = (ZERO + ending, OURS + ending)
             seconds = [made(series, "40B", batch=8, batches=batches).seconds for series in mine]
             for series, value in zip(mine, seconds, strict=True):
-                cells = {"series": series, "model": "40B", "x_name": "batch", "x_value": str(32 * batches)}
+                cells = {"series": series, "model": "40B", "x": ("batch", 32 * batches)}
                 yield shown(exhibit, "iteration_time", value, "s", **cells)
             gains.append(100 * (seconds[0] / seconds[1] - 1))
         cells = {"series": f"{OURS} / ZeRO-3{ending}", "model": "40B"}
@@ -327,8 +318,8 @@ def equation_1() -> Iterator[Row]:
         for series, rule in (("Eq. 1", "as_published"), ("equal times", "balanced")):
             shares, found = weights(rule, rates), counts(100, rule, rates)
             for path, number, share in zip(paths, found, shares, strict=True):
-                cells = {"series": series, "testbed": testbed, "x_name": "path", "x_value": path["name"]}
-                cells["model"] = f"Testbed-{testbed[-1]}"
+                x, model = ("path", path["name"]), f"Testbed-{testbed[-1]}"
+                cells = {"series": series, "testbed": testbed, "model": model, "x": x}
                 source = "memascend.storage.placement.counts"
                 yield shown(exhibit, f"sub-groups on {path['name']}", number, "of 100", source, **cells)
                 yield shown(exhibit, f"exact share of {path['name']}", 100 * share / sum(shares), "%", source, **cells)

@@ -26,11 +26,10 @@ from workflows import registry
 from workflows.cases import Row, row
 from workflows.growth import growth
 from workflows.papers.ssdtrain.rows import twins
-from workflows.played import Paper, machine, spans
+from workflows.played import Paper, block_of, machine, spans
 
 TESTBED = "ssdtrain"
 PAPER = Paper("ssdtrain", testbed=TESTBED)
-CALIBRATIONS = tuple(PAPER.constants.values())
 shown = PAPER.shown
 GPUS, CONTEXT, BATCH = 2, 1024, 16
 CASES = {f"H{hidden} L{layers}": (hidden, layers) for hidden, layers in TABLE_III}
@@ -56,11 +55,7 @@ def modelled() -> Iterator[Row]:
     yield from table_3()
     yield from growth("ssdtrain-fig01", 2024.0)
     yield from todays_tools()
-    played = dict.fromkeys(("ssdtrain-fig06", "ssdtrain-fig07a", "ssdtrain-fig07b"), TESTBED)
-    yield from PAPER.assumptions(played, ["gpu_efficiency", "slow_ssd_write_gb_per_s"])
-    updated = dict.fromkeys(("ssdtrain-fig07a", "ssdtrain-fig07b", "ssdtrain-fig08a"), TESTBED)
-    yield from PAPER.assumptions(updated, ["update_bytes_per_parameter", "gpu_memory_gb_per_s"])
-    yield from PAPER.assumptions({"ssdtrain-tab03": TESTBED, "ssdtrain-fig08a": TESTBED}, ["gpu_efficiency"])
+    yield from PAPER.assumptions()
 
 
 def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
@@ -109,7 +104,7 @@ def with_and_without() -> Iterator[Row]:
     percents: dict[str, list[float]] = {}
     for model in CASES:
         for series in (base, "SSDTrain", "SSDTrain, 10 GB/s"):
-            cells = {"series": series, "model": model, "x_name": "batch", "x_value": str(BATCH)}
+            cells = {"series": series, "model": model, "x": ("batch", BATCH)}
             yield shown(exhibit, "step time", step(series, model).seconds, "s", PLAYED, **cells)
             yield shown(exhibit, PEAK, peak(series, model), "GiB", PLAYED, **cells)
             if series != base:
@@ -135,10 +130,9 @@ def rok(exhibit: str, model: str) -> Iterator[Row]:
             seconds = step(series, model, batch).seconds + update_s(model)
             tera = 3 * forward_flops(spec, batch, CONTEXT) / GPUS / seconds / 1e12
             at = peak(series, model, batch)
-            cells = {"series": series, "model": model, "subfigure": exhibit[-1], "x_name": "activation peak (GiB)"}
-            yield shown(exhibit, THROUGHPUT, tera, "TFLOPS", f"{source}; batch {batch}", **cells, x_value=f"{at:.6g}")
-            cells |= {"x_name": "batch", "x_value": str(batch)}
-            yield shown(exhibit, PEAK, at, "GiB", PLAYED, **cells)
+            cells, x = {"series": series, "model": model, "subfigure": exhibit[-1]}, ("activation peak (GiB)", at)
+            yield shown(exhibit, THROUGHPUT, tera, "TFLOPS", f"{source}; batch {batch}", **cells, x=x)
+            yield shown(exhibit, PEAK, at, "GiB", PLAYED, **cells, x=("batch", batch))
     room = peak("No offloading", model, 8)
     for series in ("SSDTrain", "SSDTrain, 10 GB/s"):
         most = max(batch for batch in range(8, 65) if peak(series, model, batch) <= room)
@@ -148,7 +142,7 @@ def rok(exhibit: str, model: str) -> Iterator[Row]:
         for series in ("SSDTrain", "SSDTrain, 10 GB/s"):
             ratio = step(other, model).seconds / step(series, model).seconds
             ratio = ratio if "throughput" in metric else peak(series, model) / peak(other, model)
-            cells = {"series": series, "model": model, "subfigure": exhibit[-1], "x_name": "at batch", "x_value": "16"}
+            cells = {"series": series, "model": model, "subfigure": exhibit[-1], "x": ("at batch", 16)}
             yield shown(exhibit, metric, ratio, "x", PLAYED, **cells)
 
 
@@ -179,8 +173,8 @@ def projected() -> Iterator[Row]:
     """Fig. 5, and the ends that the text gives."""
     exhibit, found = "ssdtrain-fig05", []
     for case, made, years in fig_5():
-        cells = {"series": case.framework, "model": f"{case.framework} {case.size} ({case.gpus})", "x_name": "GPUs"}
-        cells["x_value"] = str(case.gpus)
+        model, x = f"{case.framework} {case.size} ({case.gpus})", ("GPUs", case.gpus)
+        cells = {"series": case.framework, "model": model, "x": x}
         values = {"lifespan": (years, "years"), "write bandwidth": (made.write_bytes_per_s / GIB, "GiB/s")}
         values["activations a step"] = (case.sequences * made.activation_bytes / 2**40, "TiB")
         values["sequences a step"] = (case.sequences, "sequences")
@@ -203,8 +197,7 @@ def scaled_up() -> Iterator[Row]:
         for tensor, pipeline in ((2, 1), (2, 2), (2, 4), (4, 1), (8, 1), (8, 4), (8, 12)):
             rate = scaled(*key, tensor=tensor, pipeline=pipeline).write_bytes_per_s
             worst = max(worst, rate / base if (tensor, pipeline) != (2, 1) else 0.0)
-            x = f"TP {tensor} PP {pipeline}"
-            cells = {"series": model, "x_name": "GPUs", "x_value": x, "subfigure": "b"}
+            cells = {"series": model, "x": ("GPUs", f"TP {tensor} PP {pipeline}"), "subfigure": "b"}
             yield shown(exhibit, "write bandwidth", rate / GIB, "GiB/s", SOURCE, **cells)
     cells = {"series": "projection", "subfigure": "b"}
     yield shown(exhibit, "largest share of the two GPUs' bandwidth", 100 * worst, "%", SOURCE, **cells)
@@ -214,7 +207,7 @@ def table_3() -> Iterator[Row]:
     exhibit, estimates = "ssdtrain-tab03", table_iii()
     for model, key in CASES.items():
         made = estimates[key]
-        cells = {"model": model, "x_name": "batch_size", "x_value": str(BATCH)}
+        cells = {"model": model, "x": ("batch_size", BATCH)}
         written = step_of(work("SSDTrain", model, BATCH), where("SSDTrain"), PAPER.costs()).volume().activation_bytes
         source = "what the schedule of baselines/ssdtrain stores: all but the last piece of a block"
         yield shown(exhibit, "offloaded_amount", written / GPUS / GIB, "GB", source, **cells, series="SSDTrain")
@@ -247,12 +240,11 @@ def two_micro_batches() -> Iterator[Row]:
 
     def named(event: Event) -> tuple[str, str] | None:
         kind, _, rest = event.name.partition(" ")
-        block = rest.partition("block ")[2].partition(".")[0]
+        block = block_of(event)
         if event.resource not in LINES or not block:
             return None
         letter = {"forward": "F", "backward": "B"}.get(kind, "")
-        return LINES[event.resource], f"{letter}L{int(block) + 1} of {int(rest[0]) + 1}"
+        return LINES[event.resource], f"{letter}L{block} of {int(rest[0]) + 1}"
 
-    for (series, name), (begin, end) in spans(play(made.tasks, machine_for(made)).events, named).items():
-        cells = {"series": series, "model": "H12288 L3", "x_name": "begin (s)", "x_value": f"{begin:.6g}"}
-        yield shown("ssdtrain-fig02", name, end - begin, "s", "memascend.simulator: batch 8 a micro-batch", **cells)
+    found = spans(play(made.tasks, machine_for(made)).events, named)
+    yield from PAPER.bars("ssdtrain-fig02", found, "memascend.simulator: batch 8 a micro-batch", model="H12288 L3")

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from memascend.planner.pieces import forward_flops
-from workflows.cases import Row, row
+from workflows.cases import Row, of_record, row
 from workflows.played import spec
 from workflows.tidy import GIB, SCALED
 
@@ -44,10 +44,10 @@ def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
             yield row("ssdtrain-fig06", metric, value, "%", "measured", keys, **cells)
 
 
-def _shown(record: dict[str, Any], exhibit: str, metric: str, value: float, unit: str, **cells: str) -> Row:
+def _shown(record: dict[str, Any], exhibit: str, metric: str, value: float, unit: str, **cells: Any) -> Row:
     model, k = record["points_requested"]["model"], record["options"]["twin"]
     own = {"model": model, "testbed": f"{record['host']['name']}/{model}-k{k}"}
-    return row(exhibit, metric, value, unit, "measured", record["key"], **own | cells)
+    return of_record(record, exhibit, metric, value, unit, **own | cells)
 
 
 def _peak(record: dict[str, Any], point: dict[str, Any]) -> float:
@@ -67,7 +67,7 @@ def _ratio(points: dict[Any, Any], series: str, other: str, batch: int = BATCH) 
 
 
 def _with_and_without(record: dict[str, Any], model: str, points: dict[Any, Any]) -> Iterator[Row]:
-    exhibit, at = "ssdtrain-fig06", {"x_name": "batch", "x_value": str(BATCH)}
+    exhibit, at = "ssdtrain-fig06", {"x": ("batch", BATCH)}
     for series in (BASE, SENT):
         point, cells = points[BATCH, series], {"series": series, **at}
         yield _shown(record, exhibit, "activation peak" + SCALED, _peak(record, point), "GiB", **cells)
@@ -87,14 +87,14 @@ def _rok(record: dict[str, Any], model: str, points: dict[Any, Any]) -> Iterator
     for (batch, series), point in points.items():
         flops = 3 * forward_flops(spec(PAPER, model).twin(k), batch, context)
         giga = flops / (median(point["seconds"]) + median(point["update_s"])) / 1e9
-        at = {"x_name": "activation peak (GiB)", "x_value": f"{_peak(record, point):.6g}", "series": series}
+        at = {"x": ("activation peak (GiB)", _peak(record, point)), "series": series}
         yield _shown(record, exhibit, "model throughput" + OF_TWIN, giga, "GFLOPS", **at, **sub)
     fits = [b for b, series in points if series == SENT and _fits(points, b)]
     if (8, BASE) in points and fits:
         cells = {"series": f"{SENT} vs keep", **sub}
         yield _shown(record, exhibit, "batch_size_gain", max(fits) / 8, "x", **cells)
     if (BATCH, SENT) in points:
-        cells = {"series": SENT, "x_name": "at batch", "x_value": str(BATCH), **sub}
+        cells = {"series": SENT, "x": ("at batch", BATCH), **sub}
         yield _shown(record, exhibit, "throughput over keeping", 1 / _ratio(points, SENT, BASE), "x", **cells)
         again = median(points[BATCH, SERIES["recompute"]]["peak_bytes"])
         over = median(points[BATCH, SENT]["peak_bytes"]) / again
