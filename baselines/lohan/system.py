@@ -14,6 +14,7 @@ from memascend.memory.budget import parse_bytes
 from memascend.training.backends import STREAMING, Setup
 
 if TYPE_CHECKING:
+    from memascend.planner.workload import Workload
     from memascend.training.config import TrainConfig
 
 
@@ -64,6 +65,16 @@ class LoHan(PlannedSystem):
             raise ValueError("system 'lohan' has no limit to what activations write: leave activation_writes out")
         if config.states == "bf16" and config.dtype != "bf16":
             raise ValueError("states 'bf16' need dtype bf16: set --dtype bf16, or --states fp32")
+
+    @staticmethod
+    def storage_notes(work: Workload, stored_bytes: int) -> list[str]:
+        """How many versions of the states a run keeps, and why."""
+        gradients = work.spec.parameters * (2 if work.gradients == "bf16" else 4)
+        one, two = (f"{size / (1 << 30):.2f} GiB" for size in (stored_bytes + gradients, 2 * stored_bytes))
+        return [
+            f"two versions are kept, {two}, so that a kill at any instant loses nothing but the step under way;",
+            f"where the disk is too small, one and the gradients that a step can be done again from: {one}",
+        ]
 
     def trainer(self, config: TrainConfig, prepared: dict[str, Any], run_id: str, swap: str) -> Setup:
         """States outlive a kill: they are not among the swap files, which do not."""

@@ -2,7 +2,8 @@
 
 A write goes to fresh space and the version before stays until `commit` replaces all of them at once: whatever a kill or
 a power cut leaves, the tensors of one completed step are there, whole (28 bytes a parameter for both versions in 16-bit
-training, without extra writes). A step that cannot be kept is taken back in the same way.
+training, without extra writes). A step that cannot be kept is taken back in the same way. With one version a step is
+committed in parts instead, and what else it takes to do that again lies beside (`one_version`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,25 +58,24 @@ class StateHome:
         owner: str,
         sizes: Iterable[int],
         *,
+        versions: int = 2,
+        beside: Sequence[int] = (),
+        slack: int = 0,
         config: DirectEngineConfig | None = None,
         faults: Any = None,
     ) -> StateHome:
-        """For tensors of `sizes` bytes in two versions, in the new or empty `folder`; all space is taken now.
+        """For tensors of `sizes` bytes, in the new or empty `folder`; all space is taken now (`store_bytes`).
 
         `owner`: what the states are of; whoever opens them says the same. Raises StorageError where there is no room,
         with nothing left behind, and ValueError for a folder that holds something.
         """
-        folder, sizes = Path(folder), [*sizes, META_BYTES]
+        folder, sizes = Path(folder), list(sizes)
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty: name another folder for the states, or remove it")
         folder.mkdir(parents=True, exist_ok=True)
-        log = max(1 << 20, _LOG_BYTES_A_KEY * len(sizes))
-        path, total = (
-            folder / _FILE,
-            _FIXED_BYTES + 2 * log + 2 * sum(-(-s // _CHUNK_BYTES) * _CHUNK_BYTES for s in sizes),
-        )
+        path, log = folder / _FILE, _log_bytes(len(sizes) + len(beside))
         try:
-            _allocate(path, total)
+            _allocate(path, store_bytes(sizes, versions=versions, beside=beside, slack=slack), versions)
             _C.storage_format([str(path)], owner, [], _CHUNK_BYTES, log)
             return cls(folder, owner, _config(folder, config), faults)
         except BaseException:
@@ -147,6 +147,20 @@ class StateHome:
         self._tier.write(_META, torch.frombuffer(bytearray(raw), dtype=torch.uint8)).wait()
         self._tier.commit()
 
+    def commit_parts(self) -> None:
+        """All writes that the caller has waited for become the tensors' only version, with the facts as they are."""
+        self._tier.commit()
+
+    def forget_step(self) -> None:
+        """No step is completed from here on, until the next `commit`."""
+        self._tier.erase(_META)
+        self._tier.commit()
+
+    def erase(self, keys: Iterable[str]) -> None:
+        """With the next commit; those that are not there are none."""
+        for key in keys:
+            self._tier.erase(key)
+
     def completed(self) -> dict[str, Any] | None:
         """The facts of the last completed step; None: nothing was ever committed."""
         size = self._tier.size_of(_META)
@@ -183,7 +197,8 @@ def is_home(folder: str | os.PathLike[str]) -> bool:
 
 
 def kept_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What was kept with the last completed step of whatever home is in the folder; empty where nothing was.
+    """What was kept with the last completed step of whatever home is in the folder; empty where nothing was. A step
+    that `resume` is going to complete counts as completed.
 
     Raises ValueError where another process uses it.
     """
@@ -193,7 +208,8 @@ def kept_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
         return {}
     home = StateHome(folder, block["owner"], _config(folder, None))
     try:
-        return (home.completed() or {}).get("facts", {})
+        kept = home.completed() or {}
+        return kept.get("redo", kept).get("facts", {})
     finally:
         home.close()
 
@@ -212,10 +228,22 @@ def _config(folder: Path, config: DirectEngineConfig | None) -> DirectEngineConf
     return dataclasses.replace(config or DirectEngineConfig(), control_folder=str(folder))
 
 
-def _allocate(path: Path, size: int) -> None:
+def store_bytes(sizes: Iterable[int], *, versions: int = 2, beside: Sequence[int] = (), slack: int = 0) -> int:
+    """Of the file for tensors of `sizes` bytes in so many versions, for tensors `beside` them in one, and `slack`."""
+    whole, others = ([-(-size // _CHUNK_BYTES) * _CHUNK_BYTES for size in each] for each in (sizes, beside))
+    log = _log_bytes(len(whole) + len(others))
+    return _FIXED_BYTES + 2 * log + 2 * META_BYTES + versions * sum(whole) + sum(others) + slack
+
+
+def _log_bytes(keys: int) -> int:
+    return max(1 << 20, _LOG_BYTES_A_KEY * (keys + 1))
+
+
+def _allocate(path: Path, size: int, versions: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if size > free:
-        reason = "two versions of all states do not fit: free space, or name a folder on a larger disk"
+        what = "two versions of all states do" if versions == 2 else "one version of all states and the gradients do"
+        reason = f"{what} not fit: free space, or name a folder on a larger disk"
         raise StorageError("allocation", str(path), 0, size, free, errno.ENOSPC, reason)
     with path.open("wb") as file:
         try:

@@ -51,12 +51,11 @@ class KeptInputs:
         return self._stream
 
     def read(self, number: int, shape: torch.Size) -> torch.Tensor:
-        """In memory of its own; its predecessor sets out."""
+        """In memory of its own; the two before it set out."""
         (slot,) = self._stream.fetch([_key(number)])
         out = slot[: shape.numel()].view(shape).clone()
         self._stream.release(_key(number))
-        if number:
-            self._stream.prefetch([_key(number - 1)])
+        self._stream.prefetch([_key(before) for before in (number - 1, number - 2) if before >= 0])
         return out
 
     def forget(self) -> None:

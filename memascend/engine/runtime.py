@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,9 @@ from memascend.engine.layout import Kind, Layout, Part, Unit
 from memascend.engine.limit import Limit, Rates, StepClock, adamw_rate, limit_of
 from memascend.engine.mapped import TensorFile
 from memascend.engine.matrices import StreamedRows, partial_key
+from memascend.engine.one_version import GradientsAtHome, Redo, beside, versions_for
 from memascend.engine.operators import Taken
+from memascend.engine.protocols import Storage
 from memascend.engine.swap import Decision, Swapping, link_rate
 from memascend.engine.updates import ARMS, AdamSettings, Updates, gradient_key, gradient_numel
 from memascend.engine.weights import WeightStream
@@ -62,7 +64,8 @@ class EngineOptions:
     `Updates`. `piece_elements`: see `make_layout`. `measure`: find out how fast a step could be (`limit`). `swap`:
     results inside of blocks that are swapped rather than computed again, decided after the first step by a rule (best,
     algorithm 1 or released, see `memascend.swapping`), all, or a number of bytes a pass; None: none. `swap_room`: bytes
-    of host memory that they may take before the SSD has them.
+    of host memory that they may take before the SSD has them. `versions`: of the states on the tier, 2, or 1 with
+    gradients that wait beside it (`memascend.engine.one_version`); None: two if the disk has room for them.
     """
 
     arm: str = "optimized"
@@ -78,6 +81,7 @@ class EngineOptions:
     swap_room: int = 0
     blocks_in_flight: int = BLOCKS_IN_FLIGHT
     piece_elements: int | None = None
+    versions: int | None = None
 
     def __post_init__(self) -> None:
         if self.arm not in ARMS:
@@ -86,6 +90,8 @@ class EngineOptions:
             raise ValueError(f"checkpoints must be 'tier' or 'device', got {self.checkpoints!r}")
         if self.swap is not None and not (self.swap in (*RULES, "all") or self.swap.isdecimal()):
             raise ValueError(f"swap must be one of {', '.join(RULES)}, 'all', or bytes, got {self.swap!r}")
+        if self.versions not in (None, 1, 2):
+            raise ValueError(f"versions must be 1 or 2, or None for what the disk has room for, got {self.versions}")
         if self.accumulate < 1 or not self.clip >= 0 or self.blocks_in_flight < 1:
             raise ValueError(
                 f"accumulate {self.accumulate}, clip {self.clip}, blocks_in_flight {self.blocks_in_flight}: need at "
@@ -104,7 +110,7 @@ class EngineOptions:
     @property
     def waits(self) -> bool:
         """Whether gradients wait on the tier until all of a step have come."""
-        return self.arm == "none" or self.clip > 0 or self.wait
+        return self.arm == "none" or self.clip > 0 or self.wait or self.versions == 1
 
 
 class StreamingEngine(BlockRuntime):
@@ -180,6 +186,8 @@ class StreamingEngine(BlockRuntime):
         self._swapping: Swapping | None = None
         if options.swap is not None:
             self._swapping = Swapping(model, units.blocks, options.swap, self._swap_tier, options.swap_room, allocator)
+        self._unfinished: str | None = None  # what is to be done about an update that is half on the tier
+        self._restored = False
         self._closed = False
         self._attach()
         for key, slices in units.matrices.items():
@@ -226,7 +234,19 @@ class StreamingEngine(BlockRuntime):
         """
         options = options or EngineOptions()
         units = _units(model, blocks, options)
-        home = StateHome.create(folder, _owner(owner, units.layout), units.layout.nbytes, config=config, faults=faults)
+        layout, slots = units.layout, options.state_slots
+        chosen = versions_for(folder, layout, options.versions, options.gradients, slots)
+        options = replace(options, versions=chosen.count)
+        extra = beside(layout, chosen.count, options.gradients, slots)
+        home = StateHome.create(
+            folder, _owner(owner, layout), layout.nbytes, versions=chosen.count, **extra, config=config, faults=faults
+        )
+        if chosen.count == 1:
+            log.info(
+                "memascend: one version of the states (%s): gradients wait beside it, so that a step that is cut off "
+                "can be done again; a step writes and reads them once more",
+                chosen.why,
+            )
         try:
             engine = cls(model, units, home, groups, options, allocator or PageAlignedPinnedAllocator())
             try:
@@ -268,14 +288,24 @@ class StreamingEngine(BlockRuntime):
             kept = home.completed()
             if kept is None:
                 raise homes.NotThisModel(f"{folder} holds no completed step: remove it and start anew")
+            options = replace(options, versions=kept.get("versions", 2))
             engine = cls(model, units, home, groups, options, allocator or PageAlignedPinnedAllocator())
         except BaseException:
             home.close()
             raise
         engine.steps = dict(zip(engine.layout.order, kept["steps"], strict=True))
         engine.weights.empty_all()
+        facts = kept["facts"]
+        if (record := kept.get("redo")) is not None:
+            try:
+                facts = engine._complete(Redo(record))
+            except BaseException:
+                engine._detach()
+                engine._stop()
+                home.close()
+                raise
         engine._be_ready()
-        return engine, kept["facts"]
+        return engine, facts
 
     @torch.no_grad()
     def _move_in(self, facts: dict[str, Any]) -> None:
@@ -310,8 +340,9 @@ class StreamingEngine(BlockRuntime):
         if self._states is not None:
             self._states.flush()
 
-    def _commit(self, facts: dict[str, Any]) -> None:
-        self.home.commit({"steps": list(self.steps.values()), "facts": facts})
+    def _commit(self, facts: dict[str, Any], redo: Redo | None = None) -> None:
+        whole = {"steps": list(self.steps.values()), "versions": self.options.versions, "facts": facts}
+        self.home.commit(whole if redo is None else {**whole, "redo": redo.record})
 
     def close(self, *, destroy: bool = False) -> None:
         """Give the model its own forward back and let go of everything; a step that is not finished is forgotten.
@@ -402,6 +433,7 @@ class StreamingEngine(BlockRuntime):
         if self.updates.failure_was_told or self._backward_begun:  # an error in the loop that the user has seen
             log.warning("memascend: the step under way was given up after an error; it begins anew from the one before")
             self.give_up()
+        self._require_whole()
         self.updates.raise_failure()
         if not torch.is_grad_enabled():
             self._stream.read_ahead(self._pattern[: len(self._pattern) // 2])
@@ -575,21 +607,23 @@ class StreamingEngine(BlockRuntime):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def finish_step(self, *, keep: bool = True) -> float | None:
+    def finish_step(self, *, keep: bool = True, facts: dict[str, Any] | None = None) -> float | None:
         """Until everything of this step is updated and written; the norm of all gradients, loss scale out.
 
         None: a gradient was infinite or NaN, and nothing was changed since the last `keep`. With `keep` the step is
-        completed; else the caller does that before the next one. Raises what failed, StorageError and others; the step
+        completed; else the caller does that before the next one. `facts`: what the step is kept with where a kill cuts
+        it off and `resume` completes it (`keep` gets the same). Raises what failed, StorageError and others; the step
         is then given up (see `give_up`).
         """
+        self._require_whole()
         try:
             self.updates.raise_failure()
             if self._backward_begun:
                 raise RuntimeError("the last backward pass ended in an error: its step cannot be finished, do it again")
-            norm = self._finish() if self.updates.pending else 0.0
+            norm = self._finish(facts or {}) if self.updates.pending else 0.0
             self._give_back_kept()
             if keep:
-                self.keep({})
+                self.keep(facts or {})
         except BaseException as error:
             self._give_up_after(error)
             raise
@@ -597,7 +631,9 @@ class StreamingEngine(BlockRuntime):
 
     def keep(self, facts: dict[str, Any]) -> None:
         """The finished step outlives the process from here on, with `facts` (JSON) for `resume`; StorageError."""
+        self._require_whole()
         self._commit(facts)
+        self._restored = False
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """As torch.nn.utils.clip_grad_norm_ over all parameters, for the step under way; the norm of all gradients
@@ -613,7 +649,7 @@ class StreamingEngine(BlockRuntime):
         self._clip = max_norm
         return self.updates.sums.norm(self.layout.order) / self.scale
 
-    def _finish(self) -> float | None:
+    def _finish(self, facts: dict[str, Any]) -> float | None:
         updates, options = self.updates, self.options
         updates.scale = self.scale
         waited = options.waits or self._passes < options.accumulate
@@ -623,21 +659,72 @@ class StreamingEngine(BlockRuntime):
             updates.finish_direct()
         norm = updates.sums.norm(self.layout.order)
         if not bool(torch.isfinite(norm)):
-            self._take_back(written=not waited)
+            self._take_back(written=not waited or self.one_version)
             return None
-        if waited:
-            if self._clip > 0:
-                updates.scale *= max(1.0, (float(norm) / self.scale + 1e-6) / self._clip)
+        if waited and self._clip > 0:
+            updates.scale *= max(1.0, (float(norm) / self.scale + 1e-6) / self._clip)
+        if self.one_version:
+            self._gradients.flush()
+            settings = [self._settings(name) for name in self.steps]
+            self._update_in_parts(Redo.of(updates, settings, facts, self._kind_of_gradients()))
+        elif waited:
             updates.finish_waiting()
         self._flush()
-        for name in self.steps:
-            if options.zero_missing or name in updates.arrived:
-                self.steps[name] += 1
+        self._count_step()
         self._end_of_clock(waited)
         self._decide_on_swapping()
         updates.end_step()
         self._passes, self._clip = 0, options.clip
         return float(norm / self.scale)
+
+    def _count_step(self) -> None:
+        for name in self.steps:
+            if self.options.zero_missing or name in self.updates.arrived:
+                self.steps[name] += 1
+
+    @property
+    def one_version(self) -> bool:
+        """Whether a step replaces the states in parts, and is done again where that is cut off."""
+        return self.options.versions == 1
+
+    def _require_whole(self) -> None:
+        if self._unfinished is not None:
+            raise RuntimeError(self._unfinished)
+
+    def _update_in_parts(self, redo: Redo) -> None:
+        """Each unit's weights and states with one commit, that says so; gradients go with the step's own."""
+        self._unfinished = "a step's update was cut off: close the engine, and resume, which completes it"
+        self._commit({}, redo)
+
+        def after(unit: Unit) -> None:
+            self._flush()
+            redo.did(unit)
+            self._commit({}, redo)
+
+        left = [unit for unit in reversed(self.layout.units) if not redo.is_done(unit)]
+        self.updates.finish_waiting(left, after=after)
+        self._unfinished = None
+        self.home.erase(redo.keys(self.layout))
+
+    def _kind_of_gradients(self) -> list[Any]:
+        return [str(self.options.gradients), self.options.zero_missing]
+
+    def _complete(self, redo: Redo) -> dict[str, Any]:
+        """The step that an earlier process has begun to use its gradients for; the facts that it is kept with."""
+        if redo.record["kind"] != self._kind_of_gradients():
+            raise homes.NotThisModel(
+                f"{self.home.folder} holds gradients of a step that is to be completed as {redo.record['kind']}, and "
+                f"{self._kind_of_gradients()} was asked for (gradients, zero_missing): go on with the same options once"
+            )
+        log.info("memascend: a step's update was cut off: it is completed from its gradients")
+        self.gradient_stream()
+        self.updates.take_up(redo.record, redo.settings(self.layout.order))
+        self._update_in_parts(redo)
+        self._flush()
+        self._count_step()
+        self.updates.end_step()
+        self._commit(redo.facts)
+        return redo.facts
 
     def _end_of_clock(self, waited: bool) -> None:
         """Updates without a phase of their own ran in backward."""
@@ -746,12 +833,17 @@ class StreamingEngine(BlockRuntime):
         with self._making:
             if self._gradients is None:
                 pool = self.buffers.need_gradients()
-                stream = WeightStream(self._scratch_tier(), pool=pool, wait_s=_WAIT_S)
+                stream = WeightStream(self._gradient_storage(), pool=pool, wait_s=_WAIT_S)
                 for piece in self.layout.pieces:
                     for key in (gradient_key(piece), partial_key(piece)):
                         stream.register(key, gradient_numel(piece, self.buffers.gradient_dtype))
                 self._gradients = stream
         return self._gradients
+
+    def _gradient_storage(self) -> Storage:
+        if not self.one_version:
+            return self._scratch_tier()
+        return GradientsAtHome(self.home, self._scratch_tier, {gradient_key(piece) for piece in self.layout.pieces})
 
     # -- contents ------------------------------------------------------------------------------------------------------
 
@@ -764,9 +856,15 @@ class StreamingEngine(BlockRuntime):
         return self._contents.read_states(name)
 
     def write_states(self, name: str, states: dict[str, torch.Tensor], *, step: int) -> None:
-        """The reverse, after `step` steps of this parameter; `keep` completes it."""
+        """The reverse, after `step` steps of this parameter; `keep` completes it. With one version of the states there
+        is no completed step from the first of them until then."""
+        if self.one_version and not self._restored:
+            self._restored = True
+            self.home.forget_step()
         self._contents.write_states(name, states)
         self.steps[name] = step
+        if self.one_version:
+            self.home.commit_parts()
 
 
 def _units(model: nn.Module, blocks: Sequence[nn.Module] | None, options: EngineOptions) -> ModelUnits:

@@ -195,10 +195,11 @@ class StreamedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.norm = self.engine.finish_step(keep=False)
+        facts = {"note": self._home.note, "groups": [_plain(group) for group in self.param_groups]}
+        self.norm = self.engine.finish_step(keep=False, facts=facts)
         if self.norm is None:
             log.warning("memascend: a gradient was infinite or NaN: the step was left out")
-        self.engine.keep({"note": self._home.note, "groups": [_plain(group) for group in self.param_groups]})
+        self.engine.keep(facts)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

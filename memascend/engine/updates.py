@@ -14,14 +14,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from memascend.engine.blocks import UnitWeights
-from memascend.engine.layout import SUM_ELEMENTS, Layout, Part, Piece, Run, padded
+from memascend.engine.layout import SUM_ELEMENTS, Layout, Part, Piece, Run, Unit, padded
 from memascend.engine.weights import WeightStream
 from memascend.ops.adamw import adamw_
 from memascend.ops.unscale import unscale_norm_overflow_
@@ -132,6 +132,7 @@ class Updates:
         self._updated: set[str] = set()  # pieces, or on their way
         self._open: dict[str, int] = {}  # units whose weights are held for updates: pieces still to come
         self._order: list[str] = []
+        self._of_step: dict[str, AdamSettings] = {}  # of a step that is done again
 
     # -- from the training thread --------------------------------------------------------------------------------------
 
@@ -222,21 +223,47 @@ class Updates:
                 self._submit(lambda piece=piece: self._sum(piece), {})
         self._drain()
 
-    def finish_waiting(self) -> None:
-        """Update everything from the gradients on the tier, unit by unit, in the order in which the next forward pass
-        will not need them: the last ones first."""
-        chosen = [
-            piece
-            for unit in reversed(self.layout.units)
-            for piece in unit.pieces
-            if self._zero_missing or piece.key in self._spilled
+    def waiting_facts(self) -> dict[str, Any]:
+        """What `take_up` needs beside the gradients on the tier (JSON)."""
+        numbers = {unit.key: number for number, unit in enumerate(self.layout.units)}
+        arrived = [
+            [numbers[u.key], n] for u in self.layout.units for n, p in enumerate(u.parts) if p.key in self._arrived
         ]
+        spilled = [number for number, piece in enumerate(self.layout.pieces) if piece.key in self._spilled]
+        return {"scale": self.scale, "arrived": arrived, "spilled": spilled}
+
+    def take_up(self, facts: Mapping[str, Any], settings: Mapping[str, AdamSettings]) -> None:
+        """The gradients on the tier are those of a step that an earlier process has begun to use."""
+        units, pieces = self.layout.units, self.layout.pieces
+        self.scale = facts["scale"]
+        self._arrived = {units[unit].parts[part].key for unit, part in facts["arrived"]}
+        self._spilled = {pieces[number].key for number in facts["spilled"]}
+        self._of_step = dict(settings)
+
+    def finish_waiting(
+        self, units: Sequence[Unit] | None = None, *, after: Callable[[Unit], None] | None = None
+    ) -> None:
+        """Update everything from the gradients on the tier, unit by unit (default: all, in the order in which the next
+        forward pass will not need them: the last ones first). `after`: is called when a unit's update is submitted to
+        the tier, before any other is."""
+        by_unit = {
+            unit.key: [piece for piece in unit.pieces if self._zero_missing or piece.key in self._spilled]
+            for unit in (reversed(self.layout.units) if units is None else units)
+        }
+        chosen = [piece for pieces in by_unit.values() for piece in pieces]
         if self.arm != "naive" and self._states is not None:
             self._states.read_ahead([piece.key for piece in chosen])
             self._gradients().read_ahead([gradient_key(piece) for piece in chosen if piece.key in self._spilled])
-        for piece in chosen:
-            self._updated.add(piece.key)
-            self._submit(lambda piece=piece: self._update_waiting(piece), {})
+        for key, pieces in by_unit.items():
+            for piece in pieces:
+                self._updated.add(piece.key)
+                self._submit(lambda piece=piece: self._update_waiting(piece), {})
+            if after is not None and pieces:
+                self._close_all()
+                after(self._units[key])
+        self._close_all()
+
+    def _close_all(self) -> None:
         self._drain()
         for key in list(self._open):
             self._submit(lambda key=key: self._close_unit(key), {})
@@ -423,7 +450,7 @@ class Updates:
         self._piece_done(piece)
 
     def _step(self, run: Run, weights: torch.Tensor, gradient: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        settings = self._settings(run.part.name)
+        settings = self._of_step.get(run.part.name) or self._settings(run.part.name)
         master, exp_avg, exp_avg_sq = (weights, *states) if self.layout.own_masters else states
         before = time.perf_counter()
         adamw_(

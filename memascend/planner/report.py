@@ -96,6 +96,8 @@ def _ssd(answers: Answers) -> list[str]:
         f"SSD: {gib(volume.stored_bytes)} GiB of swap files; a step reads {_gb(volume.total_read_bytes)} "
         f"and writes {_gb(volume.total_write_bytes)}"
     ]
+    tell = getattr(systems.load(answers.work.system), "storage_notes", None)
+    lines += [f"  {line}" for line in (tell(answers.work, volume.stored_bytes) if tell is not None else ())]
     if wear.activation_bytes:
         lines += _activations(wear)
     if wear.tb_per_day is not None:

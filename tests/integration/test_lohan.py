@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from memascend import systems
+from memascend.cli import main
 from memascend.engine.blocks import NotStreamable
+from memascend.engine.home import StateHome
 from memascend.engine.runtime import EngineOptions
 from memascend.engine.streaming import streaming
 from memascend.memory.ledger import Ledger
@@ -19,6 +21,7 @@ from memascend.planner.options import Stack
 from memascend.planner.spec import model_spec
 from memascend.planner.workload import Workload
 from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter
+from memascend.training import random_state
 from memascend.training.backends.in_memory import InMemoryBackend
 from memascend.training.backends.streaming import StreamingBackend
 from memascend.training.config import TrainConfig
@@ -211,6 +214,40 @@ def test_a_step_is_kept_on_the_tier_with_what_belongs_to_it(tmp_path):
     assert StreamingBackend(ours._config, ours._settings, Ledger()).kept_step() is None
 
 
+@pytest.mark.parametrize("changes", [{"clip": 0.0}, {"dtype": "fp16", "accumulate": 2}], ids=["bf16", "fp16"])
+def test_one_version_of_the_states_goes_on_after_a_kill_in_the_middle_of_an_update(tmp_path, changes, monkeypatch):
+    theirs = in_memory(**changes)
+    ours = StreamingBackend(
+        dataclasses.replace(CONFIG, **changes),
+        {"folder": str(tmp_path / "states"), "arm": "optimized", "versions": 1},
+        Ledger(),
+    )
+    begin(ours)
+    losses = train(ours, 1)
+    ours.keep({"step": 1, "random": random_state.as_json()})
+    with monkeypatch.context() as killed:
+        commits, stock = [], StateHome.commit
+
+        def commit(self, facts):
+            stock(self, facts)
+            commits.append(facts)
+            if len(commits) == 3:
+                raise KeyboardInterrupt
+
+        killed.setattr(StateHome, "commit", commit)
+        with pytest.raises(KeyboardInterrupt):
+            train(ours, 1)
+    ours.engine.close()
+    again = StreamingBackend(ours._config, ours._settings, Ledger())
+    assert again.kept_step() == 2
+    facts = again.go_on(MODEL)
+    assert facts["step"] == 2
+    assert facts["random"] == random_state.as_json()
+    assert losses + train(again, 1) == train(theirs, 3)[::2]
+    assert_equal(again, theirs)
+    again.close()
+
+
 def test_a_streamed_model_is_saved_and_generates_as_transformers_do(tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -280,6 +317,14 @@ def test_the_plan_is_the_ledger_of_a_run_entry_by_entry(tmp_path, arm, swap):
     work = Workload(spec=spec, system="lohan", arm=arm, dtype="bf16", context=16, batch=2, stack=stack)
     assert rows(plan(work, process_overhead=False).entries) == rows(ledger.live())
     ours.close()
+
+
+def test_the_plan_says_how_many_versions_of_the_states_there_are_and_why(capsys):
+    assert main(["plan", "--model", "qwen2.5-7b", "--system", "lohan", "--context", "512"]) == 0
+    said = capsys.readouterr().out
+    parameters = model_spec("qwen2.5-7b").parameters
+    assert f"two versions are kept, {28 * parameters / 2**30:.2f} GiB" in said
+    assert f"one and the gradients that a step can be done again from: {18 * parameters / 2**30:.2f} GiB" in said
 
 
 def test_the_plan_of_one_width_is_the_same_at_three_depths():

@@ -7,6 +7,7 @@ checkpoint. Gradients are normed, clipped and applied in the order of the backen
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.simulator.recorder import Recorder, phase, record_transfers
 from memascend.storage.tensor_file import TensorFileReader, TensorLayout
+from memascend.training import random_state
 from memascend.training.backends.loss_scale import LossScale
 from memascend.training.config import TrainConfig
 
@@ -33,7 +35,8 @@ _CHECKPOINTS = {"offloaded": "tier", "ssd": "tier", "plain": "device"}
 
 
 class StreamingBackend:
-    """`settings`: `folder` of the states, `arm` of gradient offloading; `swap` and `swap_room`: see EngineOptions."""
+    """`settings`: `folder` of the states, `arm` of gradient offloading; `swap`, `swap_room`, `versions`: see
+    EngineOptions."""
 
     device = torch.device("cpu")
 
@@ -116,6 +119,7 @@ class StreamingBackend:
             measure=True,
             swap=self._settings.get("swap"),
             swap_room=self._settings.get("swap_room", 0),
+            versions=self._settings.get("versions"),
         )
 
     def build(self, source: Path | dict[str, Any]) -> None:
@@ -142,6 +146,18 @@ class StreamingBackend:
     def keep(self, facts: dict[str, Any]) -> None:
         self.engine.keep(facts | {"backend": self._counters()})
         self._finished = False
+
+    def _facts_of_next(self) -> dict[str, Any]:
+        """What the run is going to keep with the step under way, if it is done: of a step that a kill cuts off once its
+        update has begun, where there is one version of the states."""
+        if not self.engine.one_version:
+            return {}
+        scale = copy.copy(self._scale)
+        if scale is not None:
+            scale.after_step(False)
+        counters = self._counters() | {"adam_step": self._steps + 1, "loss_scaler": scale.facts() if scale else {}}
+        step = self._steps + self._skipped + 1
+        return {"step": step, "random": random_state.as_json(), "backend": counters}
 
     def _counters(self) -> dict[str, Any]:
         scale = self._scale.facts() if self._scale else {}
@@ -185,7 +201,7 @@ class StreamingBackend:
                 (loss / len(batches) * scale).backward()
             losses.append(loss.detach().float())
         with phase(self._recorder, "optimizer"):
-            norm = self.engine.finish_step(keep=False)
+            norm = self.engine.finish_step(keep=False, facts=self._facts_of_next())
         self._finished = True
         if self._scale is not None:
             self._scale.after_step(norm is None)
@@ -209,6 +225,8 @@ class StreamingBackend:
         """How near to the bound the step was; after the first one also what goes by slices and what is swapped."""
         said = [] if self.engine.limit is None else [str(self.engine.limit)]
         slices = self.engine.units.matrices
+        if self.engine.one_version and not self._told:
+            said.append("one version of the states, since the disk has no room for two: gradients wait beside it")
         if slices and not self._told:
             said.append(f"{' and '.join(slices)} by {sum(map(len, slices.values()))} slices")
         if self.engine.decision is not None and not self._told:

@@ -1,0 +1,132 @@
+"""One version of the states, where the disk has no room for two: a step that a kill cuts off can be done again.
+
+All gradients of a step lie on the tier, and what they are used with beside them, before the first state is replaced.
+From then on the step will be completed, if need be by `StreamingEngine.resume`: unit by unit, each with its weights and
+states in one commit, from the gradients that are still there. It takes a version, the gradients, and room for the units
+under way; a step writes and reads the gradients once more, as with clipping.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memascend.engine.home import StateHome, store_bytes
+from memascend.engine.layout import Layout, Unit, padded
+from memascend.engine.protocols import Completion, Storage
+from memascend.engine.updates import AdamSettings, Updates, gradient_key
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Versions:
+    """How many of the states are kept, the bytes that this takes, and why so many, in words."""
+
+    count: int
+    nbytes: int
+    why: str
+
+
+def versions_for(
+    folder: str | os.PathLike[str], layout: Layout, asked: int | None, gradients: torch.dtype, slots: int
+) -> Versions:
+    """Two where they fit, else one; `asked` for what it is. Room is not reserved: `StateHome.create` does that."""
+    two, one = (bytes_of(layout, count, gradients, slots) for count in (2, 1))
+    if asked is not None:
+        return Versions(asked, two if asked == 2 else one, "as asked for")
+    parent = Path(folder)
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    if two <= free or one > free:
+        return Versions(2, two, f"{free / _GIB:.2f} GiB are free")
+    why = f"two take {two / _GIB:.2f} GiB and {free / _GIB:.2f} are free"
+    return Versions(1, one, why)
+
+
+def bytes_of(layout: Layout, versions: int, gradients: torch.dtype, slots: int) -> int:
+    """Of the store's file."""
+    return store_bytes(layout.nbytes, versions=versions, **beside(layout, versions, gradients, slots))
+
+
+def beside(layout: Layout, versions: int, gradients: torch.dtype, slots: int) -> dict[str, Any]:
+    """What the store holds beside the states: gradients, and room for fresh copies of what is under way."""
+    if versions == 2:
+        return {"beside": [], "slack": 0}
+    each = [padded(piece.numel, gradients) * gradients.itemsize for piece in layout.pieces]
+    states = sorted((layout.states_numel(piece) * layout.states.itemsize for piece in layout.pieces), reverse=True)
+    units = [
+        layout.unit_numel(unit) * layout.weights.itemsize
+        + sum(layout.states_numel(piece) * layout.states.itemsize for piece in unit.pieces)
+        for unit in layout.units
+    ]
+    under_way = max(2 * max(units, default=0), sum(states[:slots])) + sum(sorted(each)[-slots:])
+    return {"beside": each, "slack": under_way}
+
+
+class GradientsAtHome:
+    """A storage for the stream of gradients: what an update can be done again from lies with the states, parts of sums
+    on `scratch()`."""
+
+    def __init__(self, home: StateHome, scratch: Callable[[], Storage], keys: set[str]) -> None:
+        self._home, self._scratch, self._keys = home, scratch, keys
+
+    def read(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
+        return self._place(key).read(key, tensor, priority=priority)
+
+    def write(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
+        return self._place(key).write(key, tensor, priority=priority)
+
+    def _place(self, key: Hashable) -> Storage:
+        return self._home if key in self._keys else self._scratch()
+
+
+class Redo:
+    """The update of one step, as it is kept beside the gradients until all of it is done."""
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        self.record = dict(record)
+
+    @classmethod
+    def of(cls, updates: Updates, settings: Sequence[AdamSettings], facts: dict[str, Any], kind: list[Any]) -> Redo:
+        """`settings`: of each parameter, in the layout's order; `facts`: what `keep` is going to be given; `kind`:
+        how the gradients are to be read."""
+        different = list(dict.fromkeys(settings))
+        return cls(
+            {
+                "facts": facts,
+                "kind": kind,
+                "settings": [[s.step, s.lr, *s.betas, s.eps, s.weight_decay] for s in different],
+                "of": [different.index(s) for s in settings],
+                **updates.waiting_facts(),
+                "done": [],
+            }
+        )
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return dict(self.record["facts"])
+
+    def settings(self, order: Sequence[str]) -> dict[str, AdamSettings]:
+        known = [
+            AdamSettings(step=step, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
+            for step, lr, beta1, beta2, eps, decay in self.record["settings"]
+        ]
+        return {name: known[number] for name, number in zip(order, self.record["of"], strict=True)}
+
+    def is_done(self, unit: Unit) -> bool:
+        return unit.key in self.record["done"]
+
+    def did(self, unit: Unit) -> None:
+        self.record["done"].append(unit.key)
+
+    def keys(self, layout: Layout) -> list[str]:
+        """Of all gradients."""
+        return [gradient_key(piece) for piece in layout.pieces]

@@ -1,0 +1,358 @@
+"""One version of the states: less room, and a kill at any instant loses nothing but the step under way."""
+
+import copy
+import logging
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from memascend.engine import home as homes
+from memascend.engine import one_version
+from memascend.engine.home import NotThisModel, StateHome
+from memascend.engine.runtime import EngineOptions, StreamingEngine
+from memascend.engine.streaming import streaming
+from memascend.memory.ledger import Ledger
+from memascend.memory.pinned import PageAlignedPinnedAllocator
+from memascend.storage.errors import StorageError
+
+SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+RATES = [1e-2, 5e-3, 2e-3, 1e-3]
+
+
+class Model(nn.Module):
+    """With a layer that gets no gradient in odd steps."""
+
+    def __init__(self, depth=3, hidden=32):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, hidden), nn.Linear(hidden, 50)
+        self.layers = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(depth))
+        self.sometimes = nn.Linear(hidden, hidden)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        if int(ids[0]) % 2:
+            x = x + self.sometimes(x)
+        return nn.functional.cross_entropy(self.head(x), ids)
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return Model().to(dtype)
+
+
+def batch(step):
+    return torch.arange(step, step + 20) % 50
+
+
+def begin(of, folder, **options):
+    groups = [{"params": list(of.parameters()), "lr": 0.0, **SETTINGS}]
+    chosen = EngineOptions(**{"versions": 1, "piece_elements": 1 << 16, **options})
+    return StreamingEngine.start(of, folder, groups, chosen, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
+
+
+def resume(of, folder, **options):
+    groups = [{"params": list(of.parameters()), "lr": 0.0, **SETTINGS}]
+    chosen = EngineOptions(**{"versions": 1, "piece_elements": 1 << 16, **options})
+    return StreamingEngine.resume(
+        of, folder, groups, chosen, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False)
+    )
+
+
+def train(of, engine, steps, accumulate=1):
+    for step in steps:
+        engine.groups[0]["lr"] = RATES[step]
+        for number in range(accumulate):
+            (of(batch(step + number)) / accumulate).backward()
+        facts = {"step": step + 1}
+        engine.finish_step(keep=False, facts=facts)
+        engine.keep(facts)
+
+
+def contents(engine):
+    weights = {name: values.clone() for name, values in engine.read_weights()}
+    return weights, {name: engine.read_states(name) for name in engine.layout.order}, dict(engine.steps)
+
+
+def assert_same(found, expected):
+    for name, values in expected[0].items():
+        assert torch.equal(found[0][name], values), name
+        assert all(torch.equal(found[1][name][key], each) for key, each in expected[1][name].items()), name
+    assert found[2] == expected[2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.bfloat16, {}),
+        (torch.float32, {"clip": 0.1, "zero_missing": True}),
+        (torch.bfloat16, {"accumulate": 2, "gradients": torch.bfloat16}),
+    ],
+    ids=["bf16", "fp32, clipped", "two passes"],
+)
+def test_it_trains_as_with_two_versions_and_takes_less_room(tmp_path, dtype, options):
+    passes = options.get("accumulate", 1)
+    ours, theirs = model(dtype), model(dtype)
+    one, two = (
+        begin(ours, tmp_path / "one", **options),
+        begin(theirs, tmp_path / "two", versions=2, wait=True, **options),
+    )
+    train(ours, one, range(4), passes)
+    train(theirs, two, range(4), passes)
+    assert_same(contents(one), contents(two))
+    sizes = [(tmp_path / name / "states").stat().st_size for name in ("one", "two")]
+    assert sizes[0] == one_version.bytes_of(one.layout, 1, one.options.gradients, 3)
+    assert sizes[1] == one_version.bytes_of(two.layout, 2, two.options.gradients, 3)
+    one.close(destroy=True)
+    two.close(destroy=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def instants(monkeypatch, folder, copies):
+    """A copy of the states before and after all that is done to them: what a kill at that instant would leave."""
+
+    def taken(*_):
+        copies.mkdir(exist_ok=True)
+        place = copies / str(len(list(copies.iterdir())))
+        place.mkdir()
+        shutil.copy(folder / "states", place / "states")
+
+    for name in ("write", "commit", "erase"):
+        stock = getattr(StateHome, name)
+
+        def around(self, *args, stock=stock, **options):
+            if self.folder == folder:
+                taken()
+            done = stock(self, *args, **options)
+            if self.folder == folder:
+                if hasattr(done, "wait"):
+                    done.wait()
+                taken()
+            return done
+
+        monkeypatch.setattr(StateHome, name, around)
+
+
+@pytest.mark.parametrize(
+    ("options", "every"),
+    [
+        pytest.param({}, 6, id="some instants"),
+        pytest.param({}, 1, id="all", marks=pytest.mark.slow),
+        pytest.param({"clip": 0.1, "zero_missing": True}, 1, id="clipped, all", marks=pytest.mark.slow),
+    ],
+)
+def test_a_kill_at_any_instant_of_a_step_goes_on_to_the_same_bits(tmp_path, options, every, monkeypatch, caplog):
+    whole = model(torch.bfloat16)
+    engine = begin(whole, tmp_path / "whole", **options)
+    train(whole, engine, range(3))
+    expected = contents(engine)
+    engine.close()
+    ours = model(torch.bfloat16)
+    engine = begin(ours, tmp_path / "ours", **options)
+    train(ours, engine, range(1))
+    with monkeypatch.context() as during:
+        instants(during, tmp_path / "ours", tmp_path / "kills")
+        train(ours, engine, range(1, 2))
+    engine.close()
+    kills = sorted((tmp_path / "kills").iterdir(), key=lambda path: int(path.name))
+    assert len(kills) > 40
+    caplog.set_level(logging.INFO, "memascend")
+    reached = []
+    for kill in [*kills[:-1:every], kills[-1]]:
+        caplog.clear()
+        kept = homes.kept_facts(kill)["step"]
+        again = model(torch.bfloat16)
+        engine, facts = resume(again, kill, **options)
+        reached.append((facts["step"], "completed from its gradients" in caplog.text))
+        assert facts["step"] == kept
+        train(again, engine, range(facts["step"], 3))
+        assert_same(contents(engine), expected)
+        engine.close()
+    assert reached == sorted(reached, key=lambda each: (each[0], not each[1]))  # step 1, its redo, then step 2
+    assert {(1, False), (2, True), (2, False)} == set(reached)
+
+
+def test_a_step_with_an_infinite_gradient_leaves_room_for_the_next(tmp_path):
+    ours, theirs = model(), model()
+    one, two = begin(ours, tmp_path / "one"), begin(theirs, tmp_path / "two", versions=2, wait=True)
+    for of, engine in ((ours, one), (theirs, two)):
+        train(of, engine, range(1))
+        for _ in range(5):
+            (of(batch(1)) * float("inf")).backward()
+            assert engine.finish_step() is None
+        train(of, engine, range(1, 3))
+    assert_same(contents(one), contents(two))
+    one.close()
+    two.close()
+
+
+def test_an_error_in_the_middle_of_an_update_is_finished_by_a_resume(tmp_path, monkeypatch):
+    whole = model()
+    engine = begin(whole, tmp_path / "whole")
+    train(whole, engine, range(2))
+    expected = contents(engine)
+    engine.close()
+    ours = model()
+    engine = begin(ours, tmp_path / "ours")
+    train(ours, engine, range(1))
+    with monkeypatch.context() as broken:
+        commits, stock = [], StateHome.commit
+
+        def commit(self, facts):
+            commits.append(facts)
+            if len(commits) == 3:
+                raise OSError("no more")
+            stock(self, facts)
+
+        broken.setattr(StateHome, "commit", commit)
+        with pytest.raises(OSError, match="no more"):
+            train(ours, engine, range(1, 2))
+    with pytest.raises(RuntimeError, match="close the engine, and resume, which completes it"):
+        ours(batch(1))
+    with pytest.raises(RuntimeError, match="close the engine, and resume"):
+        engine.keep({})
+    engine.close()
+    with pytest.raises(NotThisModel, match="go on with the same options once"):
+        resume(model(), tmp_path / "ours", zero_missing=True)
+    again = model()
+    engine, facts = resume(again, tmp_path / "ours")
+    assert facts == {"step": 2}
+    assert_same(contents(engine), expected)
+    engine.close()
+
+
+def test_states_that_are_put_back_are_no_completed_step_until_they_all_are(tmp_path):
+    ours = model()
+    engine = begin(ours, tmp_path / "ours")
+    train(ours, engine, range(2))
+    names, states = engine.layout.order, contents(engine)
+    engine.write_states(names[0], states[1][names[0]], step=2)
+    engine.close()
+    assert homes.kept_facts(tmp_path / "ours") == {}
+    with pytest.raises(NotThisModel, match="holds no completed step"):
+        resume(model(), tmp_path / "ours")
+    shutil.rmtree(tmp_path / "ours")
+    ours = model()
+    engine = begin(ours, tmp_path / "ours")
+    for name in names:
+        engine.write_states(name, states[1][name], step=states[2][name])
+    engine.keep({"step": 2})
+    assert_same(contents(engine), states)
+    train(ours, engine, range(2, 3))
+    engine.close()
+
+
+def test_two_versions_are_taken_where_they_fit_then_one_then_none(tmp_path, monkeypatch, caplog):
+    ours = model()
+    probe = begin(copy.deepcopy(ours), tmp_path / "probe")
+    two, one = (one_version.bytes_of(probe.layout, count, torch.float32, 3) for count in (2, 1))
+    probe.close(destroy=True)
+    assert one < two
+    caplog.set_level(logging.INFO, "memascend")
+
+    def with_room(free):
+        caplog.clear()
+        usage = shutil.disk_usage(tmp_path)._replace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+        return begin(copy.deepcopy(ours), tmp_path / "states", versions=None)
+
+    engine = with_room(two)
+    assert not engine.one_version
+    assert "one version" not in caplog.text
+    engine.close(destroy=True)
+    engine = with_room(two - 1)
+    assert engine.one_version
+    assert re.search(r"one version of the states \(two take 0.01 GiB and 0.01 are free\)", caplog.text)
+    engine.close(destroy=True)
+    with pytest.raises(StorageError, match="two versions of all states do not fit"):
+        with_room(one - 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loop_of_three_lines_goes_on_with_its_note_after_a_kill_in_its_update(tmp_path, monkeypatch):
+    def loop(home, of, steps):
+        home.hook(of)
+        optimizer = home.optimizer(torch.optim.AdamW, lr=1e-2, options=EngineOptions(versions=1))
+        for step in steps(home):
+            home.note = {"seen": step + 1}
+            of(batch(step)).backward()
+            optimizer.step()
+        return contents(home.engine)
+
+    with streaming(tmp_path / "whole") as home:
+        expected = loop(home, model(), lambda _: range(3))
+    with streaming(tmp_path / "ours") as home, monkeypatch.context() as during:
+        ours = model()
+        instants(during, tmp_path / "ours", tmp_path / "kills")
+        loop(home, ours, lambda _: range(2))
+    kills = sorted((tmp_path / "kills").iterdir(), key=lambda path: int(path.name))
+    seen = set()
+    for kill in kills[-30::5]:
+        with streaming(kill, resume=True) as home:
+            assert_same(loop(home, model(), lambda home: range(home.note["seen"], 3)), expected)
+        seen.add(home.note["seen"])
+    assert seen == {3}
+
+
+_LOOP = """
+import hashlib, sys
+import torch
+from memascend.engine import home as homes
+from tests.unit.test_one_version import begin, batch, contents, model, resume
+
+folder, steps = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+of, done = model(torch.bfloat16), 0
+if homes.is_home(folder) and homes.kept_facts(folder):
+    engine, facts = resume(of, folder)
+    done = facts["step"]
+else:
+    homes.remove(folder)
+    engine = begin(of, folder)
+    engine.keep({"step": 0})
+print("ready", done, flush=True)
+for step in range(done, steps):
+    engine.groups[0]["lr"] = 1e-3 / (1 + step)
+    of(batch(step)).backward()
+    engine.finish_step(keep=False, facts={"step": step + 1})
+    engine.keep({"step": step + 1})
+digest = hashlib.sha256()
+for _, values in engine.read_weights():
+    digest.update(values.view(torch.uint8).numpy().data)
+print(digest.hexdigest(), flush=True)
+engine.close()
+"""
+
+
+@pytest.mark.slow  # some twenty processes
+def test_a_process_that_is_killed_again_and_again_reaches_the_same_weights(tmp_path):
+    def started(name):
+        command = [sys.executable, "-c", _LOOP, str(tmp_path / name), "150"]
+        root = Path(__file__).parents[2]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
+        return process, int(process.stdout.readline().split()[1])
+
+    whole, _ = started("whole")
+    expected = whole.communicate()[0]
+    assert expected
+    order, reached = random.Random(0), []
+    while len(reached) < 15:
+        process, step = started("ours")
+        reached.append(step)
+        time.sleep(order.uniform(0.02, 0.3))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert 0 < reached[-1] < 150
+    assert reached == sorted(reached)
+    process, _ = started("ours")
+    assert process.communicate()[0] == expected
