@@ -1,11 +1,13 @@
 """A benchmark's result becomes a record that the schema knows."""
 
 import json
+import os
 from pathlib import Path
 
 import jsonschema
 import pytest
 
+from hardware.throttled import CannotThrottleError
 from tests import forked
 from workflows.run import bench as bench_record
 
@@ -38,6 +40,11 @@ SCHEMAS = Path(__file__).resolve().parents[2] / "workflows" / "schemas"
             ],
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            "engine",
+            ["--folder", ".", "--model", "llama3.2-1b", "--twin", "32", "--contexts", "16", "--repeats", "1"],
+            marks=pytest.mark.slow,
+        ),
         ("nvme", ["--folder", ".", "--questions", "sizes", "--mib", "1", "--repeats", "1"]),
     ],
 )
@@ -52,6 +59,22 @@ def test_every_part_makes_a_valid_record(tmp_path, monkeypatch, part, options):
         clause["then"].get("properties", {}).pop("ledger", None)
     jsonschema.validate(record, schema)
     assert (record["kind"], record["benchmark"], record["run_id"]) == ("bench", part, f"bench-{part}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="throttled paths need root")
+def test_a_benchmark_on_a_throttled_path_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMASCEND_NVME", str(tmp_path / "nvme"))
+    (tmp_path / "nvme").mkdir()
+    out = tmp_path / "bench-nvme.json"
+    asked = ["--part", "nvme", "--out", str(out), "--throttle", "20000000"]
+    try:
+        assert bench_record.main([*asked, "--", "--questions", "stream", "--repeats", "1", "--region-mib", "64"]) == 0
+    except CannotThrottleError as error:
+        pytest.skip(str(error))
+    record = json.loads(out.read_text())
+    assert record["points_requested"]["throttle"] == 20_000_000
+    assert list((tmp_path / "nvme").iterdir()) == []
 
 
 def test_a_benchmark_that_fails_leaves_no_record(tmp_path, capfd):

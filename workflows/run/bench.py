@@ -7,14 +7,18 @@ What follows `--` goes to the benchmark. The benchmark has a process of its own;
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+from hardware.throttled import throttled_paths
 from workflows import registry, staleness
-from workflows.run import provenance
+from workflows.run import children, provenance
 
 PARTS = ("overflow", "unscale", "adamw", "pinned", "pool", "nvme", "activations", "engine")
 
@@ -24,10 +28,11 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--part", choices=PARTS, required=True)
     p.add_argument("--run-id", default="")
     p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--throttle", type=int, metavar="BYTES", help="a second, each way, of a --folder made for it (root)")
     p.add_argument("options", nargs="*", help="of the benchmark, behind --")
     args = p.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        options = [_model(option, Path(folder)) for option in args.options]
+    with tempfile.TemporaryDirectory() as folder, _throttled(args.throttle) as place:
+        options = [_model(option, Path(folder)) for option in args.options] + place
         command = [sys.executable, "-m", "memascend.cli", "bench", args.part, "--json", *options]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
@@ -35,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     models = None if args.part == "pool" else ()  # it alone has the tensors of a model
     code = staleness.digest("workflows.run.bench", models=models)
     record = provenance.record_header(args.run_id or args.out.stem, "bench", code)
-    asked = {"part": args.part, "options": args.options}
+    asked = {"part": args.part, "options": args.options} | ({"throttle": args.throttle} if args.throttle else {})
     if named := next((option.partition(":")[2].replace("-", " ") for option in args.options if ":" in option), None):
         asked["model"] = named
     record |= {"points_requested": asked, **json.loads(done.stdout)}
@@ -43,6 +48,17 @@ def main(argv: list[str] | None = None) -> int:
     record["key"] = provenance.record_key(record)
     provenance.write_json_atomically(args.out, record)
     return 0
+
+
+@contextlib.contextmanager
+def _throttled(rate: int | None) -> Iterator[list[str]]:
+    """The benchmark's options that name a path of this speed; none without one."""
+    if rate is None:
+        yield []
+        return
+    place = Path(os.environ.get("MEMASCEND_NVME", "nvme")).absolute()
+    with children.scratch_folder(place) as folder, throttled_paths(folder, [rate], 8 << 30) as (path,):
+        yield ["--folder", str(path.folder)]
 
 
 def _model(option: str, folder: Path) -> str:
