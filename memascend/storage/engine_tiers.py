@@ -8,6 +8,7 @@ import hashlib
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from urllib.parse import quote
 
 import torch
@@ -22,6 +23,7 @@ from memascend.storage.file_engine import FileEngine
 from memascend.storage.key_queue import KeyQueue, Turn
 from memascend.storage.scratch import collect_scratch_files, create_scratch_folder
 from memascend.storage.shared_memory import CONTROL_FOLDER
+from memascend.storage.staging import LINK, REFLINK, detach, hard_linked, reflinked
 from memascend.storage.tier import Transferred
 from memascend.storage.tier_base import TierBase, require_memory
 
@@ -42,6 +44,7 @@ class _EngineTier(TierBase):
         super().__init__(place)
         self._all = [Requests(engine) for engine in engines]
         self._queue = None if ordered else KeyQueue()
+        self._broken: set[str] = set()  # the last write failed or was cancelled
 
     # -- what an engine does -------------------------------------------------------------------------------------------
 
@@ -147,6 +150,7 @@ class _EngineTier(TierBase):
 
     def _forget_size(self, key: str) -> None:
         size = self._sizes.pop(key, None)
+        self._broken.discard(key)
         if size is not None:
             self._free_room(size)
 
@@ -181,6 +185,10 @@ class _EngineTier(TierBase):
 
     def _at_end(self, verb: str, key: str, transfer: Transfer, error: BaseException | None) -> None:
         with self._lock:
+            if verb == "write" and error is not None:
+                self._broken.add(key)
+            elif verb == "write":
+                self._broken.discard(key)
             self._ended(transfer, error)
 
     def _watch(self) -> None:
@@ -254,6 +262,14 @@ class DirectTier(_EngineTier):
     def unregister(self, tensor: torch.Tensor) -> None:
         if not self._closed and self._pid == os.getpid():
             self.engine.unregister_buffer(tensor)
+
+    def stage(self, key: str, target: Path) -> str | None:
+        self._require_open()
+        if not self._in_file or key not in self._sizes or key in self._broken:
+            return None
+        stored = self.engine.info(key)
+        ranges = [(offset, length) for _, offset, length in stored.extents]
+        return REFLINK if reflinked(self.engine.paths[0], ranges, target, stored.bytes) else None
 
     @property
     def free_bytes(self) -> int:
@@ -329,7 +345,6 @@ class FileTier(_EngineTier):
             raise
         super().__init__(str(folder), [self._reading, self._writing], ordered=False)
         self._finalizer = weakref.finalize(self, self._scratch.remove)
-        self._broken: set[str] = set()  # the last write failed or was cancelled
 
     @property
     def free_bytes(self) -> int:
@@ -348,6 +363,16 @@ class FileTier(_EngineTier):
         """The folder of the files."""
         return [self._scratch.path]
 
+    def stage(self, key: str, target: Path) -> str | None:
+        self._require_open()
+        size = self._sizes.get(key)
+        if size is None or key in self._broken:
+            return None
+        path = self._file(key)
+        if hard_linked(path, target):
+            return LINK
+        return REFLINK if reflinked(path, [(0, size)], target, size) else None
+
     def reserve(self, more_bytes: int) -> None:
         self._require_open()
         if more_bytes > self.free_bytes:
@@ -365,6 +390,7 @@ class FileTier(_EngineTier):
 
     def _submit_write(self, key: str, tensor: torch.Tensor, offset: int, priority: int) -> int:
         path = self._file(key)
+        detach(path, keep_content=bool(offset))
         if not offset:
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(path).st_size > tensor.nbytes:
@@ -379,17 +405,8 @@ class FileTier(_EngineTier):
         return self._reading.async_read(tensor, path, offset)
 
     def _forget(self, key: str) -> None:
-        self._broken.discard(key)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._file(key))
-
-    def _at_end(self, verb: str, key: str, transfer: Transfer, error: BaseException | None) -> None:
-        if verb == "write":
-            if error is not None:
-                self._broken.add(key)
-            else:
-                self._broken.discard(key)
-        super()._at_end(verb, key, transfer, error)
 
     def _release(self) -> None:
         super()._release()

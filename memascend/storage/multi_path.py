@@ -26,6 +26,7 @@ import contextlib
 import errno
 import logging
 import os
+import pathlib
 import threading
 import time
 import weakref
@@ -182,6 +183,14 @@ class MultiPathTier(TierBase):
         if not self._closed and self._pid == os.getpid():
             for path in self._paths:
                 path.tier.unregister(tensor)
+
+    def stage(self, key: str, target: pathlib.Path) -> str | None:
+        with self._lock:
+            self._require_open()
+            holders = self._holders.get(key)
+        if not holders or key in self._broken:
+            return None
+        return holders[-1].tier.stage(key, target)
 
     @property
     def free_bytes(self) -> int:

@@ -23,6 +23,7 @@ The contract, which tests/unit/test_tier.py holds for every implementation:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -100,6 +101,14 @@ class Tier(Protocol):
 
     def unregister(self, tensor: torch.Tensor) -> None:
         """Let go of a buffer that `register` took, before it is to be freed. One that was not taken is no error."""
+
+    def stage(self, key: str, target: Path) -> str | None:
+        """Make `target`, a path that is not there, a file of the tensor's bytes without moving them.
+
+        `reflink` or `link` says how; None: this tier, or the file system of `target`, cannot, and nothing was made.
+        Transfers of the key must have ended. What is written later does not change `target`, which outlives the tier;
+        the room that they share is then taken once more. OSError where `target` cannot be made.
+        """
 
     @property
     def free_bytes(self) -> int:

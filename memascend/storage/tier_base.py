@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import Self
 
 import torch
@@ -44,6 +45,10 @@ class TierBase:
 
     def size_of(self, key: str) -> int | None:
         return self._sizes.get(key)
+
+    def stage(self, key: str, target: Path) -> str | None:
+        self._require_open()
+        return None
 
     def wait(self, timeout_s: float | None = None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ _HYSTERESIS = {"fp16": {"hysteresis": 1}, "gradient_clipping": 0.1}
 KINDS = {
     "memascend": {},
     "on_files": {"arm": "memascend_on_files"},
+    "on_files_copied": {"arm": "memascend_on_files", "parts": {"prestage_checkpoints": False}},
     "as_published": {"system": "zero_infinity", "arm": "as_published"},
     "bf16_states": {"arm": "memascend_bf16", "dtype": "bf16"},
     "optimizer_in_memory": {"config": _IN_MEMORY},
@@ -45,7 +47,8 @@ def interrupted(name: str, folder: Path, **fields) -> list[Job]:
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     kinds = KINDS | {"stock": {"system": "zero_infinity", "arm": "today"}}
-    return train_all([job for name in kinds for job in interrupted(name, folder, **kinds[name])], folder)
+    jobs = [job for name in kinds for job in interrupted(name, folder, **kinds[name])]
+    return train_all(jobs, folder) | {"folder": folder}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,6 +58,20 @@ def test_a_resumed_training_equals_an_uninterrupted_one(results, kind):
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert resumed["scales"] == whole["scales"][SAVED:]
     assert resumed["skipped"] == whole["skipped"][SAVED:]
+
+
+def manifest(results, kind) -> list[dict]:
+    (found,) = (results["folder"] / kind).glob("*/offloaded_tensors/*/manifest.json")
+    return list(json.loads(found.read_text()).values())
+
+
+def test_states_in_files_are_referenced_by_the_checkpoint_and_not_copied(results):
+    """Later steps wrote to files of their own, or the resumed training above would have found other states."""
+    assert {entry.get("referenced") for entry in manifest(results, "on_files")} == {"link"}
+    copied = manifest(results, "on_files_copied")
+    assert all("crc32" in entry for entry in copied)
+    assert [entry["bytes"] for entry in manifest(results, "on_files")] == [entry["bytes"] for entry in copied]
+    assert results["on_files_copied"]["weights_sha256"] == results["on_files"]["weights_sha256"]
 
 
 def test_the_overflow_was_one(results):

@@ -6,12 +6,15 @@ The cumulative arms of MLP-Offload's Figs. 14 and 15: what each switch does is c
 from __future__ import annotations
 
 import contextlib
+import json
+import shutil
 import subprocess
 
 import pytest
 from trainings import Job, merged, train_all
 
 from memascend.planner.derived_sizes import held_buffers
+from tests.reflinks import file_system_with_reflinks
 from tests.throttled import throttled_paths
 
 pytestmark = pytest.mark.deepspeed
@@ -131,6 +134,30 @@ def test_a_path_that_vanishes_ends_in_an_error_that_names_what_is_lost_and_the_c
     assert str(tmp_path / "b") in results["lost"]["error"]
     assert results["resumed"]["weights_sha256"] == results["plain"]["weights_sha256"]
     assert results["resumed"]["losses"] == results["plain"]["losses"][2:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("aio", ["direct", "file"])
+def test_a_checkpoint_references_what_lies_on_its_file_system_and_outlives_all_paths(tmp_path, aio):
+    """Pre-staging (3.3): what is on the path with reflinks, or in files, is shared; the other path's part is copied."""
+    with file_system_with_reflinks(tmp_path) as shared:
+        (tmp_path / "other").mkdir()
+        (shared / "path").mkdir()
+        paths = {"tiers": [str(shared / "path"), str(tmp_path / "other")], "tier_placement": [1, 1], "aio": aio}
+        saved = {"checkpoint": str(shared / "saved"), "config": held(2)}
+        whole = Job(name="whole", parts=paths, save_at=(2, 3), **saved, **SMALL)
+        whole_again = Job(name="plain", **SMALL)
+        results = train_all([whole, whole_again], tmp_path / "out")
+        manifest = json.loads(next((shared / "saved").glob("*3/offloaded_tensors/*/manifest.json")).read_text())
+        how = [entry.get("referenced", "copied") for entry in manifest.values()]
+        assert set(how) == {"reflink" if aio == "direct" else "link", "copied"}
+        for folder in (shared / "path", tmp_path / "other"):
+            shutil.rmtree(folder)
+        gone_on = Job(name="gone on", parts=tiers(tmp_path), resume=True, **saved, **SMALL)
+        resumed = train_all([gone_on], tmp_path / "out2")["gone on"]
+    assert results["whole"]["weights_sha256"] == results["plain"]["weights_sha256"]
+    assert resumed["weights_sha256"] == results["plain"]["weights_sha256"]
+    assert resumed["losses"] == results["plain"]["losses"][3:]
 
 
 @pytest.mark.slow

@@ -60,8 +60,8 @@ def prepared():
 @pytest.mark.parametrize(
     ("system", "arm", "paths", "buffers"),
     [
-        ("memascend", None, ["/a", "/b"], 10),
-        ("mlp_offload", None, ["/a", "/b"], 10),
+        ("memascend", None, ["/a", "/b"], 9),
+        ("mlp_offload", None, ["/a", "/b"], 9),
         ("mlp_offload", "caching", ["/a"], 13),
     ],
 )

@@ -27,6 +27,7 @@ from memascend.storage.multi_path import MultiPathTier
 from memascend.storage.multi_path import Path as Way
 from memascend.storage.scratch import collect_scratch_files
 from memascend.storage.tier import Tier
+from tests.reflinks import file_system_with_reflinks
 
 MAX_S = 60  # for an end that must come; nothing is timed
 
@@ -267,6 +268,66 @@ def test_after_a_failed_write_nothing_wrong_is_read(tier, faults):
     tier.write("w", tensor(3))
     tier.read("w", out).wait(MAX_S)
     assert torch.equal(out, tensor(3))
+
+
+def bytes_of(value: float, numel: int = 50_000) -> bytes:
+    return tensor(value, numel).numpy().tobytes()
+
+
+def test_a_staged_file_outlives_later_writes_and_the_tier(tier, tmp_path):
+    sizes = {"a": 50_000, "b": 7_001}
+    for key, numel in sizes.items():
+        tier.write(key, tensor(1, numel)).wait(MAX_S)
+    staged = {key: tier.stage(key, tmp_path / f"staged-{key}") for key in sizes}
+    for key, numel in sizes.items():
+        assert (staged[key] is not None) == (tmp_path / f"staged-{key}").exists()
+        tier.write(key, tensor(2, numel)).wait(MAX_S)
+        tier.read(key, out := torch.empty(numel)).wait(MAX_S)
+        assert torch.equal(out, tensor(2, numel))
+    assert tier.stage("unknown", tmp_path / "unknown") is None
+    tier.close()
+    for key in (key for key in sizes if staged[key]):
+        assert (tmp_path / f"staged-{key}").read_bytes() == bytes_of(1, sizes[key])
+    if isinstance(tier, FileTier):
+        assert set(staged.values()) == {"link"}
+
+
+def test_a_part_written_into_a_staged_tensor_leaves_the_staged_file_alone(tmp_path):
+    with FileTier(tmp_path, "tests") as tier:
+        tier.write("a", tensor(1)).wait(MAX_S)
+        tier.stage("a", tmp_path / "staged")
+        tier.write("a", tensor(3, 1024), offset=4096).wait(MAX_S)
+        tier.read("a", out := torch.empty(50_000)).wait(MAX_S)
+        assert torch.equal(out, torch.cat([tensor(1, 1024), tensor(3, 1024), tensor(1, 47_952)]))
+        assert (tmp_path / "staged").read_bytes() == bytes_of(1)
+
+
+def test_a_tensor_whose_write_failed_is_not_staged(tier, faults, tmp_path):
+    tier.write("w", tensor(1)).wait(MAX_S)
+    faults.add("write", error=5)
+    with pytest.raises(StorageError, match="write"):
+        tier.write("w", tensor(2)).wait(MAX_S)
+    faults.clear()
+    assert tier.stage("w", tmp_path / "staged") is None
+    assert not (tmp_path / "staged").exists()
+
+
+@pytest.mark.parametrize("kind", ["direct, volatile file", "files", "two paths"])
+def test_a_file_system_with_reflinks_stages_every_tensor_and_shares_its_blocks(tmp_path, kind):
+    with file_system_with_reflinks(tmp_path) as folder, KINDS[kind](folder, None) as tier:
+        numel = 1_000_001
+        for key in "abcd":
+            tier.write(key, tensor(1, numel)).wait(MAX_S)
+        free = os.statvfs(folder).f_bfree
+        assert {tier.stage(key, folder / key) for key in "abcd"} <= {"reflink", "link"}
+        assert (free - os.statvfs(folder).f_bfree) * 4096 < 2e6  # of 16 MB
+        assert tier.stage("a", tmp_path / "elsewhere") is None
+        for key in "abcd":
+            tier.write(key, tensor(2, numel)).wait(MAX_S)
+        for key in "abcd":
+            assert (folder / key).read_bytes() == bytes_of(1, numel)
+            tier.read(key, out := torch.empty(numel)).wait(MAX_S)
+            assert torch.equal(out, tensor(2, numel))
 
 
 def test_an_error_that_nobody_asks_for_is_logged_and_one_that_was_raised_is_not(tier, faults, caplog):

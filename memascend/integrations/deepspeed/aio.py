@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -241,6 +241,10 @@ class AioHandle(PinHandle):
         else:
             self._file_engine().async_write(buffer, path, file_offset)
         return 0
+
+    def stage(self, path: str, target: Path) -> str | None:
+        """Make ``target`` a file of what the store holds under ``path`` without moving it (:meth:`SwapStore.stage`)."""
+        return None if self._store is None else self._store.stage(path, target)
 
     def begin_read(self, buffer: torch.Tensor, path: str) -> Completion:
         """Fill ``buffer`` from what the store holds under ``path``; :meth:`wait` knows nothing of it."""

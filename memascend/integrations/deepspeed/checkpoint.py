@@ -11,10 +11,12 @@ import contextlib
 import ctypes
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from memascend.integrations.conventions import announce
 from memascend.storage.durable import sync
 
 from .signatures import CHECKPOINT_HOOKS, check_hooks
@@ -61,7 +63,7 @@ def install_checkpoints() -> Callable[[], None]:
                 with _swapping_left_to_us(self):
                     stock_save(self, str(staging), tag, client_state or {}, False, exclude_frozen_parameters)
                 if self.zero_nvme_offload_optimizer():
-                    self.optimizer.export_swapped_states(_rank_folder(self, staging / tag))
+                    _export(self, tag, _rank_folder(self, staging / tag))
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -105,6 +107,19 @@ def install_checkpoints() -> Callable[[], None]:
         DeepSpeedEngine.save_checkpoint, DeepSpeedEngine.load_checkpoint = stock_save, stock_load
 
     return undo
+
+
+def _export(engine: Any, tag: str, folder: Path) -> None:
+    begun, optimizer = time.monotonic(), engine.optimizer
+    copies = not optimizer.settings.prestage_checkpoints
+    done = optimizer.export_swapped_states(folder, copies=copies)
+    announce(f"memascend: checkpoint {tag}: swapped states {done}, {time.monotonic() - begun:.2f} s")
+    if done.copied_bytes and not copies and not vars(optimizer).get("_told_of_copies"):
+        optimizer._told_of_copies = True
+        announce(
+            "memascend: a checkpoint references, and does not copy, what lies on its own file system, if that has "
+            "reflinks (XFS, Btrfs) or with aio 'file'"
+        )
 
 
 def _refuse_decoupled(engine: Any) -> None:

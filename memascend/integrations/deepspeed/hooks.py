@@ -172,6 +172,7 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
         tiers=options.paths,
         **(_around_update(state, options.paths) if options.paths else {}),
         placement=options.placement,
+        prestage_checkpoints=options.prestage_checkpoints,
     )
     optimizer_class = checked_optimizer_class(stage3.DeepSpeedZeroOptimizer_Stage3, settings)
     _replace(state, stage3, "DeepSpeedZeroOptimizer_Stage3", optimizer_class)

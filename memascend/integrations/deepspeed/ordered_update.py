@@ -84,9 +84,9 @@ class OrderedUpdate:
         if self.swap_optimizer:
             self.optimizer_swapper.settle()
 
-    def export_swapped_states(self, folder: Any) -> None:
+    def export_swapped_states(self, folder: Any, **options: Any) -> Any:
         self._settle()
-        super().export_swapped_states(folder)
+        return super().export_swapped_states(folder, **options)
 
     def _rigid_state_dict(self) -> dict[str, Any]:
         self._settle()

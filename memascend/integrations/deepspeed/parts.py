@@ -95,6 +95,8 @@ class EnableOptions:
         beyond it is a HostBudgetExceeded that names its owner. None: no budget.
     require_direct: refuse a file system that does not take O_DIRECT, where tensors would go through the page cache.
     placement: NUMA nodes of host buffers by class, as `memascend.memory.placement_policy`: a name, or a mapping.
+    prestage_checkpoints: a checkpoint references swapped states that lie on its file system (reflinks, hard links of
+        ``aio="file"``) where that can be; false copies them all.
     minimum_swap_bytes: replaces DeepSpeed's hard-coded 1 MiB below which tensors stay in memory (twins scale it).
     gather_clone: False leaves out the CPU repair of the gather; only for the negative control of the tests.
     """
@@ -107,6 +109,7 @@ class EnableOptions:
     host_memory: str | int | None = None
     require_direct: bool = False
     placement: str | None = None
+    prestage_checkpoints: bool = True
     minimum_swap_bytes: int | None = None
     gather_clone: bool = True
 
@@ -115,8 +118,9 @@ class EnableOptions:
             raise ValueError(
                 f'"{CONFIG_KEY}.blocks_in_flight" must be a whole number of at least 1, got {self.blocks_in_flight!r}'
             )
-        if not isinstance(self.require_direct, bool):
-            raise ValueError(f'"{CONFIG_KEY}.require_direct" must be true or false, got {self.require_direct!r}')
+        for name in ("require_direct", "prestage_checkpoints"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f'"{CONFIG_KEY}.{name}" must be true or false, got {getattr(self, name)!r}')
         if self.require_direct and self.parts.aio == "stock":
             raise ValueError(
                 "memascend: require_direct with aio='stock' makes no sense: DeepNVMe is not asked; set aio to "

@@ -20,6 +20,7 @@ class Stage3Settings:
     the memory of later ones; None leaves them to DeepSpeed. ``exact_checkpoints``: as :mod:`.checkpoint` installs them.
     ``tiers``: over several paths the optimizer swapper is another one; ``before_update`` and ``end_of_update`` are
         called around each update.
+    ``prestage_checkpoints``: states that a checkpoint can reference are not copied.
     ``placement``: where ``allocator`` puts each class of buffers.
     """
 
@@ -32,3 +33,4 @@ class Stage3Settings:
     before_update: Callable[[], None] | None = None
     end_of_update: Callable[[], None] | None = None
     placement: str | None = None
+    prestage_checkpoints: bool = True

@@ -239,6 +239,11 @@ class SwapStore:
             tensor = tensor.view(-1)[: there // tensor.element_size()]
         return tier.read(path, tensor, offset=offset, priority=priority)
 
+    def stage(self, path: str, target: Path) -> str | None:
+        """As :meth:`memascend.storage.tier.Tier.stage`, of the tensor under ``path``."""
+        place = self._place(path)
+        return None if place is None or place.open_tier is None else place.open_tier.stage(path, target)
+
     def wait(self, transfers: Iterable[Completion]) -> None:
         """Until all of ``transfers`` have ended, failed ones included. Then raises the first StorageError, if any."""
         failure: StorageError | None = None

@@ -11,11 +11,14 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+from memascend.storage.scratch import require_room
 
 MANIFEST = "manifest.json"
 _SWAP_SUFFIX = ".tensor.swp"  # of DeepSpeed's swap files: <ids of a sub-group>, or <moment>-<ids>
@@ -38,6 +41,28 @@ def _transfer(handle: Any, call: str, buffer: torch.Tensor, path: str) -> None:
     require_transfers(handle.wait(), 1, path)
 
 
+@dataclass
+class Exported:
+    """Bytes of swapped states in a checkpoint: copied, and referenced by how."""
+
+    copied_bytes: int = 0
+    referenced_bytes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, how: str | None, nbytes: int) -> None:
+        if how is None:
+            self.copied_bytes += nbytes
+        else:
+            self.referenced_bytes[how] = self.referenced_bytes.get(how, 0) + nbytes
+
+    def require_room(self, folder: Path) -> None:
+        """What is referenced takes its room when the next step writes anew: better now than in the middle of a step."""
+        require_room(os.fspath(folder), sum(self.referenced_bytes.values()))
+
+    def __str__(self) -> str:
+        parts = [f"{nbytes / 2**20:.1f} MiB by {how}" for how, nbytes in self.referenced_bytes.items()]
+        return ", ".join([*parts, f"{self.copied_bytes / 2**20:.1f} MiB copied"])
+
+
 class ExactCheckpoints:
     """Mixin for ``DeepSpeedZeroOptimizer_Stage3`` over :class:`.idle_gradients.IdleGradients`: a load restores what an
     uninterrupted run would have, to the bit.
@@ -48,29 +73,36 @@ class ExactCheckpoints:
 
     swapped_checkpoint: Path | None = None  # folder of this rank's swapped tensors while a checkpoint is loaded
 
-    def export_swapped_states(self, folder: Path) -> None:
-        """Write every swapped tensor of this rank under ``folder``, durably, with a manifest of sizes and checksums.
+    def export_swapped_states(self, folder: Path, *, copies: bool = False) -> Exported:
+        """Every swapped tensor of this rank as a file under ``folder``, with a manifest of sizes and checksums.
 
+        What lies on the file system of ``folder`` is referenced where that can be, unless ``copies`` (MLP-Offload 3.3,
+        checkpoint pre-staging): nobody reads it, so the manifest has no checksum of it. The caller syncs the folder.
         Between optimizer steps only. Raises StorageError or OSError.
         """
         folder.mkdir(parents=True, exist_ok=True)
         swapper = self.optimizer_swapper
         swapper.flush_gradients()
-        manifest = {}
+        manifest, done = {}, Exported()
         for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
             if not self._swappable_optimizer_subgroup(index):
                 continue
             info = swapper.swap_params_info[swapper.parameter_id(parameter)]
-            with _swap_buffer(swapper, info) as buffer:
-                for context in info.tensors:
-                    _transfer(swapper.aio_handle, "async_pread", buffer, context.swap_path)
-                    name = os.path.basename(context.swap_path)
-                    manifest[name] = {
-                        "numel": info.numel(),
-                        "dtype": str(buffer.dtype),
-                        **_write_file(folder / name, buffer),
-                    }
+            for context in info.tensors:
+                target = folder / os.path.basename(context.swap_path)
+                stage = None if copies else getattr(swapper.aio_handle, "stage", None)  # DeepNVMe's handle has none
+                how = None if stage is None else stage(context.swap_path, target)
+                if how is None:
+                    with _swap_buffer(swapper, info) as buffer:
+                        _transfer(swapper.aio_handle, "async_pread", buffer, context.swap_path)
+                        entry = _write_file(target, buffer)
+                else:
+                    entry = {"bytes": target.stat().st_size, "referenced": how}
+                done.add(how, entry["bytes"])
+                manifest[target.name] = {"numel": info.numel(), "dtype": str(swapper.dtype), **entry}
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        done.require_room(folder)
+        return done
 
     def _rigid_state_dict(self) -> dict[str, Any]:
         for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
@@ -243,5 +275,9 @@ def _read_file(path: Path, buffer: torch.Tensor, numel: int, expected: dict[str,
         raise ValueError(f"checkpoint {path}: is missing; {same}") from None
     if got < needed:
         raise ValueError(f"checkpoint {path}: damaged, {got} bytes of {needed}; load an older checkpoint")
-    if expected is not None and zlib.crc32(_bytes_of(buffer)[:got]) != expected["crc32"]:
+    if expected is not None and "referenced" in expected and path.stat().st_size != expected["bytes"]:
+        raise ValueError(
+            f"checkpoint {path}: damaged, {path.stat().st_size} bytes of {expected['bytes']}; load an older checkpoint"
+        )
+    if expected is not None and "crc32" in expected and zlib.crc32(_bytes_of(buffer)[:got]) != expected["crc32"]:
         raise ValueError(f"checkpoint {path}: damaged, its checksum is another; load an older checkpoint")
