@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from memascend.byte_views import flat_bytes
 from memascend.memory.pinned import Allocator
 from memascend.storage.completion import Completion, Promise
 from memascend.storage.tier import Tier, Transferred
@@ -33,7 +34,7 @@ class HostFirst(TierBase):
             if buffer is None:
                 return self._below.write(key, tensor, priority=priority)
             self._here[key], self._sizes[key] = buffer, tensor.nbytes
-        buffer.copy_(tensor.reshape(-1).view(torch.uint8))
+        buffer.copy_(flat_bytes(tensor))
         return _ended(f"write of {key}")
 
     def read(self, key: str, tensor: torch.Tensor, *, offset: int = 0, priority: int = 0) -> Completion:
@@ -44,7 +45,7 @@ class HostFirst(TierBase):
             if buffer is None:
                 return self._below.read(key, tensor, offset=offset, priority=priority)
             self._require_readable(key, tensor.nbytes, offset)
-        tensor.view(-1).view(torch.uint8).copy_(buffer[offset : offset + tensor.nbytes])
+        flat_bytes(tensor).copy_(buffer[offset : offset + tensor.nbytes])
         return _ended(f"read of {key}")
 
     def erase(self, key: str) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from memascend.activation.transfer import DeviceStreams
+from memascend.byte_views import flat_bytes
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
 from memascend.storage.completion import Completion, Promise, when
 from memascend.storage.tier import Tier, Transferred
@@ -57,7 +58,7 @@ class StagedTier:
         def copied(slot: torch.Tensor) -> Completion:
             streams.side.wait_event(computed)
             with streams.on_side():
-                slot.copy_(_as_bytes(tensor), non_blocking=True)
+                slot.copy_(flat_bytes(tensor), non_blocking=True)
             reached = streams.side.record_event()
             return when(reached.query, f"copy of '{key}' to host memory").then(lambda _: self._tier.write(key, slot))
 
@@ -80,7 +81,7 @@ class StagedTier:
         def copied(slot: torch.Tensor) -> Completion:
             streams.side.wait_event(freed)
             with streams.on_side():
-                _as_bytes(tensor).copy_(slot, non_blocking=True)
+                flat_bytes(tensor).copy_(slot, non_blocking=True)
             return when(streams.side.record_event().query, f"copy of '{key}' to {tensor.device}")
 
         return self._staged(tensor.nbytes, come, which=0)
@@ -160,7 +161,3 @@ class StagedTier:
                     idle.pop()
                     self._idle_bytes -= size
         self._serve()
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

@@ -14,6 +14,7 @@ from typing import Self
 import torch
 from torch import nn
 
+from memascend.byte_views import byte_view
 from memascend.storage.tensor_folder import StoredTensor
 
 _PAGES = "_memascend_pages"  # of a parameter: the map that its values lie in
@@ -44,8 +45,7 @@ class SpilledValues:
                 self._take(parameter)
 
     def _take(self, parameter: nn.Parameter) -> None:
-        flat = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
-        raw, done = memoryview(flat.numpy()), 0
+        raw, done = byte_view(parameter), 0
         while done < len(raw):
             done += os.pwrite(self._file.fileno(), raw[done:], self._end + done)
         pages = mmap.mmap(self._file.fileno(), len(raw), offset=self._end)

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from memascend.byte_views import byte_view
+
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -36,11 +38,6 @@ class TensorLayout:
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
 
 
 class TensorFileWriter:
@@ -69,7 +66,7 @@ class TensorFileWriter:
         if layout is None or (layout.name, layout.dtype, layout.shape) != (name, tensor.dtype, tuple(tensor.shape)):
             got = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
             raise ValueError(f"{self._path}: expected {layout} as tensor {self._next}, got {got}")
-        view = _bytes_of(tensor)
+        view = byte_view(tensor)
         for start in range(0, len(view), _CHUNK_BYTES):
             self._put(view[start : start + _CHUNK_BYTES])
         self._next += 1
@@ -158,7 +155,7 @@ class TensorFileReader:
             raise ValueError(f"{self._path}: {name} is {entry['dtype']} of {entry['shape']}, expected {got}")
         if not tensor.is_contiguous():
             raise ValueError(f"{self._path}: the memory for {name} is not contiguous")
-        view, done = _bytes_of(tensor), 0
+        view, done = byte_view(tensor), 0
         self._file.seek(self._start + entry["data_offsets"][0])
         while done < len(view):
             count = self._file.readinto(view[done:])

@@ -1,6 +1,5 @@
 """Offloaded gradient checkpointing: the gradients of plain checkpointing, in host memory of the size of Eq. 1."""
 
-import contextlib
 import functools
 import gc
 import weakref
@@ -13,6 +12,7 @@ from memascend.activation import CheckpointStore, OffloadedCheckpoint, offload_c
 from memascend.activation.transfer import Arrival, PlainTransfer, StreamTransfer
 from memascend.memory.ledger import Ledger, verify_by_address
 from memascend.memory.pinned import CountingAllocator, PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator
+from tests.unit.device_streams import Streams
 
 BATCH, CONTEXT, LAYERS, HIDDEN, VOCABULARY = 2, 12, 4, 32, 64
 
@@ -309,53 +309,9 @@ def test_strides_of_the_hidden_states_survive():
     assert seen == [(12, 4, 1), (12, 4, 1), (1, 2, 6), (1, 2, 6), (24, 8, 2), (12, 4, 1)]
 
 
-class FakeStream:
-    """Logs what a device would be told; an event is the number of the line it was recorded at."""
-
-    def __init__(self, name, log):
-        self.name, self.log = name, log
-
-    def record_event(self):
-        self.log.append(("record", self.name))
-        return FakeEvent(len(self.log), self.log)
-
-    def wait_event(self, event):
-        self.log.append(("wait", self.name, event.number))
-
-
-class FakeEvent:
-    def __init__(self, number, log):
-        self.number, self.log = number, log
-
-    def synchronize(self):
-        self.log.append(("synchronize", self.number))
-
-
-class FakeStreams:
-    """`DeviceStreams` of a device that is not there."""
-
-    def __init__(self, device, log):
-        self.device, self.log = device, log
-        self.side, self._current = FakeStream("side", log), FakeStream("compute", log)
-
-    def current(self):
-        return self._current
-
-    @contextlib.contextmanager
-    def on_side(self):
-        self.log.append(("copy", "side"))
-        yield
-
-    def empty_like(self, host):
-        return torch.empty_strided(host.size(), host.stride(), dtype=host.dtype)
-
-    def keep_for(self, tensor, stream):
-        self.log.append(("keep", stream.name))
-
-
 def test_copies_are_ordered_by_events_on_a_stream_of_their_own():
-    log = []
-    transfer = StreamTransfer(FakeStreams(torch.device("cuda", 3), log))
+    streams = Streams(torch.device("cuda", 3))
+    log, transfer = streams.log, StreamTransfer(streams)
     store = CheckpointStore(PageAlignedPinnedAllocator(lock=False), blocks=1)
     source = torch.randn(5, 2)
     slot = store.lease(10, torch.float32)
@@ -372,12 +328,13 @@ def test_copies_are_ordered_by_events_on_a_stream_of_their_own():
 
 
 def test_another_device_waits_for_the_last_copy_of_a_slot_and_freeing_waits_for_all():
-    first, second = [], []
+    devices = [Streams(torch.device("cuda", number)) for number in (0, 1)]
+    first, second = (each.log for each in devices)
     store = CheckpointStore(PageAlignedPinnedAllocator(lock=False), blocks=1)
     slot = store.lease(4, torch.float32)
     host = slot.view(torch.Size([4]), (1,), torch.float32)
-    StreamTransfer(FakeStreams(torch.device("cuda", 0), first)).offload(torch.ones(4), host, slot)
-    StreamTransfer(FakeStreams(torch.device("cuda", 1), second)).offload(torch.ones(4), host, slot)
+    for each in devices:
+        StreamTransfer(each).offload(torch.ones(4), host, slot)
     assert ("wait", "side", len(first)) in second
     del slot
     store.close()

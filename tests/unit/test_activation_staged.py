@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import threading
 import time
 
 import pytest
@@ -12,52 +11,9 @@ from memascend.activation.cache import ActivationCache, ActivationError
 from memascend.activation.options import CacheOptions
 from memascend.activation.staged import StagedTier
 from memascend.storage.engine_tiers import DirectTier
+from tests.unit.device_streams import Streams
 
 MAX_S = 20
-
-
-class Event:
-    def __init__(self, stream):
-        self.stream, self.opened = stream, threading.Event()
-        if stream.open:
-            self.opened.set()
-
-    def query(self):
-        return self.opened.is_set()
-
-
-class Stream:
-    """A stream of a device that is not there; while it is not `open`, no event of it is reached."""
-
-    def __init__(self, name, log):
-        self.name, self.log, self.open, self.events = name, log, True, []
-
-    def record_event(self):
-        self.events.append(Event(self))
-        self.log.append(("record", self.name))
-        return self.events[-1]
-
-    def wait_event(self, event):
-        self.log.append(("wait", self.name, event.stream.name))
-
-    def reach(self):
-        self.open = True
-        for event in self.events:
-            event.opened.set()
-
-
-class Streams:
-    def __init__(self):
-        self.log = []
-        self.side, self._current = Stream("side", self.log), Stream("compute", self.log)
-
-    def current(self):
-        return self._current
-
-    @contextlib.contextmanager
-    def on_side(self):
-        self.log.append(("copy", "side"))
-        yield
 
 
 @pytest.fixture
@@ -85,7 +41,7 @@ def test_a_copy_begins_behind_the_caller_s_stream_and_the_tier_after_the_copy(st
     assert tier._tier.size_of("a") is None  # nothing of it has been given to the tier
     streams.side.reach()
     written.wait(MAX_S)
-    expected = [("record", "compute"), ("wait", "side", "compute"), ("copy", "side"), ("record", "side")]
+    expected = [("record", "compute"), ("wait", "side", 1), ("copy", "side"), ("record", "side")]
     assert streams.log == expected
     streams.log.clear()
     streams.side.open = False

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
+from memascend.byte_views import byte_view
 from memascend.storage.scratch import require_room
 
 MANIFEST = "manifest.json"
@@ -246,12 +247,8 @@ def _swap_buffer(swapper: Any, info: Any) -> Iterator[torch.Tensor]:
         swapper.swap_buffer_manager.free(buffers)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).numpy())
-
-
 def _write_file(path: Path, tensor: torch.Tensor) -> dict[str, int]:
-    data = _bytes_of(tensor)
+    data = byte_view(tensor)
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -270,7 +267,7 @@ def _read_file(path: Path, buffer: torch.Tensor, numel: int, expected: dict[str,
     needed = numel * buffer.element_size()
     try:
         with path.open("rb") as file:
-            got = file.readinto(_bytes_of(buffer))
+            got = file.readinto(byte_view(buffer))
     except FileNotFoundError:
         raise ValueError(f"checkpoint {path}: is missing; {same}") from None
     if got < needed:
@@ -279,5 +276,5 @@ def _read_file(path: Path, buffer: torch.Tensor, numel: int, expected: dict[str,
         raise ValueError(
             f"checkpoint {path}: damaged, {path.stat().st_size} bytes of {expected['bytes']}; load an older checkpoint"
         )
-    if expected is not None and "crc32" in expected and zlib.crc32(_bytes_of(buffer)[:got]) != expected["crc32"]:
+    if expected is not None and "crc32" in expected and zlib.crc32(byte_view(buffer)[:got]) != expected["crc32"]:
         raise ValueError(f"checkpoint {path}: damaged, its checksum is another; load an older checkpoint")
