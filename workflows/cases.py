@@ -20,6 +20,7 @@ from workflows.records import Run
 from workflows.tidy import MEMASCEND, SCALED
 
 Row = dict[str, Any]
+X = tuple[str, float | str]  # name and value
 FAILED = {"oom": "N/A (out of memory)", "timeout": "N/A (time-out)"}
 FOUR = "4 dense models"
 _FORMULA = "100 (1 - MemAscend / as published)"
@@ -67,16 +68,9 @@ def paper_plan(
 
 
 def row(
-    exhibit: str,
-    metric: str,
-    value: float | str,
-    unit: str,
-    lane: str,
-    source: str,
-    x: tuple[str, float | str] = ("", ""),
-    **cells: str,
+    exhibit: str, metric: str, value: float | str, unit: str, lane: str, source: str, x: X = ("", ""), **cells: str
 ) -> Row:
-    """One row of the tidy table; numbers with nine significant digits. `x`: name and value."""
+    """One row of the tidy table; numbers with nine significant digits."""
     shown = value if isinstance(value, str) else f"{value:.9g}"
     own = {"exhibit_id": exhibit, "metric": metric, "value": shown, "unit": unit, "lane": lane, "source": source}
     own |= {"x_name": x[0], "x_value": f"{x[1]:.6g}" if isinstance(x[1], float) else str(x[1])}

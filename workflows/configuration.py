@@ -6,6 +6,7 @@ with one line (`stop`).
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import csv
 import difflib
@@ -74,10 +75,6 @@ class Experiments:
         mine = self.document["profiles"][self.profile]
         found = {"testbed-local": resolved("probe", "", None, alone=False)}
         found |= self._training(mine["training"])
-        for bench in mine["overflow"]:
-            words = f"--dtypes {' '.join(bench['dtypes'])} --numels {' '.join(map(str, bench['numels']))}"
-            words += f" --repeats {bench['repeats']}"
-            found[bench["run_id"]] = resolved("overflow", words, bench["exhibits"], time_limit_s=bench["time_limit_s"])
         for bench in mine.get("bench", []):
             shown = {n: ",".join(map(str, v)) if isinstance(v, list) else v for n, v in bench["options"].items()}
             words = f"--part {bench['part']} -- {' '.join(f'--{n} {v}' for n, v in shown.items())}"
@@ -197,7 +194,6 @@ class Configuration:
         self.papers = list(registry.PAPERS)
         self.built = [name for name, entry in self.entries.items() if entry["status"] == "built"]
         self.with_table = [name for name in self.built if registry.has_table(self.entries[name])]
-        self.computed = [p for p in self.papers if Path("workflows/papers", p, "rows").is_dir()]
         self.sources = Tree(Path.cwd())
 
     @property
@@ -212,10 +208,8 @@ class Configuration:
 
     def command(self, run_id: str) -> str:
         """Command line of the program that makes the record; what is timed holds the machine, the others share it."""
-        run, lock = (
-            self.run(run_id),
-            f"flock {'' if self.run(run_id)['alone'] else '--shared '}{self.raw}/.machine.lock",
-        )
+        run = self.run(run_id)
+        lock = f"flock {'' if run['alone'] else '--shared '}{self.raw}/.machine.lock"
         limit = f"timeout {run['time_limit_s']} " if run["time_limit_s"] else ""
         one = run["environments"][0] if run["module"] == "training" else None
         python = f".cache/envs/{one}/bin/python" if one else "python"
@@ -255,23 +249,22 @@ class Configuration:
         return self.sources.digest(program, systems, models)
 
     def models(self, paper: str) -> str:
-        """Digest of what a paper's modelled lane is computed from: code, systems, models and testbeds."""
+        """Digest of what a paper's modelled lane is computed from: code, its systems, models and testbeds."""
         testbeds = {str(p): p.stat().st_size for p in sorted(Path("hardware").glob("**/*.yaml"))}
         texts = [Path(path).read_text() for path in testbeds]
         own = [Path("workflows/papers/releases.yaml"), *sorted(Path("workflows/papers", paper).glob("*.yaml"))]
         drawn = ("exhibits.yaml", "figures.yaml", "captions.yaml", "claims.yaml", "errata.yaml")
         own += [path for path in sorted(Path(self.published).glob("*.csv")) if path.stem.replace("_", "") == paper]
         texts += [path.read_text() for path in own if path.name not in drawn]
-        systems = tuple(sorted(path.parent.name for path in Path("baselines").glob("*/system.yaml")))
-        return self.code(f"workflows.papers.{paper}.rows", systems, None, texts)
+        return self.code(f"workflows.papers.{paper}.rows", systems_named(paper), None, texts)
 
     def derives(self, exhibit: str) -> str:
         """Digest of what an exhibit's table is computed and its picture drawn by, with the names of systems' arms."""
         systems = {s for run in self.runs.values() if exhibit in (run["exhibits"] or []) for s in run["systems"]}
         labels = [Path("baselines", s, "system.py").read_text() for s in sorted(systems)]
         paper = self.entries[exhibit]["paper"]
-        rows = self.code(f"workflows.papers.{paper}.rows") if paper in self.computed else ""
-        return self.code("workflows.derive.table", more=[rows, labels, self._picture(exhibit)])
+        more = [self.code(f"workflows.papers.{paper}.rows"), labels, self._picture(exhibit)]
+        return self.code("workflows.derive.table", more=more)
 
     def draws(self, exhibit: str) -> str:
         """Digest of what draws an exhibit without a table, and of its own specification."""
@@ -293,15 +286,14 @@ class Configuration:
         return json.dumps({run_id: run["exhibits"] or [] for run_id, run in self.runs.items()})
 
     def is_measured(self, exhibit: str) -> bool:
-        return "measured" in self.entries[exhibit]["lanes"] and self.entries[exhibit]["paper"] in self.computed
+        return "measured" in self.entries[exhibit]["lanes"]
 
     def all_records(self, exhibits: list[str]) -> list[str]:
         """As targets of their own: Snakemake makes a deleted one again only where it is asked for by name."""
         return sorted({record for exhibit in exhibits for record in self.records_of(exhibit)})
 
     def modelled_of(self, exhibit: str) -> list[str]:
-        paper = self.entries[exhibit]["paper"]
-        return [f"{self.derived}/modelled/{paper}.csv"] if paper in self.computed else []
+        return [f"{self.derived}/modelled/{self.entries[exhibit]['paper']}.csv"]
 
     def published_of(self, exhibit: str) -> list[str]:
         paper = self.entries[exhibit]["paper"]
@@ -352,6 +344,9 @@ class Configuration:
         """Files of the papers' folders."""
         return [str(path) for name in names for path in sorted(Path("workflows/papers").glob(f"*/{name}"))]
 
+    def templates(self, page: str) -> list[str]:
+        return [f"workflows/derive/{name}.html" for name in ("head", page)]
+
     def reference_of(self, exhibit: str) -> list[str]:
         """Committed records of named machines that may have rows of an exhibit; or all that do not say."""
         if not self.is_measured(exhibit):
@@ -387,13 +382,11 @@ class Configuration:
         known = [self.seconds(name) for name in names if name != "testbed-local"]
         if not known:
             return "seconds"
-        minutes = sum(filter(None, known)) / 60
-        missing = f", {known.count(None)} of {len(known)} runs not timed yet" if None in known else ""
-        return (
-            f"about {minutes:.1f} min of runs{missing}"
-            if minutes
-            else f"{len(known)} run{'s' if len(known) > 1 else ''}, not timed yet"
-        )
+        minutes, missing = sum(filter(None, known)) / 60, known.count(None)
+        if not minutes:
+            return f"{len(known)} run{'s' if len(known) > 1 else ''}, not timed yet"
+        more = f", {missing} of {len(known)} runs not timed yet" if missing else ""
+        return f"about {minutes:.1f} min of runs{more}"
 
     @cached_property
     def listing(self) -> list[str]:
@@ -403,28 +396,24 @@ class Configuration:
         for name, entry in self.entries.items():
             if entry["status"] == "built":
                 drawn = "drawn; " if Path(self.figures, f"{name}.svg").exists() else ""
-                text = f"{drawn}{self.lanes_shown(name)}; {self.budget(name)}"
+                text = f"{drawn}{', '.join(entry['lanes']) or 'a drawing of structure'}; {self.budget(name)}"
             else:
                 text = f"waits for {entry['waits_for']}"
             lines.append(f"{name:<{width}}  {entry['status']:<7}  {text}")
-        counts = [
-            f"{n} {sum(e['paper'] == p for e in map(self.entries.get, self.built))}" for p, n in registry.PAPERS.items()
-        ]
-        lines.append(f"{len(self.built)} of {len(self.entries)} exhibits are built ({', '.join(counts)}).")
+        built = Counter(self.entries[name]["paper"] for name in self.built)
+        counts = ", ".join(f"{name} {built[paper]}" for paper, name in registry.PAPERS.items())
+        lines.append(f"{len(self.built)} of {len(self.entries)} exhibits are built ({counts}).")
         runs = [self.seconds(run) for run in self.runs if self.runs[run]["exhibits"] is not None]
-        whole = sum(filter(None, runs)) / 60
-        return [
-            *lines,
-            f"Profile {self.config['profile']}: {len(runs)} runs, about {whole:.0f} min where times are known.",
-        ]
+        of, whole = f"Profile {self.config['profile']}: {len(runs)} runs", sum(filter(None, runs)) / 60
+        return [*lines, f"{of}, about {whole:.0f} min where times are known."]
 
-    def lanes_shown(self, exhibit: str) -> str:
-        """Lanes that an exhibit's rows can have as it is built today."""
-        lanes = self.entries[exhibit]["lanes"]
-        computed = self.entries[exhibit]["paper"] in self.computed
-        return (
-            ", ".join(lane for lane in lanes if computed or lane in ("published", "author")) or "a drawing of structure"
-        )
+
+def systems_named(paper: str) -> tuple[str, ...]:
+    """Systems whose names stand in the modules of a paper's rows."""
+    trees = [ast.parse(path.read_text()) for path in Path("workflows/papers", paper, "rows").glob("*.py")]
+    words = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    systems = (path.parent.name for path in Path("baselines").glob("*/system.yaml"))
+    return tuple(sorted(words.intersection(systems)))
 
 
 def score(table: Path) -> dict[str, str]:

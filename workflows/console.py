@@ -106,9 +106,8 @@ class Console(logging.Filter):
 
     def failed(self, log: list[str]) -> None:
         """What is kept, and how it goes on."""
-        print(
-            f"Stopped; what was finished is kept, and the same command goes on from there. Everything: {' '.join(log)}"
-        )
+        words = "Stopped; what was finished is kept, and the same command goes on from there. Everything:"
+        print(words, *log)
 
 
 def length(seconds: float) -> str:

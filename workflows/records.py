@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,59 +56,22 @@ def testbed_of(record: Mapping[str, Any]) -> str:
     return f"{record['host']['name']}/{'-'.join(words)}"
 
 
-@dataclass(frozen=True)
 class Run:
-    """A training record, with the names that tables use."""
+    """A training record, with the names that tables use (those of `workflows.cases.Planned`)."""
 
-    record: dict[str, Any]
-    path: Path
     lane = "measured"
 
-    @property
-    def ok(self) -> bool:
-        return self.record["status"] == "ok" and "memory" in self.record
-
-    @property
-    def series(self) -> str:
-        return series_of_arm(self.record, self.path)
-
-    @property
-    def model(self) -> str:
-        return tidy.DISPLAY.get(self.record["model"], self.record["model"])
-
-    @property
-    def k(self) -> int:
-        return self.record["twin"]["k"]
-
-    @property
-    def dtype(self) -> str:
-        return self.record["dtype"]
-
-    @property
-    def device(self) -> str:
-        return self.record.get("device", "cpu")
-
-    @property
-    def testbed(self) -> str:
-        return testbed_of(self.record)
-
-    @property
-    def place(self) -> str:
-        """Where an average over twins stands: the host, with the device where it is no CPU."""
-        host = self.record["host"]["name"]
-        return f"{host}{'' if self.device == 'cpu' else f'/{self.device}'}/twins"
-
-    @property
-    def source(self) -> str:
-        return self.record["key"]
-
-    @property
-    def is_sweep(self) -> bool:
-        return bool(self.record.get("points_requested") or self.record.get("stacks"))
-
-    @property
-    def is_curve(self) -> bool:
-        return bool(self.record.get("evaluate_every"))
+    def __init__(self, record: dict[str, Any], path: Path) -> None:
+        self.record, self.path, self.source = record, path, record["key"]
+        self.ok = record["status"] == "ok" and "memory" in record
+        self.series, self.testbed = series_of_arm(record, path), testbed_of(record)
+        self.model = tidy.DISPLAY.get(record["model"], record["model"])
+        self.k, self.dtype = record["twin"]["k"], record["dtype"]
+        device = record.get("device", "cpu")
+        # Where an average over twins stands: the host, with the device where it is no CPU.
+        self.place = f"{record['host']['name']}{'' if device == 'cpu' else f'/{device}'}/twins"
+        self.is_sweep = bool(record.get("points_requested") or record.get("stacks"))
+        self.is_curve = bool(record.get("evaluate_every"))
 
     @property
     def peak_bytes(self) -> int:
@@ -135,10 +97,8 @@ class Run:
 
     def owned(self, owner: str) -> int:
         """Bytes requested by the owner's host buffers that live at the peak."""
-        entries = (
-            e for e in self.record["ledger"] if e["owner"] == owner and e["role"] == "host" and e.get("at_peak", False)
-        )
-        return sum(e["requested_bytes"] for e in entries)
+        at_peak = (e for e in self.record["ledger"] if e["role"] == "host" and e.get("at_peak", False))
+        return sum(e["requested_bytes"] for e in at_peak if e["owner"] == owner)
 
 
 def load(paths: list[Path]) -> list[dict[str, Any]]:

@@ -91,4 +91,5 @@ def has_table(entry: dict[str, Any]) -> bool:
 def picture_digest(entry: dict[str, Any], root: Path = ROOT) -> str:
     """Of all that the folder says of one picture."""
     said = [entry, figures(entry["paper"], root)[entry["id"]], caption(entry["id"], root), validations(root)]
+    said.append((root / "workflows/panels/look.mplstyle").read_text(encoding="utf-8"))
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]

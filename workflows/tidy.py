@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
-import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +13,9 @@ from typing import Any, NoReturn
 import jsonschema
 import pandas as pd
 from referencing import Registry, Resource
+
+from memascend.planner import model_spec
+from workflows.run.provenance import atomically as atomically
 
 COLUMNS = [
     *("exhibit_id", "subfigure", "series", "model", "x_name", "x_value", "metric", "value", "unit", "lane"),
@@ -26,18 +27,11 @@ OF_REFERENCE = re.compile(r" \[([^\]]+)\]$")  # end of a series that was measure
 SCALED = " (x k^2)"  # suffix of a metric: a twin's bytes times k^2, that is, at the original's size
 SCHEMAS = Path(__file__).resolve().parent / "schemas"
 
-DISPLAY = {
-    "llama3.1-8b": "Llama3.1-8B",
-    "llama3.2-1b": "Llama3.2-1B",
-    "llama3.2-3b": "Llama3.2-3B",
-    "qwen2.5-0.5b": "Qwen2.5-0.5B",
-    "qwen2.5-7b": "Qwen2.5-7B",
-    "qwen2.5-14b": "Qwen2.5-14B",
-    "qwen2.5-32b": "Qwen2.5-32B",
-    "qwen3-30b-a3b": "Qwen3-30B-A3B",
-}
+DENSE_NAMES = ("llama3.1-8b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
+_OTHERS = ("llama3.2-1b", "llama3.2-3b", "qwen2.5-0.5b", "qwen3-30b-a3b")
+DISPLAY = {name: model_spec(name).display for name in (*DENSE_NAMES, *_OTHERS)}
 # The four models of MemAscend Figs. 4, 11, 13, 15 and 21.
-DENSE = ("Llama3.1-8B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B")
+DENSE = tuple(DISPLAY[name] for name in DENSE_NAMES)
 
 AS_PUBLISHED = "ZeRO-Infinity (as published)"
 MEMASCEND = "MemAscend"
@@ -48,20 +42,6 @@ MINIMUM = "theoretical minimum"
 
 class TableError(ValueError):
     """Something is wrong with an input; the message is one line and names the file."""
-
-
-def atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """Call ``write`` on a temporary file beside ``path``, then rename: nobody sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
-    os.close(handle)
-    try:
-        write(Path(name))
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def read_table(path: Path) -> pd.DataFrame:

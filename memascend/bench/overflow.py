@@ -3,6 +3,7 @@
 Limit: every byte has to be read once. Nobody states a machine's read bandwidth as a program gets it, so the fastest of
 three loops that only read is the limit: `tensor.sum()`, `torch.aminmax` and a native loop that ORs all words.
 DeepSpeed's check is the method of its ZeRO-3 optimizer itself, with the all-reduce over one process in which it ends.
+What each way takes beside the tensor are the temporaries that are alive at once, after the timing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from memascend import _C
 from memascend.bench.rounds import alternate_groups, conditions, filled, ratios, spread
+from memascend.memory import tracking
 from memascend.ops.overflow import has_overflow, has_overflow_aminmax, has_overflow_chain
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -65,11 +67,34 @@ def _points(
     groups = {
         numel: {name: lambda way=way, head=data[:numel]: way(head) for name, way in ways.items()} for numel in numels
     }
+    timed = alternate_groups(groups, repeats)
+    with _tracked():
+        extra = {(numel, name): _extra_bytes(way) for numel, found in groups.items() for name, way in found.items()}
     return [
         {"method": name, "dtype": dtype, "numel": numel, "seconds": taken, "bytes": numel * data.element_size()}
-        for numel, seconds in alternate_groups(groups, repeats).items()
+        | {"extra_bytes": extra[numel, name]}
+        for numel, seconds in timed.items()
         for name, taken in seconds.items()
     ]
+
+
+@contextlib.contextmanager
+def _tracked() -> Iterator[None]:
+    before = tracking.installed()
+    tracking.install()
+    try:
+        yield
+    finally:
+        if not before:
+            tracking.uninstall()
+
+
+def _extra_bytes(way: Callable[[], Any]) -> int:
+    """Most bytes of its temporaries alive at once, of blocks from `tracking.TRACKED_FROM_BYTES` on."""
+    tracking.reset_peaks()
+    before = tracking.live_bytes()["host"]
+    way()
+    return tracking.peak_bytes()["host"] - before
 
 
 def summary(points: list[dict[str, Any]]) -> list[dict[str, Any]]:

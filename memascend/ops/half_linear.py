@@ -21,7 +21,7 @@ def linear_in_fp32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 class _LinearInFp32(torch.autograd.Function):
-    """``F.linear`` of fp16 tensors with products in fp32 (PyTorch's CPU fp16 products are some 800 times slower)."""
+    """``F.linear`` of 16-bit tensors with products in fp32; what is saved stays 16-bit."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):  # x (..., in), weight (out, in), bias (out) or None -> (..., out)
@@ -40,12 +40,15 @@ class _LinearInFp32(torch.autograd.Function):
         return grad_x, grad_w, grad_b
 
 
-def fp16_products_in_fp32() -> Callable[[], None]:
-    """Keep fp16 storage and rounding of results; compute the products of ``F.linear`` in fp32. fp16 on the CPU only."""
+def products_in_fp32(*dtypes: torch.dtype) -> Callable[[], None]:
+    """Keep storage and rounding of 16-bit results; compute the products of ``F.linear`` in fp32. On the CPU only.
+
+    Returns what undoes it.
+    """
     stock = torch.nn.functional.linear
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if x.dtype == torch.float16 and x.device.type == "cpu":
+        if x.dtype in dtypes and x.device.type == "cpu":
             return _LinearInFp32.apply(x, weight, bias)
         return stock(x, weight, bias)
 
@@ -55,3 +58,8 @@ def fp16_products_in_fp32() -> Callable[[], None]:
         torch.nn.functional.linear = stock
 
     return undo
+
+
+def fp16_products_in_fp32() -> Callable[[], None]:
+    """As training in fp16 on a CPU needs it."""
+    return products_in_fp32(torch.float16)

@@ -167,7 +167,6 @@ def test_a_bench_does_not_depend_on_the_other_commands() -> None:
     closure = HERE.closure(program("bench"))
     assert {"memascend.cli", "memascend.bench.nvme", "memascend.bench.overflow"} <= closure
     assert "memascend.training.launch" not in closure
-    assert len(HERE.closure(program("overflow"))) < 20
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ PROFILES = EXPERIMENTS["profiles"]
 
 
 def groups(profile: str) -> list[dict]:
-    return [group for kind in ("training", "overflow", "bench", "times") for group in PROFILES[profile][kind]]
+    return [group for kind in ("training", "bench", "times") for group in PROFILES[profile][kind]]
 
 
 def test_the_file_fits_its_schema() -> None:

@@ -29,11 +29,8 @@ parser.add_argument("--k", type=int)
 args, _ = parser.parse_known_args()
 time.sleep(0.5)
 out = Path(args.out)
-if "bench" in out.stem:
-    record = fixtures.bench(1)
-else:
-    arm = next(a for a, names in fixtures.ARMS.items() if names == (args.system, args.arm))
-    record = fixtures.training(tidy.DISPLAY[args.model], arm, args.dtype, abs(hash(out.stem)) % 10**9, k=args.k)
+arm = next(a for a, names in fixtures.ARMS.items() if names == (args.system, args.arm))
+record = fixtures.training(tidy.DISPLAY[args.model], arm, args.dtype, abs(hash(out.stem)) % 10**9, k=args.k)
 tidy.atomically(out, lambda path: path.write_text(json.dumps({**record, "run_id": out.stem})))
 '''
 
@@ -48,8 +45,7 @@ def project(tmp_path: Path) -> Path:
     (tmp_path / "results/published").symlink_to(ROOT / "results/published")
     for name in ("memascend", "hardware", "baselines"):
         (tmp_path / name).symlink_to(ROOT / name)
-    for name in ("training", "overflow"):
-        (tmp_path / f"workflows/run/{name}.py").write_text(STAND_IN)
+    (tmp_path / "workflows/run/training.py").write_text(STAND_IN)
     return tmp_path
 
 

@@ -9,13 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from memascend import systems
 from workflows import registry
-from workflows.configuration import Configuration
+from workflows.configuration import Configuration, systems_named
+from workflows.derive.table import rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMASCEND = "train-qwen2.5-7b-k64-fp16-memascend"
 OFFLOAD = "train-qwen2.5-7b-k64-fp16-zero_offload"
-BENCH = "bench-overflow-smoke"
+BENCH = "kernel-overflow-smoke"
 RECORDS = (MEMASCEND, OFFLOAD, BENCH)
 
 
@@ -46,7 +50,7 @@ def test_a_change_reaches_the_records_that_it_can_have_changed_and_no_others(tmp
     (tmp_path / "baselines/memascend/README.md").write_text("new")
     shutil.copytree(tmp_path / "baselines/zero_infinity", tmp_path / "baselines/another")
     (tmp_path / "memascend/planner/models/new.json").write_text("{}")
-    with (tmp_path / "memascend/doctor/checks.py").open("a") as file:
+    with (tmp_path / "memascend/doctor/command.py").open("a") as file:
         file.write("\nCHANGED = True\n")
     assert made_again(tmp_path) == set()
 
@@ -90,3 +94,41 @@ def test_a_change_reaches_the_exhibits_that_it_is_about_and_no_others(tmp_path: 
     lohan = touched(papers / "lohan/rows/sizes.py", "from __future__", "# changed\nfrom __future__")
     assert {exhibit.partition("-")[0] for exhibit in lohan} == {"lohan"}
     assert len(touched(tmp_path / "workflows/panels/style.py", "from __future__", "# new\nfrom __future__")) > 120
+
+
+def test_a_change_of_a_system_reaches_the_modelled_lanes_of_its_papers_alone(tmp_path: Path, monkeypatch) -> None:
+    for name in ("workflows", "baselines"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("memascend", "hardware"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+
+    def lanes() -> dict[str, str]:
+        folders = {
+            f"{name}_dir": str(tmp_path / name) for name in ("raw", "derived", "published", "figures", "reference")
+        }
+        known = Configuration({"profile": "smoke", "experiments": "workflows/config/experiments.yaml"} | folders, [])
+        return {paper: known.models(paper) for paper in registry.PAPERS}
+
+    def changed(system: str) -> set[str]:
+        before = lanes()
+        with (tmp_path / f"baselines/{system}/schedule.py").open("a") as file:
+            file.write("\nCHANGED = True\n")
+        after = lanes()
+        return {paper for paper in after if after[paper] != before[paper]}
+
+    assert changed("lohan") == {"lohan"}
+    assert changed("cxl") == {"cxl"}
+    assert changed("zero_infinity") == {"memascend", "lohan"}
+
+
+@pytest.mark.parametrize(
+    "paper", [pytest.param(p, marks=() if p == "ssdtrain" else pytest.mark.slow) for p in registry.PAPERS]
+)
+def test_a_modelled_lane_loads_no_system_that_its_rows_do_not_name(paper: str, monkeypatch) -> None:
+    loaded = set()
+    load = systems.load
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(systems, "load", lambda name, arm=None: loaded.add(name) or load(name, arm))
+    assert list(rows_of(paper).modelled())
+    assert loaded == set(systems_named(paper))

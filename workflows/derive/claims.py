@@ -16,6 +16,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import mean
+from string import Template
 from typing import Any
 
 import pandas as pd
@@ -24,13 +25,13 @@ from memascend.planner.machine import CALIBRATIONS, PROCESS_OVERHEAD
 from memascend.simulator.calibration import CircularClaim, require_held_out
 from workflows import registry, tidy
 from workflows.derive import errata as errata_page
+from workflows.derive.table import paper_of, twin_k
 from workflows.played import constants
 
 LANES = ("modelled", "measured")
 REPRODUCED, DEVIATES, NO_RESULT, NOT_CHECKABLE = "reproduced", "deviates", "no result", "not checkable here"
 HELD_OUT = "held out"
 JOINS = {"mean": mean, "max": max, "min": min}
-TWIN = re.compile(r"-k(\d+)(-r\d+)?$")
 
 
 class Missing(Exception):
@@ -59,12 +60,6 @@ class Verdict:
     basis: str
     rests_on: str
     history: str
-
-
-def twin_k(testbed: str) -> int:
-    """The factor of a twin's testbed ``<host>/<model>-k<k>``; 1 for a full-size one."""
-    found = TWIN.search(testbed)
-    return int(found[1]) if found else 1
 
 
 def select(rows: pd.DataFrame, selector: dict[str, Any]) -> pd.Series:
@@ -151,10 +146,8 @@ class Computation:
         raise tidy.TableError(f"claims: {self.claim['id']}: unknown operation {compute['operation']!r}")
 
     def _operand(self, selectors: Any, fixed: dict[str, Any]) -> float:
-        return sum(
-            self._number({**selector, **fixed})
-            for selector in (selectors if isinstance(selectors, list) else [selectors])
-        )
+        several = selectors if isinstance(selectors, list) else [selectors]
+        return sum(self._number({**selector, **fixed}) for selector in several)
 
     def _number(self, selector: dict[str, Any]) -> float:
         try:
@@ -247,7 +240,7 @@ def refuse_circular(claim: dict[str, Any]) -> None:
     """A modelled value may not be judged as held out by a row that a constant behind it was solved from."""
     if basis_of(claim, "modelled") == HELD_OUT:
         try:
-            mine = constants(claim["exhibit_id"].rpartition("-")[0]).values()
+            mine = constants(paper_of(claim["exhibit_id"])).values()
             require_held_out(claim["id"], rows_expected(claim), (*CALIBRATIONS, PROCESS_OVERHEAD, *mine))
         except CircularClaim as error:
             raise tidy.TableError(f"claims: {error}; its modelled basis is `calibrated`") from None
@@ -320,25 +313,12 @@ def decide_all(claims: list[dict[str, Any]], tables: Path) -> list[Verdict]:
 
 
 COARSE_TWIN = 32  # from this divisor on, pages and Python objects are no longer small beside the buffers
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Claims and verdicts</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>
-body{{font:15px/1.5 system-ui,sans-serif;max-width:75rem;margin:2rem auto;padding:0 1rem;color:#222}}
-.wide{{overflow-x:auto}}table{{border-collapse:collapse;width:100%}}
-th,td{{text-align:left;vertical-align:top;padding:.35rem .6rem;border-bottom:1px solid #ddd}}
-td.n{{text-align:right;white-space:nowrap}}.v{{white-space:nowrap;font-weight:600}}
-.reproduced{{color:#00674f}}.deviates{{color:#b34700}}.no,.not{{color:#666;font-weight:400}}small{{color:#555}}
-</style></head><body>
-<h1>Claims and verdicts</h1>
-<p>{summary} <a href="index.html">All exhibits</a></p>
-<p>Only verdicts that are <b>held out</b> count: the expectation took no part in finding the value, and the value could
-have failed. <b>Calibrated</b>: the expectation was used to find a constant behind the value. <b>By construction</b>:
-cannot fail. <b>Alternate reading</b>: one of several readings of the paper, or a number that another claim counts.
-A claim that was changed, or written, with a result at hand says so in its note.</p>
-{errata}{sections}
-</body></html>
-"""
+
+
+def filled(name: str, title: str, **words: str) -> str:
+    """A page from its template beside this module, under the head that all pages have."""
+    text = "".join(Path(__file__).with_name(f"{part}.html").read_text() for part in ("head", name))
+    return Template(text).substitute(title=title, **words)
 
 
 def value_text(value: float) -> str:
@@ -377,10 +357,6 @@ def coarse_twins(verdicts: list[Verdict]) -> str:
     )
 
 
-def paper_of(verdict: Verdict) -> str:
-    return verdict.exhibit_id.rsplit("-", 1)[0]
-
-
 def score(verdicts: list[Verdict], lane: str) -> str:
     """A lane's verdicts that are held out, in words: "70 of 80 held-out claims reproduced, 10 deviate"."""
     count = Counter(v.verdict for v in verdicts if v.lane == lane and v.basis == HELD_OUT)
@@ -403,9 +379,9 @@ def page(verdicts: list[Verdict]) -> str:
     for exhibit in dict.fromkeys(v.exhibit_id for v in verdicts):
         mine = [v for v in verdicts if v.exhibit_id == exhibit]
         sections.append(f"<h2 id='{exhibit}'><a href='index.html#{exhibit}'>{exhibit}</a></h2>{verdict_rows(mine)}")
-    errata = "".join(errata_page.as_html(paper) for paper in dict.fromkeys(map(paper_of, verdicts)))
+    errata = "".join(errata_page.as_html(paper) for paper in dict.fromkeys(paper_of(v.exhibit_id) for v in verdicts))
     text = " ".join(summary) + coarse_twins(verdicts)
-    return PAGE.format(summary=text, errata=errata, sections="\n".join(sections))
+    return filled("claims", "Claims and verdicts", summary=text, errata=errata, sections="\n".join(sections))
 
 
 def main() -> None:

@@ -145,9 +145,8 @@ def measured_when(runs: pd.DataFrame) -> str:
 
 def footer(origins: dict[str, str]) -> str:
     """The line under the axes."""
-    return (
-        "   |   ".join(f"{lane}: {origin}" for lane, origin in origins.items()) or "a drawing of structure: no numbers"
-    )
+    said = (f"{lane}: {origin}" for lane, origin in origins.items())
+    return "   |   ".join(said) or "a drawing of structure: no numbers"
 
 
 SIMULATED = ("memascend.planner.step_time", "memascend.simulator")  # sources of rows whose seconds were played

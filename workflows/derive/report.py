@@ -12,28 +12,7 @@ from typing import Any
 import pandas as pd
 
 from workflows import registry, tidy
-from workflows.derive.claims import Verdict, coarse_twins, verdict_rows
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Exhibits</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>
-body{{font:15px/1.5 system-ui,sans-serif;max-width:75rem;margin:2rem auto;padding:0 1rem;color:#222}}
-figure{{margin:1rem 0}}img{{max-width:100%;height:auto}}figcaption{{max-width:60rem}}
-.wide{{overflow-x:auto}}table{{border-collapse:collapse;width:100%}}
-th,td{{text-align:left;vertical-align:top;padding:.35rem .6rem;border-bottom:1px solid #ddd}}
-td.n{{text-align:right;white-space:nowrap}}.v{{white-space:nowrap;font-weight:600}}
-.reproduced{{color:#00674f}}.deviates{{color:#b34700}}.no,.not{{color:#666;font-weight:400}}small{{color:#555}}
-section{{border-top:1px solid #ccc;margin-top:2rem}}nav a{{margin-right:.8rem;white-space:nowrap}}
-</style></head><body>
-<h1>Exhibits</h1>
-<p>Measured is solid, modelled hatched, published outlined.{coarse}
-<a href="claims.html">All claims with their verdicts</a></p>
-<nav>{contents}</nav>
-{sections}
-<section><h2>Not built yet</h2>{planned}</section>
-</body></html>
-"""
+from workflows.derive.claims import Verdict, coarse_twins, filled, verdict_rows
 
 
 def markdown(text: str) -> str:
@@ -65,10 +44,8 @@ def section(entry: dict[str, Any], figures: Path, verdicts: list[Verdict]) -> st
 def planned_list(entries: list[dict[str, Any]]) -> str:
     """What is not built, by the part that it waits for."""
     parts = dict.fromkeys(entry["waits_for"] for entry in entries)
-    items = []
-    for part in parts:
-        ids = " ".join(entry["id"] for entry in entries if entry["waits_for"] == part)
-        items.append(f"<li>{html.escape(part)}: {html.escape(ids)}</li>")
+    ids = {part: " ".join(entry["id"] for entry in entries if entry["waits_for"] == part) for part in parts}
+    items = (f"<li>{html.escape(part)}: {html.escape(names)}</li>" for part, names in ids.items())
     return f"<ul>{''.join(items)}</ul>"
 
 
@@ -84,7 +61,9 @@ def page(entries: list[dict[str, Any]], figures: Path, verdicts: list[Verdict]) 
     missing = [entry["id"] for entry in built if not (figures / f"{entry['id']}.md").exists()]
     if missing:
         raise tidy.TableError(f"{missing[0]} is not drawn yet; draw it with: snakemake --cores all {missing[0]}")
-    return PAGE.format(
+    return filled(
+        "report",
+        "Exhibits",
         coarse=coarse_twins(verdicts),
         contents="".join(f"<a href='#{entry['id']}'>{entry['id']}</a> " for entry in built),
         sections="\n".join(section(entry, figures, verdicts) for entry in built),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,8 @@ def paper_of(exhibit: str) -> str:
 
 
 def rows_of(paper: str) -> Any:
-    """The module that computes a paper's rows; None where nothing is computed yet."""
-    name = f"workflows.papers.{paper}.rows"
-    found = importlib.util.find_spec(f"workflows.papers.{paper}") and importlib.util.find_spec(name)
-    return importlib.import_module(name) if found else None
+    """The module that computes a paper's rows."""
+    return importlib.import_module(f"workflows.papers.{paper}.rows")
 
 
 def published_rows(folder: Path, exhibit: str) -> pd.DataFrame:
@@ -48,7 +45,7 @@ def published_rows(folder: Path, exhibit: str) -> pd.DataFrame:
 def measured_rows(paper: str, records: list[dict[str, Any]]) -> pd.DataFrame:
     """Every row that the paper's folder makes of these records."""
     module = rows_of(paper)
-    rows = list(module.measured(records)) if module and hasattr(module, "measured") else []
+    rows = list(module.measured(records)) if hasattr(module, "measured") else []
     return pd.DataFrame([dict.fromkeys(tidy.COLUMNS, "") | row for row in rows], columns=tidy.COLUMNS).astype(str)
 
 

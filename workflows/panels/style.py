@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -40,32 +41,7 @@ LANE_TEXT = {
     "measured": "measured",
     REFERENCE: "reference (measured elsewhere, see below)",
 }
-LOOK = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.labelsize": 9,
-    "axes.titlesize": 9.5,
-    "axes.edgecolor": "#444444",
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": "#E3E3E3",
-    "grid.linewidth": 0.8,
-    "xtick.labelsize": 8.5,
-    "ytick.labelsize": 8.5,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "xtick.minor.size": 0,
-    "ytick.minor.size": 0,
-    "legend.fontsize": 8,
-    "hatch.linewidth": 0.8,
-    "svg.hashsalt": "memascend",
-    "svg.fonttype": "none",
-    "pdf.fonttype": 42,
-}
+LOOK = matplotlib.rc_params_from_file(Path(__file__).with_name("look.mplstyle"), use_default_template=False)
 
 
 @cache

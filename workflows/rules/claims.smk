@@ -4,6 +4,7 @@
 rule claims_table:
     input:
         said=KNOWN.said("claims.yaml", "errata.yaml"),
+        template=KNOWN.templates("claims"),
         tables=expand(f"{DERIVED}/exhibits/{{exhibit}}.csv", exhibit=KNOWN.claimed),
     output:
         table=f"{DERIVED}/claims.csv",

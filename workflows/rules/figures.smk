@@ -71,6 +71,7 @@ rule report_page:
         captions=expand(f"{FIGURES}/{{exhibit}}.md", exhibit=KNOWN.built),
         claims=f"{DERIVED}/claims.csv",
         said=KNOWN.said("exhibits.yaml"),
+        template=KNOWN.templates("report"),
     output:
         page=f"{FIGURES}/index.html",
     log:

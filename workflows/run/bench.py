@@ -39,14 +39,11 @@ def main(argv: list[str] | None = None) -> int:
         return done.returncode
     models = None if args.part == "pool" else ()  # it alone has the tensors of a model
     code = staleness.digest("workflows.run.bench", models=models)
-    record = provenance.record_header(args.run_id or args.out.stem, "bench", code)
     asked = {"part": args.part, "options": args.options} | ({"throttle": args.throttle} if args.throttle else {})
     if named := next((option.partition(":")[2].replace("-", " ") for option in args.options if ":" in option), None):
         asked["model"] = named
-    record |= {"points_requested": asked, **json.loads(done.stdout)}
-    record["wall_s"] = provenance.wall_s()
-    record["key"] = provenance.record_key(record)
-    provenance.write_json_atomically(args.out, record)
+    found = {"points_requested": asked, **json.loads(done.stdout)}
+    provenance.write_record(args.out, args.run_id or args.out.stem, "bench", code, found)
     return 0
 
 

@@ -26,30 +26,20 @@ from typing import Any
 from memascend.simulator.recorder import MAIN, WAIT, Recorder, phase
 from memascend.simulator.trace import busy_s
 from memascend.training.processes import die_with_parent
+from workflows.run.memory_account import PROPORTIONAL, STATUS, lines_of
 
 EVALUATION_BATCHES = 4
 
 
 def read_status() -> dict[str, int]:
     """``/proc/self/status`` memory lines, in bytes."""
-    wanted = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem", "VmLck")
-    out = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name in wanted:
-            out[name] = int(rest.split()[0]) * 1024
-    return out
+    return lines_of("self", "status", ("VmHWM", *STATUS))
 
 
 def read_proportional() -> dict[str, int]:
     """``/proc/self/smaps_rollup`` under the names of :func:`read_status`: pages shared by several ranks count once."""
-    names = {"Pss_Anon": "RssAnon", "Pss_File": "RssFile", "Pss_Shmem": "RssShmem"}
-    out = {}
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name in names:
-            out[names[name]] = int(rest.split()[0]) * 1024
-    return out
+    found = lines_of("self", "smaps_rollup", PROPORTIONAL)
+    return {name: found[share] for name, share in zip(STATUS, PROPORTIONAL, strict=True)}
 
 
 def warm_up_steps(steps: int) -> int:
@@ -89,16 +79,8 @@ class Phases:
             self._finish_device()
             end = time.monotonic()
             self._set_role("host")
-            self.rows.append(
-                {
-                    "name": name,
-                    "role": role,
-                    "begin_s": begin,
-                    "end_s": end,
-                    "seconds": end - begin,
-                    "hwm_bytes": read_status()["VmHWM"],
-                }
-            )
+            row = {"name": name, "role": role, "begin_s": begin, "end_s": end, "seconds": end - begin}
+            self.rows.append(row | {"hwm_bytes": read_status()["VmHWM"]})
 
     def _reset_high_water_mark(self) -> None:
         if self._track:
@@ -158,40 +140,6 @@ def prepare_imports(job: dict[str, Any]) -> None:
     deepspeed.init_distributed(dist_backend="nccl" if job["device"] == "cuda" else "gloo", verbose=False)
 
 
-def products_in_fp32() -> None:
-    """Linear layers of 16-bit tensors multiply in fp32 and round once, as a GPU's do; saved tensors stay 16-bit.
-
-    A CPU without 16-bit arithmetic takes five times as long for such products as for fp32 ones. What the casts take is
-    of the device's role.
-    """
-    import torch
-
-    from memascend.ops.half_linear import linear_in_fp32
-
-    linear = torch.nn.functional.linear
-
-    class Linear(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
-            ctx.save_for_backward(x, weight)
-            ctx.has_bias = bias is not None
-            return linear_in_fp32(x, weight, bias)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
-            x, weight = ctx.saved_tensors
-            rows = gradient.flatten(0, -2).float()
-            to_x = (rows @ weight.float()).to(x.dtype).view_as(x)
-            to_weight = (rows.T @ x.flatten(0, -2).float()).to(weight.dtype)
-            return to_x, to_weight, rows.sum(0).to(weight.dtype) if ctx.has_bias else None
-
-    def chosen(x: Any, weight: Any, bias: Any = None) -> Any:
-        half = x.dtype in (torch.float16, torch.bfloat16)
-        return Linear.apply(x, weight, bias) if half else linear(x, weight, bias)
-
-    torch.nn.functional.linear = chosen
-
-
 def trim_heap() -> None:
     """Give freed heap back, so that the idle reading shows what is held."""
     gc.collect()
@@ -225,12 +173,8 @@ class Run:
         on_gpu = job["device"] == "cuda"  # which holds what the device's role stands for elsewhere
         set_role = tracking.set_role if self.memory_mode and not on_gpu else (lambda role: None)
         self.phases = Phases(set_role, self.memory_mode, torch.cuda.synchronize if on_gpu else lambda: None)
-        self.enabled = memascend.enable(
-            job["deepspeed_config"],
-            **job["parts"],
-            minimum_swap_bytes=job["minimum_swap_bytes"],
-            gather_clone=job["gather_clone"],
-        )
+        how = {name: job[name] for name in ("minimum_swap_bytes", "gather_clone")}
+        self.enabled = memascend.enable(job["deepspeed_config"], **job["parts"], **how)
         result["shims"] = self.enabled.shims
         self.engine = self._build()
         self._watch_overflow_check(set_role)
@@ -248,6 +192,7 @@ class Run:
         import torch
 
         from memascend.integrations.huggingface import causal_lm
+        from memascend.ops.half_linear import products_in_fp32
 
         job = self.job
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[job["dtype"]]
@@ -257,7 +202,8 @@ class Run:
         ):
             model = causal_lm(job["model_config"], checkpointing="none" if job["stacks"] else job["checkpointing"])
         if job["matmul"] == "fp32":
-            products_in_fp32()
+            # As a GPU's, rounded once; a CPU without 16-bit arithmetic takes five times as long for 16-bit products.
+            products_in_fp32(torch.float16, torch.bfloat16)
             self.result["shims"].append("matmul=fp32")
         with self.phases("init-engine", "host"):
             engine, *_ = deepspeed.initialize(
@@ -292,9 +238,8 @@ class Run:
         self.result["parameter_tensors"] = len(names)
         expected = self.job["deepspeed_config"]["zero_optimization"]["offload_param"]["device"] == "nvme"
         if expected and not on_nvme:
-            raise RuntimeError(
-                "no parameter is on NVMe: offload_param.max_in_cpu kept all of them in memory; set it to 0"
-            )
+            why = "offload_param.max_in_cpu kept all of them in memory; set it to 0"
+            raise RuntimeError(f"no parameter is on NVMe: {why}")
 
     def _watch_overflow_check(self, set_role: Any) -> None:
         """Time stamps around the check; its temporaries belong to the host."""
@@ -404,16 +349,10 @@ class Run:
         status, at_s = self._resident_now(), time.monotonic()
         if last:
             trim_heap()  # only now: a step does not trim the heap either
-        self.result.setdefault("idle", []).append(
-            {
-                "name": name,
-                "at_s": at_s,
-                "status": status,
-                "trimmed": self._resident_now(),
-                "named": self._named_addresses(),
-                "disagreeing": [c.entry.name for c in verify_by_address(self.enabled.ledger.live()) if not c.agrees],
-            }
-        )
+        reading = {"name": name, "at_s": at_s, "status": status, "trimmed": self._resident_now()}
+        checked = verify_by_address(self.enabled.ledger.live())
+        reading |= {"named": self._named_addresses(), "disagreeing": [c.entry.name for c in checked if not c.agrees]}
+        self.result.setdefault("idle", []).append(reading)
 
     def _resident_now(self) -> dict[str, int]:
         """Resident bytes; with several ranks proportional ones, read at one barrier, as the parent samples them."""

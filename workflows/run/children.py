@@ -125,15 +125,14 @@ def start(
     """
     job_file, result_file, log_file = work / f"job{name}.json", work / f"result{name}.json", work / f"log{name}.txt"
     job_file.write_text(json.dumps(job))
-    address = os.environ.get(SOCKET)
+    address, open_ones = os.environ.get(SOCKET), tuple(job[field] for field in descriptors)
     if address and python == sys.executable and (job["mode"], job["ranks"], job["device"]) == ("memory", 1, "cpu"):
         request = {"job": str(job_file), "result": str(result_file), "log": str(log_file), "folder": os.getcwd()}
         request |= {"environment": env, "fds": descriptors}
         with contextlib.suppress(OSError):
-            return ForkedRun(address, request, tuple(job[field] for field in descriptors))
+            return ForkedRun(address, request, open_ones)
     command = [python, "-m", "workflows.run.child", "--job", str(job_file), "--result", str(result_file)]
-    keep_open = tuple(job[field] for field in descriptors)
     with log_file.open("w") as log:
         return subprocess.Popen(
-            command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=keep_open
+            command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=open_ones
         )

@@ -28,9 +28,8 @@ SOCKET = "MEMASCEND_FORK_SERVER"
 _LENGTH = struct.Struct("!Q")
 _CONNECTION_LOST = 255
 
-Request = dict[
-    str, Any
-]  # job, result, log (paths), environment, folder, fds (names in the job of the descriptors sent)
+# log (a path), environment, folder, fds (names in the job of the descriptors sent), and what the server's run needs.
+Request = dict[str, Any]
 
 
 class ForkedRun:
@@ -76,7 +75,7 @@ class Server:
     def __init__(self, address: str, prepare: Callable[[], None], run: Callable[[Request], None]) -> None:
         self._prepare: Callable[[], None] | None = prepare
         self._run = run
-        self._runs: dict[int, socket.socket] = {}  # by process id
+        self._runs: dict[int, tuple[socket.socket, int]] = {}  # who asked, and a descriptor of the process, by its id
         self._ready = selectors.DefaultSelector()
         self._listening = socket.socket(socket.AF_UNIX)
         unannounced = f"{address}.{os.getpid()}"
@@ -84,13 +83,6 @@ class Server:
         self._listening.listen()
         os.rename(unannounced, address)  # who finds the address can connect
         self._ready.register(self._listening, selectors.EVENT_READ)
-        self._woken, wake = socket.socketpair()
-        self._woken.setblocking(False)
-        wake.setblocking(False)
-        self._wake = wake
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake.fileno())
-        self._ready.register(self._woken, selectors.EVENT_READ)
 
     def serve(self) -> None:
         """For ever; in a fork it ends with the run."""
@@ -100,10 +92,8 @@ class Server:
                     connection, _ = self._listening.accept()
                     with contextlib.suppress(OSError, ValueError):
                         self._fork(connection)
-                elif key.fileobj is self._woken:
-                    with contextlib.suppress(BlockingIOError):
-                        self._woken.recv(4096)
-                    self._collect()
+                elif isinstance(key.fileobj, int):
+                    self._collect(key.data)
                 elif key.data in self._runs:  # who asked has gone
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(key.data, signal.SIGKILL)
@@ -127,19 +117,20 @@ class Server:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+        self._runs[pid] = connection, os.pidfd_open(pid)
+        for handle in self._runs[pid]:
+            self._ready.register(handle, selectors.EVENT_READ, pid)
         connection.sendall(f"{pid}\n".encode())
-        self._runs[pid] = connection
-        self._ready.register(connection, selectors.EVENT_READ, pid)
 
     def _become_the_run(self, request: Request, descriptors: list[int], connection: socket.socket) -> None:
         try:
             with contextlib.suppress(PermissionError):
                 os.setsid()
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._ready.close()
-            for held in (connection, self._listening, self._woken, self._wake, *self._runs.values()):
+            for held in (connection, self._listening, *(asking for asking, _ in self._runs.values())):
                 held.close()
+            for _, handle in self._runs.values():
+                os.close(handle)
             os.chdir(request["folder"])
             os.environ.update(request["environment"])
             log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -147,6 +138,7 @@ class Server:
             os.dup2(log, 2)
             request["descriptors"] = dict(zip(request["fds"], descriptors, strict=True))
             self._run(request)
+            sys.stdout.flush()
             os._exit(0)
         except BaseException:
             import traceback
@@ -155,19 +147,17 @@ class Server:
             sys.stderr.flush()
             os._exit(1)
 
-    def _collect(self) -> None:
-        while self._runs:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            connection = self._runs.pop(pid, None)
-            if connection is None:
-                continue
-            with contextlib.suppress(OSError):
-                connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    def _collect(self, pid: int) -> None:
+        """The status of a run that has ended goes to who asked for it."""
+        _, status = os.waitpid(pid, 0)
+        connection, handle = self._runs.pop(pid)
+        with contextlib.suppress(OSError):
+            connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        for each in (connection, handle):
             with contextlib.suppress(KeyError):
-                self._ready.unregister(connection)
-            connection.close()
+                self._ready.unregister(each)
+        connection.close()
+        os.close(handle)
 
 
 def main() -> int:

@@ -22,43 +22,29 @@ from typing import Any
 TORCH_OWNERS_OF_DEVICE = {"reduce_bucket", "persistent_parameters"}
 
 
-def sum_of_status(pids: list[int]) -> tuple[int, ...] | None:
-    """(rss, anon, file, shmem, locked) in bytes, summed over processes; None when one is gone."""
-    total = [0, 0, 0, 0, 0]
-    for pid in pids:
-        try:
-            text = Path(f"/proc/{pid}/status").read_text()
-        except OSError:
-            return None
-        values = _lines(text, ("VmRSS", "RssAnon", "RssFile", "RssShmem", "VmLck"))
-        if values is None:
-            return None
-        total = [a + b for a, b in zip(total, values, strict=True)]
-    return tuple(total)
+# Lines of /proc/PID/status; and of smaps_rollup, where pages shared by several processes count in shares.
+STATUS = ("VmRSS", "RssAnon", "RssFile", "RssShmem", "VmLck")
+PROPORTIONAL = ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem", "Locked")
 
 
-def sum_of_pss(pids: list[int]) -> tuple[int, ...] | None:
-    """As :func:`sum_of_status` with pages shared by several ranks counted once (proportional set size)."""
-    total = [0, 0, 0, 0, 0]
-    for pid in pids:
-        try:
-            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        except OSError:
-            return None
-        values = _lines(text, ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem", "Locked"))
-        if values is None:
-            return None
-        total = [a + b for a, b in zip(total, values, strict=True)]
-    return tuple(total)
-
-
-def _lines(text: str, names: tuple[str, ...]) -> list[int] | None:
+def lines_of(pid: int | str, file: str, names: tuple[str, ...]) -> dict[str, int]:
+    """The named lines of a file of a process that count KiB, in bytes. OSError where the process is gone."""
     found = {}
-    for line in text.splitlines():
+    for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
         name, colon, rest = line.partition(":")
         if colon and name in names:
             found[name] = int(rest.split()[0]) * 1024
-    return [found[n] for n in names] if len(found) == len(names) else None
+    return found
+
+
+def resident(pids: list[int]) -> tuple[int, ...] | None:
+    """(rss, anon, file, shmem, locked) in bytes, summed over processes, of several in shares; None when one is gone."""
+    file, names = ("smaps_rollup", PROPORTIONAL) if len(pids) > 1 else ("status", STATUS)
+    try:
+        found = [lines_of(pid, file, names) for pid in pids]
+        return tuple(sum(each[name] for each in found) for name in names)
+    except (OSError, KeyError):
+        return None
 
 
 def thin(samples: list[tuple], window_s: float) -> list[tuple]:
@@ -105,16 +91,13 @@ def _phase(result: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _memory(
-    results: list[dict[str, Any]],
-    samples: list[tuple],
-    ledgers: list[list[dict[str, Any]]],
-    begin: float,
-    end: float,
+    results: list[dict[str, Any]], samples: list[tuple], ledgers: list[list[dict[str, Any]]], begin: float, end: float
 ) -> tuple[dict[str, int | float], float]:
     """The ``memory`` section of the steps from ``begin`` to ``end``, and when the ledger peaks in them."""
     entries = [e for ledger in ledgers for e in ledger]
+    trains = min(map(_training_begin, results))
     steady = [s for s in samples if begin <= s[0] <= end]
-    startup = [s for s in samples if s[0] < min(_training_begin(r) for r in results)]
+    startup, training = ([s for s in samples if (s[0] >= trains) is later] for later in (False, True))
     idle, end_idle = [r["idle"][0] for r in results], [r["idle"][-1] for r in results]
     live_when_idle = sum(_live(ledger, reading["at_s"]) for ledger, reading in zip(ledgers, idle, strict=True))
     idle_host = sum(_host(i["status"]) for i in idle)
@@ -127,9 +110,12 @@ def _memory(
     baseline = idle_host - live_when_idle
     sampled = max((s[2] + s[3] for s in steady), default=0)
     host_peak = max(sampled, *(_host_high_water_mark(r, begin, end) for r in results)) if len(results) == 1 else sampled
-    ledger_peak, at = _peak(entries, begin, end)
+    ledger_peak, at = _peak([e for e in entries if e["role"] == "host"], begin, end)
     net = host_peak - baseline
-    first = [s for s in samples if min(_training_begin(r) for r in results) <= s[0] < begin]
+
+    def high_water(word: str) -> int:
+        return sum(max(p["hwm_bytes"] for p in r["phases"] if p["name"].startswith(word)) for r in results)
+
     memory = {
         "floor_bytes": sum(_host(r["floor"]) for r in results),
         "baseline_bytes": baseline,
@@ -138,16 +124,12 @@ def _memory(
         "idle_end_trimmed_bytes": sum(_host(i["trimmed"]) for i in end_idle),
         "locked_bytes": max((s[5] for s in steady), default=0),
         "raw_peak_bytes": raw_peak(steady),
-        "kernel_hwm_training_bytes": sum(
-            max(p["hwm_bytes"] for p in r["phases"] if p["name"].startswith("step")) for r in results
-        ),
-        "kernel_hwm_startup_bytes": sum(
-            max(p["hwm_bytes"] for p in r["phases"] if p["name"].startswith("init")) for r in results
-        ),
+        "kernel_hwm_training_bytes": high_water("step"),
+        "kernel_hwm_startup_bytes": high_water("init"),
         "startup_peak_bytes": raw_peak(startup),
-        "training_peak_bytes": raw_peak([s for s in samples if s[0] >= min(map(_training_begin, results))]),
+        "training_peak_bytes": raw_peak(training),
         "startup_host_peak_bytes": max((s[2] + s[3] for s in startup), default=0),
-        "warm_up_host_peak_bytes": max((s[2] + s[3] for s in first), default=0),
+        "warm_up_host_peak_bytes": max((s[2] + s[3] for s in training if s[0] < begin), default=0),
         "host_peak_bytes": host_peak,
         "host_peak_sampled_bytes": sampled,
         "host_peak_net_bytes": net,
@@ -163,19 +145,20 @@ def _memory(
 
 def _device_peak(result: dict[str, Any], begin: float, end: float) -> int:
     """Most bytes of the device's role alive at once, from allocation events: no sample can miss it."""
-    blocks = [b for b in _blocks(result["tracked_events"]) if b["role"] == "device"]
-    return _peak([b | {"reserved_bytes": b["bytes"], "role": "host"} for b in blocks], begin, end)[0]
+    return _peak(_of_device(result), begin, end, "bytes")[0]
+
+
+def _of_device(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [block for block in _blocks(result["tracked_events"]) if block["role"] == "device"]
 
 
 def _device_over_time(results: list[dict[str, Any]]) -> Callable[[float], int]:
     """Bytes of the device's role alive at a time, from the allocation events of all ranks."""
     changes = []
-    for result in results:
-        for block in _blocks(result["tracked_events"]):
-            if block["role"] == "device":
-                changes.append((block["born_s"], block["bytes"]))
-                if block["died_s"] is not None:
-                    changes.append((block["died_s"], -block["bytes"]))
+    for block in (block for result in results for block in _of_device(result)):
+        changes.append((block["born_s"], block["bytes"]))
+        if block["died_s"] is not None:
+            changes.append((block["died_s"], -block["bytes"]))
     changes.sort()
     times = [t for t, _ in changes]
     totals = [0, *accumulate(delta for _, delta in changes)]
@@ -203,13 +186,12 @@ def _host_high_water_mark(result: dict[str, Any], begin: float, end: float) -> i
     A lower bound of the host's peak that no sample can miss, however busy the machine: a spike may be shorter than the
     time between two samples.
     """
-    blocks = [b for b in _blocks(result["tracked_events"]) if b["role"] == "device"]
+    pages = [b | {"bytes": -(-b["bytes"] // 4096) * 4096} for b in _of_device(result)]
     best = 0
     for phase in result["phases"]:
         if phase["role"] != "host" or phase["begin_s"] < begin or phase["end_s"] > end:
             continue
-        during = [b | {"reserved_bytes": -(-b["bytes"] // 4096) * 4096, "role": "host"} for b in blocks]
-        device, _ = _peak(during, phase["begin_s"], phase["end_s"])
+        device, _ = _peak(pages, phase["begin_s"], phase["end_s"], "bytes")
         best = max(best, phase["hwm_bytes"] - device)
     return best
 
@@ -221,29 +203,14 @@ def _rank_ledger(result: dict[str, Any]) -> list[dict[str, Any]]:
     named: dict[str, str] = {}
     for reading in result["idle"]:
         named |= reading["named"]
-    checks = result["overflow_checks"]
-    phases = result["phases"]
-    begins = [p["begin_s"] for p in phases]
     for block in _blocks(result["tracked_events"]):
         if block["role"] != "host" or block["address"] in known:
             continue
-        owner = _owner(block, named, checks, phases, begins)
+        owner = _owner(block, named, result)
         role = "device" if owner in TORCH_OWNERS_OF_DEVICE else "host"
-        entries.append(
-            {
-                "name": owner,
-                "owner": owner,
-                "role": role,
-                "allocator": "torch (pageable)",
-                "requested_bytes": block["bytes"],
-                "reserved_bytes": block["bytes"],
-                "touched_bytes": None,
-                "address": block["address"],
-                "locked": False,
-                "born_s": block["born_s"],
-                "died_s": block["died_s"],
-            }
-        )
+        entry = {"name": owner, "owner": owner, "role": role, "allocator": "torch (pageable)", "touched_bytes": None}
+        entry |= {f"{what}_bytes": block["bytes"] for what in ("requested", "reserved")} | {"locked": False}
+        entries.append(entry | {name: block[name] for name in ("address", "born_s", "died_s")})
     return _closed_by_block(entries, result["tracked_events"])
 
 
@@ -263,30 +230,20 @@ def _blocks(events: list[list[Any]]) -> list[dict[str, Any]]:
 
 def _closed_by_block(entries: list[dict[str, Any]], events: list[list[Any]]) -> list[dict[str, Any]]:
     """A pageable torch tensor that a hook noted dies with its block."""
-    deaths = {(b["address"]): b["died_s"] for b in _blocks(events) if b["died_s"] is not None}
-    for e in entries:
-        if (
-            e["allocator"].startswith("torch")
-            and e["died_s"] is None
-            and e["address"] in deaths
-            and deaths[e["address"]] > e["born_s"]
-        ):
+    deaths = {b["address"]: b["died_s"] for b in _blocks(events) if b["died_s"] is not None}
+    for e in (e for e in entries if e["allocator"].startswith("torch") and e["died_s"] is None):
+        if deaths.get(e["address"], 0.0) > e["born_s"]:
             e["died_s"] = deaths[e["address"]]
     return entries
 
 
-def _owner(
-    block: dict[str, Any],
-    named: dict[str, str],
-    checks: list[dict[str, Any]],
-    phases: list[dict[str, Any]],
-    begins: list[float],
-) -> str:
+def _owner(block: dict[str, Any], named: dict[str, str], result: dict[str, Any]) -> str:
     if block["died_s"] is None and str(block["address"]) in named:
         return named[str(block["address"])]
-    if any(c["begin_s"] <= block["born_s"] <= c["end_s"] for c in checks):
+    if any(c["begin_s"] <= block["born_s"] <= c["end_s"] for c in result["overflow_checks"]):
         return "overflow_check"
-    position = bisect.bisect_right(begins, block["born_s"]) - 1
+    phases = result["phases"]
+    position = bisect.bisect_right(phases, block["born_s"], key=lambda phase: phase["begin_s"]) - 1
     if position >= 0 and block["born_s"] <= phases[position]["end_s"]:
         name = phases[position]["name"]
         return "optimizer_step_temporaries" if name.endswith("optimizer") else f"{name.split('-')[-1]}_temporaries"
@@ -301,15 +258,15 @@ def _live(entries: list[dict[str, Any]], t: float) -> int:
     return sum(e["reserved_bytes"] for e in entries if e["role"] == "host" and _alive(e, t))
 
 
-def _peak(entries: list[dict[str, Any]], begin: float, end: float) -> tuple[int, float]:
-    """Largest sum of host entries alive in the window, and when."""
+def _peak(entries: list[dict[str, Any]], begin: float, end: float, size: str = "reserved_bytes") -> tuple[int, float]:
+    """Largest sum of entries alive in the window, and when."""
     changes = []
     for e in entries:
-        if e["role"] != "host" or e["born_s"] > end or (e["died_s"] is not None and e["died_s"] < begin):
+        if e["born_s"] > end or (e["died_s"] is not None and e["died_s"] < begin):
             continue
-        changes.append((max(e["born_s"], begin), 1, e["reserved_bytes"]))
+        changes.append((max(e["born_s"], begin), 1, e[size]))
         if e["died_s"] is not None and e["died_s"] <= end:
-            changes.append((e["died_s"], 0, -e["reserved_bytes"]))
+            changes.append((e["died_s"], 0, -e[size]))
     total = best = 0
     at = begin
     for t, _, delta in sorted(changes):
@@ -319,25 +276,11 @@ def _peak(entries: list[dict[str, Any]], begin: float, end: float) -> tuple[int,
     return best, at
 
 
-def peak_of_events(events: list[list[Any]]) -> int:
-    """Largest sum of bytes alive at once among blocks born in ``events``."""
-    alive: dict[int, int] = {}
-    total = best = 0
-    for kind, block_id, _, nbytes, _, _ in events:
-        if kind == "alloc":
-            alive[block_id] = nbytes
-            total += nbytes
-            best = max(best, total)
-        else:
-            total -= alive.pop(block_id, 0)
-    return best
-
-
 def _spike(ledgers: list[list[dict[str, Any]]], results: list[dict[str, Any]]) -> int:
     """Largest sum of the overflow check's temporaries alive at once, summed over ranks."""
     total = 0
     for ledger, result in zip(ledgers, results, strict=True):
-        temporaries = [e for e in ledger if e["owner"] == "overflow_check"]
+        temporaries = [e for e in ledger if (e["owner"], e["role"]) == ("overflow_check", "host")]
         checks = result["overflow_checks"]
         total += _peak(temporaries, checks[0]["begin_s"], checks[-1]["end_s"])[0] if checks else 0
     return total

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from hardware.probe import probe
-from workflows import staleness, tidy
+from workflows import staleness
 from workflows.run import provenance
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    try:
-        record = provenance.record_header(args.run_id, "testbed", staleness.digest("workflows.run.probe"))
-        record |= {"testbed": probe()}
-        record["wall_s"] = provenance.wall_s()
-        record["key"] = provenance.record_key(record)
-        tidy.check(record, "record.schema.json", args.run_id)
-        provenance.write_json_atomically(args.out, record)
-    except (OSError, ValueError) as error:
-        tidy.fail(error)
+    code = staleness.digest("workflows.run.probe")
+    provenance.write_record(args.out, args.run_id, "testbed", code, {"testbed": probe()})
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(provenance.program("probe", main))

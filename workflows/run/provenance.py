@@ -6,9 +6,12 @@ import hashlib
 import json
 import os
 import platform
+import signal
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,25 +29,6 @@ def cache_dir() -> Path:
     return Path(os.environ.get("MEMASCEND_CACHE") or Path(base) / "memascend")
 
 
-def record_header(run_id: str, kind: str, code_digest: str) -> dict[str, Any]:
-    """The fields every record begins with; ``code_digest`` is that of `workflows.staleness`."""
-    return {
-        "schema_version": 1,
-        "key": "",
-        "run_id": run_id,
-        "kind": kind,
-        "exhibits": json.loads(os.environ.get(EXHIBITS, "{}")).get(run_id, []),
-        "lane": "measured",
-        "status": "ok",
-        "host": host(),
-        "versions": versions(),
-        "code_digest": code_digest,
-        "commit": commit(),
-        "dirty": dirty(),
-        "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
 def record_key(record: dict[str, Any]) -> str:
     """Hash of the resolved configuration, versions, code digest and host; never of results, commit or date."""
     inputs = [
@@ -53,11 +37,6 @@ def record_key(record: dict[str, Any]) -> str:
         *("arms", "rounds", "config", "environment", "host", "versions", "code_digest", "points_requested"),
     ]
     return digest_of({k: record[k] for k in inputs if k in record})
-
-
-def wall_s() -> float:
-    """Seconds since this process began to measure."""
-    return time.monotonic() - _BEGAN
 
 
 def digest_of(value: Any) -> str:
@@ -85,20 +64,50 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def commit() -> str:
-    return _git("rev-parse", "HEAD")
+def write_record(out: Path, run_id: str, kind: str, code_digest: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The record of a run, whole or not at all; `fields` stand over those that every record has. `code_digest` is
+    that of `workflows.staleness`."""
+    record = {
+        "schema_version": 1,
+        "key": "",
+        "run_id": run_id,
+        "kind": kind,
+        "exhibits": json.loads(os.environ.get(EXHIBITS, "{}")).get(run_id, []),
+        "lane": "measured",
+        "status": "ok",
+        "host": host(),
+        "versions": versions(),
+        "code_digest": code_digest,
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "wall_s": time.monotonic() - _BEGAN,
+        **fields,
+    }
+    record["key"] = record_key(record)
+    atomically(out, lambda path: path.write_text(json.dumps(record, indent=1) + "\n"))
+    return record
 
 
-def dirty() -> bool:
-    return bool(_git("status", "--porcelain", "--untracked-files=no"))
-
-
-def write_json_atomically(path: Path, value: Any) -> None:
-    """Temporary file in the same folder, then rename: a killed run leaves no half record."""
+def atomically(path: Path, write: Callable[[Path], Any]) -> None:
+    """Call ``write`` on a temporary file beside ``path``, then rename: nobody sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w") as f:
-        json.dump(value, f, indent=1)
-        f.write("\n")
-    os.chmod(name, 0o644)
-    os.replace(name, path)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
+    os.close(handle)
+    try:
+        write(Path(name))
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def program(name: str, run: Callable[[], int], *expected: type[Exception]) -> int:
+    """What `run` returns; 2 after a line for what cannot be run, and a clean end where it is told to end."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes, swap files and loop devices go too
+    try:
+        return run()
+    except (ValueError, OSError, *expected) as error:
+        print(f"{name}: error: {str(error) or type(error).__name__}", file=sys.stderr)
+        return 2

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from hardware.registry import load_testbed
@@ -19,7 +18,8 @@ from memascend.planner.step_time import step_time
 from memascend.planner.workload import papers
 from workflows import staleness
 from workflows.run import provenance
-from workflows.run.training import point
+from workflows.run.training import parser, point
+from workflows.run.turns import ARMS
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -38,14 +38,12 @@ def played(arm: dict[str, str], model: str, ranks: int, where: Machine, tokens: 
     return {"sequence": tokens, "batch": batch, **arm, **{name: [value] for name, value in amounts.items()}}
 
 
-def simulate(args: argparse.Namespace) -> dict[str, Any]:
-    """The record. Raises ValueError for what is unknown, or a rate that the testbed lacks."""
+def simulate(args: argparse.Namespace) -> int:
+    """Raises ValueError for what is unknown, or a rate that the testbed lacks."""
     arms = [dict(zip(("system", "arm", "dtype"), word.split(":"), strict=True)) for word in args.arms]
     where = machine_from_testbed(load_testbed(args.testbed))
     points = [point(text) for text in args.points]
-    systems = sorted({arm["system"] for arm in arms})
-    code = staleness.digest("workflows.run.simulation", systems, [args.model])
-    record = provenance.record_header(args.run_id, "step-times", code) | {
+    fields = {
         "lane": "modelled",
         "testbed": args.testbed,
         "model": args.model,
@@ -56,27 +54,20 @@ def simulate(args: argparse.Namespace) -> dict[str, Any]:
         "rounds": 1,
         "calibrations": {each.name: each.value for each in CALIBRATIONS},
         "points": [played(arm, args.model, args.ranks, where, *p) for arm in arms for p in points],
-        "wall_s": provenance.wall_s(),
     }
-    return record | {"key": provenance.record_key(record)}
+    code = staleness.digest("workflows.run.simulation", sorted({arm["system"] for arm in arms}), [args.model])
+    provenance.write_record(args.out, args.run_id, "step-times", code, fields)
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--run-id", required=True)
-    p.add_argument("--testbed", required=True, help="a file of hardware/testbeds")
-    p.add_argument("--model", required=True)
-    p.add_argument("--ranks", type=int, default=1)
-    p.add_argument("--arms", nargs="+", required=True, metavar="SYSTEM:ARM:DTYPE")
-    p.add_argument("--points", nargs="+", required=True, metavar="TOKENSxBATCH")
-    p.add_argument("--out", type=Path, required=True)
-    args = p.parse_args(argv)
-    try:
-        provenance.write_json_atomically(args.out, simulate(args))
-    except (ValueError, OSError) as error:
-        print(f"simulation: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    own = {
+        "testbed": {"required": True, "help": "a file of hardware/testbeds"},
+        "arms": ARMS,
+        "points": {"required": True},
+    }
+    args = parser(__doc__, "run-id", "model", "ranks", "out", **own).parse_args(argv)
+    return provenance.program("simulation", lambda: simulate(args))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ One record, kind ``step-times``, with the ratios aimed at and reached.
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -22,35 +20,28 @@ from statistics import median
 from typing import Any
 
 from hardware.registry import load_testbed
-from hardware.throttled import CannotThrottleError, ThrottledPath, throttled_paths
+from hardware.throttled import ThrottledPath, throttled_paths
 from memascend.planner import Workload, model_spec
 from memascend.planner.machine import Machine, machine_from_testbed
 from memascend.planner.step import io_volume
 from memascend.planner.step_time import CPU, GPU, step_time
 from memascend.planner.workload import papers
-from workflows import staleness
 from workflows.run import children, provenance
-from workflows.run.training import FREE_SPACE_FACTOR, require_results_folder
-from workflows.run.turns import Arm, rounds
+from workflows.run.training import FREE_SPACE_FACTOR, parser
+from workflows.run.turns import ARMS, Arm, rounds, started, write
 
 RESOURCES = ("device", "ssd", "host")
 PILOT_TOKENS = (32, 128)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--run-id", required=True)
-    p.add_argument("--testbed", required=True, help="whose ratios are aimed at")
-    p.add_argument("--ranks", type=int, default=1, help="GPUs of the cell")
-    p.add_argument("--context", type=int, default=4096, help="tokens of a sequence in the cell")
-    p.add_argument("--batch", type=int, required=True, help="sequences a GPU in the cell")
-    p.add_argument("--arms", nargs="+", required=True, metavar="SYSTEM:ARM:DTYPE", help="the first is the one tuned to")
-    p.add_argument("--model", required=True)
-    p.add_argument("--k", type=int, required=True, help="the twin's divisor, a power of two")
-    p.add_argument("--rounds", type=int, default=3, help="measured rounds: a step of each arm")
-    p.add_argument("--time-limit", type=float, default=1200, help="seconds")
-    p.add_argument("--nvme", default=os.environ.get("MEMASCEND_NVME", "nvme"), help="folder for the loop device's file")
-    p.add_argument("--out", required=True, type=Path)
+    rounds = {"type": int, "default": 3, "help": "measured rounds: a step of each arm"}
+    own: dict[str, dict[str, Any]] = {"rounds": rounds, "time_limit": {"default": 1200}, "arms": ARMS}
+    own["testbed"] = {"required": True, "help": "whose ratios are aimed at; it is the first arm that is tuned to them"}
+    own["context"] = {"type": int, "default": 4096, "help": "tokens of a sequence in the cell"}
+    own |= {"ranks": {"help": "GPUs of the cell"}, "batch": {"default": None, "required": True, "help": "of a GPU"}}
+    p = parser(__doc__, "run-id", "model", "k", "nvme", "out", **own)
+    p.set_defaults(device="cpu", matmul="native")
     return p.parse_args(argv)
 
 
@@ -130,37 +121,13 @@ def run(args: argparse.Namespace) -> int:
     where = machine_from_testbed(load_testbed(args.testbed))
     twin = model_spec(args.model).twin(args.k)
     parameters = sum(t.numel for t in twin.tensors())
-    require_results_folder(args.out)
     size = len(args.arms) * FREE_SPACE_FACTOR * parameters * 9 // 8 + (1 << 30)
-    started, arms = time.monotonic(), []
     Path(args.nvme).mkdir(parents=True, exist_ok=True)
     with children.scratch_folder(Path(args.nvme).absolute()) as folder, throttled_paths(folder, [0], size) as (path,):
         args.nvme, args.points = str(path.folder), [f"{PILOT_TOKENS[0]}x1"]
-        try:
-            arms += [Arm(word, args, twin) for word in args.arms]
-            with children.scratch_folder() as work:
-                for arm in arms:
-                    arm.start(twin, work, os.cpu_count() or 1, "cpu", "native", record_step=True)
-                found = measure(args, arms, path, where)
-        finally:
-            for arm in arms:
-                arm.end()
-    code = staleness.digest("workflows.run.time_twin", sorted({arm.system_name for arm in arms}), [args.model])
-    record = provenance.record_header(args.run_id, "step-times", code) | {
-        "status": "ok",
-        "model": args.model,
-        "twin": {"k": args.k, "parameters": parameters},
-        "arms": [{**a.labels, "parts": a.parts, "deepspeed": a.deepspeed} for a in arms],
-        "rounds": args.rounds,
-        "device": "cpu",
-        "matmul": "native",
-        "time_limit_s": args.time_limit,
-        "environment": children.settings("time"),
-        "wall_s": time.monotonic() - started,
-        **found,
-    }
-    record["key"] = provenance.record_key(record)
-    provenance.write_json_atomically(args.out, record)
+        with started(args, twin, record_step=True) as arms:
+            found = measure(args, arms, path, where)
+    record = write(args, "time_twin", twin, arms, **found)
     print(text_of(record["time_twin"]))
     return 0
 
@@ -170,23 +137,16 @@ def text_of(twin: dict[str, Any]) -> str:
     for name in ("aimed", "reached"):
         lines.append(f"  {name:<8}" + " : ".join(f"{twin[f'{name}_ratio'][each]:.2f}" for each in RESOURCES))
     for each in twin["against_first"]:
-        fewer = ", ".join(
-            f"{name.removesuffix('_s')} {seconds:+.2f}" for name, seconds in each["fewer_seconds"].items()
-        )
+        fewer = (f"{name.removesuffix('_s')} {seconds:+.2f}" for name, seconds in each["fewer_seconds"].items())
         percents = ", ".join(f"{percent:.1f}" for percent in each["improvement_percent"])
-        lines.append(
-            f"  {each['arm']}: {each['median_percent']:+.1f} % throughput ({percents}); fewer seconds: {fewer}"
-        )
+        lines.append(f"  {each['arm']}: {each['median_percent']:+.1f} % throughput ({percents})")
+        lines[-1] += f"; fewer seconds: {', '.join(fewer)}"
     return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the arms and the loop device go too
-    try:
-        return run(parse(argv))
-    except (CannotThrottleError, OSError, RuntimeError, TimeoutError, ValueError) as error:
-        print(f"time_twin: error: {error}", file=sys.stderr)
-        return 2
+    args = parse(argv)
+    return provenance.program("time_twin", lambda: run(args), RuntimeError)
 
 
 if __name__ == "__main__":

@@ -25,78 +25,66 @@ from workflows import staleness
 from workflows.run import children, memory_account, provenance
 
 MIB = 1 << 20
+# Of the command line, what a rank is told and the record says.
+SETTINGS = ("ranks", "seed", "mode", "dtype", "steps", "sequence", "batch", "checkpointing", "device", "matmul")
+SETTINGS += ("evaluate_every",)
+# Of what a rank says, what the record has as it is.
+COUNTED = ("shims", "losses", "skipped_steps", "parameter_tensors", "parameters_on_nvme", "denied_prefetches")
+COUNTED += ("evicted_prefetches", "released_gathered", "buffers_beside_pool")
+COUNTED += ("pool_fallbacks", "pool_fallback_wasted_bytes")
 FREE_SPACE_FACTOR = 24  # bytes a parameter on the swap device: 18 are written each step, plus gradients and slack
 
 
+# What is asked of a run: option -> what argparse is told, beside the default where that is no part of it.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "run-id": {"required": True},
+    "system": {"required": True, "help": "a folder in baselines/"},
+    "arm": {"required": True},
+    "model": {"required": True},
+    "k": {"required": True, "type": int, "help": "the twin's divisor, a power of two"},
+    "dtype": {"choices": ("fp16", "bf16"), "default": "fp16"},
+    "sequence": {"type": int, "default": 32, "help": "tokens"},
+    "batch": {"type": int, "default": 1, "help": "sequences a rank"},
+    "steps": {"type": int, "default": 3},
+    "seed": {"type": int, "default": 0},
+    "ranks": {"type": int, "default": 1},
+    "time-limit": {"type": float, "default": 900, "help": "seconds"},
+    "mode": {"choices": ("memory", "time"), "default": "memory"},
+    "nvme": {"default": os.environ.get("MEMASCEND_NVME", "nvme"), "help": "folder for swap files"},
+    "checkpointing": {"choices": ("reentrant", "non-reentrant", "none"), "default": "reentrant"},
+    "stacks": {"nargs": "+", "default": [], "metavar": "CHECKPOINTING:ATTENTION:LOSS"},
+    "device": {"choices": ("cpu", "cuda"), "default": "cpu"},
+    "matmul": {"choices": ("native", "fp32"), "default": "native"},
+    "points": {"nargs": "+", "default": [], "metavar": "TOKENSxBATCH"},
+    "gpus": {"type": int, "help": "GPUs whose sequences a step holds, for the record (default: the ranks)"},
+    "evaluate-every": {"type": int, "default": 0, "metavar": "STEPS", "help": "loss on held-out text; 0: never"},
+    "no-gather-clone": {"action": "store_true", "help": "negative control: leave out the CPU gather repair"},
+    "out": {"required": True, "type": Path},
+}
+OPTIONS["mode"]["help"] = "memory: role-aware allocator and 1 ms samples, slower steps; time: neither"
+OPTIONS["checkpointing"]["help"] = "of gradients; DeepSpeed 0.16 runs out of pool buffers with non-reentrant"
+OPTIONS["stacks"]["help"] = "all points with each of these in turn: none|plain|offloaded : eager|sdpa : plain|chunked"
+OPTIONS["device"]["help"] = "where the part of a GPU is played: in host memory, told apart by role, or on a GPU"
+OPTIONS["matmul"]["help"] = "fp32: linear layers multiply in fp32 and round, as GPUs do; a CPU is far slower in fp16"
+OPTIONS["points"]["help"] = "several in one process, --steps of each after the warm-up; peaks of each apart"
+
+
+def parser(text: str | None, *names: str, **changed: dict[str, Any]) -> argparse.ArgumentParser:
+    """Of a program with these options, and those of `changed` as it has them."""
+    p = argparse.ArgumentParser(description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for name in (*names, *changed):
+        own = changed.get(name, {})
+        p.add_argument(f"--{name.replace('_', '-')}", **(OPTIONS.get(name.replace("_", "-"), {}) | own))
+    return p
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--run-id", required=True)
-    p.add_argument("--system", required=True, help="a folder in baselines/")
-    p.add_argument("--arm", required=True)
-    p.add_argument("--model", required=True)
-    p.add_argument("--k", type=int, required=True, help="the twin's divisor, a power of two")
-    p.add_argument("--dtype", choices=("fp16", "bf16"), default="fp16")
-    p.add_argument("--sequence", type=int, default=32, help="tokens")
-    p.add_argument("--batch", type=int, default=1, help="sequences a rank")
-    p.add_argument("--steps", type=int, default=3)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--ranks", type=int, default=1)
-    p.add_argument("--time-limit", type=float, default=900, help="seconds")
-    p.add_argument(
-        "--mode",
-        choices=("memory", "time"),
-        default="memory",
-        help="memory: role-aware allocator and 1 ms samples, slower steps; time: neither",
-    )
-    p.add_argument("--nvme", default=os.environ.get("MEMASCEND_NVME", "nvme"), help="folder for swap files")
-    p.add_argument(
-        "--checkpointing",
-        choices=("reentrant", "non-reentrant", "none"),
-        default="reentrant",
-        help="gradient checkpointing; DeepSpeed 0.16 runs out of pool buffers with non-reentrant",
-    )
-    p.add_argument(
-        "--stacks",
-        nargs="+",
-        default=[],
-        metavar="CHECKPOINTING:ATTENTION:LOSS",
-        help="all points with each of these in turn, instead of --checkpointing: "
-        "none|plain|offloaded : eager|sdpa : plain|chunked",
-    )
-    p.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="where the part of a GPU is played: in host memory, told apart by role, or on a GPU",
-    )
-    p.add_argument(
-        "--matmul",
-        choices=("native", "fp32"),
-        default="native",
-        help="fp32: linear layers multiply in fp32 and round, as GPUs do; a CPU is far slower in fp16",
-    )
-    p.add_argument(
-        "--points",
-        nargs="+",
-        default=[],
-        metavar="TOKENSxBATCH",
-        help="several sequences and batches in one process, --steps of each after the warm-up; peaks of each apart",
-    )
-    p.add_argument("--gpus", type=int, help="GPUs whose sequences a step holds, for the record (default: the ranks)")
-    p.add_argument("--evaluate-every", type=int, default=0, metavar="STEPS", help="loss on held-out text; 0: never")
-    p.add_argument("--no-gather-clone", action="store_true", help="negative control: leave out the CPU gather repair")
-    p.add_argument("--out", required=True, type=Path)
-    return p.parse_args(argv)
+    return parser(__doc__, *OPTIONS).parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children and their swap files go too
-    try:
-        return run(args)
-    except (ValueError, OSError) as error:
-        print(f"run_training: error: {error}", file=sys.stderr)
-        return 2
+    return provenance.program("run_training", lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -125,9 +113,8 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    record = _record(args, spec, twin, system, config, outcome)
     _write_trace(args.out, outcome)
-    provenance.write_json_atomically(args.out, record)
+    record = _record(args, twin, system, config, outcome)
     print(
         f"{args.run_id}: {record['status']}  loss {record.get('losses', [None])[-1]}  host peak net "
         f"{record.get('memory', {}).get('host_peak_net_bytes', 0) / MIB:.1f} MiB"
@@ -155,18 +142,8 @@ def sizes_of(twin: Any, ranks: int) -> Sizes:
     """What a system's configuration needs to know of the model."""
     tensors = twin.tensors()
     flow = streamed(tensors, element_bytes=2, ranks=ranks, threshold_bytes=scaled(MIB, twin.k))
-    return Sizes(
-        largest_tensor=flow.largest,
-        parameters=sum(_numel(t.shape) for t in tensors),
-        pool_buffers=flow.monolithic_count(),
-    )
-
-
-def _numel(shape: Any) -> int:
-    total = 1
-    for dimension in shape:
-        total *= int(dimension)
-    return total
+    parameters = sum(tensor.numel for tensor in tensors)
+    return Sizes(largest_tensor=flow.largest, parameters=parameters, pool_buffers=flow.monolithic_count())
 
 
 def require_results_folder(out: Path) -> None:
@@ -237,23 +214,15 @@ def _train(
     args: argparse.Namespace, twin: Any, parts: dict[str, str], config: dict[str, Any], work: Path
 ) -> dict[str, Any]:
     threads = max(1, (os.cpu_count() or 1) // args.ranks)
-    same = ("ranks", "seed", "mode", "dtype", "steps", "sequence", "batch")
-    same += ("checkpointing", "device", "matmul")
-    settings = {name: getattr(args, name) for name in (*same, "evaluate_every")}
-    settings |= {"threads": threads, "points": [point(text) for text in args.points]}
-    settings["stacks"] = [stack(text) for text in args.stacks]
+    settings = {name: getattr(args, name) for name in SETTINGS} | {"threads": threads}
+    settings |= {"points": list(map(point, args.points)), "stacks": list(map(stack, args.stacks))}
     job = job_of(twin, parts, config, **settings, gather_clone=not args.no_gather_clone)
     port = processes.free_port()
     started = time.monotonic()
-    ranks = [
-        children.start(
-            {**job, "rank": rank},
-            work,
-            str(rank),
-            children.environment(rank, args.ranks, port, threads, args.device, args.mode),
-        )
-        for rank in range(args.ranks)
-    ]
+    ranks = []
+    for rank in range(args.ranks):
+        env = children.environment(rank, args.ranks, port, threads, args.device, args.mode)
+        ranks.append(children.start({**job, "rank": rank}, work, str(rank), env))
     try:
         samples, status = _watch(ranks, started + args.time_limit, args.mode == "memory")
     finally:
@@ -276,12 +245,11 @@ def _train(
 
 def _watch(ranks: list[children.Run], deadline: float, fine: bool) -> tuple[list[tuple], str]:
     """Sample every rank's memory until all have ended. Rows: (t_s, rss, anon, file, shmem, locked), sums."""
-    reader = memory_account.sum_of_pss if len(ranks) > 1 else memory_account.sum_of_status
     interval, samples, status = (0.001 if fine else 0.05), [], "ok"
     try:
         while any(c.poll() is None for c in ranks):
             now = time.monotonic()
-            row = reader([c.pid for c in ranks])
+            row = memory_account.resident([c.pid for c in ranks])
             if row is not None:
                 samples.append((now, *row))
             if now > deadline:
@@ -302,59 +270,32 @@ def _watch(ranks: list[children.Run], deadline: float, fine: bool) -> tuple[list
 
 
 def _record(
-    args: argparse.Namespace, spec: RunSpec, twin: Any, system: Any, config: dict[str, Any], outcome: dict[str, Any]
+    args: argparse.Namespace, twin: Any, system: Any, config: dict[str, Any], outcome: dict[str, Any]
 ) -> dict[str, Any]:
-    code = staleness.digest("workflows.run.training", [args.system], [args.model])
-    record = provenance.record_header(args.run_id, "training", code)
-    parameters = sum(_numel(t.shape) for t in twin.tensors())
-    record |= {
+    parameters = sum(tensor.numel for tensor in twin.tensors())
+    fields = {name: getattr(args, name) for name in ("system", "arm", "model", *SETTINGS)} | {
         "status": outcome["status"],
-        "system": args.system,
-        "arm": args.arm,
         "parts": system.parts(args.arm),
-        "model": args.model,
         "twin": {"k": args.k, "parameters": parameters, "config": twin.hf_config_dict()},
-        "dtype": args.dtype,
-        "ranks": args.ranks,
-        "sequence": args.sequence,
-        "batch": args.batch,
-        "steps": args.steps,
-        "seed": args.seed,
-        "mode": args.mode,
         "time_limit_s": args.time_limit,
         "wall_s": outcome["wall_s"],
-        "checkpointing": args.checkpointing,
         "stacks": [stack(text) for text in args.stacks],
-        "device": args.device,
-        "matmul": args.matmul,
         "points_requested": [list(point(text)) for text in args.points],
-        "evaluate_every": args.evaluate_every,
         "gpus": args.gpus or args.ranks,
         "environment": children.settings(args.mode),
         "config": json.loads(json.dumps(config).replace(str(Path(args.nvme).absolute()), "NVME")),
     }
     if outcome["status"] == "ok":
-        record |= _results(args, outcome)
-    record["key"] = provenance.record_key(record)
-    return record
+        fields |= _results(args, outcome)
+    code = staleness.digest("workflows.run.training", [args.system], [args.model])
+    return provenance.write_record(args.out, args.run_id, "training", code, fields)
 
 
 def _results(args: argparse.Namespace, outcome: dict[str, Any]) -> dict[str, Any]:
     first = outcome["results"][0]
-    fields: dict[str, Any] = {
-        "shims": first["shims"],
-        "losses": first["losses"],
+    fields: dict[str, Any] = {name: first[name] for name in COUNTED} | {
         "loss_checksum": provenance.digest_of(first["losses"]),
         "master_weights_sha256": first.get("master_weights_sha256", ""),
-        "skipped_steps": first["skipped_steps"],
-        "parameter_tensors": first["parameter_tensors"],
-        "parameters_on_nvme": first["parameters_on_nvme"],
-        "denied_prefetches": first["denied_prefetches"],
-        "evicted_prefetches": first["evicted_prefetches"],
-        "released_gathered": first["released_gathered"],
-        "buffers_beside_pool": first["buffers_beside_pool"],
-        "pool_fallbacks": first["pool_fallbacks"],
-        "pool_fallback_wasted_bytes": first["pool_fallback_wasted_bytes"],
         "phases": [{k: p[k] for k in ("name", "role", "seconds", "hwm_bytes")} for p in first["phases"]],
         "overflow_check_seconds": [c["end_s"] - c["begin_s"] for c in first["overflow_checks"]],
         "io": {

@@ -9,6 +9,7 @@ One immutable record, kind ``step-times``: every step's seconds by phase, and it
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import select
@@ -16,6 +17,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,25 +26,18 @@ from memascend.planner import model_spec
 from memascend.training import processes
 from workflows import staleness
 from workflows.run import children, provenance
-from workflows.run.training import job_of, point, require_results_folder, require_space, sizes_of
+from workflows.run.training import job_of, parser, point, require_results_folder, require_space, sizes_of
 
 WARM_UP_STEPS = 2  # the first makes the Adam states, the second the prefetcher's records
 
 
+ARMS = {"nargs": "+", "required": True, "metavar": "SYSTEM:ARM:DTYPE[:ENVIRONMENT]"}
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--run-id", required=True)
-    p.add_argument("--arms", nargs="+", required=True, metavar="SYSTEM:ARM:DTYPE[:ENVIRONMENT]")
-    p.add_argument("--model", required=True)
-    p.add_argument("--k", type=int, required=True, help="the twin's divisor, a power of two")
-    p.add_argument("--points", nargs="+", required=True, metavar="TOKENSxBATCH")
-    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="as for run_training")
-    p.add_argument("--matmul", choices=("native", "fp32"), default="native", help="as for run_training")
-    p.add_argument("--rounds", type=int, default=5, help="measured rounds at each point: a step of each arm")
-    p.add_argument("--time-limit", type=float, default=600, help="seconds")
-    p.add_argument("--nvme", default=os.environ.get("MEMASCEND_NVME", "nvme"), help="folder for swap files")
-    p.add_argument("--out", required=True, type=Path)
-    return p.parse_args(argv)
+    rounds = {"type": int, "default": 5, "help": "measured rounds at each point: a step of each arm"}
+    own = {"arms": ARMS, "points": {"required": True}, "time_limit": {"default": 600}, "rounds": rounds}
+    return parser(__doc__, "run-id", "model", "k", "device", "matmul", "nvme", "out", **own).parse_args(argv)
 
 
 def interpreter(environment: str) -> str:
@@ -107,9 +102,8 @@ class Arm:
             raise TimeoutError
         line = self.done.readline()
         if not line:
-            raise RuntimeError(
-                f"arm {self.name} ended early:\n{(self.work / f'log{self.name}.txt').read_text()[-3000:]}"
-            )
+            log = (self.work / f"log{self.name}.txt").read_text()
+            raise RuntimeError(f"arm {self.name} ended early:\n{log[-3000:]}")
         return line
 
     def step(self, sequence: int, batch: int, deadline: float) -> dict[str, float]:
@@ -145,61 +139,62 @@ def rounds(
     return out
 
 
+@contextlib.contextmanager
+def started(args: argparse.Namespace, twin: Any, **how: Any) -> Iterator[list[Arm]]:
+    """The arms, each a process that was started; they end with the block."""
+    require_results_folder(args.out)
+    arms: list[Arm] = []
+    try:
+        for word in args.arms:
+            arms.append(Arm(word, args, twin))
+        with children.scratch_folder() as work:
+            for arm in arms:
+                arm.start(twin, work, os.cpu_count() or 1, args.device, args.matmul, **how)
+            yield arms
+    finally:
+        for arm in arms:
+            arm.end()
+
+
+def write(args: argparse.Namespace, program: str, twin: Any, arms: list[Arm], **fields: Any) -> dict[str, Any]:
+    """The record of a run in which arms took turns."""
+    code = staleness.digest(f"workflows.run.{program}", sorted({arm.system_name for arm in arms}), [args.model])
+    common = {name: getattr(args, name) for name in ("model", "rounds", "device", "matmul")}
+    common |= {
+        "twin": {"k": args.k, "parameters": sum(t.numel for t in twin.tensors())},
+        "arms": [{**a.labels, "parts": a.parts, "deepspeed": getattr(a, "deepspeed", "")} for a in arms],
+        "time_limit_s": args.time_limit,
+        "environment": children.settings("time"),
+    }
+    return provenance.write_record(args.out, args.run_id, "step-times", code, common | fields)
+
+
 def run(args: argparse.Namespace) -> int:
     twin = model_spec(args.model).twin(args.k)
     points = [point(text) for text in args.points]
     children.require_device(args.device)
-    require_results_folder(args.out)
-    arms, started, status, measured = [], time.monotonic(), "ok", []
+    found: dict[str, Any] = {"status": "ok", "points_requested": [list(p) for p in points]}
+    deadline = time.monotonic() + args.time_limit
     try:
-        arms += [Arm(word, args, twin) for word in args.arms]
-        with children.scratch_folder() as work:
+        with started(args, twin) as arms:
             for arm in arms:
-                arm.start(twin, work, os.cpu_count() or 1, args.device, args.matmul)
-            for arm in arms:
-                arm.wait_until_ready(started + args.time_limit)
-            measured = rounds(arms, points, args.rounds, started + args.time_limit)
+                arm.wait_until_ready(deadline)
+            found["points"] = rounds(arms, points, args.rounds, deadline)
     except TimeoutError:
-        status = "timeout"
+        found["status"] = "timeout"
     except RuntimeError as error:
         log = args.out.with_suffix(".crash.log")
         log.write_text(str(error))
         print(f"time_arms: {error}\nsee {log}", file=sys.stderr)
         return 1
-    finally:
-        for arm in arms:
-            arm.end()
-    systems = sorted({arm.system_name for arm in arms})
-    code = staleness.digest("workflows.run.turns", systems, [args.model])
-    record = provenance.record_header(args.run_id, "step-times", code) | {
-        "status": status,
-        "model": args.model,
-        "twin": {"k": args.k, "parameters": sum(t.numel for t in twin.tensors())},
-        "arms": [{**a.labels, "parts": a.parts, "deepspeed": getattr(a, "deepspeed", "")} for a in arms],
-        "points_requested": [list(p) for p in points],
-        "rounds": args.rounds,
-        "device": args.device,
-        "matmul": args.matmul,
-        "time_limit_s": args.time_limit,
-        "environment": children.settings("time"),
-        "wall_s": time.monotonic() - started,
-    }
-    if measured:
-        record["points"] = measured
-    record["key"] = provenance.record_key(record)
-    provenance.write_json_atomically(args.out, record)
-    print(f"{args.run_id}: {status}, {len(measured)} series")
+    write(args, "turns", twin, arms, **found)
+    print(f"{args.run_id}: {found['status']}, {len(found.get('points', []))} series")
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the arms and their swap files go too
-    try:
-        return run(args)
-    except (ValueError, OSError) as error:
-        print(f"time_arms: error: {error}", file=sys.stderr)
-        return 2
+    return provenance.program("time_arms", lambda: run(args))
 
 
 if __name__ == "__main__":

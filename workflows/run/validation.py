@@ -16,8 +16,7 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ MODEL, DTYPE, TINY_K = "llama3.2-1b", "bf16", 32
 # (k, tokens a sequence, sequences): one bound by storage, one by products.
 POINTS = ((8, 32, 1), (8, 256, 2))
 _TEXT = Path(sysconfig.get_paths()["stdlib"]) / "json"
-_ADAM_NUMEL = 30_000_000
+_ADAM_NUMEL, ROUNDS = 30_000_000, 15
 
 
 def main() -> int:
@@ -84,6 +83,8 @@ def rates(folder: Path) -> dict[str, Any]:
     """Micro-benchmarks, each with what it is of."""
     import torch
 
+    from memascend.engine.swap import link_rate
+
     speed, memory = device_speed(folder), memory_speed()
     for system, arm in SYSTEMS.items():
         train(folder, system, arm, TINY_K, 8, 1)
@@ -93,7 +94,7 @@ def rates(folder: Path) -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "threads": torch.get_num_threads(),
         "memory_bytes_per_s": memory,
-        "copy_bytes_per_s": _copy_rate(),
+        "copy_bytes_per_s": link_rate(),
         "ssd_read_bytes_per_s": speed.read_bytes_per_s,
         "ssd_write_bytes_per_s": speed.write_bytes_per_s,
         "adamw_bytes_per_s": _adamw_rate(),
@@ -111,32 +112,16 @@ def _adamw_rate() -> float:
     return point["bytes"] / statistics.median(point["seconds"])
 
 
-def _copy_rate() -> float:
-    """Bytes a second of one copy in memory: on a CPU that is the way to the device."""
-    import torch
-
-    source = torch.ones(64 << 20, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return source.nbytes / _best(lambda: target.copy_(source))
-
-
 def _block(k: int, context: int, batch: int) -> dict[str, Any]:
     """One decoder block by itself, in memory: seconds forward, and forward with backward."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from memascend.bench.rounds import alternate
+    from memascend.integrations.huggingface import causal_lm
 
     spec = model_spec(MODEL).twin(k)
-    config = AutoConfig.for_model(
-        spec.model_type,
-        hidden_size=spec.hidden,
-        intermediate_size=spec.intermediate,
-        num_attention_heads=spec.heads,
-        num_key_value_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        vocab_size=spec.vocab,
-        num_hidden_layers=1,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).model
+    one = dataclasses.replace(spec, layers=1).hf_config_dict()
+    model = causal_lm(one, checkpointing="none").to(torch.bfloat16).model
     hidden = torch.randn(batch, context, spec.hidden, dtype=torch.bfloat16, requires_grad=True)
     rotary = model.rotary_emb(hidden, torch.arange(context)[None])
 
@@ -144,27 +129,11 @@ def _block(k: int, context: int, batch: int) -> dict[str, Any]:
         made = model.layers[0](hidden, position_embeddings=rotary, position_ids=torch.arange(context)[None])
         return made if isinstance(made, torch.Tensor) else made[0]
 
-    with torch.no_grad():
-        alone = _best(forward)
-    both = _best(lambda: forward().sum().backward())
+    ways = {"forward_s": torch.no_grad()(forward), "both_s": lambda: forward().sum().backward()}
+    seconds = {name: statistics.median(taken) for name, taken in alternate(ways, ROUNDS).items()}
     head = 2.0 * batch * context * spec.vocab * spec.hidden
     flops = (forward_flops(spec, batch, context) - head) / spec.layers
-    return {"k": k, "context": context, "batch": batch, "forward_s": alone, "both_s": both, "flops": flops}
-
-
-def _best(work: Callable[[], Any]) -> float:
-    """Median seconds of a call over two seconds, after one second that warms up threads and kernels."""
-    _repeat(work, 1.0)
-    return statistics.median(_repeat(work, 2.0))
-
-
-def _repeat(work: Callable[[], Any], enough_s: float) -> list[float]:
-    seconds: list[float] = []
-    while len(seconds) < 5 or sum(seconds) < enough_s:
-        begin = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - begin)
-    return seconds
+    return {"k": k, "context": context, "batch": batch, "flops": flops} | seconds
 
 
 # -- what is simulated -------------------------------------------------------------------------------------------------
@@ -213,35 +182,19 @@ def judge(folder: Path) -> dict[str, Any]:
 
 def _rows(folder: Path, found: dict[str, Any], system: str, arm: str) -> Iterator[dict[str, Any]]:
     for block in found["blocks"]:
-        k, context, batch = block["k"], block["context"], block["batch"]
-        work = Workload(
-            spec=model_spec(MODEL).twin(k),
-            system=system,
-            arm=arm,
-            dtype=DTYPE,
-            batch=batch,
-            context=context,
-            stack=Stack(checkpointing="offloaded"),
-        )
+        shape = {name: block[name] for name in ("k", "context", "batch")}
+        own = {"system": system, "arm": arm}
+        size = {"dtype": DTYPE, "batch": block["batch"], "context": block["context"]}
+        spec, stack = model_spec(MODEL).twin(block["k"]), Stack(checkpointing="offloaded")
         machine, costs = local(found, block, system)
-        made, real = (
-            step_time(work, machine, calibrations=costs),
-            phases_of(trace_of(folder, system, k, context, batch)),
-        )
+        made = step_time(Workload(spec=spec, stack=stack, **own, **size), machine, calibrations=costs)
+        real = phases_of(trace_of(folder, system, **shape))
         simulated = {phase.name: phase.seconds for phase in made.phases} | {"step": made.seconds}
         measured = real.phase_s | {"step": sum(real.phase_s.values())}
         for phase in (*(phase for phase in PHASES if phase in simulated), "step"):
-            yield {
-                "system": system,
-                "arm": arm,
-                "k": k,
-                "context": context,
-                "batch": batch,
-                "phase": phase,
-                "simulated_s": simulated[phase],
-                "measured_s": measured[phase],
-                "error_percent": 100 * (simulated[phase] / measured[phase] - 1),
-            }
+            seconds = {"simulated_s": simulated[phase], "measured_s": measured[phase]}
+            percent = 100 * (simulated[phase] / measured[phase] - 1)
+            yield own | shape | {"phase": phase, **seconds, "error_percent": percent}
 
 
 def _distribution(errors: list[float]) -> dict[str, float]:

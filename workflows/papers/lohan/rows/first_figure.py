@@ -8,21 +8,10 @@ from baselines.lohan.equations import GIB, backward_terms, forward_terms
 from memascend.simulator import Played
 from memascend.simulator.trace import Event
 from workflows.cases import Row
-from workflows.papers.lohan.rows.settings import (
-    BY_EQUATIONS,
-    EQUATIONS,
-    G10,
-    LOHAN,
-    PAPER,
-    PLAYED,
-    ZERO,
-    net,
-    published,
-    rates,
-    shown,
-    step,
-)
+from workflows.papers.lohan.rows import settings as own
 from workflows.played import block_of, spans
+
+shown = own.shown
 
 SIZE, BATCH = "13B", 32
 SERVERS = {"pcie0.down": "PCIe_M2G", "pcie0.up": "PCIe_G2M", "ssd": "PCIe_SSD"}
@@ -32,27 +21,27 @@ SWAPPED = 34e9  # Fig. 1c
 
 
 def rows() -> Iterator[Row]:
-    yield from simulated("lohan-fig01a", ZERO)
-    yield from simulated("lohan-fig01c", LOHAN)
+    yield from simulated("lohan-fig01a", own.ZERO)
+    yield from simulated("lohan-fig01c", own.LOHAN)
     yield from formulas()
     yield from g10()
     yield from by_equations()
     for exhibit, series in (("lohan-fig03a", "LoHan Naive"), ("lohan-fig03b", "LoHan Optimized")):
-        yield from by_tensor(exhibit, step(series, "four blocks", BATCH).played, series)
+        yield from by_tensor(exhibit, own.step(series, "four blocks", BATCH).played, series)
 
 
 def simulated(exhibit: str, series: str) -> Iterator[Row]:
     """Seconds of the stages, how long each link is busy in them, and the stages on each resource over time."""
-    made = step(series, SIZE, BATCH)
+    made = own.step(series, SIZE, BATCH)
     for phase in made.phases:
         cells = {"series": series, "model": SIZE, "x": ("stage", phase.name)}
-        yield shown(exhibit, "stage_time", phase.seconds, "s", f"{PLAYED}, mostly {phase.bottleneck}", **cells)
+        yield shown(exhibit, "stage_time", phase.seconds, "s", f"{own.PLAYED}, mostly {phase.bottleneck}", **cells)
         served = made.played.served_s[phase.name]
         for server, name in SERVERS.items():
             busy = 100 * served.get(server, 0.0) / phase.seconds
-            yield shown(exhibit, f"{name}_utilisation", busy, "%", f"{PLAYED}: busy over stage", **cells)
+            yield shown(exhibit, f"{name}_utilisation", busy, "%", f"{own.PLAYED}: busy over stage", **cells)
     lines = spans(made.played.events, lambda e: (LINES[e.resource], e.phase) if e.resource in LINES else None)
-    yield from PAPER.bars(exhibit, lines, model=SIZE)
+    yield from own.PAPER.bars(exhibit, lines, model=SIZE)
 
 
 def by_tensor(exhibit: str, played: Played, series: str) -> Iterator[Row]:
@@ -69,16 +58,16 @@ def by_tensor(exhibit: str, played: Played, series: str) -> Iterator[Row]:
 
     lines = spans(played.events, named)
     begun = min(begin for begin, _ in lines.values())
-    yield from PAPER.bars(exhibit, {bar: [at - begun for at in span] for bar, span in lines.items()}, model=SIZE)
-    seconds = dict(played.phases())["backward"]
-    yield shown(exhibit, "backward", seconds[1] - seconds[0], "s", PLAYED, series=series, model="four blocks of 13B")
+    yield from own.PAPER.bars(exhibit, {bar: [at - begun for at in span] for bar, span in lines.items()}, model=SIZE)
+    begin, end = dict(played.phases())["backward"]
+    yield shown(exhibit, "backward", end - begin, "s", own.PLAYED, series=series, model="four blocks of 13B")
 
 
 def formulas() -> Iterator[Row]:
     """What follows from the paper alone: sizes of Tables II and IV, 21 GB/s, 5.96 s, and its printed stage times."""
-    n, r = net(SIZE, BATCH), rates()
+    n, r = own.net(SIZE, BATCH), own.rates()
     again = n.block_flops / r.gpu
-    cells, exhibit, inside = {"series": ZERO, "model": SIZE}, "lohan-fig01a", n.all_activations - n.between_blocks
+    cells, exhibit, inside = {"series": own.ZERO, "model": SIZE}, "lohan-fig01a", n.all_activations - n.between_blocks
     sizes = {
         "activation_offloaded": (n.between_blocks / 1e9, "GB", "2 s b h L"),
         "inter_block_activation": (n.between_blocks / GIB, "GiB", "2 s b h L"),
@@ -102,12 +91,12 @@ def formulas() -> Iterator[Row]:
 
 def printed_s() -> dict[str, float]:
     """Stages of Fig. 1a: what shares are of."""
-    return {stage: float(value) for (_, stage), value in published("lohan-fig01a", "stage_time").items()}
+    return {stage: float(value) for (_, stage), value in own.published("lohan-fig01a", "stage_time").items()}
 
 
 def g10() -> Iterator[Row]:
     """G10 as the paper simulates it: everything overlaps within a stage, all activations are swapped."""
-    n, r = net(SIZE, BATCH), rates()
+    n, r = own.net(SIZE, BATCH), own.rates()
     states, weights = 14 * n.parameters, 2 * n.parameters
     moved = {  # stage -> (to the GPU, from it, seconds of the GPU)
         "forward": (weights, n.all_activations, n.forward_flops / r.gpu),
@@ -116,12 +105,12 @@ def g10() -> Iterator[Row]:
     }
     for stage, (down, up, gpu) in moved.items():
         seconds = max(down / r.link, up / r.link, gpu)
-        cells = {"series": G10, "model": SIZE, "x": ("stage", stage)}
+        cells = {"series": own.G10, "model": SIZE, "x": ("stage", stage)}
         source = "longest of GPU and link, 21 GB/s each way"
         yield shown("lohan-fig01b", "stage_time", seconds, "s", source, **cells)
         for name, nbytes in (("PCIe_U2G", down), ("PCIe_G2U", up)):
             yield shown("lohan-fig01b", f"{name}_utilisation", 100 * nbytes / r.link / seconds, "%", source, **cells)
-    cells, seconds = {"series": G10, "model": SIZE, "x": ("batch_size", BATCH)}, n.all_activations / r.link
+    cells, seconds = {"series": own.G10, "model": SIZE, "x": ("batch_size", BATCH)}, n.all_activations / r.link
     yield shown("lohan-fig01b", "activation_volume", n.all_activations / GIB, "GiB", "34 s b h L", **cells)
     yield shown("lohan-fig01b", "activation_transfer_time", seconds, "s", "34 s b h L / BW_G", **cells)
     cells |= {"x": ("stage", "optimizer")}
@@ -130,16 +119,16 @@ def g10() -> Iterator[Row]:
 
 def by_equations() -> Iterator[Row]:
     """Fig. 1c by Eqs. 1 to 5 with the 34 GB that it prints, all of them on the SSDs."""
-    n, r = net(SIZE, BATCH), rates()
+    n, r = own.net(SIZE, BATCH), own.rates()
     for stage, terms in (("forward", forward_terms(n, r, SWAPPED)), ("backward", backward_terms(n, r, SWAPPED))):
-        cells = {"series": BY_EQUATIONS, "model": SIZE, "x": ("stage", stage)}
-        yield shown("lohan-fig01c", "stage_time", max(terms.values()), "s", EQUATIONS, **cells)
+        cells = {"series": own.BY_EQUATIONS, "model": SIZE, "x": ("stage", stage)}
+        yield shown("lohan-fig01c", "stage_time", max(terms.values()), "s", own.EQUATIONS, **cells)
         busy = {"PCIe_M2G": "memory to GPU", "PCIe_G2M": "GPU to memory", "PCIe_SSD": "SSD"}
         for name, term in busy.items():
             share = 100 * terms[term] / max(terms.values())
-            yield shown("lohan-fig01c", f"{name}_utilisation", share, "%", EQUATIONS, **cells)
-    batch = {"series": BY_EQUATIONS, "model": SIZE, "x": ("batch_size", BATCH)}
-    again = n.recomputed_flops(SWAPPED) / PAPER.value("gpu_throughput")
+            yield shown("lohan-fig01c", f"{name}_utilisation", share, "%", own.EQUATIONS, **cells)
+    batch = {"series": own.BY_EQUATIONS, "model": SIZE, "x": ("batch_size", BATCH)}
+    again = n.recomputed_flops(SWAPPED) / own.PAPER.value("gpu_throughput")
     yield shown("lohan-fig01c", "gpu_recompute_time", again, "s", "Eq. 7 at 34 GB / THP_G", **batch)
     yield shown("lohan-fig01c", "activation_offload_time", SWAPPED / r.link, "s", "34 GB / BW_G", **batch)
     extra = 100 * again / (2 * n.forward_flops / r.gpu)

@@ -14,20 +14,9 @@ from baselines.lohan.equations import GIB
 from memascend.planner import Workload, plan
 from memascend.planner.workload import papers
 from workflows.cases import Row
-from workflows.papers.lohan.rows.settings import (
-    ARMS,
-    LOHAN,
-    OFFLOAD,
-    PAPER,
-    T4080,
-    T4090,
-    TABLE_IV,
-    ZERO,
-    most_on_gpu,
-    net,
-    on_gpu,
-    shown,
-)
+from workflows.papers.lohan.rows import settings as own
+
+shown = own.shown
 
 MEMORY_GB = (128, 256, 384, 512, 640, 768)
 PLANNED = "memascend.planner: host buffers; of the GPU 4 blocks and one block's activations"
@@ -36,23 +25,23 @@ BATCHES = (12, 24, 36, 60)
 
 
 def rows() -> Iterator[Row]:
-    for model in TABLE_IV:
-        n = net(model, 1)
+    for model in own.TABLE_IV:
+        n = own.net(model, 1)
         cells = {"model": model, "series": "12 L h² + V h"}
         yield shown("lohan-tab04", "parameters (10⁹)", n.parameters / 1e9, "", "12 L h^2 + V h", **cells)
-    yield from by_memory("lohan-fig02a", (ZERO,), 24, T4090)
+    yield from by_memory("lohan-fig02a", (own.ZERO,), 24, own.T4090)
     n = 24 * GIB / 16 / 1e9
     for memory in MEMORY_GB:
         cells = {"series": "FlashNeuron", "x": ("main_memory_GB", memory)}
         yield shown("lohan-fig02a", "max_trainable_model", n, "B", "24 GiB / 16 bytes a parameter", **cells)
-    yield from by_memory("lohan-fig06a", (ZERO, OFFLOAD, LOHAN), 24, T4090)
-    yield from by_memory("lohan-fig06b", (ZERO, OFFLOAD, LOHAN), 16, T4080)
+    yield from by_memory("lohan-fig06a", (own.ZERO, own.OFFLOAD, own.LOHAN), 24, own.T4090)
+    yield from by_memory("lohan-fig06b", (own.ZERO, own.OFFLOAD, own.LOHAN), 16, own.T4080)
     ratio = {"series": "LoHan / ZeRO-Infinity", "x": ("main_memory_GB", 768)}
-    sizes = [billions(largest(lambda m, s=s: fits(s, m, 768, 24))) for s in (LOHAN, ZERO)]
+    sizes = [billions(largest(lambda m, s=s: fits(s, m, 768, 24))) for s in (own.LOHAN, own.ZERO)]
     yield shown("lohan-fig06a", "model_size_ratio", sizes[0] / sizes[1], "x", PLANNED, **ratio)
     for exhibit, memory in (("lohan-fig08a", 128), ("lohan-fig08b", 256)):
         yield from with_activations(exhibit, memory)
-    most = most_on_gpu("70B", 24, tuple(range(1, 129)))
+    most = own.most_on_gpu("70B", 24, tuple(range(1, 129)))
     for memory in (128, 256, 512):
         cells = {"series": "LoHan+Optimized", "model": "70B", "x": ("main_memory_GB", memory)}
         source = "4 blocks and one block's activations within 24 GiB: an upper end, whatever the host has"
@@ -61,8 +50,8 @@ def rows() -> Iterator[Row]:
 
 def largest(fitting: Callable[[str], bool]) -> str | None:
     """The last model of Table IV that fits, by bisection."""
-    count = bisect_left(TABLE_IV, True, key=lambda model: not fitting(model))
-    return TABLE_IV[count - 1] if count else None
+    count = bisect_left(own.TABLE_IV, True, key=lambda model: not fitting(model))
+    return own.TABLE_IV[count - 1] if count else None
 
 
 def billions(model: str | None) -> float:
@@ -73,13 +62,13 @@ def billions(model: str | None) -> float:
 @cache
 def host_bytes(series: str, model: str, batch: int = 1) -> int:
     """Of the plan, with the activation checkpoints that the system keeps in host memory."""
-    system, arm = ARMS[series]
-    work = Workload(spec=PAPER.spec(model), system=system, arm=arm, dtype="bf16", context=1024, batch=batch)
+    system, arm = own.ARMS[series]
+    work = Workload(spec=own.PAPER.spec(model), system=system, arm=arm, dtype="bf16", context=1024, batch=batch)
     return plan(papers(work)).host_bytes
 
 
 def fits(series: str, model: str, memory_gb: int, gpu_gib: float, batch: int = 1) -> bool:
-    return host_bytes(series, model, batch) <= memory_gb * GIB and on_gpu(model, batch, gpu_gib)
+    return host_bytes(series, model, batch) <= memory_gb * GIB and own.on_gpu(model, batch, gpu_gib)
 
 
 def by_memory(exhibit: str, systems: tuple[str, ...], gpu_gib: int, testbed: str) -> Iterator[Row]:
@@ -93,13 +82,13 @@ def by_memory(exhibit: str, systems: tuple[str, ...], gpu_gib: int, testbed: str
 
 def with_activations(exhibit: str, memory_gb: int) -> Iterator[Row]:
     """What lies between blocks, the least that may leave the GPU, on the SSDs or within what main memory has for it."""
-    room = PAPER.value("memory_for_activations") * memory_gb * GIB
+    room = own.PAPER.value("memory_for_activations") * memory_gb * GIB
     for batch in BATCHES:
         for series in ("LoHan Optimized", CPU_ONLY):
 
             def fitting(model: str, series: str = series, batch: int = batch) -> bool:
-                held = fits(LOHAN, model, memory_gb, 24, batch)
-                return held and (series != CPU_ONLY or net(model, batch).between_blocks <= room)
+                held = fits(own.LOHAN, model, memory_gb, 24, batch)
+                return held and (series != CPU_ONLY or own.net(model, batch).between_blocks <= room)
 
             cells = {"series": series, "x": ("batch_size", batch)}
             source = f"{PLANNED}; LoHan+CpuAct: 2 s b h L within half of main memory"

@@ -6,24 +6,9 @@ from collections.abc import Iterator
 
 from baselines.lohan.equations import GIB, DiT, best, iteration_s
 from workflows.cases import Row
-from workflows.papers.lohan.rows.settings import (
-    BY_EQUATIONS,
-    EQUATIONS,
-    LOHAN,
-    OFFLOAD,
-    PAPER,
-    PLAYED,
-    T4X,
-    T3090,
-    T4090,
-    ZERO,
-    most_on_gpu,
-    net,
-    on_gpu,
-    rates,
-    shown,
-    step,
-)
+from workflows.papers.lohan.rows import settings as own
+
+shown = own.shown
 
 DRIVES = (1, 2, 3, 6, 12)
 # Table VI: name -> layers, width; and prices of Table VII in dollars.
@@ -40,11 +25,11 @@ SERVER, GPU_PRICE, SSD_PRICE, DGX = 14098, 1600, 308, 200000
 
 def rows() -> Iterator[Row]:
     yield from shares()
-    yield from by_batch("lohan-fig05a", "13B", (8, 16, 32, 64, 128), (LOHAN, ZERO, OFFLOAD), T4090)
-    yield from by_batch("lohan-fig05b", "13B", (8, 16, 32, 64), (LOHAN, ZERO, OFFLOAD), T3090)
+    yield from by_batch("lohan-fig05a", "13B", (8, 16, 32, 64, 128), (own.LOHAN, own.ZERO, own.OFFLOAD), own.T4090)
+    yield from by_batch("lohan-fig05b", "13B", (8, 16, 32, 64), (own.LOHAN, own.ZERO, own.OFFLOAD), own.T3090)
     arms = ("LoHan+ZeRO", "LoHan Naive", "LoHan Optimized")
-    yield from by_batch("lohan-fig07a", "13B", (8, 16, 32, 64), arms, T4090)
-    yield from by_batch("lohan-fig07b", "175B", (8, 16), arms, T4090)
+    yield from by_batch("lohan-fig07a", "13B", (8, 16, 32, 64), arms, own.T4090)
+    yield from by_batch("lohan-fig07b", "175B", (8, 16), arms, own.T4090)
     yield from best_of_sizes()
     yield from by_drives()
     for sub, model, gpus, batches in (
@@ -53,7 +38,7 @@ def rows() -> Iterator[Row]:
         ("c", "13B", 4, (32, 64, 128, 256, 512)),
         ("d", "70B", 4, (32, 64, 96, 128)),
     ):
-        yield from by_batch(f"lohan-fig11{sub}", model, batches, (LOHAN, ZERO), T4X, gpus)
+        yield from by_batch(f"lohan-fig11{sub}", model, batches, (own.LOHAN, own.ZERO), own.T4X, gpus)
     yield from diffusion()
     yield from costs()
 
@@ -63,47 +48,48 @@ def by_batch(
 ) -> Iterator[Row]:
     """Tokens a second of each system that the GPU holds, and, on the RTX 4090, LoHan's by its equations; ratios at each
     batch."""
-    for batch in (b for b in batches if on_gpu(model, b // gpus, 24)):
+    for batch in (b for b in batches if own.on_gpu(model, b // gpus, 24)):
         cells = {"model": model, "testbed": testbed, "x": ("global_batch_size" if gpus > 1 else "batch_size", batch)}
         found = {}
         for series in systems:
-            made = step(series, model, batch // gpus, testbed, gpus=gpus)
+            made = own.step(series, model, batch // gpus, testbed, gpus=gpus)
             found[series] = made.tokens_per_second
-            source = f"{PLAYED}, mostly {made.bottleneck}"
+            source = f"{own.PLAYED}, mostly {made.bottleneck}"
             yield shown(exhibit, "throughput", found[series], "token/s", source, series=series, **cells)
         if exhibit == "lohan-fig05a":
-            n, r = net(model, batch), rates()
+            n, r = own.net(model, batch), own.rates()
             tokens = n.tokens / iteration_s(n, r, best(n, r))
-            yield shown(exhibit, "throughput", tokens, "token/s", EQUATIONS, series=BY_EQUATIONS, **cells)
+            yield shown(exhibit, "throughput", tokens, "token/s", own.EQUATIONS, series=own.BY_EQUATIONS, **cells)
         first = systems[-1] if exhibit.startswith("lohan-fig07") else systems[0]
         for other in (each for each in systems if each != first):
             series, ratio = f"{first} / {other.removeprefix('LoHan ')}", found[first] / found[other]
-            yield shown(exhibit, "throughput_ratio", ratio, "x", PLAYED, series=series, **cells)
+            yield shown(exhibit, "throughput_ratio", ratio, "x", own.PLAYED, series=series, **cells)
 
 
 def shares() -> Iterator[Row]:
     """How long the GPU and the optimizer take of ZeRO-Infinity's step."""
     for model in ("13B", "30B", "70B"):
         for batch in (8, 16, 32, 64):
-            made = step(ZERO, model, batch)
+            made = own.step(own.ZERO, model, batch)
             cells = {"series": model, "model": model, "x": ("batch_size", batch)}
             busy = sum(made.played.served_s[phase.name].get("gpu0", 0.0) for phase in made.phases)
-            yield shown("lohan-fig02b", "gpu_busy", 100 * busy / made.seconds, "%", PLAYED, **cells)
+            yield shown("lohan-fig02b", "gpu_busy", 100 * busy / made.seconds, "%", own.PLAYED, **cells)
             optimizer = next(phase.seconds for phase in made.phases if phase.name == "optimizer")
-            yield shown("lohan-fig02c", "optimizer_share", 100 * optimizer / made.seconds, "%", PLAYED, **cells)
+            yield shown("lohan-fig02c", "optimizer_share", 100 * optimizer / made.seconds, "%", own.PLAYED, **cells)
 
 
 def best_of_sizes() -> Iterator[Row]:
     """Fig. 5c: at the largest batch that the GPU holds, by the paper's count of FLOP."""
-    peak = net("13B", 32)
+    peak = own.net("13B", 32)
     whole = 2 * peak.forward_flops + peak.forward_flops + peak.block_flops
-    top = peak.reported_tflops(whole / PAPER.value("gpu_throughput"))
+    top = peak.reported_tflops(whole / own.PAPER.value("gpu_throughput"))
     for model in ("13B", "30B", "70B", "135B", "175B"):
-        batch = most_on_gpu(model, 24, (8, 16, 32, 64, 128))
-        n, r = net(model, batch), rates()
+        batch = own.most_on_gpu(model, 24, (8, 16, 32, 64, 128))
+        n, r = own.net(model, batch), own.rates()
         cells = {"model": model, "x": ("model_size_B", model.removesuffix("B"))}
-        took = {series: (step(series, model, batch).seconds, PLAYED, f", batch {batch}") for series in (LOHAN, ZERO)}
-        took[BY_EQUATIONS] = iteration_s(n, r, best(n, r)), EQUATIONS, ""
+        both = {series: own.step(series, model, batch).seconds for series in (own.LOHAN, own.ZERO)}
+        took = {series: (seconds, own.PLAYED, f", batch {batch}") for series, seconds in both.items()}
+        took[own.BY_EQUATIONS] = iteration_s(n, r, best(n, r)), own.EQUATIONS, ""
         for series, (seconds, source, more) in took.items():
             value = n.reported_tflops(seconds)
             yield shown("lohan-fig05c", "throughput", value, "TFLOPS", source + more, series=series, **cells)
@@ -113,48 +99,49 @@ def best_of_sizes() -> Iterator[Row]:
 
 def by_drives() -> Iterator[Row]:
     """Fig. 10: 135B at the largest batch, 13B at three."""
-    batch = most_on_gpu("135B", 24, (8, 16, 32, 64))
+    batch = own.most_on_gpu("135B", 24, (8, 16, 32, 64))
     for drives in DRIVES:
-        for series in (LOHAN, ZERO):
-            tokens = step(series, "135B", batch, ssds=drives).tokens_per_second
-            source = f"{PLAYED}; batch {batch} is assumed"
+        for series in (own.LOHAN, own.ZERO):
+            tokens = own.step(series, "135B", batch, ssds=drives).tokens_per_second
+            source = f"{own.PLAYED}; batch {batch} is assumed"
             cells = {"series": series, "model": "135B", "x": ("num_SSDs", drives)}
             yield shown("lohan-fig10a", "throughput", tokens, "token/s", source, **cells)
         for size in (32, 48, 64):
-            n, r = net("13B", size), rates(drives)
+            n, r = own.net("13B", size), own.rates(drives)
             ways = {"": n.reported_tflops(iteration_s(n, r, best(n, r)))}
-            ways[", simulated"] = n.reported_tflops(step(LOHAN, "13B", size, ssds=drives).seconds)
+            ways[", simulated"] = n.reported_tflops(own.step(own.LOHAN, "13B", size, ssds=drives).seconds)
             for ending, value in ways.items():
                 cells = {"series": f"bsz={size}{ending}", "model": "13B", "x": ("num_SSDs", drives)}
-                yield shown("lohan-fig10b", "throughput", value, "TFLOPS", PLAYED if ending else EQUATIONS, **cells)
+                source = own.PLAYED if ending else own.EQUATIONS
+                yield shown("lohan-fig10b", "throughput", value, "TFLOPS", source, **cells)
 
 
 def diffusion() -> Iterator[Row]:
     """Fig. 12: LoHan by its equations; Fast-DiT holds 16 bytes a parameter and all activations on the GPU."""
-    batch = int(PAPER.value("dit_batch"))
+    batch = int(own.PAPER.value("dit_batch"))
     for name, (layers, hidden) in DITS.items():
         n = DiT(layers=layers, hidden=hidden, batch=batch, context=1024, vocab=0)
         cells = {"model": name, "x": ("model_size_B", name.removesuffix("B"))}
-        seconds = iteration_s(n, rates(), best(n, rates()))
-        yield shown("lohan-fig12", "throughput", batch / seconds, "image/s", EQUATIONS, series=LOHAN, **cells)
+        seconds = iteration_s(n, own.rates(), best(n, own.rates()))
+        yield shown("lohan-fig12", "throughput", batch / seconds, "image/s", own.EQUATIONS, series=own.LOHAN, **cells)
         smaller = [DiT(layers=layers, hidden=hidden, batch=b, context=1024, vocab=0) for b in (1, 2, 4, 8, 16)]
         held = [d for d in smaller if 16 * d.parameters + d.all_activations < 24 * GIB]
-        value: float | str = held[-1].batch * rates().gpu / (3 * held[-1].forward_flops) if held else "OOM"
+        value: float | str = held[-1].batch * own.rates().gpu / (3 * held[-1].forward_flops) if held else "OOM"
         source = f"3 FLOP_f / THP_G, batch {held[-1].batch}" if held else "over 24 GiB at batch 1"
         yield shown("lohan-fig12", "throughput", value, "image/s", source, series="Fast-DiT", **cells)
 
 
 def costs() -> Iterator[Row]:
     """Fig. 13: 30B on four RTX 4090 and on a DGX-A100, tokens a second for 1000 dollars."""
-    batch = most_on_gpu("30B", 24, (8, 16, 32, 64))
-    n = net("30B", batch)
+    batch = own.most_on_gpu("30B", 24, (8, 16, 32, 64))
+    n = own.net("30B", batch)
     flops = 3 * n.forward_flops + n.block_flops
-    megatron = n.tokens * PAPER.value("megatron_efficiency") * 8 * 312e12 / flops / (DGX / 1000)
+    megatron = n.tokens * own.PAPER.value("megatron_efficiency") * 8 * 312e12 / flops / (DGX / 1000)
     for drives in DRIVES:
-        x = {"model": "30B", "x": ("num_SSDs", drives), "testbed": T4X}
+        x = {"model": "30B", "x": ("num_SSDs", drives), "testbed": own.T4X}
         price = SERVER + 4 * GPU_PRICE + drives * SSD_PRICE
-        value = step(LOHAN, "30B", batch, T4X, drives, 4).tokens_per_second / (price / 1000)
-        unit, source = "token/s per 1K$", f"{PLAYED}; batch {batch} a GPU is assumed; prices of Table VII"
+        value = own.step(own.LOHAN, "30B", batch, own.T4X, drives, 4).tokens_per_second / (price / 1000)
+        unit, source = "token/s per 1K$", f"{own.PLAYED}; batch {batch} a GPU is assumed; prices of Table VII"
         yield shown("lohan-fig13", "cost_effectiveness", value, unit, source, series="LoHan on 4 RTX 4090", **x)
         whole = "assumed share of 8 A100 over the price of Table VII"
         yield shown("lohan-fig13", "cost_effectiveness", megatron, unit, whole, series="Megatron-LM on DGX-A100", **x)

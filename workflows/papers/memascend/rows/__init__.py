@@ -27,7 +27,8 @@ def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
     good = {kind: [r for r in found if r["status"] == "ok"] for kind, found in kinds.items()}
     rows = [*memory.measured([run for run in runs if not run.is_sweep and not run.is_curve]), *sweeps.measured(runs)]
     rows += measured_times.rows(good.get("step-times", []))
-    rows += [row for bench in good.get("bench-overflow", []) for row in checks.each_way(bench)]
+    checked = [r for r in good.get("bench", []) if r["benchmark"] == "overflow"] + good.get("bench-overflow", [])
+    rows += [row for bench in checked for row in checks.each_way(bench)]
     rows += [row for record in kinds.get("testbed", []) for row in machines.rows(record)]
     yield from join_seeds(rows)
     benches = {"overflow": checks.rows, "nvme": nvme.rows}

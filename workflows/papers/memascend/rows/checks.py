@@ -1,5 +1,5 @@
-"""The overflow check by size: MemAscend Fig. 12, from records of ``memascend bench overflow``, and the times of
-Fig. 3 and the extra memory of Fig. 13, from those of ``workflows.run.overflow``.
+"""The overflow check by size: MemAscend Fig. 12, the times of Fig. 3 and the extra memory of Fig. 13, from records of
+``memascend bench overflow`` (older ones, of kind bench-overflow, are for Figs. 3 and 13 alone).
 
 Measured are the sizes that were run. A model's gradients do not fit a small machine: its latency is read off a
 straight line (least squares) through the medians of all measured sizes, is of the lane ``modelled``, and its source is
@@ -20,9 +20,8 @@ from workflows.cases import Row, of_record, quartiles
 from workflows.tidy import AS_PUBLISHED, MEMASCEND
 
 EXHIBIT = "memascend-fig12"
-LATENCY, LOW, HIGH = (
-    "overflow check latency" + end for end in ("", ", lower quartile over rounds", ", upper quartile over rounds")
-)
+LATENCY = "overflow check latency"
+LOW, HIGH = (f"{LATENCY}, {end} quartile over rounds" for end in ("lower", "upper"))
 REDUCTION, AVERAGE = "overflow check latency reduction", "average overflow check latency reduction"
 EXPONENT = "growth exponent"
 SERIES = {  # way of the benchmark -> series; DeepSpeed's release is in the record
@@ -122,7 +121,8 @@ def _extrapolated(bench: dict[str, Any], medians: dict[str, dict[int, float]]) -
 
 def each_way(bench: dict[str, Any]) -> Iterator[Row]:
     """Time of each way to check (Fig. 3), and its extra memory as a multiple of the largest buffer (Fig. 13)."""
-    points = [p for p in bench["points"] if p["dtype"] == "fp32"]
+    shown = ("chain", "aminmax", "fused", "sum")
+    points = [p for p in bench["points"] if p["dtype"] == "fp32" and p["method"] in shown and "extra_bytes" in p]
     largest = max((p["numel"] for p in points), default=0)
     for point in points:
         name, elements = SERIES[point["method"]], point["numel"]

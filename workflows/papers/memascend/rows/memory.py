@@ -76,10 +76,8 @@ def pairs(cases: Iterable[Case]) -> list[tuple[Case, Case]]:
     cases = [case for case in cases if case.ok]
 
     def same(case: Case) -> tuple:
-        more = (
-            () if isinstance(case, Planned) else tuple(case.record[w] for w in ("dtype", "seed", "sequence", "batch"))
-        )
-        return case.model, case.testbed, *more
+        own = {} if isinstance(case, Planned) else case.record
+        return case.model, case.testbed, *(own.get(word) for word in ("dtype", "seed", "sequence", "batch"))
 
     ours = {same(case): case for case in cases if case.series == MEMASCEND}
     return [(case, ours[same(case)]) for case in cases if case.series == AS_PUBLISHED and same(case) in ours]

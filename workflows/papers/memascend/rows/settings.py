@@ -8,10 +8,11 @@ from memascend.planner.footprint import GIB
 from memascend.planner.machine import PROCESS_OVERHEAD
 from workflows.cases import Planned, paper_plan
 from workflows.played import Paper
+from workflows.tidy import DENSE_NAMES
 
 C1, C2, C3 = "memascend-c1", "memascend-c2", "memascend-c3"
 PAPER = Paper("memascend", testbed=C1)
-DENSE = ("llama3.1-8b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
+DENSE = DENSE_NAMES
 MOE = "qwen3-30b-a3b"
 GPUS = 2
 CONTEXT = 4096

@@ -17,34 +17,19 @@ from memascend.planner.footprint import DEVICE_PEAK, GIB, PEAK, checkpoint_bytes
 from memascend.planner.gpu_memory import STACKS, gpu_memory
 from workflows import tidy
 from workflows.cases import Case, Planned, Row, in_bytes, largest_under, of_case
-from workflows.papers.memascend.rows.settings import (
-    AT_BATCH,
-    AT_CONTEXT,
-    C1,
-    C3,
-    CAPS_GIB,
-    CONTEXT,
-    CONTEXTS,
-    DENSE,
-    GPUS,
-    MOE,
-    PAPER,
-    PROCESS_GIB,
-    batches,
-    pair,
-)
+from workflows.papers.memascend.rows import settings as own
 from workflows.records import Run
 from workflows.tidy import AS_PUBLISHED, MEMASCEND
 
-shown = PAPER.shown
+shown = own.PAPER.shown
 CHECKPOINTS = "activation checkpoints in system memory"
 HYPOTHESIS = "peak system memory, hypothesis H1"
-LONGEST, LARGEST = CONTEXTS[-1], 32  # the model's own limit, and the batch that stores as much: the paper's last ones
+LONGEST, LARGEST = own.CONTEXTS[-1], 32  # the model's own limit, and the batch that stores as much: the last ones
 # Grids that the averages of Fig. 16 might be over (erratum M8); the paper states none.
 GRIDS = {
-    "every 4096": tuple(CONTEXTS),
-    "4096 and every 8192": (CONTEXT, *range(2 * CONTEXT, LONGEST + 1, 2 * CONTEXT)),
-    "powers of two": tuple(CONTEXT << i for i in range(6)),
+    "every 4096": tuple(own.CONTEXTS),
+    "4096 and every 8192": (own.CONTEXT, *range(2 * own.CONTEXT, LONGEST + 1, 2 * own.CONTEXT)),
+    "powers of two": tuple(own.CONTEXT << i for i in range(6)),
 }
 SUBFIGURES = dict(zip(tidy.DENSE, "abcd", strict=True))
 # (checkpointing, attention, loss) of a measured point -> the stack of Fig. 2.
@@ -68,16 +53,16 @@ class Point:
 def planned() -> Iterator[Row]:
     yield from planned_stacks()
     contexts, sizes = (curves("qwen2.5-7b", name, values) for name, values in axes("qwen2.5-7b"))
-    yield from drawn("memascend-fig09", contexts, AT_CONTEXT)
+    yield from drawn("memascend-fig09", contexts, own.AT_CONTEXT)
     yield from reached("memascend-fig09", contexts)
-    yield from drawn("memascend-fig10", sizes, AT_BATCH)
+    yield from drawn("memascend-fig10", sizes, own.AT_BATCH)
     yield from reached("memascend-fig10", sizes)
-    for model in DENSE:
+    for model in own.DENSE:
         contexts, sizes = (curves(model, name, values) for name, values in axes(model))
         at = {"subfigure": SUBFIGURES[model_spec(model).display]}
-        yield from drawn("memascend-fig16", contexts, AT_CONTEXT, **at)
+        yield from drawn("memascend-fig16", contexts, own.AT_CONTEXT, **at)
         yield from averages("memascend-fig16", contexts, **at)
-        yield from drawn("memascend-fig17", sizes, AT_BATCH, **at)
+        yield from drawn("memascend-fig17", sizes, own.AT_BATCH, **at)
     yield from planned_fig18()
     yield from equation_1()
 
@@ -85,12 +70,12 @@ def planned() -> Iterator[Row]:
 def equation_1() -> Iterator[Row]:
     """The formula without P_m for Qwen2.5-7B at batch 1, and what each system's allocator makes of it (P_m)."""
     exhibit, spec = "memascend-eq01", model_spec("qwen2.5-7b")
-    for context in CONTEXTS:
-        at = {"x": (AT_CONTEXT, context)}
-        stored = GPUS * context * spec.layers * spec.hidden * 2
+    for context in own.CONTEXTS:
+        at = {"x": (own.AT_CONTEXT, context)}
+        stored = own.GPUS * context * spec.layers * spec.hidden * 2
         cells = {"model": spec.display, "series": "Equation 1 without P_m"} | at
         yield shown(exhibit, CHECKPOINTS, stored / GIB, "GiB", "Ng B C L H F16", **cells)
-        for case in pair("qwen2.5-7b", C1, ranks=GPUS):
+        for case in own.pair("qwen2.5-7b", own.C1, ranks=own.GPUS):
             reserved = checkpoint_bytes(replace(case.made.work, context=context))
             yield of_case(exhibit, case, CHECKPOINTS, reserved / GIB, "GiB", "what the allocator reserves", **at)
             added = 100 * (reserved - stored) / stored
@@ -98,15 +83,15 @@ def equation_1() -> Iterator[Row]:
 
 
 def axes(model: str) -> tuple[tuple[str, Iterable[int]], ...]:
-    return (AT_CONTEXT, CONTEXTS), (AT_BATCH, batches(model))
+    return (own.AT_CONTEXT, own.CONTEXTS), (own.AT_BATCH, own.batches(model))
 
 
-def curves(model: str, x_name: str, values: Iterable[int], testbed: str = C1) -> list[Point]:
+def curves(model: str, x_name: str, values: Iterable[int], testbed: str = own.C1) -> list[Point]:
     """Both systems at each context (batch 1) or batch (context 4096): the plan, and the checkpoints of Eq. 1."""
     out = []
     for x in values:
-        for case in pair(model, testbed, ranks=GPUS):
-            tokens = x if x_name == AT_CONTEXT else CONTEXT * x
+        for case in own.pair(model, testbed, ranks=own.GPUS):
+            tokens = x if x_name == own.AT_CONTEXT else own.CONTEXT * x
             stored = checkpoint_bytes(replace(case.made.work, context=tokens))
             out.append(Point(x=x, case=case, peak_bytes=case.peak_bytes + stored))
     return out
@@ -124,9 +109,9 @@ def reached(exhibit: str, points: list[Point]) -> Iterator[Row]:
         metric, unit, limit = ("largest batch", "sequences", LARGEST)
     sizes = []
     for p in points:
-        beside = 0.0 if p.case.lane == "modelled" else p.case.record["gpus"] * PROCESS_GIB
+        beside = 0.0 if p.case.lane == "modelled" else p.case.record["gpus"] * own.PROCESS_GIB
         sizes.append((p.case, p.x, p.peak_bytes * p.case.k**2 / GIB + beside))
-    yield from largest_under(exhibit, metric, unit, sizes, CAPS_GIB, limit)
+    yield from largest_under(exhibit, metric, unit, sizes, own.CAPS_GIB, limit)
     if exhibit == "memascend-fig09":
         yield from growth(exhibit, points)
 
@@ -139,7 +124,7 @@ def growth(exhibit: str, points: list[Point]) -> Iterator[Row]:
         first, last = mine[0], mine[-1]
         case = first.case
         if isinstance(case, Planned):
-            gpus, layers, hidden = GPUS, case.made.work.spec.layers, case.made.work.spec.hidden
+            gpus, layers, hidden = own.GPUS, case.made.work.spec.layers, case.made.work.spec.hidden
         else:
             config = case.record["twin"]["config"]
             gpus, layers, hidden = case.record["gpus"], config["num_hidden_layers"], config["hidden_size"]
@@ -163,8 +148,8 @@ def planned_fig18() -> Iterator[Row]:
     """The formula of the dense models, and beside it hypothesis H1: expert matrices stay in pinned host memory."""
     exhibit, resident = "memascend-fig18", resident_experts()
     formula = "the same, and each rank's share of every expert matrix in a pinned power of two"
-    for subfigure, (x_name, values) in zip("ab", axes(MOE), strict=True):
-        points = curves(MOE, x_name, values, C3)
+    for subfigure, (x_name, values) in zip("ab", axes(own.MOE), strict=True):
+        points = curves(own.MOE, x_name, values, own.C3)
         yield from drawn(exhibit, points, x_name, subfigure=subfigure)
         for p in points:
             at = {"x": (x_name, p.x), "subfigure": subfigure}
@@ -176,8 +161,8 @@ def resident_experts() -> int:
 
     Both systems: such tensors go to PyTorch's allocator in MemAscend too.
     """
-    experts = [tensor for tensor in model_spec(MOE).tensors() if ".experts." in tensor.name]
-    return sum(GPUS * (1 << (-(-2 * tensor.numel // GPUS) - 1).bit_length()) for tensor in experts)
+    experts = [tensor for tensor in model_spec(own.MOE).tensors() if ".experts." in tensor.name]
+    return sum(own.GPUS * (1 << (-(-2 * tensor.numel // own.GPUS) - 1).bit_length()) for tensor in experts)
 
 
 def planned_stacks() -> Iterator[Row]:
@@ -186,7 +171,7 @@ def planned_stacks() -> Iterator[Row]:
     for context in (512, 32_768):
         for label, stack in STACKS.items():
             made = gpu_memory(Workload(spec=spec, system="zero_infinity", stack=stack, batch=4, context=context))
-            cells = {"series": label, "model": spec.display, "x": (AT_CONTEXT, context)}
+            cells = {"series": label, "model": spec.display, "x": (own.AT_CONTEXT, context)}
             for metric, nbytes in {DEVICE_PEAK: made.device_bytes, **made.components()}.items():
                 yield shown("memascend-fig02", metric, nbytes / GIB, "GiB", "memascend.planner.gpu_memory", **cells)
 
@@ -205,13 +190,13 @@ def measured(runs: list[Run]) -> Iterator[Row]:
 def exhibits_of(run: Run) -> Iterator[tuple[str, str, str]]:
     """(exhibit, x axis, subfigure) that a sweep of this model is drawn in."""
     if run.model == "Qwen3-30B-A3B":
-        yield from (("memascend-fig18", AT_CONTEXT, "a"), ("memascend-fig18", AT_BATCH, "b"))
+        yield from (("memascend-fig18", own.AT_CONTEXT, "a"), ("memascend-fig18", own.AT_BATCH, "b"))
         return
     if run.model == "Qwen2.5-7B":
-        yield from (("memascend-fig09", AT_CONTEXT, ""), ("memascend-fig10", AT_BATCH, ""))
+        yield from (("memascend-fig09", own.AT_CONTEXT, ""), ("memascend-fig10", own.AT_BATCH, ""))
     if run.model in SUBFIGURES:
         at = SUBFIGURES[run.model]
-        yield from (("memascend-fig16", AT_CONTEXT, at), ("memascend-fig17", AT_BATCH, at))
+        yield from (("memascend-fig16", own.AT_CONTEXT, at), ("memascend-fig17", own.AT_BATCH, at))
 
 
 def points(run: Run, x_name: str) -> dict[int, dict[str, Any]]:
@@ -219,9 +204,9 @@ def points(run: Run, x_name: str) -> dict[int, dict[str, Any]]:
     out = {}
     for point in run.record["points"]:
         context, batch = point["sequence"] * run.k, point["batch"] * run.record["ranks"] / run.record["gpus"]
-        if x_name == AT_CONTEXT and batch == 1:
+        if x_name == own.AT_CONTEXT and batch == 1:
             out[context] = point
-        if x_name == AT_BATCH and context == CONTEXT:
+        if x_name == own.AT_BATCH and context == own.CONTEXT:
             out[int(batch)] = point
     return out
 
@@ -244,7 +229,7 @@ def measured_stacks(run: Run) -> Iterator[Row]:
     for point in run.record["points"]:
         context = point["sequence"] * run.k
         series = STACK_NAMES[tuple(point["stack"][name] for name in ("checkpointing", "attention", "loss"))]
-        at = {"x": (AT_CONTEXT, context), "series": series, "subfigure": "a" if context < CONTEXT else "b"}
+        at = {"x": (own.AT_CONTEXT, context), "series": series, "subfigure": "a" if context < own.CONTEXT else "b"}
         yield from in_bytes(exhibit, run, DEVICE_PEAK, point["memory"]["device_peak_bytes"], **at)
         yield of_case(exhibit, run, "batch size", point["batch"], "sequences", **at)
 

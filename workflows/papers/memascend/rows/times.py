@@ -18,25 +18,12 @@ from memascend.planner.step_time import StepTime, step_time
 from memascend.planner.workload import papers
 from memascend.systems import arrangement
 from workflows.cases import Row
-from workflows.papers.memascend.rows.settings import (
-    AT_BATCH,
-    AT_CONTEXT,
-    C1,
-    C2,
-    C3,
-    CONTEXT,
-    CONTEXTS,
-    DENSE,
-    GPUS,
-    MOE,
-    PAPER,
-    batches,
-)
+from workflows.papers.memascend.rows import settings as own
 from workflows.played import assumption, machine
 
-shown = PAPER.shown
+shown = own.PAPER.shown
 BF16 = "MemAscend + bf16 optimizer"
-CONFIGURATIONS = {"C1": (C1, GPUS), "C2": (C2, 1)}
+CONFIGURATIONS = {"C1": (own.C1, own.GPUS), "C2": (own.C2, 1)}
 # Tables IV and VI: model -> batches of configuration 1, of configuration 2.
 CELLS = {
     "llama3.1-8b": {"C1": (8, 80), "C2": (8, 20)},
@@ -45,8 +32,8 @@ CELLS = {
     "qwen2.5-32b": {"C1": (8, 48), "C2": (4, 8)},
 }
 # Exhibits with times, and the testbed of the first of them.
-TIMED = {"memascend-fig10": C1, "memascend-fig17": C1, "memascend-fig18": C3}
-TIMED |= dict.fromkeys(("memascend-tab04", "memascend-tab06"), C1)
+TIMED = {"memascend-fig10": own.C1, "memascend-fig17": own.C1, "memascend-fig18": own.C3}
+TIMED |= dict.fromkeys(("memascend-tab04", "memascend-tab06"), own.C1)
 IMPROVEMENT = "throughput improvement"
 # Table -> (series, slower arm, faster arm); arms as keyword arguments of Workload.
 TABLES = {
@@ -64,11 +51,11 @@ TABLES = {
 
 
 def rows() -> Iterator[Row]:
-    yield from throughput("memascend-fig10", "qwen2.5-7b", AT_BATCH, batches("qwen2.5-7b"), C1)
-    for subfigure, model in zip("abcd", DENSE, strict=True):
-        yield from throughput("memascend-fig17", model, AT_BATCH, batches(model), C1, subfigure)
-    yield from throughput("memascend-fig18", MOE, AT_CONTEXT, list(CONTEXTS), C3, "a")
-    yield from throughput("memascend-fig18", MOE, AT_BATCH, batches(MOE), C3, "b")
+    yield from throughput("memascend-fig10", "qwen2.5-7b", own.AT_BATCH, own.batches("qwen2.5-7b"), own.C1)
+    for subfigure, model in zip("abcd", own.DENSE, strict=True):
+        yield from throughput("memascend-fig17", model, own.AT_BATCH, own.batches(model), own.C1, subfigure)
+    yield from throughput("memascend-fig18", own.MOE, own.AT_CONTEXT, list(own.CONTEXTS), own.C3, "a")
+    yield from throughput("memascend-fig18", own.MOE, own.AT_BATCH, own.batches(own.MOE), own.C3, "b")
     yield from fig20()
     for exhibit in TABLES:
         yield from improvements(exhibit)
@@ -96,18 +83,18 @@ def throughput(
     for system in ("zero_infinity", "memascend"):
         label = arrangement(system).label
         for x in values:
-            batch, context = (1, x) if x_name == AT_CONTEXT else (x, CONTEXT)
-            step = seconds(model, testbed, GPUS, batch, context, system=system)
+            batch, context = (1, x) if x_name == own.AT_CONTEXT else (x, own.CONTEXT)
+            step = seconds(model, testbed, own.GPUS, batch, context, system=system)
             source = f"memascend.planner.step_time: {step.seconds:.3g} s a step, mostly {step.bottleneck}"
             cells = {"series": label, "model": model_spec(model).display, "testbed": testbed, "subfigure": subfigure}
             yield shown(exhibit, "throughput", step.tokens_per_second, "tokens/s", source, **cells, x=(x_name, x))
 
 
 def fig20() -> Iterator[Row]:
-    for model in DENSE:
+    for model in own.DENSE:
         spec = model_spec(model)
         for series, states in (("MemAscend", "fp32"), (BF16, "bf16")):
-            work = Workload(spec=spec, system="memascend", dtype="bf16", states=states, ranks=GPUS)
+            work = Workload(spec=spec, system="memascend", dtype="bf16", states=states, ranks=own.GPUS)
             volume = io_volume(papers(work)).total_bytes
             cells = {"series": series, "model": spec.display}
             source = f"memascend.planner.step, {states} states"
@@ -126,11 +113,11 @@ def improvements(exhibit: str) -> Iterator[Row]:
             mine = []
             for batch in per_configuration[name]:
                 before, after = (
-                    seconds(model, testbed, ranks, batch, CONTEXT, **arm).seconds for arm in (slower, faster)
+                    seconds(model, testbed, ranks, batch, own.CONTEXT, **arm).seconds for arm in (slower, faster)
                 )
                 mine.append(100 * (before / after - 1))
                 cells = {"series": f"{series}, {name}", "model": model_spec(model).display, "testbed": testbed}
-                yield shown(exhibit, IMPROVEMENT, mine[-1], "%", source, **cells, x=(AT_BATCH, batch))
+                yield shown(exhibit, IMPROVEMENT, mine[-1], "%", source, **cells, x=(own.AT_BATCH, batch))
             shrinking.append(mine[0] - mine[-1])
             percents += mine
         named = {"smallest": min(percents), "average": sum(percents) / len(percents), "largest": max(percents)}
@@ -149,7 +136,7 @@ def section_iii_c() -> Iterator[Row]:
     model, (testbed, ranks) = "llama3.1-8b", CONFIGURATIONS["C1"]
     series, slower, faster = TABLES["memascend-tab04"]
     for whole, ending in ((True, ""), (False, ", check halved")):
-        made = seconds(model, testbed, ranks, 8, CONTEXT, whole_chain=whole, **slower)
+        made = seconds(model, testbed, ranks, 8, own.CONTEXT, whole_chain=whole, **slower)
         check = next(phase.seconds for phase in made.phases if phase.name == "overflow check")
         source = f"memascend.planner.step_time: {check:.4g} of {made.seconds:.4g} s; erratum M5"
         cells = {"series": arrangement("zero_infinity").label, "model": model_spec(model).display, "testbed": testbed}
@@ -158,8 +145,8 @@ def section_iii_c() -> Iterator[Row]:
     source = "memascend.planner.step_time: 100 (slower arm / faster arm - 1), the check not halved; erratum M5"
     for name, batches_of in CELLS.items():
         for batch in batches_of["C1"]:
-            before = seconds(name, testbed, ranks, batch, CONTEXT, whole_chain=True, **slower).seconds
-            after = seconds(name, testbed, ranks, batch, CONTEXT, **faster).seconds
+            before = seconds(name, testbed, ranks, batch, own.CONTEXT, whole_chain=True, **slower).seconds
+            after = seconds(name, testbed, ranks, batch, own.CONTEXT, **faster).seconds
             cells = {"series": f"{series}, C1, check not halved", "model": model_spec(name).display}
-            cells |= {"testbed": testbed, "x": (AT_BATCH, batch)}
+            cells |= {"testbed": testbed, "x": (own.AT_BATCH, batch)}
             yield shown("memascend-tab04", IMPROVEMENT, 100 * (before / after - 1), "%", source, **cells)
