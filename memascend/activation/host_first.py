@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from memascend.byte_views import flat_bytes
 from memascend.memory.pinned import Allocator
+from memascend.storage.byte_views import flat_bytes
 from memascend.storage.completion import Completion, Promise
 from memascend.storage.tier import Tier, Transferred
 from memascend.storage.tier_base import TierBase, require_memory

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from memascend.activation.transfer import DeviceStreams
-from memascend.byte_views import flat_bytes
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
+from memascend.storage.byte_views import flat_bytes
 from memascend.storage.completion import Completion, Promise, when
 from memascend.storage.tier import Tier, Transferred
 

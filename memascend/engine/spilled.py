@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from memascend.byte_views import byte_view
+from memascend.storage.byte_views import byte_view
 from memascend.storage.tensor_folder import StoredTensor
 
 _PAGES = "_memascend_pages"  # of a parameter: the map that its values lie in

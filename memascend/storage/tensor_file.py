@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from memascend.byte_views import byte_view
+from memascend.storage.byte_views import byte_view
 
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
-from memascend.byte_views import byte_view
+from memascend.storage.byte_views import byte_view
 from memascend.storage.scratch import require_room
 
 MANIFEST = "manifest.json"
