@@ -26,6 +26,7 @@
 #include "core/fault_layer.h"
 #include "core/file_engine.h"
 #include "core/latency.h"
+#include "core/numa_threads.h"
 #include "core/overflow.h"
 #include "core/pinned.h"
 #include "core/placement.h"
@@ -829,6 +830,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              py::arg("lock"), py::arg("require_lock"), py::arg("pages") = "small", py::arg("placement") = py::none());
   module.def("pages_by_node", &named_pages_by_node, py::arg("address"), py::arg("bytes"),
              py::call_guard<py::gil_scoped_release>());
+  module.def("numa_chunk_counts", [] {
+    const ChunkCounts counts = numa_chunk_counts();
+    return std::pair(counts.near, counts.elsewhere);
+  });
   module.def("move_pages", &named_move_pages, py::arg("address"), py::arg("bytes"), py::arg("placement"));
   module.def(
       "load_latency_ns",

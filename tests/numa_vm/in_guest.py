@@ -19,6 +19,7 @@ import pytest
 from tests.numa_vm.images import MAKE, images
 from tests.numa_vm.machine import boot
 
+TWO_PROCESSORS = "test_two_processors.py"
 REPORTS = "MEMASCEND_GUEST_REPORTS"  # in the guest: the file that reports are written to
 TIMEOUT_S = 900.0  # a busy machine emulates slowly; about a minute and a half on one that is not
 _KEPT = ("PYTHONPATH", "LANG", "TORCHDYNAMO_DISABLE", "HF_HUB_OFFLINE")
@@ -51,13 +52,27 @@ class Guest:
         if found is None:
             words = f"the guest ended before this test; its last words:\n{self._console[-3000:]}"
             return [pytest.TestReport(item.nodeid, item.location, {}, "failed", words, "call")]
-        return [self._config.hook.pytest_report_from_serializable(config=self._config, data=data) for data in found]
+        made = [self._config.hook.pytest_report_from_serializable(config=self._config, data=data) for data in found]
+        for report in made:
+            if isinstance(report.longrepr, list):  # where and why it was skipped: a tuple before it was JSON
+                report.longrepr = tuple(report.longrepr)
+        return made
 
     def run(self) -> None:
-        """Boot, and read what the tests in there reported."""
+        """Boot, and read what the tests in there reported; tests that need two processors have a guest of their own."""
+        start = time.monotonic()
+        two = [name for name in self._wanted if TWO_PROCESSORS in name]
+        for wanted, processors in (([name for name in self._wanted if name not in two], 1), (two, 2)):
+            if wanted:
+                self._boot(wanted, processors)
+        seconds = time.monotonic() - start
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if terminal is not None:
+            terminal.write_line(f"\nguest: {len(self._reports)} of {len(self._wanted)} tests ran, {seconds:.0f} s")
+
+    def _boot(self, wanted: list[str], processors: int) -> None:
         made = images()
         assert made is not None
-        start = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="memascend-guest-") as name:
             out = Path(name)
             environment = {key: os.environ[key] for key in _KEPT if key in os.environ} | {
@@ -69,19 +84,13 @@ class Guest:
                 REPORTS: "/out/reports",
             }
             options = ["-m", "numa_vm", "-q", "--timeout", "0", "-p", "no:cacheprovider", "-p", "tests.numa_vm.reports"]
-            command = [sys.executable, "-m", "pytest", *options, *self._wanted]
+            command = [sys.executable, "-m", "pytest", *options, *wanted]
+            settings = {"cwd": self._config.rootpath, "environment": environment, "timeout_s": TIMEOUT_S}
             try:
-                outcome = boot(
-                    made, command, out, cwd=self._config.rootpath, environment=environment, timeout_s=TIMEOUT_S
-                )
-                self._console = outcome.console
+                self._console += boot(made, command, out, **settings, processors=processors).console
             except TimeoutError as error:
-                self._console = str(error)
+                self._console += str(error)
             self._read(out / "reports")
-        seconds = time.monotonic() - start
-        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
-        if terminal is not None:
-            terminal.write_line(f"\nguest: {len(self._reports)} of {len(self._wanted)} tests ran, {seconds:.0f} s")
 
     def _read(self, path: Path) -> None:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []

@@ -1,4 +1,5 @@
-"""One boot of the guest: a processor with 3 GiB, and two nodes of 256 MiB without processors, as CXL cards are.
+"""One boot of the guest: a processor with 3 GiB, and two nodes of 256 MiB without processors, as CXL cards are. On
+request a second processor, on a node without memory, which the second card is nearest to.
 
 The processor is emulated (no KVM is needed, none is used), so nothing in here may be timed. The host's files are there,
 read-only under a layer that is forgotten; what the command leaves in /out comes back.
@@ -21,6 +22,7 @@ NODES_MIB = (3072, 256, 256)
 DISTANCES = {(0, 1): 20, (0, 2): 24, (1, 2): 28}
 LATENCY_NS = (100, 200, 250)
 BANDWIDTH_MB_PER_S = (100_000, 25_000, 25_000)
+SECOND_PROCESSOR_DISTANCES = {(0, 3): 32, (1, 3): 36, (2, 3): 15}
 
 
 @dataclass(frozen=True)
@@ -31,29 +33,35 @@ class Outcome:
     console: str
 
 
-def _machine_options() -> list[str]:
-    options = ["-M", "q35,hmat=on", "-m", f"{sum(NODES_MIB)}M"]
+def _machine_options(processors: int) -> list[str]:
+    # With a node that has no memory the kernel takes QEMU's HMAT for invalid.
+    options = ["-smp", str(processors), "-M", f"q35,hmat={'on' if processors == 1 else 'off'}"]
+    options += ["-m", f"{sum(NODES_MIB)}M"]
     for number, mib in enumerate(NODES_MIB):
         options += ["-object", f"memory-backend-memfd,id=m{number},size={mib}M"]
-        cpus = "cpus=0-0" if number == 0 else "initiator=0"
-        options += ["-numa", f"node,nodeid={number},{cpus},memdev=m{number}"]
-    for (source, target), value in DISTANCES.items():
+        role = "cpus=0-0" if number == 0 else "initiator=0" if processors == 1 else ""
+        options += ["-numa", ",".join(filter(None, (f"node,nodeid={number},memdev=m{number}", role)))]
+    distances = DISTANCES
+    if processors == 2:
+        options += ["-numa", f"node,nodeid={len(NODES_MIB)},cpus=1"]
+        distances = DISTANCES | SECOND_PROCESSOR_DISTANCES
+    for (source, target), value in distances.items():
         options += ["-numa", f"dist,src={source},dst={target},val={value}"]
-    for number in range(len(NODES_MIB)):
+    for number in range(len(NODES_MIB)) if processors == 1 else ():
         common = f"hmat-lb,initiator=0,target={number},hierarchy=memory"
         options += ["-numa", f"{common},data-type=access-latency,latency={LATENCY_NS[number]}"]
         options += ["-numa", f"{common},data-type=access-bandwidth,bandwidth={BANDWIDTH_MB_PER_S[number]}M"]
     return options
 
 
-def command_line(images: Images, out: Path) -> list[str]:
+def command_line(images: Images, out: Path, processors: int) -> list[str]:
     """QEMU's, with `out` as the guest's /out."""
     share = "security_model=none,multidevs=remap"
     return [
         images.qemu,
         *images.firmware(),
-        *("-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "1"),
-        *_machine_options(),
+        *("-accel", "tcg,thread=multi", "-cpu", "max"),
+        *_machine_options(processors),
         *("-nodefaults", "-no-user-config", "-display", "none", "-serial", "stdio", "-no-reboot"),
         *("-virtfs", f"local,path=/,mount_tag=hostroot,readonly=on,{share}"),
         *("-virtfs", f"local,path={out},mount_tag=out,{share}"),
@@ -63,10 +71,18 @@ def command_line(images: Images, out: Path) -> list[str]:
 
 
 def boot(
-    images: Images, command: list[str], out: Path, *, cwd: Path, environment: Mapping[str, str], timeout_s: float
+    images: Images,
+    command: list[str],
+    out: Path,
+    *,
+    cwd: Path,
+    environment: Mapping[str, str],
+    timeout_s: float,
+    processors: int = 1,
 ) -> Outcome:
-    """Run `command` in a guest of its own. `out` is a folder without commas in its path; the guest's /out.
+    """Run `command` in a guest of its own, with one processor or two.
 
+    `out` is a folder without commas in its path; the guest's /out.
     Raises TimeoutError, with the end of what the console said, where the guest does not end in time.
     """
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
@@ -74,7 +90,7 @@ def boot(
     (out / "run.sh").write_text(script, encoding="utf-8")
     with tempfile.TemporaryFile() as console:
         process = subprocess.Popen(
-            command_line(images, out),
+            command_line(images, out, processors),
             stdin=subprocess.DEVNULL,
             stdout=console,
             stderr=subprocess.STDOUT,

@@ -118,6 +118,16 @@ class Step {
     }
   }
 
+  // From element `first` on, in chunks of `elements`. States are read and written.
+  [[nodiscard]] std::vector<ChunkedArray> arrays(std::int64_t first, std::int64_t elements) const {
+    std::vector<ChunkedArray> found;
+    for (const void* data : {t_.param, t_.momentum, t_.variance}) {
+      found.push_back({at<const void*>(data, first, state_bytes()), elements * state_bytes(), 2});
+    }
+    found.push_back({at(t_.grad, first, grad_bytes()), elements * grad_bytes(), 1});
+    return found;
+  }
+
   // Throws if a group was left out.
   void report(const AdamWOptions& options) const {
     const std::int64_t begin = first_bad_.load();
@@ -199,11 +209,14 @@ void adamw(const AdamWTensors& tensors, const AdamWOptions& options, int threads
   if (head > 0) {
     step.part(0, head);
   }
-  parallel_chunks((groups + kChunkGroups - 1) / kChunkGroups, threads, [&](std::int64_t chunk) {
+  const std::int64_t chunks = (groups + kChunkGroups - 1) / kChunkGroups;
+  const std::optional<NumaPlan> plan = plan_near_data(chunks, threads, step.arrays(head, kChunkGroups * kGroup));
+  const auto update = [&](std::int64_t chunk) {
     const std::int64_t first = chunk * kChunkGroups;
     step.whole(head + first * kGroup, std::min(kChunkGroups, groups - first));
     return true;
-  });
+  };
+  parallel_chunks(chunks, threads, update, plan ? &*plan : nullptr);
   if (rest > 0) {
     step.part(head + groups * kGroup, rest);
   }

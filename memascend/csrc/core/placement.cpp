@@ -273,21 +273,30 @@ void move_pages_to(void* address, std::int64_t bytes, const Placement& placement
   }
 }
 
+std::vector<int> nodes_of_pages(const std::vector<void*>& pages) {
+  std::vector<int> answers(pages.size(), -1);
+  // The kernel does not write to the addresses.
+  auto* const asked = const_cast<void**>(pages.data());
+  if (syscall(SYS_move_pages, 0, pages.size(), asked, nullptr, answers.data(), 0) < 0) {
+    answers.clear();
+  }
+  return answers;
+}
+
 std::map<int, std::int64_t> pages_by_node(const void* address, std::int64_t bytes) {
   const auto first = reinterpret_cast<std::uintptr_t>(address) / kPageBytes;
   const auto last = (reinterpret_cast<std::uintptr_t>(address) + static_cast<std::uintptr_t>(bytes) - 1) / kPageBytes;
   const auto pages = static_cast<std::int64_t>(last - first + 1);
   std::map<int, std::int64_t> counts;
   std::vector<void*> asked;
-  std::vector<int> answers;
   for (std::int64_t at = 0; at < pages; at += kPagesAsked) {
     const auto count = static_cast<std::size_t>(std::min(kPagesAsked, pages - at));
     asked.resize(count);
-    answers.assign(count, -1);
     for (std::size_t page = 0; page < count; ++page) {
       asked[page] = reinterpret_cast<void*>((first + static_cast<std::uintptr_t>(at) + page) * kPageBytes);
     }
-    if (syscall(SYS_move_pages, 0, count, asked.data(), nullptr, answers.data(), 0) < 0) {
+    const std::vector<int> answers = nodes_of_pages(asked);
+    if (answers.empty()) {
       throw Error(ErrorKind::kState, "the kernel does not say on which node pages lie (move_pages: " +
                                          std::string(std::strerror(errno)) +
                                          "): in Docker allow it with --cap-add SYS_NICE");

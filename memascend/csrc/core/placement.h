@@ -42,6 +42,9 @@ void place_pages(void* address, std::int64_t bytes, const Placement& placement, 
 // or the nodes are full.
 void move_pages_to(void* address, std::int64_t bytes, const Placement& placement);
 
+// The node of each page, negative for one that is not resident; empty if the kernel does not say (`errno` has why).
+[[nodiscard]] std::vector<int> nodes_of_pages(const std::vector<void*>& pages);
+
 // Pages by node; those that are not resident are counted under -1. Throws Error(kState) if the kernel does not say.
 [[nodiscard]] std::map<int, std::int64_t> pages_by_node(const void* address, std::int64_t bytes);
 

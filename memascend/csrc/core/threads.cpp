@@ -6,6 +6,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -29,6 +30,8 @@ void relax() {
 struct alignas(64) Share {
   std::atomic<std::int64_t> next{0};
   std::int64_t end = 0;
+  const CpuNode* node = nullptr;  // that its data are near to, where there is a plan
+  bool owned = false;             // a thread began with it
 };
 
 // Every thread streams through a share of its own: two that read side by side in one get a fifth less bandwidth
@@ -37,34 +40,107 @@ class Job {
  public:
   Job(const std::function<bool(std::int64_t)>& body, std::int64_t chunks, int threads)
       : body_(body), shares_(static_cast<std::size_t>(threads)) {
-    for (int i = 0; i < threads; ++i) {
-      shares_[static_cast<std::size_t>(i)].next = chunks * i / threads;
-      shares_[static_cast<std::size_t>(i)].end = chunks * (i + 1) / threads;
+    divide(0, 0, chunks, threads, nullptr);
+  }
+
+  // A node that has chunks and no thread is one share that the others take from.
+  Job(const std::function<bool(std::int64_t)>& body, const NumaPlan& plan)
+      : body_(body), order_(plan.order.data()), shares_(count_shares(plan)) {
+    std::size_t first = 0;
+    for (const NodeShare& share : plan.shares) {
+      const int parts = std::max(1, share.threads);
+      divide(first, share.begin, share.end, parts, &share.node);
+      for (int i = share.threads; i < parts; ++i) {
+        shares_[first + static_cast<std::size_t>(i)].owned = true;
+      }
+      first += static_cast<std::size_t>(parts);
     }
   }
 
   void work() {
-    const std::size_t own = joined_.fetch_add(1, std::memory_order_relaxed);
-    for (std::size_t i = 0; i < shares_.size(); ++i) {
-      work_on(shares_[(own + i) % shares_.size()]);
+    if (order_ == nullptr) {
+      const std::size_t own = joined_.fetch_add(1, std::memory_order_relaxed);
+      for (std::size_t i = 0; i < shares_.size(); ++i) {
+        work_on(shares_[(own + i) % shares_.size()]);
+      }
+      return;
     }
+    const std::size_t own = take_share();
+    if (own == shares_.size()) {
+      return;  // more threads than were planned
+    }
+    const CpuNode* node = shares_[own].node;
+    const OnNode stays(*node);
+    const bool arrived = runs_on(*node);  // not where the thread's own affinity forbids it
+    std::int64_t near = 0;
+    std::int64_t far = 0;
+    for (const bool at_home : {true, false}) {
+      for (std::size_t i = 0; i < shares_.size(); ++i) {
+        Share& share = shares_[(own + i) % shares_.size()];
+        if ((share.node == node) == at_home) {
+          (at_home && arrived ? near : far) += work_on(share);
+        }
+      }
+    }
+    count_chunks(near, far);
   }
 
  private:
-  void work_on(Share& share) {
-    while (!stopped_.load(std::memory_order_relaxed)) {
-      const std::int64_t chunk = share.next.fetch_add(1, std::memory_order_relaxed);
-      if (chunk >= share.end) {
-        return;
-      }
-      if (!body_(chunk)) {
-        stopped_.store(true, std::memory_order_relaxed);
-      }
+  static std::size_t count_shares(const NumaPlan& plan) {
+    std::size_t count = 0;
+    for (const NodeShare& share : plan.shares) {
+      count += static_cast<std::size_t>(std::max(1, share.threads));
+    }
+    return count;
+  }
+
+  void divide(std::size_t first, std::int64_t begin, std::int64_t end, int parts, const CpuNode* node) {
+    for (int i = 0; i < parts; ++i) {
+      Share& share = shares_[first + static_cast<std::size_t>(i)];
+      share.next = begin + (end - begin) * i / parts;
+      share.end = begin + (end - begin) * (i + 1) / parts;
+      share.node = node;
     }
   }
 
+  // One that nobody has begun with: of the node that the thread is on if there is one. All shares for none.
+  std::size_t take_share() {
+    std::lock_guard<std::mutex> guard(taking_);
+    std::size_t found = shares_.size();
+    for (std::size_t i = 0; i < shares_.size(); ++i) {
+      if (!shares_[i].owned && (found == shares_.size() || runs_on(*shares_[i].node))) {
+        found = i;
+        if (runs_on(*shares_[i].node)) {
+          break;
+        }
+      }
+    }
+    if (found < shares_.size()) {
+      shares_[found].owned = true;
+    }
+    return found;
+  }
+
+  // How many chunks of it were run.
+  std::int64_t work_on(Share& share) {
+    std::int64_t run = 0;
+    while (!stopped_.load(std::memory_order_relaxed)) {
+      const std::int64_t chunk = share.next.fetch_add(1, std::memory_order_relaxed);
+      if (chunk >= share.end) {
+        break;
+      }
+      ++run;
+      if (!body_(order_ == nullptr ? chunk : order_[chunk])) {
+        stopped_.store(true, std::memory_order_relaxed);
+      }
+    }
+    return run;
+  }
+
   const std::function<bool(std::int64_t)>& body_;
+  const std::int64_t* order_ = nullptr;  // chunks as the shares count them, where there is a plan
   std::vector<Share> shares_;
+  std::mutex taking_;
   std::atomic<std::size_t> joined_{0};
   std::atomic<bool> stopped_{false};
 };
@@ -162,19 +238,25 @@ bool openmp_is_usable() {
 
 }  // namespace
 
-void parallel_chunks(std::int64_t chunks, int threads, const std::function<bool(std::int64_t)>& body) {
+void parallel_chunks(std::int64_t chunks, int threads, const std::function<bool(std::int64_t)>& body,
+                     const NumaPlan* plan) {
   if (chunks <= 0) {
     return;
   }
   const auto workers = static_cast<int>(std::clamp<std::int64_t>(chunks, 1, std::max(1, threads)));
-  Job job(body, chunks, workers);
+  std::optional<Job> job;
+  if (plan == nullptr) {
+    job.emplace(body, chunks, workers);
+  } else {
+    job.emplace(body, *plan);
+  }
   if (workers == 1) {
-    job.work();
+    job->work();
   } else if (openmp_is_usable()) {
 #pragma omp parallel num_threads(workers)
-    job.work();
-  } else if (!pool().run(job, workers - 1)) {
-    job.work();
+    job->work();
+  } else if (!pool().run(*job, workers - 1)) {
+    job->work();
   }
 }
 

@@ -1,0 +1,269 @@
+#include "numa_threads.h"
+
+#include <algorithm>
+#include <atomic>
+#include <fstream>
+#include <map>
+#include <numeric>
+#include <sstream>
+#include <string>
+#include <utility>
+
+#include "pinned.h"
+#include "placement.h"
+
+namespace memascend {
+namespace {
+
+// A plan costs some tens of microseconds: less than a hundredth of a kernel of this many chunks.
+constexpr std::int64_t kLeastChunks = 64;
+constexpr std::int64_t kSamples = 128;
+constexpr int kMostNodes = 1024;
+
+std::atomic<std::int64_t> chunks_near{0};
+std::atomic<std::int64_t> chunks_elsewhere{0};
+
+std::string first_line(int node, const char* file) {
+  std::ifstream in("/sys/devices/system/node/node" + std::to_string(node) + "/" + file);
+  std::string line;
+  std::getline(in, line);
+  return line;
+}
+
+// The kernel's lists: 0-3,8.
+std::vector<int> listed(const std::string& text) {
+  std::vector<int> numbers;
+  std::istringstream in(text);
+  for (std::string part; std::getline(in, part, ',');) {
+    std::istringstream range(part);
+    int first = 0;
+    char dash = 0;
+    if (!(range >> first)) {
+      continue;
+    }
+    int last = first;
+    range >> dash >> last;
+    for (; first <= last; ++first) {
+      numbers.push_back(first);
+    }
+  }
+  return numbers;
+}
+
+struct Machine {
+  std::vector<CpuNode> nodes;       // those that have processors
+  std::map<int, int> nearest;       // of each node: an index into `nodes`, -1 for several
+};
+
+std::vector<int> all_nodes() {
+  std::ifstream in("/sys/devices/system/node/online");
+  std::string line;
+  std::getline(in, line);
+  return listed(line);
+}
+
+Machine read_machine() {
+  Machine machine;
+  const std::vector<int> numbers = all_nodes();
+  std::vector<int> with_cpus;  // places in a row of distances
+  for (std::size_t place = 0; place < numbers.size() && numbers.size() <= kMostNodes; ++place) {
+    CpuNode node{numbers[place], {}};
+    CPU_ZERO(&node.cpus);
+    for (const int cpu : listed(first_line(node.number, "cpulist"))) {
+      if (cpu < CPU_SETSIZE) {
+        CPU_SET(cpu, &node.cpus);
+      }
+    }
+    if (CPU_COUNT(&node.cpus) > 0) {
+      machine.nodes.push_back(node);
+      with_cpus.push_back(static_cast<int>(place));
+    }
+  }
+  for (const int number : numbers) {
+    std::istringstream row(first_line(number, "distance"));
+    std::vector<int> distances;
+    for (int value = 0; row >> value;) {
+      distances.push_back(value);
+    }
+    machine.nearest[number] = distances.size() == numbers.size() ? nearest_node(with_cpus, distances) : -1;
+  }
+  return machine;
+}
+
+const Machine& machine() {
+  static const Machine read = read_machine();
+  return read;
+}
+
+// Nodes of the machine with the processors that the calling thread may use; empty ones stay in their place.
+std::vector<CpuNode> usable_nodes() {
+  cpu_set_t mask;
+  CPU_ZERO(&mask);
+  std::vector<CpuNode> nodes = machine().nodes;
+  if (sched_getaffinity(0, sizeof mask, &mask) != 0) {
+    return {};
+  }
+  for (CpuNode& node : nodes) {
+    CPU_AND(&node.cpus, &node.cpus, &mask);
+  }
+  return nodes;
+}
+
+// For each of `samples` equal runs of chunks the node (an index) that most of its bytes are moved nearest to, or -1.
+std::vector<int> homes(std::int64_t chunks, std::int64_t samples, const std::vector<ChunkedArray>& arrays,
+                       std::size_t nodes) {
+  std::vector<void*> asked;
+  for (std::int64_t sample = 0; sample < samples; ++sample) {
+    const std::int64_t middle = chunks * (2 * sample + 1) / (2 * samples);
+    for (const ChunkedArray& array : arrays) {
+      const auto at = reinterpret_cast<std::uintptr_t>(array.data) +
+                      static_cast<std::uintptr_t>(middle * array.bytes_per_chunk);
+      asked.push_back(reinterpret_cast<void*>(at / kPageBytes * kPageBytes));
+    }
+  }
+  const std::vector<int> answers = nodes_of_pages(asked);
+  std::vector<int> found(static_cast<std::size_t>(samples), -1);
+  for (std::size_t sample = 0; sample < found.size() && answers.size() == asked.size(); ++sample) {
+    std::vector<std::int64_t> bytes(nodes, 0);
+    for (std::size_t i = 0; i < arrays.size(); ++i) {
+      const auto home = machine().nearest.find(answers[sample * arrays.size() + i]);
+      if (home != machine().nearest.end() && home->second >= 0) {
+        bytes[static_cast<std::size_t>(home->second)] += arrays[i].bytes_per_chunk * arrays[i].weight;
+      }
+    }
+    const auto most = std::max_element(bytes.begin(), bytes.end());
+    if (*most > 0 && std::count(bytes.begin(), bytes.end(), *most) == 1) {
+      found[sample] = static_cast<int>(most - bytes.begin());
+    }
+  }
+  return found;
+}
+
+}  // namespace
+
+int nearest_node(const std::vector<int>& nodes, const std::vector<int>& distances) {
+  int best = -1;
+  int least = 0;
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    const int distance = distances[static_cast<std::size_t>(nodes[i])];
+    if (i == 0 || distance < least) {
+      best = static_cast<int>(i);
+      least = distance;
+    } else if (distance == least) {
+      best = -1;
+    }
+  }
+  return best;
+}
+
+std::vector<int> divide_threads(int threads, const std::vector<std::int64_t>& chunks,
+                                const std::vector<int>& processors) {
+  std::vector<int> divided(chunks.size(), 0);
+  for (int given = 0; given < threads; ++given) {
+    // The node with the most chunks for each thread that it would have; with a processor left, if any node has one.
+    const bool left = std::inner_product(processors.begin(), processors.end(), divided.begin(), false, std::logical_or<>(),
+                                         [](int cpus, int used) { return cpus > used; });
+    std::size_t next = chunks.size();
+    for (std::size_t i = 0; i < chunks.size(); ++i) {
+      if (processors[i] == 0 || (left && divided[i] >= processors[i])) {
+        continue;
+      }
+      if (next == chunks.size() || chunks[i] * (divided[next] + 1) > chunks[next] * (divided[i] + 1)) {
+        next = i;
+      }
+    }
+    if (next == chunks.size()) {
+      break;
+    }
+    ++divided[next];
+  }
+  return divided;
+}
+
+std::optional<NumaPlan> plan_near_data(std::int64_t chunks, int threads, const std::vector<ChunkedArray>& arrays) {
+  if (threads < 2 || chunks < kLeastChunks || machine().nodes.size() < 2) {
+    return std::nullopt;
+  }
+  const std::vector<CpuNode> nodes = usable_nodes();
+  std::vector<int> processors;
+  for (const CpuNode& node : nodes) {
+    processors.push_back(CPU_COUNT(&node.cpus));
+  }
+  if (std::count_if(processors.begin(), processors.end(), [](int cpus) { return cpus > 0; }) < 2) {
+    return std::nullopt;
+  }
+  const std::int64_t samples = std::min(kSamples, chunks);
+  const std::vector<int> found = homes(chunks, samples, arrays, nodes.size());
+  std::vector<std::vector<std::int64_t>> near(nodes.size());
+  const auto add = [&](std::int64_t sample, std::size_t node) {
+    for (std::int64_t chunk = chunks * sample / samples; chunk < chunks * (sample + 1) / samples; ++chunk) {
+      near[node].push_back(chunk);
+    }
+  };
+  std::vector<std::int64_t> anywhere;
+  for (std::int64_t sample = 0; sample < samples; ++sample) {
+    const int home = found[static_cast<std::size_t>(sample)];
+    if (home < 0 || processors[static_cast<std::size_t>(home)] == 0) {
+      anywhere.push_back(sample);
+    } else {
+      add(sample, static_cast<std::size_t>(home));
+    }
+  }
+  for (const std::int64_t sample : anywhere) {
+    std::size_t least = nodes.size();  // the node with the fewest chunks for each of its processors
+    for (std::size_t i = 0; i < nodes.size(); ++i) {
+      const auto load = [&](std::size_t of, std::size_t with) {
+        return near[of].size() * static_cast<std::size_t>(processors[with]);
+      };
+      if (processors[i] > 0 && (least == nodes.size() || load(i, least) < load(least, i))) {
+        least = i;
+      }
+    }
+    add(sample, least);
+  }
+  std::vector<std::int64_t> counts;
+  for (const auto& own : near) {
+    counts.push_back(static_cast<std::int64_t>(own.size()));
+  }
+  const std::vector<int> divided = divide_threads(threads, counts, processors);
+  NumaPlan plan;
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    const auto begin = static_cast<std::int64_t>(plan.order.size());
+    plan.order.insert(plan.order.end(), near[i].begin(), near[i].end());
+    if (divided[i] > 0 || !near[i].empty()) {
+      plan.shares.push_back({nodes[i], divided[i], begin, static_cast<std::int64_t>(plan.order.size())});
+    }
+  }
+  return plan;
+}
+
+OnNode::OnNode(const CpuNode& node) {
+  CPU_ZERO(&before_);
+  if (sched_getaffinity(0, sizeof before_, &before_) != 0) {
+    return;
+  }
+  cpu_set_t narrowed;
+  CPU_AND(&narrowed, &before_, &node.cpus);
+  changed_ = CPU_COUNT(&narrowed) > 0 && CPU_EQUAL(&narrowed, &before_) == 0 &&
+             sched_setaffinity(0, sizeof narrowed, &narrowed) == 0;
+}
+
+OnNode::~OnNode() {
+  if (changed_) {
+    (void)sched_setaffinity(0, sizeof before_, &before_);
+  }
+}
+
+bool runs_on(const CpuNode& node) {
+  const int cpu = sched_getcpu();
+  return cpu >= 0 && cpu < CPU_SETSIZE && CPU_ISSET(cpu, &node.cpus) != 0;
+}
+
+ChunkCounts numa_chunk_counts() { return {chunks_near.load(), chunks_elsewhere.load()}; }
+
+void count_chunks(std::int64_t near, std::int64_t elsewhere) {
+  chunks_near += near;
+  chunks_elsewhere += elsewhere;
+}
+
+}  // namespace memascend
