@@ -28,8 +28,10 @@ from memascend.training.processes import PARENT, free_port, remove_shared_buffer
 from memascend.training.progress import byte_count
 
 STOPPED = 143  # 128 + SIGTERM: stopped before its end, with a checkpoint
-# Without these glibc keeps freed blocks of over a gigabyte resident (measured on a 256M-parameter model).
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "2"}
+# Without these glibc keeps freed blocks of over a gigabyte resident (measured on a 256M-parameter model). With much
+# less than 4 MiB every activation on a CPU is a mapping of its own, whose pages are faulted in again: steps of a twin
+# took 1.2 to 1.6 times as long with 64 KiB, for 2 to 12 % less resident memory.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4194304", "MALLOC_TRIM_THRESHOLD_": "67108864", "MALLOC_ARENA_MAX": "2"}
 
 
 SetupOf = Callable[[TrainConfig, dict[str, Any], str, str], backends.Setup]
@@ -345,7 +347,7 @@ def _run_ranks(job: dict[str, Any], folder: RunFolder, stopping: Stopping, lock:
 
 def _start(rank: int, ranks: int, port: int, threads: int, job: Path, folder: RunFolder) -> subprocess.Popen[bytes]:
     environment = {
-        **_MALLOC,
+        **MALLOC,
         **os.environ,
         PARENT: str(os.getpid()),
         "LOCAL_RANK": str(rank),
