@@ -130,7 +130,11 @@ class TrainConfig:
     eval_sequences: int = _option(64, "at most so many sequences an evaluation; 0: none", least=0)
     save_every: int = _option(500, "steps between two checkpoints; 0: at the end alone", least=0)
     keep: int = _option(2, "checkpoints that are kept, the newest", least=1)
-    trace: str | None = _option(None, "file for the events of this call's second step, which Perfetto opens (.json)")
+    trace: str | None = _option(
+        None,
+        "file for the events of this call's second step, which Perfetto opens; with {step} in its name a file for each "
+        "step from the second on",
+    )
 
     @property
     def initialised(self) -> bool:

@@ -37,6 +37,7 @@ from memascend.training.schedule import learning_rate, sequence_numbers
 
 FINISHED, STOPPED = "finished", "stopped"
 EXIT_STOPPED = 143
+STEP_IN_TRACE = "{step}"  # in the name of --trace: its number
 
 
 class Stop:
@@ -99,7 +100,9 @@ class Worker:
         if self.config.trace:
             self.recorder = Recorder(self.rank)
             self.backend.trace(self.recorder)
-            self.traced_step = min(self.step + 2, self.steps)  # the first still makes buffers
+            second = min(self.step + 2, self.steps)  # the first still makes buffers
+            last = self.steps if STEP_IN_TRACE in self.config.trace else second
+            self.traced_steps = range(second, last + 1)
         self.progress = Progress(
             self.out if self.rank == 0 else io.StringIO(),  # one line a step: what the others would say is dropped
             self.folder.metrics if self.rank == 0 else Path(os.devnull),
@@ -239,7 +242,7 @@ class Worker:
             remark=self.backend.remark(),
         )
         self.progress.step(record)
-        if self.recorder is not None and self.step == self.traced_step:
+        if self.recorder is not None and self.step in self.traced_steps:
             self._write_trace(record)
         if not math.isfinite(record.loss) and norm is not None and config.dtype != "fp16":
             raise ValueError(
@@ -250,7 +253,7 @@ class Worker:
 
     def _write_trace(self, record: StepRecord) -> None:
         """The events of all ranks in this step, in one file."""
-        config, path = self.config, Path(str(self.config.trace))
+        config, path = self.config, Path(str(self.config.trace).replace(STEP_IN_TRACE, str(record.step)))
         events = [event for rank in self._gather(self.recorder.take()) for event in rank]
         if self.rank:
             return
