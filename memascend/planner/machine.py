@@ -134,6 +134,8 @@ class Calibrations:
     `backward_products`: products of a backward pass over those of a forward pass, without recomputation: two for each.
     `own_s`: seconds a phase that the runtime takes for itself, whatever the sizes (on a CPU its Python does not run
     beside the device); the papers' machines have none, but for CXL-aware allocation's.
+    `output_s`: seconds a phase of what lies outside the blocks (output matrix and loss), where they were measured by
+    themselves; without, its products run at the rate of the blocks.
     `adam_card_efficiency`: of a memory card's rate, where the CPU updates what lies there; None: as of DRAM's.
     """
 
@@ -145,6 +147,7 @@ class Calibrations:
     fused_memory_efficiency: float = _VALUES["fused_memory_efficiency"]
     backward_products: float = 2.0
     own_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    output_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     adam_card_efficiency: float | None = None
 
 
@@ -181,7 +184,7 @@ def machine_from_testbed(testbed: Mapping[str, Any], where: str = "testbed") -> 
         gpu_memory_bytes=None if vram is None else _positive(vram, f"{where}: gpus.memory_gib") * GIB,
         ram_bytes=None if ram is None else _positive(ram, f"{where}: memory_gib") * GIB,
         direct_gpu_link="nvlink" in link and "none" not in link,
-        described={key: testbed[key] for key in ("links", "paths", "memory_nodes") if testbed.get(key)},
+        described={key: testbed[key] for key in ("links", "paths", "memory_nodes", "ssd_duplex") if testbed.get(key)},
         sources=sources,
         **fields,
     )

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from memascend import systems
 from memascend.planner.machine import Calibrations, Machine
-from memascend.planner.pieces import PIECES_PER_BLOCK, Piece, pieces
+from memascend.planner.pieces import OUTPUT, PIECES_PER_BLOCK, Piece, pieces
 from memascend.planner.workload import ELEMENT_BYTES, Workload
 from memascend.simulator import Task
 
@@ -145,9 +145,13 @@ class Step:
         if phase == "backward":
             again = self.work.stack.checkpoints if recomputed is None else recomputed
             passes = self.costs.backward_products + (1 if again else 0)
-        own = self.costs.own_s.get(phase, 0.0) / len(self.pieces)
         rate = (self.machine.gpu_flops_per_s or 0.0) if self.machine is not None else 0.0
-        return self.work.accumulation * (passes * piece.flops + own * rate * self.costs.gpu_efficiency)
+        reached = rate * self.costs.gpu_efficiency
+        own = self.costs.own_s.get(phase, 0.0) / len(self.pieces)
+        flops = passes * piece.flops
+        if piece.name == OUTPUT and phase in self.costs.output_s:
+            flops = self.costs.output_s[phase] * reached
+        return self.work.accumulation * (flops + own * reached)
 
     # -- host memory ---------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@
 | `link0` | shared, bytes from other GPUs (where there is a link beside PCIe) | GPU |
 | `cpu` | FIFO, seconds: the CPU optimizer and other host work of the machine | machine |
 | `dram` | shared, bytes | machine |
-| `ssd.read`, `ssd.write` | a simplex path: the drive or array as one | machine |
+| `ssd.read`, `ssd.write` | a path: the drive or array as one; simplex, but with `ssd_duplex` | machine |
 | `NAME.read`, `NAME.write` | a path of `paths` | path |
 | `NODE` | shared, bytes | CXL node |
 | `network` | shared, bytes | machine |
@@ -80,7 +80,9 @@ def _resources(testbed: Mapping[str, Any], gpus: int) -> dict[str, Resource]:
     if "network_gb_per_s" in links:
         found["network"] = Shared(rate=_value(links["network_gb_per_s"]) * _GB)
     if "ssd_read_gb_per_s" in rates and "ssd_write_gb_per_s" in rates:
-        found["ssd"] = _path(rates["ssd_read_gb_per_s"], rates["ssd_write_gb_per_s"], duplex=False)
+        found["ssd"] = _path(
+            rates["ssd_read_gb_per_s"], rates["ssd_write_gb_per_s"], duplex=bool(testbed.get("ssd_duplex"))
+        )
     for path in testbed.get("paths") or []:
         found[path["name"]] = _path(path["read_gb_per_s"], path["write_gb_per_s"], duplex=path["duplex"])
     for node in testbed.get("memory_nodes") or []:

@@ -1,14 +1,16 @@
 """The simulator against measured steps of this machine, phase by phase.
 
-Rates come from micro-benchmarks alone: a decoder block by itself for the device, AdamW's benchmark, a try of the SSD
-and of memory, and for what the runtime takes for itself the same system on a model whose bytes and products are
-negligible. Never from the steps that are judged. `--stage rates` and `--stage steps` measure (keep the machine free of
-other work, two minutes each), `--stage judge` simulates and writes the record.
+The SSD is a loop device that the kernel holds to a rate in each direction, and these are its rates. All others come
+from micro-benchmarks alone: a decoder block by itself for the device, output matrix and loss by themselves, AdamW's
+benchmark, a try of memory; and for what the runtime takes for itself the same system on a model so small that this is
+most of its step, less what is simulated for it. Never from the steps that are judged. `--stage rates` and `--stage
+steps` measure (keep the machine free of other work, two minutes each), `--stage judge` simulates and writes the record.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,24 +18,29 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from memascend.doctor.speed import device_speed, memory_speed
+from hardware.throttled import throttled_paths
+from memascend.doctor.speed import memory_speed
 from memascend.planner import Workload, model_spec
 from memascend.planner.machine import Calibrations, Machine
 from memascend.planner.options import Stack
 from memascend.planner.pieces import forward_flops
 from memascend.planner.step_time import step_time
 from memascend.simulator import read_trace
-from memascend.simulator.side_by_side import StepOf, step_of_trace
+from memascend.simulator.side_by_side import step_of_trace
+from memascend.training.launch import MALLOC
 
 SYSTEMS = {"zero_infinity": "as_published", "memascend": "memascend", "zero_offload": "today", "lohan": "optimized"}
 PHASES = ("forward", "backward", "optimizer")
-MODEL, DTYPE, TINY_K = "llama3.2-1b", "bf16", 32
+MODEL, DTYPE = "llama3.2-1b", "bf16"
 # (k, tokens a sequence, sequences): one bound by storage, one by products.
-POINTS = ((8, 32, 1), (8, 256, 2))
+POINTS = ((4, 32, 1), (4, 256, 2))
+TINY = (32, 8, 1)
+STEPS = 5  # the first is left out
+READ_BYTES_PER_S, WRITE_BYTES_PER_S = 600_000_000, 450_000_000
 _TEXT = Path(sysconfig.get_paths()["stdlib"]) / "json"
 _ADAM_NUMEL, ROUNDS = 30_000_000, 15
 
@@ -45,13 +52,19 @@ def main() -> int:
     parser.add_argument("--point", type=int, choices=range(len(POINTS)), default=0, help="which --stage steps trains")
     parser.add_argument("--out", type=Path, help="the record that --stage judge writes")
     options = parser.parse_args()
+    if MALLOC.items() - os.environ.items():  # the benchmarks allocate as the trainings do
+        os.execve(
+            sys.executable, [sys.executable, "-m", "workflows.run.validation", *sys.argv[1:]], os.environ | MALLOC
+        )
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     if options.stage == "rates":
-        (folder / "rates.json").write_text(json.dumps(rates(folder), indent=1) + "\n")
+        with ssd(folder) as path:
+            (folder / "rates.json").write_text(json.dumps(rates(folder, path), indent=1) + "\n")
     elif options.stage == "steps":
-        for system, arm in SYSTEMS.items():
-            train(folder, system, arm, *POINTS[options.point])
+        with ssd(folder) as path:
+            for system, arm in SYSTEMS.items():
+                train(folder, path, system, arm, *POINTS[options.point])
     else:
         record = judge(folder)
         text = json.dumps(record, indent=1) + "\n"
@@ -63,43 +76,52 @@ def main() -> int:
 # -- what is measured --------------------------------------------------------------------------------------------------
 
 
-def trace_of(folder: Path, system: str, k: int, context: int, batch: int) -> Path:
-    return folder / f"{system}-k{k}-c{context}-b{batch}.json"
+@contextlib.contextmanager
+def ssd(folder: Path) -> Iterator[Path]:
+    """A folder on a drive of `READ_BYTES_PER_S` and `WRITE_BYTES_PER_S`. Raises CannotThrottleError."""
+    with throttled_paths(folder.absolute() / "ssd", [0], 8 << 30) as (path,):
+        path.limit(READ_BYTES_PER_S, WRITE_BYTES_PER_S)
+        yield path.folder
 
 
-def train(folder: Path, system: str, arm: str, k: int, context: int, batch: int) -> None:
-    """Three steps by `memascend train`, of which the second leaves its trace; one that is there is kept."""
-    trace = trace_of(folder, system, k, context, batch)
-    if trace.exists():
+def traces_of(folder: Path, system: str, k: int, context: int, batch: int) -> list[Path]:
+    name = f"{system}-k{k}-c{context}-b{batch}"
+    return [folder / f"{name}-{step}.json" for step in range(2, STEPS + 1)]
+
+
+def train(folder: Path, path: Path, system: str, arm: str, k: int, context: int, batch: int) -> None:
+    """Steps by `memascend train`, each but the first leaves its trace; what is there is kept."""
+    traces = traces_of(folder, system, k, context, batch)
+    if traces[-1].exists():
         return
-    command = [sys.executable, "-m", "memascend.cli", "train", "--output", str(folder / f"run-{trace.stem}")]
+    name = traces[0].stem.removesuffix("-2")
+    command = [sys.executable, "-m", "memascend.cli", "train", "--output", str(folder / f"run-{name}")]
     command += ["--model", MODEL, "--twin", str(k), "--data", str(_TEXT), "--files", "*.py", "--eval-sequences", "0"]
-    command += ["--context", str(context), "--batch", str(batch), "--steps", "3", "--dtype", DTYPE]
-    command += ["--system", system, "--arm", arm, "--trace", str(trace), "--clip", "0"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    command += ["--context", str(context), "--batch", str(batch), "--steps", str(STEPS), "--dtype", DTYPE]
+    command += ["--system", system, "--arm", arm, "--trace", str(folder / f"{name}-{{step}}.json"), "--clip", "0"]
+    subprocess.run([*command, "--nvme", str(path)], check=True, stdout=subprocess.DEVNULL)
 
 
-def rates(folder: Path) -> dict[str, Any]:
+def rates(folder: Path, path: Path) -> dict[str, Any]:
     """Micro-benchmarks, each with what it is of."""
     import torch
 
     from memascend.engine.swap import link_rate
 
-    speed, memory = device_speed(folder), memory_speed()
+    memory = memory_speed()
     for system, arm in SYSTEMS.items():
-        train(folder, system, arm, TINY_K, 8, 1)
-    own = {system: phases_of(trace_of(folder, system, TINY_K, 8, 1)).phase_s for system in SYSTEMS}
+        train(folder, path, system, arm, *TINY)
     return {
         "torch": torch.__version__,
         "load_average": os.getloadavg()[0],
         "threads": torch.get_num_threads(),
         "memory_bytes_per_s": memory,
         "copy_bytes_per_s": link_rate(),
-        "ssd_read_bytes_per_s": speed.read_bytes_per_s,
-        "ssd_write_bytes_per_s": speed.write_bytes_per_s,
+        "ssd_read_bytes_per_s": READ_BYTES_PER_S,
+        "ssd_write_bytes_per_s": WRITE_BYTES_PER_S,
         "adamw_bytes_per_s": _adamw_rate(),
-        "blocks": [_block(k, context, batch) for k, context, batch in POINTS],
-        "own_s": own,
+        "tiny": _device(*TINY),
+        "points": [_device(*point) for point in POINTS],
     }
 
 
@@ -112,89 +134,135 @@ def _adamw_rate() -> float:
     return point["bytes"] / statistics.median(point["seconds"])
 
 
-def _block(k: int, context: int, batch: int) -> dict[str, Any]:
-    """One decoder block by itself, in memory: seconds forward, and forward with backward."""
+def _device(k: int, context: int, batch: int) -> dict[str, Any]:
+    """Seconds forward, and forward with backward, in memory: of one decoder block, and of what lies outside the blocks
+    (embedding, output matrix and the loss in chunks, as `train` computes it)."""
     import torch
 
-    from memascend.bench.rounds import alternate
     from memascend.integrations.huggingface import causal_lm
+    from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
 
     spec = model_spec(MODEL).twin(k)
     one = dataclasses.replace(spec, layers=1).hf_config_dict()
-    model = causal_lm(one, checkpointing="none").to(torch.bfloat16).model
+    model = causal_lm(one, checkpointing="none").to(torch.bfloat16)
+    apply_memory_options(model, MemoryOptions(loss=Stack().loss))
+    layer = model.model.layers[0]
     hidden = torch.randn(batch, context, spec.hidden, dtype=torch.bfloat16, requires_grad=True)
-    rotary = model.rotary_emb(hidden, torch.arange(context)[None])
+    positions = torch.arange(context)[None]
+    rotary = model.model.rotary_emb(hidden, positions)
+    ids = torch.arange(batch * context).reshape(batch, context) % spec.vocab
 
-    def forward() -> Any:
-        made = model.layers[0](hidden, position_embeddings=rotary, position_ids=torch.arange(context)[None])
-        return made if isinstance(made, torch.Tensor) else made[0]
+    def block() -> Any:
+        made = layer(hidden, position_embeddings=rotary, position_ids=positions)
+        return (made if isinstance(made, torch.Tensor) else made[0]).sum()
 
-    ways = {"forward_s": torch.no_grad()(forward), "both_s": lambda: forward().sum().backward()}
-    seconds = {name: statistics.median(taken) for name, taken in alternate(ways, ROUNDS).items()}
+    def outside() -> Any:
+        return model(input_ids=ids, labels=ids).loss
+
+    found: dict[str, Any] = {"k": k, "context": context, "batch": batch}
     head = 2.0 * batch * context * spec.vocab * spec.hidden
-    flops = (forward_flops(spec, batch, context) - head) / spec.layers
-    return {"k": k, "context": context, "batch": batch, "flops": flops} | seconds
+    found["block_flops"] = (forward_flops(spec, batch, context) - head) / spec.layers
+    found |= _both_ways("block", block)
+    model.model.layers = torch.nn.ModuleList()
+    model.model.config.num_hidden_layers = 0
+    return found | _both_ways("outside", outside)
+
+
+def _both_ways(name: str, forward: Callable[[], Any]) -> dict[str, float]:
+    """`forward` returns a loss, and computes what its gradients need: the loss in chunks computes them there."""
+    from memascend.bench.rounds import alternate
+
+    seconds = alternate({"forward": forward, "both": lambda: forward().backward()}, ROUNDS)
+    forward_s, both_s = (statistics.median(seconds[way]) for way in ("forward", "both"))
+    return {f"{name}_forward_s": forward_s, f"{name}_both_s": max(forward_s, both_s)}
 
 
 # -- what is simulated -------------------------------------------------------------------------------------------------
 
 
-def phases_of(trace: Path) -> StepOf:
-    return step_of_trace(*read_trace(trace))
+def seconds_of(traces: list[Path]) -> dict[str, float]:
+    """Median seconds of each phase, and of the step."""
+    steps = [step_of_trace(*read_trace(trace)).phase_s for trace in traces]
+    steps = [step | {"step": sum(step.values())} for step in steps]
+    return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in steps[0]}
 
 
-def local(found: dict[str, Any], block: dict[str, Any], system: str) -> tuple[Machine, Calibrations]:
-    """This machine and what it reaches, for the simulator: the device's rate is the block's at these sizes."""
+def simulated_s(found: dict[str, Any], point: dict[str, Any], system: str, own_s: dict[str, float]) -> dict[str, float]:
+    """Seconds of each phase, and of the step, on this machine: the device's rate is the block's at these sizes."""
+    k, context, batch = point["k"], point["context"], point["batch"]
     machine = Machine(
         name="local",
-        gpu_flops_per_s=block["flops"] / block["forward_s"],
+        gpu_flops_per_s=point["block_flops"] / point["block_forward_s"],
         pcie_bytes_per_s=found["copy_bytes_per_s"],
         ssd_read_bytes_per_s=found["ssd_read_bytes_per_s"],
         ssd_write_bytes_per_s=found["ssd_write_bytes_per_s"],
         memory_bytes_per_s=found["memory_bytes_per_s"],
+        described={"ssd_duplex": True},
     )
+    outside = point["outside_forward_s"]
     costs = dataclasses.replace(
         Calibrations(),
         gpu_efficiency=1.0,
         host_seconds_per_parameter=0.0,
         adam_memory_efficiency=found["adamw_bytes_per_s"] / found["memory_bytes_per_s"],
-        backward_products=max(0.0, block["both_s"] / block["forward_s"] - 1),
-        own_s=found["own_s"][system],
+        backward_products=max(0.0, point["block_both_s"] / point["block_forward_s"] - 1),
+        own_s=own_s,
+        output_s={"forward": outside, "backward": point["outside_both_s"] - outside},
     )
-    return machine, costs
+    work = Workload(
+        spec=model_spec(MODEL).twin(k),
+        system=system,
+        arm=SYSTEMS[system],
+        dtype=DTYPE,
+        batch=batch,
+        context=context,
+        stack=Stack(checkpointing="offloaded"),
+    )
+    made = step_time(work, machine, calibrations=costs)
+    return {phase.name: phase.seconds for phase in made.phases} | {"step": made.seconds}
+
+
+def own_seconds(folder: Path, found: dict[str, Any], system: str) -> dict[str, float]:
+    """What a phase of the tiny model takes beyond what is simulated for it."""
+    measured = seconds_of(traces_of(folder, system, *TINY))
+    simulated = simulated_s(found, found["tiny"], system, {})
+    return {phase: max(0.0, measured[phase] - simulated[phase]) for phase in PHASES if phase in simulated}
 
 
 def judge(folder: Path) -> dict[str, Any]:
     """Simulated and measured seconds of each phase, and how far apart they are."""
     found = json.loads((folder / "rates.json").read_text())
-    rows = [row for system, arm in SYSTEMS.items() for row in _rows(folder, found, system, arm)]
+    own = {system: own_seconds(folder, found, system) for system in SYSTEMS}
+    rows = [row for system in SYSTEMS for row in _rows(folder, found, system, own[system])]
     errors = sorted(row["error_percent"] for row in rows if row["phase"] != "step")
     steps = sorted(row["error_percent"] for row in rows if row["phase"] == "step")
-    distribution = {"phases": _distribution(errors), "steps": _distribution(steps)}
     return {
         "kind": "simulation-validation",
         "model": MODEL,
         "dtype": DTYPE,
         "rates": found,
+        "own_s": own,
         "rows": rows,
-    } | distribution
+        "phases": _distribution(errors),
+        "steps": _distribution(steps),
+    }
 
 
-def _rows(folder: Path, found: dict[str, Any], system: str, arm: str) -> Iterator[dict[str, Any]]:
-    for block in found["blocks"]:
-        shape = {name: block[name] for name in ("k", "context", "batch")}
-        own = {"system": system, "arm": arm}
-        size = {"dtype": DTYPE, "batch": block["batch"], "context": block["context"]}
-        spec, stack = model_spec(MODEL).twin(block["k"]), Stack(checkpointing="offloaded")
-        machine, costs = local(found, block, system)
-        made = step_time(Workload(spec=spec, stack=stack, **own, **size), machine, calibrations=costs)
-        real = phases_of(trace_of(folder, system, **shape))
-        simulated = {phase.name: phase.seconds for phase in made.phases} | {"step": made.seconds}
-        measured = real.phase_s | {"step": sum(real.phase_s.values())}
+def _rows(folder: Path, found: dict[str, Any], system: str, own_s: dict[str, float]) -> Iterator[dict[str, Any]]:
+    for point in found["points"]:
+        sizes = {name: point[name] for name in ("k", "context", "batch")}
+        simulated = simulated_s(found, point, system, own_s)
+        measured = seconds_of(traces_of(folder, system, **sizes))
         for phase in (*(phase for phase in PHASES if phase in simulated), "step"):
-            seconds = {"simulated_s": simulated[phase], "measured_s": measured[phase]}
-            percent = 100 * (simulated[phase] / measured[phase] - 1)
-            yield own | shape | {"phase": phase, **seconds, "error_percent": percent}
+            yield {
+                "system": system,
+                "arm": SYSTEMS[system],
+                **sizes,
+                "phase": phase,
+                "simulated_s": simulated[phase],
+                "measured_s": measured[phase],
+                "error_percent": 100 * (simulated[phase] / measured[phase] - 1),
+            }
 
 
 def _distribution(errors: list[float]) -> dict[str, float]:
