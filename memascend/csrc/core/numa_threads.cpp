@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <numeric>
 #include <sstream>
@@ -15,16 +16,15 @@
 namespace memascend {
 namespace {
 
-// A plan costs some tens of microseconds: less than a hundredth of a kernel of this many chunks.
+// A plan asks the kernel about a page of each array for each sample: not for a kernel of fewer chunks.
 constexpr std::int64_t kLeastChunks = 64;
 constexpr std::int64_t kSamples = 128;
-constexpr int kMostNodes = 1024;
 
 std::atomic<std::int64_t> chunks_near{0};
 std::atomic<std::int64_t> chunks_elsewhere{0};
 
-std::string first_line(int node, const char* file) {
-  std::ifstream in("/sys/devices/system/node/node" + std::to_string(node) + "/" + file);
+std::string first_line(const std::string& file) {
+  std::ifstream in("/sys/devices/system/node/" + file);
   std::string line;
   std::getline(in, line);
   return line;
@@ -51,25 +51,20 @@ std::vector<int> listed(const std::string& text) {
 }
 
 struct Machine {
-  std::vector<CpuNode> nodes;       // those that have processors
-  std::map<int, int> nearest;       // of each node: an index into `nodes`, -1 for several
+  std::vector<CpuNode> nodes;  // those that have processors
+  std::map<int, int> nearest;  // of each node: an index into `nodes`, -1 for several
 };
 
-std::vector<int> all_nodes() {
-  std::ifstream in("/sys/devices/system/node/online");
-  std::string line;
-  std::getline(in, line);
-  return listed(line);
-}
+std::string of_node(int node, const char* file) { return first_line("node" + std::to_string(node) + "/" + file); }
 
 Machine read_machine() {
   Machine machine;
-  const std::vector<int> numbers = all_nodes();
+  const std::vector<int> numbers = listed(first_line("online"));
   std::vector<int> with_cpus;  // places in a row of distances
-  for (std::size_t place = 0; place < numbers.size() && numbers.size() <= kMostNodes; ++place) {
+  for (std::size_t place = 0; place < numbers.size(); ++place) {
     CpuNode node{numbers[place], {}};
     CPU_ZERO(&node.cpus);
-    for (const int cpu : listed(first_line(node.number, "cpulist"))) {
+    for (const int cpu : listed(of_node(node.number, "cpulist"))) {
       if (cpu < CPU_SETSIZE) {
         CPU_SET(cpu, &node.cpus);
       }
@@ -80,7 +75,7 @@ Machine read_machine() {
     }
   }
   for (const int number : numbers) {
-    std::istringstream row(first_line(number, "distance"));
+    std::istringstream row(of_node(number, "distance"));
     std::vector<int> distances;
     for (int value = 0; row >> value;) {
       distances.push_back(value);
@@ -161,8 +156,8 @@ std::vector<int> divide_threads(int threads, const std::vector<std::int64_t>& ch
   std::vector<int> divided(chunks.size(), 0);
   for (int given = 0; given < threads; ++given) {
     // The node with the most chunks for each thread that it would have; with a processor left, if any node has one.
-    const bool left = std::inner_product(processors.begin(), processors.end(), divided.begin(), false, std::logical_or<>(),
-                                         [](int cpus, int used) { return cpus > used; });
+    const bool left = std::inner_product(processors.begin(), processors.end(), divided.begin(), false,
+                                         std::logical_or<>(), [](int cpus, int used) { return cpus > used; });
     std::size_t next = chunks.size();
     for (std::size_t i = 0; i < chunks.size(); ++i) {
       if (processors[i] == 0 || (left && divided[i] >= processors[i])) {
@@ -194,6 +189,9 @@ std::optional<NumaPlan> plan_near_data(std::int64_t chunks, int threads, const s
   }
   const std::int64_t samples = std::min(kSamples, chunks);
   const std::vector<int> found = homes(chunks, samples, arrays, nodes.size());
+  if (std::all_of(found.begin(), found.end(), [](int home) { return home < 0; })) {
+    return std::nullopt;
+  }
   std::vector<std::vector<std::int64_t>> near(nodes.size());
   const auto add = [&](std::int64_t sample, std::size_t node) {
     for (std::int64_t chunk = chunks * sample / samples; chunk < chunks * (sample + 1) / samples; ++chunk) {

@@ -35,11 +35,11 @@ struct ChunkedArray {
   int weight;
 };
 
-// Divides `threads` over the nodes in proportion to the chunks whose data lie nearest to them, no more on a node than it
-// has processors as long as another has one left. Memory without processors (a CXL card) counts to the nearest node that
-// has them. The kernel is asked about some pages of each array, so a chunk's place is that of its neighbours to within
-// 1/128 of the whole. None where there is nothing to choose: one node with processors, one thread, less than 64 chunks,
-// or a kernel that does not say.
+// Divides `threads` over the nodes in proportion to the chunks whose data lie nearest to them, no more on a node than
+// it has processors as long as another has one left. Memory without processors (a CXL card) counts to the nearest node
+// that has them. The kernel is asked about some pages of each array, so a chunk's place is that of its neighbours to
+// within 1/128 of the whole. None where there is nothing to choose: one node with processors, one thread, less than 64
+// chunks, or a kernel that does not say.
 [[nodiscard]] std::optional<NumaPlan> plan_near_data(std::int64_t chunks, int threads,
                                                      const std::vector<ChunkedArray>& arrays);
 
@@ -50,7 +50,8 @@ struct ChunkedArray {
 // The nearest of `nodes` (by number) in a row of the kernel's distances; -1 where two are equally near.
 [[nodiscard]] int nearest_node(const std::vector<int>& nodes, const std::vector<int>& distances);
 
-// Keeps the calling thread on a node's processors until the end of the scope; its own affinity is narrowed, never widened.
+// Keeps the calling thread on a node's processors until the end of the scope: its own affinity is narrowed, never
+// widened.
 class OnNode {
  public:
   explicit OnNode(const CpuNode& node);

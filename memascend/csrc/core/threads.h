@@ -13,8 +13,9 @@ namespace memascend {
 // Calls body(i) once for every i in [0, chunks), on the caller and at most `threads - 1` helpers, and returns when all
 // calls have returned. A body that returns false stops the rest: chunks not yet claimed are not run. Bodies must not
 // throw. The order and the thread of a chunk are not defined. Where the pool is already in use (by another thread, or
-// because a body calls this again) the caller works alone. Safe after fork: the child starts helpers of its own. With a `plan` (of as many chunks and threads) each
-// thread begins with chunks near its node, on whose processors it is kept as long as this takes.
+// because a body calls this again) the caller works alone. Safe after fork: the child starts helpers of its own. With
+// a `plan` (of as many chunks and threads) each thread begins with chunks near its node, on whose processors it is
+// kept as long as this takes.
 void parallel_chunks(std::int64_t chunks, int threads, const std::function<bool(std::int64_t)>& body,
                      const NumaPlan* plan = nullptr);
 
