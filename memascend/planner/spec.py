@@ -29,6 +29,7 @@ _HF_KEYS = {
     "head_dim": "head_dim",
     "expert_intermediate": "moe_intermediate_size",
     "shared_intermediate": "shared_expert_intermediate_size",
+    "layers": "num_hidden_layers",
 }
 # What older architectures call the same sizes.
 _ALIASES = {
@@ -128,6 +129,8 @@ class ModelSpec:
             for name in (key, *_ALIASES.get(key, ())):
                 if out.get(name) is not None:
                     out[name] = getattr(self, field)
+        if out.get("layer_types"):
+            out["layer_types"] = out["layer_types"][: self.layers]
         if "word_embed_proj_dim" in out:
             out["word_embed_proj_dim"] = self.hidden
         plain = self.head_dim * self.heads == self.hidden and "head_dim" not in out

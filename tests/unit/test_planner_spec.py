@@ -1,5 +1,6 @@
 """Model specifications: the committed configurations, their tensors and twins, against the Hugging Face classes."""
 
+import dataclasses
 import json
 
 import pytest
@@ -115,6 +116,12 @@ def test_tensors_are_those_of_the_hugging_face_class(name):
 def test_tensors_of_a_twin_are_those_of_the_hugging_face_class(name, k):
     twin = model_spec(name).twin(k)
     assert named(twin) == hf_parameters(twin.hf_config_dict())
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_tensors_of_a_model_with_fewer_layers_are_those_of_the_hugging_face_class(name):
+    fewer = dataclasses.replace(model_spec(name).twin(16), layers=3)
+    assert named(fewer) == hf_parameters(fewer.hf_config_dict())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

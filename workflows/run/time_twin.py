@@ -1,9 +1,11 @@
 """A time twin: a twin whose seconds on device, SSD and host have the ratios of a described testbed.
 
 A twin keeps the bytes and not the times: this machine's products, drive and host work are not in the testbed's ratio.
-Here tokens decide the device's seconds, the kernel's block I/O controller (direct I/O to a loop device) the SSD's, and
-host work (AdamW, overflow check) takes what it takes. The first arm is tried without a limit, at two lengths; then the
-length and the rates are chosen so that its seconds stand as its schedule's on the testbed do; then the arms take turns.
+Here tokens and the number of layers decide the device's seconds, the kernel's block I/O controller (direct I/O to a
+loop device) the SSD's, and host work (AdamW, overflow check) takes what it takes with so many threads. The first arm is
+tried without a limit, at two lengths, then twice at a length and at rates with which its seconds would stand as its
+schedule's on the testbed do, since host work takes other seconds beside a drive that is held back; then the arms take
+turns.
 Work that waits for nothing is counted: the training thread's own seconds for device and host, bytes over the enforced
 rates for the SSD. DeepSpeed's Python is in the device's seconds, and a floor under them.
 
@@ -13,6 +15,8 @@ One record, kind ``step-times``, with the ratios aimed at and reached.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
 import sys
 import time
 from pathlib import Path
@@ -32,12 +36,15 @@ from workflows.run.turns import ARMS, Arm, rounds, started, write
 
 RESOURCES = ("device", "ssd", "host")
 PILOT_TOKENS = (32, 128)
+TRIED_AT_THE_LIMIT = 2
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     rounds = {"type": int, "default": 3, "help": "measured rounds: a step of each arm"}
     own: dict[str, dict[str, Any]] = {"rounds": rounds, "time_limit": {"default": 1200}, "arms": ARMS}
     own["testbed"] = {"required": True, "help": "whose ratios are aimed at; it is the first arm that is tuned to them"}
+    own["layers"] = {"type": int, "help": "of the twin: fewer, larger ones have less of the framework's time in them"}
+    own["threads"] = {"type": int, "default": 0, "help": "of an arm; fewer make host work slower against the drive"}
     own["context"] = {"type": int, "default": 4096, "help": "tokens of a sequence in the cell"}
     own |= {"ranks": {"help": "GPUs of the cell"}, "batch": {"default": None, "required": True, "help": "of a GPU"}}
     p = parser(__doc__, "run-id", "model", "k", "nvme", "out", **own)
@@ -76,12 +83,17 @@ def measure(args: argparse.Namespace, arms: list[Arm], path: ThrottledPath, wher
     for arm in arms:
         arm.wait_until_ready(deadline)
     aim = aimed(args, where)
-    pilot = [rounds(arms, [(tokens, 1)], 1, deadline, warm_up)[0] for tokens, warm_up in zip(PILOT_TOKENS, (2, 0))]
-    host_s = median(point["host_s"][0] for point in pilot)
-    wanted = {name: seconds * host_s / aim["host"] for name, seconds in aim.items()}
-    tokens = tokens_for(wanted["device"], [(point["sequence"], point["device_s"][0]) for point in pilot])
-    read, write = rates_for(wanted["ssd"], pilot[0]["bytes_read"][0], pilot[0]["bytes_written"][0], where)
-    path.limit(read, write)
+    pilot = [rounds(arms, [(tokens, 1)], 1, deadline, warm_up)[0] for tokens, warm_up in zip(PILOT_TOKENS, (2, 1))]
+    rise = pilot[1]["device_s"][0] - pilot[0]["device_s"][0]
+    for tried in range(1 + TRIED_AT_THE_LIMIT):
+        at, host_s, device_s = (pilot[-1][name] for name in ("sequence", "host_s", "device_s"))
+        wanted = {name: seconds * median(host_s) / aim["host"] for name, seconds in aim.items()}
+        more = PILOT_TOKENS[1] - PILOT_TOKENS[0]
+        tokens = tokens_for(wanted["device"], [(at, median(device_s)), (at + more, median(device_s) + rise)])
+        read, write = rates_for(wanted["ssd"], pilot[0]["bytes_read"][0], pilot[0]["bytes_written"][0], where)
+        path.limit(read, write)
+        if tried < TRIED_AT_THE_LIMIT:
+            pilot.append(rounds(arms, [(tokens, 1)], 3, deadline, warm_up=1)[0])
     before = path.direct_bytes
     points = rounds(arms, [(tokens, 1)], args.rounds, deadline, warm_up=1)
     moved = sum(sum(p["bytes_read"]) + sum(p["bytes_written"]) for p in points) * (1 + 1 / args.rounds)
@@ -96,6 +108,8 @@ def measure(args: argparse.Namespace, arms: list[Arm], path: ThrottledPath, wher
         "aimed_ratio": {name: aim[name] / aim["host"] for name in RESOURCES},
         "reached_ratio": {name: reached[name] / reached["host"] for name in RESOURCES},
         "pilot": pilot,
+        "layers": args.layers,
+        "threads": args.threads or os.cpu_count(),
         "read_bytes_per_s": read,
         "write_bytes_per_s": write,
         "direct_share": (path.direct_bytes - before) / moved,
@@ -120,12 +134,14 @@ def against(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     where = machine_from_testbed(load_testbed(args.testbed))
     twin = model_spec(args.model).twin(args.k)
+    if args.layers:
+        twin = dataclasses.replace(twin, layers=args.layers)
     parameters = sum(t.numel for t in twin.tensors())
     size = len(args.arms) * FREE_SPACE_FACTOR * parameters * 9 // 8 + (1 << 30)
     Path(args.nvme).mkdir(parents=True, exist_ok=True)
     with children.scratch_folder(Path(args.nvme).absolute()) as folder, throttled_paths(folder, [0], size) as (path,):
         args.nvme, args.points = str(path.folder), [f"{PILOT_TOKENS[0]}x1"]
-        with started(args, twin, record_step=True) as arms:
+        with started(args, twin, args.threads, record_step=True) as arms:
             found = measure(args, arms, path, where)
     record = write(args, "time_twin", twin, arms, **found)
     print(text_of(record["time_twin"]))

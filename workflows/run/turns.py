@@ -140,8 +140,8 @@ def rounds(
 
 
 @contextlib.contextmanager
-def started(args: argparse.Namespace, twin: Any, **how: Any) -> Iterator[list[Arm]]:
-    """The arms, each a process that was started; they end with the block."""
+def started(args: argparse.Namespace, twin: Any, threads: int = 0, **how: Any) -> Iterator[list[Arm]]:
+    """The arms, each a process of so many threads (0: all cores) that was started; they end with the block."""
     require_results_folder(args.out)
     arms: list[Arm] = []
     try:
@@ -149,7 +149,7 @@ def started(args: argparse.Namespace, twin: Any, **how: Any) -> Iterator[list[Ar
             arms.append(Arm(word, args, twin))
         with children.scratch_folder() as work:
             for arm in arms:
-                arm.start(twin, work, os.cpu_count() or 1, args.device, args.matmul, **how)
+                arm.start(twin, work, threads or os.cpu_count() or 1, args.device, args.matmul, **how)
             yield arms
     finally:
         for arm in arms:
