@@ -1,4 +1,4 @@
-"""`memascend bench {overflow,unscale,adamw,pinned,pool,nvme,tiers,activations,engine} [--json] [--out FILE]`."""
+"""`memascend bench PART [--json] [--out FILE]`; `add_benchmarks` lists the parts."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
             None,
         ),
         ("engine", _engine, "streaming engine: times a step in memory, share of its bound", None),
+        ("placement", _placement, "memory nodes: a training step under each placement, times one without", None),
     ):
         parser = parts.add_parser(name, help=text)
         parser.add_argument("--json", action="store_true", help="every round, machine-readable")
@@ -62,6 +63,8 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
             _add_activations(parser, count)
         if name == "engine":
             _add_engine(parser, count)
+        if name == "placement":
+            _add_placement(parser, count)
         parser.set_defaults(run=_runner(run, count))
 
 
@@ -129,6 +132,21 @@ def _add_engine(parser: argparse.ArgumentParser, count: _Count) -> None:
         "--ways",
         default="memory,optimized",
         help="of memory,optimized,naive,none,inputs,swapped (default the first two)",
+    )
+
+
+def _add_placement(parser: argparse.ArgumentParser, count: _Count) -> None:
+    parser.add_argument("--model", default="llama3.2-1b", help="committed name, or a config.json (default llama3.2-1b)")
+    parser.add_argument("--twin", type=count, default=4, help="divide the model's widths (default 4)")
+    parser.add_argument("--context", type=count, default=256, help="tokens a sequence (default 256)")
+    parser.add_argument("--batch", type=count, default=1, help="sequences a step (default 1)")
+    parser.add_argument("--threads", type=count, default=2, help="that compute (default 2)")
+    parser.add_argument(
+        "--placements",
+        nargs="+",
+        default=["latency_first", "interleave", "node"],
+        metavar="PLACEMENT",
+        help="as train takes them, and node: all on the nearest (default latency_first interleave node)",
     )
 
 
@@ -369,6 +387,24 @@ def _engine(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any],
         lines.append(
             f"{row['context']:>6}  {row['method']:<10}{row['seconds']['median']:>11.3f}  {_show(row['of_memory'])}"
             f"{more:>38}  {bound}"
+        )
+    return result, lines
+
+
+def _placement(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
+    from memascend.bench import placement
+
+    chosen = {name: getattr(options, name) for name in ("model", "twin", "context", "batch", "repeats", "threads")}
+    result = placement.measure(placement.PlacementBench(placements=tuple(dict.fromkeys(options.placements)), **chosen))
+    lines = [
+        f"nodes {', '.join(map(str, result['nodes']))}; a step times one without placement; medians with quartiles"
+    ]
+    lines += [f"{'placement':<16}{'s a step':>9}  {'times':<18}{'optimizer s':>12}  {'times':<18}same bits"]
+    for row in result["summary"]:
+        same = "yes" if row["equal"] and row["losses_equal"] else "no"
+        lines.append(
+            f"{row['method']:<16}{row['seconds']['median']:>9.3f}  {_show(row['seconds_of_none']):<18}"
+            f"{row['optimizer_s']['median']:>12.3f}  {_show(row['optimizer_s_of_none']):<18}{same}"
         )
     return result, lines
 
