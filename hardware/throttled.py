@@ -1,4 +1,5 @@
-"""Paths of known speed: file systems on loop devices that the kernel's own block I/O controller slows down (cgroup v1).
+"""Paths of known speed: file systems on loop devices that the kernel's own block I/O controller slows down (cgroup v1);
+and processes that get a share of a CPU.
 
 What a path can do is then enforced outside our code, for direct I/O. Reads and writes are limited each by itself.
 """
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CONTROLLER = Path("/sys/fs/cgroup/blkio")
+CPU_CONTROLLER = Path("/sys/fs/cgroup/cpu")
+_CPU_PERIOD_US = 10_000
 
 
 class CannotThrottleError(OSError):
@@ -63,6 +66,23 @@ def throttled_paths(folder: Path, rates: Sequence[int], size_bytes: int = 512 <<
         (group / "cgroup.procs").write_text(str(os.getpid()))
         stack.callback((CONTROLLER / "cgroup.procs").write_text, str(os.getpid()))
         yield paths
+
+
+@contextlib.contextmanager
+def limited_cpu(share: float) -> Iterator[None]:
+    """This process and those that it starts together get so many CPU seconds a second. Raises CannotThrottleError."""
+    if os.geteuid() != 0 or not (CPU_CONTROLLER / "cpu.cfs_quota_us").exists():
+        raise CannotThrottleError(f"a share of a CPU needs root and cgroup v1's controller in {CPU_CONTROLLER}")
+    group = CPU_CONTROLLER / f"memascend-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "cpu.cfs_period_us").write_text(str(_CPU_PERIOD_US))
+        (group / "cpu.cfs_quota_us").write_text(str(int(share * _CPU_PERIOD_US)))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        (CPU_CONTROLLER / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
 
 
 @contextlib.contextmanager

@@ -420,15 +420,10 @@ def score(table: Path) -> dict[str, str]:
     """Paper and lane -> its held-out verdicts in words, from claims.csv; empty where there is none."""
     if not table.exists():
         return {}
-    counts: dict[tuple[str, str], Counter[str]] = {}
+    found: dict[str, list[str]] = {}
     with table.open(newline="") as file:
         for line in csv.DictReader(file):
             if line["basis"] == "held out":
-                where = line["exhibit_id"].rpartition("-")[0], line["lane"]
-                counts.setdefault(where, Counter())[line["verdict"]] += 1
-    out = {}
-    for (paper, lane), count in counts.items():
-        decided = count["reproduced"] + count["deviates"] + count["no result"]
-        text = f"{count['reproduced']} of {decided} held-out claims reproduced, {count['deviates']} deviate"
-        out[f"{registry.PAPERS[paper]}, {lane}"] = text
-    return out
+                where = f"{registry.PAPERS[line['exhibit_id'].rpartition('-')[0]]}, {line['lane']}"
+                found.setdefault(where, []).append(line["verdict"])
+    return {where: registry.scored(verdicts) for where, verdicts in found.items()}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -93,3 +95,12 @@ def picture_digest(entry: dict[str, Any], root: Path = ROOT) -> str:
     said = [entry, figures(entry["paper"], root)[entry["id"]], caption(entry["id"], root), validations(root)]
     said.append((root / "workflows/panels/look.mplstyle").read_text(encoding="utf-8"))
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def scored(verdicts: Iterable[str]) -> str:
+    """Held-out verdicts in words: "70 of 80 held-out claims reproduced, 10 deviate"."""
+    count = Counter(verdicts)
+    decided = sum(count[each] for each in ("reproduced", "deviates", "no result"))
+    text = f"{count['reproduced']} of {decided} held-out {'claim' if decided == 1 else 'claims'} reproduced, "
+    text += f"{count['deviates']} {'deviates' if count['deviates'] == 1 else 'deviate'}"
+    return text + (f", {count['no result']} without a result" if count["no result"] else "")

@@ -24,7 +24,8 @@ def record(model="H12288 L3", k=16, batches=(1, 8, 16), **changes):
     ]
     made = {"kind": "bench", "status": "ok", "benchmark": "activations", "key": "k" * 64, "host": {"name": "here"}}
     asked = {"points_requested": {"model": model}, "options": {"twin": k, "context": 64}}
-    return made | asked | {"points": points} | changes
+    summary = [{"batch": batch, "way": "ssd", "predicted_peak_reduction": 0.48} for batch in batches]
+    return made | asked | {"points": points, "summary": summary} | changes
 
 
 def found(rows, exhibit, metric, series="SSDTrain", **cells):
@@ -46,7 +47,9 @@ def test_fig_6_compares_peak_seconds_and_waits_at_batch_16():
     # 16 MiB of the twin are 16 * 256 MiB of the original, on two GPUs.
     assert number(rows, "ssdtrain-fig06", "activation peak (x k^2)", "No offloading") == 2
     assert found(rows, "ssdtrain-fig06", "step time overhead")[0]["testbed"] == "here/H12288 L3-k16"
-    both = list(measured([record(), record("H8192 L4")]))
+    assert number(rows, "ssdtrain-fig06", "activation peak reduction, predicted") == 48
+    deeper = record("H8192 L12") | {"key": "d" * 64}  # shown, and none of the paper's three
+    both = list(measured([record(), record("H8192 L4"), deeper]))
     (least,) = found(both, "ssdtrain-fig06", "activation_peak_reduction_min")
     assert (least["value"], least["testbed"], least["source"]) == ("50", "here/twins", f"{'k' * 64} {'k' * 64}")
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 
+from hardware import throttled
 from hardware.registry import load_testbed
 from memascend.planner.machine import machine_from_testbed
 from workflows.run import time_twin
@@ -45,3 +49,17 @@ def test_an_arm_is_set_against_the_first_round_by_round():
     assert found["improvement_percent"] == [pytest.approx(20.0), pytest.approx(20.0)]
     assert found["fewer_seconds"]["optimizer_s"] == 2.0
     assert found["fewer_seconds"]["forward_s"] == 0
+
+
+def test_a_share_of_a_cpu_is_held_to_by_the_kernel():
+    try:
+        with throttled.limited_cpu(0.2):
+            (group,) = throttled.CPU_CONTROLLER.glob(f"memascend-{os.getpid()}")
+            end = time.process_time() + 0.05
+            while time.process_time() < end:
+                pass
+            counted = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
+    except throttled.CannotThrottleError as reason:
+        pytest.skip(str(reason))
+    assert int(counted["nr_throttled"]) > 0
+    assert not list(throttled.CPU_CONTROLLER.glob(f"memascend-{os.getpid()}"))

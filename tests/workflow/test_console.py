@@ -65,8 +65,8 @@ def test_the_score_counts_held_out_verdicts_of_each_paper_and_lane(tmp_path: Pat
     lines += ["memascend-fig04,measured,reproduced,calibrated", "lohan-fig05a,modelled,no result,held out"]
     (tmp_path / "claims.csv").write_text("\n".join(lines) + "\n")
     assert score(tmp_path / "claims.csv") == {
-        "MemAscend, measured": "1 of 2 held-out claims reproduced, 1 deviate",
-        "LoHan, modelled": "0 of 1 held-out claims reproduced, 0 deviate",
+        "MemAscend, measured": "1 of 2 held-out claims reproduced, 1 deviates",
+        "LoHan, modelled": "0 of 1 held-out claim reproduced, 0 deviate, 1 without a result",
     }
     assert score(tmp_path / "none.csv") == {}
 

@@ -12,7 +12,6 @@ import argparse
 import html
 import math
 import re
-from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import mean
@@ -358,12 +357,8 @@ def coarse_twins(verdicts: list[Verdict]) -> str:
 
 
 def score(verdicts: list[Verdict], lane: str) -> str:
-    """A lane's verdicts that are held out, in words: "70 of 80 held-out claims reproduced, 10 deviate"."""
-    count = Counter(v.verdict for v in verdicts if v.lane == lane and v.basis == HELD_OUT)
-    decided = count[REPRODUCED] + count[DEVIATES] + count[NO_RESULT]
-    text = f"{count[REPRODUCED]} of {decided} held-out {'claim' if decided == 1 else 'claims'} reproduced, "
-    text += f"{count[DEVIATES]} {DEVIATES if count[DEVIATES] == 1 else 'deviate'}"
-    return text + (f", {count[NO_RESULT]} without a result" if count[NO_RESULT] else "")
+    """A lane's verdicts that are held out, in words."""
+    return registry.scored(v.verdict for v in verdicts if v.lane == lane and v.basis == HELD_OUT)
 
 
 def page(verdicts: list[Verdict]) -> str:

@@ -2,10 +2,10 @@
 
 A twin keeps the bytes and not the times: this machine's products, drive and host work are not in the testbed's ratio.
 Here tokens and the number of layers decide the device's seconds, the kernel's block I/O controller (direct I/O to a
-loop device) the SSD's, and host work (AdamW, overflow check) takes what it takes with so many threads. The first arm is
-tried without a limit, at two lengths, then twice at a length and at rates with which its seconds would stand as its
-schedule's on the testbed do, since host work takes other seconds beside a drive that is held back; then the arms take
-turns.
+loop device) the SSD's, and host work (AdamW, overflow check) takes what it takes with its threads and share of a CPU:
+the smaller the share, the slower a drive may be. The first arm is tried without a limit, at two lengths, then twice at
+a length and at rates with which its seconds would stand as its schedule's on the testbed do, since host work takes
+other seconds beside a drive that is held back; then the arms take turns.
 Work that waits for nothing is counted: the training thread's own seconds for device and host, bytes over the enforced
 rates for the SSD. DeepSpeed's Python is in the device's seconds, and a floor under them.
 
@@ -15,6 +15,7 @@ One record, kind ``step-times``, with the ratios aimed at and reached.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import sys
@@ -24,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from hardware.registry import load_testbed
-from hardware.throttled import ThrottledPath, throttled_paths
+from hardware.throttled import ThrottledPath, limited_cpu, throttled_paths
 from memascend.planner import Workload, model_spec
 from memascend.planner.machine import Machine, machine_from_testbed
 from memascend.planner.step import io_volume
@@ -45,6 +46,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     own["testbed"] = {"required": True, "help": "whose ratios are aimed at; it is the first arm that is tuned to them"}
     own["layers"] = {"type": int, "help": "of the twin: fewer, larger ones have less of the framework's time in them"}
     own["threads"] = {"type": int, "default": 0, "help": "of an arm; fewer make host work slower against the drive"}
+    own["cpu_share"] = {"type": float, "default": 0, "help": "CPU seconds a second that the arms get (0: no limit)"}
+    own["huge_pages"] = {"action": "store_true", "help": "temporaries without the many page faults of a small page"}
     own["context"] = {"type": int, "default": 4096, "help": "tokens of a sequence in the cell"}
     own |= {"ranks": {"help": "GPUs of the cell"}, "batch": {"default": None, "required": True, "help": "of a GPU"}}
     p = parser(__doc__, "run-id", "model", "k", "nvme", "out", **own)
@@ -110,6 +113,8 @@ def measure(args: argparse.Namespace, arms: list[Arm], path: ThrottledPath, wher
         "pilot": pilot,
         "layers": args.layers,
         "threads": args.threads or os.cpu_count(),
+        "cpu_share": args.cpu_share,
+        "huge_pages": args.huge_pages,
         "read_bytes_per_s": read,
         "write_bytes_per_s": write,
         "direct_share": (path.direct_bytes - before) / moved,
@@ -139,7 +144,13 @@ def run(args: argparse.Namespace) -> int:
     parameters = sum(t.numel for t in twin.tensors())
     size = len(args.arms) * FREE_SPACE_FACTOR * parameters * 9 // 8 + (1 << 30)
     Path(args.nvme).mkdir(parents=True, exist_ok=True)
-    with children.scratch_folder(Path(args.nvme).absolute()) as folder, throttled_paths(folder, [0], size) as (path,):
+    if args.huge_pages:
+        os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(children.scratch_folder(Path(args.nvme).absolute()))
+        (path,) = stack.enter_context(throttled_paths(folder, [0], size))
+        if args.cpu_share:
+            stack.enter_context(limited_cpu(args.cpu_share))
         args.nvme, args.points = str(path.folder), [f"{PILOT_TOKENS[0]}x1"]
         with started(args, twin, args.threads, record_step=True) as arms:
             found = measure(args, arms, path, where)
