@@ -45,6 +45,7 @@ class Console(logging.Filter):
         self.quiet = not {"-n", "--dry-run", "--dryrun", "--verbose", "--lint"} & set(words)
         self.total, self.done = 0, 0
         self.left: dict[str, float | None] = {}  # seconds of runs that have not ended; None: nobody knows
+        self.not_asked = 0  # of them; which ones is not said before they would start
         self.running: dict[int, tuple[str, float]] = {}
         self.took: list[float] = []
 
@@ -71,7 +72,9 @@ class Console(logging.Filter):
 
     def _plan(self, stats: dict[str, int]) -> None:
         self.total = stats.get("total", sum(stats.values()))
-        self.left = {run: self.known.seconds(run) for run in self.known.runs} if stats.get("record") else {}
+        asked = stats.get("record", 0)
+        self.left = {run: self.known.seconds(run) for run in self.known.runs} if asked else {}
+        self.not_asked = len(self.left) - asked if asked else 0
 
     def _start(self, job: logging.LogRecord) -> None:
         name = job.wildcards.get("run_id") or job.wildcards.get("exhibit") or job.wildcards.get("paper")
@@ -88,8 +91,11 @@ class Console(logging.Filter):
         unknown = sum(seconds is None for seconds in self.left.values())
         if unknown and not self.took:
             return ""
-        seconds = sum(filter(None, self.left.values())) + PLAIN_S * max(0, self.total - self.done - len(self.left))
-        return f"; {length(seconds + (unknown * sum(self.took) / len(self.took) if unknown else 0.0))} left"
+        seconds = sum(filter(None, self.left.values()))
+        seconds += unknown * sum(self.took) / len(self.took) if unknown else 0.0
+        runs = max(0, len(self.left) - self.not_asked)
+        seconds = seconds * runs / max(1, len(self.left)) + PLAIN_S * max(0, self.total - self.done - runs)
+        return f"; {length(seconds)} left"
 
     def end(self, targets: Collection[str]) -> None:
         """Where to look, the score, and what is not built."""

@@ -50,6 +50,15 @@ def test_a_line_for_each_run_with_what_is_left_in_place_of_pages(capsys: pytest.
     assert lines == ["[  1/3] record train-a, about 2 min; 3 min left", "[  2/3] record train-b, about 60 s; 60 s left"]
 
 
+def test_runs_that_were_not_asked_for_are_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = console({"train-a": 120.0, "train-b": 120.0, "train-c": 120.0, "train-d": 120.0})
+    shown.filter(event("RUN_INFO", stats={"record": 2, "total": 2}))
+    shown.filter(start(1, "train-c"))
+    shown.filter(event("JOB_FINISHED", job_id=1))
+    shown.filter(start(2, "train-d"))
+    assert [line.partition("; ")[2] for line in capsys.readouterr().err.splitlines()] == ["4 min left", "2 min left"]
+
+
 def test_errors_and_warnings_pass_and_runs_never_timed_are_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
     shown = console({"train-a": None})
     shown.filter(event("RUN_INFO", stats={"record": 1, "total": 1}))

@@ -114,7 +114,7 @@ def test_what_is_timed_takes_every_core_and_the_lock_and_memory_runs_share_both(
     measuring = [b for b in blocks if re.search(r"rule record:", b)]
     assert len(measuring) > 5
     timed = [b for b in measuring if re.search(r"raw/(bench|kernel)-", b)]  # of one round the bytes alone count
-    assert len(timed) == 2
+    assert len(timed) >= 3
     for block in measuring:
         assert ("threads: 3" in block) == (block in timed)
         assert bool(re.search(r"flock +\S+/raw/\.machine\.lock", block)) == (block in timed)
