@@ -63,9 +63,10 @@ class EngineOptions:
     SSD) or `device`. `states`: dtype of moments and masters; `gradients`: of those that wait. `zero_missing`: see
     `Updates`. `piece_elements`: see `make_layout`. `measure`: find out how fast a step could be (`limit`). `swap`:
     results inside of blocks that are swapped rather than computed again, decided after the first step by a rule (best,
-    algorithm 1 or released, see `memascend.swapping`), all, or a number of bytes a pass; None: none. `swap_room`: bytes
-    of host memory that they may take before the SSD has them. `versions`: of the states on the tier, 2, or 1 with
-    gradients that wait beside it (`memascend.engine.one_version`); None: two if the disk has room for them.
+    algorithm 1 or released, see `memascend.swapping`), all, a number of bytes a pass, or a share such as 50%; None:
+    none. `swap_room`: bytes of host memory that they may take before the SSD has them. `versions`: of the states on
+    the tier, 2, or 1 with gradients that wait beside it (`memascend.engine.one_version`); None: two if the disk has
+    room for them.
     """
 
     arm: str = "optimized"
@@ -88,8 +89,9 @@ class EngineOptions:
             raise ValueError(f"unknown arm {self.arm!r} of gradient offloading: use one of {', '.join(ARMS)}")
         if self.checkpoints not in ("tier", "device"):
             raise ValueError(f"checkpoints must be 'tier' or 'device', got {self.checkpoints!r}")
-        if self.swap is not None and not (self.swap in (*RULES, "all") or self.swap.isdecimal()):
-            raise ValueError(f"swap must be one of {', '.join(RULES)}, 'all', or bytes, got {self.swap!r}")
+        if self.swap is not None and not (self.swap in (*RULES, "all") or self.swap.removesuffix("%").isdecimal()):
+            known = f"{', '.join(RULES)}, 'all', bytes, or a share such as 50%"
+            raise ValueError(f"swap must be one of {known}, got {self.swap!r}")
         if self.versions not in (None, 1, 2):
             raise ValueError(f"versions must be 1 or 2, or None for what the disk has room for, got {self.versions}")
         if self.accumulate < 1 or not self.clip >= 0 or self.blocks_in_flight < 1:

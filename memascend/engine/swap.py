@@ -85,10 +85,12 @@ class Decision:
 
 
 def decide(step: Iteration, rates: Rates, rule: str) -> Decision:
-    """By one of `memascend.swapping.RULES`; as many bytes, or all of them, where `rule` is a number or "all"."""
+    """By one of `memascend.swapping.RULES`; else `rule` is "all", a number of bytes, or a share of all ("50%")."""
     most = step.all_activations - step.between_blocks
     if rule in RULES:
         more = RULES[rule](step, rates) - step.between_blocks
+    elif rule.endswith("%"):
+        more = most * min(1.0, float(rule.removesuffix("%")) / 100)
     else:
         more = most if rule == "all" else min(most, float(rule))
     swapped = step.between_blocks + more

@@ -1,6 +1,7 @@
 """Gradients on their way into the optimizer states, three ways (LoHan IV-C), by way of the tier where they must wait.
 
-`none`       the optimizer runs after backward, as ZeRO-Infinity's: gradients wait on the tier.
+`none`       the optimizer runs after backward, as ZeRO-Infinity's: gradients wait on the tier, and each piece is read,
+             updated and written before the next one is.
 `naive`      as a piece's gradients arrive, its states are read, updated and written, one after the other (Fig. 3a).
 `optimized`  the three stages overlap: states of the next pieces are read while one is updated and the one before it is
              written, which is after those reads began (Fig. 3b).
@@ -133,6 +134,7 @@ class Updates:
         self._open: dict[str, int] = {}  # units whose weights are held for updates: pieces still to come
         self._order: list[str] = []
         self._of_step: dict[str, AdamSettings] = {}  # of a step that is done again
+        self._replaced: set[str] = set()  # units of which no element stays: their weights need not be read
 
     # -- from the training thread --------------------------------------------------------------------------------------
 
@@ -251,7 +253,8 @@ class Updates:
             for unit in (reversed(self.layout.units) if units is None else units)
         }
         chosen = [piece for pieces in by_unit.values() for piece in pieces]
-        if self.arm != "naive" and self._states is not None:
+        self._replaced = {key for key, pieces in by_unit.items() if self._replaces(self._units[key], pieces)}
+        if self.arm == "optimized" and self._states is not None:
             self._states.read_ahead([piece.key for piece in chosen])
             self._gradients().read_ahead([gradient_key(piece) for piece in chosen if piece.key in self._spilled])
         for key, pieces in by_unit.items():
@@ -262,6 +265,11 @@ class Updates:
                 self._close_all()
                 after(self._units[key])
         self._close_all()
+
+    def _replaces(self, unit: Unit, pieces: Sequence[Piece]) -> bool:
+        """Whether updating `pieces` leaves nothing of the unit's weights, which come from masters of their own."""
+        whole = len(pieces) == len(unit.pieces) and not unit.frozen_numel and not self.layout.own_masters
+        return whole and (self._zero_missing or all(part.key in self._arrived for part in unit.parts))
 
     def _close_all(self) -> None:
         self._drain()
@@ -444,7 +452,7 @@ class Updates:
                 self._step(run, weights[span], gradient, [state[span] for state in parts])
             place += run.numel
         written = self._states.write(piece.key)
-        if self.arm == "naive":
+        if self.arm != "optimized":
             written.wait()
         self._states.release(piece.key)
         self._piece_done(piece)
@@ -474,7 +482,10 @@ class Updates:
         """The piece's elements in its unit's slot, which is held until the unit is done."""
         unit = self._units[piece.unit]
         if piece.unit not in self._open:
-            self._weights.stream.fetch([piece.unit])
+            if piece.unit in self._replaced and not self._weights.is_held(unit):
+                self._weights.stream.put(piece.unit)[unit.numel :].zero_()
+            else:
+                self._weights.stream.fetch([piece.unit])
             self._open[piece.unit] = len(unit.pieces)
         slot = self._weights.stream.tensor(piece.unit)
         return slot[piece.first : piece.first + piece.numel]
@@ -493,7 +504,7 @@ class Updates:
             self._weights.stream.release(key)
             return
         written = self._weights.stream.write(key)
-        if self.arm == "naive":
+        if self.arm != "optimized":
             written.wait()
         self._weights.stream.release(key)
 

@@ -179,6 +179,7 @@ def test_a_bound_by_compute_is_swapped_for_and_one_by_the_ssd_is_not():
     assert "backward is bound by SSD" in str(kept)
     assert decide(iteration(), slow, "all").more_bytes == 10e9
     assert decide(iteration(), slow, "3000000000").more_bytes == 3e9
+    assert [decide(iteration(), slow, share).more_bytes for share in ("0%", "25%", "100%")] == [0, 2.5e9, 10e9]
 
 
 def test_algorithm_1_stops_at_a_plateau_that_looking_at_all_prefixes_sees_beyond():
@@ -204,7 +205,7 @@ def test_the_released_rule_looks_at_the_forward_pass_alone():
     assert swapped == pytest.approx(0.3 * 16 * 18 * 2**30, rel=0.05)
 
 
-@pytest.mark.parametrize("wanted", ["most", "-1", "1.5"])
+@pytest.mark.parametrize("wanted", ["most", "-1", "1.5", "%", "-5%"])
 def test_a_rule_that_there_is_not_is_refused(wanted):
-    with pytest.raises(ValueError, match="swap must be one of best, algorithm 1, released, 'all', or bytes"):
+    with pytest.raises(ValueError, match="swap must be one of best, algorithm 1, released, 'all', bytes, or a share"):
         EngineOptions(swap=wanted)

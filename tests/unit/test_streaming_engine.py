@@ -209,6 +209,30 @@ def test_a_unit_is_read_once_for_forward_and_once_for_backward_and_its_states_on
     engine.close()
 
 
+@pytest.mark.parametrize(("missing", "again"), [(False, 0), (True, 1)])
+def test_an_update_of_gradients_that_waited_reads_only_weights_that_stay(tmp_path, missing, again):
+    """Masters replace all of a unit's 16-bit weights; where one parameter got no gradient, its own must be there."""
+    ours = model(dtype=torch.bfloat16, depth=6, hidden=256)
+    engine = streamed(ours, tmp_path, checkpoints="device", wait=True)
+    first = next(unit for unit in engine.layout.units if unit.kind is Kind.BLOCK)
+    (ids,) = batches(1)
+    ours(ids).backward()
+    if missing:
+        engine.updates._arrived.discard(first.parts[0].key)
+    moved = []
+    read = engine.home.read
+    engine.home.read = lambda key, tensor, **how: moved.append(str(key)) or read(key, tensor, **how)
+    before = {name: values.clone() for name, values in engine.read_weights()}
+    moved.clear()
+    engine.finish_step()
+    assert moved.count(first.key) == again
+    assert [unit.key for unit in engine.layout.units if unit.key in moved and unit is not first] == []
+    after = {name: values.clone() for name, values in engine.read_weights()}
+    kept = {first.parts[0].name} if missing else set()
+    assert {name for name in before if torch.equal(before[name], after[name])} == kept
+    engine.close()
+
+
 def test_an_evaluation_between_forward_and_backward_changes_nothing(tmp_path):
     ours, theirs = model(), model()
     engine = streamed(ours, tmp_path)
