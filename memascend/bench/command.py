@@ -131,8 +131,23 @@ def _add_engine(parser: argparse.ArgumentParser, count: _Count) -> None:
     parser.add_argument(
         "--ways",
         default="memory,optimized",
-        help="of memory,optimized,naive,none,inputs,swapped (default the first two)",
+        help="of memory,optimized,naive,none,inputs,swapped, and swap0 to swap100, percent of what may be swapped "
+        "(default the first two)",
     )
+    parser.add_argument(
+        "--cores",
+        choices=("shared", "split"),
+        default="shared",
+        help="split: products have one core, and updates and I/O the others, as beside a GPU (default shared)",
+    )
+    parser.add_argument(
+        "--path-rate",
+        type=int,
+        default=0,
+        metavar="BYTES",
+        help="a second, of an SSD that is slower than the folder's: then the simulator's step is shown, too",
+    )
+    parser.add_argument("--trace", type=int, choices=(0, 1), default=0, help="1: events of one more step of each way")
 
 
 def _add_placement(parser: argparse.ArgumentParser, count: _Count) -> None:
@@ -377,6 +392,9 @@ def _engine(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any],
         dtype=options.dtype,
         repeats=options.repeats,
         threads=options.threads,
+        cores=options.cores,
+        path_rate=options.path_rate,
+        trace=bool(options.trace),
     )
     result = engine.measure(chosen)
     lines = _in_memory(options.folder)
@@ -388,6 +406,8 @@ def _engine(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any],
             f"{row['context']:>6}  {row['method']:<10}{row['seconds']['median']:>11.3f}  {_show(row['of_memory'])}"
             f"{more:>38}  {bound}"
         )
+    for row in result.get("foretold", ()):
+        lines.append(f"{row['context']:>6}  {row['method']:<10}{row['seconds']:>11.3f}  simulated")
     return result, lines
 
 

@@ -4,6 +4,10 @@ In memory is what PyTorch itself has: transformers' checkpointing of every block
 everything is on the SSD (LoHan, arXiv 2403.06504, IV-C), in one of the paper's three ways of using gradients. Every way
 has a model of its own in one process and takes a step in each round, the order shuffled; ratios are taken round by
 round. Beside a streamed step stands how fast its phases could have been (`memascend.engine.limit`).
+
+With `cores="split"` this machine is a testbed in small: products have one core, as a device of their own, updates, I/O
+and all else the others. With a `path_rate` the SSD is one of that speed (`memascend.bench.paced`), and the simulator's
+step stands beside: made of the steps in memory and of AdamW's rate by itself (`memascend.bench.foretold`).
 """
 
 from __future__ import annotations
@@ -11,18 +15,24 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from memascend.bench.foretold import foretold
+from memascend.bench.paced import paced
 from memascend.bench.rounds import conditions, ratios, spread
+from memascend.memory.heap import MALLOC
+from memascend.ops.adamw import adamw_
+from memascend.ops.unscale import unscale_norm_overflow_
 
 _STREAMED: dict[str, dict[str, Any]] = {
     "optimized": {},
@@ -32,15 +42,19 @@ _STREAMED: dict[str, dict[str, Any]] = {
     "swapped": {"swap": "best"},
 }
 WAYS = ("memory", *_STREAMED)
+_SHARE = re.compile(r"swap(\d{1,2}|100)")  # percent of the products' results that may be swapped
 PHASES = ("forward_s", "backward_s", "optimizer_s")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_ADAMW_ELEMENTS = 1 << 24
 _WARM_UP = 2  # the first makes AdamW's states or the engine's profile, the second knows the order of the visits
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineBench:
     """`contexts`: tokens of a sequence, one sequence a step. `repeats`: rounds at each. `model`: as
-    :func:`memascend.planner.model_spec` takes it, divided by `twin`."""
+    :func:`memascend.planner.model_spec` takes it, divided by `twin`. `ways`: some of `WAYS`, and swap0 to swap100.
+    `cores`: see above. `path_rate`: bytes a second of the SSD, read and written together; 0: as it is.
+    `trace`: events of one more step of each streamed way."""
 
     model: str
     folder: Path
@@ -50,25 +64,37 @@ class EngineBench:
     dtype: str = "fp32"
     repeats: int = 7
     threads: int = 2
+    cores: str = "shared"
+    path_rate: int = 0
+    trace: bool = False
 
 
 def measure(options: EngineBench) -> dict[str, Any]:
     """Every round, and a row for each length and way. ValueError, in one line, for what cannot be measured."""
-    unknown = next((way for way in options.ways if way not in WAYS), None)
+    unknown = next((way for way in options.ways if way not in WAYS and not _SHARE.fullmatch(way)), None)
     if unknown is not None or "memory" not in options.ways:
         wrong = f"unknown way {unknown!r}" if unknown else "without 'memory' there is nothing to compare with"
-        raise ValueError(f"--ways: {wrong}; use memory and some of {', '.join(WAYS[1:])}")
+        raise ValueError(f"--ways: {wrong}; use memory and some of {', '.join(WAYS[1:])}, swap0 to swap100")
     if options.dtype not in _DTYPES:
         raise ValueError(f"--dtype {options.dtype}: use one of {', '.join(_DTYPES)}")
+    if options.path_rate < 0:
+        raise ValueError(f"--path-rate {options.path_rate}: say bytes a second, or leave it out")
+    if options.cores == "split" and len(os.sched_getaffinity(0)) < 2:
+        raise ValueError("--cores split: this process may use one core alone; leave --cores out")
     _spec(options)
     asked = asdict(options) | {"folder": str(options.folder)}
     command = [sys.executable, "-m", "memascend.bench.engine", json.dumps(asked)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
+    threads = 1 if options.cores == "split" else options.threads
+    environment = {**MALLOC, **os.environ, "OMP_NUM_THREADS": str(threads)}  # as train's ranks have it
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"the benchmark's process ended with status {done.returncode}: see its error above")
     found = json.loads(done.stdout)
-    facts = {"benchmark": "engine", "conditions": conditions() | {"threads": options.threads}}
+    heap = {name: environment[name] for name in MALLOC}
+    facts = {"benchmark": "engine", "conditions": conditions() | {"threads": threads, "heap": heap}}
+    if options.path_rate:
+        of_model = {"spec": _spec(options), "dtype": options.dtype, "path_rate": options.path_rate}
+        found["foretold"] = [each for point in found["points"] for each in foretold(point, found["adamw"], **of_model)]
     return {**facts, "options": asked, **found, "summary": list(_rows(found["points"]))}
 
 
@@ -93,6 +119,7 @@ def _rows(points: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             row[f"more_{name}"] = spread([a - b for a, b in zip(mine[name], memory[name], strict=True)]).median
         row["bound_share"] = spread(mine["bound_share"]).median if mine["bound_share"][-1] else None
         row["bottleneck"] = mine["bottleneck"][-1]
+        row["swapping"] = mine["swapping"][-1]
         row["losses_apart"] = max(abs(a - b) / b for a, b in zip(mine["losses"], memory["losses"], strict=True))
         yield row
 
@@ -103,7 +130,7 @@ def _rows(points: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 class _Way:
     """One model in its way of training."""
 
-    def __init__(self, way: str, options: EngineBench, ends: ExitStack) -> None:
+    def __init__(self, way: str, options: EngineBench, ends: ExitStack, *, measure: bool = True) -> None:
         from memascend.engine.runtime import EngineOptions
         from memascend.engine.streaming import streaming
         from memascend.integrations.huggingface import causal_lm
@@ -120,7 +147,8 @@ class _Way:
         home = streaming(options.folder / way)
         ends.callback(home.remove)
         home.hook(self.model)
-        chosen = EngineOptions(measure=True, **_STREAMED[way])
+        share = _SHARE.fullmatch(way)
+        chosen = EngineOptions(measure=measure, **({"swap": f"{share[1]}%"} if share else _STREAMED[way]))
         self.optimizer = home.optimizer(torch.optim.AdamW, options=chosen, **settings)
         self.engine = home.engine
 
@@ -141,15 +169,54 @@ class _Way:
             read, written = self.engine.transferred
             found |= {"read": read - moved[0], "written": written - moved[1]}
         found["bound_share"] = limit.share if limit is not None else None
+        decision = self.engine.decision if self.engine is not None else None
+        found["swapping"] = asdict(decision) if decision is not None else None
         return found | {"bottleneck": limit.bottleneck if limit is not None else None}
+
+    def traced(self, ids: torch.Tensor) -> list[dict[str, Any]]:
+        """Events of a step, from its begin on."""
+        from memascend.integrations.engine_trace import record_engine
+        from memascend.simulator.recorder import Recorder, from_zero
+
+        recorder = Recorder()
+        record_engine(self.engine, recorder)
+        with recorder.phase("forward"):
+            loss = self.model(input_ids=ids, labels=ids).loss
+        with recorder.phase("backward"):
+            loss.backward()
+        with recorder.phase("optimizer"):
+            self.optimizer.step()
+        return [asdict(event) for event in from_zero(recorder.take())]
+
+
+def take_turns(asked: dict[str, Any], turn_fd: int, done_fd: int) -> dict[str, Any]:
+    """Steps of one way on request: a line with tokens and sequences comes in, one with what the step took (JSON) goes
+    out. Ends with the first descriptor; there is nothing to say then. `asked`: of `EngineBench`."""
+    options = EngineBench(**asked | {"ways": tuple(asked["ways"]), "folder": Path(asked["folder"])})
+    torch.set_num_threads(options.threads)
+    names = {**{name: name for name in PHASES}, "read": "bytes_read", "written": "bytes_written"}
+    with ExitStack() as ends, os.fdopen(turn_fd) as turns, os.fdopen(done_fd, "w", buffering=1) as done:
+        way = _Way(options.ways[0], options, ends, measure=False)
+        done.write("ready none\n")
+        for number, line in enumerate(turns):
+            tokens, sequences = map(int, line.split())
+            generator = torch.Generator().manual_seed(number)
+            ids = torch.randint(0, way.model.config.vocab_size, (sequences, tokens), generator=generator)
+            found = way.step(ids)
+            done.write(json.dumps({said: found[name] for name, said in names.items()}) + "\n")
+    return {}
 
 
 def _worker(asked: dict[str, Any]) -> dict[str, Any]:
     options = EngineBench(**asked | {name: tuple(asked[name]) for name in ("contexts", "ways")})
     options = replace(options, folder=Path(options.folder))
-    torch.set_num_threads(options.threads)
+    allowed = sorted(os.sched_getaffinity(0))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    adamw = _updates_rate(_DTYPES[options.dtype])
     points: dict[tuple[int, str], dict[str, Any]] = {}
+    traces: dict[str, Any] = {}
     with ExitStack() as ends:
+        server = ends.enter_context(paced(options.path_rate)) if options.path_rate else None
         ways = {way: _Way(way, options, ends) for way in options.ways}
         vocab, order = ways["memory"].model.config.vocab_size, random.Random(0)
         for context in options.contexts:
@@ -157,11 +224,36 @@ def _worker(asked: dict[str, Any]) -> dict[str, Any]:
             for number in range(_WARM_UP + options.repeats):
                 ids = torch.randint(0, vocab, (1, context), generator=generator)
                 for way in order.sample(options.ways, len(options.ways)):
+                    if options.cores == "split":
+                        _split(allowed)
                     found = ways[way].step(ids)
                     mine = points.setdefault((context, way), {"context": context, "method": way})
                     for name, value in found.items() if number >= _WARM_UP else ():
                         mine.setdefault(name, []).append(value)
-    return {"points": list(points.values())}
+        if options.trace:
+            traces = {way: ways[way].traced(ids) for way in options.ways if way != "memory"}
+        late = {"late_share": server.late_share} if server is not None else {}
+    return {"adamw": adamw, "points": list(points.values()), **late} | ({"traces": traces} if traces else {})
+
+
+def _updates_rate(dtype: torch.dtype) -> float:
+    """Elements a second: finite or not and their squares, then AdamW, as the engine does it; beyond the caches."""
+    gradient, weights = (torch.ones(_ADAMW_ELEMENTS, dtype=dtype) for _ in range(2))
+    states = [torch.ones(_ADAMW_ELEMENTS) for _ in range(3)]
+    best = float("inf")
+    for step in range(1, 6):
+        before = time.perf_counter()
+        unscale_norm_overflow_(gradient, 1.0)
+        adamw_(states[0], gradient, *states[1:], None if dtype == torch.float32 else weights, step=step)
+        best = min(best, time.perf_counter() - before)
+    return _ADAMW_ELEMENTS / best
+
+
+def _split(cores: list[int]) -> None:
+    """This thread has the first core; the process's others, whoever has begun them, have the rest."""
+    for task in map(int, os.listdir("/proc/self/task")):
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(task, cores[:1] if task == os.getpid() else cores[1:])
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from memascend.memory.heap import MALLOC
 from memascend.storage.durable import write_atomically
 from memascend.storage.folders import swap_folder
 from memascend.storage.shared_memory import collect_shared_memory
@@ -28,11 +29,6 @@ from memascend.training.processes import PARENT, free_port, remove_shared_buffer
 from memascend.training.progress import byte_count
 
 STOPPED = 143  # 128 + SIGTERM: stopped before its end, with a checkpoint
-# Without these glibc keeps freed blocks of over a gigabyte resident (measured on a 256M-parameter model). With much
-# less than 4 MiB every activation on a CPU is a mapping of its own, whose pages are faulted in again: steps of a twin
-# took 1.2 to 1.6 times as long with 64 KiB, for 2 to 12 % less resident memory.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4194304", "MALLOC_TRIM_THRESHOLD_": "67108864", "MALLOC_ARENA_MAX": "2"}
-
 
 SetupOf = Callable[[TrainConfig, dict[str, Any], str, str], backends.Setup]
 

@@ -11,6 +11,8 @@ from memascend.cli import main
     ("options", "said"),
     [
         (["--ways", "memory,streamed"], "--ways: unknown way 'streamed'; use memory and some of optimized"),
+        (["--ways", "memory,swap101"], "--ways: unknown way 'swap101'"),
+        (["--path-rate", "-3"], "--path-rate -3: say bytes a second"),
         (["--ways", "optimized"], "--ways: without 'memory' there is nothing to compare with"),
         (["--contexts", "none"], "--contexts"),
         (["--model", "nothing"], "unknown model 'nothing'"),
@@ -39,3 +41,18 @@ def test_every_way_trains_alike_and_leaves_nothing(tmp_path, capsys):
         assert len(mine["seconds"]) == 2
         assert (mine["written"][-1] > 0) == (row["method"] != "memory")
     assert points[16, "none"]["written"][-1] > points[16, "optimized"]["written"][-1]
+
+
+@pytest.mark.slow  # a process of its own
+def test_on_an_ssd_of_known_speed_the_simulators_step_and_events_stand_beside(tmp_path, capsys):
+    words = ["--folder", str(tmp_path), "--model", "llama3.2-1b", "--twin", "32", "--contexts", "16"]
+    words += ["--dtype", "bf16", "--path-rate", "400000000", "--cores", "split", "--trace", "1"]
+    assert main(["bench", "engine", *words, "--ways", "memory,naive,swap50", "--repeats", "1", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in result["foretold"]] == ["optimized", "naive", "none"]
+    assert 0 <= result["late_share"] <= 1
+    chosen = {row["method"]: row["swapping"] for row in result["summary"]}
+    assert chosen["naive"] is None
+    assert 0 < chosen["swap50"]["more_bytes"] <= chosen["swap50"]["offered_bytes"] / 2
+    events = result["traces"]["naive"]
+    assert {"ssd.read", "ssd.write", "cpu", "gpu0"} <= {event["resource"] for event in events}

@@ -24,6 +24,7 @@ from typing import Any
 
 from hardware.throttled import throttled_paths
 from memascend.doctor.speed import memory_speed
+from memascend.memory.heap import MALLOC
 from memascend.planner import Workload, model_spec
 from memascend.planner.machine import Calibrations, Machine
 from memascend.planner.options import Stack
@@ -31,7 +32,6 @@ from memascend.planner.pieces import forward_flops
 from memascend.planner.step_time import step_time
 from memascend.simulator import read_trace
 from memascend.simulator.side_by_side import step_of_trace
-from memascend.training.launch import MALLOC
 
 SYSTEMS = {"zero_infinity": "as_published", "memascend": "memascend", "zero_offload": "today", "lohan": "optimized"}
 PHASES = ("forward", "backward", "optimizer")

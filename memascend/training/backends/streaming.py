@@ -21,7 +21,7 @@ from memascend.engine.runtime import EngineOptions, StreamingEngine
 from memascend.engine.spilled import SpilledValues
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
-from memascend.simulator.recorder import Recorder, phase, record_transfers
+from memascend.simulator.recorder import Recorder, phase
 from memascend.storage.tensor_file import TensorFileReader, TensorLayout
 from memascend.training import random_state
 from memascend.training.backends.loss_scale import LossScale
@@ -171,21 +171,10 @@ class StreamingBackend:
     # -- training ------------------------------------------------------------------------------------------------------
 
     def trace(self, recorder: Recorder) -> None:
-        """What the engine waits for is in its phases and blocks: it does not tell of it."""
-        from memascend.integrations.block_spans import record_blocks
+        from memascend.integrations.engine_trace import record_engine
 
         self._recorder = recorder
-        record_blocks(self.model, recorder)
-        record_transfers(self.engine.home, recorder)
-        make = self.engine._scratch_tier
-
-        def made() -> Any:
-            new, tier = self.engine._scratch is None, make()
-            if new:
-                record_transfers(tier, recorder)
-            return tier
-
-        self.engine._scratch_tier = made
+        record_engine(self.engine, recorder)
 
     def step(self, batches: Sequence[torch.Tensor], learning_rate: float) -> tuple[torch.Tensor, float | None]:
         if self._finished:  # there is room for one step beside the kept one

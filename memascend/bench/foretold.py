@@ -1,0 +1,61 @@
+"""A streamed step as the simulator plays it on this machine, from what was measured of others than it.
+
+Forward and backward of the same model in memory say how fast the device is, AdamW's rate by itself what the CPU does,
+the rate that the path is held to is the SSD's, which serves one thing at a time. Nothing is taken from a streamed step,
+which it is to be compared with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from memascend.planner.machine import Calibrations, Machine
+from memascend.planner.options import Stack
+from memascend.planner.pieces import forward_flops
+from memascend.planner.spec import ModelSpec
+from memascend.planner.step_time import step_time
+from memascend.planner.workload import ELEMENT_BYTES, Workload
+
+SYSTEM, ARMS = "lohan", ("optimized", "naive", "none")
+_STATES = 7  # AdamW reads four tensors of fp32 and writes three
+
+
+def foretold(
+    memory: Mapping[str, Any], adamw: float, *, spec: ModelSpec, dtype: str, path_rate: float
+) -> Iterator[dict[str, Any]]:
+    """Seconds by phase, and of the step, of each arm at the length of `memory`; nothing for another way's point.
+
+    `memory`: a point of `memascend.bench.engine`, of the way in memory. `adamw`: elements a second. `path_rate`: bytes
+    a second, read and written together. ValueError for a dtype that the planner does not know.
+    """
+    if memory["method"] != "memory":
+        return
+    context = memory["context"]
+    forward_s, backward_s = (statistics.median(memory[name]) for name in ("forward_s", "backward_s"))
+    flops = forward_flops(spec, 1, context)
+    of_blocks = 1.0 - 2.0 * context * spec.vocab * spec.hidden / flops
+    machine = Machine(
+        name="local",
+        gpu_flops_per_s=flops / forward_s,
+        pcie_bytes_per_s=1e12,  # the device's memory is the host's
+        ssd_read_bytes_per_s=path_rate,
+        ssd_write_bytes_per_s=path_rate,
+        memory_bytes_per_s=adamw * (4 * _STATES + ELEMENT_BYTES[dtype]),
+    )
+    costs = dataclasses.replace(
+        Calibrations(),
+        gpu_efficiency=1.0,
+        host_seconds_per_parameter=0.0,
+        adam_memory_efficiency=1.0,
+        backward_products=backward_s / forward_s - of_blocks,
+    )
+    for arm in ARMS:
+        work = Workload(
+            spec=spec, system=SYSTEM, arm=arm, dtype=dtype, context=context, stack=Stack(checkpointing="offloaded")
+        )
+        made = step_time(work, machine, calibrations=costs)
+        phases = {f"{phase.name}_s": phase.seconds for phase in made.phases}
+        yield {"context": context, "method": arm, "seconds": made.seconds, **phases, "bottleneck": made.bottleneck}

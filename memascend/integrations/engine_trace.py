@@ -1,0 +1,24 @@
+"""Events of the streaming engine's steps: its model's blocks, its transfers, and AdamW, which another thread does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memascend.engine.runtime import StreamingEngine
+from memascend.integrations.block_spans import record_blocks
+from memascend.simulator.recorder import CPU, Recorder, record_transfers
+
+
+def record_engine(engine: StreamingEngine, recorder: Recorder) -> None:
+    """From now on. What the training's thread waits for is in its phases and blocks: the engine does not tell of it."""
+    record_blocks(engine.model, recorder)
+    record_transfers(engine.home, recorder)
+    record_transfers(engine._scratch_tier(), recorder)
+    step = engine.updates._step
+
+    def stepped(run: Any, *rest: Any) -> None:
+        begin = recorder.now()
+        step(run, *rest)
+        recorder.add(f"AdamW {run.part.name}", CPU, begin, run.numel)
+
+    engine.updates._step = stepped

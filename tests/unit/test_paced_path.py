@@ -1,0 +1,95 @@
+"""An SSD of known speed: served in turn, by priority, with what was written; and the step that is foretold of it."""
+
+import errno
+
+import pytest
+import torch
+from torch import nn
+
+from memascend.bench.foretold import foretold
+from memascend.bench.paced import PacedTier, Server, paced
+from memascend.engine.runtime import EngineOptions, StreamingEngine
+from memascend.planner import model_spec
+from memascend.storage.completion import Promise
+from memascend.storage.engine_tiers import DirectTier
+from memascend.storage.errors import StorageError
+
+SPEC = model_spec("llama3.2-1b").twin(16)
+MEMORY = {"method": "memory", "context": 64, "forward_s": [0.2, 0.1, 0.3], "backward_s": [0.6, 0.6, 0.6]}
+
+
+def test_requests_are_served_by_priority_then_in_turn():
+    server, order = Server(1e6), []
+    begun = [server.serve(20_000, 0)]  # under way when the others come
+    for name, priority in (("first", 0), ("second", 0), ("urgent", 5)):
+        promise = server.serve(1000, priority)
+        promise.add_done_callback(lambda _, name=name: order.append(name))
+        begun.append(promise)
+    for promise in begun:
+        promise.wait(10)
+    server.close()
+    begun[-1].then(lambda _: None).wait(10)  # the callbacks have run
+    assert order == ["urgent", "first", "second"]
+
+
+def test_a_slow_server_has_no_late_bytes_and_an_endless_one_has_all(tmp_path):
+    for rate, share in ((1e6, 0.0), (1e18, 1.0)):
+        with paced(rate) as server:
+            tier = PacedTier.in_file(tmp_path, f"at {rate}")
+            out, back = torch.arange(8192, dtype=torch.float32), torch.empty(8192)
+            tier.write("a", out).wait(10)
+            tier.read("a", back).wait(10)
+            moved = tier.transferred
+            tier.close()
+        assert torch.equal(out, back)
+        assert server.late_share == share
+        assert moved.reading_s == moved.bytes_read / rate
+
+
+def test_a_failed_transfer_fails_on_a_paced_path_too(tmp_path, monkeypatch):
+    broken = Promise("a read")
+    broken.set_error(StorageError("read", "drive", 0, 4096, 0, errno.EIO, "broken"))
+    with paced(1e9):
+        tier = PacedTier.in_file(tmp_path, "x")
+        monkeypatch.setattr(DirectTier, "read", lambda *_, **__: broken)
+        with pytest.raises(StorageError, match="broken"):
+            tier.read("a", torch.empty(4)).wait(10)
+        tier.close()
+
+
+def test_an_engine_trains_on_a_paced_path_as_on_any(tmp_path):
+    def trained(folder):
+        torch.manual_seed(0)
+        ours = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+        groups = [{"params": list(ours.parameters()), "lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0}]
+        engine = StreamingEngine.start(ours, folder, groups, EngineOptions(), blocks=list(ours))
+        for _ in range(2):
+            ours(torch.ones(2, 32)).sum().backward()
+            engine.finish_step()
+        found = {name: values.clone() for name, values in engine.read_weights()}
+        kind = type(engine.home._tier)
+        engine.close(destroy=True)
+        return kind, found
+
+    with paced(1e9):
+        kind, there = trained(tmp_path / "paced")
+    assert kind is PacedTier
+    kind, here = trained(tmp_path / "free")
+    assert kind is not PacedTier
+    assert all(torch.equal(there[name], here[name]) for name in here)
+
+
+def test_what_is_foretold_follows_from_the_step_in_memory_the_updates_and_the_path():
+    found = {row["method"]: row for row in foretold(MEMORY, 1e9, spec=SPEC, dtype="bf16", path_rate=5e9)}
+    assert list(found) == ["optimized", "naive", "none"]
+    for row in found.values():
+        phases = sum(row.get(f"{name}_s", 0.0) for name in ("forward", "backward", "optimizer"))
+        assert row["seconds"] == pytest.approx(phases)
+        assert row["seconds"] >= 0.8  # the medians of both passes
+    assert "optimizer_s" not in found["naive"]
+    assert found["none"]["seconds"] > found["optimized"]["seconds"]
+    assert found["optimized"]["seconds"] == pytest.approx(0.8, rel=0.1)  # the rest is hidden
+    slow = {row["method"]: row for row in foretold(MEMORY, 1e9, spec=SPEC, dtype="bf16", path_rate=1e7)}
+    assert slow["optimized"]["bottleneck"] == "SSD"
+    assert slow["optimized"]["seconds"] > 4 * found["optimized"]["seconds"]
+    assert list(foretold(MEMORY | {"method": "naive"}, 1e9, spec=SPEC, dtype="bf16", path_rate=5e9)) == []
