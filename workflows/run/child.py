@@ -436,7 +436,12 @@ def train(job: dict[str, Any], result_file: str) -> None:
     """Run the job, write its result file, and leave this process."""
     die_with_parent()
     try:
-        result = Run(job).execute()
+        if "streamed" in job:
+            from memascend.bench.engine import take_turns
+
+            result = take_turns(job["streamed"], job["turn_fd"], job["done_fd"])
+        else:
+            result = Run(job).execute()
     except MemoryError as error:
         result = {"status": "oom", "reason": str(error)}
     temporary = Path(result_file + ".partial")

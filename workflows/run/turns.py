@@ -67,8 +67,10 @@ class Arm:
         spec = RunSpec(run_id=args.run_id, model=args.model, k=args.k, steps=1, seed=0, ranks=1, **more)
         sizes = sizes_of(twin, 1)
         require_space(self.swap, sizes.parameters)
-        self.config = self.system.deepspeed_config(spec, sizes, str(self.swap))
+        self.streamed = not hasattr(self.system, "deepspeed_config")  # by memascend's own engine
+        self.config = {} if self.streamed else self.system.deepspeed_config(spec, sizes, str(self.swap))
         self.parts = self.system.parts(self.arm)
+        self.model = {"model": args.model, "twin": args.k, "dtype": self.dtype, "ways": [self.arm]}
 
     def start(
         self, twin: Any, work: Path, threads: int, device: str, matmul: str, *, record_step: bool = False
@@ -80,6 +82,7 @@ class Arm:
         settings = {"threads": threads, "mode": "time", "dtype": self.dtype, "device": device, "matmul": matmul, **fds}
         settings |= {"hash_master_weights": False, "record_step": record_step}
         job = job_of(twin, self.parts, self.config, **settings)
+        job |= {"streamed": {**self.model, "folder": str(self.swap), "threads": threads}} if self.streamed else {}
         env = children.environment(0, 1, self.port, threads, device, "time")
         self.process: children.Run = children.start(job, work, self.name, env, tuple(fds), python=self.python)
         os.close(turn_in)

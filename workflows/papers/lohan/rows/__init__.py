@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from workflows.cases import Row
-from workflows.papers.lohan.rows import equations, first_figure, sizes, throughput
+from workflows.papers.lohan.rows import equations, first_figure, sizes, throughput, twins
 from workflows.papers.lohan.rows.settings import PAPER
 
 
@@ -15,3 +16,7 @@ def modelled() -> Iterator[Row]:
     yield from throughput.rows()
     yield from equations.rows()
     yield from PAPER.assumptions()
+
+
+def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
+    yield from twins.rows([r for r in records if (r["status"], r.get("benchmark")) == ("ok", "engine")])

@@ -1,0 +1,89 @@
+"""Figs. 3, 7a and 9b measured: from a record of `memascend bench engine` to rows, by hand."""
+
+import pytest
+
+from workflows.papers.lohan.rows import measured
+
+WAYS = {"memory": 4.0, "optimized": 5.0, "naive": 6.0, "none": 8.0}
+
+
+def record(ways, points, **more):
+    made = {"kind": "bench", "status": "ok", "benchmark": "engine", "key": "k" * 64, "host": {"name": "here"}}
+    return made | {"options": {"path_rate": 1e9, "twin": 16, "ways": list(ways)}, "points": points} | more
+
+
+def point(context, way, seconds, **more):
+    rounds = [seconds * factor for factor in (1.0, 2.0, 1.5)]  # a machine that slows down: ratios are by round
+    phases = {"forward_s": [seconds / 4] * 3, "backward_s": [3 * seconds / 4] * 3}
+    return {
+        "context": context,
+        "method": way,
+        "seconds": rounds,
+        **phases,
+        "read": [2e9] * 3,
+        "written": [1e9] * 3,
+    } | more
+
+
+def found(*records):
+    return {(row["metric"], row["series"], row.get("x_value", ""), row["lane"]): row for row in measured(list(records))}
+
+
+def test_arms_become_throughput_and_ratios_beside_what_was_foretold():
+    points = [point(c, way, s * c / 96) for c in (48, 96) for way, s in WAYS.items()]
+    said = [{"context": c, "method": way, "seconds": 4.5 * c / 96} for c in (48, 96) for way in WAYS]
+    rows = found(record(WAYS, points, foretold=said))
+
+    def value(metric, series, at, lane="measured"):
+        return float(rows[metric, series, at, lane]["value"])
+
+    ratio = rows["throughput_ratio", "LoHan Optimized / Naive", "64", "measured"]
+    assert float(ratio["value"]) == pytest.approx(1.2)
+    assert ratio["exhibit_id"] == "lohan-fig07a"
+    assert value("throughput_ratio", "LoHan Optimized / LoHan+ZeRO", "32") == pytest.approx(1.6)
+    assert value("throughput of the twin", "LoHan Naive", "32") == pytest.approx(48 / 4.5)
+    assert value("throughput of the twin", "LoHan Naive", "32", "modelled") == pytest.approx(48 / 2.25)
+    assert value("ratio of seconds of the twin", "device / SSD", "64") == pytest.approx(4 / 3)
+    assert value("ratio of seconds", "device / SSD", "64", "modelled") == pytest.approx(2.17, rel=0.03)
+
+
+def test_swapped_volumes_are_shares_and_the_choice_stands_over_the_best_of_all():
+    def swaps(way, seconds, share):
+        decision = {"more_bytes": share, "offered_bytes": 200, "seconds": seconds / 2}
+        return point(64, way, seconds, swapping=[decision] * 3)
+
+    points = [point(64, "memory", 1.0), swaps("swap0", 4.0, 0), swaps("swap100", 3.0, 200), swaps("swapped", 3.3, 150)]
+    rows = found(record(["memory", "swap0", "swap100", "swapped"], points, foretold=[]))
+    assert float(rows["iteration time of the twin", "LoHan", "100", "measured"]["value"]) == pytest.approx(4.5)
+    assert float(rows["iteration time of the twin", "LoHan", "0", "modelled"]["value"]) == 2.0
+    assert float(rows["predicted optimum of the twin", "LoHan", "75", "measured"]["value"]) == pytest.approx(4.95)
+    over = next(row for key, row in rows.items() if key[0].startswith("predicted optimum over"))
+    assert float(over["value"]) == pytest.approx(1.1)
+
+
+def test_events_become_bars_of_blocks_without_reads_of_weights():
+    def event(name, resource, begin, end, phase="backward"):
+        times = {"begin_s": begin, "end_s": end}
+        return {"name": name, "phase": phase, "resource": resource, "rank": 0, "amount": 0.0, **times}
+
+    events = [
+        event("transformer.h.3", "ssd.read", 0.0, 9.0),
+        event("transformer.h.3/0", "ssd.read", 1.0, 2.0),
+        event("transformer.h.3/1", "ssd.read", 2.0, 4.0),
+        event("AdamW transformer.h.3.mlp.c_fc.weight", "cpu", 4.0, 4.5),
+        event("transformer.h.3/0", "ssd.write", 4.5, 6.0),
+        event("block 3", "gpu0", 0.0, 0.5, "forward"),
+        event("block 3", "gpu0", 1.5, 2.5),
+    ]
+    rows = list(measured([record(["memory", "naive"], [], traces={"naive": events})]))
+    bars = {row["series"]: (row["metric"], float(row["x_value"]), float(row["value"])) for row in rows}
+    assert {row["exhibit_id"] for row in rows} == {"lohan-fig03a"}
+    assert bars == {
+        "SSD read": ("4", 0.0, 3.0), "CPU Adam": ("4", 3.0, 0.5), "SSD write": ("4", 3.5, 1.5), "GPU": ("4", 0.5, 1.0)
+    }  # fmt: skip
+
+
+def test_a_record_on_the_disk_as_it_is_has_no_rows():
+    other = record(WAYS, [point(96, way, s) for way, s in WAYS.items()])
+    other["options"]["path_rate"] = 0
+    assert list(measured([other])) == []
