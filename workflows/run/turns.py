@@ -69,7 +69,7 @@ class Arm:
         require_space(self.swap, sizes.parameters)
         self.streamed = not hasattr(self.system, "deepspeed_config")  # by memascend's own engine
         self.config = {} if self.streamed else self.system.deepspeed_config(spec, sizes, str(self.swap))
-        self.parts = self.system.parts(self.arm)
+        self.parts = {} if self.streamed else self.system.parts(self.arm)
         self.model = {"model": args.model, "twin": args.k, "dtype": self.dtype, "ways": [self.arm]}
 
     def start(
