@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from operator import neg
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from memascend.memory.classes import CLASSES, GRADIENTS, MASTERS, MOMENTUM, VARI
 from memascend.memory.ledger import Ledger
 from memascend.memory.placement_policy import PROCESS_INTERLEAVE, PlacementPolicy
 from memascend.memory.topology import Topology
+from memascend.ops.adamw import chunk_counts, divided_work
 
 NONE, AGAIN, NODE = "none", "again", "node"
 PHASES = ("forward", "backward", "optimizer")
@@ -96,15 +98,18 @@ class _Way:
         self.vocabulary = config["vocab_size"]
         self._recorder = Recorder()
         self.backend.trace(self._recorder)
+        self._chunks = [0, 0]
 
     def step(self, ids: torch.Tensor) -> dict[str, float]:
         from memascend.simulator.recorder import MAIN
         from memascend.simulator.trace import busy_s
 
+        before = chunk_counts()
         begin = time.perf_counter()
         loss, _ = self.backend.step([ids], 1e-5)
         took = {"seconds": time.perf_counter() - begin, "losses": float(loss)}
         busy = busy_s(self._recorder.take())
+        self._chunks = [sum(counts) for counts in zip(self._chunks, chunk_counts(), map(neg, before), strict=True)]
         return took | {f"{name}_s": busy[name][MAIN] for name in PHASES}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -114,7 +119,8 @@ class _Way:
             yield from ((name, getattr(group, attribute)) for name, attribute in _STATES.items())
 
     def placed(self) -> dict[str, Any]:
-        """Bytes by class, and where the kernel says that they lie: resident bytes by class and node."""
+        """Bytes by class, and where the kernel says that they lie: resident bytes by class and node. On several nodes
+        with processors, how AdamW's work was divided over them."""
         nbytes: dict[str, int] = {}
         resident: dict[str, dict[int, int]] = {}
         for name, tensor in self.tensors():
@@ -123,7 +129,8 @@ class _Way:
             for node, pages in _C.pages_by_node(tensor.data_ptr(), size).items():
                 shares = resident.setdefault(name, {})
                 shares[node] = shares.get(node, 0) + pages * _C.PAGE_BYTES
-        return {"bytes": nbytes, "resident": resident}
+        divided = divided_work(*self._chunks, Topology.read())
+        return {"bytes": nbytes, "resident": resident} | ({"adamw_by_node": divided} if divided else {})
 
 
 def _rounds(ways: dict[str, _Way], options: PlacementBench) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import torch
 from memascend import _C
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
 from memascend.memory.placement import Placement
+from memascend.memory.topology import Topology
 
 _LOADED = _C.__name__  # importing it registers the operators
 
@@ -66,6 +67,21 @@ def adamw_(
             seed=seed,
             element_offset=element_offset,
         )
+
+
+def chunk_counts() -> tuple[int, int]:
+    """Chunks of 16,384 elements that this process has updated near their data and elsewhere, where work was divided
+    over several nodes with processors."""
+    return _C.numa_chunk_counts()
+
+
+def divided_work(near: int, elsewhere: int, topology: Topology) -> dict[str, Any] | None:
+    """How updates were divided over nodes, for a report: the nodes with processors, and `chunk_counts` (of all ranks).
+
+    None on a machine with one such node, where there is nothing to divide.
+    """
+    nodes = [node.number for node in topology.with_cpus]
+    return {"nodes": nodes, "near": near, "elsewhere": elsewhere} if len(nodes) > 1 else None
 
 
 # What a parameter may need, by the key of its state, with the name and the owner of its ledger entries.

@@ -98,6 +98,7 @@ def as_text(report: dict[str, Any]) -> str:
     lines.append(_row(memory["rest_name"], "", memory["rest_bytes"], total))
     lines += [_row("**peak of resident memory**", "", total, total), ""]
     lines += _memory_nodes(report.get("memory_nodes"))
+    lines += _divided_work(report.get("adamw_by_node"))
     lines.append(f"Start-up, before the first step: {byte_count(memory['startup_peak_bytes'])} at its peak.")
     if memory["device_peak_bytes"]:
         lines.append(f"GPU memory: {byte_count(memory['device_peak_bytes'])} at the peak, all ranks.")
@@ -115,6 +116,16 @@ def _memory_nodes(found: dict[str, Any] | None) -> list[str]:
     if found["wrong"]:
         lines.append(f"- not where the ledger has them: {', '.join(found['wrong'])}")
     return [*lines, ""]
+
+
+def _divided_work(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    near, chunks = found["near"], found["near"] + found["elsewhere"]
+    said = "nothing was divided (one thread, less than a million elements at a time, or another optimizer)"
+    if chunks:
+        said = f"{near:,} of {chunks:,} chunks ({near / chunks:.1%}) were updated near their data"
+    return [f"AdamW over nodes {', '.join(map(str, found['nodes']))}: {said}.", ""]
 
 
 def _row(name: str, buffers: Any, size: int, total: int) -> str:

@@ -24,6 +24,8 @@ from memascend.memory.budget import HostBudget
 from memascend.memory.ledger import Ledger
 from memascend.memory.placement_policy import PROCESS_INTERLEAVE
 from memascend.memory.process_policy import interleave_process
+from memascend.memory.topology import Topology
+from memascend.ops.adamw import chunk_counts, divided_work
 from memascend.simulator.recorder import Recorder, from_zero
 from memascend.simulator.trace import write_trace
 from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout
@@ -398,6 +400,7 @@ class Worker:
                 self.idle_bytes,
                 torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
                 self.startup_peak,
+                *chunk_counts(),
             ]
         )
         rows = report.merged(self._gather(report.ledger_rows(self.backend.ledger)))
@@ -416,6 +419,8 @@ class Worker:
         }
         if self.placement is not None:
             result["memory_nodes"] = report.memory_nodes(self.backend.ledger, self.placement)
+        if (divided := divided_work(int(peaks[4]), int(peaks[5]), Topology.read())) is not None:
+            result["adamw_by_node"] = divided
         report.write(self.folder.report, result)
         root = self.folder.root
         if outcome == STOPPED:

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from memascend import _C
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.memory.placement import weighted
 from memascend.memory.topology import Topology
-from memascend.ops.adamw import adamw_
+from memascend.ops.adamw import adamw_, chunk_counts, divided_work
 
 pytestmark = pytest.mark.numa_vm
 
@@ -54,11 +53,15 @@ def test_adamw_runs_each_part_on_the_processors_that_it_lies_near(two_threads):
     best = 0.0
     for _ in range(5):  # a processor of the guest may be kept waiting by the machine, and the other takes its chunks
         placed = tensors(weighted(dict.fromkeys(cards, 1)))
-        counted = _C.numa_chunk_counts()
+        counted = chunk_counts()
         assert torch.equal(updated(*placed), unplaced)
-        near, elsewhere = (now - then for now, then in zip(_C.numa_chunk_counts(), counted))
+        near, elsewhere = (now - then for now, then in zip(chunk_counts(), counted))
         assert near + elsewhere == ELEMENTS // (512 * 32)
         best = max(best, near / (near + elsewhere))
     assert best > 0.75
+    divided = divided_work(*chunk_counts(), topology)  # what a run reports
+    assert divided["nodes"] == [node.number for node in topology.with_cpus]
+    assert divided["near"] + divided["elsewhere"] >= ELEMENTS // (512 * 32)
+    assert divided["near"] > 0
     after = affinities()
     assert {task: after[task] for task in before if task in after} == {t: m for t, m in before.items() if t in after}

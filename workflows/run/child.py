@@ -394,10 +394,13 @@ class Run:
 
     def _finish(self) -> None:
         from memascend.memory import tracking
+        from memascend.ops.adamw import chunk_counts
 
         if self.memory_mode:
             self.result["tracked_events"] = [list(e) for e in tracking.events()]
             self.result["dropped_events"] = tracking.dropped_events()
+        if any(chunks := chunk_counts()):
+            self.result["adamw_chunks"] = chunks
         self.result["ledger"] = self.enabled.ledger.to_json()
         self.result["phases"] = self.phases.rows
         if self.job["hash_master_weights"]:

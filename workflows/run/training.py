@@ -306,6 +306,8 @@ def _results(args: argparse.Namespace, outcome: dict[str, Any]) -> dict[str, Any
     }
     if "direct_io" in first:  # of our direct engine: past the page cache, or not
         fields["io"]["direct"] = all(result["direct_io"] for result in outcome["results"])
+    if "adamw_chunks" in first:  # near their data, and elsewhere: where several nodes have processors
+        fields["adamw_chunks"] = [sum(counts) for counts in zip(*(r["adamw_chunks"] for r in outcome["results"]))]
     if "cuda_peak_bytes" in first:
         fields["cuda_peak_bytes"] = max(r["cuda_peak_bytes"] for r in outcome["results"])
     if "evaluation" in first:
