@@ -65,6 +65,7 @@ class LoHan(PlannedSystem):
             raise ValueError("system 'lohan' has no limit to what activations write: leave activation_writes out")
         if config.states == "bf16" and config.dtype != "bf16":
             raise ValueError("states 'bf16' need dtype bf16: set --dtype bf16, or --states fp32")
+        self.refuse_a_plan_of_states(config.placement)
 
     @staticmethod
     def storage_notes(work: Workload, stored_bytes: int) -> list[str]:

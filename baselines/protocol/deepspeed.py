@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from baselines.protocol.described import PlannedSystem
 from baselines.protocol.runs import RunSpec, Sizes
 from memascend.arrangements import Arrangement
-from memascend.memory.placement_policy import LATENCY_FIRST, PROCESS_INTERLEAVE, PlacementPolicy
+from memascend.memory.placement_policy import PROCESS_INTERLEAVE
 from memascend.planner.derived_sizes import held_buffers, optimizer_buffers
 from memascend.training.backends import DEEPSPEED, Setup
 
@@ -64,11 +64,8 @@ class DeepSpeedSystem(PlannedSystem):
                 f"placement needs our allocator, and this arm of {self.name} leaves memory to DeepSpeed: --system cxl, "
                 "or leave it out"
             )
-        if arm.states_on == "ssd" and PlacementPolicy.parse(config.placement).kind == LATENCY_FIRST:
-            raise ValueError(
-                "placement 'latency_first' plans states in host memory, and these are on the SSD: name nodes, as "
-                "'{gradients: 0, weights: 1}'"
-            )
+        if arm.states_on == "ssd":
+            self.refuse_a_plan_of_states(config.placement)
 
     def trainer(self, config: TrainConfig, prepared: dict[str, Any], run_id: str, swap: str) -> Setup:
         """The DeepSpeed backend with this run's configuration and parts."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from memascend.arrangements import Arrangement
+from memascend.memory.placement_policy import LATENCY_FIRST, PlacementPolicy
 
 if TYPE_CHECKING:
     from memascend.planner.footprint import RankFootprint
@@ -51,6 +52,15 @@ class PlannedSystem(Described):
     def defaults(self, arm: str) -> Mapping[str, Any]:
         """Keys of a training's configuration that an arm takes where the user names none."""
         return {}
+
+    @staticmethod
+    def refuse_a_plan_of_states(placement: str | None) -> None:
+        """Of a system whose states are on the SSD: `latency_first` plans what lies in host memory."""
+        if placement is not None and PlacementPolicy.parse(placement).kind == LATENCY_FIRST:
+            raise ValueError(
+                "placement 'latency_first' plans states in host memory, and these are on the SSD: name nodes, as "
+                "'{gradients: 0, weights: 1}'"
+            )
 
     def footprint(self, build: RankFootprint) -> None:
         """Every buffer of one rank at the worst instant of a step."""

@@ -39,6 +39,9 @@ _OF_OWNER = {
     "parameter_flat_buffer": WEIGHTS,
     "small_parameters": WEIGHTS,
     "swap_out_buffer": WEIGHTS,
+    "streamed_gradients": GRADIENTS,
+    "streamed_states": MASTERS,  # of a block on its way from the SSD and back: masters, moments and gradients
+    "streamed_weights": WEIGHTS,
     "activation_checkpoints": ACTIVATIONS,
 }
 

@@ -1,6 +1,7 @@
 """LoHan as a system: a plan by the run's own classes, transformers' models, and the bits of training in memory."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from memascend.engine.blocks import NotStreamable
 from memascend.engine.home import StateHome
 from memascend.engine.runtime import EngineOptions
 from memascend.engine.streaming import streaming
+from memascend.memory.classes import class_of
 from memascend.memory.ledger import Ledger
 from memascend.ops.adamw import AdamW
 from memascend.planner.footprint import plan
@@ -21,7 +23,7 @@ from memascend.planner.options import Stack
 from memascend.planner.spec import model_spec
 from memascend.planner.workload import Workload
 from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter
-from memascend.training import random_state
+from memascend.training import random_state, report
 from memascend.training.backends.in_memory import InMemoryBackend
 from memascend.training.backends.streaming import StreamingBackend
 from memascend.training.config import TrainConfig
@@ -57,6 +59,25 @@ def in_memory(model=MODEL, slices=False, **changes):
 def train(backend, steps):
     count = backend._config.accumulate
     return [tuple(map(float, backend.step(BATCHES[:count], 1e-3))) for _ in range(steps)]
+
+
+def test_host_buffers_lie_where_their_class_is_placed_and_nothing_else_changes(tmp_path):
+    plain, placed = Ledger(), Ledger()
+    one = streamed(tmp_path / "one", ledger=plain)
+    classes = {"master_weights", "gradients", "weights", "activations"}
+    text = json.dumps(dict.fromkeys(classes, 0))
+    other = streamed(tmp_path / "other", ledger=placed, placement=text)
+    try:
+        assert train(one, 2) == train(other, 2)
+        found = report.memory_nodes(placed, text)
+        assert classes <= set(found["bytes"])
+        assert all(set(found["bytes"][name]) == {0} for name in classes)
+        assert found["wrong"] == []
+        assert {e.nodes for e in placed.live() if class_of(e.owner)} == {(0,)}
+        assert sum(e.reserved_bytes for e in placed.live()) == sum(e.reserved_bytes for e in plain.live()) > 0
+    finally:
+        one.close()
+        other.close()
 
 
 def assert_equal(ours, theirs):

@@ -182,6 +182,7 @@ def test_every_arm_trains_under_its_placement(arm, given, section, process):
         ("cxl", "cxl_aware", "the arm cxl_aware has its own"),
         ("zero_offload", None, "needs our allocator"),
         ("memascend", None, "plans states in host memory, and these are on the SSD"),
+        ("lohan", None, "plans states in host memory, and these are on the SSD"),
     ],
 )
 def test_a_placement_that_cannot_be_followed_is_refused(system, arm, words):

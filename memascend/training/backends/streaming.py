@@ -21,6 +21,8 @@ from memascend.engine.runtime import EngineOptions, StreamingEngine
 from memascend.engine.spilled import SpilledValues
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
+from memascend.memory.placement_policy import PlacementPolicy
+from memascend.memory.topology import Topology
 from memascend.simulator.recorder import Recorder, phase
 from memascend.storage.tensor_file import TensorFileReader, TensorLayout
 from memascend.training import random_state
@@ -122,12 +124,17 @@ class StreamingBackend:
             versions=self._settings.get("versions"),
         )
 
+    def _allocator(self) -> PageAlignedPinnedAllocator:
+        """Of host buffers, each on the nodes that the run's `placement` names for its class."""
+        named = self._config.placement
+        placement = PlacementPolicy.parse(named).resolve({}, Topology.read()) if named is not None else None
+        return PageAlignedPinnedAllocator(self.ledger, placement=placement)
+
     def build(self, source: Path | dict[str, Any]) -> None:
         homes.remove(self._folder)  # of an earlier run in this place, or of one that goes on from a later checkpoint
         self._make_model(source)
-        allocator = PageAlignedPinnedAllocator(self.ledger)
         self.engine = StreamingEngine.start(
-            self.model, self._folder, self._groups, self._engine_options(), allocator=allocator
+            self.model, self._folder, self._groups, self._engine_options(), allocator=self._allocator()
         )
 
     def kept_step(self) -> int | None:
@@ -136,9 +143,8 @@ class StreamingBackend:
 
     def go_on(self, source: Path | dict[str, Any]) -> dict[str, Any]:
         self._make_model(source, values=False)
-        allocator = PageAlignedPinnedAllocator(self.ledger)
         self.engine, facts = StreamingEngine.resume(
-            self.model, self._folder, self._groups, self._engine_options(), allocator=allocator
+            self.model, self._folder, self._groups, self._engine_options(), allocator=self._allocator()
         )
         self._take_over(facts["backend"])
         return facts
