@@ -1,6 +1,6 @@
 """Kernel, initial file system and QEMU of the guest, unpacked from Debian packages: nothing is installed.
 
-    python -m tests.numa_vm.images        # once (make numa-guest); some 125 MB are downloaded, 200 MB kept
+    python -m tests.numa_vm.images        # once (make numa-guest); some 125 MB are downloaded, 60 MB kept
 
 A private apt configuration asks the archive that this machine's own sources name, and its backports, so it works
 without root and leaves the machine's lists alone. What was made is kept in the user's cache (MEMASCEND_CACHE).
@@ -27,9 +27,15 @@ LEAST_KERNEL = (6, 9)
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 # What the guest needs to see the host's files under a layer of its own; their dependencies are found in the files.
 MODULES = ("virtio_pci", "9pnet_virtio", "9p", "overlay")
+# And what makes memory of CXL cards, where the kernel's line asks for it.
+CARD_MODULES = ("cxl_acpi", "cxl_pci", "cxl_mem", "device_dax", "kmem", "dax_cxl")
+CARDS_WANTED = "memascend.cards=1"
 QEMU = "qemu-system-x86_64"
-FORMAT = 1  # of what is kept; another number makes it anew
+LEAST_QEMU = (8, 2)  # cards of volatile memory came with 8.1
+FORMAT = 2  # of what is kept; another number makes it anew
 MAKE = "make numa-guest"
+# Of apt: `Inst NAME (VERSION ORIGIN)`, or with the version that is installed in brackets before it.
+_INSTALLED = re.compile(r"^Inst (\S+)(?: \[\S+\])? \((\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,11 +181,20 @@ def _download(apt: _Apt, folder: Path) -> list[str]:
     """The kernel that is new enough, busybox, and QEMU with what it needs where it is not installed: file names."""
     folder.mkdir()
     wanted = [_kernel_package(apt), "busybox-static"]
-    if shutil.which(QEMU) is None:
-        simulated = apt("apt-get", "install", "--simulate", "qemu-system-x86")
-        wanted += re.findall(r"^Inst (\S+)", simulated, re.MULTILINE)
+    if not _qemu_is_new_enough():
+        newest = ("-t", f"{apt.codename}-backports")
+        simulated = apt("apt-get", "install", "--simulate", *newest, "qemu-system-x86")
+        wanted += [f"{name}={version}" for name, version in _INSTALLED.findall(simulated)]
     apt("apt-get", "download", "-q", *wanted, cwd=folder)
     return sorted(path.name for path in folder.glob("*.deb"))
+
+
+def _qemu_is_new_enough() -> bool:
+    if shutil.which(QEMU) is None:
+        return False
+    said = subprocess.run([QEMU, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+    numbers = re.search(r"version (\d+)\.(\d+)", said)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= LEAST_QEMU
 
 
 def _kernel_package(apt: _Apt) -> str:
@@ -208,12 +223,14 @@ def _unpack(packages: Path, made: Path) -> bool:
         subprocess.run(["dpkg", "-x", path, folder], check=True)
     shutil.copy(next((kernel / "boot").glob("vmlinuz-*")), made / "vmlinuz")
     contents = {"bin/busybox": (busybox / "bin/busybox").read_bytes(), "init": INIT.encode()}
-    names = []
-    for path in modules(kernel, MODULES):
-        names.append(path.name.removesuffix(".xz"))
-        data = path.read_bytes()
-        contents[f"modules/{names[-1]}"] = lzma.decompress(data) if path.suffix == ".xz" else data
-    contents["modules/order"] = "".join(f"{name}\n" for name in names).encode()
+    always = modules(kernel, MODULES)
+    for_cards = [path for path in modules(kernel, MODULES + CARD_MODULES) if path not in always]
+    for order, paths in (("order", always), ("cards", for_cards)):
+        names = {path.name.removesuffix(".xz"): path for path in paths}
+        for name, path in names.items():
+            data = path.read_bytes()
+            contents[f"modules/{name}"] = lzma.decompress(data) if path.suffix == ".xz" else data
+        contents[f"modules/{order}"] = "".join(f"{name}\n" for name in names).encode()
     with gzip.open(made / "initramfs.gz", "wb", compresslevel=1) as file:
         file.write(cpio(contents))
     return own_qemu
@@ -261,7 +278,9 @@ $B mkdir -p /proc /sys /dev /host /layer /new
 $B mount -t proc proc /proc
 $B mount -t sysfs sysfs /sys
 $B mount -t devtmpfs dev /dev
-for module in $($B cat /modules/order); do $B insmod /modules/$module; done
+orders=/modules/order
+$B grep -q "CARDS_WANTED" /proc/cmdline && orders="$orders /modules/cards"
+for module in $($B cat $orders); do $B insmod /modules/$module; done
 share=trans=virtio,version=9p2000.L,msize=1048576
 $B mount -t 9p -o $share,ro,cache=loose hostroot /host || { echo "no host files"; $B poweroff -f; }
 $B mount -t tmpfs layer /layer
@@ -276,7 +295,7 @@ $B chroot /new /bin/sh /out/run.sh
 echo $? > /new/out/status
 $B sync
 $B poweroff -f
-"""
+""".replace("CARDS_WANTED", CARDS_WANTED)
 
 
 def main() -> int:

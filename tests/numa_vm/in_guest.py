@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 
 from tests.numa_vm.images import MAKE, images
-from tests.numa_vm.machine import boot
+from tests.numa_vm.machine import CARDS, NODES, TWO_PROCESSORS, boot
 
-TWO_PROCESSORS = "test_two_processors.py"
+GUESTS = {"test_two_processors.py": TWO_PROCESSORS, "test_cards.py": CARDS}  # files with a guest of their own
 REPORTS = "MEMASCEND_GUEST_REPORTS"  # in the guest: the file that reports are written to
 TIMEOUT_S = 900.0  # a busy machine emulates slowly; about a minute and a half on one that is not
+# Where the guest has file systems of its own, so that what lies there here is not seen.
+_HIDDEN = tuple(map(Path, ("/tmp", "/proc", "/sys", "/dev", "/out")))
 _KEPT = ("PYTHONPATH", "LANG", "TORCHDYNAMO_DISABLE", "HF_HUB_OFFLINE")
 
 
@@ -31,6 +33,11 @@ def missing(config: pytest.Config) -> str | None:
         return "one NUMA node here, and one guest a session: run without -n (make numa-test)"
     if "numa_vm" not in (config.option.markexpr or ""):
         return "one NUMA node here; the guest is booted by pytest -m numa_vm (make numa-test)"
+    needed = {"the checkout": config.rootpath, "its Python": Path(sys.prefix)}
+    for what, path in needed.items():
+        for hidden in _HIDDEN:
+            if path.resolve().is_relative_to(hidden):
+                return f"{what}, {path}, lies below {hidden}, which is the guest's own: clone elsewhere, as into /root"
     return None if images() is not None else f"one NUMA node here, and no images of a guest: {MAKE}"
 
 
@@ -59,20 +66,25 @@ class Guest:
         return made
 
     def run(self) -> None:
-        """Boot, and read what the tests in there reported; tests that need two processors have a guest of their own."""
+        """Boot one guest of each kind that is wanted, and read what the tests in there reported.
+
+        One after the other: side by side a guest's second processor is kept waiting by the other guest.
+        """
         start = time.monotonic()
-        two = [name for name in self._wanted if TWO_PROCESSORS in name]
-        for wanted, processors in (([name for name in self._wanted if name not in two], 1), (two, 2)):
-            if wanted:
-                self._boot(wanted, processors)
+        groups: dict[str, list[str]] = {}
+        for name in self._wanted:
+            groups.setdefault(GUESTS.get(Path(name.split("::")[0]).name, NODES), []).append(name)
+        for kind, wanted in groups.items():
+            self._boot(wanted, kind)
         seconds = time.monotonic() - start
         terminal = self._config.pluginmanager.get_plugin("terminalreporter")
         if terminal is not None:
             terminal.write_line(f"\nguest: {len(self._reports)} of {len(self._wanted)} tests ran, {seconds:.0f} s")
 
-    def _boot(self, wanted: list[str], processors: int) -> None:
+    def _boot(self, wanted: list[str], kind: str) -> None:
         made = images()
         assert made is not None
+        self._console += f"\n{kind}:\n"
         with tempfile.TemporaryDirectory(prefix="memascend-guest-") as name:
             out = Path(name)
             environment = {key: os.environ[key] for key in _KEPT if key in os.environ} | {
@@ -81,13 +93,15 @@ class Guest:
                 "OMP_NUM_THREADS": "1",
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "MALLOC_MMAP_THRESHOLD_": "65536",
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # seconds of imports each
                 REPORTS: "/out/reports",
             }
-            options = ["-m", "numa_vm", "-q", "--timeout", "0", "-p", "no:cacheprovider", "-p", "tests.numa_vm.reports"]
+            options = ["-m", "numa_vm", "--run-slow", "-q", "--timeout", "0", "-p", "no:cacheprovider"]
+            options += ["-p", "pytest_timeout", "-p", "tests.numa_vm.reports"]
             command = [sys.executable, "-m", "pytest", *options, *wanted]
             settings = {"cwd": self._config.rootpath, "environment": environment, "timeout_s": TIMEOUT_S}
             try:
-                self._console += boot(made, command, out, **settings, processors=processors).console
+                self._console += boot(made, command, out, **settings, kind=kind).console
             except TimeoutError as error:
                 self._console += str(error)
             self._read(out / "reports")

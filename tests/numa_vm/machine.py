@@ -1,5 +1,6 @@
-"""One boot of the guest: a processor with 3 GiB, and two nodes of 256 MiB without processors, as CXL cards are. On
-request a second processor, on a node without memory, which the second card is nearest to.
+"""One boot of a guest, of three kinds. NODES: a processor with 3 GiB, and two nodes of 256 MiB without processors, as
+CXL cards are. TWO_PROCESSORS: a second processor, on a node without memory, which the second card is nearest to. CARDS:
+a processor with 3 GiB and two emulated CXL type-3 cards of 256 MiB, which are memory when somebody has brought them up.
 
 The processor is emulated (no KVM is needed, none is used), so nothing in here may be timed. The host's files are there,
 read-only under a layer that is forgotten; what the command leaves in /out comes back.
@@ -15,13 +16,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.numa_vm.images import Images
+from tests.numa_vm.images import CARDS_WANTED, Images
 
 # MiB by node; the first has the processor. Distances are the firmware's (SLIT); HMAT gives ns, and MB/s.
 NODES_MIB = (3072, 256, 256)
 DISTANCES = {(0, 1): 20, (0, 2): 24, (1, 2): 28}
 LATENCY_NS = (100, 200, 250)
 BANDWIDTH_MB_PER_S = (100_000, 25_000, 25_000)
+NODES, TWO_PROCESSORS, CARDS = "nodes", "two processors", "cards"
+# The init loads the cards' modules; their memory is for what can move, and not for the kernel's own.
+CARD_WORDS = f" {CARDS_WANTED} memhp_default_state=online_movable"
 SECOND_PROCESSOR_DISTANCES = {(0, 3): 32, (1, 3): 36, (2, 3): 15}
 
 
@@ -33,40 +37,60 @@ class Outcome:
     console: str
 
 
-def _machine_options(processors: int) -> list[str]:
+def _machine_options(kind: str) -> list[str]:
+    if kind == CARDS:
+        return _card_options()
     # With a node that has no memory the kernel takes QEMU's HMAT for invalid.
-    options = ["-smp", str(processors), "-M", f"q35,hmat={'on' if processors == 1 else 'off'}"]
+    alone = kind == NODES
+    options = ["-cpu", "max", "-smp", "1" if alone else "2", "-M", f"q35,hmat={'on' if alone else 'off'}"]
     options += ["-m", f"{sum(NODES_MIB)}M"]
     for number, mib in enumerate(NODES_MIB):
         options += ["-object", f"memory-backend-memfd,id=m{number},size={mib}M"]
-        role = "cpus=0-0" if number == 0 else "initiator=0" if processors == 1 else ""
+        role = "cpus=0-0" if number == 0 else "initiator=0" if alone else ""
         options += ["-numa", ",".join(filter(None, (f"node,nodeid={number},memdev=m{number}", role)))]
     distances = DISTANCES
-    if processors == 2:
+    if not alone:
         options += ["-numa", f"node,nodeid={len(NODES_MIB)},cpus=1"]
         distances = DISTANCES | SECOND_PROCESSOR_DISTANCES
     for (source, target), value in distances.items():
         options += ["-numa", f"dist,src={source},dst={target},val={value}"]
-    for number in range(len(NODES_MIB)) if processors == 1 else ():
+    for number in range(len(NODES_MIB)) if alone else ():
         common = f"hmat-lb,initiator=0,target={number},hierarchy=memory"
         options += ["-numa", f"{common},data-type=access-latency,latency={LATENCY_NS[number]}"]
         options += ["-numa", f"{common},data-type=access-bandwidth,bandwidth={BANDWIDTH_MB_PER_S[number]}M"]
     return options
 
 
-def command_line(images: Images, out: Path, processors: int) -> list[str]:
+def _card_options() -> list[str]:
+    # Beneath a hypervisor the kernel refuses to write back the caches of memory that comes and goes.
+    options = ["-cpu", "max,-hypervisor", "-smp", "1", "-m", f"{NODES_MIB[0]}M,maxmem=8G,slots=4"]
+    words = ["q35,cxl=on"]
+    devices = []
+    for number, mib in enumerate(NODES_MIB[1:]):
+        words += [f"cxl-fmw.{number}.targets.0=cxl.{number}", f"cxl-fmw.{number}.size=1G"]
+        devices += ["-object", f"memory-backend-ram,id=m{number},size={mib}M"]
+        devices += ["-device", f"pxb-cxl,bus_nr={64 * (number + 1)},bus=pcie.0,id=cxl.{number}"]
+        devices += ["-device", f"cxl-rp,port=0,bus=cxl.{number},id=port{number},chassis={number},slot={number + 2}"]
+        devices += ["-device", f"cxl-type3,bus=port{number},volatile-memdev=m{number},id=card{number}"]
+    return [*options, "-M", ",".join(words), *devices]
+
+
+def command_line(images: Images, out: Path, kind: str = NODES) -> list[str]:
     """QEMU's, with `out` as the guest's /out."""
     share = "security_model=none,multidevs=remap"
+    folders = []
+    for tag, where in (("hostroot", "path=/,readonly=on"), ("out", f"path={out}")):
+        folders += ["-fsdev", f"local,id={tag},{where},{share}"]
+        folders += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag},bus=pcie.0"]
+    append = f"console=ttyS0 quiet panic=-1 mitigations=off apparmor=0 audit=0{CARD_WORDS if kind == CARDS else ''}"
     return [
         images.qemu,
         *images.firmware(),
-        *("-accel", "tcg,thread=multi", "-cpu", "max"),
-        *_machine_options(processors),
+        *("-accel", "tcg,thread=multi"),
+        *_machine_options(kind),
         *("-nodefaults", "-no-user-config", "-display", "none", "-serial", "stdio", "-no-reboot"),
-        *("-virtfs", f"local,path=/,mount_tag=hostroot,readonly=on,{share}"),
-        *("-virtfs", f"local,path={out},mount_tag=out,{share}"),
-        *("-kernel", str(images.kernel), "-initrd", str(images.initramfs)),
-        *("-append", "console=ttyS0 quiet panic=-1 mitigations=off apparmor=0 audit=0"),
+        *folders,
+        *("-kernel", str(images.kernel), "-initrd", str(images.initramfs), "-append", append),
     ]
 
 
@@ -78,9 +102,9 @@ def boot(
     cwd: Path,
     environment: Mapping[str, str],
     timeout_s: float,
-    processors: int = 1,
+    kind: str = NODES,
 ) -> Outcome:
-    """Run `command` in a guest of its own, with one processor or two.
+    """Run `command` in a guest of its own.
 
     `out` is a folder without commas in its path; the guest's /out.
     Raises TimeoutError, with the end of what the console said, where the guest does not end in time.
@@ -90,7 +114,7 @@ def boot(
     (out / "run.sh").write_text(script, encoding="utf-8")
     with tempfile.TemporaryFile() as console:
         process = subprocess.Popen(
-            command_line(images, out, processors),
+            command_line(images, out, kind),
             stdin=subprocess.DEVNULL,
             stdout=console,
             stderr=subprocess.STDOUT,
