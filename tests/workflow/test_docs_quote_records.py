@@ -1,9 +1,11 @@
-"""What the how-to says of the streaming engine's speed is what the committed records say."""
+"""What how-tos say of speed, the streaming engine's and a placement's, is what the committed records say."""
 
 import json
 from pathlib import Path
 
 import pytest
+
+from memascend.bench.rounds import ratios
 
 ROOT = Path(__file__).resolve().parents[2]
 HOW_TO = (ROOT / "docs/how-to/fine-tune-with-almost-no-host-memory.md").read_text()
@@ -33,3 +35,32 @@ def test_every_ratio_of_a_record_is_a_row_of_the_how_to(path):
 def test_there_are_records_at_both_lengths():
     lengths = {row["context"] for path in RECORDS for row in json.loads(path.read_text())["summary"]}
     assert {256, 1024} <= lengths
+
+
+NODES = (ROOT / "docs/how-to/a-machine-with-several-memory-nodes.md").read_text()
+REFERENCE = ROOT / "results/reference/epyc-genoa-2core"
+
+
+def quoted(found):
+    return f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+
+
+def test_every_placement_of_the_record_is_a_row_and_trained_to_the_same_bits_and_bytes():
+    record = json.loads((REFERENCE / "bench-placement-llama3.2-1b.json").read_text())
+    none, *others = record["summary"]
+    assert [row["method"] for row in others] == ["again", "latency_first", "interleave", "node"]
+    for row in others:
+        cells = [row["method"], f"{row['seconds']['median']:.2f}"]
+        cells += [quoted(row["seconds_of_none"]), quoted(row["optimizer_s_of_none"])]
+        assert f"| {' | '.join(cells)} |" in NODES
+        assert (row["equal"], row["losses_equal"], row["bytes"]) == (True, True, none["bytes"])
+    assert f"{len(record['points'][0]['seconds'])} rounds" in NODES
+
+
+def test_what_arms_under_a_placement_take_is_what_the_record_says():
+    record = json.loads((REFERENCE / "times-placement-llama3.2-1b.json").read_text())
+    phases = ("forward_s", "backward_s", "optimizer_s")
+    seconds = {p["arm"]: [sum(step) for step in zip(*(p[name] for name in phases))] for p in record["points"]}
+    text = " ".join(NODES.split())
+    aware, naive = (quoted(vars(ratios(seconds[arm], seconds["baseline"]))) for arm in ("cxl_aware", "naive"))
+    assert f"arm `cxl_aware` took {aware} times as long as `baseline`, arm `naive` {naive}" in text
