@@ -41,6 +41,7 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
             None,
         ),
         ("engine", _engine, "streaming engine: times a step in memory, share of its bound", None),
+        ("latency", _latency, "memory nodes: time of a load, by how much memory is walked through", None),
         ("placement", _placement, "memory nodes: a training step under each placement, times one without", None),
     ):
         parser = parts.add_parser(name, help=text)
@@ -63,6 +64,9 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
             _add_activations(parser, count)
         if name == "engine":
             _add_engine(parser, count)
+        if name == "latency":
+            sizes = "32,256,1024,4096,16384,65536,262144"
+            parser.add_argument("--kib", default=sizes, help=f"sizes in KiB, separated by commas (default {sizes})")
         if name == "placement":
             _add_placement(parser, count)
         parser.set_defaults(run=_runner(run, count))
@@ -408,6 +412,17 @@ def _engine(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any],
         )
     for row in result.get("foretold", ()):
         lines.append(f"{row['context']:>6}  {row['method']:<10}{row['seconds']:>11.3f}  simulated")
+    return result, lines
+
+
+def _latency(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
+    from memascend.bench import latency
+
+    result = latency.measure(_counts("--kib", options.kib, count), options.repeats)
+    lines = ["a load that depends on the one before, by how much memory is walked through; medians with quartiles"]
+    for row in result["summary"]:
+        ns = {name: 1e9 * value for name, value in row["seconds"].items()}
+        lines.append(f"node {row['node']}: {row['bytes'] >> 10:>8,} KiB {_show(ns)} ns")
     return result, lines
 
 

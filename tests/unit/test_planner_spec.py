@@ -20,6 +20,7 @@ COUNTS = {
     "qwen2.5-14b": 14_770_033_664,
     "qwen2.5-32b": 32_763_876_352,
     "qwen3-30b-a3b": 30_532_122_624,
+    "mistral-nemo-12b": 12_247_782_400,
 }
 DENSE = sorted(set(COUNTS) - {"qwen3-30b-a3b"})
 # Small members of families that no committed model covers.

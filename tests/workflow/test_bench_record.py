@@ -45,6 +45,7 @@ SCHEMAS = Path(__file__).resolve().parents[2] / "workflows" / "schemas"
             ["--folder", ".", "--model", "llama3.2-1b", "--twin", "32", "--contexts", "16", "--repeats", "1"],
             marks=pytest.mark.slow,
         ),
+        ("latency", ["--kib", "64,1024", "--repeats", "1"]),
         ("placement", ["--twin", "32", "--context", "16", "--repeats", "1", "--placements", "node"]),
         ("nvme", ["--folder", ".", "--questions", "sizes", "--mib", "1", "--repeats", "1"]),
     ],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from statistics import median
 from typing import Any
 
 from baselines.cxl.scenarios import AS_PUBLISHED, AS_TEXT, OURS, SCENARIOS, allocation, checkpoints
@@ -15,18 +16,24 @@ from memascend.planner.footprint import GIB
 from memascend.planner.gpu_memory import gpu_memory
 from memascend.planner.step_time import StepTime
 from memascend.simulator.trace import Event
-from workflows.cases import Row
+from workflows.cases import Row, in_bytes, of_record
 from workflows.played import Paper, block_of, machine, spans
+from workflows.records import Run
 
 A, B = "cxl-a", "cxl-b"
 PAPER = Paper("cxl", testbed=A)
 shown = PAPER.shown
-MODELS = {"7B": "qwen2.5-7b", "12B": "12B"}
+MODELS = {"7B": "qwen2.5-7b", "12B": "mistral-nemo-12b"}
 SUBFIGURES = {"a": ("7B", 1), "b": ("7B", 2), "c": ("12B", 1), "d": ("12B", 2)}
 DRAM, NAIVE, AWARE, DEFAULT = "DRAM only", "naive CXL", "CXL-aware", "CXL-aware (our default)"
 ARMS = {DRAM: "baseline", NAIVE: "naive", AWARE: "as_published", DEFAULT: "cxl_aware"}
 CONTEXTS, BATCHES = (4096, 8192, 16384, 32768), (1, 2, 4, 8, 16, 32)
 DRAM_GIB = 512e9 / GIB  # what the baseline has (Table II)
+DRAM_HERE = "local DRAM"
+ADAMS = {
+    "deepspeed": DRAM_HERE,
+    "fp32": f"{DRAM_HERE}, our AdamW",
+}  # methods of memascend bench adamw; the paper's first
 RELATIVE = "throughput relative to DRAM only"
 
 
@@ -40,6 +47,26 @@ def modelled() -> Iterator[Row]:
     yield from four_blocks()
     yield from scenarios()
     yield from PAPER.assumptions()
+
+
+def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
+    """DRAM's curves of Figs. 4 and 5, and Fig. 2 on a twin: the system memory of ZeRO-Offload by context."""
+    for record in (r for r in records if r["status"] == "ok"):
+        bench = record.get("benchmark")
+        for point in record["points"] if bench in ("adamw", "latency") else ():
+            seconds = median(point["seconds"])
+            if bench == "latency" and not point["memory_only"]:
+                at = {"series": DRAM_HERE, "x": ("memory walked through (KiB)", point["bytes"] >> 10)}
+                yield of_record(record, "cxl-fig04", "access latency", 1e9 * seconds, "ns", **at)
+            if bench == "adamw" and point["method"] in ADAMS:
+                at = {"series": ADAMS[point["method"]], "x": ("elements", point["numel"])}
+                yield of_record(record, "cxl-fig05", "optimizer time", 1e3 * seconds, "ms", **at)
+        if (record["kind"], record.get("model")) == ("training", MODELS["12B"]) and (
+            run := Run(record, record["_path"])
+        ).ok:
+            for point in record["points"]:
+                at = {"series": "12B", "model": "12B", "x": ("context (tokens)", point["sequence"] * run.k)}
+                yield from in_bytes("cxl-fig02", run, "system memory", point["memory"]["host_peak_net_bytes"], **at)
 
 
 @cache

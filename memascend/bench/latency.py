@@ -1,0 +1,52 @@
+"""How long a load takes from each memory node, by how much memory is walked through.
+
+The curve behind Fig. 4 of CXL-aware allocation: each load depends on the one before (a pointer chase in random order),
+from the core that this thread is on. Its steps are the caches, and its end is the node.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memascend import _C
+from memascend.bench.rounds import conditions, spread
+from memascend.memory.latency_first import rooms_of
+from memascend.memory.pinned import PageAlignedPinnedAllocator
+from memascend.memory.placement import on_node
+from memascend.memory.topology import Topology
+
+HOPS = 1_000_000
+
+
+def measure(kibs: list[int], repeats: int) -> dict[str, Any]:
+    """Points: seconds a load of every round, for each node with room and each size. Sizes take turns in a round.
+
+    ValueError where a size has no room on any node.
+    """
+    sizes = [kib << 10 for kib in kibs]
+    # Huge pages, so that it is memory that answers and not the page tables.
+    allocator = PageAlignedPinnedAllocator(lock=False, register_cuda=False, pages="transparent")
+    walked, topology = {}, Topology.read()
+    far = {node.number for node in topology.memory_only}
+    for room in rooms_of(topology):
+        for size in sizes:
+            if size <= room.nbytes // 4:
+                where = {"name": f"node {room.node}", "owner": "bench", "placement": on_node(room.node)}
+                walked[room.node, size] = allocator.allocate(size, torch.uint8, **where)
+    if missing := set(sizes) - {size for _, size in walked}:
+        raise ValueError(f"--kib: {max(missing) >> 10} KiB are more than a quarter of what any node has left")
+    seconds: dict[tuple[int, int], list[float]] = {key: [] for key in walked}
+    for number in range(repeats):
+        for (node, size), tensor in walked.items():
+            seconds[node, size].append(_C.load_latency_ns(tensor.data_ptr(), size, HOPS, number) / 1e9)
+    points = [
+        {"method": f"node {node}", "node": node, "memory_only": node in far, "bytes": size, "seconds": taken}
+        for (node, size), taken in seconds.items()
+    ]
+    summary = [
+        {name: point[name] for name in ("node", "bytes")} | {"seconds": vars(spread(point["seconds"]))}
+        for point in points
+    ]
+    return {"benchmark": "latency", "conditions": conditions(), "points": points, "summary": summary}
