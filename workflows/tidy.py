@@ -28,7 +28,7 @@ SCALED = " (x k^2)"  # suffix of a metric: a twin's bytes times k^2, that is, at
 SCHEMAS = Path(__file__).resolve().parent / "schemas"
 
 DENSE_NAMES = ("llama3.1-8b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
-_OTHERS = ("llama3.2-1b", "llama3.2-3b", "qwen2.5-0.5b", "qwen3-30b-a3b")
+_OTHERS = ("llama3.2-1b", "llama3.2-3b", "qwen2.5-0.5b", "qwen3-30b-a3b", "mistral-nemo-12b")
 DISPLAY = {name: model_spec(name).display for name in (*DENSE_NAMES, *_OTHERS)}
 # The four models of MemAscend Figs. 4, 11, 13, 15 and 21.
 DENSE = tuple(DISPLAY[name] for name in DENSE_NAMES)
