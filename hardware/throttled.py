@@ -10,7 +10,7 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,20 +69,24 @@ def throttled_paths(folder: Path, rates: Sequence[int], size_bytes: int = 512 <<
 
 
 @contextlib.contextmanager
-def limited_cpu(share: float) -> Iterator[None]:
-    """This process and those that it starts together get so many CPU seconds a second. Raises CannotThrottleError."""
+def limited_cpu() -> Iterator[Callable[[float], None]]:
+    """A function that from then on gives this process, and those that it started in here, so many CPU seconds a second
+    (0: no limit). Raises CannotThrottleError."""
     if os.geteuid() != 0 or not (CPU_CONTROLLER / "cpu.cfs_quota_us").exists():
         raise CannotThrottleError(f"a share of a CPU needs root and cgroup v1's controller in {CPU_CONTROLLER}")
     group = CPU_CONTROLLER / f"memascend-{os.getpid()}"
     group.mkdir()
     try:
         (group / "cpu.cfs_period_us").write_text(str(_CPU_PERIOD_US))
-        (group / "cpu.cfs_quota_us").write_text(str(int(share * _CPU_PERIOD_US)))
         (group / "cgroup.procs").write_text(str(os.getpid()))
-        yield
+        yield lambda share: _write_quota(group, share)
     finally:
         (CPU_CONTROLLER / "cgroup.procs").write_text(str(os.getpid()))
         group.rmdir()
+
+
+def _write_quota(group: Path, share: float) -> None:
+    (group / "cpu.cfs_quota_us").write_text(str(int(share * _CPU_PERIOD_US) if share else -1))
 
 
 @contextlib.contextmanager

@@ -53,7 +53,8 @@ def test_an_arm_is_set_against_the_first_round_by_round():
 
 def test_a_share_of_a_cpu_is_held_to_by_the_kernel():
     try:
-        with throttled.limited_cpu(0.2):
+        with throttled.limited_cpu() as limit:
+            limit(0.2)
             (group,) = throttled.CPU_CONTROLLER.glob(f"memascend-{os.getpid()}")
             end = time.process_time() + 0.05
             while time.process_time() < end:

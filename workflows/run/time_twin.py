@@ -3,7 +3,7 @@
 A twin keeps the bytes and not the times: this machine's products, drive and host work are not in the testbed's ratio.
 Here tokens and the number of layers decide the device's seconds, the kernel's block I/O controller (direct I/O to a
 loop device) the SSD's, and host work (AdamW, overflow check) takes what it takes with its threads and share of a CPU:
-the smaller the share, the slower a drive may be. The first arm is tried without a limit, at two lengths, then twice at
+the smaller the share, the slower a drive may be. The first arm is tried without a limit, at two lengths, then at
 a length and at rates with which its seconds would stand as its schedule's on the testbed do, since host work takes
 other seconds beside a drive that is held back; then the arms take turns.
 Work that waits for nothing is counted: the training thread's own seconds for device and host, bytes over the enforced
@@ -20,6 +20,7 @@ import dataclasses
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,8 +37,7 @@ from workflows.run.training import FREE_SPACE_FACTOR, parser
 from workflows.run.turns import ARMS, Arm, rounds, started, write
 
 RESOURCES = ("device", "ssd", "host")
-PILOT_TOKENS = (32, 128)
-TRIED_AT_THE_LIMIT = 2
+PILOT_TOKENS = (32, 256)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -80,23 +80,30 @@ def rates_for(ssd_s: float, read: float, written: float, where: Machine) -> tupl
     return where.ssd_read_bytes_per_s * factor, where.ssd_write_bytes_per_s * factor
 
 
-def measure(args: argparse.Namespace, arms: list[Arm], path: ThrottledPath, where: Machine) -> dict[str, Any]:
+def measure(
+    args: argparse.Namespace, arms: list[Arm], path: ThrottledPath, limit_cpu: Callable[[float], None], where: Machine
+) -> dict[str, Any]:
     """The fields of the record that are measured."""
     deadline = time.monotonic() + args.time_limit
     for arm in arms:
         arm.wait_until_ready(deadline)
     aim = aimed(args, where)
     pilot = [rounds(arms, [(tokens, 1)], 1, deadline, warm_up)[0] for tokens, warm_up in zip(PILOT_TOKENS, (2, 1))]
-    rise = pilot[1]["device_s"][0] - pilot[0]["device_s"][0]
-    for tried in range(1 + TRIED_AT_THE_LIMIT):
-        at, host_s, device_s = (pilot[-1][name] for name in ("sequence", "host_s", "device_s"))
-        wanted = {name: seconds * median(host_s) / aim["host"] for name, seconds in aim.items()}
-        more = PILOT_TOKENS[1] - PILOT_TOKENS[0]
-        tokens = tokens_for(wanted["device"], [(at, median(device_s)), (at + more, median(device_s) + rise)])
-        read, write = rates_for(wanted["ssd"], pilot[0]["bytes_read"][0], pilot[0]["bytes_written"][0], where)
-        path.limit(read, write)
-        if tried < TRIED_AT_THE_LIMIT:
-            pilot.append(rounds(arms, [(tokens, 1)], 3, deadline, warm_up=1)[0])
+    slower = 1 / args.cpu_share if args.cpu_share else 1.0
+    line = [(point["sequence"], slower * point["device_s"][0]) for point in pilot]
+
+    def tune(host_s: float) -> tuple[int, float, float]:
+        """A length, by the line as far as it is known, and the drive's rates, which hold from now on."""
+        wanted = {name: seconds * host_s / aim["host"] for name, seconds in aim.items()}
+        rates = rates_for(wanted["ssd"], pilot[0]["bytes_read"][0], pilot[0]["bytes_written"][0], where)
+        path.limit(*rates)
+        return tokens_for(wanted["device"], line), *rates
+
+    limit_cpu(args.cpu_share)
+    tried = tune(slower * median(point["host_s"][0] for point in pilot))[0]
+    pilot += rounds(arms, [(tried, 1)], 3, deadline, warm_up=0)[:1]
+    line = [next(point for point in line if point[0] != tried), (tried, median(pilot[2]["device_s"]))]
+    tokens, read, write = tune(median(pilot[2]["host_s"]))
     before = path.direct_bytes
     points = rounds(arms, [(tokens, 1)], args.rounds, deadline, warm_up=1)
     moved = sum(sum(p["bytes_read"]) + sum(p["bytes_written"]) for p in points) * (1 + 1 / args.rounds)
@@ -149,11 +156,10 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(children.scratch_folder(Path(args.nvme).absolute()))
         (path,) = stack.enter_context(throttled_paths(folder, [0], size))
-        if args.cpu_share:
-            stack.enter_context(limited_cpu(args.cpu_share))
+        limit_cpu = stack.enter_context(limited_cpu()) if args.cpu_share else lambda share: None
         args.nvme, args.points = str(path.folder), [f"{PILOT_TOKENS[0]}x1"]
         with started(args, twin, args.threads, record_step=True) as arms:
-            found = measure(args, arms, path, where)
+            found = measure(args, arms, path, limit_cpu, where)
     record = write(args, "time_twin", twin, arms, **found)
     print(text_of(record["time_twin"]))
     return 0
