@@ -17,6 +17,7 @@ def record(model="H12288 L3", k=16, batches=(1, 8, 16), **changes):
             "seconds": [SECONDS[way] * batch] * 3,
             "peak_bytes": [PEAKS[way] * batch * 2**20] * 3,
             "update_s": [0.5] * 3,
+            "written_bytes": [2**20 * batch] * 3,
             "waited_s": [0.0 if way == "keep" else 0.042 * batch] * 3,
         }
         for batch in reversed(batches)
@@ -48,6 +49,7 @@ def test_fig_6_compares_peak_seconds_and_waits_at_batch_16():
     assert number(rows, "ssdtrain-fig06", "activation peak (x k^2)", "No offloading") == 2
     assert found(rows, "ssdtrain-fig06", "step time overhead")[0]["testbed"] == "here/H12288 L3-k16"
     assert number(rows, "ssdtrain-fig06", "activation peak reduction, predicted") == 48
+    assert number(rows, "ssdtrain-tab03", "offloaded_amount") == 2  # 16 MiB of the twin, as above
     deeper = record("H8192 L12") | {"key": "d" * 64}  # shown, and none of the paper's three
     both = list(measured([record(), record("H8192 L4"), deeper]))
     (least,) = found(both, "ssdtrain-fig06", "activation_peak_reduction_min")
@@ -70,6 +72,8 @@ def test_fig_8a_tells_what_a_sequence_costs_by_batch():
     assert number(rows, "ssdtrain-fig08a", "weights update of the twin", base, model="batch 8") == 1000 * 0.5 / 8
     gain = number(rows, "ssdtrain-fig08a", "throughput improvement over batch 1", base, model="batch 8")
     assert gain == pytest.approx(100 * (2.5 / (2 + 0.5 / 8) - 1))
+    share = "share of the gain that is the update's"
+    assert number(rows, "ssdtrain-fig08a", share, base, model="batch 16") == 100  # the rest is as long a sequence
 
 
 @pytest.mark.parametrize("changes", [{"status": "timeout"}, {"benchmark": "nvme"}, {"kind": "training"}])

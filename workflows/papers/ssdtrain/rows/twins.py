@@ -1,4 +1,4 @@
-"""Figs. 6, 7 and 8a measured: twins of the paper's models, from records of `memascend bench activations`.
+"""Figs. 6, 7, 8a and Table III measured: twins of the paper's models, from records of `memascend bench activations`.
 
 Peaks are what a step takes beyond what was resident before it. A twin's bytes times k^2 are the original's, where the
 context is divided by k as well; of one of its two GPUs, half of them. Seconds and throughput stay the twin's own.
@@ -81,6 +81,8 @@ def _with_and_without(record: dict[str, Any], model: str, points: dict[Any, Any]
             made = next(r for r in record["summary"] if (r["batch"], r["way"]) == (BATCH, "ssd"))
             predicted = 100 * made["predicted_peak_reduction"]
             yield _shown(record, exhibit, "activation peak reduction, predicted", predicted, "%", **cells)
+            stored = median(point["written_bytes"]) * record["options"]["twin"] ** 2 / GPUS / GIB
+            yield _shown(record, "ssdtrain-tab03", "offloaded_amount", stored, "GB", series=SENT, x=("batch_size", BATCH))
             longer = 100 * (_ratio(points, series, BASE) - 1)
             yield _shown(record, exhibit, "step time overhead", longer, "%", **cells)
 
@@ -121,3 +123,9 @@ def _by_sequence(record: dict[str, Any], model: str, points: dict[Any, Any]) -> 
         if 1 in parts:
             gain = 100 * (sum(parts[1]) / (sum(both) / batch) - 1)
             yield _shown(record, exhibit, "throughput improvement over batch 1", gain, "%", **cells)
+    if 1 in parts and len(parts) > 1:
+        most = max(parts)
+        less = [one - many / most for one, many in zip(parts[1], parts[most], strict=True)]
+        cells = {"series": BASE, "model": f"batch {most}"}
+        share = 100 * less[1] / sum(less)
+        yield _shown(record, exhibit, "share of the gain that is the update's", share, "%", **cells)
