@@ -82,7 +82,8 @@ def _with_and_without(record: dict[str, Any], model: str, points: dict[Any, Any]
             predicted = 100 * made["predicted_peak_reduction"]
             yield _shown(record, exhibit, "activation peak reduction, predicted", predicted, "%", **cells)
             stored = median(point["written_bytes"]) * record["options"]["twin"] ** 2 / GPUS / GIB
-            yield _shown(record, "ssdtrain-tab03", "offloaded_amount", stored, "GB", series=SENT, x=("batch_size", BATCH))
+            sent = {"series": SENT, "x": ("batch_size", BATCH)}
+            yield _shown(record, "ssdtrain-tab03", "offloaded_amount", stored, "GB", **sent)
             longer = 100 * (_ratio(points, series, BASE) - 1)
             yield _shown(record, exhibit, "step time overhead", longer, "%", **cells)
 
