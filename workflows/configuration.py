@@ -149,8 +149,11 @@ class Experiments:
         line += f" --device {run.get('device', 'cpu')} --time-limit {run['time_limit_s']}"
         line += f" --arms {' '.join(arms)} --points {' '.join(points)}"
         more = {"systems": sorted({arm["system"] for arm in named}), "models": [run["model"]]}
-        environments = [arm.get("environment") for arm in named]
-        return resolved("turns", line, run["exhibits"], alone=run["rounds"] > 1, environments=environments, **more)
+        environments, module = [arm.get("environment") for arm in named], "turns"
+        if "paths" in run:
+            module, more["models"] = "path_twin", []
+            line += f" --rates {' '.join(run['paths'])}{' --simplex' if run.get('simplex') else ''}"
+        return resolved(module, line, run["exhibits"], alone=run["rounds"] > 1, environments=environments, **more)
 
 
 def resolved(module: str, words: str, exhibits: list[str] | None, *, alone: bool = True, **more: Any) -> dict[str, Any]:

@@ -91,7 +91,8 @@ def gradients_to_paths(step: Step, paths: list[StoragePath]) -> Arrived:
 def update(
     step: Step, after: str, paths: list[StoragePath], *, held: int, reads_gradients: bool, parts: int = _PARTS
 ) -> str:
-    """Every path reads, and after AdamW writes, its own part of the states; what host memory holds is only updated."""
+    """Every path reads, and after AdamW writes, its own part of the states; what host memory holds is only updated,
+    with gradients that are read all the same where backward wrote them."""
     states = step.swapped_states_bytes
     kept = min(1.0, held / len(step.work.sub_groups()))
     step.store("master weights and moments", 3 * states)
@@ -106,7 +107,8 @@ def update(
         amount = (1 - kept) * path.share / parts
         last = after
         for part in range(parts):
-            needs = {f"{path.name}.read": amount * (4 if reads_gradients else 3) * states}
+            gradients = path.share / parts if reads_gradients else 0.0
+            needs = {f"{path.name}.read": (amount * 3 + gradients) * states}
             last = step.add(f"read {path.name} {part}", "optimizer", needs, after=(last,), takes={slots: 1})
             needs = {"cpu": step.adamw_s(amount * step.work.spec.parameters)}
             updated = step.add(f"AdamW {path.name} {part}", "optimizer", needs, after=(last,))

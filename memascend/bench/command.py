@@ -110,6 +110,11 @@ def _add_tiers(parser: argparse.ArgumentParser, count: _Count) -> None:
     parser.add_argument("--groups", type=count, default=12, help="sub-groups of each process (default 12)")
     parser.add_argument("--mib", type=count, default=32, help="size of a sub-group in MiB (default 32)")
     parser.add_argument("--held", type=count, help="sub-groups in memory at a time (default: two a path and one)")
+    parser.add_argument(
+        "--simplex",
+        metavar="READ,WRITE",
+        help="hold every path to so many MB/s, where reads and writes share it; each must be a faster folder",
+    )
 
 
 def _add_activations(parser: argparse.ArgumentParser, count: _Count) -> None:
@@ -458,7 +463,11 @@ def _tiers(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], 
     for path in options.tiers:
         if not Path(path).is_block_device():
             _require_folder(Path(path), "--tiers")
+    simplex = tuple(1e6 * rate for rate in _counts("--simplex", options.simplex, count)) if options.simplex else None
+    if simplex is not None and (len(simplex) != 2 or any(Path(path).is_block_device() for path in options.tiers)):
+        raise ValueError(f"--simplex: write READ,WRITE in MB/s, of folders, such as 69,53; got {options.simplex}")
     chosen = tiers.TierOptions(
+        simplex=simplex,
         paths=tuple(options.tiers),
         processes=_processes(options.processes, count),
         groups=options.groups,
@@ -470,6 +479,8 @@ def _tiers(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], 
     lines = [line for path in options.tiers if os.path.isdir(path) for line in _in_memory(Path(path))]
     for path, (read, write) in result["rates"].items():
         lines.append(f"{path}: read {read / 1e9:.2f} GB/s, written {write / 1e9:.2f} GB/s, each alone")
+    if options.simplex:
+        lines.append(f"held to {options.simplex} MB/s by a token bucket that reads and writes share")
     lines.append("a pass reads and writes every sub-group; formula: bytes over the rates, directions apart or at once")
     for row in result["summary"]:
         shares = row["share_of_formula"]

@@ -15,15 +15,18 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from memascend.bench.rounds import spread
+from memascend.bench.rounds import conditions, spread
+from memascend.bench.token_bucket import PacedDrive, PacedTier, clock_of
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.multi_path import MultiPathTier
 from memascend.storage.open_paths import open_paths
 from memascend.storage.placement import Rates, counts, update_seconds
+from memascend.storage.tier import Tier
 
 WAYS = ("exclusive", "free")
 
@@ -31,7 +34,8 @@ WAYS = ("exclusive", "free")
 @dataclass(frozen=True, kw_only=True)
 class TierOptions:
     """`groups` of `group_bytes` each for each process, `held` of them in memory (None: two a path and one more);
-    `repeats` passes are timed after one that is not."""
+    `repeats` passes are timed after one that is not. `simplex`: every path is held to these rates, bytes a second read
+    and written, which share it (`memascend.bench.token_bucket`)."""
 
     paths: tuple[str, ...]
     processes: tuple[int, ...] = (1,)
@@ -39,6 +43,7 @@ class TierOptions:
     group_bytes: int = 32 << 20
     held: int | None = None
     repeats: int = 3
+    simplex: tuple[float, float] | None = None
 
     @property
     def in_memory(self) -> int:
@@ -47,23 +52,32 @@ class TierOptions:
 
 def measure(options: TierOptions) -> dict[str, Any]:
     """Rows for each number of processes and way; the first process's rates of each path, read and written alone."""
-    rows, rates = [], {}
+    rows, rates, points = [], {}, []
     for processes in options.processes:
         for way in WAYS if processes > 1 else WAYS[1:]:
             workers = _run(options, processes, exclusive=way == "exclusive")
             rates = rates or workers[0]["rates"]
-            rows.append(_row(options, processes, way, workers, rates))
-    return {"paths": list(options.paths), "rates": rates, "summary": rows}
+            seconds = [max(worker["seconds"][n] for worker in workers) for n in range(options.repeats)]
+            each = [worker["seconds"] for worker in workers]
+            points.append({"method": f"{processes} processes, {way}", "seconds": seconds, "seconds_of_each": each})
+            rows.append(_row(options, processes, way, workers, rates, seconds))
+    asked = {"groups": options.groups, "group_bytes": options.group_bytes, "held": options.in_memory}
+    facts = {"benchmark": "tiers", "conditions": conditions() | asked | {"simplex": options.simplex}}
+    return facts | {"paths": list(options.paths), "rates": rates, "points": points, "summary": rows}
 
 
 def _row(
-    options: TierOptions, processes: int, way: str, workers: list[dict[str, Any]], rates: dict[str, list[float]]
+    options: TierOptions,
+    processes: int,
+    way: str,
+    workers: list[dict[str, Any]],
+    rates: dict[str, list[float]],
+    seconds: list[float],
 ) -> dict[str, Any]:
     """Of all processes, in and out; the formula takes as many equal sub-groups and these rates."""
     whole = [Rates(*rates[path]) for path in options.paths]
     held = [n * options.group_bytes for n in counts(processes * options.groups, "balanced", whole)]
     bounds = {name: update_seconds(held, whole, duplex=name == "duplex") for name in ("simplex", "duplex")}
-    seconds = [max(worker["seconds"][n] for worker in workers) for n in range(options.repeats)]
     moved = 2 * processes * options.groups * options.group_bytes
     each = [sum(worker["seconds"]) for worker in workers]
     return {
@@ -87,6 +101,7 @@ def _run(options: TierOptions, processes: int, *, exclusive: bool) -> list[dict[
             "held": options.in_memory,
             "repeats": options.repeats,
             "exclusive": exclusive,
+            "simplex": options.simplex,
         }
     )
     command = [sys.executable, "-m", "memascend.bench.tiers", asked]
@@ -104,6 +119,8 @@ def _run(options: TierOptions, processes: int, *, exclusive: bool) -> list[dict[
         for child in children:
             child.kill()
             child.communicate()
+        for path in options.paths if options.simplex else ():
+            clock_of(path).unlink(missing_ok=True)
 
 
 def _hear(child: subprocess.Popen[str]) -> str:
@@ -117,7 +134,10 @@ def _worker(asked: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     buffers = [torch.empty(asked["group_bytes"], dtype=torch.uint8).fill_(number) for number in range(asked["held"])]
     config = DirectEngineConfig(workers=1, depth=32, volatile=True)
-    with open_paths(asked["paths"], "memascend bench", config=config, exclusive=asked["exclusive"]) as tier:
+    around = partial(_held_to, asked["simplex"]) if asked["simplex"] else None
+    with open_paths(
+        asked["paths"], "memascend bench", config=config, exclusive=asked["exclusive"], around=around
+    ) as tier:
         rates = {each.name: [each.rates.read, each.rates.write] for each in tier.report()}
         for buffer in buffers:
             tier.register(buffer)
@@ -133,6 +153,10 @@ def _worker(asked: dict[str, Any]) -> None:
             seconds.append(time.perf_counter() - begin)
         groups = {each.name: each.groups for each in tier.report()}
     print(json.dumps({"rates": rates, "seconds": seconds[1:], "groups": groups}), flush=True)
+
+
+def _held_to(rates: tuple[float, float], path: str, tier: Tier) -> Tier:
+    return PacedTier(tier, PacedDrive(clock_of(path), *rates))
 
 
 def _pass(tier: MultiPathTier, groups: int, buffers: Sequence[torch.Tensor]) -> None:

@@ -31,16 +31,18 @@ def open_paths(
     placement: str | Sequence[float] = "balanced",
     rehome: bool = True,
     group_of: Callable[[str], str] = lambda key: key,
+    around: Callable[[str, Tier], Tier] | None = None,
 ) -> MultiPathTier:
     """`paths` are folders, made where only the last part is missing, and formatted devices; named so in errors.
 
-    `kind`: `direct` (one file in a folder) or `file` (a file for each tensor). Each path is measured, alone where
-    `exclusive`. Raises StorageError, and what the tiers raise, with nothing left open.
-    """
+        `kind`: `direct` (one file in a folder) or `file` (a file for each tensor). Each path is measured, alone where
+    XX"""
     with contextlib.ExitStack() as opened:
         ways = []
         for path in paths:
             tier = _open(path, owner, kind, config)
+            if around is not None:
+                tier = around(path, tier)
             opened.callback(tier.close)
             lock = FairLock(name_of_place(path)) if exclusive else None
             if lock is not None:

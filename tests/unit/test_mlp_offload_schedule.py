@@ -67,6 +67,12 @@ def test_each_part_of_the_paper_takes_something_away():
     assert phases("skip_gradients")["backward"] < phases("caching")["backward"]  # nothing is written
 
 
+def test_gradients_that_were_written_are_read_also_for_what_host_memory_holds():
+    volume, p = step_of(work("caching"), MACHINE).volume(), SPEC.parameters
+    read = 12 * p * (1 - kept("caching")) + 4 * p
+    assert volume.read_bytes["optimizer"] == pytest.approx(read, rel=0.001)
+
+
 def test_without_a_testbed_everything_lies_on_one_path():
     volume, p = step_of(work("mlp_offload")).volume(), SPEC.parameters
     streamed = 12 * p * (1 - kept("mlp_offload"))

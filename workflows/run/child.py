@@ -173,6 +173,7 @@ class Run:
         on_gpu = job["device"] == "cuda"  # which holds what the device's role stands for elsewhere
         set_role = tracking.set_role if self.memory_mode and not on_gpu else (lambda role: None)
         self.phases = Phases(set_role, self.memory_mode, torch.cuda.synchronize if on_gpu else lambda: None)
+        hold_to(job["paced"])
         how = {name: job[name] for name in ("minimum_swap_bytes", "gather_clone")}
         self.enabled = memascend.enable(job["deepspeed_config"], **job["parts"], **how)
         result["shims"] = self.enabled.shims
@@ -329,6 +330,11 @@ class Run:
                 names = ("forward_s", "backward_s", "optimizer_s")
                 took = {name: p["seconds"] for name, p in zip(names, self.phases.rows[-3:], strict=True)}
                 took |= {name: io[name] for name in ("bytes_read", "bytes_written")}
+                if paths := self.enabled.store.paths_report() if self.enabled.store is not None else []:
+                    begin = time.monotonic()  # what others' steps would share the drives with; DeepSpeed leaves nothing
+                    self.engine.optimizer.optimizer_swapper.wait_written()
+                    took["optimizer_s"] += time.monotonic() - begin
+                    took["paths"] = [[path.bytes, path.rates.read, path.rates.write] for path in paths]
                 done.write(json.dumps(took | self._without_waits()) + "\n")
         self.result["skipped_steps"] = int(self.engine.skipped_steps)
 
@@ -433,6 +439,25 @@ class Run:
             digest.update(name.encode())
             digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())  # numpy knows no bf16
         return digest.hexdigest()
+
+
+def hold_to(paced: dict[str, list[float]]) -> None:
+    """Transfers below each of these folders take as long as its rates say, in DeepNVMe's handle and our tier."""
+    if not paced:
+        return
+    from memascend.bench.token_bucket import PacedDrive, PacedHandle, PacedTier
+    from memascend.integrations.deepspeed import aio, swap_store
+
+    drives = {folder: PacedDrive(f"{folder}.clock{os.getpid()}", *rates) for folder, rates in paced.items()}
+
+    def around(path: str, tier: Any) -> Any:
+        folder = next(each for each in drives if os.path.realpath(path).startswith(os.path.realpath(each) + "/"))
+        return PacedTier(tier, drives[folder])
+
+    swap_store.open_paths = functools.partial(swap_store.open_paths, around=around)
+    metered = aio.MeteredAioModule.aio_handle
+    first = next(iter(drives.values()))
+    aio.MeteredAioModule.aio_handle = lambda *args, **how: PacedHandle(metered(*args, **how), first)
 
 
 def train(job: dict[str, Any], result_file: str) -> None:

@@ -67,20 +67,23 @@ class Arm:
         spec = RunSpec(run_id=args.run_id, model=args.model, k=args.k, steps=1, seed=0, ranks=1, **more)
         sizes = sizes_of(twin, 1)
         require_space(self.swap, sizes.parameters)
+        for place in getattr(args, "paths", [])[1:]:  # of several: a system's folder in the first leads to the others
+            (place / self.swap.name).mkdir(exist_ok=True)
+            (self.swap / place.name).symlink_to(place / self.swap.name)
         self.streamed = not hasattr(self.system, "deepspeed_config")  # by memascend's own engine
         self.config = {} if self.streamed else self.system.deepspeed_config(spec, sizes, str(self.swap))
         self.parts = {} if self.streamed else self.system.parts(self.arm)
         self.model = {"model": args.model, "twin": args.k, "dtype": self.dtype, "ways": [self.arm]}
 
     def start(
-        self, twin: Any, work: Path, threads: int, device: str, matmul: str, *, record_step: bool = False
+        self, twin: Any, work: Path, threads: int, device: str, matmul: str, *, record_step: bool = False, **more: Any
     ) -> None:
         self.work, self.port = work, processes.free_port()
         turn_in, turn_out = os.pipe()
         done_in, done_out = os.pipe()
         fds = {"turn_fd": turn_in, "done_fd": done_out}
         settings = {"threads": threads, "mode": "time", "dtype": self.dtype, "device": device, "matmul": matmul, **fds}
-        settings |= {"hash_master_weights": False, "record_step": record_step}
+        settings |= {"hash_master_weights": False, "record_step": record_step, **more}
         job = job_of(twin, self.parts, self.config, **settings)
         job |= {"streamed": {**self.model, "folder": str(self.swap), "threads": threads}} if self.streamed else {}
         env = children.environment(0, 1, self.port, threads, device, "time")
@@ -159,9 +162,12 @@ def started(args: argparse.Namespace, twin: Any, threads: int = 0, **how: Any) -
             arm.end()
 
 
-def write(args: argparse.Namespace, program: str, twin: Any, arms: list[Arm], **fields: Any) -> dict[str, Any]:
-    """The record of a run in which arms took turns."""
-    code = staleness.digest(f"workflows.run.{program}", sorted({arm.system_name for arm in arms}), [args.model])
+def write(
+    args: argparse.Namespace, program: str, twin: Any, arms: list[Arm], *, committed: bool = True, **fields: Any
+) -> dict[str, Any]:
+    """The record of a run in which arms took turns; `committed`: the model is one of memascend/planner/models."""
+    systems, models = sorted({arm.system_name for arm in arms}), [args.model] if committed else []
+    code = staleness.digest(f"workflows.run.{program}", systems, models)
     common = {name: getattr(args, name) for name in ("model", "rounds", "device", "matmul")}
     common |= {
         "twin": {"k": args.k, "parameters": sum(t.numel for t in twin.tensors())},

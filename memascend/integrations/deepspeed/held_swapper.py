@@ -83,15 +83,20 @@ class HeldSwapper(PartitionedOptimizerSwapper):
                     self._write(room)
                 else:
                     self._release(room)
-            writing = list(self._writing)
-        for room in writing:
-            self._wait_written(room)
-        self._raise_failure()
+        self.wait_written()
         with self._lock:
             for room in self._rooms:
                 buffers = room.buffers if room.gradient is None else [*room.buffers, room.gradient]
                 self.swap_buffer_manager.free(buffers)
             self._rooms, self._free = [], []
+
+    def wait_written(self) -> None:
+        """Until what an update left on its way out has been written; the next forward pass hides that otherwise."""
+        with self._lock:
+            writing = list(self._writing)
+        for room in writing:
+            self._wait_written(room)
+        self._raise_failure()
 
     # -- DeepSpeed's calls ---------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from memascend.simulator.trace import Event
 from memascend.storage.placement import Rates, counts, weights
 from workflows.cases import Row
 from workflows.growth import growth
+from workflows.papers.mlpoffload.rows import twins
 from workflows.played import ONE_STEP, Paper, machine, spans
 
 ONE, TWO = "mlpoffload-testbed1", "mlpoffload-testbed2"
@@ -51,6 +52,11 @@ def modelled() -> Iterator[Row]:
     yield from ablations()
     yield from equation_1()
     yield from PAPER.assumptions()
+
+
+def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
+    mine = [r for r in records if r["kind"] == "step-times" and "duplex" in r]
+    yield from twins.rows([r for r in mine if (r["lane"], r["status"]) == ("measured", "ok")])
 
 
 def shown(exhibit: str, metric: str, value: float, unit: str, source: str = SOURCE, **cells: Any) -> Row:

@@ -1,0 +1,76 @@
+"""Drives of a known rate, by a token bucket on a clock that processes share."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+
+import pytest
+import torch
+
+from memascend.bench.token_bucket import PacedDrive, PacedHandle, PacedTier
+from memascend.storage.engine_tiers import FileTier
+
+READ, WRITE = 8e6, 4e6
+
+
+def test_reads_and_writes_of_all_processes_come_one_after_the_other(tmp_path):
+    mine, other = (PacedDrive(tmp_path / "clock", READ, WRITE) for _ in range(2))
+    begin = time.monotonic()
+    first = mine.book(8_000_000, write=False)
+    second = other.book(8_000_000, write=True)
+    assert first - begin == pytest.approx(1.0, abs=0.1)
+    assert second - first == pytest.approx(2.0, abs=1e-6)
+
+
+def test_directions_of_a_duplex_drive_go_by_themselves(tmp_path):
+    drive = PacedDrive(tmp_path / "clock", READ, WRITE, duplex=True)
+    begin = time.monotonic()
+    assert drive.book(8_000_000, write=False) - begin == pytest.approx(1.0, abs=0.1)
+    assert drive.book(8_000_000, write=True) - begin == pytest.approx(2.0, abs=0.1)
+
+
+def test_a_tiers_transfers_end_no_sooner_than_the_clock_says_and_are_right(tmp_path):
+    with closing(PacedTier(FileTier(tmp_path, "test"), PacedDrive(tmp_path / "clock", READ, WRITE))) as tier:
+        written, read = torch.arange(200_000), torch.empty(200_000, dtype=torch.int64)
+        begin = time.monotonic()
+        tier.write("a", written)
+        tier.read("a", read).wait()
+        seconds = time.monotonic() - begin
+        moved = tier.transferred
+    assert torch.equal(read, written)
+    assert seconds >= written.nbytes * (1 / READ + 1 / WRITE)
+    assert (moved.bytes_read, moved.bytes_written) == (written.nbytes, written.nbytes)
+    assert moved.write_bytes_per_s <= WRITE
+
+
+def test_an_error_of_the_tier_is_the_transfers(tmp_path):
+    drive = PacedDrive(tmp_path / "clock", READ, WRITE)
+    with closing(PacedTier(FileTier(tmp_path, "test"), drive)) as tier, pytest.raises(ValueError, match="no such"):
+        tier.read("b", torch.empty(8))
+
+
+class _AtOnce:
+    def __init__(self):
+        self.under_way = 0
+
+    def async_pread(self, buffer, file, offset=0):
+        self.under_way += 1
+        return 0
+
+    def wait(self):
+        ended, self.under_way = self.under_way, 0
+        return ended
+
+    def get_block_size(self):
+        return 4096
+
+
+def test_deepnvmes_handle_waits_for_its_turn(tmp_path):
+    handle = PacedHandle(_AtOnce(), PacedDrive(tmp_path / "clock", READ, WRITE))
+    begin = time.monotonic()
+    handle.async_pread(torch.empty(400_000), "a")
+    handle.async_pread(torch.empty(400_000), "b")
+    assert handle.wait() == 2
+    assert time.monotonic() - begin >= 3_200_000 / READ
+    assert handle.get_block_size() == 4096

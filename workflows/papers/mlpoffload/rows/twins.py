@@ -1,0 +1,65 @@
+"""Figs. 7 to 10, 14 and 15 measured: iterations of a time twin over paths of known rates (workflows.run.path_twin).
+
+Seconds are the twin's own. The record has what the simulator predicted for the same rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+from workflows.cases import Row, of_record
+from workflows.records import testbed_of
+
+ZERO, OURS = "DeepSpeed ZeRO-3", "MLP-Offload"
+BARS = {
+    "mlpoffload-fig14": {ZERO: "zero3", "Enable Caching": "caching", "Skip Gradients": "skip_gradients"},
+    "mlpoffload-fig15": {ZERO: "zero3", "Multi-Path, Caching": "caching_only_all_paths", OURS: "mlp_offload"},
+}
+BARS["mlpoffload-fig14"]["Process Atomic R/W"] = "exclusive"
+RATIOS = {
+    ("mlpoffload-fig14", "all opts, NVMe only / ZeRO-3", "speedup_max"): ("zero3", "exclusive"),
+    ("mlpoffload-fig15", "multi-path / Fig 14", "speedup"): ("exclusive", "mlp_offload"),
+    ("mlpoffload-fig15", "MLP-Offload / ZeRO-3", "speedup"): ("zero3", "mlp_offload"),
+}
+PHASES = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "update"}
+
+
+def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
+    for record in records:
+        arms = {point["arm"]: point for point in record["points"]}
+        where = f"{testbed_of(record)}-{'duplex' if record['duplex'] else 'simplex'}"
+        at = {"model": record["model"], "testbed": where}
+        for exhibit, bars in BARS.items():
+            for series, arm in bars.items():
+                yield of_record(record, exhibit, "iteration_time", _step(arms[arm]), "s", series=series, **at)
+        for (exhibit, series, metric), (slow, fast) in RATIOS.items():
+            ratio = _step(arms[slow]) / _step(arms[fast])
+            yield of_record(record, exhibit, metric, ratio, "x", series=series, **at)
+        for series, arm in ((ZERO, "zero3"), (OURS, "mlp_offload")):
+            yield from _phases(record, arms[arm], at | {"series": series})
+        yield from _residency(record, arms["mlp_offload"], at | {"series": OURS})
+
+
+def _step(point: dict[str, Any]) -> float:
+    """Median seconds of an iteration."""
+    return median(sum(each) for each in zip(*(point[name] for name in PHASES), strict=True))
+
+
+def _phases(record: dict[str, Any], point: dict[str, Any], at: dict[str, str]) -> Iterator[Row]:
+    for name, said in PHASES.items():
+        yield of_record(record, "mlpoffload-fig07", "time", median(point[name]), "s", x=("phase", said), **at)
+    yield of_record(record, "mlpoffload-fig07", "iteration_time", _step(point), "s", **at)
+    update, count = median(point["optimizer_s"]), record["twin"]["parameters"]
+    yield of_record(record, "mlpoffload-fig08", "update_throughput", count / update / 1e6, "M params/s", **at)
+    yield of_record(record, "mlpoffload-fig09", "io_throughput", 14 * count / update / 1e9, "GB/s", **at)
+
+
+def _residency(record: dict[str, Any], point: dict[str, Any], at: dict[str, str]) -> Iterator[Row]:
+    """Percent of the states: what a step leaves unwritten stays in host memory, the rest as the paths' bytes divide."""
+    host = max(0.0, 1 - median(point["bytes_written"]) / (12 * record["twin"]["parameters"]))
+    held = [path[0] for path in point["paths"][-1]]
+    shares = [host, *((1 - host) * each / sum(held) for each in held)]
+    for metric, share in zip(("host memory", "NVMe", "PFS"), shares, strict=True):
+        yield of_record(record, "mlpoffload-fig10", metric, 100 * share, "%", **at)

@@ -1,0 +1,143 @@
+"""An iteration of DeepSpeed and of MLP-Offload's arms over paths of known rates, in turns (Figs. 7 to 10, 14 and 15).
+
+The paths are loop devices that the kernel holds to a rate in each direction (*duplex*); with `--simplex`, or where the
+kernel cannot, folders that a token bucket holds, in DeepNVMe's handle as in our tier (`memascend.bench.token_bucket`). One
+rank. `--predict` writes what the simulator says of the same arms, model and rates, and measures nothing: a record of
+the modelled lane, to be kept before the other one is made. Its rates beside the paths' (products, AdamW, memory) are
+micro-benchmarks of this machine, in the committed record of the simulator's validation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hardware.throttled import CannotThrottleError, throttled_paths
+from memascend.planner import Workload
+from memascend.planner.machine import Calibrations, Machine
+from memascend.planner.spec import ModelSpec
+from memascend.planner.step import io_volume
+from memascend.planner.step_time import step_time
+from memascend.planner.workload import SwapSizes
+from workflows.played import spec
+from workflows.run import children, provenance
+from workflows.run.training import FREE_SPACE_FACTOR, parser, point
+from workflows.run.turns import ARMS, Arm, rounds, started, write
+
+VALIDATION = Path("results/reference/epyc-genoa-2core/validation.json")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    own: dict[str, dict[str, Any]] = {"arms": ARMS, "points": {"required": True}, "time_limit": {"default": 600}}
+    own["rounds"] = {"type": int, "default": 3, "help": "measured rounds: a step of each arm"}
+    own["rates"] = {"nargs": "+", "required": True, "metavar": "READ/WRITE", "help": "MB/s of each path"}
+    own["simplex"] = {"action": "store_true", "help": "reads and writes of a path share its rate"}
+    own["predict"] = {"action": "store_true", "help": "simulate only, and write the modelled record"}
+    p = parser(__doc__, "run-id", "model", "k", "device", "matmul", "nvme", "out", **own)
+    return p.parse_args(argv)
+
+
+def rates_of(args: argparse.Namespace) -> list[tuple[float, float]]:
+    """Bytes a second, read and written, of each path."""
+    try:
+        return [(1e6 * float(read), 1e6 * float(write)) for read, write in (word.split("/") for word in args.rates)]
+    except ValueError:
+        raise ValueError(f"--rates: write READ/WRITE in MB/s for each path, such as 69/53, got {args.rates}") from None
+
+
+def predicted(args: argparse.Namespace, arms: list[Arm], twin: ModelSpec) -> list[dict[str, Any]]:
+    """A point of each arm, as `rounds` gives them: one step, simulated."""
+    found = json.loads(VALIDATION.read_text())["rates"]
+    block = found["points"][0]
+    paths = [
+        {"name": f"path{n}", "read_gb_per_s": read / 1e9, "write_gb_per_s": written / 1e9, "duplex": not args.simplex}
+        for n, (read, written) in enumerate(rates_of(args))
+    ]
+    rate = block["block_flops"] / block["block_forward_s"]
+    where = Machine(
+        name="local",
+        gpu_flops_per_s=rate,
+        pcie_bytes_per_s=found["copy_bytes_per_s"],
+        memory_bytes_per_s=found["memory_bytes_per_s"],
+        described={"paths": paths},
+    )
+    adam = found["adamw_bytes_per_s"] / found["memory_bytes_per_s"]
+    costs = Calibrations(gpu_efficiency=1.0, host_seconds_per_parameter=0.0, adam_memory_efficiency=adam)
+    points = []
+    for arm in arms:
+        zero, (tokens, batch) = arm.config["zero_optimization"], point(args.points[0])
+        buffers = zero["offload_optimizer"]["buffer_count"]
+        sizes = SwapSizes(sub_group_size=zero["sub_group_size"], optimizer_buffers=buffers, bounce_buffers=False)
+        words = {"system": arm.system_name, "arm": arm.arm, "dtype": arm.dtype}
+        work = Workload(spec=twin, batch=batch, context=tokens, sizes=sizes, **words)
+        made, moved = step_time(work, where, calibrations=costs), io_volume(work)
+        seconds = {"bytes_read": [moved.total_read_bytes], "bytes_written": [moved.total_write_bytes]}
+        seconds |= {f"{phase.name}_s": [phase.seconds] for phase in made.phases}
+        points.append({"sequence": tokens, "batch": batch, **arm.labels, "step_s": [made.seconds], **seconds})
+    return points
+
+
+@contextlib.contextmanager
+def places(args: argparse.Namespace, size: int) -> Iterator[tuple[list[Path], dict[str, list[Any]], list[Any]]]:
+    """Folders of the paths; what a token bucket holds each to; the devices that the kernel holds."""
+    rates = rates_of(args)
+    Path(args.nvme).mkdir(parents=True, exist_ok=True)
+    with children.scratch_folder(Path(args.nvme).absolute()) as folder, contextlib.ExitStack() as stack:
+        devices = []
+        with contextlib.suppress(CannotThrottleError):
+            if not args.simplex:
+                devices = stack.enter_context(throttled_paths(folder, [0] * len(rates), size))
+        for device, rate in zip(devices, rates, strict=False):
+            device.limit(*rate)
+        folders = [device.folder for device in devices] or [folder / f"path{n}" for n in range(len(rates))]
+        for each in folders:
+            each.mkdir(exist_ok=True)
+        paced = {} if devices else {str(f): [*rate, not args.simplex] for f, rate in zip(folders, rates, strict=True)}
+        yield folders, paced, devices
+
+
+def run(args: argparse.Namespace) -> int:
+    twin = spec("mlpoffload", args.model).twin(args.k)
+    parameters = sum(tensor.numel for tensor in twin.tensors())
+    deadline = time.monotonic() + args.time_limit
+    fields: dict[str, Any] = {"rates": args.rates, "duplex": not args.simplex, "ranks": 1, "rounds": args.rounds}
+    fields |= {"points_requested": [list(point(args.points[0]))]}
+    with places(args, len(args.arms) * FREE_SPACE_FACTOR * parameters * 9 // 8 + (1 << 30)) as (folders, held, devices):
+        args.nvme, args.paths = str(folders[0]), folders
+        if args.predict:
+            arms = [Arm(word, args, twin) for word in args.arms]
+            fields |= {"lane": "modelled", "testbed": f"paths of {', '.join(args.rates)} MB/s", "status": "ok"}
+            fields["points"] = predicted(args, arms, twin)
+        else:
+            with started(args, twin, paced=held) as arms:
+                for arm in arms:
+                    arm.wait_until_ready(deadline)
+                before = sum(device.direct_bytes for device in devices)
+                fields["points"] = rounds(arms, [point(args.points[0])], args.rounds, deadline)
+                fields["direct_bytes"] = sum(device.direct_bytes for device in devices) - before
+            fields["held_by"] = "the kernel" if devices else "a token bucket"
+            fields["predicted"] = predicted(args, arms, twin)
+    write(args, "path_twin", twin, arms, committed=False, **fields)
+    for line in lines(fields):
+        print(line)
+    return 0
+
+
+def lines(fields: dict[str, Any]) -> Iterator[str]:
+    for each in fields["points"]:
+        yield ", ".join([each["arm"], *(f"{n} {v}" for n, v in each.items() if n.endswith("_s") or n == "paths")])
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    return provenance.program("path_twin", lambda: run(args), RuntimeError, TimeoutError)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
