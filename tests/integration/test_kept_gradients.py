@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import ClassVar
+
 import pytest
+import torch
 from trainings import Job, train_all
 
 pytestmark = pytest.mark.deepspeed
@@ -44,6 +48,42 @@ def test_kept_gradients_are_neither_written_nor_read(results, name, bytes_a_para
     swapped, kept = results[f"{name}swapped"], results[f"{name}kept"]
     saved = [before - after for before, after in zip(swapped["io_bytes"], kept["io_bytes"], strict=True)]
     assert saved == pytest.approx([bytes_a_parameter * kept["parameters"]] * len(saved), rel=0.05)
+
+
+class Muonlike:
+    """An optimizer that is not DeepSpeed's AdamW."""
+
+
+@pytest.mark.parametrize(
+    ("adamw", "others", "said"),
+    [
+        (False, {}, "the optimizer is Muonlike"),
+        (True, {"use_muon": True}, "Muon is in use"),
+        (True, {"zenflow": True}, "ZenFlow is in use"),
+        (True, {}, "no gradient of this step, or one that was set from outside"),
+    ],
+)
+def test_one_line_says_where_gradients_are_not_converted_as_they_are_read(caplog, adamw, others, said):
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    from memascend.integrations.deepspeed.late_conversion import LateConversion
+
+    class OneSubGroup(LateConversion):
+        grad_partitions_flat_buffer = torch.zeros(8)
+        subgroup_to_device = ("cpu",)
+        fp16_partitioned_groups_flat_numel, _flat_begin = (8,), (0,)
+        _pieces: ClassVar = {0: SimpleNamespace(lie_in=lambda flat: False)}
+        _told = False
+
+        def __init__(self):
+            self.optimizer = object.__new__(DeepSpeedCPUAdam) if adamw else Muonlike()
+            self.optimizer.opt_id, self.optimizer.ds_opt_adam = 0, SimpleNamespace(destroy_adam=lambda number: None)
+            vars(self).update(others)
+
+    training = OneSubGroup()
+    assert [training._as_it_lies(0) for _ in range(2)] == [None, None]
+    (line,) = caplog.messages
+    assert said in line
 
 
 @pytest.mark.slow

@@ -38,7 +38,6 @@ class HeldSwapper(PartitionedOptimizerSwapper):
     """See the module. Called by one thread; transfers end in the dispatcher's."""
 
     swaps_gradients = False
-    brings_gradient = True  # False while a sub-group is updated with the gradient that lies in the flat buffer
     keeps = True  # the last of an update
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -122,7 +121,7 @@ class HeldSwapper(PartitionedOptimizerSwapper):
             context.set_buffers(
                 compute_buffer=buffer.narrow(0, 0, info.numel()), swap_buffer=buffer.narrow(0, 0, numel)
             )
-        if info.has_gradients() and self.brings_gradient:
+        if info.has_gradients():
             self._bring_gradient(info, parameter, room)
         with self._lock:
             self._position = self._index(parameter) + 1

@@ -13,6 +13,7 @@ it was made. The factors are replayed one by one, because a product of them woul
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -119,6 +120,17 @@ class GradientPieces:
         """Whether ``flat``, into which the views are, is the gradient as it is: `complete` would change nothing."""
         views = self._views.issuperset(self._numels) and not any(self._factors.values())
         return views and not any(flat[begin:end].any() for begin, end in self._gaps(flat.numel()))
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Meanwhile the swapper finds no gradient here, takes no buffer for it and copies nothing."""
+        info = self._info
+        found = info.has_gradients, info.swapped_gradients, info.unswapped_gradients
+        info.has_gradients, info.swapped_gradients, info.unswapped_gradients = (lambda: False), {}, {}
+        try:
+            yield
+        finally:
+            info.has_gradients, info.swapped_gradients, info.unswapped_gradients = found
 
     def is_old_view(self, offset: int) -> bool:
         """Whether the piece at ``offset`` is a view that was stored before the last :meth:`end_of_step`."""

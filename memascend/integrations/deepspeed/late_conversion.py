@@ -6,16 +6,20 @@ there; DeepSpeed's own, which takes one type for all, gets them a piece at a tim
 the processor's cache holds. Element by element that is the same arithmetic, so the same bits.
 
 A sub-group in which a parameter has no gradient of this step, or one that was set from outside, is completed as before,
-in a buffer of its size that the swapper takes for it.
+in a buffer of its size that the swapper takes for it; so are all where another optimizer updates them. One line then
+says so.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+from memascend.integrations.conventions import announce
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.memory.run_buffers import conversion_buffer
 
@@ -24,7 +28,7 @@ from .stage3_settings import Stage3Settings
 
 
 class LateConversion:
-    """Mixin before :class:`.kept_gradients.KeptGradients`, over several paths."""
+    """Mixin before :class:`.kept_gradients.KeptGradients`."""
 
     settings: Stage3Settings
     late_gradient: torch.Tensor | None  # within a sub-group's update: its part of the flat buffer, read as it is
@@ -32,6 +36,7 @@ class LateConversion:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._late_factor: Factor = 1.0
         self._piece: torch.Tensor | None = None
+        self._told = False
         super().__init__(*args, **kwargs)
 
     def _offload_grad_partition_at_boundary(
@@ -48,27 +53,46 @@ class LateConversion:
 
     def _prepare_sub_group(self, sub_group_id: int, timer_names: set[str]) -> None:
         self.late_gradient = self._as_it_lies(sub_group_id)
-        self.optimizer_swapper.brings_gradient = self.late_gradient is None
-        try:
+        with self._left_where_they_lie(sub_group_id):
             super()._prepare_sub_group(sub_group_id, timer_names)
-        finally:
-            self.optimizer_swapper.brings_gradient = True
+
+    @contextlib.contextmanager
+    def _left_where_they_lie(self, sub_group_id: int) -> Iterator[None]:
+        """Meanwhile the swapper finds no gradient of this sub-group, nor of the one that it reads ahead, to bring."""
+        indices = [sub_group_id] if sub_group_id in self._pieces else []
+        following = self.next_swappable_fp32_partitioned_groups[sub_group_id] if indices else None
+        if following is not None:
+            indices.append(self._sub_group_of[self.optimizer_swapper.parameter_id(following)])
+        late = [self._pieces[index] for index in indices if self._as_it_lies(index) is not None]
+        with contextlib.ExitStack() as stack:
+            for pieces in late:
+                stack.enter_context(pieces.hidden())
+            yield
 
     def _as_it_lies(self, sub_group_id: int) -> torch.Tensor | None:
         """The sub-group's part of the flat buffer, where that is its gradient."""
-        if sub_group_id not in self._pieces or not self._updates_in_parts(sub_group_id):
+        if sub_group_id not in self._pieces:
             return None
-        numel = self.fp16_partitioned_groups_flat_numel[sub_group_id]
-        flat = self.grad_partitions_flat_buffer.narrow(0, self._flat_begin[sub_group_id], numel)
-        return flat if self._pieces[sub_group_id].lie_in(flat) else None
+        other = self._updated_otherwise(sub_group_id)
+        if other is None:
+            numel = self.fp16_partitioned_groups_flat_numel[sub_group_id]
+            flat = self.grad_partitions_flat_buffer.narrow(0, self._flat_begin[sub_group_id], numel)
+            if self._pieces[sub_group_id].lie_in(flat):
+                return flat
+            other = "a parameter has no gradient of this step, or one that was set from outside"
+        if not self._told:
+            self._told = True
+            announce(f"memascend: gradients get a buffer in the states' type before they are updated: {other}")
+        return None
 
-    def _updates_in_parts(self, sub_group_id: int) -> bool:
-        return (
-            type(self.optimizer) is DeepSpeedCPUAdam
-            and self.grad_partitions_flat_buffer.is_cpu
-            and self.subgroup_to_device[sub_group_id] == "cpu"
-            and not any(getattr(self, name, None) for name in ("use_muon", "torch_autocast_gradscaler", "zenflow"))
-        )
+    def _updated_otherwise(self, sub_group_id: int) -> str | None:
+        """What reads gradients of the states' type alone, for people."""
+        if type(self.optimizer) is not DeepSpeedCPUAdam:
+            return f"the optimizer is {type(self.optimizer).__name__}"
+        if not self.grad_partitions_flat_buffer.is_cpu or self.subgroup_to_device[sub_group_id] != "cpu":
+            return "they are updated on the device"
+        others = {"use_muon": "Muon", "torch_autocast_gradscaler": "torch autocast", "zenflow": "ZenFlow"}
+        return next((f"{named} is in use" for name, named in others.items() if getattr(self, name, None)), None)
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
         if self.late_gradient is None:

@@ -32,6 +32,7 @@ from .signatures import (
     ORDERED_HOOKS,
     PLACED_HOOKS,
     check_hooks,
+    has_hooks,
 )
 from .stage3_settings import Stage3Settings
 from .storage_user import StorageUser
@@ -62,6 +63,7 @@ def checked_optimizer_class(stock_class: type, settings: Stage3Settings) -> type
         bases.insert(0, KeptGradients)
         if settings.tiers:
             check_hooks(LATE_CONVERSION_HOOKS, otherwise="set memascend.gradients to 'swapped'")
+        if has_hooks(LATE_CONVERSION_HOOKS):  # DeepSpeed 0.16 has another way from the device to the swapper
             bases.insert(0, LateConversion)
     if settings.tiers:
         check_hooks(ORDERED_HOOKS, otherwise="leave memascend.tiers out")

@@ -252,6 +252,11 @@ def check_hooks(
             )
 
 
+def has_hooks(hooks: tuple[Hook, ...]) -> bool:
+    """Whether this DeepSpeed has them all, with the arguments that are known."""
+    return not any(map(_problem, hooks))
+
+
 def _problem(hook: Hook) -> str | None:
     try:
         found: Any = importlib.import_module(hook.module)
