@@ -8,7 +8,11 @@ from pathlib import Path
 
 from memascend.doctor.checks import FAIL, OK, WARN, Check, Needs, check_folder, check_speed, file_system, size
 from memascend.doctor.speed import DeviceSpeed
+from memascend.storage.devices import DeviceRefused, require_usable
+from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.engine_tiers import DirectTier
 from memascend.storage.fair_lock import name_of_place
+from memascend.storage.path_rates import PROBE_BYTES, measure
 from memascend.storage.placement import Rates, weights
 from memascend.storage.write_budget import written
 
@@ -19,6 +23,14 @@ def check_tiers(paths: Sequence[Path], needs: Needs | None, *, try_speed: bool =
     free: dict[Path, int] = {}
     drives: dict[str, Path] = {}
     for path in (each.absolute() for each in paths):
+        if path.is_block_device():
+            check, room, speed = _device(path, try_speed)
+            if check.status == OK:
+                free[path] = room
+            if speed is not None:
+                speeds[path] = speed
+            yield check
+            continue
         check = check_folder(path, file_system(path.resolve()))
         if check.status == FAIL:
             yield Check(name="path", status=FAIL, found=check.found, fix=check.fix)
@@ -44,6 +56,23 @@ def check_tiers(paths: Sequence[Path], needs: Needs | None, *, try_speed: bool =
         yield Check(name="path", status=status, found=found, fix=fix)
     if len(speeds) > 1:
         yield _together(speeds, free, needs)
+
+
+def _device(path: Path, try_speed: bool) -> tuple[Check, int, DeviceSpeed | None]:
+    """A formatted raw device: whether it can be used, its room, and its rates beside the tensors that are there."""
+    try:
+        owner = require_usable(path).owner or ""
+        with DirectTier.on_devices([path], owner, DirectEngineConfig(volatile=True)) as tier:
+            room, rates = tier.free_bytes, measure(tier) if try_speed else None
+    except (DeviceRefused, OSError) as refused:  # a StorageError too
+        fix = "see memascend storage format, or name another path"
+        return Check(name="path", status=FAIL, found=str(refused), fix=fix), 0, None
+    found = f"{path}: {size(room)} free on a raw device"
+    if rates is None:
+        return Check(name="path", status=OK, found=found), room, None
+    speed = DeviceSpeed(rates.write, rates.read, PROBE_BYTES)
+    found += f", written at {rates.write / 1e9:.2f} GB/s, read at {rates.read / 1e9:.2f} GB/s"
+    return Check(name="path", status=OK, found=found), room, speed
 
 
 def _together(speeds: dict[Path, DeviceSpeed], free: dict[Path, int], needs: Needs | None) -> Check:

@@ -14,6 +14,7 @@ import pytest
 from trainings import Job, merged, train_all
 
 from memascend.planner.derived_sizes import held_buffers
+from tests.loop_devices import loop_device
 from tests.reflinks import file_system_with_reflinks
 from tests.throttled import throttled_paths
 
@@ -158,6 +159,26 @@ def test_a_checkpoint_references_what_lies_on_its_file_system_and_outlives_all_p
     assert results["whole"]["weights_sha256"] == results["plain"]["weights_sha256"]
     assert resumed["weights_sha256"] == results["plain"]["weights_sha256"]
     assert resumed["losses"] == results["plain"]["losses"][3:]
+
+
+@pytest.mark.slow
+def test_a_raw_device_is_a_path_as_a_folder_is(tmp_path):
+    with loop_device(tmp_path, 256 << 20) as device:
+        paths = tiers(tmp_path, names="a", tier_placement=[1, 1])
+        paths["tiers"].append(device)
+        saved = {"checkpoint": str(tmp_path / "saved"), "config": held(2)}
+        jobs = [
+            Job(name="plain", **SMALL),
+            Job(name="device", parts=paths, save_at=(2,), **saved, **SMALL),
+            Job(name="resumed", parts=paths, resume=True, **saved, **SMALL),
+        ]
+        results = train_all(jobs, tmp_path / "out")
+    plain = results["plain"]
+    assert [path["groups"] > 0 for path in results["device"]["paths"]] == [True, True]
+    assert results["device"]["paths"][1]["name"] == device
+    assert results["device"]["losses"] == plain["losses"]
+    assert results["resumed"]["losses"] == plain["losses"][2:]
+    assert {results[name]["weights_sha256"] for name in ("device", "resumed")} == {plain["weights_sha256"]}
 
 
 @pytest.mark.slow

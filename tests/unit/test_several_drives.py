@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from memascend.doctor import tiers as doctor
@@ -10,6 +12,7 @@ from memascend.doctor.speed import DeviceSpeed
 from memascend.integrations.deepspeed.parts import enable_options
 from memascend.training.config import complete, resumed
 from memascend.training.systems import check, setup
+from tests.loop_devices import loop_device
 
 NVME = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}}
 
@@ -125,3 +128,20 @@ def test_doctor_names_the_drive_that_lacks_room_and_two_folders_of_one_drive(dri
     checks = list(doctor.check_tiers(drives, None))
     assert [check.status for check in checks] == ["ok", "warn"]
     assert "same file system" in checks[1].found
+
+
+def test_doctor_tries_a_raw_device_and_says_what_one_lacks(drives, tmp_path):
+    with loop_device(tmp_path) as device:
+        check, _, together = doctor.check_tiers([Path(device), drives[0]], needs(10**6))
+        assert (check.status, together.status) == ("ok", "ok")
+        assert "free on a raw device, written at" in check.found
+        assert device in together.found
+        _overwritten(tmp_path / "store")
+        (refused,) = doctor.check_tiers([Path(device)], None)
+        assert refused.status == "fail"
+        assert "holds no store: memascend storage format makes one" in refused.found
+
+
+def _overwritten(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))

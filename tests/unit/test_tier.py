@@ -7,11 +7,10 @@ import errno
 import gc
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from memascend.storage.multi_path import MultiPathTier
 from memascend.storage.multi_path import Path as Way
 from memascend.storage.scratch import collect_scratch_files
 from memascend.storage.tier import Tier
+from tests.loop_devices import loop_device, store
 from tests.reflinks import file_system_with_reflinks
 
 MAX_S = 60  # for an end that must come; nothing is timed
@@ -40,16 +40,8 @@ def _in_file(folder: Path, faults) -> DirectTier:
     return DirectTier.in_file(folder, "tests", _config(folder), faults)
 
 
-def _store(folder: Path) -> str:
-    path = folder / "store"
-    with path.open("wb") as file:
-        file.truncate(64 << 20)
-    _C.storage_format([str(path)], "tests", [], 4096, 1 << 20)
-    return str(path)
-
-
 def _durable(folder: Path, faults) -> DirectTier:
-    return DirectTier.on_devices([_store(folder)], "tests", _config(folder), faults)
+    return DirectTier.on_devices([store(folder)], "tests", _config(folder), faults)
 
 
 def _files(folder: Path, faults) -> FileTier:
@@ -67,19 +59,6 @@ KINDS: dict[str, Callable[[Path, _C.FaultLayer | None], Tier]] = {
     "files": _files,
     "two paths": _two_paths,
 }
-
-
-@contextlib.contextmanager
-def loop_device(folder: Path) -> Iterator[str]:
-    if os.geteuid() != 0 or not shutil.which("losetup"):
-        pytest.skip("a loop device needs root and losetup")
-    made = subprocess.run(["losetup", "--find", "--show", _store(folder)], capture_output=True, text=True, check=False)
-    if made.returncode != 0:
-        pytest.skip(f"no loop device: {made.stderr.strip()}")
-    try:
-        yield made.stdout.strip()
-    finally:
-        subprocess.run(["losetup", "-d", made.stdout.strip()], check=False)
 
 
 @pytest.fixture
