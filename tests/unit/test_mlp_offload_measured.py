@@ -1,0 +1,67 @@
+"""MLP-Offload's measured rows, from a record of workflows.run.path_twin; and what that program is asked."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from workflows.configuration import Experiments
+from workflows.papers.mlpoffload import rows
+from workflows.run import path_twin
+
+STEP_S = {"zero3": 16, "caching": 12, "skip_gradients": 9, "exclusive": 8, "caching_only_all_paths": 10}
+STEP_S["mlp_offload"] = 4
+
+
+def record(**others):
+    points = [
+        {"arm": arm, "forward_s": [0.0] * 3, "backward_s": [1.0] * 3, "optimizer_s": [seconds - 1.0, 99.0, 0.0]}
+        | {"bytes_written": [900.0] * 3, "paths": [[[600, 69e6, 53e6], [300, 36e6, 36e6]]] * 3}
+        for arm, seconds in STEP_S.items()
+    ]
+    made = {"kind": "step-times", "lane": "measured", "status": "ok", "key": "k", "model": "40B-L2", "duplex": True}
+    made |= {"host": {"name": "here"}, "twin": {"k": 4, "parameters": 100}, "points": points}
+    return made | others
+
+
+def values(*records):
+    return {(r["exhibit_id"], r["series"], r["metric"], r["x_value"]): r for r in rows.measured(list(records))}
+
+
+def test_ratios_and_bars_are_of_the_median_iteration():
+    found = values(record())
+    assert found["mlpoffload-fig14", "Enable Caching", "iteration_time", ""]["value"] == "12"
+    assert found["mlpoffload-fig15", "MLP-Offload / ZeRO-3", "speedup", ""]["value"] == "4"
+    assert found["mlpoffload-fig14", "all opts, NVMe only / ZeRO-3", "speedup_max", ""]["value"] == "2"
+    assert {row["testbed"] for row in found.values()} == {"here/40B-L2-k4-duplex"}
+
+
+def test_what_a_step_does_not_write_lies_in_host_memory():
+    found = values(record())
+    shares = {
+        m: float(found["mlpoffload-fig10", "MLP-Offload", m, ""]["value"]) for m in ("host memory", "NVMe", "PFS")
+    }
+    assert shares == pytest.approx({"host memory": 25, "NVMe": 50, "PFS": 25})
+
+
+def test_a_prediction_or_another_record_of_step_times_gives_no_row():
+    other = {name: value for name, value in record().items() if name != "duplex"}
+    assert values(record(lane="modelled"), other) == {}
+
+
+def test_the_paper_profile_asks_for_paths_of_testbed_1s_ratio():
+    runs = Experiments("workflows/config/experiments.yaml", "paper").runs
+    for name, simplex in (("times-mlpoffload-duplex", False), ("times-mlpoffload-simplex", True)):
+        assert runs[name]["module"] == "path_twin"
+        args = path_twin.parse(["--run-id", name, "--out", "x.json", *shlex.split(runs[name]["words"])])
+        (read, write), (other_read, other_write) = path_twin.rates_of(args)
+        assert args.simplex is simplex
+        assert (read / write, other_read / other_write) == pytest.approx((6.9 / 5.3, 1.0), rel=0.01)
+        assert read / other_read == pytest.approx(6.9 / 3.6, rel=0.01)
+
+
+def test_a_rate_that_is_none_is_refused():
+    words = ["--run-id", "x", "--out", "x", "--model", "40B-L2", "--k", "4", "--arms", "a:b:bf16", "--points", "16x1"]
+    with pytest.raises(ValueError, match="write READ/WRITE in MB/s"):
+        path_twin.rates_of(path_twin.parse([*words, "--rates", "69"]))
