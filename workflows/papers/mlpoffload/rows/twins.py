@@ -29,7 +29,8 @@ PHASES = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "upda
 def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
     for record in records:
         arms = {point["arm"]: point for point in record["points"]}
-        where = f"{testbed_of(record)}-{'duplex' if record['duplex'] else 'simplex'}"
+        place, _, k = testbed_of(record).rpartition("-k")
+        where = f"{place}-{'duplex' if record['duplex'] else 'simplex'}-k{k}"
         at = {"model": record["model"], "testbed": where}
         for exhibit, bars in BARS.items():
             for series, arm in bars.items():
