@@ -70,7 +70,7 @@ def _device(path: Path, try_speed: bool) -> tuple[Check, int, DeviceSpeed | None
     found = f"{path}: {size(room)} free on a raw device"
     if rates is None:
         return Check(name="path", status=OK, found=found), room, None
-    speed = DeviceSpeed(rates.write, rates.read, PROBE_BYTES)
+    speed = DeviceSpeed(write_bytes_per_s=rates.write, read_bytes_per_s=rates.read, tried_bytes=PROBE_BYTES)
     found += f", written at {rates.write / 1e9:.2f} GB/s, read at {rates.read / 1e9:.2f} GB/s"
     return Check(name="path", status=OK, found=found), room, speed
 
