@@ -20,7 +20,8 @@ from hardware.throttled import throttled_paths
 from workflows import registry, staleness
 from workflows.run import children, provenance
 
-PARTS = ("overflow", "unscale", "adamw", "pinned", "pool", "nvme", "activations", "engine", "latency", "placement", "tiers")
+PARTS = ("overflow", "unscale", "adamw", "pinned", "pool", "nvme", "activations", "engine", "latency", "placement")
+PARTS += ("tiers",)
 
 
 def main(argv: list[str] | None = None) -> int:
