@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 STATE_SLOTS = "state slots"
 SWAPPING_ARMS = {"as_published": "algorithm 1", "released": "released"}
+VERSIONS = 2  # of weights and states on the SSD, so that a kill loses nothing but the step under way
 _SLOTS = 3  # one that is read, one that is updated, one that is written (Fig. 3b)
 
 
@@ -40,8 +41,10 @@ def schedule(step: Step) -> None:
     if step.work.arm_name == "none":
         done = backward(step, after=done, stores_checkpoints=True, arrived=gradients_to_ssd(step))
         swapping_optimizer(step, after=done)
-        return
-    backward(step, after=done, stores_checkpoints=True, arrived=active_gradients(step, done))
+    else:
+        backward(step, after=done, stores_checkpoints=True, arrived=active_gradients(step, done))
+    for what in ("weights", "master weights and moments"):
+        step.store(what, (VERSIONS - 1) * step.stored_bytes[what])
 
 
 def swap_activations(step: Step) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baselines.lohan.footprint import footprint
-from baselines.lohan.schedule import SWAPPING_ARMS, schedule
+from baselines.lohan.schedule import SWAPPING_ARMS, VERSIONS, schedule
 from baselines.protocol import PlannedSystem
 from memascend.arrangements import Arrangement
 from memascend.memory.budget import parse_bytes
@@ -16,6 +16,8 @@ from memascend.training.backends import STREAMING, Setup
 if TYPE_CHECKING:
     from memascend.planner.workload import Workload
     from memascend.training.config import TrainConfig
+
+GIB = 1 << 30
 
 
 def _arm(variant: str) -> Arrangement:
@@ -68,13 +70,24 @@ class LoHan(PlannedSystem):
         self.refuse_a_plan_of_states(config.placement)
 
     @staticmethod
-    def storage_notes(work: Workload, stored_bytes: int) -> list[str]:
+    def one_version_bytes(work: Workload, stored_bytes: int) -> int:
+        """On the SSD where one version is kept of what takes `stored_bytes` in two: with the gradients of a step."""
+        return stored_bytes // VERSIONS + work.spec.parameters * (2 if work.gradients == "bf16" else 4)
+
+    @classmethod
+    def storage_notes(cls, work: Workload, stored_bytes: int, room_bytes: float | None = None) -> list[str]:
         """How many versions of the states a run keeps, and why."""
-        gradients = work.spec.parameters * (2 if work.gradients == "bf16" else 4)
-        one, two = (f"{size / (1 << 30):.2f} GiB" for size in (stored_bytes + gradients, 2 * stored_bytes))
+        one, two = (f"{size / GIB:.2f} GiB" for size in (cls.one_version_bytes(work, stored_bytes), stored_bytes))
+        if room_bytes is not None and room_bytes < stored_bytes:
+            return [
+                f"one version of the states is kept, {one} with the gradients that a step can be done again from, as "
+                f"two take {two} and there are {room_bytes / GIB:.2f} GiB;",
+                "a step writes and reads its gradients once more for it",
+            ]
         return [
             f"two versions are kept, {two}, so that a kill at any instant loses nothing but the step under way;",
-            f"where the disk is too small, one and the gradients that a step can be done again from: {one}",
+            f"one and the gradients that a step can be done again from: {one}, where the disk is too small or by train "
+            "--state-versions one",
         ]
 
     def trainer(self, config: TrainConfig, prepared: dict[str, Any], run_id: str, swap: str) -> Setup:
@@ -83,7 +96,8 @@ class LoHan(PlannedSystem):
         name = hashlib.sha256(str(config.output_folder).encode()).hexdigest()[:8]
         folder = parent / f"memascend-states-{run_id}-{name}"
         arm = config.arm or next(iter(_ARMS))
-        settings = {"folder": str(folder), "arm": "optimized" if arm in SWAPPING_ARMS else arm}
+        settings: dict[str, Any] = {"folder": str(folder), "arm": "optimized" if arm in SWAPPING_ARMS else arm}
+        settings["versions"] = {"auto": None, "one": 1, "two": VERSIONS}[config.state_versions]
         section = config.activation_section()
         if arm in SWAPPING_ARMS or section is not None:
             amount = str(section["amount"]) if section is not None else ""

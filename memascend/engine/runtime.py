@@ -190,6 +190,7 @@ class StreamingEngine(BlockRuntime):
             self._swapping = Swapping(model, units.blocks, options.swap, self._swap_tier, options.swap_room, allocator)
         self._unfinished: str | None = None  # what is to be done about an update that is half on the tier
         self._restored = False
+        self.versions_why = "as an earlier run began it"  # so many of the states
         self._closed = False
         self._attach()
         for key, slices in units.matrices.items():
@@ -251,6 +252,7 @@ class StreamingEngine(BlockRuntime):
             )
         try:
             engine = cls(model, units, home, groups, options, allocator or PageAlignedPinnedAllocator())
+            engine.versions_why = chosen.why
             try:
                 engine._move_in(facts or {})
             except BaseException:

@@ -9,7 +9,7 @@ from memascend import systems
 from memascend.planner.activations import Choice, activation_room, choose
 from memascend.planner.footprint import Plan, plan
 from memascend.planner.gpu_memory import DevicePlan, activation_writes, gpu_memory
-from memascend.planner.limits import Largest, Limits, largest
+from memascend.planner.limits import SSD_SPACE, Largest, Limits, largest, stored_within
 from memascend.planner.machine import Machine
 from memascend.planner.node_memory import NodePlan, place, topology_of
 from memascend.planner.paths import PathPlan, plan_paths
@@ -114,7 +114,11 @@ def answer(
     needs = (
         Need(name="GPU memory", needed_bytes=device.device_bytes, limit_bytes=limits.gpu_bytes),
         Need(name="host memory", needed_bytes=host.host_bytes, limit_bytes=limits.ram_bytes),
-        Need(name="SSD space", needed_bytes=volume.stored_bytes, limit_bytes=limits.ssd_bytes),
+        Need(
+            name=SSD_SPACE,
+            needed_bytes=stored_within(work, volume.stored_bytes, limits.ssd_bytes),
+            limit_bytes=limits.ssd_bytes,
+        ),
     )
     time, no_time = _time(work, machine)
     rated = None if endurance_tb is None else endurance_tb * endurance_gain

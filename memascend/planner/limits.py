@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from memascend import systems
 from memascend.planner.footprint import checkpoint_bytes, plan
 from memascend.planner.gpu_memory import gpu_memory
 from memascend.planner.machine import Machine
@@ -15,6 +16,8 @@ from memascend.planner.workload import Workload
 # Answers are rounded down to so many tokens.
 CONTEXT_STEP = 256
 _LARGEST = 1 << 24
+
+SSD_SPACE = "SSD space"  # as a Need calls it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,14 @@ class Largest:
     unbounded: bool = False
 
 
+def stored_within(work: Workload, stored_bytes: int, room_bytes: float | None) -> int:
+    """Bytes on the SSD; fewer where there is no room, of a system that can do with one version of its states."""
+    tell = getattr(systems.load(work.system), "one_version_bytes", None)
+    if tell is None or room_bytes is None or stored_bytes <= room_bytes:
+        return stored_bytes
+    return tell(work, stored_bytes)
+
+
 class Fitter:
     """Decides for one model and system; what does not depend on batch and context is planned once."""
 
@@ -63,7 +74,7 @@ class Fitter:
 
     def fits(self, batch: int, context: int) -> bool:
         limits, work = self.limits, replace(self.work, batch=batch, context=context)
-        if limits.ssd_bytes is not None and self._stored > limits.ssd_bytes:
+        if limits.ssd_bytes is not None and stored_within(work, self._stored, limits.ssd_bytes) > limits.ssd_bytes:
             return False
         if limits.ram_bytes is not None and self._base + checkpoint_bytes(work) > limits.ram_bytes:
             return False

@@ -9,6 +9,7 @@ from typing import Any
 from memascend import systems
 from memascend.planner.answers import Answers, Need, Wear
 from memascend.planner.footprint import Plan
+from memascend.planner.limits import SSD_SPACE
 from memascend.planner.machine import REASONS, Calibrations
 from memascend.planner.options import longest_context
 
@@ -97,7 +98,8 @@ def _ssd(answers: Answers) -> list[str]:
         f"and writes {_gb(volume.total_write_bytes)}"
     ]
     tell = getattr(systems.load(answers.work.system), "storage_notes", None)
-    lines += [f"  {line}" for line in (tell(answers.work, volume.stored_bytes) if tell is not None else ())]
+    room = next((need.limit_bytes for need in answers.needs if need.name == SSD_SPACE), None)
+    lines += [f"  {line}" for line in (tell(answers.work, volume.stored_bytes, room) if tell is not None else ())]
     if wear.activation_bytes:
         lines += _activations(wear)
     if wear.tb_per_day is not None:

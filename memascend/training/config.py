@@ -106,6 +106,12 @@ class TrainConfig:
     placement: str | None = _option(
         None, "NUMA nodes of host buffers: latency_first, interleave, process_interleave, or {class: node, ...}"
     )
+    state_versions: str = _option(
+        "auto",
+        "of system lohan's states on the SSD: two, or one, 18 bytes a parameter for 28, with gradients that a step is "
+        "done again from; auto: two where they fit",
+        choices=("auto", "one", "two"),
+    )
     states: str = _option("fp32", "master weights and optimizer states; bf16 halves the I/O", choices=("fp32", "bf16"))
     gradients: str = _option("fp32", "the buffer that gradients are added up in", choices=("fp32", "bf16"))
     attention: str = _option("auto", "flash needs a GPU", choices=MODEL_OPTIONS["attention"])

@@ -246,7 +246,7 @@ def _composed(
         if setup.swaps:
             swap = _make_swap(nvme, folder)
             setup = setup_of(config, prepared, folder.root.name, str(swap.path))
-        preflight.check(config, prepared, folder.root, swap.path if swap else None)
+        preflight.check(config, prepared, folder.root, swap.path if swap else _states_to_come(setup))
         job = _job(config, folder, prepared, setup, steps)
         job["checkpoint"] = str(found[-1].path) if found else None
         job["swap"] = str(swap.path) if swap else None
@@ -259,6 +259,15 @@ def _composed(
         if swap is not None:
             swap.remove()
         remove_empty(unused)
+
+
+def _states_to_come(setup: backends.Setup) -> Path | None:
+    """The folder that is there where a backend of its own storage is going to make one; None where it has it already,
+    or needs none."""
+    states = Path(setup.settings.get("folder", ""))
+    if "folder" not in setup.settings or states.exists():
+        return None
+    return next(parent for parent in states.absolute().parents if parent.exists())
 
 
 def _make_swap(nvme: Path, folder: RunFolder) -> SwapFolder:

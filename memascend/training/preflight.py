@@ -56,6 +56,11 @@ def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Pat
     elif swap is not None and config.devices:
         _check_devices(config.devices, swapped)
     elif swap is not None:
+        free = shutil.disk_usage(swap).free
+        if os.stat(swap).st_dev == os.stat(output).st_dev:
+            free -= wants[0][1]
+        if swapped > free and (least := prepared.get("least_swap_bytes")) is not None:
+            swapped = round(SWAP_SLACK * least)  # one version of the states, with what it takes to do a step again
         wants.append((swap, swapped + config.ranks * SWAP_INDEX_BYTES, "swap files", "--nvme"))
     by_device: dict[int, list[tuple[Path, int, str, str]]] = {}
     for want in wants:

@@ -135,6 +135,7 @@ def _spec(config: TrainConfig, model_config: dict[str, Any]) -> ModelSpec:
 def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes: list[str]) -> dict[str, Any]:
     """Bytes of host memory and swap files that the planner expects; None where it does not know the model or system."""
     from memascend.planner.host_budget import HostMemoryTooSmall, require_host_memory
+    from memascend.planner.limits import stored_within
     from memascend.planner.step import io_volume
     from memascend.planner.workload import Workload
 
@@ -159,13 +160,18 @@ def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes
     except ValueError as error:
         notes.append(f"host memory was not planned: {error}")
         return {"planned_host_bytes": None, "planned_components": {}, "planned_swap_bytes": None}
-    swapped = None
+    swapped = least = None
     with contextlib.suppress(ValueError):  # a system without a schedule
-        swapped = io_volume(work).stored_bytes
+        swapped = least = io_volume(work).stored_bytes
+        if config.state_versions != "two":
+            least = stored_within(work, swapped, 0)
+        if config.state_versions == "one":
+            swapped = least
     return {
         "planned_host_bytes": planned.host_bytes,
         "planned_components": planned.components(),
         "planned_swap_bytes": swapped,
+        "least_swap_bytes": least,
     }
 
 

@@ -91,10 +91,11 @@ def test_a_run_that_is_stopped_and_then_killed_goes_on_as_if_nothing_had_happene
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_states_that_the_tier_has_kept_are_gone_on_from_and_not_the_checkpoint(tmp_path, tmp_path_factory):
+@pytest.mark.parametrize("versions", ["two", "one"])
+def test_states_that_the_tier_has_kept_are_gone_on_from_and_not_the_checkpoint(tmp_path, tmp_path_factory, versions):
     reference = finished_run(tmp_path_factory, "lohan")
     output = tmp_path / "run"
-    options = [*options_for(reference.parent / "text", "lohan"), "--save-every", "0"]
+    options = [*options_for(reference.parent / "text", "lohan"), "--save-every", "0", "--state-versions", versions]
     kill_at_step(output, 4, *options)
     assert not (output / "checkpoints").exists()
     said = resume_to_the_end(output)
@@ -117,6 +118,7 @@ def test_states_that_the_tier_has_kept_are_gone_on_from_and_not_the_checkpoint(t
         ("zero_infinity", ()),
         ("lohan", ()),
         ("lohan", ("--clip", "0")),
+        ("lohan", ("--state-versions", "one")),
         ("in_memory", ()),
         ("in_memory", ("--arm", "deepspeed_adamw")),
     ],

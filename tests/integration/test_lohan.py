@@ -346,6 +346,18 @@ def test_the_plan_says_how_many_versions_of_the_states_there_are_and_why(capsys)
     parameters = model_spec("qwen2.5-7b").parameters
     assert f"two versions are kept, {28 * parameters / 2**30:.2f} GiB" in said
     assert f"one and the gradients that a step can be done again from: {18 * parameters / 2**30:.2f} GiB" in said
+    assert f"SSD: {28 * parameters / 2**30:.2f} GiB of swap files" in said
+
+
+@pytest.mark.parametrize(
+    ("room", "versions", "status"), [(30, "two versions are", 0), (20, "one version of the states is", 0), (17, "", 1)]
+)
+def test_the_plan_keeps_as_many_versions_as_there_is_room_for(room, versions, status, capsys):
+    gib = room * model_spec("qwen2.5-7b").parameters / 2**30
+    words = ["plan", "--model", "qwen2.5-7b", "--system", "lohan", "--context", "512", "--ssd-space", f"{gib:.3f}"]
+    assert main(words) == status
+    said = capsys.readouterr().out
+    assert f"{versions} kept" in said or status
 
 
 def test_the_plan_of_one_width_is_the_same_at_three_depths():

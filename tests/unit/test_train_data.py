@@ -218,6 +218,14 @@ def test_too_little_memory_or_disk_is_said_before_the_start(tmp_path):
     full = mock.patch.object(preflight.shutil, "disk_usage", return_value=mock.Mock(free=7 << 20))
     with full, pytest.raises(ValueError, match=r" and 9\.2 MiB of swap files: "):
         preflight.check(config, prepared | small, tmp_path, tmp_path)
+    either = small | {"planned_swap_bytes": 28 << 20, "least_swap_bytes": 18 << 20}
+    for free, needed in ((20 << 20, None), (17 << 20, r" and 19\.4 MiB of swap files: ")):
+        with mock.patch.object(preflight.shutil, "disk_usage", return_value=mock.Mock(free=free)):
+            if needed is None:
+                preflight.check(config, prepared | either, tmp_path, tmp_path)
+                continue
+            with pytest.raises(ValueError, match=needed):
+                preflight.check(config, prepared | either, tmp_path, tmp_path)
     device = tmp_path / "device"
     device.write_bytes(bytes(4096))
     devices = dataclasses.replace(config, devices=[str(device)])

@@ -220,8 +220,13 @@ class StreamingBackend:
         """How near to the bound the step was; after the first one also what goes by slices and what is swapped."""
         said = [] if self.engine.limit is None else [str(self.engine.limit)]
         slices = self.engine.units.matrices
-        if self.engine.one_version and not self._told:
-            said.append("one version of the states, since the disk has no room for two: gradients wait beside it")
+        if not self._told:
+            count = (
+                "one version of the states, with gradients that wait beside it"
+                if self.engine.one_version
+                else ("two versions of the states")
+            )
+            said.append(f"{count} ({self.engine.versions_why})")
         if slices and not self._told:
             said.append(f"{' and '.join(slices)} by {sum(map(len, slices.values()))} slices")
         if self.engine.decision is not None and not self._told:
@@ -236,6 +241,7 @@ class StreamingBackend:
     def facts(self) -> dict[str, Any]:
         decision = self.engine.decision
         facts = {"gradient_offloading": self._settings["arm"], "memory_options": self._options}
+        facts["state_versions"] = {"count": self.engine.options.versions, "why": self.engine.versions_why}
         return facts | ({"activation_swapping": dataclasses.asdict(decision)} if decision is not None else {})
 
     def close(self) -> None:
