@@ -79,3 +79,11 @@ def test_fig_8a_tells_what_a_sequence_costs_by_batch():
 @pytest.mark.parametrize("changes", [{"status": "timeout"}, {"benchmark": "nvme"}, {"kind": "training"}])
 def test_other_records_are_left_alone(changes):
     assert list(measured([record(**changes)])) == []
+
+
+def test_a_record_of_keeping_and_sending_alone_has_rows():
+    short = record()
+    short["points"] = [point for point in short["points"] if point["method"] in ("keep", "ssd")]
+    rows = list(measured([short]))
+    assert number(rows, "ssdtrain-fig06", "activation peak reduction") == 50
+    assert not found(rows, "ssdtrain-fig07a", "peak over recomputing")

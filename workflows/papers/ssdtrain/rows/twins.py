@@ -103,9 +103,9 @@ def _rok(record: dict[str, Any], model: str, points: dict[Any, Any]) -> Iterator
     if (BATCH, SENT) in points:
         cells = {"series": SENT, "x": ("at batch", BATCH), **sub}
         yield _shown(record, exhibit, "throughput over keeping", 1 / _ratio(points, SENT, BASE), "x", **cells)
-        again = median(points[BATCH, SERIES["recompute"]]["peak_bytes"])
-        over = median(points[BATCH, SENT]["peak_bytes"]) / again
-        yield _shown(record, exhibit, "peak over recomputing", over, "x", **cells)
+        if again := points.get((BATCH, SERIES["recompute"])):
+            over = median(points[BATCH, SENT]["peak_bytes"]) / median(again["peak_bytes"])
+            yield _shown(record, exhibit, "peak over recomputing", over, "x", **cells)
 
 
 def _fits(points: dict[Any, Any], batch: int) -> bool:
