@@ -30,10 +30,8 @@ ARMS = {DRAM: "baseline", NAIVE: "naive", AWARE: "as_published", DEFAULT: "cxl_a
 CONTEXTS, BATCHES = (4096, 8192, 16384, 32768), (1, 2, 4, 8, 16, 32)
 DRAM_GIB = 512e9 / GIB  # what the baseline has (Table II)
 DRAM_HERE = "local DRAM"
-ADAMS = {
-    "deepspeed": DRAM_HERE,
-    "fp32": f"{DRAM_HERE}, our AdamW",
-}  # methods of memascend bench adamw; the paper's first
+# Methods of memascend bench adamw; the paper's first.
+ADAMS = {"deepspeed": DRAM_HERE, "fp32": f"{DRAM_HERE}, our AdamW"}
 RELATIVE = "throughput relative to DRAM only"
 
 
@@ -61,10 +59,9 @@ def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
             if bench == "adamw" and point["method"] in ADAMS:
                 at = {"series": ADAMS[point["method"]], "x": ("elements", point["numel"])}
                 yield of_record(record, "cxl-fig05", "optimizer time", 1e3 * seconds, "ms", **at)
-        if (record["kind"], record.get("model")) == ("training", MODELS["12B"]) and (
-            run := Run(record, record["_path"])
-        ).ok:
-            for point in record["points"]:
+        if (record["kind"], record.get("model")) == ("training", MODELS["12B"]):
+            run = Run(record, record["_path"])
+            for point in record["points"] if run.ok else ():
                 at = {"series": "12B", "model": "12B", "x": ("context (tokens)", point["sequence"] * run.k)}
                 yield from in_bytes("cxl-fig02", run, "system memory", point["memory"]["host_peak_net_bytes"], **at)
 

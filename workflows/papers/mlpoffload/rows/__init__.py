@@ -27,12 +27,13 @@ from memascend.storage.placement import Rates, counts, weights
 from workflows.cases import Row
 from workflows.growth import growth
 from workflows.papers.mlpoffload.rows import twins
+from workflows.papers.mlpoffload.rows.arms import BARS, MOVED, OURS, RATIOS, ZERO
 from workflows.played import ONE_STEP, Paper, machine, spans
 
 ONE, TWO = "mlpoffload-testbed1", "mlpoffload-testbed2"
 PAPER = Paper("mlpoffload", testbed=ONE)
 MODELS = ("40B", "52B", "70B", "100B", "120B")
-ZERO, OURS, ALONE = "DeepSpeed ZeRO-3", "MLP-Offload", ", paper alone"
+ALONE = ", paper alone"
 SERIES = (ZERO, OURS, ZERO + ALONE, OURS + ALONE)
 NAMES = {"forward": "forward", "backward": "backward", "optimizer": "update"}
 SOURCE = "memascend.planner.step_time: schedule of baselines/mlp_offload"
@@ -110,8 +111,8 @@ def iterations() -> Iterator[Row]:
             yield shown("mlpoffload-fig07", "iteration_time", played.seconds, "s", **cells)
             seconds, count = phase(played, "optimizer"), parameters(series, model)
             yield shown("mlpoffload-fig08", "update_throughput", count / seconds / 1e6, "M params/s", **cells)
-            rate = f"{SOURCE}; 14 bytes a parameter (half of 16 read and 12 written) over the update's seconds"
-            yield shown("mlpoffload-fig09", "io_throughput", 14 * count / seconds / 1e9, "GB/s", rate, **cells)
+            rate = f"{SOURCE}; {MOVED} bytes a parameter (half of 16 read and 12 written) over the update's seconds"
+            yield shown("mlpoffload-fig09", "io_throughput", MOVED * count / seconds / 1e9, "GB/s", rate, **cells)
         for ending in ("", ALONE):
             slow, fast = made(ZERO + ending, model), made(OURS + ending, model)
             at = {"series": f"{OURS} / ZeRO-3{ending}", "model": model}
@@ -284,14 +285,6 @@ def accumulation() -> Iterator[Row]:
         yield shown(exhibit, "speedup_min", min(gains), "% faster", f"{SOURCE}: least of five batches", **cells)
 
 
-# Figure -> its bars: name, arm (with one path, or with both split by hand).
-BARS = {
-    "mlpoffload-fig14": {ZERO: "zero3", "Enable Caching": "caching", "Skip Gradients": "skip_gradients"},
-    "mlpoffload-fig15": {ZERO: "zero3", "Multi-Path, Caching": "caching_only_all_paths", OURS: "by_hand"},
-}
-BARS["mlpoffload-fig14"]["Process Atomic R/W"] = "exclusive"
-
-
 def ablations() -> Iterator[Row]:
     """Figs. 14 and 15. One process at a time is what the model has anyway: that part takes nothing away in it."""
     best: dict[tuple[str, str], float] = {}
@@ -299,17 +292,12 @@ def ablations() -> Iterator[Row]:
         for model in ("40B", "70B", "100B"):
             for ending in ("", ALONE):
                 for name, arm in bars.items():
-                    mine = arm if arm != "by_hand" or not ending else "as_published"
+                    mine = arm if name != OURS else "as_published" if ending else "by_hand"
                     at = (f"{model} as printed", LEAST_HELD) if ending else (model, held_by(model))
                     best[f"{name}{ending}", model] = seconds = step(mine, *at).seconds
                     yield shown(exhibit, "iteration_time", seconds, "s", series=f"{name}{ending}", model=model)
     for ending in ("", ALONE):
-        ratios = {
-            ("mlpoffload-fig14", "all opts, NVMe only / ZeRO-3", "speedup_max"): (ZERO, "Process Atomic R/W"),
-            ("mlpoffload-fig15", "multi-path / Fig 14", "speedup"): ("Process Atomic R/W", OURS),
-            ("mlpoffload-fig15", "MLP-Offload / ZeRO-3", "speedup"): (ZERO, OURS),
-        }
-        for (exhibit, series, metric), (slow, fast) in ratios.items():
+        for (exhibit, series, metric), (slow, fast) in RATIOS.items():
             found = [best[slow + ending, model] / best[fast + ending, model] for model in ("40B", "70B", "100B")]
             cells = {"series": f"{series}{ending}", "model": "40B/70B/100B"}
             yield shown(exhibit, metric, max(found), "x", f"{SOURCE}: largest of three models", **cells)

@@ -10,19 +10,10 @@ from statistics import median
 from typing import Any
 
 from workflows.cases import Row, of_record
+from workflows.papers.mlpoffload.rows.arms import BARS, MOVED, OURS, RATIOS, ZERO
 from workflows.records import testbed_of
 
-ZERO, OURS = "DeepSpeed ZeRO-3", "MLP-Offload"
-BARS = {
-    "mlpoffload-fig14": {ZERO: "zero3", "Enable Caching": "caching", "Skip Gradients": "skip_gradients"},
-    "mlpoffload-fig15": {ZERO: "zero3", "Multi-Path, Caching": "caching_only_all_paths", OURS: "mlp_offload"},
-}
-BARS["mlpoffload-fig14"]["Process Atomic R/W"] = "exclusive"
-RATIOS = {
-    ("mlpoffload-fig14", "all opts, NVMe only / ZeRO-3", "speedup_max"): ("zero3", "exclusive"),
-    ("mlpoffload-fig15", "multi-path / Fig 14", "speedup"): ("exclusive", "mlp_offload"),
-    ("mlpoffload-fig15", "MLP-Offload / ZeRO-3", "speedup"): ("zero3", "mlp_offload"),
-}
+ARMS = {name: arm for bars in BARS.values() for name, arm in bars.items()}
 PHASES = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "update"}
 
 
@@ -36,11 +27,11 @@ def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
             for series, arm in bars.items():
                 yield of_record(record, exhibit, "iteration_time", _step(arms[arm]), "s", series=series, **at)
         for (exhibit, series, metric), (slow, fast) in RATIOS.items():
-            ratio = _step(arms[slow]) / _step(arms[fast])
+            ratio = _step(arms[ARMS[slow]]) / _step(arms[ARMS[fast]])
             yield of_record(record, exhibit, metric, ratio, "x", series=series, **at)
-        for series, arm in ((ZERO, "zero3"), (OURS, "mlp_offload")):
-            yield from _phases(record, arms[arm], at | {"series": series})
-        yield from _residency(record, arms["mlp_offload"], at | {"series": OURS})
+        for series in (ZERO, OURS):
+            yield from _phases(record, arms[ARMS[series]], at | {"series": series})
+        yield from _residency(record, arms[ARMS[OURS]], at | {"series": OURS})
 
 
 def _step(point: dict[str, Any]) -> float:
@@ -54,7 +45,7 @@ def _phases(record: dict[str, Any], point: dict[str, Any], at: dict[str, str]) -
     yield of_record(record, "mlpoffload-fig07", "iteration_time", _step(point), "s", **at)
     update, count = median(point["optimizer_s"]), record["twin"]["parameters"]
     yield of_record(record, "mlpoffload-fig08", "update_throughput", count / update / 1e6, "M params/s", **at)
-    yield of_record(record, "mlpoffload-fig09", "io_throughput", 14 * count / update / 1e9, "GB/s", **at)
+    yield of_record(record, "mlpoffload-fig09", "io_throughput", MOVED * count / update / 1e9, "GB/s", **at)
 
 
 def _residency(record: dict[str, Any], point: dict[str, Any], at: dict[str, str]) -> Iterator[Row]:
