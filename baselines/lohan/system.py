@@ -70,24 +70,36 @@ class LoHan(PlannedSystem):
         self.refuse_a_plan_of_states(config.placement)
 
     @staticmethod
-    def one_version_bytes(work: Workload, stored_bytes: int) -> int:
-        """On the SSD where one version is kept of what takes `stored_bytes` in two: with the gradients of a step."""
-        return stored_bytes // VERSIONS + work.spec.parameters * (2 if work.gradients == "bf16" else 4)
+    def stored_in(versions: str, work: Workload, stored_bytes: int) -> int:
+        """On the SSD of what takes `stored_bytes` in two versions: in `one`, with the gradients of a step, or in one
+        alone and room for two units (`checkpoint`)."""
+        spec, gradient = work.spec, 2 if work.gradients == "bf16" else 4
+        alone = stored_bytes // VERSIONS
+        if versions == "checkpoint":
+            return alone + 2 * alone // max(1, spec.layers)
+        return alone + spec.parameters * gradient if versions == "one" else stored_bytes
 
     @classmethod
     def storage_notes(cls, work: Workload, stored_bytes: int, room_bytes: float | None = None) -> list[str]:
         """How many versions of the states a run keeps, and why."""
-        one, two = (f"{size / GIB:.2f} GiB" for size in (cls.one_version_bytes(work, stored_bytes), stored_bytes))
+        ways = ("two", "one", "checkpoint")
+        two, one, alone = (f"{cls.stored_in(way, work, stored_bytes) / GIB:.2f} GiB" for way in ways)
+        third = (
+            f"one alone by train --state-versions checkpoint: {alone}; after a kill in the middle of a step training "
+            "goes on from the last checkpoint"
+        )
         if room_bytes is not None and room_bytes < stored_bytes:
             return [
                 f"one version of the states is kept, {one} with the gradients that a step can be done again from, as "
                 f"two take {two} and there are {room_bytes / GIB:.2f} GiB;",
-                "a step writes and reads its gradients once more for it",
+                "a step writes and reads its gradients once more for it;",
+                third,
             ]
         return [
             f"two versions are kept, {two}, so that a kill at any instant loses nothing but the step under way;",
             f"one and the gradients that a step can be done again from: {one}, where the disk is too small or by train "
-            "--state-versions one",
+            "--state-versions one;",
+            third,
         ]
 
     def trainer(self, config: TrainConfig, prepared: dict[str, Any], run_id: str, swap: str) -> Setup:
@@ -97,7 +109,8 @@ class LoHan(PlannedSystem):
         folder = parent / f"memascend-states-{run_id}-{name}"
         arm = config.arm or next(iter(_ARMS))
         settings: dict[str, Any] = {"folder": str(folder), "arm": "optimized" if arm in SWAPPING_ARMS else arm}
-        settings["versions"] = {"auto": None, "one": 1, "two": VERSIONS}[config.state_versions]
+        settings["versions"] = {"auto": None, "two": VERSIONS}.get(config.state_versions, 1)
+        settings["redo"] = config.state_versions != "checkpoint"
         section = config.activation_section()
         if arm in SWAPPING_ARMS or section is not None:
             amount = str(section["amount"]) if section is not None else ""

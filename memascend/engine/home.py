@@ -3,7 +3,8 @@
 A write goes to fresh space and the version before stays until `commit` replaces all of them at once: whatever a kill or
 a power cut leaves, the tensors of one completed step are there, whole (28 bytes a parameter for both versions in 16-bit
 training, without extra writes). A step that cannot be kept is taken back in the same way. With one version a step is
-committed in parts instead, and what else it takes to do that again lies beside (`one_version`).
+committed in parts instead: what else it takes to do that again lies beside (`one_version`), or, if that is not wanted
+(`replace_within`), the states are marked as torn with the first part, until the step is completed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import errno
 import json
 import os
 import shutil
+import threading
 import time
+from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from memascend.storage.native import _C
 from memascend.storage.tier import Transferred
 
 _FILE, _META = "states", "completed step"
+_TORN = "torn"  # among the facts
 _CHUNK_BYTES = 16 << 10  # unit of space: half of it is lost with each tensor, on average
 _FIXED_BYTES = 1 << 20  # superblocks, and what the store rounds up
 _LOG_BYTES_A_KEY = 1024  # of each half: a record takes some 150, and a step writes all of them
@@ -38,6 +42,16 @@ META_BYTES = 1 << 20  # room for the facts of a step
 
 class NotThisModel(ValueError):
     """The folder holds the states of another model, or of other settings."""
+
+
+class TornStates(ValueError):
+    """A step was cut off while it replaced the only version of its states."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(
+            f"{folder}: a step was cut off while it replaced the only version of the states, which are torn (one "
+            "version is kept, and nothing to do a step again from): go on from the last checkpoint"
+        )
 
 
 class StateHome:
@@ -50,6 +64,11 @@ class StateHome:
         self.folder, self._owner, self._config, self._faults = folder, owner, config, faults
         self._tier = self._open()
         self._moved_before = Transferred(0, 0, 0.0, 0.0)
+        self._room_bytes: int | None = None
+        self._replacing = threading.Lock()
+        self._replaced: deque[tuple[int, Completion]] = deque()  # bytes and writes since the last commit
+        self._facts: dict[str, Any] = {}  # of the last completed step
+        self._torn = False
 
     @classmethod
     def create(
@@ -116,7 +135,32 @@ class StateHome:
         return self._tier.read(str(key), tensor, priority=priority)
 
     def write(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
-        return self._tier.write(str(key), tensor, priority=priority)
+        if self._room_bytes is None or self._tier.size_of(str(key)) is None:
+            return self._tier.write(str(key), tensor, priority=priority)
+        with self._replacing:
+            size = in_chunks(tensor.nbytes)
+            self._make_room(size)
+            written = self._tier.write(str(key), tensor, priority=priority)
+            self._replaced.append((size, written))
+        return written
+
+    def replace_within(self, room_bytes: int) -> None:
+        """From here on there is room for so many bytes of second versions: a step that writes more is committed in
+        parts, and from the first of them to its `commit` the states are torn (`TornStates`). Before the next write."""
+        self._room_bytes = room_bytes
+
+    def _make_room(self, size: int) -> None:
+        used = sum(each for each, _ in self._replaced)
+        if used + size <= self._room_bytes:
+            return
+        while self._replaced and (used + size > self._room_bytes or self._replaced[0][1].done()):
+            each, written = self._replaced.popleft()
+            written.wait()
+            used -= each
+        if not self._torn:  # with the first part, since all of a commit lasts or none of it
+            self._write_meta({**self._facts, _TORN: True})
+            self._torn = True
+        self._tier.commit()
 
     def register(self, tensor: torch.Tensor) -> bool:
         return self._tier.register(tensor)
@@ -141,11 +185,16 @@ class StateHome:
 
     def commit(self, facts: dict[str, Any]) -> None:
         """All writes, which the caller has waited for, and `facts` (JSON) become the completed step: all or none."""
+        self._write_meta(facts)
+        self._tier.commit()
+        self._replaced.clear()
+        self._facts, self._torn = facts, False
+
+    def _write_meta(self, facts: dict[str, Any]) -> None:
         raw = json.dumps(facts).encode()
         if len(raw) > META_BYTES:
             raise ValueError(f"facts of a step take {len(raw)} bytes, and {META_BYTES} are kept for them")
         self._tier.write(_META, torch.frombuffer(bytearray(raw), dtype=torch.uint8)).wait()
-        self._tier.commit()
 
     def commit_parts(self) -> None:
         """All writes that the caller has waited for become the tensors' only version, with the facts as they are."""
@@ -155,6 +204,7 @@ class StateHome:
         """No step is completed from here on, until the next `commit`."""
         self._tier.erase(_META)
         self._tier.commit()
+        self._torn = True
 
     def erase(self, keys: Iterable[str]) -> None:
         """With the next commit; those that are not there are none."""
@@ -162,16 +212,24 @@ class StateHome:
             self._tier.erase(key)
 
     def completed(self) -> dict[str, Any] | None:
-        """The facts of the last completed step; None: nothing was ever committed."""
+        """The facts of the last completed step; None: nothing was ever committed. Raises TornStates."""
         size = self._tier.size_of(_META)
         if size is None:
             return None
         raw = torch.empty(size, dtype=torch.uint8)
         self._tier.read(_META, raw).wait()
-        return json.loads(bytes(raw.numpy()))
+        found = json.loads(bytes(raw.numpy()))
+        if found.get(_TORN):
+            raise TornStates(self.folder)
+        self._facts = found
+        return found
 
     def roll_back(self) -> None:
-        """Forget what was not committed. Nothing may be under way."""
+        """Forget what was not committed. Nothing may be under way. Raises TornStates where that is not the whole of
+        a step."""
+        if self._torn and self._room_bytes is not None:
+            raise TornStates(self.folder)
+        self._replaced.clear()
         now, before = self._tier.transferred, self._moved_before
         self._moved_before = Transferred(
             now.bytes_read + before.bytes_read, now.bytes_written + before.bytes_written, 0.0, 0.0
@@ -200,7 +258,7 @@ def kept_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """What was kept with the last completed step of whatever home is in the folder; empty where nothing was. A step
     that `resume` is going to complete counts as completed.
 
-    Raises ValueError where another process uses it.
+    Raises ValueError where another process uses it, TornStates.
     """
     folder = Path(folder)
     block = _C.storage_superblock(str(folder / _FILE))
@@ -230,9 +288,14 @@ def _config(folder: Path, config: DirectEngineConfig | None) -> DirectEngineConf
 
 def store_bytes(sizes: Iterable[int], *, versions: int = 2, beside: Sequence[int] = (), slack: int = 0) -> int:
     """Of the file for tensors of `sizes` bytes in so many versions, for tensors `beside` them in one, and `slack`."""
-    whole, others = ([-(-size // _CHUNK_BYTES) * _CHUNK_BYTES for size in each] for each in (sizes, beside))
+    whole, others = ([in_chunks(size) for size in each] for each in (sizes, beside))
     log = _log_bytes(len(whole) + len(others))
     return _FIXED_BYTES + 2 * log + 2 * META_BYTES + versions * sum(whole) + sum(others) + slack
+
+
+def in_chunks(size: int) -> int:
+    """What a tensor of `size` bytes takes."""
+    return -(-size // _CHUNK_BYTES) * _CHUNK_BYTES
 
 
 def _log_bytes(keys: int) -> int:
@@ -242,8 +305,8 @@ def _log_bytes(keys: int) -> int:
 def _allocate(path: Path, size: int, versions: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if size > free:
-        what = "two versions of all states do" if versions == 2 else "one version of all states and the gradients do"
-        reason = f"{what} not fit: free space, or name a folder on a larger disk"
+        what = "two versions of all states" if versions == 2 else "one version of all states and what is beside it"
+        reason = f"{what} do not fit: free space, or name a folder on a larger disk"
         raise StorageError("allocation", str(path), 0, size, free, errno.ENOSPC, reason)
     with path.open("wb") as file:
         try:

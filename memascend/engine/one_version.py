@@ -4,6 +4,9 @@ All gradients of a step lie on the tier, and what they are used with beside them
 From then on the step will be completed, if need be by `StreamingEngine.resume`: unit by unit, each with its weights and
 states in one commit, from the gradients that are still there. It takes a version, the gradients, and room for the units
 under way; a step writes and reads the gradients once more, as with clipping.
+
+Without a redo, if the user says so, none of that is there: a step replaces the states in parts, in room for two units.
+A kill meanwhile leaves them torn, and training goes on from a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Any
 
 import torch
 
-from memascend.engine.home import StateHome, store_bytes
+from memascend.engine.home import StateHome, in_chunks, store_bytes
 from memascend.engine.layout import Layout, Unit, padded
 from memascend.engine.protocols import Completion, Storage
 from memascend.engine.updates import AdamSettings, Updates, gradient_key
@@ -35,10 +38,16 @@ class Versions:
 
 
 def versions_for(
-    folder: str | os.PathLike[str], layout: Layout, asked: int | None, gradients: torch.dtype, slots: int
+    folder: str | os.PathLike[str],
+    layout: Layout,
+    asked: int | None,
+    gradients: torch.dtype,
+    slots: int,
+    *,
+    redo: bool = True,
 ) -> Versions:
     """Two where they fit, else one; `asked` for what it is. Room is not reserved: `StateHome.create` does that."""
-    two, one = (bytes_of(layout, count, gradients, slots) for count in (2, 1))
+    two, one = (bytes_of(layout, count, gradients, slots, redo=redo) for count in (2, 1))
     if asked is not None:
         return Versions(asked, two if asked == 2 else one, "as asked for")
     parent = Path(folder)
@@ -51,23 +60,23 @@ def versions_for(
     return Versions(1, one, why)
 
 
-def bytes_of(layout: Layout, versions: int, gradients: torch.dtype, slots: int) -> int:
+def bytes_of(layout: Layout, versions: int, gradients: torch.dtype, slots: int, *, redo: bool = True) -> int:
     """Of the store's file."""
-    return store_bytes(layout.nbytes, versions=versions, **beside(layout, versions, gradients, slots))
+    return store_bytes(layout.nbytes, versions=versions, **beside(layout, versions, gradients, slots, redo=redo))
 
 
-def beside(layout: Layout, versions: int, gradients: torch.dtype, slots: int) -> dict[str, Any]:
-    """What the store holds beside the states: gradients, and room for fresh copies of what is under way."""
+def beside(layout: Layout, versions: int, gradients: torch.dtype, slots: int, *, redo: bool = True) -> dict[str, Any]:
+    """What the store holds beside the states: gradients for a redo, and room for fresh copies of what is under way."""
     if versions == 2:
         return {"beside": [], "slack": 0}
-    each = [padded(piece.numel, gradients) * gradients.itemsize for piece in layout.pieces]
-    states = sorted((layout.states_numel(piece) * layout.states.itemsize for piece in layout.pieces), reverse=True)
+    weights, states = layout.weights.itemsize, layout.states.itemsize
+    each = [padded(piece.numel, gradients) * gradients.itemsize for piece in layout.pieces] if redo else []
+    of_piece = {piece.key: in_chunks(layout.states_numel(piece) * states) for piece in layout.pieces}
     units = [
-        layout.unit_numel(unit) * layout.weights.itemsize
-        + sum(layout.states_numel(piece) * layout.states.itemsize for piece in unit.pieces)
+        in_chunks(layout.unit_numel(unit) * weights) + sum(of_piece[piece.key] for piece in unit.pieces)
         for unit in layout.units
     ]
-    under_way = max(2 * max(units, default=0), sum(states[:slots])) + sum(sorted(each)[-slots:])
+    under_way = max(2 * max(units, default=0), sum(sorted(of_piece.values())[-slots:])) + sum(sorted(each)[-slots:])
     return {"beside": each, "slack": under_way}
 
 

@@ -66,7 +66,9 @@ class EngineOptions:
     algorithm 1 or released, see `memascend.swapping`), all, a number of bytes a pass, or a share such as 50%; None:
     none. `swap_room`: bytes of host memory that they may take before the SSD has them. `versions`: of the states on
     the tier, 2, or 1 with gradients that wait beside it (`memascend.engine.one_version`); None: two if the disk has
-    room for them.
+    room for them. `redo`: with one version, whether a step that is cut off can be done again; else nothing waits for
+    it, a kill in the middle of a step leaves torn states (`TornStates`), and so do an error in a backward pass that
+    uses gradients as they come and a gradient that is infinite or NaN there.
     """
 
     arm: str = "optimized"
@@ -83,6 +85,7 @@ class EngineOptions:
     blocks_in_flight: int = BLOCKS_IN_FLIGHT
     piece_elements: int | None = None
     versions: int | None = None
+    redo: bool = True
 
     def __post_init__(self) -> None:
         if self.arm not in ARMS:
@@ -94,6 +97,8 @@ class EngineOptions:
             raise ValueError(f"swap must be one of {known}, got {self.swap!r}")
         if self.versions not in (None, 1, 2):
             raise ValueError(f"versions must be 1 or 2, or None for what the disk has room for, got {self.versions}")
+        if not self.redo and self.versions == 2:
+            raise ValueError("redo is of one version of the states, and versions is 2: leave redo out, or versions=1")
         if self.accumulate < 1 or not self.clip >= 0 or self.blocks_in_flight < 1:
             raise ValueError(
                 f"accumulate {self.accumulate}, clip {self.clip}, blocks_in_flight {self.blocks_in_flight}: need at "
@@ -112,7 +117,17 @@ class EngineOptions:
     @property
     def waits(self) -> bool:
         """Whether gradients wait on the tier until all of a step have come."""
-        return self.arm == "none" or self.clip > 0 or self.wait or self.versions == 1
+        return self.arm == "none" or self.clip > 0 or self.wait or self.redoes
+
+    @property
+    def redoes(self) -> bool:
+        """Whether a step replaces the states in parts, and is done again where that is cut off."""
+        return self.versions == 1 and self.redo
+
+    @property
+    def tears(self) -> bool:
+        """Whether a step replaces the states in parts, which are of no use where that is cut off."""
+        return self.versions == 1 and not self.redo
 
 
 class StreamingEngine(BlockRuntime):
@@ -238,16 +253,23 @@ class StreamingEngine(BlockRuntime):
         options = options or EngineOptions()
         units = _units(model, blocks, options)
         layout, slots = units.layout, options.state_slots
-        chosen = versions_for(folder, layout, options.versions, options.gradients, slots)
+        asked = options.versions if options.redo else 1
+        chosen = versions_for(folder, layout, asked, options.gradients, slots, redo=options.redo)
         options = replace(options, versions=chosen.count)
-        extra = beside(layout, chosen.count, options.gradients, slots)
+        extra = beside(layout, chosen.count, options.gradients, slots, redo=options.redo)
         home = StateHome.create(
             folder, _owner(owner, layout), layout.nbytes, versions=chosen.count, **extra, config=config, faults=faults
         )
-        if chosen.count == 1:
+        if options.redoes:
             log.info(
                 "memascend: one version of the states (%s): gradients wait beside it, so that a step that is cut off "
                 "can be done again; a step writes and reads them once more",
+                chosen.why,
+            )
+        if options.tears:
+            log.info(
+                "memascend: one version of the states (%s) and nothing to do a step again from: after a kill in the "
+                "middle of a step training goes on from the last checkpoint",
                 chosen.why,
             )
         try:
@@ -282,7 +304,7 @@ class StreamingEngine(BlockRuntime):
         """Go on after the last completed step of a home; also the facts that were kept with it.
 
         `model` is of the same architecture; its values are dropped. Raises NotThisModel where the home holds another
-        model or layout, or no completed step.
+        model or layout, or no completed step; TornStates.
         """
         options = options or EngineOptions()
         units = _units(model, blocks, options)
@@ -292,7 +314,7 @@ class StreamingEngine(BlockRuntime):
             kept = home.completed()
             if kept is None:
                 raise homes.NotThisModel(f"{folder} holds no completed step: remove it and start anew")
-            options = replace(options, versions=kept.get("versions", 2))
+            options = replace(options, versions=kept.get("versions", 2), redo=kept.get("redoes", True))
             engine = cls(model, units, home, groups, options, allocator or PageAlignedPinnedAllocator())
         except BaseException:
             home.close()
@@ -336,6 +358,9 @@ class StreamingEngine(BlockRuntime):
         self.weights.empty_all()
 
     def _be_ready(self) -> None:
+        if self.options.tears:
+            room = beside(self.layout, 1, self.options.gradients, self.options.state_slots, redo=False)["slack"]
+            self.home.replace_within(room)
         if self.options.profiles and self._states is not None:
             self._rates = self._measure_rates()
 
@@ -346,6 +371,8 @@ class StreamingEngine(BlockRuntime):
 
     def _commit(self, facts: dict[str, Any], redo: Redo | None = None) -> None:
         whole = {"steps": list(self.steps.values()), "versions": self.options.versions, "facts": facts}
+        if self.options.tears:
+            whole["redoes"] = False
         self.home.commit(whole if redo is None else {**whole, "redo": redo.record})
 
     def close(self, *, destroy: bool = False) -> None:
@@ -616,8 +643,8 @@ class StreamingEngine(BlockRuntime):
 
         None: a gradient was infinite or NaN, and nothing was changed since the last `keep`. With `keep` the step is
         completed; else the caller does that before the next one. `facts`: what the step is kept with where a kill cuts
-        it off and `resume` completes it (`keep` gets the same). Raises what failed, StorageError and others; the step
-        is then given up (see `give_up`).
+        it off and `resume` completes it (`keep` gets the same). Raises what failed, StorageError, TornStates and
+        others; the step is then given up (see `give_up`).
         """
         self._require_whole()
         try:
@@ -663,11 +690,15 @@ class StreamingEngine(BlockRuntime):
             updates.finish_direct()
         norm = updates.sums.norm(self.layout.order)
         if not bool(torch.isfinite(norm)):
-            self._take_back(written=not waited or self.one_version)
+            try:
+                self._take_back(written=not waited or options.redoes)
+            except homes.TornStates as torn:
+                torn.args = (f"a gradient was infinite or NaN; {torn}",)
+                raise
             return None
         if waited and self._clip > 0:
             updates.scale *= max(1.0, (float(norm) / self.scale + 1e-6) / self._clip)
-        if self.one_version:
+        if options.redoes:
             self._gradients.flush()
             settings = [self._settings(name) for name in self.steps]
             self._update_in_parts(Redo.of(updates, settings, facts, self._kind_of_gradients()))
@@ -685,11 +716,6 @@ class StreamingEngine(BlockRuntime):
         for name in self.steps:
             if self.options.zero_missing or name in self.updates.arrived:
                 self.steps[name] += 1
-
-    @property
-    def one_version(self) -> bool:
-        """Whether a step replaces the states in parts, and is done again where that is cut off."""
-        return self.options.versions == 1
 
     def _require_whole(self) -> None:
         if self._unfinished is not None:
@@ -774,11 +800,17 @@ class StreamingEngine(BlockRuntime):
                 with contextlib.suppress(OSError):
                     stream.close()
         if written:
-            self.home.roll_back()
+            try:
+                self.home.roll_back()
+            except homes.TornStates as error:
+                self._unfinished = str(error)
+                raise
         self._passes, self._clip = 0, self.options.clip
 
     def give_up(self) -> None:
-        """After an error in the loop: forget the step under way. Everything is as after the last completed one."""
+        """After an error in the loop: forget the step under way. Everything is as after the last completed one.
+
+        Raises TornStates where that cannot be (`EngineOptions.redo`): the engine can then only be closed."""
         if self._closed:
             return
         self._backward_begun = False
@@ -845,7 +877,7 @@ class StreamingEngine(BlockRuntime):
         return self._gradients
 
     def _gradient_storage(self) -> Storage:
-        if not self.one_version:
+        if not self.options.redoes:
             return self._scratch_tier()
         return GradientsAtHome(self.home, self._scratch_tier, {gradient_key(piece) for piece in self.layout.pieces})
 
@@ -862,12 +894,12 @@ class StreamingEngine(BlockRuntime):
     def write_states(self, name: str, states: dict[str, torch.Tensor], *, step: int) -> None:
         """The reverse, after `step` steps of this parameter; `keep` completes it. With one version of the states there
         is no completed step from the first of them until then."""
-        if self.one_version and not self._restored:
+        if self.options.versions == 1 and not self._restored:
             self._restored = True
             self.home.forget_step()
         self._contents.write_states(name, states)
         self.steps[name] = step
-        if self.one_version:
+        if self.options.versions == 1:
             self.home.commit_parts()
 
 

@@ -58,10 +58,10 @@ class Largest:
 
 def stored_within(work: Workload, stored_bytes: int, room_bytes: float | None) -> int:
     """Bytes on the SSD; fewer where there is no room, of a system that can do with one version of its states."""
-    tell = getattr(systems.load(work.system), "one_version_bytes", None)
+    tell = getattr(systems.load(work.system), "stored_in", None)
     if tell is None or room_bytes is None or stored_bytes <= room_bytes:
         return stored_bytes
-    return tell(work, stored_bytes)
+    return tell("one", work, stored_bytes)
 
 
 class Fitter:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from memascend import systems
 from memascend.memory.budget import parse_bytes
 from memascend.planner import ModelSpec, model_spec
 from memascend.planner.command import fused_experts
@@ -160,13 +161,18 @@ def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes
     except ValueError as error:
         notes.append(f"host memory was not planned: {error}")
         return {"planned_host_bytes": None, "planned_components": {}, "planned_swap_bytes": None}
+    if config.state_versions == "checkpoint" and not config.save_every:
+        notes.append(
+            "a kill in the middle of a step begins the run again: nothing else is kept with state_versions checkpoint, "
+            "and no checkpoint is saved before the end (set --save-every)"
+        )
     swapped = least = None
     with contextlib.suppress(ValueError):  # a system without a schedule
         swapped = least = io_volume(work).stored_bytes
-        if config.state_versions != "two":
+        if config.state_versions == "auto":
             least = stored_within(work, swapped, 0)
-        if config.state_versions == "one":
-            swapped = least
+        elif config.state_versions != "two":
+            swapped = least = systems.load(config.system).stored_in(config.state_versions, work, swapped)
     return {
         "planned_host_bytes": planned.host_bytes,
         "planned_components": planned.components(),

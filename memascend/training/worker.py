@@ -30,6 +30,7 @@ from memascend.simulator.recorder import Recorder, from_zero
 from memascend.simulator.trace import write_trace
 from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout
 from memascend.training import backends, checkpoint, random_state, report
+from memascend.training.backends.protocol import KeptIsTorn
 from memascend.training.config import TrainConfig, complete
 from memascend.training.data import Sequences
 from memascend.training.folder import Lock, RunFolder
@@ -137,13 +138,23 @@ class Worker:
     def _begin(self) -> None:
         """Start anew, or go on from whichever is later: the newest checkpoint, or what the backend kept by itself."""
         source = self._restore_point()
-        kept = self.backend.kept_step()
+        kept = self._kept_step(source)
         if kept is not None and kept >= (source.step if source else 1):
             self._go_on(source)
         else:
             self._build(source)
+        self.saved = source.step if source else 0
         if self.rank == 0:
             rewind_metrics(self.folder.metrics, self.step)
+
+    def _kept_step(self, source: checkpoint.Checkpoint | None) -> int | None:
+        try:
+            return self.backend.kept_step()
+        except KeptIsTorn as error:
+            where = f"from the last checkpoint, {source.path}" if source else "from the start: there is no checkpoint"
+            if self.rank == 0:
+                print(f"resume  {where}: {error}", file=self.out, flush=True)
+            return None
 
     def _go_on(self, source: checkpoint.Checkpoint | None) -> None:
         facts = self.backend.go_on(self._start(source))
@@ -189,7 +200,9 @@ class Worker:
     # -- training ------------------------------------------------------------------------------------------------------
 
     def _train(self) -> str:
-        config, saved = self.config, self.step
+        config = self.config
+        if self.step > self.saved and self._is_due(config.save_every, self.step == self.steps):
+            self._save()  # of a step that was kept, and was cut off before this
         while self.step < self.steps:
             stop = self._one_step()
             last = self.step == self.steps
@@ -197,11 +210,10 @@ class Worker:
                 stop = self._evaluate()
             if stop or self._is_due(config.save_every, last):
                 self._save()
-                saved = self.step
             self.backend.keep({"step": self.step, "random": random_state.as_json()})
             if stop and not last:
                 return STOPPED
-        assert saved == self.step
+        assert self.saved == self.step
         return FINISHED
 
     def _is_due(self, every: int, last: bool) -> bool:
@@ -309,6 +321,7 @@ class Worker:
         """A checkpoint of this step. ValueError where the disk is full: what it takes, and how to go on."""
         try:
             self._write_checkpoint()
+            self.saved = self.step
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise

@@ -106,6 +106,33 @@ def test_states_that_the_tier_has_kept_are_gone_on_from_and_not_the_checkpoint(t
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_without_a_redo_goes_on_from_its_checkpoint_after_a_kill_in_a_step(tmp_path, tmp_path_factory):
+    reference = finished_run(tmp_path_factory, "lohan", "--clip", "0")
+    output, instants, lines = tmp_path / "run", random.SystemRandom(), []
+    options = [*options_for(reference.parent / "text", "lohan", "--clip", "0"), "--state-versions", "checkpoint"]
+    options += ["--save-every", "2"]
+    for _ in range(12):
+        with subprocess.Popen(
+            command(output, *(["--resume"] if (output / "config.yaml").exists() else options)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment(),
+        ) as run:
+            for line in run.stdout:
+                lines += [line] if line.startswith("resume ") else []
+                if f"/{STEPS} " in line:
+                    break
+            time.sleep(instants.uniform(0, 0.3))
+            run.send_signal(signal.SIGKILL)
+    lines += [line for line in resume_to_the_end(output, *options).splitlines() if line.startswith("resume ")]
+    torn = [line for line in lines if "left in the middle of a step (state_versions)" in line]
+    assert all("from the last checkpoint, " in line or "there is no checkpoint" in line for line in torn)
+    assert losses(output) == losses(reference)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("system", "more"),
@@ -119,6 +146,7 @@ def test_states_that_the_tier_has_kept_are_gone_on_from_and_not_the_checkpoint(t
         ("lohan", ()),
         ("lohan", ("--clip", "0")),
         ("lohan", ("--state-versions", "one")),
+        ("lohan", ("--state-versions", "checkpoint", "--clip", "0")),
         ("in_memory", ()),
         ("in_memory", ("--arm", "deepspeed_adamw")),
     ],

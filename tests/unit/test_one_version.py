@@ -267,11 +267,11 @@ def test_two_versions_are_taken_where_they_fit_then_one_then_none(tmp_path, monk
         return begin(copy.deepcopy(ours), tmp_path / "states", versions=None)
 
     engine = with_room(two)
-    assert not engine.one_version
+    assert engine.options.versions == 2
     assert "one version" not in caplog.text
     engine.close(destroy=True)
     engine = with_room(two - 1)
-    assert engine.one_version
+    assert engine.options.redoes
     assert re.search(r"one version of the states \(two take 0.01 GiB and 0.01 are free\)", caplog.text)
     engine.close(destroy=True)
     with pytest.raises(StorageError, match="two versions of all states do not fit"):

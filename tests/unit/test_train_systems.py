@@ -118,9 +118,11 @@ def test_an_arm_s_own_keys_are_defaults_that_the_user_s_replace():
 def test_versions_of_the_states_are_lohan_s_and_others_say_so():
     alone = dataclasses.replace(CONFIG, ranks=1, state_versions="one", system="lohan")
     systems.check(alone)
-    for word, versions in {"auto": None, "one": 1, "two": 2}.items():
+    for word, versions in {"auto": None, "one": 1, "two": 2, "checkpoint": 1}.items():
         chosen = dataclasses.replace(alone, state_versions=word)
-        assert systems.setup(chosen, PREPARED, "run", "/swap").settings["versions"] == versions
+        settings = systems.setup(chosen, PREPARED, "run", "/swap").settings
+        assert settings["versions"] == versions
+        assert settings["redo"] == (word != "checkpoint")
     for name in ("memascend", "zero_offload", "in_memory"):
         with pytest.raises(ValueError, match=f"state_versions 'one': system '{name}' keeps no versions"):
             systems.check(dataclasses.replace(alone, system=name))

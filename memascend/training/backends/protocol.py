@@ -18,6 +18,10 @@ from memascend.storage.tensor_file import TensorFileReader, TensorLayout
 from memascend.training.config import TrainConfig
 
 
+class KeptIsTorn(ValueError):
+    """What a backend kept is the middle of a step: training goes on from a checkpoint."""
+
+
 class Backend(Protocol):
     """Model, optimizer and states of one rank. All ranks make the same calls in the same order. Not thread-safe.
 
@@ -81,7 +85,7 @@ class Backend(Protocol):
 
     def kept_step(self) -> int | None:
         """The step after which it can go on by itself, from what it kept on a tier (`keep`); None: it cannot. Asked
-        before `build`."""
+        before `build`. Raises KeptIsTorn."""
 
     def go_on(self, source: Path | dict[str, Any]) -> dict[str, Any]:
         """In place of `build` and `restore`: everything as it was kept, and the facts. `source` as for `build`, for the

@@ -27,6 +27,7 @@ from memascend.simulator.recorder import Recorder, phase
 from memascend.storage.tensor_file import TensorFileReader, TensorLayout
 from memascend.training import random_state
 from memascend.training.backends.loss_scale import LossScale
+from memascend.training.backends.protocol import KeptIsTorn
 from memascend.training.config import TrainConfig
 
 log = logging.getLogger("memascend")
@@ -37,7 +38,7 @@ _CHECKPOINTS = {"offloaded": "tier", "ssd": "tier", "plain": "device"}
 
 
 class StreamingBackend:
-    """`settings`: `folder` of the states, `arm` of gradient offloading; `swap`, `swap_room`, `versions`: see
+    """`settings`: `folder` of the states, `arm` of gradient offloading; `swap`, `swap_room`, `versions`, `redo`: see
     EngineOptions."""
 
     device = torch.device("cpu")
@@ -122,6 +123,8 @@ class StreamingBackend:
             swap=self._settings.get("swap"),
             swap_room=self._settings.get("swap_room", 0),
             versions=self._settings.get("versions"),
+            redo=(redo := self._settings.get("redo", True)),
+            wait=not redo and self._scale is not None,  # an overflow of fp16 must change nothing
         )
 
     def _allocator(self) -> PageAlignedPinnedAllocator:
@@ -139,7 +142,10 @@ class StreamingBackend:
 
     def kept_step(self) -> int | None:
         """Only looks: what else is wrong with the states is said by `go_on`."""
-        return homes.kept_facts(self._folder).get("step") if homes.is_home(self._folder) else None
+        try:
+            return homes.kept_facts(self._folder).get("step") if homes.is_home(self._folder) else None
+        except homes.TornStates as error:
+            raise KeptIsTorn("the states on the tier were left in the middle of a step (state_versions)") from error
 
     def go_on(self, source: Path | dict[str, Any]) -> dict[str, Any]:
         self._make_model(source, values=False)
@@ -154,9 +160,9 @@ class StreamingBackend:
         self._finished = False
 
     def _facts_of_next(self) -> dict[str, Any]:
-        """What the run is going to keep with the step under way, if it is done: of a step that a kill cuts off once its
-        update has begun, where there is one version of the states."""
-        if not self.engine.one_version:
+        """What the run is going to keep with the step under way, if it is done: where there is one version of the
+        states, of a step that a kill cuts off once its update has begun, or that is kept as soon as it is done."""
+        if self.engine.options.versions == 2:
             return {}
         scale = copy.copy(self._scale)
         if scale is not None:
@@ -196,7 +202,10 @@ class StreamingBackend:
                 (loss / len(batches) * scale).backward()
             losses.append(loss.detach().float())
         with phase(self._recorder, "optimizer"):
-            norm = self.engine.finish_step(keep=False, facts=self._facts_of_next())
+            facts = self._facts_of_next()
+            norm = self.engine.finish_step(keep=False, facts=facts)
+            if self.engine.options.tears and norm is not None:  # or a kill while a checkpoint is saved finds them torn
+                self.engine.keep(facts)
         self._finished = True
         if self._scale is not None:
             self._scale.after_step(norm is None)
@@ -221,18 +230,20 @@ class StreamingBackend:
         said = [] if self.engine.limit is None else [str(self.engine.limit)]
         slices = self.engine.units.matrices
         if not self._told:
-            count = (
-                "one version of the states, with gradients that wait beside it"
-                if self.engine.one_version
-                else ("two versions of the states")
-            )
-            said.append(f"{count} ({self.engine.versions_why})")
+            said.append(f"{self._versions()} ({self.engine.versions_why})")
         if slices and not self._told:
             said.append(f"{' and '.join(slices)} by {sum(map(len, slices.values()))} slices")
         if self.engine.decision is not None and not self._told:
             said.append(str(self.engine.decision))
         self._told = True
         return "; ".join(said) or None
+
+    def _versions(self) -> str:
+        if self.engine.options.redoes:
+            return "one version of the states, with gradients that wait beside it"
+        if self.engine.options.tears:
+            return "one version of the states; after a kill in the middle of a step on from the last checkpoint"
+        return "two versions of the states"
 
     def statistics(self) -> dict[str, int]:
         read, written = self.engine.transferred
@@ -241,7 +252,9 @@ class StreamingBackend:
     def facts(self) -> dict[str, Any]:
         decision = self.engine.decision
         facts = {"gradient_offloading": self._settings["arm"], "memory_options": self._options}
-        facts["state_versions"] = {"count": self.engine.options.versions, "why": self.engine.versions_why}
+        versions = self.engine.options.versions
+        facts["state_versions"] = {"count": versions, "why": self.engine.versions_why}
+        facts["state_versions"]["after_a_kill"] = "checkpoint" if self.engine.options.tears else "step"
         return facts | ({"activation_swapping": dataclasses.asdict(decision)} if decision is not None else {})
 
     def close(self) -> None:

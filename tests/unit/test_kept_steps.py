@@ -1,0 +1,36 @@
+"""A step that a tier has kept, of a run that was killed before the checkpoint that was due after it."""
+
+import pytest
+
+from memascend.training.config import TrainConfig
+from memascend.training.worker import FINISHED, Worker
+
+
+@pytest.mark.parametrize(
+    ("kept", "saved", "every", "expected"),
+    [
+        (4, 2, 0, [4]),  # the last step: without it the run would end with no weights at all
+        (4, 4, 0, []),
+        (2, 0, 2, [2, 4]),
+        (2, 2, 2, [4]),
+        (3, 2, 2, [4]),
+    ],
+)
+def test_the_checkpoint_that_was_due_is_saved_before_training_goes_on(kept, saved, every, expected):
+    run = Worker.__new__(Worker)
+    run.config = TrainConfig(model="m", data=["d"], save_every=every, eval_every=0)
+    run.step, run.steps, run.saved, written = kept, 4, saved, []
+    run._write_checkpoint = lambda: written.append(run.step)
+    run._evaluate = lambda: False
+
+    class Backend:
+        def keep(self, facts):
+            assert facts["step"] == run.step
+
+    def step():
+        run.step += 1
+        return False
+
+    run.backend, run._one_step = Backend(), step
+    assert run._train() == FINISHED
+    assert written == expected

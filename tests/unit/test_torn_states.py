@@ -1,0 +1,279 @@
+"""One version of the states without a redo: no more bytes are written, and torn states are never gone on from."""
+
+import hashlib
+import logging
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from memascend.engine import home as homes
+from memascend.engine import one_version
+from memascend.engine.home import TornStates
+from memascend.engine.runtime import EngineOptions
+from memascend.engine.streaming import streaming
+from tests.unit import test_one_version as with_redo
+from tests.unit.test_one_version import Model, assert_same, batch, contents, instants, model, train
+
+
+def begin(of, folder, **options):
+    return with_redo.begin(of, folder, **{"redo": False, **options})
+
+
+def resume(of, folder, **options):
+    return with_redo.resume(of, folder, **{"redo": False, **options})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.bfloat16, {}),
+        (torch.float32, {"clip": 0.1, "zero_missing": True}),
+        (torch.bfloat16, {"accumulate": 2, "arm": "naive"}),
+        (torch.bfloat16, {"arm": "none"}),
+    ],
+    ids=["bf16", "fp32, clipped", "naive, two passes", "optimizer after backward"],
+)
+def test_it_trains_as_with_two_versions_with_as_many_bytes_moved_in_half_the_room(tmp_path, dtype, options, caplog):
+    caplog.set_level(logging.INFO, "memascend")
+    passes = options.get("accumulate", 1)
+    ours, theirs = model(dtype), model(dtype)
+    one, two = (
+        begin(ours, tmp_path / "one", **options),
+        begin(theirs, tmp_path / "two", versions=2, redo=True, **options),
+    )
+    assert "nothing to do a step again from: after a kill in the middle of a step training goes on from" in caplog.text
+    moved = [engine.transferred for engine in (one, two)]
+    train(ours, one, range(4), passes)
+    train(theirs, two, range(4), passes)
+    moved = [[a - b for a, b in zip(e.transferred, m, strict=True)] for e, m in zip((one, two), moved, strict=True)]
+    assert moved[0] == pytest.approx(moved[1], abs=1 << 16)  # but for the marks
+    assert_same(contents(one), contents(two))
+    sizes = [(tmp_path / name / "states").stat().st_size for name in ("one", "two")]
+    gradients, slots = one.options.gradients, one.options.state_slots
+    assert sizes[0] == one_version.bytes_of(one.layout, 1, gradients, slots, redo=False)
+    assert sizes[0] < one_version.bytes_of(one.layout, 1, gradients, slots) < sizes[1]
+    one.close(destroy=True)
+    two.close(destroy=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_room_for_fresh_copies_lasts_for_many_steps(tmp_path):
+    ours = model(torch.bfloat16)
+    engine = begin(ours, tmp_path / "ours")
+    for step in range(24):
+        ours(batch(step)).backward()
+        engine.finish_step(facts={"step": step + 1})
+    engine.close()
+    engine, facts = resume(model(torch.bfloat16), tmp_path / "ours")
+    assert facts == {"step": 24}
+    engine.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": 0.1, "zero_missing": True}], ids=["plain", "clipped"])
+def test_a_kill_leaves_the_last_step_or_the_next_or_torn_states_that_are_refused(tmp_path, options, monkeypatch):
+    whole = model(torch.bfloat16)
+    engine = begin(whole, tmp_path / "whole", **options)
+    train(whole, engine, range(3))
+    expected = contents(engine)
+    engine.close()
+    ours = model(torch.bfloat16)
+    engine = begin(ours, tmp_path / "ours", **options)
+    train(ours, engine, range(1))
+    with monkeypatch.context() as during:
+        instants(during, tmp_path / "ours", tmp_path / "kills")
+        train(ours, engine, range(1, 2))
+    engine.close()
+    reached = []
+    for kill in sorted((tmp_path / "kills").iterdir(), key=lambda path: int(path.name)):
+        try:
+            reached.append(homes.kept_facts(kill)["step"])
+        except TornStates:
+            reached.append("torn")
+            with pytest.raises(TornStates, match=f"{kill}: .* which are torn .*: go on from the last checkpoint"):
+                resume(model(torch.bfloat16), kill, **options)
+            continue
+        if reached[-2:-1] != reached[-1:]:  # the first of its kind
+            again = model(torch.bfloat16)
+            engine, facts = resume(again, kill, **options)
+            train(again, engine, range(facts["step"], 3))
+            assert_same(contents(engine), expected)
+            engine.close()
+    counts = [reached.count(each) for each in (1, "torn", 2)]
+    assert reached == [1] * counts[0] + ["torn"] * counts[1] + [2] * counts[2]
+    assert min(counts) > 0
+
+
+def test_a_step_that_is_given_up_before_anything_was_replaced_is_forgotten_and_one_after_it_is_an_error(tmp_path):
+    ours = model()
+    engine = begin(ours, tmp_path / "ours")
+    train(ours, engine, range(1))
+    (ours(batch(1)) * float("inf")).backward()
+    assert engine.finish_step() is None
+    ours(batch(1))
+    engine.give_up()
+    ours(batch(1)).backward()
+    engine.finish_step(keep=False)
+    with pytest.raises(TornStates):
+        engine.give_up()
+    with pytest.raises(RuntimeError, match="which are torn"):
+        ours(batch(1))
+    with pytest.raises(RuntimeError, match="which are torn"):
+        engine.keep({})
+    engine.close()
+    with pytest.raises(TornStates):
+        resume(model(), tmp_path / "ours")
+
+
+class LateInfinity(Model):
+    """Whose embedding, the last in backward, gets an infinite gradient."""
+
+    def forward(self, ids):
+        self.embedding.register_forward_hook(
+            lambda _, __, out: out.register_hook(lambda gradient: gradient * float("inf")) and None
+        )
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_an_infinite_gradient_that_comes_last_tears_the_states_unless_gradients_wait_for_it(tmp_path, wait):
+    torch.manual_seed(0)
+    ours = LateInfinity()
+    engine = begin(ours, tmp_path / "ours", wait=wait)
+    if wait:
+        before = contents(engine)
+        ours(batch(1)).backward()
+        assert engine.finish_step() is None
+        assert_same(contents(engine), before)
+    else:
+        ours(batch(1)).backward()
+        with pytest.raises(TornStates, match="a gradient was infinite or NaN"):
+            engine.finish_step()
+    engine.close()
+
+
+def test_without_a_redo_there_is_one_version(tmp_path):
+    engine = begin(model(), tmp_path / "states", versions=None)
+    assert engine.options.versions == 1
+    assert engine.versions_why == "as asked for"
+    engine.close()
+    with pytest.raises(ValueError, match="redo is of one version of the states, and versions is 2"):
+        EngineOptions(versions=2, redo=False)
+
+
+def test_states_that_were_closed_between_steps_are_whole_and_a_checkpoint_is_a_copy(tmp_path):
+    """The state dict of a loop of three lines does not change with the steps after it."""
+    options = EngineOptions(versions=1, redo=False)
+
+    def loop(home, of, steps, saved=None):
+        home.hook(of)
+        optimizer = home.optimizer(torch.optim.AdamW, lr=1e-2, options=options)
+        if saved is not None:
+            optimizer.load_state_dict(saved["optimizer"])
+        for step in steps(home):
+            home.note = {"seen": step + 1}
+            of(batch(step)).backward()
+            optimizer.step()
+        return contents(home.engine), optimizer
+
+    def digest(state):
+        tensors = [v for each in state["state"].values() for v in each.values()]
+        return [hashlib.sha256(t.numpy().tobytes()).hexdigest() for t in tensors]
+
+    with streaming(tmp_path / "whole") as home:
+        expected, _ = loop(home, model(), lambda _: range(4))
+    with streaming(tmp_path / "ours") as home:
+        ours = model()
+        _, optimizer = loop(home, ours, lambda _: range(2))
+        saved = {"optimizer": optimizer.state_dict(), "model": ours.state_dict()}
+        of_saving = digest(saved["optimizer"])
+        ours(batch(2)).backward()
+        optimizer.step()
+        assert digest(saved["optimizer"]) == of_saving
+        assert digest(optimizer.state_dict()) != of_saving
+    with streaming(tmp_path / "ours", resume=True) as home:
+        assert_same(loop(home, model(), lambda _: range(3, 4))[0], expected)
+    again = model()
+    again.load_state_dict(saved["model"])
+    with streaming(tmp_path / "again") as home:
+        assert_same(loop(home, again, lambda _: range(2, 4), saved)[0], expected)
+
+
+_LOOP = """
+import hashlib, os, sys
+import torch
+from memascend.engine import home as homes
+from tests.unit.test_one_version import batch, contents, model
+from tests.unit.test_torn_states import begin, resume
+
+folder, steps, saved = sys.argv[1], int(sys.argv[2]), sys.argv[1] + ".checkpoint"
+torch.set_num_threads(1)
+of, done = model(torch.bfloat16), 0
+try:
+    kept, how = homes.is_home(folder) and homes.kept_facts(folder).get("step"), "kept"
+except homes.TornStates:
+    kept, how = None, "torn"
+if kept:
+    engine, facts = resume(of, folder)
+    done = facts["step"]
+else:
+    homes.remove(folder)
+    checkpoint = torch.load(saved) if os.path.exists(saved) else None
+    if checkpoint is not None:
+        of.load_state_dict(checkpoint["weights"])
+    engine = begin(of, folder)
+    if checkpoint is not None:
+        done = checkpoint["step"]
+        for name, states in checkpoint["states"].items():
+            engine.write_states(name, states, step=checkpoint["steps"][name])
+    engine.keep({"step": done})
+print("ready", done, how, flush=True)
+for step in range(done, steps):
+    engine.groups[0]["lr"] = 1e-3 / (1 + step)
+    of(batch(step)).backward()
+    engine.finish_step(facts={"step": step + 1})
+    if step % 10 == 9:
+        weights, states, counts = contents(engine)
+        torch.save({"weights": weights, "states": states, "steps": counts, "step": step + 1}, saved + ".partial")
+        os.replace(saved + ".partial", saved)
+    print(step, flush=True)
+digest = hashlib.sha256()
+for _, values in engine.read_weights():
+    digest.update(values.view(torch.uint8).numpy().data)
+print("digest", digest.hexdigest(), flush=True)
+engine.close()
+"""
+
+
+@pytest.mark.slow  # some twenty processes
+def test_a_process_that_is_killed_again_and_again_reaches_the_same_weights_from_checkpoints(tmp_path):
+    def started(name):
+        command = [sys.executable, "-c", _LOOP, str(tmp_path / name), "100"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+        _, step, how = process.stdout.readline().split()
+        return process, int(step), how
+
+    def digest(process):
+        return process.communicate()[0].partition("digest")[2].strip()
+
+    expected = digest(started("whole")[0])
+    assert expected
+    order, found, in_a_step = random.Random(0), [], 0.1
+    while len(found) < 15:
+        process, step, how = started("ours")
+        found.append((step, how))
+        for _ in range(order.randint(1, 9)):
+            before = time.monotonic()
+            process.stdout.readline()
+            in_a_step = time.monotonic() - before
+        time.sleep(order.uniform(0, in_a_step))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert all(step % 10 == 0 for step, how in found if how == "torn")
+    assert {how for _, how in found} == {"torn", "kept"}
+    assert digest(started("ours")[0]) == expected
