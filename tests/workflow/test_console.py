@@ -150,6 +150,12 @@ def test_a_compact_record_gives_the_same_rows_and_says_what_the_run_took(tmp_pat
     assert len(one) > 200
 
 
+def test_a_compact_record_has_no_folder_of_the_machine_that_measured_it() -> None:
+    record = {"kind": "bench", "options": {"folder": "/mnt/run-1/drive", "model": "llama3.2-1b", "contexts": [256]}}
+    assert reference.compact(record)["options"] == {"folder": "drive", "model": "llama3.2-1b", "contexts": [256]}
+    assert record["options"]["folder"] == "/mnt/run-1/drive"
+
+
 def test_a_machine_without_a_name_or_a_changed_tree_is_no_reference(tmp_path: Path, monkeypatch, capsys) -> None:
     paths = write_records(tmp_path / "raw", smoke_set()[:1])
     monkeypatch.setattr("sys.argv", ["reference", "--records", *map(str, paths), "--out-dir", str(tmp_path / "kept")])

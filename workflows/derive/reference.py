@@ -22,13 +22,20 @@ SUMMED = ("requested_bytes", "reserved_bytes", "touched_bytes")
 
 
 def compact(record: dict[str, Any]) -> dict[str, Any]:
-    """What rows are derived from; the key stays that of the whole record."""
+    """What rows are derived from, paths by their names; the key stays that of the whole record."""
     out = {name: value for name, value in record.items() if name not in LEFT_OUT}
+    if "options" in out:
+        out["options"] = {name: without_folder(value) for name, value in record["options"].items()}
     if "ledger" in out:
         out["ledger"] = at_peak(record["ledger"])
     for point in out.get("points", []) if record["kind"] == "training" else ():
         point.pop("ledger", None)
     return out
+
+
+def without_folder(value: Any) -> Any:
+    """An absolute path's name, any other value as it is."""
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def at_peak(ledger: list[dict[str, Any]]) -> list[dict[str, Any]]:
