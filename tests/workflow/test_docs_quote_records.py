@@ -37,8 +37,27 @@ def test_there_are_records_at_both_lengths():
     assert {256, 1024} <= lengths
 
 
-NODES = (ROOT / "docs/how-to/a-machine-with-several-memory-nodes.md").read_text()
 REFERENCE = ROOT / "results/reference/epyc-genoa-2core"
+ACTIVATIONS = (ROOT / "docs/how-to/send-activations-to-the-ssd.md").read_text()
+THROTTLED = sorted(REFERENCE.glob("bench-activations-throttled-*.json"))
+
+
+@pytest.mark.parametrize("path", THROTTLED, ids=lambda path: path.stem)
+def test_a_drive_held_to_a_rate_slows_a_step_as_the_how_to_says(path):
+    record = json.loads(path.read_text())
+    row = next(row for row in record["summary"] if row["way"] == "ssd")
+    cells = [
+        f"`{path.stem}`",
+        f"{path.stem.rpartition('-')[2]} MB/s",
+        quoted(row["seconds_of_keeping"]),
+        f"{row['predicted_seconds_of_keeping']:.2f}",
+        f"{row['waited_share']['median']:.0%}",
+    ]
+    assert f"| {' | '.join(cells)} |" in ACTIVATIONS
+    assert row["gradients_equal"]
+
+
+NODES = (ROOT / "docs/how-to/a-machine-with-several-memory-nodes.md").read_text()
 
 
 def quoted(found):
