@@ -22,6 +22,7 @@ from memascend.memory.placement import UNTOUCHED, nodes_of
 from memascend.memory.process_policy import interleave_process
 from memascend.memory.topology import Topology
 from memascend.training.backends.in_memory import InMemoryBackend
+from memascend.training.backends.streaming import StreamingBackend
 from memascend.training.config import TrainConfig
 
 pytestmark = pytest.mark.numa_vm
@@ -42,6 +43,15 @@ def trained(placement, steps=2):
     """A backend after some steps, and its losses."""
     config = dataclasses.replace(CONFIG, placement=placement)
     backend = InMemoryBackend(config, {"update": "memascend", "group_elements": None}, Ledger())
+    torch.manual_seed(3)
+    backend.build(MODEL)
+    return backend, [float(backend.step([IDS], 1e-3)[0]) for _ in range(steps)]
+
+
+def streamed(folder, placement, steps=2):
+    """The streaming engine's backend after some steps, and its losses."""
+    config = dataclasses.replace(CONFIG, system="lohan", placement=placement)
+    backend = StreamingBackend(config, {"folder": str(folder), "arm": "optimized", "swap": None}, Ledger())
     torch.manual_seed(3)
     backend.build(MODEL)
     return backend, [float(backend.step([IDS], 1e-3)[0]) for _ in range(steps)]
@@ -153,6 +163,22 @@ def test_latency_first_with_room_leaves_everything_on_the_near_node(nodes):
     backend, _ = trained("latency_first", steps=1)
     for name, counted in pages_by_class(backend).items():
         assert set(counted) == {nodes[0]}, name
+
+
+@pytest.mark.parametrize("policy", ["named", "interleave"])
+def test_buffers_of_the_streaming_engine_lie_where_the_policy_says(nodes, unplaced_losses, tmp_path, policy):
+    near, one, two = nodes
+    placed = {MASTERS: one, GRADIENTS: near, WEIGHTS: two, ACTIVATIONS: one} if policy == "named" else policy
+    backend, losses = streamed(tmp_path / "states", json.dumps(placed) if policy == "named" else placed)
+    try:
+        pages = pages_by_class(backend)
+    finally:
+        backend.close()
+    found = {MASTERS, GRADIENTS, WEIGHTS, ACTIVATIONS}  # momentum and variance share the buffers of the masters
+    assert set(pages) == found
+    for name in found:
+        assert set(pages[name]) == ({placed[name]} if policy == "named" else set(nodes)), name
+    assert losses == unplaced_losses
 
 
 def interleaved_process():
