@@ -153,7 +153,8 @@ class Experiments:
         if "paths" in run:
             module, more["models"] = "path_twin", []
             line += f" --rates {' '.join(run['paths'])}{' --simplex' if run.get('simplex') else ''}"
-        return resolved(module, line, run["exhibits"], alone=run["rounds"] > 1, environments=environments, **more)
+        alone = run["rounds"] > 1 or "paths" in run  # one round is for bytes, but of paths it is their seconds
+        return resolved(module, line, run["exhibits"], alone=alone, environments=environments, **more)
 
 
 def resolved(module: str, words: str, exhibits: list[str] | None, *, alone: bool = True, **more: Any) -> dict[str, Any]:

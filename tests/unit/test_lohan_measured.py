@@ -30,8 +30,8 @@ def found(*records):
 
 
 def test_arms_become_throughput_and_ratios_beside_what_was_foretold():
-    points = [point(c, way, s * c / 96) for c in (48, 96) for way, s in WAYS.items()]
-    said = [{"context": c, "method": way, "seconds": 4.5 * c / 96} for c in (48, 96) for way in WAYS]
+    points = [point(c, way, s * c / 768) for c in (384, 768) for way, s in WAYS.items()]
+    said = [{"context": c, "method": way, "seconds": 4.5 * c / 768} for c in (384, 768) for way in WAYS]
     rows = found(record(WAYS, points, foretold=said))
 
     def value(metric, series, at, lane="measured"):
@@ -41,8 +41,8 @@ def test_arms_become_throughput_and_ratios_beside_what_was_foretold():
     assert float(ratio["value"]) == pytest.approx(1.2)
     assert ratio["exhibit_id"] == "lohan-fig07a"
     assert value("throughput_ratio", "LoHan Optimized / LoHan+ZeRO", "32") == pytest.approx(1.6)
-    assert value("throughput of the twin", "LoHan Naive", "32") == pytest.approx(48 / 4.5)
-    assert value("throughput of the twin", "LoHan Naive", "32", "modelled") == pytest.approx(48 / 2.25)
+    assert value("throughput of the twin", "LoHan Naive", "32") == pytest.approx(384 / 4.5)
+    assert value("throughput of the twin", "LoHan Naive", "32", "modelled") == pytest.approx(384 / 2.25)
     assert value("ratio of seconds of the twin", "device / SSD", "64") == pytest.approx(4 / 3)
     assert value("ratio of seconds", "device / SSD", "64", "modelled") == pytest.approx(2.17, rel=0.03)
 

@@ -50,6 +50,24 @@ def test_a_prediction_or_another_record_of_step_times_gives_no_row():
     assert values(record(lane="modelled"), other) == {}
 
 
+def test_a_short_run_has_the_bars_of_its_arms_and_their_ratio_alone():
+    short = record()
+    short["points"] = [point for point in short["points"] if point["arm"] in ("zero3", "mlp_offload")]
+    found = values(short)
+    assert {series for exhibit, series, *_ in found if exhibit == "mlpoffload-fig15"} == {
+        "DeepSpeed ZeRO-3",
+        "MLP-Offload",
+        "MLP-Offload / ZeRO-3",
+    }
+    assert found["mlpoffload-fig07", "MLP-Offload", "iteration_time", ""]["value"] == "4"
+
+
+@pytest.mark.parametrize("profile", ["smoke", "quick"])
+def test_a_round_over_paths_has_the_machine_for_itself(profile):
+    runs = Experiments("workflows/config/experiments.yaml", profile).runs
+    assert [run["alone"] for run in runs.values() if run["module"] == "path_twin"] == [True]
+
+
 def test_the_paper_profile_asks_for_paths_of_testbed_1s_ratio():
     runs = Experiments("workflows/config/experiments.yaml", "paper").runs
     for name, simplex in (("times-mlpoffload-duplex", False), ("times-mlpoffload-simplex", True)):

@@ -47,6 +47,12 @@ def test_every_built_exhibit_has_a_run_in_every_profile(profile: str) -> None:
     assert measured <= {exhibit for group in groups(profile) for exhibit in group["exhibits"]}
 
 
+@pytest.mark.parametrize("profile", ["smoke", "quick", "paper"])
+def test_every_paper_is_measured_in_short_profiles_too(profile: str) -> None:
+    named = {exhibit.rpartition("-")[0] for group in groups(profile) for exhibit in group["exhibits"]}
+    assert named == set(registry.PAPERS)
+
+
 @pytest.mark.parametrize("profile", PROFILES)
 def test_an_exhibit_named_by_a_group_is_in_the_registry(profile: str) -> None:
     known = {e["id"] for e in registry.exhibits()}

@@ -17,7 +17,9 @@ from workflows.papers.lohan.rows import settings as own
 from workflows.papers.lohan.rows.first_figure import LINES
 from workflows.played import spans
 
-BATCH, OF_TWIN, SHARE = 64, " of the twin", "swapped share (%)"
+OF_TWIN, SHARE = " of the twin", "swapped share (%)"
+# Of the twin for a sequence of the 13B: its products then stand to an SSD of 500 MB/s as the 13B's to the server's.
+TOKENS = 12
 ARMS = {"optimized": "LoHan Optimized", "naive": "LoHan Naive", "none": "LoHan+ZeRO"}
 FIG_3 = {"naive": "lohan-fig03a", "optimized": "lohan-fig03b"}
 
@@ -40,9 +42,10 @@ def shown(record: dict[str, Any], exhibit: str, metric: str, value: float, unit:
 
 def arms(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
     exhibit, longest = "lohan-fig07a", max(context for context, _ in points)
+    batch = longest // TOKENS
     said = {(row["context"], row["method"]): row["seconds"] for row in record["foretold"]}
     for context in dict.fromkeys(context for context, _ in points):
-        at = {"x": ("batch_size", BATCH * context // longest)}
+        at = {"x": ("batch_size", context // TOKENS)}
         for arm, series in ARMS.items():
             for lane, seconds in (
                 ("measured", median(points[context, arm]["seconds"])),
@@ -60,9 +63,9 @@ def arms(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
     memory, mine = points[longest, "memory"], points[longest, "optimized"]
     device = median(memory["forward_s"]) + median(memory["backward_s"])
     ssd = (median(mine["read"]) + median(mine["written"])) / record["options"]["path_rate"]
-    cells = {"series": "device / SSD", "x": ("batch_size", BATCH)}
+    cells = {"series": "device / SSD", "x": ("batch_size", batch)}
     yield shown(record, exhibit, "ratio of seconds" + OF_TWIN, device / ssd, "x", **cells)
-    played = own.step("LoHan Optimized", "13B", BATCH)
+    played = own.step("LoHan Optimized", "13B", batch)
     aim = played.of_resource("GPU products") / played.of_resource("SSD")
     yield own.shown(exhibit, "ratio of seconds", aim, "x", own.PLAYED, model="13B", **cells)
 
