@@ -17,6 +17,7 @@ from pathlib import Path
 CONTROLLER = Path("/sys/fs/cgroup/blkio")
 CPU_CONTROLLER = Path("/sys/fs/cgroup/cpu")
 _CPU_PERIOD_US = 10_000
+LEAST_CPU_SHARE = 1_000 / _CPU_PERIOD_US  # the kernel takes no quota below a millisecond
 
 
 class CannotThrottleError(OSError):
@@ -68,6 +69,13 @@ def throttled_paths(folder: Path, rates: Sequence[int], size_bytes: int = 512 <<
         yield paths
 
 
+def require_cpu_share(share: float) -> None:
+    """ValueError for a share of a CPU that the kernel does not give; 0 is no limit."""
+    if share and share < LEAST_CPU_SHARE:
+        least = f"the kernel gives {LEAST_CPU_SHARE:g} or more; 0 sets no limit"
+        raise ValueError(f"a share of {share:g} of a CPU: {least}")
+
+
 @contextlib.contextmanager
 def limited_cpu() -> Iterator[Callable[[float], None]]:
     """A function that from then on gives this process, and those that it started in here, so many CPU seconds a second
@@ -86,6 +94,7 @@ def limited_cpu() -> Iterator[Callable[[float], None]]:
 
 
 def _write_quota(group: Path, share: float) -> None:
+    require_cpu_share(share)
     (group / "cpu.cfs_quota_us").write_text(str(int(share * _CPU_PERIOD_US) if share else -1))
 
 

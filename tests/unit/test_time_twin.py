@@ -64,3 +64,11 @@ def test_a_share_of_a_cpu_is_held_to_by_the_kernel():
         pytest.skip(str(reason))
     assert int(counted["nr_throttled"]) > 0
     assert not list(throttled.CPU_CONTROLLER.glob(f"memascend-{os.getpid()}"))
+
+
+@pytest.mark.parametrize("share", ["0.05", "-1"])
+def test_a_share_of_a_cpu_that_the_kernel_does_not_give_is_refused_in_one_line_before_anything_runs(share, capsys):
+    words = [*CELL, "--testbed", "memascend-c1", "--batch", "8", f"--cpu-share={share}"]
+    assert time_twin.main(words) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"time_twin: error: a share of {share} of a CPU: the kernel gives 0.1 or more; 0 sets no limit"]

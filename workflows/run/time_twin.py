@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 from hardware.registry import load_testbed
-from hardware.throttled import ThrottledPath, limited_cpu, throttled_paths
+from hardware.throttled import ThrottledPath, limited_cpu, require_cpu_share, throttled_paths
 from memascend.planner import Workload, model_spec
 from memascend.planner.machine import Machine, machine_from_testbed
 from memascend.planner.step import io_volume
@@ -144,6 +144,7 @@ def against(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_cpu_share(args.cpu_share)
     where = machine_from_testbed(load_testbed(args.testbed))
     twin = model_spec(args.model).twin(args.k)
     if args.layers:
