@@ -19,7 +19,7 @@ import torch
 
 from memascend import _C
 from memascend.bench.rounds import conditions, ratios, spread
-from memascend.memory.classes import CLASSES, GRADIENTS, MASTERS, MOMENTUM, VARIANCE, WEIGHTS
+from memascend.memory.classes import CLASSES
 from memascend.memory.ledger import Ledger
 from memascend.memory.placement_policy import PROCESS_INTERLEAVE, PlacementPolicy
 from memascend.memory.topology import Topology
@@ -27,7 +27,6 @@ from memascend.ops.adamw import chunk_counts, divided_work
 
 NONE, AGAIN, NODE = "none", "again", "node"
 PHASES = ("forward", "backward", "optimizer")
-_STATES = {MASTERS: "master", MOMENTUM: "exp_avg", VARIANCE: "exp_avg_sq", GRADIENTS: "gradient"}
 _WARM_UP = 2  # the first makes the checkpoints' buffers
 
 
@@ -112,18 +111,12 @@ class _Way:
         self._chunks = [sum(counts) for counts in zip(self._chunks, chunk_counts(), map(neg, before), strict=True)]
         return took | {f"{name}_s": busy[name][MAIN] for name in PHASES}
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Class and tensor, of everything that stays from step to step."""
-        yield from ((WEIGHTS, parameter.detach()) for parameter in self.backend.model.parameters())
-        for group in self.backend._groups:
-            yield from ((name, getattr(group, attribute)) for name, attribute in _STATES.items())
-
     def placed(self) -> dict[str, Any]:
         """Bytes by class, and where the kernel says that they lie: resident bytes by class and node. On several nodes
         with processors, how AdamW's work was divided over them."""
         nbytes: dict[str, int] = {}
         resident: dict[str, dict[int, int]] = {}
-        for name, tensor in self.tensors():
+        for name, tensor in self.backend.by_class():
             size = tensor.numel() * tensor.element_size()
             nbytes[name] = nbytes.get(name, 0) + size
             for node, pages in _C.pages_by_node(tensor.data_ptr(), size).items():
@@ -158,5 +151,5 @@ def _rows(points: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _same_bits(way: _Way, none: _Way) -> bool:
     """Of weights, masters and moments."""
-    pairs = zip(way.tensors(), none.tensors(), strict=True)
+    pairs = zip(way.backend.by_class(), none.backend.by_class(), strict=True)
     return all(torch.equal(mine, other) for (_, mine), (_, other) in pairs)

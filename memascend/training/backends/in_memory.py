@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from memascend.memory.classes import GRADIENTS, MASTERS, MOMENTUM, VARIANCE, ByClass
+from memascend.memory.classes import GRADIENTS, MASTERS, MOMENTUM, VARIANCE, WEIGHTS, ByClass
 from memascend.memory.ledger import Ledger
 from memascend.memory.placement_policy import PlacementPolicy
 from memascend.memory.topology import Topology
@@ -249,6 +249,15 @@ class InMemoryBackend:
             yield f"{index}.master", group.master
             for name in _MOMENTS if self._steps else ():
                 yield f"{index}.{name}", getattr(group, name)
+
+    def by_class(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Class (`memascend.memory.classes`) and tensor of all that stays from step to step; views, not copies."""
+        yield from ((WEIGHTS, parameter.detach()) for parameter in self.model.parameters())
+        for group in self._groups:
+            yield MASTERS, group.master
+            yield MOMENTUM, group.exp_avg
+            yield VARIANCE, group.exp_avg_sq
+            yield GRADIENTS, group.gradient
 
     def state_layouts(self) -> list[TensorLayout]:
         return [TensorLayout(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._states()]
