@@ -83,3 +83,14 @@ def test_a_rate_that_is_none_is_refused():
     words = ["--run-id", "x", "--out", "x", "--model", "40B-L2", "--k", "4", "--arms", "a:b:bf16", "--points", "16x1"]
     with pytest.raises(ValueError, match="write READ/WRITE in MB/s"):
         path_twin.rates_of(path_twin.parse([*words, "--rates", "69"]))
+
+
+def test_a_prediction_takes_the_rates_of_the_machine_at_hand_or_says_that_there_are_none(monkeypatch, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/validation.json").write_text('{"rates": {"points": []}}')
+    monkeypatch.setattr(path_twin, "REFERENCE", tmp_path)
+    monkeypatch.setattr(path_twin.provenance, "host", lambda: {"name": "there"})
+    assert path_twin.rates_here() == {"points": []}
+    monkeypatch.setattr(path_twin.provenance, "host", lambda: {"name": "local"})
+    with pytest.raises(ValueError, match=r"^nothing is predicted: this machine has no .*local/validation.json; name"):
+        path_twin.rates_here()

@@ -4,7 +4,8 @@ The paths are loop devices that the kernel holds to a rate in each direction (*d
 kernel cannot, folders that a token bucket holds, in DeepNVMe's handle as in our tier (`memascend.bench.token_bucket`).
 One rank. `--predict` writes what the simulator says of the same arms, model and rates, and measures nothing: a record
 of the modelled lane, to be kept before the other one is made. Its rates beside the paths' (products, AdamW, memory) are
-micro-benchmarks of this machine, in the committed record of the simulator's validation.
+micro-benchmarks of this machine: validation.json of the folder in results/reference that MEMASCEND_HOST names. Where
+there is none, nothing is predicted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import Any
 
 from hardware.throttled import CannotThrottleError, throttled_paths
 from memascend.planner import Workload
-from memascend.planner.machine import Calibrations, Machine
 from memascend.planner.spec import ModelSpec
 from memascend.planner.step import io_volume
 from memascend.planner.step_time import step_time
@@ -29,8 +29,9 @@ from workflows.played import spec
 from workflows.run import children, provenance
 from workflows.run.training import FREE_SPACE_FACTOR, parser, point
 from workflows.run.turns import ARMS, Arm, rounds, started, write
+from workflows.run.validation import machine_of
 
-VALIDATION = Path("results/reference/epyc-genoa-2core/validation.json")
+REFERENCE = Path("results/reference")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -51,24 +52,23 @@ def rates_of(args: argparse.Namespace) -> list[tuple[float, float]]:
         raise ValueError(f"--rates: write READ/WRITE in MB/s for each path, such as 69/53, got {args.rates}") from None
 
 
+def rates_here() -> dict[str, Any]:
+    """Micro-benchmarks of this machine. ValueError where there are none: another machine's say nothing of it."""
+    path = REFERENCE / provenance.host()["name"] / "validation.json"
+    if not path.exists():
+        how = "name the machine with MEMASCEND_HOST, or measure it with python -m workflows.run.validation"
+        raise ValueError(f"nothing is predicted: this machine has no {path}; {how}")
+    return json.loads(path.read_text())["rates"]
+
+
 def predicted(args: argparse.Namespace, arms: list[Arm], twin: ModelSpec) -> list[dict[str, Any]]:
-    """A point of each arm, as `rounds` gives them: one step, simulated."""
-    found = json.loads(VALIDATION.read_text())["rates"]
-    block = found["points"][0]
+    """A point of each arm, as `rounds` gives them: one step, simulated. ValueError as `rates_here`."""
+    found = rates_here()
     paths = [
         {"name": f"path{n}", "read_gb_per_s": read / 1e9, "write_gb_per_s": written / 1e9, "duplex": not args.simplex}
         for n, (read, written) in enumerate(rates_of(args))
     ]
-    rate = block["block_flops"] / block["block_forward_s"]
-    where = Machine(
-        name="local",
-        gpu_flops_per_s=rate,
-        pcie_bytes_per_s=found["copy_bytes_per_s"],
-        memory_bytes_per_s=found["memory_bytes_per_s"],
-        described={"paths": paths},
-    )
-    adam = found["adamw_bytes_per_s"] / found["memory_bytes_per_s"]
-    costs = Calibrations(gpu_efficiency=1.0, host_seconds_per_parameter=0.0, adam_memory_efficiency=adam)
+    where, costs = machine_of(found, found["points"][0], described={"paths": paths})
     points = []
     for arm in arms:
         zero, (tokens, batch) = arm.config["zero_optimization"], point(args.points[0])
@@ -122,7 +122,10 @@ def run(args: argparse.Namespace) -> int:
                 fields["points"] = rounds(arms, [point(args.points[0])], args.rounds, deadline)
                 fields["direct_bytes"] = sum(device.direct_bytes for device in devices) - before
             fields["held_by"] = "the kernel" if devices else "a token bucket"
-            fields["predicted"] = predicted(args, arms, twin)
+            try:
+                fields["predicted"] = predicted(args, arms, twin)
+            except ValueError as reason:
+                print(f"path_twin: {reason}", file=sys.stderr)
     write(args, "path_twin", twin, arms, committed=False, **fields)
     for line in lines(fields):
         print(line)

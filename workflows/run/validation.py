@@ -187,24 +187,27 @@ def seconds_of(traces: list[Path]) -> dict[str, float]:
     return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in steps[0]}
 
 
-def simulated_s(found: dict[str, Any], point: dict[str, Any], system: str, own_s: dict[str, float]) -> dict[str, float]:
-    """Seconds of each phase, and of the step, on this machine: the device's rate is the block's at these sizes."""
-    k, context, batch = point["k"], point["context"], point["batch"]
+def machine_of(found: dict[str, Any], point: dict[str, Any], **storage: Any) -> tuple[Machine, Calibrations]:
+    """This machine by its micro-benchmarks, the device's rate the block's at these sizes; `storage`: other fields."""
     machine = Machine(
         name="local",
         gpu_flops_per_s=point["block_flops"] / point["block_forward_s"],
         pcie_bytes_per_s=found["copy_bytes_per_s"],
-        ssd_read_bytes_per_s=found["ssd_read_bytes_per_s"],
-        ssd_write_bytes_per_s=found["ssd_write_bytes_per_s"],
         memory_bytes_per_s=found["memory_bytes_per_s"],
-        described={"ssd_duplex": True},
+        **storage,
     )
+    adam = found["adamw_bytes_per_s"] / found["memory_bytes_per_s"]
+    return machine, Calibrations(gpu_efficiency=1.0, host_seconds_per_parameter=0.0, adam_memory_efficiency=adam)
+
+
+def simulated_s(found: dict[str, Any], point: dict[str, Any], system: str, own_s: dict[str, float]) -> dict[str, float]:
+    """Seconds of each phase, and of the step, on this machine."""
+    k, context, batch = point["k"], point["context"], point["batch"]
+    drive = {name: found[name] for name in ("ssd_read_bytes_per_s", "ssd_write_bytes_per_s")}
+    machine, costs = machine_of(found, point, **drive, described={"ssd_duplex": True})
     outside = point["outside_forward_s"]
     costs = dataclasses.replace(
-        Calibrations(),
-        gpu_efficiency=1.0,
-        host_seconds_per_parameter=0.0,
-        adam_memory_efficiency=found["adamw_bytes_per_s"] / found["memory_bytes_per_s"],
+        costs,
         backward_products=max(0.0, point["block_both_s"] / point["block_forward_s"] - 1),
         own_s=own_s,
         output_s={"forward": outside, "backward": point["outside_both_s"] - outside},
