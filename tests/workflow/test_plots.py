@@ -177,6 +177,9 @@ def test_the_report_shows_each_exhibit_and_needs_nothing_from_outside(full: Path
     assert all(f"src='{exhibit}.svg'" in text and f"href='{exhibit}.csv'" in text for exhibit in BUILT)
     assert "http" not in text
     assert all(entry["id"] in text for entry in REGISTRY)
+    lines = re.search("<nav>(.*)</nav>", text)[1].split("</p>")
+    assert [re.search("<b>(.*)</b>", line)[1] for line in lines[:-1]] == list(registry.PAPERS.values())
+    assert set(re.findall("href='#([a-z0-9-]+)'", lines[1])) == {name for name in BUILT if "lohan" in name}
 
 
 @pytest.mark.parametrize(("amount", "coarse"), [("full", False), ("smoke", True)])

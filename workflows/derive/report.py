@@ -41,6 +41,16 @@ def section(entry: dict[str, Any], figures: Path, verdicts: list[Verdict]) -> st
     )
 
 
+def contents(entries: list[dict[str, Any]]) -> str:
+    """A line of links for each paper; there they are named by their kind and number alone."""
+    lines = []
+    for paper, name in registry.PAPERS.items():
+        mine = [entry["id"] for entry in entries if entry["paper"] == paper]
+        links = " ".join(f"<a href='#{one}'>{one.rpartition('-')[2]}</a>" for one in mine)
+        lines.append(f"<p><b>{name}</b> {links}</p>" if mine else "")
+    return "".join(lines)
+
+
 def planned_list(entries: list[dict[str, Any]]) -> str:
     """What is not built, by the part that it waits for."""
     parts = dict.fromkeys(entry["waits_for"] for entry in entries)
@@ -65,7 +75,7 @@ def page(entries: list[dict[str, Any]], figures: Path, verdicts: list[Verdict]) 
         "report",
         "Exhibits",
         coarse=coarse_twins(verdicts),
-        contents="".join(f"<a href='#{entry['id']}'>{entry['id']}</a> " for entry in built),
+        contents=contents(built),
         sections="\n".join(section(entry, figures, verdicts) for entry in built),
         planned=planned_list([entry for entry in entries if entry["status"] == "planned"]),
     )
