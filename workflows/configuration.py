@@ -79,13 +79,6 @@ class Experiments:
             shown = {n: ",".join(map(str, v)) if isinstance(v, list) else v for n, v in bench["options"].items()}
             words = f"--part {bench['part']} -- {' '.join(f'--{n} {v}' for n, v in shown.items())}"
             found[bench["run_id"]] = resolved("bench", words, bench["exhibits"], time_limit_s=bench["time_limit_s"])
-        for played in mine.get("simulations", []):
-            words = f"--testbed {played['testbed']} --model {played['model']} --ranks {played.get('ranks', 1)} --arms"
-            arms = [(self.named("arms", word.partition(":")[0]), word.partition(":")[2]) for word in played["arms"]]
-            words += "".join(f" {arm['system']}:{arm['arm']}:{dtype}" for arm, dtype in arms)
-            words += f" --points {' '.join(f'{tokens}x{batch}' for tokens, batch in played['points'])}"
-            more = {"systems": sorted({arm["system"] for arm, _ in arms}), "models": [played["model"]]}
-            found[played["run_id"]] = resolved("simulation", words, played["exhibits"], alone=False, **more)
         return found | {run["run_id"]: self._turns(run) for run in mine.get("times", [])}
 
     def named(self, section: str, name: str) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from workflows import console as console_module
 from workflows.configuration import Experiments, score
 from workflows.console import Console
 from workflows.derive import claims, reference, table
-from workflows.papers.memascend.rows import times
 from workflows.records import load
-from workflows.run import children, simulation
+from workflows.run import children
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -162,35 +161,6 @@ def test_a_machine_without_a_name_or_a_changed_tree_is_no_reference(tmp_path: Pa
     with pytest.raises(SystemExit, match="MEMASCEND_HOST"):
         reference.main()
     assert not (tmp_path / "kept").exists()
-
-
-def test_a_simulation_writes_the_record_of_measured_steps_in_its_own_lane(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(ROOT)
-    document = copy.deepcopy(registry.read(Path("workflows/config/experiments.yaml")))
-    arms = ["as_published_direct:fp16", "memascend:fp16"]
-    played = {"run_id": "simulation-c1", "testbed": "memascend-c1", "model": "llama3.1-8b", "ranks": 2, "arms": arms}
-    document["profiles"]["smoke"]["simulations"] = [played | {"points": [[4096, 8]], "exhibits": ["memascend-tab04"]}]
-    path = tmp_path / "experiments.yaml"
-    path.write_text(json.dumps(document))  # JSON is YAML
-    run = Experiments(str(path), "smoke").runs["simulation-c1"]
-    assert (run["module"], run["alone"]) == ("simulation", False)
-    out = tmp_path / "simulation-c1.json"
-    assert simulation.main(["--run-id", "simulation-c1", "--out", str(out), *run["words"].split()]) == 0
-    (record,) = load([out])
-    rows = table.measured_rows("memascend", [record])
-    mine = rows[(rows["exhibit_id"] == "memascend-tab04") & (rows["metric"] == "throughput improvement")]
-    cells = {"system": "zero_infinity", "arm": "as_published_direct", "dtype": "fp16"}
-    before = times.seconds("llama3.1-8b", "memascend-c1", 2, 8, 4096, **cells).seconds
-    after = times.seconds("llama3.1-8b", "memascend-c1", 2, 8, 4096, system="memascend", dtype="fp16").seconds
-    assert set(rows["lane"]) == {"modelled"}
-    assert mine["testbed"].tolist() == ["memascend-c1"]
-    assert mine["value"].astype(float).tolist() == pytest.approx([100 * (before / after - 1)])
-
-
-def test_a_simulation_names_what_it_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--run-id", "s", "--testbed", "nowhere", "--model", "llama3.1-8b", "--points", "4096x8"]
-    assert simulation.main([*words, "--arms", "memascend:memascend:fp16", "--out", str(tmp_path / "s.json")]) == 2
-    assert "nowhere" in capsys.readouterr().err
 
 
 def test_a_paper_or_an_exhibit_that_is_not_built_ends_with_what_it_waits_for() -> None:

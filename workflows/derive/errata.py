@@ -7,12 +7,8 @@ import html
 from pathlib import Path
 from typing import Any
 
-import yaml
+from workflows import registry, tidy
 
-from workflows import tidy
-
-ROOT = Path(__file__).resolve().parents[2]
-PAPERS = ROOT / "workflows/papers"
 INTRODUCTION = """# Errata
 
 Whoever reproduces a paper reads every number twice, and some of them do not go together. This page lists those, with
@@ -27,11 +23,9 @@ Grade A follows from the printed numbers alone, B needs one outside fact, C is p
 
 def errata_of(paper: str) -> dict[str, Any] | None:
     """A paper's errata, or None where it has no file; TableError where the file is no such list."""
-    path = PAPERS / paper / "errata.yaml"
-    if not path.exists():
-        return None
-    found = yaml.safe_load(path.read_text())
-    for entry in found["errata"]:
+    path = registry.file_of(paper, "errata.yaml")
+    found = registry.read(path)
+    for entry in found["errata"] if found else ():
         missing = {"id", "grade", "place", "quote", "statement", "computation", "reading"} - entry.keys()
         if missing:
             raise tidy.TableError(f"{path}: {entry.get('id', 'an entry')} lacks {', '.join(sorted(missing))}")
@@ -67,17 +61,17 @@ def as_html(paper: str) -> str:
 
 def page() -> str:
     """The whole of docs/errata.md."""
-    papers = sorted(path.parent.name for path in PAPERS.glob("*/errata.yaml"))
-    return "\n".join([INTRODUCTION, *(as_markdown(errata_of(paper)) for paper in papers)])
+    every = (errata_of(paper) for paper in sorted(registry.PAPERS))
+    return "\n".join([INTRODUCTION, *(as_markdown(found) for found in every if found)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/errata.md")
+    parser.add_argument("--out", type=Path, default=registry.ROOT / "docs/errata.md")
     args = parser.parse_args()
     try:
         args.out.write_text(page())
-    except (tidy.TableError, OSError, yaml.YAMLError) as error:
+    except (tidy.TableError, OSError, ValueError) as error:
         tidy.fail(error)
 
 

@@ -1,5 +1,4 @@
-"""Rows of step-time records, measured (workflows.run.turns) or simulated: MemAscend Tables IV and VI, and
-the I/O volumes of Fig. 20.
+"""Rows of step-time records (workflows.run.turns): MemAscend Tables IV and VI, and the I/O volumes of Fig. 20.
 
 An improvement is the median over rounds of the ratio within a round, as the arms of a round ran one after the other.
 """
@@ -49,19 +48,18 @@ LOW, HIGH = (f"{IMPROVEMENT}, {end} quartile over rounds" for end in ("lower", "
 
 
 def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
-    apart = {(record["lane"], record.get("device", "cpu")) for record in records}
-    for lane, device in sorted(apart):
-        of_one = [r for r in records if (r["lane"], r.get("device", "cpu")) == (lane, device)]
+    records = [record for record in records if record["lane"] == "measured"]  # a prediction is another paper's
+    for device in sorted({record.get("device", "cpu") for record in records}):
+        of_one = [record for record in records if record.get("device", "cpu") == device]
         for exhibit in TABLES:
             yield from improvements(exhibit, of_one)
-    for record in (r for r in records if r["lane"] == "measured"):
+    for record in records:
         yield from volumes(record)
 
 
 def measured(record: dict[str, Any], exhibit: str, metric: str, value: float | str, unit: str, **cells: Any) -> Row:
-    """A row of a record; of a simulated one in the lane and on the testbed that it names."""
-    own = {"model": DISPLAY.get(record["model"], record["model"])}
-    own["testbed"] = testbed_of(record) if record["lane"] == "measured" else record["testbed"]
+    """A row of a record."""
+    own = {"model": DISPLAY.get(record["model"], record["model"]), "testbed": testbed_of(record)}
     return of_record(record, exhibit, metric, value, unit, **own | cells)
 
 
@@ -87,7 +85,7 @@ def improvements(exhibit: str, records: list[dict[str, Any]]) -> Iterator[Row]:
     series, slower, faster = TABLES[exhibit]
     found: dict[str, dict[int, float]] = defaultdict(dict)
     spread = 0.0
-    for record in (r for r in records if r["rounds"] >= ENOUGH_ROUNDS or r["lane"] == "modelled"):
+    for record in (r for r in records if r["rounds"] >= ENOUGH_ROUNDS):
         before, after = steps(record, slower), steps(record, faster)
         for context, batch in before.keys() & after.keys():
             point = context, batch
@@ -131,9 +129,8 @@ def over_all(
     if not found:
         return
     host, device = records[0]["host"]["name"], records[0].get("device", "cpu")
-    place = host if device == "cpu" else f"{host}/{device}"
-    where = f"{place}/twins" if records[0]["lane"] == "measured" else records[0]["testbed"]
-    cells = {"series": series, "model": "", "testbed": where, "source": " ".join(r["key"] for r in records)}
+    place = f"{host}{'' if device == 'cpu' else f'/{device}'}/twins"
+    cells = {"series": series, "model": "", "testbed": place, "source": " ".join(r["key"] for r in records)}
     if spread > LARGEST_SPREAD:
         text = f"N/A (quartiles {spread:.0f} points apart: the machine was busy)"
         for metric in ("smallest improvement", "smallest gain from the smaller batch"):
