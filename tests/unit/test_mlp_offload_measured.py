@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 
 import pytest
@@ -83,6 +84,25 @@ def test_a_rate_that_is_none_is_refused():
     words = ["--run-id", "x", "--out", "x", "--model", "40B-L2", "--k", "4", "--arms", "a:b:bf16", "--points", "16x1"]
     with pytest.raises(ValueError, match="write READ/WRITE in MB/s"):
         path_twin.rates_of(path_twin.parse([*words, "--rates", "69"]))
+
+
+def test_a_run_that_takes_too_long_is_a_record_and_gives_no_row(monkeypatch, tmp_path):
+    class Slow:
+        name = "slow"
+
+        def wait_until_ready(self, deadline):
+            raise TimeoutError
+
+    written = {}
+    monkeypatch.setattr(path_twin, "places", lambda args, size: contextlib.nullcontext(([tmp_path], {}, [])))
+    monkeypatch.setattr(path_twin, "started", lambda *args, **how: contextlib.nullcontext([Slow()]))
+    monkeypatch.setattr(path_twin, "predicted", lambda *args: [])
+    monkeypatch.setattr(path_twin, "write", lambda *args, **fields: written.update(fields))
+    words = ["--run-id", "x", "--out", "x", "--model", "40B-L2", "--k", "4", "--arms", "a:b:bf16", "--points", "16x1"]
+    assert path_twin.main([*words, "--rates", "69/53"]) == 0
+    assert written["status"] == "timeout"
+    assert "points" not in written
+    assert values(record(status="timeout")) == {}
 
 
 def test_a_prediction_takes_the_rates_of_the_machine_at_hand_or_says_that_there_are_none(monkeypatch, tmp_path):

@@ -115,31 +115,29 @@ def run(args: argparse.Namespace) -> int:
             fields |= {"lane": "modelled", "testbed": f"paths of {', '.join(args.rates)} MB/s", "status": "ok"}
             fields["points"] = predicted(args, arms, twin)
         else:
-            with started(args, twin, paced=held) as arms:
+            before = sum(device.direct_bytes for device in devices)
+            with started(args, twin, paced=held) as arms, contextlib.suppress(TimeoutError):
+                fields["status"] = "timeout"
                 for arm in arms:
                     arm.wait_until_ready(deadline)
-                before = sum(device.direct_bytes for device in devices)
                 fields["points"] = rounds(arms, [point(args.points[0])], args.rounds, deadline)
-                fields["direct_bytes"] = sum(device.direct_bytes for device in devices) - before
+                fields["status"] = "ok"
+            fields["direct_bytes"] = sum(device.direct_bytes for device in devices) - before
             fields["held_by"] = "the kernel" if devices else "a token bucket"
             try:
                 fields["predicted"] = predicted(args, arms, twin)
             except ValueError as reason:
                 print(f"path_twin: {reason}", file=sys.stderr)
     write(args, "path_twin", twin, arms, committed=False, **fields)
-    for line in lines(fields):
-        print(line)
+    print(f"{args.run_id}: {fields['status']}")
+    for each in fields.get("points", []):
+        print(", ".join([each["arm"], *(f"{n} {v}" for n, v in each.items() if n.endswith("_s") or n == "paths")]))
     return 0
-
-
-def lines(fields: dict[str, Any]) -> Iterator[str]:
-    for each in fields["points"]:
-        yield ", ".join([each["arm"], *(f"{n} {v}" for n, v in each.items() if n.endswith("_s") or n == "paths")])
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    return provenance.program("path_twin", lambda: run(args), RuntimeError, TimeoutError)
+    return provenance.program("path_twin", lambda: run(args), RuntimeError)
 
 
 if __name__ == "__main__":
