@@ -11,6 +11,9 @@ Its parts, each of which an arm may lack: several paths (3.1), their sub-groups 
 rank that stands for all always is); an update order that turns with each step, so that the sub-groups left in host
 memory are met first (3.3); gradients that are not written. DeepSpeed's ZeRO-3 lacks them all: one path, gradients
 written in fp32 in backward and read back in the update; its reads and writes are pipelined.
+
+A rank's sub-groups share the rooms that its buffers make in host memory: the next one is read when the write of another
+has left it a room, in the order of the update, whichever paths the two are on.
 """
 
 from __future__ import annotations
@@ -20,23 +23,24 @@ from typing import TYPE_CHECKING
 
 from baselines.protocol.schedules import backward, forward
 from memascend.planner.derived_sizes import held_in
-from memascend.storage.placement import Rates, weights
+from memascend.storage.placement import Rates, arrange, weights
 
 if TYPE_CHECKING:
     from baselines.protocol.schedules import Arrived
     from memascend.planner.pieces import Piece
     from memascend.planner.step import Step
 
-_SLOTS = 3  # sub-groups under way on a path: one that is read, one that is updated, one that is written
-_PARTS = 48  # the update is folded into so many pieces
+_PIPELINED = 3  # rooms of DeepSpeed's swapper, whatever more it is given: it reads one ahead and writes one behind
+_RANKS = 4  # that take turns on the paths; more are on nodes alike, and in step with them
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoragePath:
-    """A path; `share` of all sub-groups lie there."""
+    """A path; `share` of all sub-groups lie there, by the `placement` for its `rates` (None: nothing is known)."""
 
     name: str
     share: float
+    rates: Rates | None = None
 
 
 def schedule(step: Step) -> None:
@@ -46,12 +50,13 @@ def schedule(step: Step) -> None:
     done = forward(step, weights_wait=waits)
     writes = parts.swaps_gradients
     done = backward(step, after=done, weights_wait=waits, arrived=gradients_to_paths(step, paths) if writes else None)
-    update(step, done, paths, held=held_groups(step) if parts.turns_order else 0, reads_gradients=writes)
+    update(step, done, paths)
 
 
-def held_groups(step: Step) -> int:
-    """Sub-groups that stay in host memory: as many as the optimizer's buffers are for."""
-    return held_in(step.work.optimizer_buffers, step.work.arrangement.swaps_gradients)
+def rooms(step: Step) -> int:
+    """Sub-groups of a rank that are in host memory at once: as many as the optimizer's buffers are for."""
+    parts = step.work.arrangement
+    return max(1, held_in(step.work.optimizer_buffers, parts.swaps_gradients)) if parts.over_paths else _PIPELINED
 
 
 def paths_of(step: Step) -> list[StoragePath]:
@@ -61,9 +66,13 @@ def paths_of(step: Step) -> list[StoragePath]:
         return [StoragePath(name=described[0]["name"] if described else "ssd", share=1.0)]
     used = described[:1] if step.work.arrangement.first_path else described
     rates = [Rates(_rate(path["read_gb_per_s"]), _rate(path["write_gb_per_s"])) for path in used]
-    placement = step.work.arrangement.parts.get("tier_placement", "balanced")
-    shares = weights(placement, rates) if len(used) > 1 else [1.0]
-    return [StoragePath(name=path["name"], share=share / sum(shares)) for path, share in zip(used, shares, strict=True)]
+    shares = weights(_placement(step), rates) if len(used) > 1 else [1.0]
+    named = zip(used, shares, rates, strict=True)
+    return [StoragePath(name=path["name"], share=share / sum(shares), rates=each) for path, share, each in named]
+
+
+def _placement(step: Step) -> str | list[float]:
+    return step.work.arrangement.parts.get("tier_placement", "balanced")
 
 
 def _rate(value: object) -> float:
@@ -88,30 +97,54 @@ def gradients_to_paths(step: Step, paths: list[StoragePath]) -> Arrived:
     return arrived
 
 
-def update(
-    step: Step, after: str, paths: list[StoragePath], *, held: int, reads_gradients: bool, parts: int = _PARTS
-) -> str:
-    """Every path reads, and after AdamW writes, its own part of the states; what host memory holds is only updated,
-    with gradients that are read all the same where backward wrote them."""
-    states = step.swapped_states_bytes
-    kept = min(1.0, held / len(step.work.sub_groups()))
+def update(step: Step, after: str, paths: list[StoragePath]) -> str:
+    """Sub-groups in order, each read from its path into a room, updated, and written back, which leaves the room.
+
+    Where the order turns, the first ones are in their rooms from the last step, and the last ones stay in theirs: they
+    are only updated, with gradients that are read all the same where backward wrote them.
+    """
+    work, states = step.work, step.swapped_states_bytes
     step.store("master weights and moments", 3 * states)
-    if reads_gradients:
+    if work.arrangement.swaps_gradients:
         step.store("gradients", states)
-    done = []
-    if kept:
-        seconds = step.adamw_s(kept * step.work.spec.parameters)
-        done.append(step.add("AdamW of what host memory holds", "optimizer", {"cpu": seconds}, after=(after,)))
-    for path in paths:
-        slots = step.pool(f"slots of {path.name}", _SLOTS)
-        amount = (1 - kept) * path.share / parts
-        last = after
-        for part in range(parts):
-            gradients = path.share / parts if reads_gradients else 0.0
-            needs = {f"{path.name}.read": (amount * 3 + gradients) * states}
-            last = step.add(f"read {path.name} {part}", "optimizer", needs, after=(last,), takes={slots: 1})
-            needs = {"cpu": step.adamw_s(amount * step.work.spec.parameters)}
-            updated = step.add(f"AdamW {path.name} {part}", "optimizer", needs, after=(last,))
-            needs = {f"{path.name}.write": amount * 3 * states}
-            done.append(step.add(f"write {path.name} {part}", "optimizer", needs, after=(updated,), gives={slots: 1}))
+    ranks = min(work.ranks, _RANKS)
+    size = step.state_bytes
+    numels = [n for n in map(sum, work.sub_groups()) if n * size >= work.swap_threshold_bytes]
+    small = max(0.0, work.spec.parameters / work.ranks - sum(numels))  # in host memory for good
+    groups = _grouped(step, numels, paths)
+    done = [
+        *(_update_of_rank(step, after, groups, work.ranks / ranks, f"{rank}.") for rank in range(ranks)),
+        step.add(
+            "AdamW of what is not swapped", "optimizer", {"cpu": step.adamw_s(work.ranks * small)}, after=(after,)
+        ),
+    ]
     return step.add("end of the update", "optimizer", after=done)
+
+
+def _grouped(step: Step, numels: list[int], paths: list[StoragePath]) -> list[tuple[int, str]]:
+    """Elements and path of each sub-group of a rank."""
+    if len(paths) == 1:
+        return [(numel, paths[0].name) for numel in numels]
+    places = arrange({str(n): numel for n, numel in enumerate(numels)}, _placement(step), [p.rates for p in paths])
+    return [(numel, paths[places[str(n)]].name) for n, numel in enumerate(numels)]
+
+
+def _update_of_rank(step: Step, after: str, groups: list[tuple[int, str]], times: float, name: str) -> str:
+    """`times`: ranks that are in step; `name` begins those of the tasks. Returns the end."""
+    swaps, turns = step.work.arrangement.swaps_gradients, step.work.arrangement.turns_order
+    count = max(1, min(rooms(step), len(groups)))
+    pool = step.pool(f"rooms {name}", count)
+    written, room, updated = [], after, ""
+    for number, (numel, path) in enumerate(groups):
+        nbytes = times * numel * step.state_bytes
+        is_held = turns and number < count
+        stays = turns and number >= len(groups) - count
+        room = step.add(f"room {name}{number}", "optimizer", after=(room,), takes={pool: 1})
+        states = (0 if is_held else 3) + (1 if swaps else 0)
+        read = step.add(f"read {name}{number}", "optimizer", {f"{path}.read": states * nbytes}, after=(room,))
+        needs = {"cpu": step.adamw_s(times * numel)}
+        updated = step.add(f"AdamW {name}{number}", "optimizer", needs, after=(read, updated))
+        if not stays:
+            needs = {f"{path}.write": 3 * nbytes}
+            written.append(step.add(f"write {name}{number}", "optimizer", needs, after=(updated,), gives={pool: 1}))
+    return step.add(f"end {name}", "optimizer", after=(updated, *written))

@@ -9,11 +9,14 @@ from baselines.mlp_offload.footprint import update_over_paths
 from baselines.mlp_offload.schedule import schedule
 from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, zero3_config
 from memascend.arrangements import Arrangement, arrangement_of_parts
-from memascend.planner.derived_sizes import held_buffers, optimizer_buffers
+from memascend.planner.derived_sizes import held_buffers, held_for
 
 _PARTS = {"pinned": "exact", "pool": "adaptive", "overflow": "fused", "aio": "direct"}
 _STOCK = {"pinned": "stock", "pool": "stock", "overflow": "stock", "aio": "stock"}
-_HELD = 3  # sub-groups in host memory, where no budget says more (MLP-Offload 4.1)
+_PATHS = ("path0", "path1")
+# Of every arm alike, so that all have the same host memory: as many as both paths need with gradients that stay. Those
+# that are swapped take a part of them: three sub-groups fit, not five; DeepSpeed's pipeline uses twelve.
+_BUFFERS = held_buffers(False, held_for(len(_PATHS)))
 
 
 def _arm(variant: str, *, turns: bool = True, keeps: bool = True, exclusive: bool = True, **others: Any) -> Arrangement:
@@ -52,14 +55,12 @@ def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
         param = {"device": "none"}
     if run.arm == "zero3":
         optimizer |= {"pipeline_read": True, "pipeline_write": True}
-        optimizer["buffer_count"] = optimizer_buffers(optimizer)
-    else:
-        optimizer["buffer_count"] = held_buffers(_ARMS[run.arm].swaps_gradients, _HELD)
+    optimizer["buffer_count"] = _BUFFERS
     config = zero3_config(run, param, optimizer)
     config["data_types"]["grad_accum_dtype"] = run.dtype  # half precision until the update (3.2)
     if run.arm == "zero3":
         return config
-    tiers = [os.path.join(nvme_path, name) for name in ("path0", "path1")]
+    tiers = [os.path.join(nvme_path, name) for name in _PATHS]
     return config | {"memascend": {"tiers": tiers[:1] if _ARMS[run.arm].first_path else tiers}}
 
 

@@ -10,7 +10,7 @@ from baselines.protocol.described import PlannedSystem
 from baselines.protocol.runs import RunSpec, Sizes
 from memascend.arrangements import Arrangement
 from memascend.memory.placement_policy import PROCESS_INTERLEAVE
-from memascend.planner.derived_sizes import held_buffers, optimizer_buffers
+from memascend.planner.derived_sizes import held_buffers, held_for, optimizer_buffers
 from memascend.training.backends import DEEPSPEED, Setup
 
 if TYPE_CHECKING:
@@ -122,7 +122,8 @@ class DeepSpeedSystem(PlannedSystem):
         if arm.derives_sizes and "sub_group_size" in prepared:
             if config.tiers:
                 swaps_gradients = arm.parts.get("gradients", "kept") == "swapped"
-                zero["offload_optimizer"]["buffer_count"] = held_buffers(swaps_gradients)
+                paths = 1 if arm.first_path else len(config.tiers)
+                zero["offload_optimizer"]["buffer_count"] = held_buffers(swaps_gradients, held_for(paths))
             elif not arm.over_paths:
                 zero["offload_optimizer"]["buffer_count"] = optimizer_buffers(zero["offload_optimizer"])
             del ds_config["aio"]

@@ -20,8 +20,7 @@ _MOST_IN_FLIGHT = 32
 _SLACK = 1.02
 STATES = 3  # buffers of one sub-group: master weights, two Adam moments
 STATES_AND_GRADIENT = STATES + 1
-# Over several paths: one sub-group that is written out, one that is updated, one that is read (MLP-Offload 4.1).
-_LEAST_HELD = 3
+_LEAST_HELD = 3  # one sub-group that is written out, one that is updated, one that is read (MLP-Offload 4.1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +98,13 @@ def optimizer_buffers(offload_optimizer: Mapping[str, Any]) -> int:
     return STATES_AND_GRADIENT * stages
 
 
-def held_buffers(swaps_gradients: bool, held: int = _LEAST_HELD) -> int:
+def held_for(paths: int) -> int:
+    """Sub-groups in host memory that keep so many paths busy: on each one that is written and one that is read, and one
+    that is updated. On one path they are the three of MLP-Offload 4.1."""
+    return 2 * paths + 1
+
+
+def held_buffers(swaps_gradients: bool, held: int) -> int:
     """``buffer_count`` for `held` sub-groups in host memory over several paths.
 
     Gradients that are swapped lie beside the states, and go out in backward by one buffer more; gradients that are kept
@@ -116,8 +121,7 @@ def held_in(buffers: int, swaps_gradients: bool) -> int:
 def held_within(
     left_bytes: int, *, gradient_bytes: int, buffer_bytes: int, sub_groups: int, swaps_gradients: bool
 ) -> int:
-    """Sub-groups over several paths that a host budget has room for: never fewer than the least, nor more than there
-    are.
+    """Sub-groups over several paths that a host budget has room for: never fewer than three, nor more than there are.
 
     ``left_bytes`` of the budget before the optimizer has taken any, of which the flat gradient buffer takes
     ``gradient_bytes``; a fifth of the rest is left to what is made later. ``buffer_bytes``: of the largest sub-group.

@@ -7,7 +7,14 @@ from functools import cached_property
 
 from memascend.arrangements import Arrangement
 from memascend.fates import FATES
-from memascend.planner.derived_sizes import IoSettings, held_buffers, io_settings, optimizer_buffers, sub_group_size
+from memascend.planner.derived_sizes import (
+    IoSettings,
+    held_buffers,
+    held_for,
+    io_settings,
+    optimizer_buffers,
+    sub_group_size,
+)
 from memascend.planner.options import DEFAULT_STACK, Stack
 from memascend.planner.pool import SWAP_THRESHOLD_BYTES, Streamed, partition_numel, streamed, sub_groups
 from memascend.planner.spec import ModelSpec
@@ -118,12 +125,17 @@ class Workload:
         return sub_group_size([[partition_numel(tensor.numel, self.ranks) for tensor in self.spec.tensors()]])
 
     @property
+    def paths(self) -> int:
+        """Over which the optimizer states lie: as many as the configuration names, else the two of the paper."""
+        return 1 if self.arrangement.first_path else len(self.arrangement.parts.get("tiers") or ("nvme", "pfs"))
+
+    @property
     def optimizer_buffers(self) -> int:
         """Swap buffers of one rank's optimizer: as many as the drop-in derives, for the baseline the papers' five."""
         if self.sizes.optimizer_buffers is not None:
             return self.sizes.optimizer_buffers
         if self.arrangement.over_paths:
-            return held_buffers(self.arrangement.swaps_gradients)
+            return held_buffers(self.arrangement.swaps_gradients, held_for(self.paths))
         return optimizer_buffers({}) if self.arrangement.derives_sizes else PAPER_OPTIMIZER_BUFFERS
 
     @property

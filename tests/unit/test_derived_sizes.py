@@ -9,6 +9,7 @@ import pytest
 
 from memascend.planner.derived_sizes import (
     held_buffers,
+    held_for,
     held_in,
     held_within,
     io_settings,
@@ -63,6 +64,10 @@ def test_they_need_neither_torch_nor_deepspeed():
     program = "import sys, memascend.planner.derived_sizes; print(sorted({'torch', 'deepspeed'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_each_path_more_takes_rooms_for_a_read_and_a_write_more():
+    assert [held_for(paths) for paths in (1, 2, 3)] == [3, 5, 7]
 
 
 def test_more_host_memory_holds_more_sub_groups_from_three_to_all():

@@ -21,7 +21,7 @@ def record(**others):
         | {"bytes_written": [900.0] * 3, "paths": [[[600, 69e6, 53e6], [300, 36e6, 36e6]]] * 3}
         for arm, seconds in STEP_S.items()
     ]
-    made = {"kind": "step-times", "lane": "measured", "status": "ok", "key": "k", "model": "40B-L2", "duplex": True}
+    made = {"kind": "step-times", "lane": "measured", "status": "ok", "key": "k", "model": "40B-L4", "duplex": True}
     made |= {"host": {"name": "here"}, "twin": {"k": 4, "parameters": 100}, "points": points}
     return made | others
 
@@ -35,7 +35,7 @@ def test_ratios_and_bars_are_of_the_median_iteration():
     assert found["mlpoffload-fig14", "Enable Caching", "iteration_time", ""]["value"] == "12"
     assert found["mlpoffload-fig15", "MLP-Offload / ZeRO-3", "speedup", ""]["value"] == "4"
     assert found["mlpoffload-fig14", "all opts, NVMe only / ZeRO-3", "speedup_max", ""]["value"] == "2"
-    assert {row["testbed"] for row in found.values()} == {"here/40B-L2-duplex-k4"}
+    assert {row["testbed"] for row in found.values()} == {"here/40B-L4-duplex-k4"}
 
 
 def test_what_a_step_does_not_write_lies_in_host_memory():
@@ -81,7 +81,7 @@ def test_the_paper_profile_asks_for_paths_of_testbed_1s_ratio():
 
 
 def test_a_rate_that_is_none_is_refused():
-    words = ["--run-id", "x", "--out", "x", "--model", "40B-L2", "--k", "4", "--arms", "a:b:bf16", "--points", "16x1"]
+    words = ["--run-id", "x", "--out", "x", "--model", "40B-L4", "--k", "4", "--arms", "a:b:bf16", "--points", "16x1"]
     with pytest.raises(ValueError, match="write READ/WRITE in MB/s"):
         path_twin.rates_of(path_twin.parse([*words, "--rates", "69"]))
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 
+from baselines.mlp_offload.schedule import rooms
 from hardware.registry import load_testbed
 from memascend.planner import Workload, model_spec
 from memascend.planner.machine import machine_from_testbed
-from memascend.planner.step import step_of
+from memascend.planner.step import Step, step_of
 from memascend.planner.step_time import step_time
 from memascend.planner.workload import SwapSizes
 
@@ -30,7 +31,9 @@ def phases(arm):
 
 
 def kept(arm):
-    return 3 / len(work(arm).sub_groups())
+    """Share of the parameters whose states are in host memory when the update begins."""
+    sizes = [sum(group) for group in work(arm).sub_groups()]
+    return sum(sizes[: rooms(Step(work(arm)))]) / sum(sizes)
 
 
 def test_deepspeeds_update_reads_16_and_writes_12_bytes_a_parameter_one_after_the_other():
@@ -42,12 +45,13 @@ def test_deepspeeds_update_reads_16_and_writes_12_bytes_a_parameter_one_after_th
 
 
 def test_several_paths_end_together_and_take_the_update_formula():
-    """T = 12P(1 - c) / sum over the paths of 1 / (1/R + 1/W), with the c that three held sub-groups give."""
+    """T = 12P(1 - c) / sum over the paths of 1 / (1/R + 1/W), with the c that five held sub-groups give; whole
+    sub-groups lie on a path, which costs a few percent."""
     rate = 1 / (1 / READ + 1 / WRITE) + 1 / (2 / REMOTE)
     closed = 12 * SPEC.parameters * (1 - kept("mlp_offload")) / rate
     played = step_time(work("mlp_offload"), MACHINE).played
     optimizer = played.phases()["optimizer"]
-    assert closed < optimizer[1] - optimizer[0] < 1.03 * closed
+    assert closed < optimizer[1] - optimizer[0] < 1.05 * closed
     ends = [max(e.end_s for e in played.events if e.resource == f"{name}.write") for name in ("nvme", "pfs")]
     assert ends[0] == pytest.approx(ends[1], rel=0.02)
 
@@ -57,7 +61,7 @@ def test_equation_1_divides_by_the_smaller_rate_and_one_path_waits_for_the_other
     streamed = 12 * SPEC.parameters * (1 - kept("as_published"))
     slower = streamed * (3.6 / 8.9) * 2 / REMOTE
     assert slower > streamed * (5.3 / 8.9) * (1 / READ + 1 / WRITE)
-    assert phases("as_published")["optimizer"] == pytest.approx(slower, rel=0.03)
+    assert phases("as_published")["optimizer"] == pytest.approx(slower, rel=0.05)
 
 
 def test_each_part_of_the_paper_takes_something_away():
@@ -83,7 +87,7 @@ def test_without_a_testbed_everything_lies_on_one_path():
 def test_a_ratio_by_hand_divides_the_paths_so_and_the_slower_part_decides():
     made = step_time(work("by_hand"), MACHINE).played
     moved = {name: sum(e.amount for e in made.events if e.resource == f"{name}.read") for name in ("nvme", "pfs")}
-    assert moved["nvme"] == pytest.approx(2 * moved["pfs"])
+    assert moved["nvme"] == pytest.approx(2 * moved["pfs"], rel=0.05)
     assert phases("by_hand")["optimizer"] > phases("mlp_offload")["optimizer"]
 
 
@@ -92,5 +96,22 @@ def test_host_memory_for_more_sub_groups_streams_fewer():
         sizes = SwapSizes(optimizer_buffers=buffers)
         return step_of(replace(work("mlp_offload"), sizes=sizes), MACHINE).volume().total_bytes
 
-    groups = len(work("mlp_offload").sub_groups())
-    assert streamed(31) / streamed(10) == pytest.approx((groups - 10) / (groups - 3), rel=1e-6)
+    sizes = [sum(group) for group in work("mlp_offload").sub_groups()]
+    read = [sum(sizes) - sum(sizes[:held]) for held in (10, 3)]
+    written = [sum(sizes) - sum(sizes[-held:]) for held in (10, 3)]
+    assert streamed(31) / streamed(10) == pytest.approx((read[0] + written[0]) / (read[1] + written[1]), rel=1e-6)
+
+
+def test_paths_share_the_rooms_and_three_leave_a_second_duplex_path_without_use():
+    """Five are on each of two paths one that is read and one that is written, and one that is updated."""
+    described = [{**path, "duplex": True} for path in MACHINE.described["paths"]]
+    machine = replace(MACHINE, described={"paths": described})
+
+    def seconds(arm, held):
+        mine = replace(work(arm), ranks=1, sizes=SwapSizes(optimizer_buffers=3 * held))
+        return step_time(mine, machine).seconds
+
+    alone, three, five = seconds("exclusive", 3), seconds("mlp_offload", 3), seconds("mlp_offload", 5)
+    assert three > 0.9 * alone
+    assert five < 0.8 * alone
+    assert seconds("exclusive", 5) > 0.9 * alone  # more rooms do not help one path by more than what stays in them

@@ -36,7 +36,7 @@ def test_the_key_tiers_plans_several_paths():
     assert not made.work.arrangement.swaps_gradients  # they stay in host memory, as the drop-in keeps them
     assert planned(gradients="swapped").work.arrangement.swaps_gradients
     kept, swapped = made.work.optimizer_buffers, planned(gradients="swapped").work.optimizer_buffers
-    assert (kept, swapped) == (9, 13)  # of three sub-groups: kept gradients have no buffer
+    assert (kept, swapped) == (15, 21)  # of five sub-groups: kept gradients have no buffer
     assert workload_of(config(param="nvme"), SPEC).arm_name == "weights_on_paths"
     assert answer(Workload(spec=SPEC), Limits(), MACHINE).paths == ()
 
@@ -45,7 +45,7 @@ def test_each_path_holds_and_is_written_its_share_and_the_sums_are_the_plan_s():
     made = planned()
     whole = sum(RATES.values())
     for path in made.paths:
-        assert path.share == pytest.approx(RATES[path.name] / whole)
+        assert path.share == pytest.approx(RATES[path.name] / whole, abs=0.02)  # whole sub-groups
     assert sum(path.stored_bytes for path in made.paths) == pytest.approx(made.volume.stored_bytes, abs=2)
     assert sum(path.write_bytes_per_step for path in made.paths) == pytest.approx(made.wear.bytes_per_step, rel=1e-6)
 
@@ -70,7 +70,7 @@ def test_a_drive_lives_until_its_rating_is_written():
 
 def test_a_ratio_by_hand_is_followed_and_loses_its_part_with_the_path():
     fast, slow = planned(tier_placement=[3, 1]).paths
-    assert (fast.share, slow.share) == (pytest.approx(0.75), pytest.approx(0.25))
+    assert (fast.share, slow.share) == (pytest.approx(0.75, abs=0.02), pytest.approx(0.25, abs=0.02))
     assert slow.seconds_without == pytest.approx(planned().paths[1].seconds_without)
 
 

@@ -63,8 +63,8 @@ def prepared():
 @pytest.mark.parametrize(
     ("system", "arm", "paths", "buffers"),
     [
-        ("memascend", None, ["/a", "/b"], 9),
-        ("mlp_offload", None, ["/a", "/b"], 9),
+        ("memascend", None, ["/a", "/b"], 15),
+        ("mlp_offload", None, ["/a", "/b"], 15),
         ("mlp_offload", "caching", ["/a"], 13),
     ],
 )

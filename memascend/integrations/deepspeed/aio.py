@@ -253,9 +253,12 @@ class AioHandle(PinHandle):
         return self._store.read(path, buffer, 0, padding, priority=self.read_priority)
 
     def begin_write(self, buffer: torch.Tensor, path: str) -> Completion:
-        """Write ``buffer`` under ``path``, which the store holds; :meth:`wait` knows nothing of it."""
+        """Write ``buffer`` under ``path``, which the store holds; :meth:`wait` knows nothing of it.
+
+        As urgent as the reads: these wait for the memory that it leaves, and a drive can do both at once.
+        """
         self._counters.count(read=False, nbytes=buffer.nbytes)
-        return self._store.write(path, buffer, user=self._user)
+        return self._store.write(path, buffer, priority=self.read_priority, user=self._user)
 
     def wait(self) -> int:
         """All requests of this handle have ended; returns how many did since the last call."""

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from memascend.integrations.conventions import announce
 from memascend.planner.derived_sizes import (
     STATES_AND_GRADIENT,
     given,
     held_buffers,
+    held_for,
     held_within,
     io_settings,
     largest_sub_group,
@@ -70,7 +72,7 @@ class DerivedSettings:
                 f"zero_optimization.offload_param.max_in_cpu={self._param['max_in_cpu']:g} keeps that many parameters "
                 "in memory for good; set it to 0, or leave it out, to keep them on NVMe"
             )
-        needed = self._optimizer_buffers
+        needed = held_buffers(self._swaps_gradients, 1) if self._tiers else self._optimizer_buffers
         if self._optimizer.get("device") == "nvme" and given(self._optimizer, "buffer_count"):
             count = int(self._optimizer["buffer_count"])
             if count < needed:
@@ -100,23 +102,32 @@ class DerivedSettings:
             self._set(states, "buffer_count", self._buffers_of(groups, arguments.get("sub_group_size")))
 
     def _buffers_of(self, groups: list[list[int]], size: int | None) -> int:
-        """As many as a host budget allows, where sub-groups stay in host memory."""
+        """As many as a host budget allows, where sub-groups stay in host memory; a line where that is too few."""
         if not self._tiers or self.host_left is None or not size:
             return self._optimizer_buffers
         types = self._ds_config.get("data_types") or {}
         numel = sum(map(sum, groups))
+        sub_groups = sum(-(-sum(group) // size) for group in groups)
         held = held_within(
             self.host_left(),
             gradient_bytes=numel * (4 if types.get("grad_accum_dtype") == "fp32" else 2),
             buffer_bytes=largest_sub_group(groups, size) * self._state_bytes,
-            sub_groups=sum(-(-sum(group) // size) for group in groups),
+            sub_groups=sub_groups,
             swaps_gradients=self._swaps_gradients,
         )
+        wanted = min(sub_groups, held_for(len(self._tiers)))
+        if held < wanted:
+            announce(
+                f"memascend: host_memory has room for {held} sub-groups where {len(self._tiers)} tiers are busy with "
+                f"{wanted}: they wait for one another; raise it, or make sub_group_size smaller"
+            )
         return held_buffers(self._swaps_gradients, held)
 
     @property
     def _optimizer_buffers(self) -> int:
-        return held_buffers(self._swaps_gradients) if self._tiers else optimizer_buffers(self._optimizer)
+        if not self._tiers:
+            return optimizer_buffers(self._optimizer)
+        return held_buffers(self._swaps_gradients, held_for(len(self._tiers)))
 
     @property
     def _state_bytes(self) -> int:

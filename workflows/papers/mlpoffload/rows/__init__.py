@@ -12,8 +12,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from baselines.mlp_offload.schedule import gradients_to_paths, paths_of, update
-from baselines.protocol.schedules import backward, forward
+from baselines.mlp_offload.schedule import paths_of, schedule
 from memascend.planner import Workload
 from memascend.planner.derived_sizes import held_buffers
 from memascend.planner.machine import Machine
@@ -176,8 +175,9 @@ def by_sub_group() -> Iterator[Row]:
     for way in ("read", "write"):
         mine = [e for e in events if e.resource == f"nvme.{way}" and e.phase == "optimizer"]
         ends = [mine[0].begin_s, *(event.end_s for event in mine)]
-        for number, event in enumerate(mine):
-            rate = event.amount / (ends[number + 1] - ends[number]) / 1e9
+        for number, at in enumerate(range(0, len(mine), 4)):  # a sub-group of each rank
+            amount, end = sum(event.amount for event in mine[at : at + 4]), ends[min(at + 4, len(mine))]
+            rate = amount / (end - ends[at]) / 1e9
             cells = {"series": way, "model": "40B", "x": ("part of the update", number)}
             yield shown(exhibit, "bandwidth", rate, "GB/s", f"{SOURCE}, played", **cells)
 
@@ -204,14 +204,7 @@ def four_sub_groups() -> Iterator[Row]:
     exhibit = "mlpoffload-fig06"
     for system, arm in (("ZeRO-3", "zero3"), (OURS, "as_published")):
         made_step = Step(work(arm, "four sub-groups", held=2, ranks=1), machine(ONE), PAPER.costs())
-        kept = arm != "zero3"
-        paths = paths_of(made_step)
-        done = forward(made_step, weights_wait=False)
-        arrived = None if kept else gradients_to_paths(made_step, paths)
-        done = backward(made_step, after=done, weights_wait=False, arrived=arrived)
-        half = work(arm, "four sub-groups", held=2, ranks=1).sub_groups()
-        held = len(half) // 2 if kept else 0
-        update(made_step, done, paths, held=held, reads_gradients=not kept, parts=1 if kept else 4)
+        schedule(made_step)
         events = play(made_step.tasks, machine_for(made_step)).events
         for (line, name), (begin, end) in spans(events, line_and_part).items():
             cells = {"series": f"{system}: {line}", "model": "four sub-groups", "x": ("begin (s)", begin)}
