@@ -7,8 +7,9 @@ import contextlib
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memascend import systems
 from memascend.memory.budget import parse_bytes
@@ -17,11 +18,15 @@ from memascend.planner.command import fused_experts
 from memascend.planner.options import MODEL_OPTIONS, Stack, default_context, longest_context
 from memascend.planner.tensors import TensorSpec, named_tensors
 from memascend.storage.durable import write_atomically
+from memascend.systems import arrangement
 from memascend.training import data
 from memascend.training.backends import IN_MEMORY
 from memascend.training.config import TrainConfig
 from memascend.training.folder import RunFolder
 from memascend.training.processes import die_with_parent
+
+if TYPE_CHECKING:
+    from memascend.planner.workload import Workload
 
 _WEIGHT_BYTES, _GROUPED_ALIGNMENT = 2, 16  # torch._grouped_mm wants strides of multiples of 16 bytes
 
@@ -133,28 +138,40 @@ def _spec(config: TrainConfig, model_config: dict[str, Any]) -> ModelSpec:
     return spec_from_config(model_config, name=config.model, display=config.model).fused(fused_experts("auto"))
 
 
+def workload_of_run(config: TrainConfig, spec: ModelSpec, context: int) -> Workload:
+    """What this run trains, as the planner sees it; over several tiers with the sub-groups that wait in host memory."""
+    from memascend.planner.workload import Workload
+
+    over = {"system": config.system, "arm": config.arm}
+    if config.tiers:
+        if config.system == "memascend":
+            over = {"system": "mlp_offload", "arm": "weights_on_paths"}
+        own = arrangement(over["system"], over["arm"])
+        parts = {**own.parts, **arrangement(config.system, config.arm).parts, "tiers": config.tiers}
+        over["parts"] = replace(own, parts=parts)
+    return Workload(
+        spec=spec,
+        **over,
+        dtype=config.dtype,
+        states=config.states,
+        gradients=config.gradients,
+        stack=Stack(**{name: getattr(config, name) for name in MODEL_OPTIONS}),
+        ranks=config.ranks,
+        batch=config.batch,
+        context=context,
+        accumulation=config.accumulate,
+        host_memory=parse_bytes(config.host_memory) if config.host_memory else None,
+    )
+
+
 def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes: list[str]) -> dict[str, Any]:
     """Bytes of host memory and swap files that the planner expects; None where it does not know the model or system."""
     from memascend.planner.host_budget import HostMemoryTooSmall, require_host_memory
     from memascend.planner.limits import stored_within
     from memascend.planner.step import io_volume
-    from memascend.planner.workload import Workload
 
     try:
-        work = Workload(
-            spec=_spec(config, model_config),
-            system=config.system,
-            arm=config.arm,
-            dtype=config.dtype,
-            states=config.states,
-            gradients=config.gradients,
-            stack=Stack(**{name: getattr(config, name) for name in MODEL_OPTIONS}),
-            ranks=config.ranks,
-            batch=config.batch,
-            context=context,
-            accumulation=config.accumulate,
-            host_memory=parse_bytes(config.host_memory) if config.host_memory else None,
-        )
+        work = workload_of_run(config, _spec(config, model_config), context)
         planned = require_host_memory(work)
     except HostMemoryTooSmall:
         raise

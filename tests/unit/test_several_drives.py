@@ -10,7 +10,9 @@ from memascend.doctor import tiers as doctor
 from memascend.doctor.checks import Needs
 from memascend.doctor.speed import DeviceSpeed
 from memascend.integrations.deepspeed.parts import enable_options
+from memascend.planner import model_spec
 from memascend.training.config import complete, resumed
+from memascend.training.prepare import workload_of_run
 from memascend.training.systems import check, setup
 from tests.loop_devices import loop_device
 
@@ -73,6 +75,14 @@ def test_train_hands_the_paths_to_the_arm_that_uses_them(system, arm, paths, buf
     made = setup(config, prepared(), "run", "/swap").settings["deepspeed_config"]
     assert made["memascend"] == {"tiers": paths, "write_budget": "1TB/day", "write_budget_stops": True}
     assert made["zero_optimization"]["offload_optimizer"]["buffer_count"] == buffers
+
+
+@pytest.mark.parametrize(
+    ("system", "arm", "buffers"), [("memascend", None, 15), ("mlp_offload", None, 15), ("mlp_offload", "caching", 13)]
+)
+def test_what_train_plans_has_the_buffers_that_its_run_makes(system, arm, buffers):
+    config = config_of(system=system, arm=arm, tiers=["/a", "/b"])
+    assert workload_of_run(config, model_spec("qwen2.5-7b").twin(64), 32).optimizer_buffers == buffers
 
 
 def test_train_refuses_paths_where_nothing_uses_them():
