@@ -39,6 +39,12 @@ class PacedDrive:
         os.ftruncate(self._file, 2 * _CLOCK.size)
         self._free_at = mmap.mmap(self._file, 2 * _CLOCK.size)
 
+    @property
+    def name(self) -> str:
+        """The same in all processes that share the clock."""
+        status = os.fstat(self._file)
+        return f"paced-{os.major(status.st_dev)}-{os.minor(status.st_dev)}-{status.st_ino}"
+
     def book(self, nbytes: int, *, write: bool) -> float:
         """When a transfer that is asked for now ends, on this machine's monotonic clock."""
         at = _CLOCK.size * (self._duplex and write)
@@ -68,6 +74,10 @@ class PacedTier:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tier, name)
+
+    @property
+    def drive_name(self) -> str:
+        return self._drive.name
 
     def write(self, key: str, tensor: torch.Tensor, *, offset: int = 0, priority: int = 0) -> Completion:
         return self._paced(self._tier.write(key, tensor, offset=offset, priority=priority), tensor.nbytes, write=True)

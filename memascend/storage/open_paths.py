@@ -35,8 +35,10 @@ def open_paths(
 ) -> MultiPathTier:
     """`paths` are folders, made where only the last part is missing, and formatted devices; named so in errors.
 
-        `kind`: `direct` (one file in a folder) or `file` (a file for each tensor). Each path is measured, alone where
-    XX"""
+    `kind`: `direct` (one file in a folder) or `file` (a file for each tensor). `around` puts another tier around that
+    of a path; one that says its `drive_name` has a lock of its own, else paths share the lock of their drive. Each is
+    measured, alone where `exclusive`. Raises StorageError, and what the tiers raise, with nothing left open.
+    """
     with contextlib.ExitStack() as opened:
         ways = []
         for path in paths:
@@ -44,7 +46,7 @@ def open_paths(
             if around is not None:
                 tier = around(path, tier)
             opened.callback(tier.close)
-            lock = FairLock(name_of_place(path)) if exclusive else None
+            lock = FairLock(getattr(tier, "drive_name", None) or name_of_place(path)) if exclusive else None
             if lock is not None:
                 lock.acquire()
             try:

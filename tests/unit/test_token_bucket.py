@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from memascend.bench.token_bucket import PacedDrive, PacedHandle, PacedTier
+from memascend.storage import open_paths
+from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.engine_tiers import FileTier
+from memascend.storage.fair_lock import FairLock
 
 READ, WRITE = 8e6, 4e6
 
@@ -48,6 +51,24 @@ def test_an_error_of_the_tier_is_the_transfers(tmp_path):
     drive = PacedDrive(tmp_path / "clock", READ, WRITE)
     with closing(PacedTier(FileTier(tmp_path, "test"), drive)) as tier, pytest.raises(ValueError, match="no such"):
         tier.read("b", torch.empty(8))
+
+
+def test_drives_of_one_file_system_have_locks_of_their_own_that_processes_share(tmp_path, monkeypatch):
+    names = []
+
+    class Named(FairLock):
+        def __init__(self, name):
+            names.append(name)
+            super().__init__(name, tmp_path)
+
+    monkeypatch.setattr(open_paths, "FairLock", Named)
+    config = DirectEngineConfig(control_folder=str(tmp_path))
+    for _ in range(2):
+        drives = {str(tmp_path / name): PacedDrive(tmp_path / f"{name}.clock", 1e12, 1e12) for name in "ab"}
+        around = {"around": lambda path, tier, drives=drives: PacedTier(tier, drives[path])}
+        open_paths.open_paths(list(drives), "tests", config=config, exclusive=True, **around).close()
+    assert names[:2] == names[2:]
+    assert len(set(names)) == 2
 
 
 class _AtOnce:
