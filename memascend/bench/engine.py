@@ -91,7 +91,9 @@ def measure(options: EngineBench) -> dict[str, Any]:
         raise RuntimeError(f"the benchmark's process ended with status {done.returncode}: see its error above")
     found = json.loads(done.stdout)
     heap = {name: environment[name] for name in MALLOC}
-    facts = {"benchmark": "engine", "conditions": conditions() | {"threads": threads, "heap": heap}}
+    waiting = {name: environment[name] for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if name in environment}
+    said = {"threads": threads, "heap": heap} | ({"openmp": waiting} if waiting else {})
+    facts = {"benchmark": "engine", "conditions": conditions() | said}
     if options.path_rate:
         of_model = {"spec": _spec(options), "dtype": options.dtype, "path_rate": options.path_rate}
         found["foretold"] = [each for point in found["points"] for each in foretold(point, found["adamw"], **of_model)]

@@ -27,13 +27,15 @@ class _Named:
 
     def __init__(self, allocator: Allocator, owner: str, name: str) -> None:
         self._allocator, self._owner, self._name = allocator, owner, name
+        self.allocated: list[torch.Tensor] = []
         self.name, self.ledger = allocator.name, allocator.ledger
 
     def reserved_bytes(self, requested: int) -> int:
         return self._allocator.reserved_bytes(requested)
 
     def allocate(self, numel: int, dtype: torch.dtype, **_: object) -> torch.Tensor:
-        return self._allocator.allocate(numel, dtype, name=self._name, owner=self._owner)
+        self.allocated.append(self._allocator.allocate(numel, dtype, name=self._name, owner=self._owner))
+        return self.allocated[-1]
 
 
 def weight_classes(layout: Layout, blocks_in_flight: int) -> list[PoolClass]:
@@ -63,7 +65,11 @@ class EngineBuffers:
     ) -> None:
         self.layout, self.allocator, self.gradient_dtype = layout, allocator, gradients
         classes = weight_classes(layout, blocks_in_flight)
-        self.weights = AdaptiveBufferPool(classes, layout.weights, _Named(allocator, "streamed_weights", "weights"))
+        weights, states = (
+            _Named(allocator, "streamed_weights", "weights"),
+            _Named(allocator, "streamed_states", "optimizer states"),
+        )
+        self.weights = AdaptiveBufferPool(classes, layout.weights, weights)
         pieces = layout.pieces
         self.states: MonolithicBufferPool | None = None
         if pieces:
@@ -71,9 +77,10 @@ class EngineBuffers:
                 max(map(layout.states_numel, pieces)),
                 state_slots or STATE_SLOTS,
                 layout.states,
-                _Named(allocator, "streamed_states", "optimizer states"),
+                states,
                 separate=False,
             )
+        self.streamed = weights.allocated + states.allocated  # memory of both pools
         self.gradients: MonolithicBufferPool | None = None
         self.checkpoints: MonolithicBufferPool | None = None
 

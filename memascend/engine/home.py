@@ -57,12 +57,19 @@ class TornStates(ValueError):
 class StateHome:
     """A folder with one store. Thread-safe, but for `commit`, `roll_back` and `close`, which nothing may run beside.
 
-    Storage for `WeightStream`s: keys are any hashable with a distinct `str`.
+    Storage for `WeightStream`s: keys are any hashable with a distinct `str`. Every write's checksum is kept. A read is
+    compared with it until all that an earlier process has left has been read once; what this one has written, and the
+    engine has audited, is not summed up again in every step.
     """
 
-    def __init__(self, folder: Path, owner: str, config: DirectEngineConfig, faults: Any = None) -> None:
+    def __init__(
+        self, folder: Path, owner: str, config: DirectEngineConfig, faults: Any = None, *, new: bool = False
+    ) -> None:
         self.folder, self._owner, self._config, self._faults = folder, owner, config, faults
+        self._compares = not new  # reads with their checksums
+        self._registered: list[torch.Tensor] = []
         self._tier = self._open()
+        self._unread = {key for key, _ in self._tier.engine.items()} - {_META}  # of an earlier process
         self._moved_before = Transferred(0, 0, 0.0, 0.0)
         self._room_bytes: int | None = None
         self._replacing = threading.Lock()
@@ -96,7 +103,7 @@ class StateHome:
         try:
             _allocate(path, store_bytes(sizes, versions=versions, beside=beside, slack=slack), versions)
             _C.storage_format([str(path)], owner, [], _CHUNK_BYTES, log)
-            return cls(folder, owner, _config(folder, config), faults)
+            return cls(folder, owner, _config(folder, config), faults, new=True)
         except BaseException:
             remove(folder)
             raise
@@ -119,7 +126,9 @@ class StateHome:
         return cls(folder, owner, _config(folder, config), faults)
 
     def _open(self) -> DirectTier:
-        tier = DirectTier.on_devices([self.folder / _FILE], self._owner, self._config, self._faults)
+        chosen = {} if self._compares or self._config.checksums != "auto" else {"checksums": "write"}
+        config = dataclasses.replace(self._config, **chosen)
+        tier = DirectTier.on_devices([self.folder / _FILE], self._owner, config, self._faults)
         deadline = time.monotonic() + _DEAD_S
         while tier.engine.space().processes > 1:
             if time.monotonic() > deadline:
@@ -127,11 +136,23 @@ class StateHome:
                 raise ValueError(f"{self.folder} is in use by another process: wait for it, or name another folder")
             time.sleep(0.02)
         tier.engine.collect()
+        for tensor in self._registered:
+            tier.register(tensor)
         return tier
+
+    def _reopen(self) -> None:
+        """What was not committed is forgotten."""
+        now, before = self._tier.transferred, self._moved_before
+        self._moved_before = Transferred(
+            now.bytes_read + before.bytes_read, now.bytes_written + before.bytes_written, 0.0, 0.0
+        )
+        self._tier.close()
+        self._tier = self._open()
 
     # -- storage -------------------------------------------------------------------------------------------------------
 
     def read(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
+        self._unread.discard(str(key))
         return self._tier.read(str(key), tensor, priority=priority)
 
     def write(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
@@ -163,6 +184,8 @@ class StateHome:
         self._tier.commit()
 
     def register(self, tensor: torch.Tensor) -> bool:
+        """Pin long-lived memory in the engine's rings, as `DirectEngine.register_buffer`, until `close`."""
+        self._registered.append(tensor)
         return self._tier.register(tensor)
 
     @property
@@ -189,6 +212,16 @@ class StateHome:
         self._tier.commit()
         self._replaced.clear()
         self._facts, self._torn = facts, False
+
+    @property
+    def all_compared(self) -> bool:
+        """Whether there is nothing left to compare, and reads still are: `compare_no_more` saves that."""
+        return self._compares and not self._unread
+
+    def compare_no_more(self) -> None:
+        """All of the home was read once, or written by this process. Nothing may be under way, nor uncommitted."""
+        self._compares = False
+        self._reopen()
 
     def _write_meta(self, facts: dict[str, Any]) -> None:
         raw = json.dumps(facts).encode()
@@ -230,18 +263,14 @@ class StateHome:
         if self._torn and self._room_bytes is not None:
             raise TornStates(self.folder)
         self._replaced.clear()
-        now, before = self._tier.transferred, self._moved_before
-        self._moved_before = Transferred(
-            now.bytes_read + before.bytes_read, now.bytes_written + before.bytes_written, 0.0, 0.0
-        )
-        self._tier.close()
-        self._tier = self._open()
+        self._reopen()
 
     # -- end -----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """What was committed stays. Idempotent."""
         self._tier.close()
+        self._registered.clear()
 
     def destroy(self) -> None:
         """Close, and remove the folder."""

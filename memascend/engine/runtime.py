@@ -166,8 +166,10 @@ class StreamingEngine(BlockRuntime):
             self._stream.register(unit.key, self.layout.unit_numel(unit))
             for piece in unit.pieces:
                 self._states.register(piece.key, self.layout.states_numel(piece))
+        for tensor in self.buffers.streamed:
+            home.register(tensor)
         self._booked: list[int] = []  # ledger entries of memory that is not the allocator's
-        self._book_bounce_buffers(home.bounce_buffers)
+        self._of_home = self._book_bounce_buffers(home.bounce_buffers)
         self.weights = UnitWeights(units, self._stream)
         self._contents = TierContents(self.layout, self.weights, self._states, home.folder)
         self.updates = Updates(
@@ -665,6 +667,10 @@ class StreamingEngine(BlockRuntime):
         self._require_whole()
         self._commit(facts)
         self._restored = False
+        if self.home.all_compared:
+            self._close_streams()
+            self.home.compare_no_more()
+            self._home_was_opened_again()
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """As torch.nn.utils.clip_grad_norm_ over all parameters, for the step under way; the norm of all gradients
@@ -795,17 +801,28 @@ class StreamingEngine(BlockRuntime):
         self.updates.abandon()
         self._kept.clear()
         self.weights.abandon()
-        for stream in (self._stream, self._states, self._gradients):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+        with contextlib.suppress(OSError):
+            self._close_streams()
         if written:
             try:
                 self.home.roll_back()
             except homes.TornStates as error:
                 self._unfinished = str(error)
                 raise
+            self._home_was_opened_again()
         self._passes, self._clip = 0, self.options.clip
+
+    def _close_streams(self) -> None:
+        """Every slot is free, and nothing is under way; all of them can be used again. Raises the first failure."""
+        failures = []
+        for stream in (self._stream, self._states, self._gradients):
+            try:
+                if stream is not None:
+                    stream.close()
+            except OSError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def give_up(self) -> None:
         """After an error in the loop: forget the step under way. Everything is as after the last completed one.
@@ -840,14 +857,21 @@ class StreamingEngine(BlockRuntime):
             weight_decay=group["weight_decay"],
         )
 
-    def _book_bounce_buffers(self, buffers: Sequence[tuple[int, int]]) -> None:
-        """They live as long as the engine below, which is as long as this one."""
+    def _book_bounce_buffers(self, buffers: Sequence[tuple[int, int]]) -> list[int]:
+        """They live as long as the engine below: this one's life, or until the home is opened again."""
         ledger = self.buffers.allocator.ledger
-        for address, size in buffers if ledger is not None else ():
-            entry = ledger.record(
-                "bounce buffers", "nvme_engine_buffers", size, allocator="direct engine", address=address
-            )
-            self._booked.append(entry)
+        entries = [
+            ledger.record("bounce buffers", "nvme_engine_buffers", size, allocator="direct engine", address=address)
+            for address, size in (buffers if ledger is not None else ())
+        ]
+        self._booked += entries
+        return entries
+
+    def _home_was_opened_again(self) -> None:
+        for entry in self._of_home:
+            self._booked.remove(entry)
+            self.buffers.allocator.ledger.close(entry)
+        self._of_home = self._book_bounce_buffers(self.home.bounce_buffers)
 
     # -- further streams -----------------------------------------------------------------------------------------------
 
