@@ -133,7 +133,7 @@ class _Way:
     """One model in its way of training."""
 
     def __init__(self, way: str, options: EngineBench, ends: ExitStack, *, measure: bool = True) -> None:
-        from memascend.engine.runtime import EngineOptions
+        from memascend.engine.options import EngineOptions
         from memascend.engine.streaming import streaming
         from memascend.integrations.huggingface import causal_lm
 

@@ -101,10 +101,10 @@ class PacedTier(DirectTier):
 @contextmanager
 def paced(rate: float) -> Iterator[Server]:
     """Streaming engines that are made in the block share one server. Not for two blocks at a time."""
-    from memascend.engine import home, runtime
+    from memascend.engine import beside, home
 
     server = PacedTier.server = Server(rate)
-    modules = (home, runtime)
+    modules = (home, beside)
     for module in modules:
         module.DirectTier = PacedTier
     try:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from memascend.engine.blocks import UnitWeights
 from memascend.engine.layout import Kind, Layout, Run, Unit
@@ -97,6 +99,23 @@ class TierContents:
         finally:
             if held is not None:
                 self._weights.give_back(held)
+
+    def fill_state_dict(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """The model's state_dict() has its weights, in a file's memory; a tied one is one tensor under two names."""
+        names = self._weights.units.names
+        keys: dict[str, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if prefix + name in state and parameter in names:
+                keys.setdefault(names[parameter], []).append(prefix + name)
+        parts = [part.name for unit in self._layout.units for part in unit.parts]
+        wanted = [name for name in dict.fromkeys(parts) if name in keys]
+        shapes = {name: parameter.shape for parameter, name in names.items()}
+        sizes = [shapes[name].numel() * self._layout.weights.itemsize for name in wanted]
+        file = TensorFile(self._folder, sizes)
+        for name, values in self.read_weights(wanted):
+            copy = file.put(values)
+            for key in keys[name]:
+                state[key] = copy
 
     def _joined(self, slices: Sequence[Unit]) -> torch.Tensor:
         """A sliced parameter in the memory of a file, which the kernel can take back."""

@@ -14,120 +14,38 @@ import contextlib
 import functools
 import logging
 import os
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from memascend.engine import home as homes
+from memascend.engine.beside import WAIT_S, TiersBeside
 from memascend.engine.blocks import BlockRuntime, ModelUnits, NotStreamable, UnitWeights, stream_block
-from memascend.engine.buffers import BLOCKS_IN_FLIGHT, STATE_SLOTS, EngineBuffers
+from memascend.engine.buffers import EngineBuffers
 from memascend.engine.contents import TierContents
 from memascend.engine.home import StateHome
 from memascend.engine.inputs import KeptInput, KeptInputs
 from memascend.engine.layout import Kind, Layout, Part, Unit
-from memascend.engine.limit import Limit, Rates, StepClock, adamw_rate, limit_of
-from memascend.engine.mapped import TensorFile
-from memascend.engine.matrices import StreamedRows, partial_key
-from memascend.engine.one_version import GradientsAtHome, Redo, beside, versions_for
+from memascend.engine.limit import Limit
+from memascend.engine.matrices import StreamedRows
+from memascend.engine.one_version import Redo, beside, versions_for
 from memascend.engine.operators import Taken
-from memascend.engine.protocols import Storage
+from memascend.engine.options import EngineOptions
+from memascend.engine.profile import StepProfile
 from memascend.engine.swap import Decision, Swapping, link_rate
-from memascend.engine.updates import ARMS, AdamSettings, Updates, gradient_key, gradient_numel
+from memascend.engine.updates import AdamSettings, Updates
 from memascend.engine.weights import WeightStream
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
 from memascend.ops.rows import slice_module
 from memascend.storage.direct_engine import DirectEngineConfig
-from memascend.storage.engine_tiers import DirectTier
 from memascend.storage.scratch import collect_scratch_files
-from memascend.swapping import RULES
 from memascend.swapping import Rates as SwapRates
 
 log = logging.getLogger("memascend")
-
-_WAIT_S = 3600.0  # for a slot: as long as the largest update may take, on the slowest disk
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """How a model is streamed.
-
-    `arm`: optimized, naive or none (`memascend.engine.updates`). `accumulate`: backward passes in a step; `clip`: the
-    largest norm of all gradients, 0 for any. With either, gradients wait on the tier for the norm or for the others;
-    `wait`: for a norm that is asked for later (`clip_grad_norm`). `checkpoints`: `tier` (inputs of blocks wait on the
-    SSD) or `device`. `states`: dtype of moments and masters; `gradients`: of those that wait. `zero_missing`: see
-    `Updates`. `piece_elements`: see `make_layout`. `measure`: find out how fast a step could be (`limit`). `swap`:
-    results inside of blocks that are swapped rather than computed again, decided after the first step by a rule (best,
-    algorithm 1 or released, see `memascend.swapping`), all, a number of bytes a pass, or a share such as 50%; None:
-    none. `swap_room`: bytes of host memory that they may take before the SSD has them. `versions`: of the states on
-    the tier, 2, or 1 with gradients that wait beside it (`memascend.engine.one_version`); None: two if the disk has
-    room for them. `redo`: with one version, whether a step that is cut off can be done again; else nothing waits for
-    it, a kill in the middle of a step leaves torn states (`TornStates`), and so do an error in a backward pass that
-    uses gradients as they come and a gradient that is infinite or NaN there.
-    """
-
-    arm: str = "optimized"
-    accumulate: int = 1
-    clip: float = 0.0
-    wait: bool = False
-    checkpoints: str = "tier"
-    states: torch.dtype = torch.float32
-    gradients: torch.dtype = torch.float32
-    zero_missing: bool = False
-    measure: bool = False
-    swap: str | None = None
-    swap_room: int = 0
-    blocks_in_flight: int = BLOCKS_IN_FLIGHT
-    piece_elements: int | None = None
-    versions: int | None = None
-    redo: bool = True
-
-    def __post_init__(self) -> None:
-        if self.arm not in ARMS:
-            raise ValueError(f"unknown arm {self.arm!r} of gradient offloading: use one of {', '.join(ARMS)}")
-        if self.checkpoints not in ("tier", "device"):
-            raise ValueError(f"checkpoints must be 'tier' or 'device', got {self.checkpoints!r}")
-        if self.swap is not None and not (self.swap in (*RULES, "all") or self.swap.removesuffix("%").isdecimal()):
-            known = f"{', '.join(RULES)}, 'all', bytes, or a share such as 50%"
-            raise ValueError(f"swap must be one of {known}, got {self.swap!r}")
-        if self.versions not in (None, 1, 2):
-            raise ValueError(f"versions must be 1 or 2, or None for what the disk has room for, got {self.versions}")
-        if not self.redo and self.versions == 2:
-            raise ValueError("redo is of one version of the states, and versions is 2: leave redo out, or versions=1")
-        if self.accumulate < 1 or not self.clip >= 0 or self.blocks_in_flight < 1:
-            raise ValueError(
-                f"accumulate {self.accumulate}, clip {self.clip}, blocks_in_flight {self.blocks_in_flight}: need at "
-                "least 1, 0 and 1"
-            )
-
-    @property
-    def profiles(self) -> bool:
-        """Whether rates and the blocks' times are measured."""
-        return self.measure or self.swap is not None
-
-    @property
-    def state_slots(self) -> int:
-        return 1 if self.arm == "naive" else STATE_SLOTS
-
-    @property
-    def waits(self) -> bool:
-        """Whether gradients wait on the tier until all of a step have come."""
-        return self.arm == "none" or self.clip > 0 or self.wait or self.redoes
-
-    @property
-    def redoes(self) -> bool:
-        """Whether a step replaces the states in parts, and is done again where that is cut off."""
-        return self.versions == 1 and self.redo
-
-    @property
-    def tears(self) -> bool:
-        """Whether a step replaces the states in parts, which are of no use where that is cut off."""
-        return self.versions == 1 and not self.redo
 
 
 class StreamingEngine(BlockRuntime):
@@ -158,18 +76,17 @@ class StreamingEngine(BlockRuntime):
             state_slots=options.state_slots,
             gradients=options.gradients,
         )
-        self._stream = WeightStream(home, pool=self.buffers.weights, wait_s=_WAIT_S)
+        self._stream = WeightStream(home, pool=self.buffers.weights, wait_s=WAIT_S)
         self._states: WeightStream | None = None
         if self.buffers.states is not None:
-            self._states = WeightStream(home, pool=self.buffers.states, wait_s=_WAIT_S)
+            self._states = WeightStream(home, pool=self.buffers.states, wait_s=WAIT_S)
         for unit in self.layout.units:
             self._stream.register(unit.key, self.layout.unit_numel(unit))
             for piece in unit.pieces:
                 self._states.register(piece.key, self.layout.states_numel(piece))
         for tensor in self.buffers.streamed:
             home.register(tensor)
-        self._booked: list[int] = []  # ledger entries of memory that is not the allocator's
-        self._of_home = self._book_bounce_buffers(home.bounce_buffers)
+        self._beside = TiersBeside(home, self.layout, self.buffers, redoes=options.redoes)
         self.weights = UnitWeights(units, self._stream)
         self._contents = TierContents(self.layout, self.weights, self._states, home.folder)
         self.updates = Updates(
@@ -183,11 +100,8 @@ class StreamingEngine(BlockRuntime):
         )
         self.steps = dict.fromkeys(self.layout.order, 0)  # of each parameter, as torch.optim counts them
         self.scale = 1.0  # that the loss is multiplied by before backward
-        self._scratch: DirectTier | None = None
-        self._gradients: WeightStream | None = None
-        self._making = threading.Lock()
         self._matrices: list[StreamedRows] = []
-        self._inputs = KeptInputs(self.buffers, self._scratch_tier, _WAIT_S)
+        self._inputs = KeptInputs(self.buffers, self._beside.scratch, WAIT_S)
         self._uses: dict[str, int] = {}
         self._visits: list[str] = []
         self._pattern: list[str] = []
@@ -195,16 +109,13 @@ class StreamingEngine(BlockRuntime):
         self._passes = 0  # backward passes of this step that have ended
         self._backward_begun = False
         self._kept: dict[str, Unit] = {}  # held units whose backward has not come
-        self.limit: Limit | None = None  # of the last step, where that is measured
-        self._rates: Rates | None = None
-        self._block_seconds: dict[tuple[int, int], tuple[float, float]] = {}  # forward, backward
-        self._outside_s = 0.0  # of the modules outside of the blocks, in this forward pass
-        self._entered_s: dict[str, float] = {}
-        self._clock = StepClock(lambda: self.transferred)
+        self._profile = StepProfile(self.layout, options.profiles, lambda: self.transferred, self._computed_again)
         self._undo: list[Callable[[], None]] = []
         self._swapping: Swapping | None = None
         if options.swap is not None:
-            self._swapping = Swapping(model, units.blocks, options.swap, self._swap_tier, options.swap_room, allocator)
+            self._swapping = Swapping(
+                model, units.blocks, options.swap, self._beside.swap_tier, options.swap_room, allocator
+            )
         self._unfinished: str | None = None  # what is to be done about an update that is half on the tier
         self._restored = False
         self.versions_why = "as an earlier run began it"  # so many of the states
@@ -218,14 +129,16 @@ class StreamingEngine(BlockRuntime):
     @property
     def transferred(self) -> tuple[int, int]:
         """Bytes read and written since the engine was made: states, waiting gradients, activation checkpoints."""
-        read, written = self.home.transferred
-        if self._scratch is not None:
-            moved = self._scratch.transferred
-            read, written = read + moved.bytes_read, written + moved.bytes_written
+        read, written = (a + b for a, b in zip(self.home.transferred, self._beside.transferred, strict=True))
         if self._swapping is not None and self._swapping.cache is not None:
             moved = self._swapping.cache.tier.transferred
             read, written = read + moved.bytes_read, written + moved.bytes_written
         return read, written
+
+    @property
+    def limit(self) -> Limit | None:
+        """How fast the last step could have been, where that is measured."""
+        return self._profile.limit
 
     @property
     def decision(self) -> Decision | None:
@@ -364,7 +277,7 @@ class StreamingEngine(BlockRuntime):
             room = beside(self.layout, 1, self.options.gradients, self.options.state_slots, redo=False)["slack"]
             self.home.replace_within(room)
         if self.options.profiles and self._states is not None:
-            self._rates = self._measure_rates()
+            self._profile.measure_rates(self._states, self.home, self.options.state_slots)
 
     def _flush(self) -> None:
         self._stream.flush()
@@ -402,13 +315,9 @@ class StreamingEngine(BlockRuntime):
             if stream is not None:
                 with contextlib.suppress(OSError, RuntimeError):
                     stream.close()
-        if self._scratch is not None:
-            with contextlib.suppress(OSError):
-                self._scratch.close()
-        while self._booked:
-            self.buffers.allocator.ledger.close(self._booked.pop())
+        self._beside.close()
         # The buffers go with whoever holds them; the model's graphs may hold this object.
-        del self.buffers, self.updates, self.weights, self._contents, self._stream, self._states, self._gradients
+        del self.buffers, self.updates, self.weights, self._contents, self._stream, self._states, self._beside
         del self._matrices
         self._inputs.drop()
 
@@ -433,7 +342,7 @@ class StreamingEngine(BlockRuntime):
                     self._undo.append(hook.remove)
         before = self.model.register_forward_pre_hook(self._model_begins)
         after = self.model.register_forward_hook(self._model_ends)
-        saved = self.model.register_state_dict_post_hook(functools.partial(self._fill_state_dict))
+        saved = self.model.register_state_dict_post_hook(functools.partial(self._contents.fill_state_dict))
         self._undo += [before.remove, after.remove, saved.remove]
 
     def _detach(self) -> None:
@@ -443,7 +352,7 @@ class StreamingEngine(BlockRuntime):
     def _fetcher(self, unit: Unit) -> Callable[..., None]:
         def fetch(*_: Any) -> None:
             self.weights.take(unit)
-            self._entered_s[unit.key] = time.perf_counter()
+            self._profile.enters(unit)
 
         return fetch
 
@@ -453,7 +362,7 @@ class StreamingEngine(BlockRuntime):
         def release(*_: Any) -> None:
             if not self.weights.is_held(unit):  # its fetch has failed
                 return
-            self._outside_s += time.perf_counter() - self._entered_s[unit.key]
+            self._profile.leaves(unit)
             if unit.kind is Kind.HELD and torch.is_grad_enabled() and unit.key not in self._kept:
                 self._kept[unit.key] = unit
             else:
@@ -474,16 +383,14 @@ class StreamingEngine(BlockRuntime):
         if self._passes >= self.options.accumulate:
             self.finish_step()
         self._visits = []
-        self._outside_s = 0.0
-        if self.options.profiles:
-            self._clock.begin()
+        self._profile.begin_forward()
         self._stream.read_ahead(self._pattern)
 
     def _model_ends(self, *_: Any) -> None:
         if not torch.is_grad_enabled():
             self._stream.release_idle()
             return
-        self._clock.end("forward", compute_s=self._outside_s + self._of_blocks())
+        self._profile.end_forward()
         if not self.options.waits and self._passes + 1 == self.options.accumulate:
             self.updates.expect()
 
@@ -524,8 +431,7 @@ class StreamingEngine(BlockRuntime):
                     self._arrive_from(part, parameter)
         for rows in self._matrices:
             rows.end_of_backward()
-        compute = 2 * self._outside_s + self._of_blocks(backward=True)  # twice forward, as products are
-        self._clock.end("backward", compute_s=compute)
+        self._profile.end_backward()
         last = self._passes + 1 >= self.options.accumulate
         self.updates.end_pass(wait=self.options.waits or not last, last=last)
         self._backward_begun = False
@@ -538,32 +444,14 @@ class StreamingEngine(BlockRuntime):
             self.weights.give_back(self._kept.popitem()[1])
 
     def wants_profile(self, unit: Unit) -> bool:
-        return self.options.profiles and self._alike(unit) not in self._block_seconds
+        return self._profile.wants(unit)
 
     def profiled(self, unit: Unit, forward_s: float, backward_s: float) -> None:
-        if not self.options.profiles:
-            return
-        known = self._block_seconds.get(self._alike(unit))
-        if known is None:
-            self._clock.begin()  # what the profile took belongs to no phase
-            self._block_seconds[self._alike(unit)] = forward_s, backward_s
-        else:
-            self._block_seconds[self._alike(unit)] = min(known[0], forward_s), min(known[1], backward_s)
+        self._profile.took(unit, forward_s, backward_s)
 
-    @staticmethod
-    def _alike(unit: Unit) -> tuple[int, int]:
-        """The same for blocks that take the same time."""
-        return unit.numel, len(unit.parts)
-
-    def _of_blocks(self, *, backward: bool = False) -> float:
-        """Seconds of one pass through all blocks, as profiled; `backward` with what is computed again."""
-        total = 0.0
-        for unit in self.layout.units:
-            if unit.kind is Kind.BLOCK:
-                forward_s, backward_s = self._block_seconds.get(self._alike(unit), (0.0, 0.0))
-                again = self._swapping.computed_again(unit.key) if self._swapping is not None else 1.0
-                total += backward_s + again * forward_s if backward else forward_s
-        return total
+    def _computed_again(self, unit: Unit) -> float:
+        """The share of a block's products that backward computes a second time."""
+        return self._swapping.computed_again(unit.key) if self._swapping is not None else 1.0
 
     def entered(self, unit: Unit) -> None:
         self._uses[unit.key] = self._uses.get(unit.key, 0) + 1
@@ -575,27 +463,10 @@ class StreamingEngine(BlockRuntime):
 
     def computed_outside(self, seconds: float) -> None:
         if not self._backward_begun:
-            self._outside_s += seconds
+            self._profile.outside_s += seconds
 
     def left(self, unit: Unit) -> None:
         self._uses[unit.key] = max(0, self._uses.get(unit.key, 0) - 1)
-
-    def _fill_state_dict(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """The model's state_dict() has its weights, in a file's memory; a tied one is one tensor under two names."""
-        names = self.units.names
-        keys: dict[str, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if prefix + name in state and parameter in names:
-                keys.setdefault(names[parameter], []).append(prefix + name)
-        parts = [part.name for unit in self.layout.units for part in unit.parts]
-        wanted = [name for name in dict.fromkeys(parts) if name in keys]
-        shapes = {name: parameter.shape for parameter, name in names.items()}
-        sizes = [shapes[name].numel() * self.layout.weights.itemsize for name in wanted]
-        file = TensorFile(self.home.folder, sizes)
-        for name, values in self.read_weights(wanted):
-            copy = file.put(values)
-            for key in keys[name]:
-                state[key] = copy
 
     def keep_input(self, tensor: torch.Tensor) -> Any:
         return self._inputs.keep(tensor) if self.options.checkpoints == "tier" and tensor.numel() else tensor
@@ -615,7 +486,7 @@ class StreamingEngine(BlockRuntime):
 
     def _decide_on_swapping(self) -> None:
         """Once, when the first step's profile is complete."""
-        swapping, rates, blocks_s = self._swapping, self._rates, self._of_blocks()
+        swapping, rates, blocks_s = self._swapping, self._profile.rates, self._profile.blocks_s()
         if swapping is None or swapping.decision is not None or rates is None or not swapping.flops:
             return
         layout = self.layout
@@ -630,7 +501,7 @@ class StreamingEngine(BlockRuntime):
         )
         decision = swapping.decide(
             measured,
-            self._outside_s / blocks_s,
+            self._profile.outside_s / blocks_s,
             weights=weights,
             gradients=weights,
             update_read=weights + states,
@@ -670,7 +541,7 @@ class StreamingEngine(BlockRuntime):
         if self.home.all_compared:
             self._close_streams()
             self.home.compare_no_more()
-            self._home_was_opened_again()
+            self._beside.home_was_opened_again()
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """As torch.nn.utils.clip_grad_norm_ over all parameters, for the step under way; the norm of all gradients
@@ -705,14 +576,15 @@ class StreamingEngine(BlockRuntime):
         if waited and self._clip > 0:
             updates.scale *= max(1.0, (float(norm) / self.scale + 1e-6) / self._clip)
         if options.redoes:
-            self._gradients.flush()
+            self._beside.gradients.flush()
             settings = [self._settings(name) for name in self.steps]
             self._update_in_parts(Redo.of(updates, settings, facts, self._kind_of_gradients()))
         elif waited:
             updates.finish_waiting()
         self._flush()
         self._count_step()
-        self._end_of_clock(waited)
+        step = max(self.steps.values(), default=0)
+        self._profile.end_step(step, "optimizer" if waited else "backward", self.home.since_opened, updates.fastest)
         self._decide_on_swapping()
         updates.end_step()
         self._passes, self._clip = 0, options.clip
@@ -762,40 +634,6 @@ class StreamingEngine(BlockRuntime):
         self._commit(redo.facts)
         return redo.facts
 
-    def _end_of_clock(self, waited: bool) -> None:
-        """Updates without a phase of their own ran in backward."""
-        updated = sum(piece.numel for piece in self.layout.pieces)
-        self._clock.end("optimizer" if waited else "backward", compute_s=0.0, updated=updated)
-        phases = self._clock.take()
-        if phases and self._rates is not None:
-            moved = self.home.since_opened
-            self._rates = self._rates.at_least(
-                read=moved.read_bytes_per_s, write=moved.write_bytes_per_s, adamw=self.updates.fastest
-            )
-            self.limit = limit_of(phases, self._rates)
-            log.info("memascend: step %d: %s", max(self.steps.values(), default=0), self.limit)
-
-    def _measure_rates(self) -> Rates:
-        """Of the states' path with as much under way as the slots hold. Between steps: what is written is forgotten."""
-        pieces = sorted(self.layout.pieces, key=self.layout.states_numel)[-self.options.state_slots :]
-        keys = [piece.key for piece in pieces]
-        nbytes = sum(self.layout.states_numel(piece) for piece in pieces) * self.layout.states.itemsize
-        best = [float("inf")] * 2
-        for _ in range(3):
-            times = [time.perf_counter()]
-            self._states.fetch(keys)
-            times.append(time.perf_counter())
-            for completion in [self._states.write(key) for key in keys]:
-                completion.wait()
-            times.append(time.perf_counter())
-            for key in keys:
-                self._states.release(key)
-            self._states.flush()
-            self.home.roll_back()
-            best = [min(b, after - before) for b, before, after in zip(best, times[:-1], times[1:], strict=True)]
-        adamw = adamw_rate(max(piece.numel for piece in pieces), self.layout.states)
-        return Rates(read=nbytes / best[0], write=nbytes / best[1], adamw=adamw)
-
     def _take_back(self, *, written: bool) -> None:
         """Nothing of this step stays: what is in memory or written may be half of it."""
         self.updates.abandon()
@@ -809,13 +647,13 @@ class StreamingEngine(BlockRuntime):
             except homes.TornStates as error:
                 self._unfinished = str(error)
                 raise
-            self._home_was_opened_again()
+            self._beside.home_was_opened_again()
         self._passes, self._clip = 0, self.options.clip
 
     def _close_streams(self) -> None:
         """Every slot is free, and nothing is under way; all of them can be used again. Raises the first failure."""
         failures = []
-        for stream in (self._stream, self._states, self._gradients):
+        for stream in (self._stream, self._states, self._beside.gradients):
             try:
                 if stream is not None:
                     stream.close()
@@ -857,53 +695,9 @@ class StreamingEngine(BlockRuntime):
             weight_decay=group["weight_decay"],
         )
 
-    def _book_bounce_buffers(self, buffers: Sequence[tuple[int, int]]) -> list[int]:
-        """They live as long as the engine below: this one's life, or until the home is opened again."""
-        ledger = self.buffers.allocator.ledger
-        entries = [
-            ledger.record("bounce buffers", "nvme_engine_buffers", size, allocator="direct engine", address=address)
-            for address, size in (buffers if ledger is not None else ())
-        ]
-        self._booked += entries
-        return entries
-
-    def _home_was_opened_again(self) -> None:
-        for entry in self._of_home:
-            self._booked.remove(entry)
-            self.buffers.allocator.ledger.close(entry)
-        self._of_home = self._book_bounce_buffers(self.home.bounce_buffers)
-
-    # -- further streams -----------------------------------------------------------------------------------------------
-
-    def _scratch_tier(self) -> DirectTier:
-        if self._scratch is None:
-            config = DirectEngineConfig(control_folder=os.fspath(self.home.folder))
-            self._scratch = DirectTier.in_file(self.home.folder, "gradients and activations", config)
-            self._book_bounce_buffers(self._scratch.engine.bounce_buffers)
-        return self._scratch
-
-    def _swap_tier(self) -> DirectTier:
-        config = DirectEngineConfig(control_folder=os.fspath(self.home.folder))
-        tier = DirectTier.in_file(self.home.folder, "swapped activations", config)
-        self._book_bounce_buffers(tier.engine.bounce_buffers)
-        return tier
-
     def gradient_stream(self) -> WeightStream:
         """Of gradients that wait on the tier; made by whichever thread asks first."""
-        with self._making:
-            if self._gradients is None:
-                pool = self.buffers.need_gradients()
-                stream = WeightStream(self._gradient_storage(), pool=pool, wait_s=_WAIT_S)
-                for piece in self.layout.pieces:
-                    for key in (gradient_key(piece), partial_key(piece)):
-                        stream.register(key, gradient_numel(piece, self.buffers.gradient_dtype))
-                self._gradients = stream
-        return self._gradients
-
-    def _gradient_storage(self) -> Storage:
-        if not self.options.redoes:
-            return self._scratch_tier()
-        return GradientsAtHome(self.home, self._scratch_tier, {gradient_key(piece) for piece in self.layout.pieces})
+        return self._beside.gradient_stream()
 
     # -- contents ------------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,8 @@ from torch import nn
 from memascend.engine import home as homes
 from memascend.engine.blocks import NotStreamable
 from memascend.engine.mapped import TensorFile
-from memascend.engine.runtime import EngineOptions, StreamingEngine
+from memascend.engine.options import EngineOptions
+from memascend.engine.runtime import StreamingEngine
 from memascend.memory.pinned import Allocator
 
 log = logging.getLogger("memascend")

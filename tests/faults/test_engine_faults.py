@@ -7,7 +7,8 @@ import threading
 import pytest
 import torch
 
-from memascend.engine.runtime import EngineOptions, StreamingEngine
+from memascend.engine.options import EngineOptions
+from memascend.engine.runtime import StreamingEngine
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.storage.errors import StorageError

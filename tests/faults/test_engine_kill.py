@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from memascend.engine import home as homes
-from memascend.engine.runtime import EngineOptions, StreamingEngine
+from memascend.engine.options import EngineOptions
+from memascend.engine.runtime import StreamingEngine
 from memascend.storage.names import SCRATCH_PREFIX
 
 STEPS = 40
@@ -19,7 +20,8 @@ import sys, torch
 from pathlib import Path
 from torch import nn
 from memascend.engine import home as homes
-from memascend.engine.runtime import EngineOptions, StreamingEngine
+from memascend.engine.options import EngineOptions
+from memascend.engine.runtime import StreamingEngine
 
 def made():
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from memascend import systems
 from memascend.cli import main
 from memascend.engine.blocks import NotStreamable
 from memascend.engine.home import StateHome
-from memascend.engine.runtime import EngineOptions
+from memascend.engine.options import EngineOptions
 from memascend.engine.streaming import streaming
 from memascend.memory.classes import class_of
 from memascend.memory.ledger import Ledger

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 from memascend.engine.operators import Measuring, Replaying, Taking
-from memascend.engine.runtime import EngineOptions, StreamingEngine
+from memascend.engine.options import EngineOptions
+from memascend.engine.runtime import StreamingEngine
 from memascend.engine.swap import Iteration, decide
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator

@@ -18,7 +18,8 @@ from torch import nn
 from memascend.engine import home as homes
 from memascend.engine import one_version
 from memascend.engine.home import NotThisModel, StateHome
-from memascend.engine.runtime import EngineOptions, StreamingEngine
+from memascend.engine.options import EngineOptions
+from memascend.engine.runtime import StreamingEngine
 from memascend.engine.streaming import streaming
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator

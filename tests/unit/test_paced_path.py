@@ -8,7 +8,8 @@ from torch import nn
 
 from memascend.bench.foretold import foretold
 from memascend.bench.paced import PacedTier, Server, paced
-from memascend.engine.runtime import EngineOptions, StreamingEngine
+from memascend.engine.options import EngineOptions
+from memascend.engine.runtime import StreamingEngine
 from memascend.planner import model_spec
 from memascend.storage.completion import Promise
 from memascend.storage.engine_tiers import DirectTier

@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from memascend.engine.layout import Kind, rows_of_a_slice
 from memascend.engine.matrices import slice_in_memory
-from memascend.engine.runtime import EngineOptions, StreamingEngine
+from memascend.engine.options import EngineOptions
+from memascend.engine.runtime import StreamingEngine
 from memascend.engine.streaming import streaming
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator

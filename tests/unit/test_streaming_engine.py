@@ -13,7 +13,8 @@ from memascend.engine.blocks import ModelUnits, NotStreamable, find_blocks
 from memascend.engine.home import NotThisModel
 from memascend.engine.layout import Kind, make_layout
 from memascend.engine.limit import Phase, Rates, limit_of
-from memascend.engine.runtime import EngineOptions, StreamingEngine
+from memascend.engine.options import EngineOptions
+from memascend.engine.runtime import StreamingEngine
 from memascend.memory.ledger import Ledger, verify_by_address
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.ops.adamw import AdamW

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memascend.engine.blocks import NotStreamable
-from memascend.engine.runtime import EngineOptions
+from memascend.engine.options import EngineOptions
 from memascend.engine.streaming import streaming
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator

@@ -15,7 +15,7 @@ import torch
 from memascend.engine import home as homes
 from memascend.engine import one_version
 from memascend.engine.home import TornStates
-from memascend.engine.runtime import EngineOptions
+from memascend.engine.options import EngineOptions
 from memascend.engine.streaming import streaming
 from tests.unit import test_one_version as with_redo
 from tests.unit.test_one_version import Model, assert_same, batch, contents, instants, model, train

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from memascend.engine import home as homes
-from memascend.engine.runtime import EngineOptions, StreamingEngine
+from memascend.engine.options import EngineOptions
+from memascend.engine.runtime import StreamingEngine
 from memascend.engine.spilled import SpilledValues
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator

@@ -1,0 +1,100 @@
+"""What an engine keeps on the tier beside the states: gradients that wait, inputs of blocks, swapped activations."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Sequence
+
+from memascend.engine.buffers import EngineBuffers
+from memascend.engine.home import StateHome
+from memascend.engine.layout import Layout
+from memascend.engine.matrices import partial_key
+from memascend.engine.one_version import GradientsAtHome
+from memascend.engine.protocols import Storage
+from memascend.engine.updates import gradient_key, gradient_numel
+from memascend.engine.weights import WeightStream
+from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.engine_tiers import DirectTier
+
+WAIT_S = 3600.0  # for a slot: as long as the largest update may take, on the slowest disk
+
+
+class TiersBeside:
+    """Files in the home's folder, made when they are first needed, by whichever thread asks first; gone with `close`.
+
+    `redoes`: gradients lie with the states, since a step can be done again from them. Also books the bounce buffers of
+    all these engines, the home's among them, which are not the allocator's.
+    """
+
+    def __init__(self, home: StateHome, layout: Layout, buffers: EngineBuffers, *, redoes: bool) -> None:
+        self._home, self._layout, self._buffers, self._redoes = home, layout, buffers, redoes
+        self._scratch: DirectTier | None = None
+        self.gradients: WeightStream | None = None  # once there is one
+        self._making = threading.Lock()
+        self._booked: list[int] = []
+        self._of_home = self._book(home.bounce_buffers)
+
+    def scratch(self) -> DirectTier:
+        if self._scratch is None:
+            self._scratch = self._in_file("gradients and activations")
+        return self._scratch
+
+    def swap_tier(self) -> DirectTier:
+        """A new one, for whoever asks to close."""
+        return self._in_file("swapped activations")
+
+    def gradient_stream(self) -> WeightStream:
+        """Of gradients that wait on the tier."""
+        with self._making:
+            if self.gradients is None:
+                pool = self._buffers.need_gradients()
+                stream = WeightStream(self._gradient_storage(), pool=pool, wait_s=WAIT_S)
+                for piece in self._layout.pieces:
+                    for key in (gradient_key(piece), partial_key(piece)):
+                        stream.register(key, gradient_numel(piece, self._buffers.gradient_dtype))
+                self.gradients = stream
+        return self.gradients
+
+    @property
+    def transferred(self) -> tuple[int, int]:
+        """Bytes read and written, but for swapped activations."""
+        moved = self._scratch.transferred if self._scratch is not None else None
+        return (moved.bytes_read, moved.bytes_written) if moved is not None else (0, 0)
+
+    def home_was_opened_again(self) -> None:
+        """It has other bounce buffers now."""
+        for entry in self._of_home:
+            self._booked.remove(entry)
+            self._buffers.allocator.ledger.close(entry)
+        self._of_home = self._book(self._home.bounce_buffers)
+
+    def close(self) -> None:
+        """The end, once: the buffers' memory goes with whoever else holds it."""
+        if self._scratch is not None:
+            with contextlib.suppress(OSError):
+                self._scratch.close()
+        while self._booked:
+            self._buffers.allocator.ledger.close(self._booked.pop())
+        del self._buffers, self.gradients
+
+    def _in_file(self, what: str) -> DirectTier:
+        config = DirectEngineConfig(control_folder=os.fspath(self._home.folder))
+        tier = DirectTier.in_file(self._home.folder, what, config)
+        self._book(tier.engine.bounce_buffers)
+        return tier
+
+    def _gradient_storage(self) -> Storage:
+        if not self._redoes:
+            return self.scratch()
+        return GradientsAtHome(self._home, self.scratch, {gradient_key(piece) for piece in self._layout.pieces})
+
+    def _book(self, buffers: Sequence[tuple[int, int]]) -> list[int]:
+        ledger = self._buffers.allocator.ledger
+        entries = [
+            ledger.record("bounce buffers", "nvme_engine_buffers", size, allocator="direct engine", address=address)
+            for address, size in (buffers if ledger is not None else ())
+        ]
+        self._booked += entries
+        return entries
