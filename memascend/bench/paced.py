@@ -1,58 +1,101 @@
-"""An SSD of known speed, in the process that is measured: what it is asked for is done no sooner than it could be.
+"""Drives of known speed: what one is asked for is done no sooner than it could be.
 
-Requests are served one after the other, reads and writes by one server, those with the larger priority first: the
-device that the simulator plays and that Eqs. 2, 4 and 5 of LoHan describe. The transfers are real ones, to a path that
-has to be faster; `late_share` says of how much of the bytes it was not. The kernel's own controller cannot stand in for
-this: it lets what a tenth of a second may move pass at once, in each direction by itself, so that a chain of
-small reads and writes takes as long as the longer of them.
+The transfers are real ones, to a path that has to be faster; `late_share` says of how much of the bytes it was not.
+The kernel's own controller cannot stand in for this: it lets what a tenth of a second may move pass at once, in each
+direction by itself, so that a chain of small reads and writes takes as long as the longer of them; and it is for root.
+
+`Server`       one process's drive: one request after the other, reads and writes alike, those with the larger priority
+               first. The device that the simulator plays and that Eqs. 2, 4 and 5 of LoHan describe.
+`SharedDrive`  for all processes that name its clock, a file: in the order in which they asked, one after the other
+               (*simplex*, as MLP-Offload's models assume) or each direction by itself (*duplex*).
 """
 
 from __future__ import annotations
 
+import fcntl
 import heapq
 import itertools
+import mmap
+import os
+import queue
+import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from memascend.storage.completion import Completion, Promise, all_of
 from memascend.storage.engine_tiers import DirectTier
-from memascend.storage.tier import Transferred
+from memascend.storage.path import Busy
+from memascend.storage.tier import Tier, Transferred
+
+_CLOCK = struct.Struct("d")  # one for reads, and where they are apart one for writes
 
 
-class Server:
-    """Of `rate` bytes a second. Thread-safe; its thread ends with `close`."""
+class Drive:
+    """What a `PacedTier` asks of its drive. Thread-safe."""
 
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-        self._asked: list[tuple[int, int, float, int, Promise]] = []
-        self._count = itertools.count()
-        self._changed = threading.Condition()
-        self._closed = False
+    def __init__(self) -> None:
+        self._counting = threading.Lock()
         self._bytes = self._late_bytes = 0
-        self._thread = threading.Thread(target=self._serve, name="memascend-paced", daemon=True)
-        self._thread.start()
 
-    def serve(self, nbytes: int, priority: int) -> Promise:
-        """Ends when the server is done with it."""
-        promise = Promise(f"{nbytes} bytes at {self.rate:.3g} a second")
-        with self._changed:
-            heapq.heappush(self._asked, (-priority, next(self._count), time.perf_counter(), nbytes, promise))
-            self._changed.notify()
-        return promise
+    def serve(self, nbytes: int, ended: Callable[[], None], *, write: bool, priority: int) -> Promise:
+        """Ends when the drive is done with it; `ended` is called just before."""
+        raise NotImplementedError
+
+    def transferred(self, moved: Transferred, busy: Transferred) -> Transferred:
+        """What a tier says that its path has `moved` faster, and that was `busy` so long with the drive's time."""
+        raise NotImplementedError
+
+    def joined(self) -> None:
+        """A tier uses it."""
+
+    def left(self) -> None:
+        """It is closed."""
 
     def moved(self, nbytes: int, served: Promise) -> None:
         """The transfer itself has ended."""
-        with self._changed:
+        with self._counting:
             self._bytes += nbytes
             self._late_bytes += nbytes * served.done()
 
     @property
     def late_share(self) -> float:
-        """Of all bytes, those that the path moved later than this server had them."""
+        """Of all bytes, those that the path moved later than this drive had them."""
         return self._late_bytes / self._bytes if self._bytes else 0.0
+
+
+class Server(Drive):
+    """Of `rate` bytes a second. Its thread ends with `close`."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        self._asked: list[tuple[int, int, float, int, Callable[[], None], Promise]] = []
+        self._count = itertools.count()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="memascend-paced", daemon=True)
+        self._thread.start()
+
+    def serve(
+        self, nbytes: int, ended: Callable[[], None] = lambda: None, *, write: bool = False, priority: int = 0
+    ) -> Promise:
+        promise = Promise(f"{nbytes} bytes at {self.rate:.3g} a second")
+        with self._changed:
+            asked = (-priority, next(self._count), time.perf_counter(), nbytes, ended, promise)
+            heapq.heappush(self._asked, asked)
+            self._changed.notify()
+        return promise
+
+    def transferred(self, moved: Transferred, busy: Transferred) -> Transferred:
+        """With the seconds that the bytes take here."""
+        read, written = moved.bytes_read, moved.bytes_written
+        return Transferred(read, written, read / self.rate, written / self.rate)
 
     def close(self) -> None:
         with self._changed:
@@ -68,34 +111,182 @@ class Server:
                     self._changed.wait()
                 if not self._asked:
                     return
-                _, _, asked, nbytes, promise = heapq.heappop(self._asked)
+                _, _, asked, nbytes, ended, promise = heapq.heappop(self._asked)
             free = max(free, asked) + nbytes / self.rate
             if (left := free - time.perf_counter()) > 0 and not self._closed:
                 time.sleep(left)
+            ended()
             promise.set_result()
 
 
-class PacedTier(DirectTier):
-    """Whose transfers end when the path and the server have done them."""
+_Turns = queue.SimpleQueue[tuple[float, Callable[[], None], Promise] | None]
 
-    server: ClassVar[Server]
 
-    def read(self, key: str, tensor: Any, *, offset: int = 0, priority: int = 0) -> Completion:
-        return self._paced(super().read(key, tensor, offset=offset, priority=priority), tensor.nbytes, priority)
+class SharedDrive(Drive):
+    """The clock of one drive, in the file `clock`, which is made; rates in bytes a second. Its threads, one for each
+    direction, end with the last tier that uses it."""
 
-    def write(self, key: str, tensor: Any, *, offset: int = 0, priority: int = 0) -> Completion:
-        return self._paced(super().write(key, tensor, offset=offset, priority=priority), tensor.nbytes, priority)
+    def __init__(
+        self, clock: str | os.PathLike[str], read_bytes_per_s: float, write_bytes_per_s: float, duplex: bool = False
+    ) -> None:
+        super().__init__()
+        self._rates, self._duplex = (read_bytes_per_s, write_bytes_per_s), duplex
+        self._lock, self._ordering = threading.Lock(), threading.Lock()
+        self._file = os.open(clock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(self._file, 2 * _CLOCK.size)
+        self._free_at = mmap.mmap(self._file, 2 * _CLOCK.size)
+        self._tiers = 0
+        self._turns: list[_Turns] = []  # by direction, in the order of ends
 
-    def _paced(self, moving: Completion, nbytes: int, priority: int) -> Completion:
-        served = self.server.serve(nbytes, priority)
-        moving.add_done_callback(lambda _: self.server.moved(nbytes, served))
-        return all_of([moving, served]).then(lambda values: values[0])
+    @property
+    def name(self) -> str:
+        """The same in all processes that share the clock."""
+        status = os.fstat(self._file)
+        return f"paced-{os.major(status.st_dev)}-{os.minor(status.st_dev)}-{status.st_ino}"
+
+    def book(self, nbytes: int, *, write: bool) -> float:
+        """When a transfer that is asked for now ends, on this machine's monotonic clock."""
+        at = _CLOCK.size * (self._duplex and write)
+        with self._lock:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                begin = max(time.monotonic(), *_CLOCK.unpack_from(self._free_at, at))
+                end = begin + nbytes / self._rates[write]
+                _CLOCK.pack_into(self._free_at, at, end)
+            finally:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+        return end
+
+    def serve(self, nbytes: int, ended: Callable[[], None], *, write: bool, priority: int) -> Promise:
+        """`priority` is not looked at: other processes know nothing of it."""
+        turn = Promise("a turn on a paced drive")
+        with self._ordering:
+            self._turns[write].put((self.book(nbytes, write=write), ended, turn))
+        return turn
+
+    def transferred(self, moved: Transferred, busy: Transferred) -> Transferred:
+        """By the clock: others have the drive in between."""
+        return busy
+
+    def joined(self) -> None:
+        with self._ordering:
+            self._tiers += 1
+            if self._tiers == 1:
+                self._turns = [queue.SimpleQueue(), queue.SimpleQueue()]
+                for turns in self._turns:
+                    threading.Thread(target=_end_in_time, args=(turns,), name="memascend-bucket", daemon=True).start()
+
+    def left(self) -> None:
+        with self._ordering:
+            self._tiers -= 1
+            for turns in self._turns if not self._tiers else ():
+                turns.put(None)
+
+
+def _end_in_time(turns: _Turns) -> None:
+    while (turn := turns.get()) is not None:
+        end, ended, promise = turn
+        time.sleep(max(0.0, end - time.monotonic()))
+        ended()
+        promise.set_result()
+
+
+class PacedTier:
+    """`tier`, whose transfers end when the path and the drive have done them; all else is the tier's own. A transfer
+    that fails has had its turn all the same."""
+
+    def __init__(self, tier: Tier, drive: Drive) -> None:
+        self._tier, self._drive = tier, drive
+        self._busy, self._lock = Busy(), threading.Lock()
+        drive.joined()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tier, name)
+
+    @property
+    def drive_name(self) -> str:
+        """Of a shared drive; else the tier's own, if it has one."""
+        return self._drive.name
+
+    def write(self, key: str, tensor: torch.Tensor, *, offset: int = 0, priority: int = 0) -> Completion:
+        moving = self._tier.write(key, tensor, offset=offset, priority=priority)
+        return self._paced(moving, tensor.nbytes, True, priority)
+
+    def read(self, key: str, tensor: torch.Tensor, *, offset: int = 0, priority: int = 0) -> Completion:
+        moving = self._tier.read(key, tensor, offset=offset, priority=priority)
+        return self._paced(moving, tensor.nbytes, False, priority)
 
     @property
     def transferred(self) -> Transferred:
-        """With the seconds that the server takes."""
-        found, rate = super().transferred, self.server.rate
-        return Transferred(found.bytes_read, found.bytes_written, found.bytes_read / rate, found.bytes_written / rate)
+        """By the drive's time, not by the faster path below it."""
+        with self._lock:
+            busy = self._busy.transferred()
+        return self._drive.transferred(self._tier.transferred, busy)
+
+    def _paced(self, moving: Completion, nbytes: int, write: bool, priority: int) -> Completion:
+        def ended() -> None:
+            with self._lock:
+                self._busy.end(write, nbytes)
+
+        with self._lock:
+            self._busy.begin(write)
+        served = self._drive.serve(nbytes, ended, write=write, priority=priority)
+        moving.add_done_callback(lambda _: self._drive.moved(nbytes, served))
+        return all_of([moving, served]).then(lambda values: values[0])
+
+    def close(self) -> None:
+        self._tier.close()
+        self._drive.left()
+
+
+class PacedHandle:
+    """DeepNVMe's handle, whose `wait` returns no sooner than the drive's clock says for what it waits for."""
+
+    def __init__(self, handle: Any, drive: SharedDrive) -> None:
+        self._handle, self._drive = handle, drive
+        self._end = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+    def async_pread(self, buffer: torch.Tensor, *file: Any, **options: Any) -> int:
+        self._end = self._drive.book(buffer.nbytes, write=False)
+        return self._handle.async_pread(buffer, *file, **options)
+
+    def async_pwrite(self, buffer: torch.Tensor, *file: Any, **options: Any) -> int:
+        self._end = self._drive.book(buffer.nbytes, write=True)
+        return self._handle.async_pwrite(buffer, *file, **options)
+
+    def sync_pread(self, buffer: torch.Tensor, *file: Any, **options: Any) -> int:
+        self.async_pread(buffer, *file, **options)
+        return self.wait()
+
+    def sync_pwrite(self, buffer: torch.Tensor, *file: Any, **options: Any) -> int:
+        self.async_pwrite(buffer, *file, **options)
+        return self.wait()
+
+    def wait(self) -> int:
+        count = self._handle.wait()
+        time.sleep(max(0.0, self._end - time.monotonic()))
+        return count
+
+
+def clock_of(folder: str | os.PathLike[str]) -> Path:
+    """Where the clock of a folder's drive lies."""
+    return Path(folder) / "paced.clock"
+
+
+class _Paced:
+    """In DirectTier's place: its makers, with a drive around what they make."""
+
+    def __init__(self, drive: Drive) -> None:
+        self._drive = drive
+
+    def in_file(self, *args: Any, **options: Any) -> PacedTier:
+        return PacedTier(DirectTier.in_file(*args, **options), self._drive)
+
+    def on_devices(self, *args: Any, **options: Any) -> PacedTier:
+        return PacedTier(DirectTier.on_devices(*args, **options), self._drive)
 
 
 @contextmanager
@@ -103,10 +294,10 @@ def paced(rate: float) -> Iterator[Server]:
     """Streaming engines that are made in the block share one server. Not for two blocks at a time."""
     from memascend.engine import beside, home
 
-    server = PacedTier.server = Server(rate)
+    server = Server(rate)
     modules = (home, beside)
     for module in modules:
-        module.DirectTier = PacedTier
+        module.DirectTier = _Paced(server)
     try:
         yield server
     finally:

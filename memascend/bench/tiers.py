@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from memascend.bench.paced import PacedTier, SharedDrive, clock_of
 from memascend.bench.rounds import conditions, spread
-from memascend.bench.token_bucket import PacedDrive, PacedTier, clock_of
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.multi_path import MultiPathTier
 from memascend.storage.open_paths import open_paths
@@ -35,7 +35,7 @@ WAYS = ("exclusive", "free")
 class TierOptions:
     """`groups` of `group_bytes` each for each process, `held` of them in memory (None: two a path and one more);
     `repeats` passes are timed after one that is not. `simplex`: every path is held to these rates, bytes a second read
-    and written, which share it (`memascend.bench.token_bucket`)."""
+    and written, which share it (`memascend.bench.paced`)."""
 
     paths: tuple[str, ...]
     processes: tuple[int, ...] = (1,)
@@ -156,7 +156,7 @@ def _worker(asked: dict[str, Any]) -> None:
 
 
 def _held_to(rates: tuple[float, float], path: str, tier: Tier) -> Tier:
-    return PacedTier(tier, PacedDrive(clock_of(path), *rates))
+    return PacedTier(tier, SharedDrive(clock_of(path), *rates))
 
 
 def _pass(tier: MultiPathTier, groups: int, buffers: Sequence[torch.Tensor]) -> None:

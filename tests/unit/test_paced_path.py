@@ -8,6 +8,7 @@ from torch import nn
 
 from memascend.bench.foretold import foretold
 from memascend.bench.paced import PacedTier, Server, paced
+from memascend.engine import home
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.planner import model_spec
@@ -21,9 +22,9 @@ MEMORY = {"method": "memory", "context": 64, "forward_s": [0.2, 0.1, 0.3], "back
 
 def test_requests_are_served_by_priority_then_in_turn():
     server, order = Server(1e6), []
-    begun = [server.serve(20_000, 0)]  # under way when the others come
+    begun = [server.serve(20_000)]  # under way when the others come
     for name, priority in (("first", 0), ("second", 0), ("urgent", 5)):
-        promise = server.serve(1000, priority)
+        promise = server.serve(1000, priority=priority)
         promise.add_done_callback(lambda _, name=name: order.append(name))
         begun.append(promise)
     for promise in begun:
@@ -36,7 +37,7 @@ def test_requests_are_served_by_priority_then_in_turn():
 def test_a_slow_server_has_no_late_bytes_and_an_endless_one_has_all(tmp_path):
     for rate, share in ((1e6, 0.0), (1e18, 1.0)):
         with paced(rate) as server:
-            tier = PacedTier.in_file(tmp_path, f"at {rate}")
+            tier = home.DirectTier.in_file(tmp_path, f"at {rate}")
             out, back = torch.arange(8192, dtype=torch.float32), torch.empty(8192)
             tier.write("a", out).wait(10)
             tier.read("a", back).wait(10)
@@ -51,7 +52,7 @@ def test_a_failed_transfer_fails_on_a_paced_path_too(tmp_path, monkeypatch):
     broken = Promise("a read")
     broken.set_error(StorageError("read", "drive", 0, 4096, 0, errno.EIO, "broken"))
     with paced(1e9):
-        tier = PacedTier.in_file(tmp_path, "x")
+        tier = home.DirectTier.in_file(tmp_path, "x")
         monkeypatch.setattr(DirectTier, "read", lambda *_, **__: broken)
         with pytest.raises(StorageError, match="broken"):
             tier.read("a", torch.empty(4)).wait(10)

@@ -445,10 +445,10 @@ def hold_to(paced: dict[str, list[float]]) -> None:
     """Transfers below each of these folders take as long as its rates say, in DeepNVMe's handle and our tier."""
     if not paced:
         return
-    from memascend.bench.token_bucket import PacedDrive, PacedHandle, PacedTier
+    from memascend.bench.paced import PacedHandle, PacedTier, SharedDrive
     from memascend.integrations.deepspeed import aio, swap_store
 
-    drives = {folder: PacedDrive(f"{folder}.clock{os.getpid()}", *rates) for folder, rates in paced.items()}
+    drives = {folder: SharedDrive(f"{folder}.clock{os.getpid()}", *rates) for folder, rates in paced.items()}
 
     def around(path: str, tier: Any) -> Any:
         folder = next(each for each in drives if os.path.realpath(path).startswith(os.path.realpath(each) + "/"))

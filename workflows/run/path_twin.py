@@ -1,7 +1,7 @@
 """An iteration of DeepSpeed and of MLP-Offload's arms over paths of known rates, in turns (Figs. 7 to 10, 14 and 15).
 
 The paths are loop devices that the kernel holds to a rate in each direction (*duplex*); with `--simplex`, or where the
-kernel cannot, folders that a token bucket holds, in DeepNVMe's handle as in our tier (`memascend.bench.token_bucket`).
+kernel cannot, folders that a token bucket holds, in DeepNVMe's handle as in our tier (`memascend.bench.paced`).
 One rank. `--predict` writes what the simulator says of the same arms, model and rates, and measures nothing: a record
 of the modelled lane, to be kept before the other one is made. Its rates beside the paths' (products, AdamW, memory) are
 micro-benchmarks of this machine: validation.json of the folder in results/reference that MEMASCEND_HOST names. Where
