@@ -423,13 +423,13 @@ def systems_named(paper: str) -> tuple[str, ...]:
 
 
 def score(table: Path) -> dict[str, str]:
-    """Paper and lane -> its held-out verdicts in words, from claims.csv; empty where there is none."""
+    """Paper and lane -> its held-out verdicts in words, from claims.csv; nothing of a lane that decides none."""
     if not table.exists():
         return {}
     found: dict[str, list[str]] = {}
     with table.open(newline="") as file:
         for line in csv.DictReader(file):
-            if line["basis"] == "held out":
+            if line["basis"] == "held out" and line["verdict"] in registry.DECIDED:
                 where = f"{registry.PAPERS[line['exhibit_id'].rpartition('-')[0]]}, {line['lane']}"
                 found.setdefault(where, []).append(line["verdict"])
     return {where: registry.scored(verdicts) for where, verdicts in found.items()}

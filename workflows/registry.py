@@ -97,10 +97,13 @@ def picture_digest(entry: dict[str, Any], root: Path = ROOT) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
+DECIDED = ("reproduced", "deviates", "no result")
+
+
 def scored(verdicts: Iterable[str]) -> str:
     """Held-out verdicts in words: "70 of 80 held-out claims reproduced, 10 deviate"."""
     count = Counter(verdicts)
-    decided = sum(count[each] for each in ("reproduced", "deviates", "no result"))
+    decided = sum(count[each] for each in DECIDED)
     text = f"{count['reproduced']} of {decided} held-out {'claim' if decided == 1 else 'claims'} reproduced, "
     text += f"{count['deviates']} {'deviates' if count['deviates'] == 1 else 'deviate'}"
     return text + (f", {count['no result']} without a result" if count["no result"] else "")

@@ -71,6 +71,7 @@ def test_the_score_counts_held_out_verdicts_of_each_paper_and_lane(tmp_path: Pat
     lines = ["exhibit_id,lane,verdict,basis"]
     lines += ["memascend-fig04,measured,reproduced,held out", "memascend-fig04,measured,deviates,held out"]
     lines += ["memascend-fig04,measured,reproduced,calibrated", "lohan-fig05a,modelled,no result,held out"]
+    lines += ["cxl-fig05,measured,not checkable here,held out"]
     (tmp_path / "claims.csv").write_text("\n".join(lines) + "\n")
     assert score(tmp_path / "claims.csv") == {
         "MemAscend, measured": "1 of 2 held-out claims reproduced, 1 deviates",
