@@ -120,12 +120,14 @@ class DeepSpeedSystem(PlannedSystem):
         zero["reduce_bucket_size"] = max(1, min(zero["reduce_bucket_size"], prepared["parameters"]))
         zero["sub_group_size"] = prepared.get("sub_group_size", zero["sub_group_size"])  # older runs have not noted it
         if arm.derives_sizes and "sub_group_size" in prepared:
+            swaps_gradients = arm.parts.get("gradients", "kept" if config.tiers else "swapped") == "swapped"
             if config.tiers:
-                swaps_gradients = arm.parts.get("gradients", "kept") == "swapped"
                 paths = 1 if arm.first_path else len(config.tiers)
                 zero["offload_optimizer"]["buffer_count"] = held_buffers(swaps_gradients, held_for(paths))
             elif not arm.over_paths:
-                zero["offload_optimizer"]["buffer_count"] = optimizer_buffers(zero["offload_optimizer"])
+                zero["offload_optimizer"]["buffer_count"] = optimizer_buffers(
+                    zero["offload_optimizer"], swaps_gradients
+                )
             del ds_config["aio"]
         ds_config["gradient_accumulation_steps"] = config.accumulate
         ds_config["train_batch_size"] = config.batch * config.accumulate * config.ranks

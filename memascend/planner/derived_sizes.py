@@ -89,13 +89,13 @@ def sub_group_size(groups: Sequence[Sequence[int]]) -> int:
     return next(size for size in candidates if largest_sub_group(groups, size) <= limit)
 
 
-def optimizer_buffers(offload_optimizer: Mapping[str, Any]) -> int:
+def optimizer_buffers(offload_optimizer: Mapping[str, Any], swaps_gradients: bool = True) -> int:
     """``buffer_count`` that AdamW on NVMe needs: the buffers of one sub-group, again for each pipelined direction.
 
-    ``offload_optimizer``: that section of the configuration.
+    ``offload_optimizer``: that section of the configuration. Gradients that are kept are read where they lie.
     """
     stages = 1 + bool(offload_optimizer.get("pipeline_read")) + bool(offload_optimizer.get("pipeline_write"))
-    return STATES_AND_GRADIENT * stages
+    return (STATES_AND_GRADIENT if swaps_gradients else STATES) * stages
 
 
 def held_for(paths: int) -> int:

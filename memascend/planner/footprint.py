@@ -172,7 +172,7 @@ class RankFootprint:
         largest = max(self.work.sub_groups(), key=sum)
         optimizer_buffers(self.swapped, sum(largest), self.work.optimizer_buffers, self.states)
         arrangement = self.work.arrangement
-        if arrangement.over_paths and not arrangement.swaps_gradients and arrangement.parts.get("numerics") != "fast":
+        if not arrangement.swaps_gradients and arrangement.parts.get("numerics") != "fast":
             conversion_buffer(self.swapped, sum(largest), self.states)
         times = self.work.ranks if self.work.arrangement.whole_swap_out else 1
         swap_out_buffer(self.swapped, [times * numel for numel in largest], self.dtype)

@@ -213,7 +213,8 @@ def _sizes(config: Mapping[str, Any], zero: Mapping[str, Any], system: str) -> S
             return int(section[key])
         return None if ours else stock
 
-    derived = optimizer_buffers(optimizer) if ours else _STOCK_OPTIMIZER_BUFFERS
+    swaps_gradients = _section(config, SECTION).get("gradients", "swapped") == "swapped"
+    derived = optimizer_buffers(optimizer, swaps_gradients) if ours else _STOCK_OPTIMIZER_BUFFERS
     derived = None if system == "mlp_offload" else derived  # as many sub-groups as stay in host memory
     folders = {str(section["nvme_path"]) for section in (param, optimizer) if section.get("nvme_path")}
     block = int(config["aio"]["block_size"]) if given(config.get("aio"), "block_size") else SWAP_THRESHOLD_BYTES

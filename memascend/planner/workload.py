@@ -136,7 +136,9 @@ class Workload:
             return self.sizes.optimizer_buffers
         if self.arrangement.over_paths:
             return held_buffers(self.arrangement.swaps_gradients, held_for(self.paths))
-        return optimizer_buffers({}) if self.arrangement.derives_sizes else PAPER_OPTIMIZER_BUFFERS
+        if self.arrangement.derives_sizes:
+            return optimizer_buffers({}, self.arrangement.swaps_gradients)
+        return PAPER_OPTIMIZER_BUFFERS
 
     @property
     def swap_threshold_bytes(self) -> float:

@@ -21,6 +21,7 @@ HARD = {
 }
 PLAIN = {"steps": 4, "layers": 1}
 KEPT = {"gradients": "kept"}
+BUFFERS = ("zero_optimization.offload_optimizer.buffer_count",)
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +31,15 @@ def results(tmp_path_factory):
         Job(name="kept", parts=KEPT, **PLAIN),
         Job(name="hard_swapped", **HARD),
         Job(name="hard_kept", parts=KEPT, **HARD),
+        Job(name="derived_swapped", leave_out=BUFFERS, **PLAIN),
+        Job(name="derived_kept", leave_out=BUFFERS, parts=KEPT, **PLAIN),
         Job(name="bf16_swapped", arm="memascend_bf16", dtype="bf16", **PLAIN),
         Job(name="bf16_kept", arm="memascend_bf16", dtype="bf16", parts=KEPT, **PLAIN),
     ]
     return train_all(jobs, tmp_path_factory.mktemp("gradients"))
 
 
-@pytest.mark.parametrize("name", ["", "hard_", "bf16_"])
+@pytest.mark.parametrize("name", ["", "hard_", "bf16_", "derived_"])
 def test_kept_gradients_train_the_same(results, name):
     swapped, kept = results[f"{name}swapped"], results[f"{name}kept"]
     for field in ("losses", "skipped", "scales", "weights_sha256"):

@@ -49,6 +49,16 @@ def test_what_is_left_out_is_filled_in_and_said_in_one_line():
         assert said in line
 
 
+def test_only_deepspeed_s_adamw_needs_no_buffer_for_kept_gradients(monkeypatch):
+    counts = []
+    for adamw in (object, type(torch_optimizer([100]))):
+        monkeypatch.setattr("memascend.integrations.deepspeed.derived.DeepSpeedCPUAdam", adamw)
+        derived, kwargs = DerivedSettings(offloaded(pipeline_read=True), swaps_gradients=False), arguments()
+        derived.fill_stage3(torch_optimizer([100]), kwargs)
+        counts.append(kwargs["offload_optimizer_config"].buffer_count)
+    assert counts == [8, 6]
+
+
 def test_what_the_user_set_is_kept():
     config = offloaded(buffer_count=5)
     config["zero_optimization"] |= {"sub_group_size": 1e9}

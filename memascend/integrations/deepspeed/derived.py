@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from memascend.integrations.conventions import announce
 from memascend.planner.derived_sizes import (
@@ -99,10 +100,12 @@ class DerivedSettings:
         if self._param.get("device") == "nvme" and not given(self._param, "max_in_cpu"):
             self._set(param, "max_in_cpu", 0)
         if self._optimizer.get("device") == "nvme" and not given(self._optimizer, "buffer_count"):
-            self._set(states, "buffer_count", self._buffers_of(groups, arguments.get("sub_group_size")))
+            self._set(states, "buffer_count", self._buffers_of(groups, arguments.get("sub_group_size"), optimizer))
 
-    def _buffers_of(self, groups: list[list[int]], size: int | None) -> int:
+    def _buffers_of(self, groups: list[list[int]], size: int | None, optimizer: Any) -> int:
         """As many as a host budget allows, where sub-groups stay in host memory; a line where that is too few."""
+        if not self._tiers and type(optimizer) is not DeepSpeedCPUAdam:  # which alone reads gradients where they lie
+            return optimizer_buffers(self._optimizer)
         if not self._tiers or self.host_left is None or not size:
             return self._optimizer_buffers
         types = self._ds_config.get("data_types") or {}
@@ -126,7 +129,7 @@ class DerivedSettings:
     @property
     def _optimizer_buffers(self) -> int:
         if not self._tiers:
-            return optimizer_buffers(self._optimizer)
+            return optimizer_buffers(self._optimizer, self._swaps_gradients)
         return held_buffers(self._swaps_gradients, held_for(len(self._tiers)))
 
     @property

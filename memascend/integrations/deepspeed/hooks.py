@@ -36,7 +36,7 @@ from .aio import AioModule, IoCounters, MeteredAioModule, PinModule
 from .announcement import nothing_offloaded
 from .derived import DerivedSettings
 from .parts import TODAY, EnableOptions, Parts, enable_options, switched_off, validate_deepspeed_config
-from .signatures import CPU_HOOKS, HOOKS, check_hooks, untried_version_warning
+from .signatures import CPU_HOOKS, HOOKS, LATE_CONVERSION_HOOKS, check_hooks, has_hooks, untried_version_warning
 from .swap_store import SwapStore
 from .tier_options import TierOptions
 
@@ -139,7 +139,7 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
     check_hooks(HOOKS + CPU_HOOKS if on_cpu else HOOKS)
     derived = None
     if state.parts != TODAY:
-        swaps_gradients = state.parts.gradients == "swapped"
+        swaps_gradients = state.parts.gradients == "swapped" or not has_hooks(LATE_CONVERSION_HOOKS)
         derived = DerivedSettings(ds_config, tiers=options.paths.tiers, swaps_gradients=swaps_gradients)
     untried = untried_version_warning(deepspeed.__version__)
     state.warnings += [untried] if untried else []
@@ -198,6 +198,8 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
     state.store = _swap_store(state, ds_config, derived, options)
     if options.paths:
         _install_held_swapper(state, stage3, options.paths)
+    elif not swaps_gradients:
+        _install_growing_buffers(state)
     derived.reserve = state.store and state.store.reserve
     _replace_loaded_op(state, AioModule(allocator, state.io, derived.io, state.store))
     _replace_pin_module(state, PinModule(allocator))
@@ -283,6 +285,14 @@ def _install_held_swapper(state: Enabled, stage3: Any, paths: TierOptions) -> No
     swapper = type("MemAscendHeldSwapper", (HeldSwapper,), choice)
     for name in ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper"):
         _replace(state, stage3, name, swapper)
+
+
+def _install_growing_buffers(state: Enabled) -> None:
+    from deepspeed.runtime.swap_tensor import optimizer_utils
+
+    from .growing_buffers import GrowingBuffers
+
+    _replace(state, optimizer_utils, "SwapBufferManager", GrowingBuffers)
 
 
 def _allocator(parts: Parts, ledger: Ledger) -> Any:

@@ -1,0 +1,23 @@
+"""Optimizer buffers of one path without one for the gradient, where gradients are kept and read where they lie.
+
+A sub-group that needs its gradient in a buffer all the same (:mod:`.late_conversion` says when) gets one more, which
+stays: the next step needs it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.swap_tensor.utils import SwapBufferManager
+
+
+class GrowingBuffers(SwapBufferManager):
+    """Stands where ``optimizer_utils.SwapBufferManager`` stands; ``count`` is what it began with."""
+
+    def allocate(self, num_elems: int, count: int, dtype: torch.dtype) -> list[torch.Tensor] | None:
+        if self.free_buffer_index and count == len(self.free_buffer_index) + 1:
+            like: Any = torch.empty(0, dtype=self.dtype)
+            self.all_buffers.append(self.aio_handle.new_cpu_locked_tensor(self.num_elems, like).zero_())
+            self.free_buffer_index.append(len(self.all_buffers) - 1)
+        return super().allocate(num_elems, count, dtype)
