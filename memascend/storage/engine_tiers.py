@@ -23,7 +23,7 @@ from memascend.storage.file_engine import FileEngine
 from memascend.storage.key_queue import KeyQueue, Turn
 from memascend.storage.scratch import collect_scratch_files, create_scratch_folder
 from memascend.storage.shared_memory import CONTROL_FOLDER
-from memascend.storage.staging import LINK, REFLINK, detach, hard_linked, reflinked
+from memascend.storage.staging import LINK, REFLINK, detach, hard_linked, reflinked, shared
 from memascend.storage.tier import Transferred
 from memascend.storage.tier_base import TierBase, require_memory
 
@@ -267,9 +267,17 @@ class DirectTier(_EngineTier):
         self._require_open()
         if not self._in_file or key not in self._sizes or key in self._broken:
             return None
-        stored = self.engine.info(key)
-        ranges = [(offset, length) for _, offset, length in stored.extents]
-        return REFLINK if reflinked(self.engine.paths[0], ranges, target, stored.bytes) else None
+        return REFLINK if reflinked(*self._ranges(key), target, self._sizes[key]) else None
+
+    def share(self, key: str, handle: int, at: int) -> bool:
+        self._require_open()
+        if not self._in_file or key not in self._sizes or key in self._broken:
+            return False
+        return shared(*self._ranges(key), handle, at)
+
+    def _ranges(self, key: str) -> tuple[str, list[tuple[int, int]]]:
+        """The engine's file, and (offset, bytes) of the tensor's pieces in it."""
+        return self.engine.paths[0], [(offset, length) for _, offset, length in self.engine.info(key).extents]
 
     @property
     def free_bytes(self) -> int:
@@ -372,6 +380,11 @@ class FileTier(_EngineTier):
         if hard_linked(path, target):
             return LINK
         return REFLINK if reflinked(path, [(0, size)], target, size) else None
+
+    def share(self, key: str, handle: int, at: int) -> bool:
+        self._require_open()
+        size = self._sizes.get(key)
+        return size is not None and key not in self._broken and shared(self._file(key), [(0, size)], handle, at)
 
     def reserve(self, more_bytes: int) -> None:
         self._require_open()

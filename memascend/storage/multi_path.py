@@ -192,6 +192,12 @@ class MultiPathTier(TierBase):
             return None
         return holders[-1].tier.stage(key, target)
 
+    def share(self, key: str, handle: int, at: int) -> bool:
+        with self._lock:
+            self._require_open()
+            holders = self._holders.get(key)
+        return bool(holders) and key not in self._broken and holders[-1].tier.share(key, handle, at)
+
     @property
     def free_bytes(self) -> int:
         self._require_open()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 REFLINK, LINK = "reflink", "link"
 _FICLONERANGE = 0x4020940D  # linux/fs.h: struct file_clone_range {s64 fd; u64 offset; u64 length; u64 to}
-_BLOCK = 4096  # ranges begin and end at multiples of the file system's block
+BLOCK_BYTES = 4096  # ranges begin and end at multiples of the file system's block
 
 
 def reflinked(source: str | os.PathLike[str], ranges: Sequence[tuple[int, int]], target: Path, nbytes: int) -> bool:
@@ -26,19 +26,30 @@ def reflinked(source: str | os.PathLike[str], ranges: Sequence[tuple[int, int]],
     """
     handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        with open(source, "rb", buffering=0) as file:
-            end = 0
-            for offset, length in ranges:
-                whole = -(-length // _BLOCK) * _BLOCK
-                fcntl.ioctl(handle, _FICLONERANGE, struct.pack("=qQQQ", file.fileno(), offset, whole, end))
-                end += whole
-        os.ftruncate(handle, nbytes)
-        return True
-    except OSError:
-        os.unlink(target)
-        return False
+        done = shared(source, ranges, handle, 0)
+        if done:
+            os.ftruncate(handle, nbytes)
+        else:
+            os.unlink(target)
+        return done
     finally:
         os.close(handle)
+
+
+def shared(source: str | os.PathLike[str], ranges: Sequence[tuple[int, int]], handle: int, at: int) -> bool:
+    """Have the file open as `handle`, which ends no later than there, share the `ranges` of `source` from byte `at` on,
+    a multiple of 4096; whole blocks, as far as `source` goes. False where the file systems cannot: `handle` may then
+    have some of the blocks."""
+    try:
+        with open(source, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            for offset, length in ranges:
+                whole = min(-(-length // BLOCK_BYTES) * BLOCK_BYTES, size - offset)
+                fcntl.ioctl(handle, _FICLONERANGE, struct.pack("=qQQQ", file.fileno(), offset, whole, at))
+                at += whole
+        return True
+    except OSError:
+        return False
 
 
 def hard_linked(source: str | os.PathLike[str], target: Path) -> bool:

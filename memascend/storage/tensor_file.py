@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from memascend.storage.byte_views import byte_view
+from memascend.storage.staging import BLOCK_BYTES
 
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -25,6 +26,11 @@ _CODES = {
 }  # fmt: skip
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _CHUNK_BYTES = 16 << 20
+_PADDING = ".padding"  # after a name: bytes up to a whole block, as a tensor, since the format knows no holes
+
+
+# Asked with a tensor's name and with what shares its bytes with an open file from a byte on (`Tier.share`); True: done.
+Share = Callable[[str, Callable[[int, int], bool]], bool]
 
 
 @dataclass(frozen=True)
@@ -43,12 +49,22 @@ class TensorLayout:
 class TensorFileWriter:
     """Writes the tensors of `layouts` in their order; closes complete or not at all.
 
-    `checksum` (crc32) and `size` describe the whole file after `close`. Raises ValueError for a tensor out of order or
-    of another shape, OSError where the disk refuses. Not thread-safe.
+    `aligned`: each tensor begins at a multiple of 4096 bytes, so that one that lies on the same file system already can
+    be shared (`share`) in place of being written. `checksum` (crc32; None once a tensor was shared) and `size` describe
+    the whole file after `close`, `shared_bytes` those that were not written. Raises ValueError for a tensor out of
+    order or of another shape, OSError where the disk refuses. Not thread-safe.
     """
 
-    def __init__(self, path: Path, layouts: Sequence[TensorLayout], metadata: dict[str, str] | None = None) -> None:
-        self._path, self._layouts, self._next = path, list(layouts), 0
+    def __init__(
+        self,
+        path: Path,
+        layouts: Sequence[TensorLayout],
+        metadata: dict[str, str] | None = None,
+        *,
+        aligned: bool = False,
+    ) -> None:
+        self._path, self._next = path, 0
+        self._layouts = [each for layout in layouts for each in (layout, *(_padding(layout) if aligned else ()))]
         header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
         offset = 0
         for layout in self._layouts:
@@ -56,8 +72,9 @@ class TensorFileWriter:
             header[layout.name] = {"dtype": _CODES[layout.dtype], "shape": list(layout.shape), "data_offsets": span}
             offset += layout.nbytes
         text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self.checksum = self.size = 0
+        text += b" " * (-(8 + len(text)) % (BLOCK_BYTES if aligned else 8))
+        self.checksum: int | None = 0
+        self.size = self.shared_bytes = 0
         self._file = path.open("wb")
         self._put(len(text).to_bytes(8, "little") + text)
 
@@ -70,10 +87,38 @@ class TensorFileWriter:
         for start in range(0, len(view), _CHUNK_BYTES):
             self._put(view[start : start + _CHUNK_BYTES])
         self._next += 1
+        if (padding := self._padding_next()) is not None:
+            self._put(bytes(padding.nbytes))
+            self._next += 1
+
+    def share(self, name: str, share: Callable[[int, int], bool]) -> bool:
+        """The tensor called `name`, which is the next, without moving its bytes: `share` gets the open file and where
+        in it the tensor begins (`memascend.storage.tier.Tier.share`). False, as `share` says: write it."""
+        layout = self._layouts[self._next]
+        if layout.name != name or self.size % BLOCK_BYTES:
+            raise ValueError(f"{self._path}: expected {layout} as tensor {self._next}, got {name}, to be shared")
+        self._file.flush()
+        if not share(self._file.fileno(), self.size):
+            os.ftruncate(self._file.fileno(), self.size)
+            return False
+        self._next += 1
+        self.size += layout.nbytes
+        if (padding := self._padding_next()) is not None:  # what is behind the tensor in its last block
+            self.size += padding.nbytes
+            self._next += 1
+        os.ftruncate(self._file.fileno(), self.size)
+        self._file.seek(self.size)
+        self.shared_bytes += layout.nbytes
+        self.checksum = None
+        return True
+
+    def _padding_next(self) -> TensorLayout | None:
+        layout = self._layouts[self._next] if self._next < len(self._layouts) else None
+        return layout if layout is not None and layout.name.endswith(_PADDING) else None
 
     def _put(self, data: Any) -> None:
         self._file.write(data)
-        self.checksum = zlib.crc32(data, self.checksum)
+        self.checksum = None if self.checksum is None else zlib.crc32(data, self.checksum)
         self.size += len(data)
 
     def close(self) -> None:
@@ -93,6 +138,11 @@ class TensorFileWriter:
             self.close()
         else:
             self._file.close()
+
+
+def _padding(layout: TensorLayout) -> tuple[TensorLayout, ...]:
+    rest = -layout.nbytes % BLOCK_BYTES
+    return (TensorLayout(f"{layout.name}{_PADDING}", torch.uint8, (rest,)),) if rest else ()
 
 
 def _header_of(path: Path, file: Any) -> tuple[dict[str, Any], int]:
@@ -133,7 +183,7 @@ class TensorFileReader:
     @property
     def names(self) -> list[str]:
         """Of all tensors, in the order in which they were written."""
-        return list(self._header)
+        return [name for name in self._header if not name.endswith(_PADDING)]
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor called `name`, in new memory."""

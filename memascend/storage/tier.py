@@ -110,6 +110,12 @@ class Tier(Protocol):
         the room that they share is then taken once more. OSError where `target` cannot be made.
         """
 
+    def share(self, key: str, handle: int, at: int) -> bool:
+        """As `stage` by reflinks, from byte `at` (a multiple of 4096) of the file open as `handle`, which ends there.
+
+        False: this tier, or the file system of `handle`, cannot; what is in `handle` from there on says nothing.
+        """
+
     @property
     def free_bytes(self) -> int:
         """Room for more tensors, as far as it is known."""

@@ -50,6 +50,10 @@ class TierBase:
         self._require_open()
         return None
 
+    def share(self, key: str, handle: int, at: int) -> bool:
+        self._require_open()
+        return False
+
     def wait(self, timeout_s: float | None = None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:

@@ -28,6 +28,7 @@ from memascend.memory.topology import Topology
 from memascend.ops.adamw import chunk_counts, divided_work
 from memascend.simulator.recorder import Recorder, from_zero
 from memascend.simulator.trace import write_trace
+from memascend.storage.scratch import require_room
 from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout
 from memascend.training import backends, checkpoint, random_state, report
 from memascend.training.backends.protocol import KeptIsTorn
@@ -349,25 +350,31 @@ class Worker:
             checkpoint.begin(folder, self.step)
         self._barrier()
         name = f"state/rank{self.rank}.safetensors"
-        checksums, facts = {name: self._save_states(partial / name)}, self.backend.state_facts() | random_state.facts()
-        checksums |= self._save_weights(partial / "model")
-        everything = self._gather({"checksums": checksums, "facts": facts})
+        states, facts = self._save_states(partial / name), self.backend.state_facts() | random_state.facts()
+        checksums = self._save_weights(partial / "model")
+        if states.checksum is not None:
+            checksums[name] = states.checksum
+        everything = self._gather({"checksums": checksums, "facts": facts, "shared": states.shared_bytes})
         if self.rank == 0:
             self._commit(partial, everything)
+            shared = sum(entry["shared"] for entry in everything)
             self.progress.say(
                 f"{self.step:>6}  checkpoint {folder / f'step-{self.step:08d}'}, {time.monotonic() - begin:.1f} s"
+                + (f", {byte_count(shared)} of it shared with the swap files" if shared else "")
             )
         self._barrier()
 
-    def _save_states(self, path: Path) -> int:
-        """This rank's states and those of its random generators; returns the checksum of the file."""
+    def _save_states(self, path: Path) -> TensorFileWriter:
+        """This rank's states and those of its random generators, shared with the swap files where the file system can;
+        returns what wrote them."""
         generators = random_state.tensors()
         layouts = self.backend.state_layouts()
         layouts += [TensorLayout(name, value.dtype, tuple(value.shape)) for name, value in generators.items()]
-        with TensorFileWriter(path, layouts) as writer:
-            for name, tensor in itertools.chain(self.backend.states(), generators.items()):
+        with TensorFileWriter(path, layouts, aligned=True) as writer:
+            for name, tensor in itertools.chain(self.backend.states(writer.share), generators.items()):
                 writer.write(name, tensor)
-        return writer.checksum
+        require_room(str(path.parent), writer.shared_bytes)  # which the next step takes, as it writes anew
+        return writer
 
     def _commit(self, partial: Path, everything: list[dict[str, Any]]) -> None:
         from memascend.integrations.pretrained import save_configuration

@@ -6,10 +6,12 @@ import signal
 import subprocess
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
 from memascend.training.checkpoint import listed
+from tests.reflinks import file_system_with_reflinks
 from tests.train_runs import STEPS, command, environment, evaluations, finished_run, losses, options_for, train
 
 pytestmark = pytest.mark.deepspeed
@@ -130,6 +132,48 @@ def test_a_run_without_a_redo_goes_on_from_its_checkpoint_after_a_kill_in_a_step
     torn = [line for line in lines if "left in the middle of a step (state_versions)" in line]
     assert all("from the last checkpoint, " in line or "there is no checkpoint" in line for line in torn)
     assert losses(output) == losses(reference)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("paths", [(), ("a", "b")], ids=["one path", "two paths"])
+def test_a_kill_while_states_are_shared_leaves_the_checkpoint_before_whole(tmp_path, tmp_path_factory, paths):
+    """Where the file system has reflinks, a checkpoint takes the states' blocks from the swap files."""
+    reference = finished_run(tmp_path_factory)
+    with file_system_with_reflinks(tmp_path) as folder:
+        output, tiers = folder / "run", [str(folder / path) for path in paths]
+        for path in tiers:
+            Path(path).mkdir()
+        options = [*options_for(reference.parent / "text"), *(["--tiers", *tiers] if tiers else [])]
+        for step in (4, 6):
+            kill_in_a_save(output, step, *(["--resume"] if step > 4 else options))
+            found, refused = listed(output / "checkpoints")
+            assert refused == []
+            assert step - 2 in [checkpoint.step for checkpoint in found]
+            for checkpoint in found:
+                checkpoint.check(checkpoint.state / "rank0.safetensors")
+        said = resume_to_the_end(output)
+        shared = [line for line in said.splitlines() if "of it shared with the swap files" in line]
+        assert len(shared) == len([line for line in said.splitlines() if "  checkpoint " in line]) > 0
+        assert losses(output) == losses(reference)
+        assert evaluations(output)[STEPS] == evaluations(reference)[STEPS]
+
+
+def kill_in_a_save(output, step, *options):
+    """Start, SIGKILL the parent as soon as the checkpoint of `step` is begun; again while ranks killed before still
+    die."""
+    partial = output / "checkpoints" / f".partial-step-{step:08d}" / "state" / "rank0.safetensors"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        with subprocess.Popen(
+            command(output, *options), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
+        ) as run:
+            while not partial.exists() and run.poll() is None:
+                time.sleep(0.001)
+            run.send_signal(signal.SIGKILL)
+        if partial.exists() or (partial.parents[1].with_name(f"step-{step:08d}")).exists():
+            return
+    raise AssertionError(f"no checkpoint of step {step} was begun")
 
 
 @pytest.mark.slow

@@ -12,10 +12,12 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from memascend import _C
 from memascend.storage.completion import Promise, RequestCancelled, all_of, when
@@ -25,6 +27,7 @@ from memascend.storage.errors import StorageError
 from memascend.storage.multi_path import MultiPathTier
 from memascend.storage.multi_path import Path as Way
 from memascend.storage.scratch import collect_scratch_files
+from memascend.storage.tensor_file import TensorFileWriter, TensorLayout
 from memascend.storage.tier import Tier
 from tests.loop_devices import loop_device, store
 from tests.reflinks import file_system_with_reflinks
@@ -297,6 +300,7 @@ def test_a_file_system_with_reflinks_stages_every_tensor_and_shares_its_blocks(t
         numel = 1_000_001
         for key in "abcd":
             tier.write(key, tensor(1, numel)).wait(MAX_S)
+        os.sync()  # Btrfs counts what was allocated when it commits
         free = os.statvfs(folder).f_bfree
         assert {tier.stage(key, folder / key) for key in "abcd"} <= {"reflink", "link"}
         assert (free - os.statvfs(folder).f_bfree) * 4096 < 2e6  # of 16 MB
@@ -307,6 +311,32 @@ def test_a_file_system_with_reflinks_stages_every_tensor_and_shares_its_blocks(t
             assert (folder / key).read_bytes() == bytes_of(1, numel)
             tier.read(key, out := torch.empty(numel)).wait(MAX_S)
             assert torch.equal(out, tensor(2, numel))
+
+
+@pytest.mark.parametrize("kind", ["direct, volatile file", "files", "two paths"])
+def test_states_in_a_safetensors_file_share_the_blocks_that_a_tier_has_of_them(tmp_path, kind):
+    numel = 1_000_001
+    layouts = [TensorLayout(key, torch.float32, (numel,)) for key in "abc"]
+    with file_system_with_reflinks(tmp_path) as folder, KINDS[kind](folder, None) as tier:
+        for key in "ab":
+            tier.write(key, tensor(1, numel)).wait(MAX_S)
+        os.sync()
+        free = os.statvfs(folder).f_bfree
+        with TensorFileWriter(folder / "states", layouts, aligned=True) as writer:
+            assert all(writer.share(key, partial(tier.share, key)) for key in "ab")
+            assert not writer.share("c", partial(tier.share, "c"))  # which it does not have
+            writer.write("c", tensor(3, numel))
+        os.sync()
+        assert (free - os.statvfs(folder).f_bfree) * 4096 < 6e6  # of 12 MB
+        assert (writer.checksum, writer.shared_bytes) == (None, 8 * numel)
+        with TensorFileWriter(tmp_path / "elsewhere", layouts[:1], aligned=True) as other:
+            assert not other.share("a", partial(tier.share, "a"))
+            other.write("a", tensor(1, numel))
+        for key in "ab":
+            tier.write(key, tensor(2, numel)).wait(MAX_S)
+        found = load_file(folder / "states")
+        assert [torch.equal(found[key], tensor(n, numel)) for key, n in (("a", 1), ("b", 1), ("c", 3))] == [True] * 3
+        assert load_file(tmp_path / "elsewhere")["a"].equal(tensor(1, numel))
 
 
 def test_an_error_that_nobody_asks_for_is_logged_and_one_that_was_raised_is_not(tier, faults, caplog):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout
+from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout, tensor_spans
 from memascend.training import checkpoint
 from memascend.training.folder import OWNER, Lock, RunFolder, SwapFolder, collect_dead
 from memascend.training.progress import read_metrics, rewind_metrics
@@ -50,6 +50,21 @@ def test_the_checksum_is_of_the_whole_file(tmp_path):
     writer = written(path)
     assert writer.checksum == zlib.crc32(path.read_bytes()) == checkpoint.file_checksum(path)
     assert writer.size == path.stat().st_size
+
+
+def test_aligned_tensors_begin_at_whole_blocks_and_what_lies_between_is_no_tensor_of_ours(tmp_path):
+    path = tmp_path / "t.safetensors"
+    with TensorFileWriter(path, layouts(), aligned=True) as writer:
+        for name, tensor in TENSORS.items():
+            writer.write(name, tensor)
+    assert (writer.checksum, writer.size) == (zlib.crc32(path.read_bytes()), path.stat().st_size)
+    assert writer.size % 4096 == 0
+    assert all(begin % 4096 == 0 for name, (_, _, begin, _) in tensor_spans(path).items() if name in TENSORS)
+    loaded = load_file(path)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
+    with TensorFileReader(path) as reader:
+        assert reader.names == list(TENSORS)
+        assert torch.equal(reader.read("fp32"), TENSORS["fp32"])
 
 
 def test_a_tensor_is_read_into_given_or_new_memory(tmp_path):

@@ -246,6 +246,10 @@ class AioHandle(PinHandle):
         """Make ``target`` a file of what the store holds under ``path`` without moving it (:meth:`SwapStore.stage`)."""
         return None if self._store is None else self._store.stage(path, target)
 
+    def share(self, path: str, nbytes: int, handle: int, at: int) -> bool:
+        """Have an open file share what the store holds under ``path`` (:meth:`SwapStore.share`)."""
+        return self._store is not None and self._store.share(path, nbytes, handle, at)
+
     def begin_read(self, buffer: torch.Tensor, path: str) -> Completion:
         """Fill ``buffer`` from what the store holds under ``path``; :meth:`wait` knows nothing of it."""
         self._counters.count(read=True, nbytes=buffer.nbytes)

@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from memascend.integrations.deepspeed.recorded import record_step
 from memascend.integrations.pretrained import apply_options, partitioned_model, persistent_buffers
 from memascend.memory.ledger import Ledger
 from memascend.simulator.recorder import Recorder, phase
-from memascend.storage.tensor_file import TensorFileReader, TensorLayout
+from memascend.storage.tensor_file import Share, TensorFileReader, TensorLayout
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -189,20 +190,40 @@ class DeepSpeedBackend:
             layouts += [TensorLayout(f"{index}.{name}", state[name].dtype, shape) for name in _MOMENTS if state]
         return layouts
 
-    def states(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def states(self, share: Share | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        from .swapped_states import ExactCheckpoints
+
         optimizer = self._engine.optimizer
         optimizer._partition_all_parameters()
+        if share is not None and isinstance(optimizer, ExactCheckpoints):
+            optimizer.settle_states()
         for index, parameter in enumerate(optimizer.fp32_partitioned_groups_flat):
             swapped = optimizer._swappable_optimizer_subgroup(index)
-            if swapped:
+            names = ["master", *(_MOMENTS if optimizer.optimizer.state.get(parameter) else ())]
+            if swapped and share is not None:
+                names = names[self._shared(index, names, share) :]
+            if swapped and names:
                 optimizer._optimizer_states_and_gradient_swap_in(index)
-            yield f"{index}.master", parameter.data
             state = optimizer.optimizer.state.get(parameter, {})
-            for name in _MOMENTS if state else ():
-                yield f"{index}.{name}", state[name]
-            if swapped:
+            for name in names:
+                yield f"{index}.{name}", parameter.data if name == "master" else state[name]
+            if swapped and names:
                 optimizer._release_swap_buffers(index)
         optimizer.checkpoint_event_epilogue()
+
+    def _shared(self, index: int, names: Sequence[str], share: Share) -> int:
+        """How many of a sub-group's states a checkpoint shares with where they lie, from the first on."""
+        from .swapped_states import ExactCheckpoints
+
+        optimizer = self._engine.optimizer
+        paths = optimizer.swapped_paths(index) if isinstance(optimizer, ExactCheckpoints) else {}
+        numel, dtype = optimizer.fp16_partitioned_groups_flat_numel[index], optimizer.master_weights_and_grads_dtype
+        nbytes = int(numel) * dtype.itemsize
+        for count, name in enumerate(names):
+            path = paths.get(name)
+            if path is None or not share(f"{index}.{name}", partial(optimizer.share_swapped, path, nbytes)):
+                return count
+        return len(names)
 
     def state_facts(self) -> dict[str, Any]:
         optimizer = self._engine.optimizer

@@ -84,6 +84,10 @@ class OrderedUpdate:
         if self.swap_optimizer:
             self.optimizer_swapper.settle()
 
+    def settle_states(self) -> None:
+        self._settle()
+        super().settle_states()
+
     def export_swapped_states(self, folder: Any, **options: Any) -> Any:
         self._settle()
         return super().export_swapped_states(folder, **options)

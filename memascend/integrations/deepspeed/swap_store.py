@@ -244,6 +244,12 @@ class SwapStore:
         place = self._place(path)
         return None if place is None or place.open_tier is None else place.open_tier.stage(path, target)
 
+    def share(self, path: str, nbytes: int, handle: int, at: int) -> bool:
+        """As :meth:`memascend.storage.tier.Tier.share`, of the tensor under ``path``, of at least ``nbytes``."""
+        place = self._place(path)
+        tier = None if place is None else place.open_tier
+        return tier is not None and (tier.size_of(path) or 0) >= nbytes and tier.share(path, handle, at)
+
     def wait(self, transfers: Iterable[Completion]) -> None:
         """Until all of ``transfers`` have ended, failed ones included. Then raises the first StorageError, if any."""
         failure: StorageError | None = None

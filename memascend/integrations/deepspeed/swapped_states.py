@@ -105,6 +105,22 @@ class ExactCheckpoints:
         done.require_room(folder)
         return done
 
+    def settle_states(self) -> None:
+        """What is swapped lies where :meth:`share_swapped` finds it, with nothing under way."""
+        self.optimizer_swapper.flush_gradients()
+
+    def swapped_paths(self, index: int) -> dict[str, str]:
+        """Of a sub-group on NVMe: the swap files of its ``master`` and moments, by name."""
+        swapper = self.optimizer_swapper
+        info = swapper.swap_params_info[swapper.parameter_id(self.fp32_partitioned_groups_flat[index])]
+        master, *moments = info.get_swap_paths()
+        return {"master": master} | {os.path.basename(path).partition("-")[0]: path for path in moments}
+
+    def share_swapped(self, path: str, nbytes: int, handle: int, at: int) -> bool:
+        """Have an open file share ``nbytes`` of a swap file (:meth:`memascend.storage.tier.Tier.share`)."""
+        own = getattr(getattr(self.optimizer_swapper, "aio_handle", None), "share", None)  # DeepNVMe's handle has none
+        return own is not None and self.settings.prestage_checkpoints and own(path, nbytes, handle, at)
+
     def _rigid_state_dict(self) -> dict[str, Any]:
         for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
             if self._swappable_optimizer_subgroup(index):  # pipelined, they still point into buffers that others use

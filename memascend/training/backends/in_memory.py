@@ -19,7 +19,7 @@ from memascend.memory.ledger import Ledger
 from memascend.memory.placement_policy import PlacementPolicy
 from memascend.memory.topology import Topology
 from memascend.simulator.recorder import Recorder, phase
-from memascend.storage.tensor_file import TensorFileReader, TensorLayout
+from memascend.storage.tensor_file import Share, TensorFileReader, TensorLayout
 from memascend.training.backends.groups import Group
 from memascend.training.backends.loss_scale import LossScale
 from memascend.training.backends.placed import class_sizes, place_weights
@@ -262,7 +262,7 @@ class InMemoryBackend:
     def state_layouts(self) -> list[TensorLayout]:
         return [TensorLayout(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._states()]
 
-    def states(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def states(self, share: Share | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._states():
             yield name, tensor.cpu()
 

@@ -14,7 +14,7 @@ import torch
 
 from memascend.memory.ledger import Ledger
 from memascend.simulator.recorder import Recorder
-from memascend.storage.tensor_file import TensorFileReader, TensorLayout
+from memascend.storage.tensor_file import Share, TensorFileReader, TensorLayout
 from memascend.training.config import TrainConfig
 
 
@@ -73,8 +73,9 @@ class Backend(Protocol):
     def state_layouts(self) -> list[TensorLayout]:
         """This rank's states: `<group>.master`, and from the first step on `<group>.exp_avg`, `<group>.exp_avg_sq`."""
 
-    def states(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `weights`, for `state_layouts`."""
+    def states(self, share: Share | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `weights`, for `state_layouts`. What `share` takes, in the same order, is left out: a tensor that lies on
+        the file system of the checkpoint already, and need not come to memory."""
 
     def state_facts(self) -> dict[str, Any]:
         """What belongs to the states and goes into JSON: counters, loss scale, and `groups`: for each group the

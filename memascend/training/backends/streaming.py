@@ -25,7 +25,7 @@ from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.memory.placement_policy import PlacementPolicy
 from memascend.memory.topology import Topology
 from memascend.simulator.recorder import Recorder, phase
-from memascend.storage.tensor_file import TensorFileReader, TensorLayout
+from memascend.storage.tensor_file import Share, TensorFileReader, TensorLayout
 from memascend.training import random_state
 from memascend.training.backends.loss_scale import LossScale
 from memascend.training.backends.protocol import KeptIsTorn
@@ -291,7 +291,7 @@ class StreamingBackend:
     def _sizes(self) -> dict[str, int]:
         return {name: p.numel() for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def states(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def states(self, share: Share | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         for index, name in enumerate(self._sizes()):
             found = self.engine.read_states(name)
             for state in self._state_names():
