@@ -98,7 +98,7 @@ def test_a_run_that_takes_too_long_is_a_record_and_gives_no_row(monkeypatch, tmp
     monkeypatch.setattr(path_twin, "started", lambda *args, **how: contextlib.nullcontext([Slow()]))
     monkeypatch.setattr(path_twin, "predicted", lambda *args: [])
     monkeypatch.setattr(path_twin, "write", lambda *args, **fields: written.update(fields))
-    words = ["--run-id", "x", "--out", "x", "--model", "40B-L2", "--k", "4", "--arms", "a:b:bf16", "--points", "16x1"]
+    words = ["--run-id", "x", "--out", "x", "--model", "40B-L4", "--k", "4", "--arms", "a:b:bf16", "--points", "16x1"]
     assert path_twin.main([*words, "--rates", "69/53"]) == 0
     assert written["status"] == "timeout"
     assert "points" not in written
