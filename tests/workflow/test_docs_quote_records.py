@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
+from statistics import median
 
 import pytest
 
-from memascend.bench.rounds import ratios
+from memascend.bench.rounds import ratios, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 HOW_TO = (ROOT / "docs/how-to/fine-tune-with-almost-no-host-memory.md").read_text()
@@ -83,3 +84,38 @@ def test_what_arms_under_a_placement_take_is_what_the_record_says():
     text = " ".join(NODES.split())
     aware, naive = (quoted(vars(ratios(seconds[arm], seconds["baseline"]))) for arm in ("cxl_aware", "naive"))
     assert f"arm `cxl_aware` took {aware} times as long as `baseline`, arm `naive` {naive}" in text
+
+
+def test_arms_of_gradient_offloading_are_as_foretold_as_the_reference_says():
+    record = json.loads((REFERENCE / "kernel-engine-arms-paper.json").read_text())
+    text = (REFERENCE / "README.md").read_text()
+    foretold = {(row["context"], row["method"]): row["seconds"] for row in record["foretold"]}
+    taken = {(row["context"], row["method"]): row["seconds"] for row in record["points"]}
+    arms = ["optimized", "naive", "none"]
+    for context in record["options"]["contexts"]:
+        seconds = [f"{foretold[context, arm]:.2f}, {median(taken[context, arm]):.2f}" for arm in arms]
+        shares = []
+        for arm in arms[1:]:
+            foretold_ratio = foretold[context, arm] / foretold[context, "optimized"]
+            found = [mine / optimized for mine, optimized in zip(taken[context, arm], taken[context, "optimized"])]
+            shares.append(f"{foretold_ratio:.2f}, {median(found):.2f} ({min(found):.2f} to {max(found):.2f})")
+            assert abs(median(found) / foretold_ratio - 1) < 0.1
+        assert f"| {context}, {context // 12} | {' | '.join(seconds + shares)} |" in text
+
+
+@pytest.mark.parametrize(
+    ("base", "arm"),
+    [(("as_published_direct", "fp16"), ("memascend", "fp16")), (("memascend", "bf16"), ("memascend_bf16", "bf16"))],
+)
+def test_gains_of_tables_four_and_six_on_the_second_host_are_what_its_record_says(base, arm):
+    record = json.loads((REFERENCE / "times-qwen2.5-7b-paper.json").read_text())
+    phases = ("forward_s", "backward_s", "optimizer_s")
+    seconds = {
+        (p["batch"], p["arm"], p["dtype"]): [sum(step) for step in zip(*(p[name] for name in phases))]
+        for p in record["points"]
+    }
+    text = (ROOT / "docs/ARTIFACT.md").read_text().replace("−", "-").replace("+", "")
+    for batch in (1, 4):
+        gains = [100 * (a / b - 1) for a, b in zip(seconds[batch, *base], seconds[batch, *arm])]
+        found = spread(gains)
+        assert f"{found.median:.1f} % ({found.low:.1f} to {found.high:.1f})" in text
