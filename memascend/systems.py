@@ -78,6 +78,15 @@ def load(name: str, arm: str | None = None) -> System:
     return provider().load_system(name, arm)
 
 
+def require_versions(name: str, versions: str) -> None:
+    """ValueError, in one line, for versions of the states where the system keeps none."""
+    if versions != "auto" and not hasattr(load(name), "stored_in"):
+        raise ValueError(
+            f"state_versions {versions!r}: system {name!r} keeps no versions of its states: "
+            "leave it out, or use --system lohan"
+        )
+
+
 def default_arm(name: str) -> str:
     return next(iter(load(name).arms))
 

@@ -84,15 +84,27 @@ class LoHan(PlannedSystem):
         """How many versions of the states a run keeps, and why."""
         ways = ("two", "one", "checkpoint")
         two, one, alone = (f"{cls.stored_in(way, work, stored_bytes) / GIB:.2f} GiB" for way in ways)
+        again = "a step writes and reads its gradients once more for it"
+        if work.state_versions == "checkpoint":
+            return [
+                f"one version of the states alone is kept, {alone}, as asked for: after a kill in the middle of a step "
+                f"training goes on from the last checkpoint; with the gradients to do a step again {one}, two {two}"
+            ]
+        if work.state_versions == "one":
+            return [
+                f"one version of the states is kept, {one} with the gradients that a step can be done again from, as "
+                f"asked for; two would be {two};",
+                again,
+            ]
         third = (
             f"one alone by train --state-versions checkpoint: {alone}; after a kill in the middle of a step training "
             "goes on from the last checkpoint"
         )
-        if room_bytes is not None and room_bytes < stored_bytes:
+        if work.state_versions == "auto" and room_bytes is not None and room_bytes < stored_bytes:
             return [
                 f"one version of the states is kept, {one} with the gradients that a step can be done again from, as "
                 f"two take {two} and there are {room_bytes / GIB:.2f} GiB;",
-                "a step writes and reads its gradients once more for it;",
+                f"{again};",
                 third,
             ]
         return [

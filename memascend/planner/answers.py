@@ -90,6 +90,11 @@ class Answers:
     nodes: NodePlan | None = None  # where a machine with several memory nodes is described
 
     @property
+    def swap_bytes(self) -> int:
+        """What lies on the SSD between steps, where there is room enough."""
+        return stored_within(self.work, self.volume.stored_bytes, None)
+
+    @property
     def fits(self) -> bool | None:
         """False where something does not fit, True where something was checked and all of it fits, else None."""
         verdicts = [need.fits for need in self.needs if need.fits is not None]
@@ -177,7 +182,8 @@ def _others(work: Workload) -> Iterator[Plan]:
         for arm, parts in arms.items():
             if arm == first or parts.shown_beside:
                 states = "fp32" if parts.refuses_bf16_states else work.kept_states
-                yield plan(replace(work, system=name, arm=arm, states=states, parts=None, sizes=SwapSizes()))
+                own = {"states": states, "parts": None, "sizes": SwapSizes(), "state_versions": "auto"}
+                yield plan(replace(work, system=name, arm=arm, **own))
 
 
 def _time(work: Workload, machine: Machine | None) -> tuple[StepTime | None, str]:

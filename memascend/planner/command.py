@@ -16,10 +16,10 @@ from typing import Any
 from memascend.memory.budget import parse_bytes
 from memascend.memory.placement_policy import PlacementPolicy
 from memascend.planner.derived_sizes import io_settings
-from memascend.planner.options import DEFAULT_STACK, MODEL_OPTIONS, Stack, default_context
+from memascend.planner.options import DEFAULT_STACK, MODEL_OPTIONS, STATE_VERSIONS, Stack, default_context
 from memascend.planner.spec import ModelSpec, model_spec
 from memascend.planner.workload import SwapSizes, Workload
-from memascend.systems import arrangement, own_defaults
+from memascend.systems import arrangement, own_defaults, require_versions
 
 _GIB = 2**30
 _LARGEST_COUNT = 10**8  # far beyond any run, and products of two still fit 64 bits with the model's sizes
@@ -56,6 +56,12 @@ def add_plan(commands: Any, probe: Callable[[Path | None], Any]) -> None:
     for name, words in MODEL_OPTIONS.items():
         preset = getattr(DEFAULT_STACK, name)
         how.add_argument(f"--{name}", help=f"{', '.join(words)} (default {preset}), as train's")
+    how.add_argument(
+        "--state-versions",
+        choices=STATE_VERSIONS,
+        default="auto",
+        help="of system lohan's states on the SSD, as train's: auto (default) is two where they fit",
+    )
     how.add_argument(
         "--ds-config",
         type=Path,
@@ -149,7 +155,8 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     from memascend.planner.limits import Limits
     from memascend.planner.report import as_json, as_text
 
-    work = _workload(options)
+    work = replace(_workload(options), state_versions=options.state_versions)
+    require_versions(work.system, work.state_versions)
     require_host_memory(work)
     machine = _machine(options)
     limits = Limits(
@@ -298,6 +305,7 @@ def _train_line(options: argparse.Namespace) -> list[str]:
         "--system": options.system,
         "--arm": options.arm,
         "--states": options.states if options.states != "fp32" else None,
+        "--state-versions": options.state_versions if options.state_versions != "auto" else None,
         "--ranks": options.gpus if options.gpus > 1 else None,
         **{f"--{name}": getattr(options, name) for name in MODEL_OPTIONS},
         "--nvme": options.nvme,

@@ -57,11 +57,12 @@ class Largest:
 
 
 def stored_within(work: Workload, stored_bytes: int, room_bytes: float | None) -> int:
-    """Bytes on the SSD; fewer where there is no room, of a system that can do with one version of its states."""
+    """Bytes on the SSD of what takes `stored_bytes` in two versions: as the work says, or else one version where there
+    is no room for two, of a system that can do with one."""
     tell = getattr(systems.load(work.system), "stored_in", None)
-    if tell is None or room_bytes is None or stored_bytes <= room_bytes:
+    if tell is None or (work.state_versions == "auto" and (room_bytes is None or stored_bytes <= room_bytes)):
         return stored_bytes
-    return tell("one", work, stored_bytes)
+    return tell("one" if work.state_versions == "auto" else work.state_versions, work, stored_bytes)
 
 
 class Fitter:

@@ -12,6 +12,8 @@ MODEL_OPTIONS = {
     "checkpointing": ("none", "plain", "offloaded", "unsloth", "ssd"),
 }
 DEFAULT_CONTEXT = 4096
+# Of system lohan's states on the SSD.
+STATE_VERSIONS = ("auto", "one", "two", "checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,7 @@ def _ssd(answers: Answers) -> list[str]:
     if not wear.bytes_per_step:
         return ["SSD: not used"]
     lines = [
-        f"SSD: {gib(volume.stored_bytes)} GiB of swap files; a step reads {_gb(volume.total_read_bytes)} "
+        f"SSD: {gib(answers.swap_bytes)} GiB of swap files; a step reads {_gb(volume.total_read_bytes)} "
         f"and writes {_gb(volume.total_write_bytes)}"
     ]
     tell = getattr(systems.load(answers.work.system), "storage_notes", None)
@@ -290,7 +290,7 @@ def as_json(answers: Answers) -> dict[str, Any]:
         "accumulate": work.accumulation,
         "host_bytes": made.host_bytes,
         "device_bytes": answers.device.device_bytes,
-        "ssd_bytes": answers.volume.stored_bytes,
+        "ssd_bytes": answers.swap_bytes,
         "components_bytes": made.components(),
         "device_components_bytes": answers.device.components(),
         "ram_gib": None if ram is None else ram / GIB,

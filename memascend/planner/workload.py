@@ -62,6 +62,7 @@ class Workload:
     `states`: master weights, moments and swapped gradients (an arm may fix it); `gradients`: the flat buffer. `parts`
     stands in for the arm's own arrangement. `host_memory`: bytes that the run may take of the machine, None: any.
     `fates`: what becomes of each block's activations, where a system lets that be chosen; None: as the arm says.
+    `state_versions`: of a system that keeps versions of its states on the SSD, as `train` has it.
     Raises ValueError, in one line, for what cannot be.
     """
 
@@ -81,6 +82,7 @@ class Workload:
     parts: Arrangement | None = None
     host_memory: int | None = None
     fates: tuple[str, ...] | None = None
+    state_versions: str = "auto"
 
     def __post_init__(self) -> None:
         arm_of(self.system, self.arm)

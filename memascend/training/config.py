@@ -14,7 +14,7 @@ from typing import Any
 from memascend.fates import EXAMPLE, BlockFates
 from memascend.memory.budget import parse_bytes
 from memascend.memory.placement_policy import PlacementPolicy
-from memascend.planner.options import MODEL_OPTIONS
+from memascend.planner.options import MODEL_OPTIONS, STATE_VERSIONS
 from memascend.storage.write_budget import WriteBudget
 
 SAVED_AS = "config.yaml"
@@ -111,7 +111,7 @@ class TrainConfig:
         "of system lohan's states on the SSD: two, or one, 18 bytes a parameter for 28, with gradients that a step is "
         "done again from; auto: two where they fit; checkpoint: one alone, 14 bytes, and after a kill in the middle of "
         "a step on from the last checkpoint",
-        choices=("auto", "one", "two", "checkpoint"),
+        choices=STATE_VERSIONS,
     )
     states: str = _option("fp32", "master weights and optimizer states; bf16 halves the I/O", choices=("fp32", "bf16"))
     gradients: str = _option("fp32", "the buffer that gradients are added up in", choices=("fp32", "bf16"))

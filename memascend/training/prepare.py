@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend import systems
 from memascend.memory.budget import parse_bytes
 from memascend.planner import ModelSpec, model_spec
 from memascend.planner.command import fused_experts
@@ -161,6 +160,7 @@ def workload_of_run(config: TrainConfig, spec: ModelSpec, context: int) -> Workl
         context=context,
         accumulation=config.accumulate,
         host_memory=parse_bytes(config.host_memory) if config.host_memory else None,
+        state_versions=config.state_versions,
     )
 
 
@@ -185,11 +185,8 @@ def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes
         )
     swapped = least = None
     with contextlib.suppress(ValueError):  # a system without a schedule
-        swapped = least = io_volume(work).stored_bytes
-        if config.state_versions == "auto":
-            least = stored_within(work, swapped, 0)
-        elif config.state_versions != "two":
-            swapped = least = systems.load(config.system).stored_in(config.state_versions, work, swapped)
+        swapped = io_volume(work).stored_bytes
+        swapped, least = (stored_within(work, swapped, room) for room in (None, 0))
     return {
         "planned_host_bytes": planned.host_bytes,
         "planned_components": planned.components(),

@@ -35,11 +35,7 @@ def check(config: Any) -> None:
         runs = [name for name in systems.names() if systems.arrangement(name).runs]
         raise ValueError(f"{what} is planned and simulated alone: train with one of {', '.join(runs)}")
     system.refuse(config)
-    if config.state_versions != "auto" and not hasattr(system, "stored_in"):
-        raise ValueError(
-            f"state_versions {config.state_versions!r}: system {config.system!r} keeps no versions of its states: "
-            "leave it out, or use --system lohan"
-        )
+    systems.require_versions(config.system, config.state_versions)
     for device in config.devices:
         if not os.path.exists(device):
             raise ValueError(f"there is no device {device}; 'memascend storage format' makes one ready")

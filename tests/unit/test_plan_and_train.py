@@ -151,3 +151,28 @@ def test_an_unknown_keyword_is_refused_and_programs_keywords_are_no_keys() -> No
     with pytest.raises(ValueError, match="unknown key 'gather_clone'"):
         enable_options({"memascend": {"gather_clone": False}}, {})
     assert not enable_options({}, {"gather_clone": False}).gather_clone
+
+
+@pytest.mark.parametrize("versions", ["auto", "one", "two", "checkpoint"])
+def test_versions_of_the_states_take_the_same_space_in_both(capsys, versions):
+    made = planned(capsys, "--system", "lohan", "--state-versions", versions, "--ssd-space", "150")
+    config = TrainConfig(model=MODEL, system="lohan", state_versions=versions)
+    train = _plan(config, model_spec(MODEL).hf_config_dict(), made["context"], [])
+    need = next(each for each in made["needs"] if each["name"] == "SSD space")
+    assert train["planned_swap_bytes"] == made["ssd_bytes"]
+    assert train["least_swap_bytes"] == need["needed_bytes"]  # two, which are 200 GiB, do not fit
+    per_parameter = {"auto": 18, "one": 18, "two": 28, "checkpoint": 14}[versions]
+    assert need["needed_bytes"] / made["parameters"] == pytest.approx(per_parameter, rel=0.1)
+    assert need["fits"] == (versions != "two")
+
+
+def test_a_plan_says_which_versions_were_asked_for_and_whose_they_are(capsys):
+    words = ["plan", "--model", MODEL, "--system", "lohan", "--state-versions"]
+    assert main([*words, "checkpoint"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "one version of the states alone is kept" in text
+    assert "goes on from the last checkpoint" in text
+    assert main([*words, "one"]) == 0
+    assert "done again from, as asked for; two would be" in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", "--model", MODEL, "--state-versions", "one"]) == 2
+    assert "state_versions 'one': system 'memascend' keeps no versions" in capsys.readouterr().err
