@@ -2,14 +2,8 @@
 
 import copy
 import logging
-import random
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +18,7 @@ from memascend.engine.streaming import streaming
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.storage.errors import StorageError
+from tests.killed import Loop
 
 SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 RATES = [1e-2, 5e-3, 2e-3, 1e-3]
@@ -328,38 +323,14 @@ for step in range(done, steps):
     engine.finish_step(keep=False, facts={"step": step + 1})
     engine.keep({"step": step + 1})
     print(step, flush=True)
-digest = hashlib.sha256()
-for _, values in engine.read_weights():
-    digest.update(values.view(torch.uint8).numpy().data)
-print("digest", digest.hexdigest(), flush=True)
-engine.close()
 """
 
 
 @pytest.mark.slow  # some twenty processes
 def test_a_process_that_is_killed_again_and_again_reaches_the_same_weights(tmp_path):
-    def started(name):
-        command = [sys.executable, "-c", _LOOP, str(tmp_path / name), "150"]
-        root = Path(__file__).parents[2]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
-        return process, int(process.stdout.readline().split()[1])
-
-    def digest(process):
-        return process.communicate()[0].partition("digest")[2].strip()
-
-    expected = digest(started("whole")[0])
-    assert expected
-    order, reached, in_a_step = random.Random(0), [], 0.1
-    while len(reached) < 12:
-        process, step = started("ours")
-        reached.append(step)
-        for _ in range(order.randint(1, 5)):
-            before = time.monotonic()
-            process.stdout.readline()
-            in_a_step = time.monotonic() - before
-        time.sleep(order.uniform(0, in_a_step))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+    expected = Loop(_LOOP, tmp_path / "whole", 150).digest()
+    ours = Loop(_LOOP, tmp_path / "ours", 150)
+    reached = [int(step) for (step,) in ours.killed(12, 5)]
     assert 10 < reached[-1] < 150
     assert reached == sorted(reached)
-    assert digest(started("ours")[0]) == expected
+    assert ours.digest() == expected

@@ -2,12 +2,6 @@
 
 import hashlib
 import logging
-import random
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +11,7 @@ from memascend.engine import one_version
 from memascend.engine.home import TornStates
 from memascend.engine.options import EngineOptions
 from memascend.engine.streaming import streaming
+from tests.killed import Loop
 from tests.unit import test_one_version as with_redo
 from tests.unit.test_one_version import Model, assert_same, batch, contents, instants, model, train
 
@@ -242,38 +237,14 @@ for step in range(done, steps):
         torch.save({"weights": weights, "states": states, "steps": counts, "step": step + 1}, saved + ".partial")
         os.replace(saved + ".partial", saved)
     print(step, flush=True)
-digest = hashlib.sha256()
-for _, values in engine.read_weights():
-    digest.update(values.view(torch.uint8).numpy().data)
-print("digest", digest.hexdigest(), flush=True)
-engine.close()
 """
 
 
 @pytest.mark.slow  # some twenty processes
 def test_a_process_that_is_killed_again_and_again_reaches_the_same_weights_from_checkpoints(tmp_path):
-    def started(name):
-        command = [sys.executable, "-c", _LOOP, str(tmp_path / name), "100"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
-        _, step, how = process.stdout.readline().split()
-        return process, int(step), how
-
-    def digest(process):
-        return process.communicate()[0].partition("digest")[2].strip()
-
-    expected = digest(started("whole")[0])
-    assert expected
-    order, found, in_a_step = random.Random(0), [], 0.1
-    while len(found) < 15:
-        process, step, how = started("ours")
-        found.append((step, how))
-        for _ in range(order.randint(1, 9)):
-            before = time.monotonic()
-            process.stdout.readline()
-            in_a_step = time.monotonic() - before
-        time.sleep(order.uniform(0, in_a_step))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+    expected = Loop(_LOOP, tmp_path / "whole", 100).digest()
+    ours = Loop(_LOOP, tmp_path / "ours", 100)
+    found = [(int(step), how) for step, how in ours.killed(15, 9)]
     assert all(step % 10 == 0 for step, how in found if how == "torn")
     assert {how for _, how in found} == {"torn", "kept"}
-    assert digest(started("ours")[0]) == expected
+    assert ours.digest() == expected
