@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -188,17 +189,43 @@ def _connected(owners: dict[nn.Parameter, list[nn.Module]]) -> list[list[nn.Modu
 class UnitWeights:
     """Which units are in memory, and who needs them: parameters are views of a slot while somebody does.
 
-    A thread's uses are counted by unit; the last one to end makes the parameters empty again.
+    A thread's uses are counted by unit; the last one to end makes the parameters empty again. In a forked child
+    (a DataLoader's worker) all of them are empty: it did not get the slots, which a ring has pinned, nor the threads.
     """
+
+    _all: ClassVar[weakref.WeakSet[UnitWeights]] = weakref.WeakSet()
 
     def __init__(self, units: ModelUnits, stream: WeightStream) -> None:
         self.units, self.stream = units, stream
+        self._pid = os.getpid()
+        self._all.add(self)
         self._uses: dict[str, int] = {}
         nothing = torch.full((1,), torch.nan, dtype=units.layout.weights)
         self._empty = {p: nothing.expand(p.shape) for p in units.names}
 
+    @classmethod
+    def leave_children_none(cls) -> None:
+        """In a child, right after the fork."""
+        for weights in list(cls._all):
+            for held in [unit for unit in weights.units.layout.units if weights.is_held(unit)]:
+                weights.empty(held)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is the process that trains the model, and no fork of it."""
+        return self._pid == os.getpid()
+
+    def require_own_process(self) -> None:
+        """RuntimeError in a forked child."""
+        if not self.is_own:
+            raise RuntimeError(
+                f"the weights of a streamed model are with the process that trains it ({self._pid}), and this is a "
+                "fork of it, such as a DataLoader's worker: use the model in that process, or set num_workers=0"
+            )
+
     def take(self, unit: Unit) -> None:
-        """The unit's weights are in its parameters on return."""
+        """The unit's weights are in its parameters on return. RuntimeError in a forked child."""
+        self.require_own_process()
         (slot,) = self.stream.fetch([unit.key])
         self._uses[unit.key] = self._uses.get(unit.key, 0) + 1
         if self._uses[unit.key] == 1:
@@ -234,6 +261,8 @@ class UnitWeights:
                 self._uses[unit.key] -= 1
             self.empty(unit)
 
+
+os.register_at_fork(after_in_child=UnitWeights.leave_children_none)
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
 

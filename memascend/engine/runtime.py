@@ -293,12 +293,15 @@ class StreamingEngine(BlockRuntime):
     def close(self, *, destroy: bool = False) -> None:
         """Give the model its own forward back and let go of everything; a step that is not finished is forgotten.
 
-        The home stays for `resume`, unless `destroy`. Parameters stay empty. Idempotent.
+        The home stays for `resume`, unless `destroy`. Parameters stay empty. Idempotent. In a forked child nothing of
+        the parent's ends.
         """
         if self._closed:
             return
         self._closed = True
         self._detach()
+        if not self.weights.is_own:  # a forked child's copy: the threads and the files are the parent's
+            return
         self._stop()
         if destroy:
             self.home.destroy()
@@ -372,6 +375,7 @@ class StreamingEngine(BlockRuntime):
 
     def _model_begins(self, *_: Any) -> None:
         """A forward pass: without optimizer.step() (LoHan, Fig. 4b) it is also the end of the step before."""
+        self.weights.require_own_process()
         if self.updates.failure_was_told or self._backward_begun:  # an error in the loop that the user has seen
             log.warning("memascend: the step under way was given up after an error; it begins anew from the one before")
             self.give_up()
@@ -596,6 +600,7 @@ class StreamingEngine(BlockRuntime):
                 self.steps[name] += 1
 
     def _require_whole(self) -> None:
+        self.weights.require_own_process()
         if self._unfinished is not None:
             raise RuntimeError(self._unfinished)
 
@@ -668,6 +673,7 @@ class StreamingEngine(BlockRuntime):
         Raises TornStates where that cannot be (`EngineOptions.redo`): the engine can then only be closed."""
         if self._closed:
             return
+        self.weights.require_own_process()
         self._backward_begun = False
         for owned in self.units.parameters.values():
             for parameter in owned:
@@ -703,15 +709,18 @@ class StreamingEngine(BlockRuntime):
 
     def read_weights(self, order: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, values) of every parameter, see `TierContents`. Not while a step is under way."""
+        self.weights.require_own_process()
         return self._contents.read_weights(order)
 
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
         """A trained parameter's states, see `TierContents`."""
+        self.weights.require_own_process()
         return self._contents.read_states(name)
 
     def write_states(self, name: str, states: dict[str, torch.Tensor], *, step: int) -> None:
         """The reverse, after `step` steps of this parameter; `keep` completes it. With one version of the states there
         is no completed step from the first of them until then."""
+        self.weights.require_own_process()
         if self.options.versions == 1 and not self._restored:
             self._restored = True
             self.home.forget_step()

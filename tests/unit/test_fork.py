@@ -38,6 +38,39 @@ if engine.backend != "io_uring":
 """
 
 
+STREAMED = """
+from torch.utils.data import DataLoader, Dataset
+from memascend.engine.streaming import streaming
+from tests.unit.test_streaming_engine import batches, model
+
+ours = model()
+home = streaming(folder.name + "/run")
+home.hook(ours)
+optimizer = home.optimizer(torch.optim.AdamW, lr=1e-2)
+one, two = batches(2)
+
+class Asks(Dataset):
+    "What a worker gets that looks at the model, and what it is told when it computes."
+    def __len__(self): return 1
+    def __getitem__(self, _):
+        values = [bool(torch.isnan(p).all()) for p in ours.parameters()]
+        told = []
+        for use in (lambda: ours(one), lambda: ours.layers[0](torch.ones(1, 32), scale=torch.tensor(1.0)),
+                    optimizer.step, optimizer.state_dict, ours.state_dict):
+            try:
+                use()
+            except RuntimeError as error:
+                told.append(str(error))
+        home.remove()
+        return values, told
+
+def assert_refused():
+    ((values, told),) = DataLoader(Asks(), num_workers=1, batch_size=None, multiprocessing_context="fork", timeout=30)
+    assert all(values), "a parameter of the model has values in a child"
+    assert len(told) == 5 and all("is a fork of it, such as a DataLoader's worker" in line for line in told), told
+"""
+
+
 def run_python(code: str) -> str:
     done = forked.run([sys.executable, "-c", PRELUDE + code], timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
@@ -119,3 +152,29 @@ assert in_child(lambda: int(view[5])) == -signal.SIGSEGV
 del tensor, view
 assert int(pinned(1)[5]) == 7
 """)
+
+
+def test_a_worker_of_a_dataloader_is_told_that_a_streamed_model_s_weights_are_elsewhere_and_training_goes_on():
+    """Between steps, and in the middle of one, when slots are held."""
+    run_python(
+        STREAMED
+        + """
+ours(one).backward()
+optimizer.step()
+assert_refused()
+loss = ours(two)
+assert_refused()
+loss.backward()
+optimizer.step()
+found = {name: values.clone() for name, values in home.engine.read_weights()}
+home.remove()
+theirs = model()
+with streaming(folder.name + "/alone") as home:
+    home.hook(theirs)
+    optimizer = home.optimizer(torch.optim.AdamW, lr=1e-2)
+    for ids in (one, two):
+        theirs(ids).backward()
+        optimizer.step()
+    assert all(torch.equal(found[name], values) for name, values in home.engine.read_weights())
+"""
+    )
