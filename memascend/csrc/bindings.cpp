@@ -7,6 +7,10 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
 #include <exception>
 #include <map>
 #include <memory>
@@ -830,6 +834,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              py::arg("lock"), py::arg("require_lock"), py::arg("pages") = "small", py::arg("placement") = py::none());
   module.def("pages_by_node", &named_pages_by_node, py::arg("address"), py::arg("bytes"),
              py::call_guard<py::gil_scoped_release>());
+  module.def("compute_alone", [] {
+    (void)at::get_num_threads();  // the first call of a thread sets what it may use
+#if defined(_OPENMP)
+    omp_set_num_threads(1);
+#endif
+  });
   module.def("numa_chunk_counts", [] {
     const ChunkCounts counts = numa_chunk_counts();
     return std::pair(counts.near, counts.elsewhere);

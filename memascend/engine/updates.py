@@ -7,7 +7,8 @@
              written, which is after those reads began (Fig. 3b).
 
 Each hand-over is a completion that is waited for: states are updated when their read has ended, their slot goes on when
-the write has. One thread does all of it; backward waits where more gradients would lie around than may.
+the write has. One thread does all of it beside backward, and takes no other core's help from the products; backward
+waits where more gradients would lie around than may. What comes after backward is done by the training thread itself.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from memascend.engine.blocks import UnitWeights
 from memascend.engine.layout import SUM_ELEMENTS, Layout, Part, Piece, Run, Unit, padded
 from memascend.engine.weights import WeightStream
 from memascend.ops.adamw import adamw_
+from memascend.ops.threads import compute_alone
 from memascend.ops.unscale import unscale_norm_overflow_
 
 ARMS = ("optimized", "naive", "none")
@@ -82,7 +84,8 @@ class SquareSums:
 
 
 class Updates:
-    """One model's gradients and updates. All methods are the training thread's; the work is done in another one.
+    """One model's gradients and updates. All methods are the training thread's; what it need not wait for is done in
+    another one.
 
     `settings(name)`: what a parameter is updated with. `gradients()`: the stream of gradients that wait; made when it
     is first asked for. `zero_missing`: a parameter that got no gradient in a step is updated with zeros, as in ZeRO's
@@ -213,8 +216,7 @@ class Updates:
         self._drain()
         for key, left in list(self._open.items()):
             if left > 0:  # pieces that nothing came for
-                self._submit(lambda key=key: self._close_unit(key), {})
-        self._drain()
+                self._do(lambda key=key: self._close_unit(key))
         self._expected = list(self._order)
 
     def sum_waiting(self) -> None:
@@ -222,7 +224,7 @@ class Updates:
         for piece in self.layout.pieces:
             if piece.key in self._spilled and piece.key not in self._summed:
                 self._summed.add(piece.key)
-                self._submit(lambda piece=piece: self._sum(piece), {})
+                self._do(lambda piece=piece: self._sum(piece))
         self._drain()
 
     def waiting_facts(self) -> dict[str, Any]:
@@ -260,7 +262,7 @@ class Updates:
         for key, pieces in by_unit.items():
             for piece in pieces:
                 self._updated.add(piece.key)
-                self._submit(lambda piece=piece: self._update_waiting(piece), {})
+                self._do(lambda piece=piece: self._update_waiting(piece))
             if after is not None and pieces:
                 self._close_all()
                 after(self._units[key])
@@ -272,10 +274,8 @@ class Updates:
         return whole and (self._zero_missing or all(part.key in self._arrived for part in unit.parts))
 
     def _close_all(self) -> None:
-        self._drain()
         for key in list(self._open):
-            self._submit(lambda key=key: self._close_unit(key), {})
-        self._drain()
+            self._do(lambda key=key: self._close_unit(key))
 
     def end_step(self) -> None:
         """All is written; begin the next one."""
@@ -342,24 +342,34 @@ class Updates:
         if raising:
             self.raise_failure()
 
+    def _do(self, job: Callable[[], None]) -> None:
+        """In this thread, when all that was submitted is done."""
+        self._drain()
+        error = self._tried(job)
+        self._failure = self._failure or error
+        self.raise_failure()
+
     def _work(self) -> None:
+        compute_alone()
         while (job := self._jobs.get()) is not None:
-            error: BaseException | None = None
-            if self._failure is None:
-                try:
-                    job()
-                except BaseException as raised:  # raised again in the training thread
-                    error = raised
+            error = self._tried(job) if self._failure is None else None
             del job
-            if error is not None:  # backward may be waiting for one of these slots
-                for key in list(self._open):
-                    self._close_unit(key, write=False)
             with self._changed:
                 self._failure = self._failure or error
                 self._queued -= 1
                 self._changed.notify_all()
 
-    # -- in the updates' thread ----------------------------------------------------------------------------------------
+    def _tried(self, job: Callable[[], None]) -> BaseException | None:
+        """What it raised, for the training thread to raise."""
+        try:
+            job()
+        except BaseException as error:
+            for key in list(self._open):  # backward may be waiting for one of these slots
+                self._close_unit(key, write=False)
+            return error
+        return None
+
+    # -- in the updates' thread, or in the training's after backward ---------------------------------------------------
 
     def _spill(self, piece: Piece, gradients: _Gradients, *, first: bool, last: bool) -> None:
         """Add a pass's gradients to those on the tier."""

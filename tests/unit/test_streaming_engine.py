@@ -1,8 +1,10 @@
 """The streaming engine trains as plain PyTorch in memory, to the bit, and holds buffers that the depth is not in."""
 
 import copy
+import dataclasses
 import gc
 import logging
+import threading
 import weakref
 
 import pytest
@@ -112,6 +114,31 @@ def test_every_arm_trains_as_the_module_in_memory_to_the_last_bit(tmp_path, arm,
     assert_equal(engine, theirs)
     engine.close(destroy=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_runs_beside_backward_takes_no_other_thread_s_help_and_what_comes_after_it_takes_all(tmp_path):
+    """With a second team of OpenMP's threads every product of the process would wait longer for its helpers."""
+    ours, (ids,), used = model(), batches(1), []
+    engine = streamed(ours, tmp_path)
+    stepped = engine.updates._step
+
+    def step(*run):
+        used.append((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
+        stepped(*run)
+
+    engine.updates._step = step
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        train(ours, engine, [ids])
+        assert set(used) == {(False, 1)}
+        used.clear()
+        engine.options = dataclasses.replace(engine.options, wait=True)
+        train(ours, engine, [ids])
+        assert set(used) == {(True, 2)}
+    finally:
+        torch.set_num_threads(before)
+    engine.close()
 
 
 def test_gradients_of_several_passes_are_added_up_on_the_tier(tmp_path):
