@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 _Count = Callable[[str], int]
@@ -115,6 +116,8 @@ def _add_tiers(parser: argparse.ArgumentParser, count: _Count) -> None:
         metavar="READ,WRITE",
         help="hold every path to so many MB/s, where reads and writes share it; each must be a faster folder",
     )
+    parser.add_argument("--apart", action="store_true", help="each direction alone too, a sub-group at a time")
+    parser.add_argument("--predict", action="store_true", help="simulate the passes over --simplex, measure nothing")
 
 
 def _add_activations(parser: argparse.ArgumentParser, count: _Count) -> None:
@@ -466,6 +469,8 @@ def _tiers(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], 
     simplex = tuple(1e6 * rate for rate in _counts("--simplex", options.simplex, count)) if options.simplex else None
     if simplex is not None and (len(simplex) != 2 or any(Path(path).is_block_device() for path in options.tiers)):
         raise ValueError(f"--simplex: write READ,WRITE in MB/s, of folders, such as 69,53; got {options.simplex}")
+    if options.predict and (simplex is None or options.apart):
+        raise ValueError("--predict: say with --simplex how fast the paths are, and leave --apart out")
     chosen = tiers.TierOptions(
         simplex=simplex,
         paths=tuple(options.tiers),
@@ -474,8 +479,9 @@ def _tiers(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], 
         group_bytes=options.mib << 20,
         held=options.held,
         repeats=options.repeats,
+        apart=options.apart,
     )
-    result = tiers.measure(chosen)
+    result = tiers.predict(chosen) if options.predict else tiers.measure(chosen)
     lines = [line for path in options.tiers if os.path.isdir(path) for line in _in_memory(Path(path))]
     for path, (read, write) in result["rates"].items():
         lines.append(f"{path}: read {read / 1e9:.2f} GB/s, written {write / 1e9:.2f} GB/s, each alone")
@@ -488,5 +494,11 @@ def _tiers(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], 
             f"{row['processes']} processes, {row['way']:<9} {row['seconds']['median']:8.3f} s a pass, "
             f"{row['bytes_per_second'] / 1e9:6.2f} GB/s in and out, {shares['simplex']:.2f} of the formula (duplex "
             f"{shares['duplex']:.2f}), fairness {row['fairness']:.2f}"
+        )
+    for row in result["apart"]:
+        rate, latency = (median(row[name]) for name in ("bytes_per_second", "latency_s"))
+        lines.append(
+            f"{row['processes']} processes, {row['direction']} alone: {rate / 1e9:.3f} GB/s of all, "
+            f"{latency:.3f} s a sub-group"
         )
     return result, lines

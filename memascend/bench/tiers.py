@@ -3,7 +3,12 @@
 A pass reads every sub-group, and writes each back as soon as it is there, `held` in memory at a time: what an optimizer
 step over several paths moves (MLP-Offload 3.2), without its arithmetic. Paths that read and write at once are busy in
 both directions only where each has a sub-group on its way in and one on its way out: two a path. Several processes have
-sub-groups of their own and share the paths, one at a time on each (`exclusive`) or as it comes (`free`).
+sub-groups of their own and share the paths, one at a time on each (`exclusive`) or as it comes (`free`). With `apart`
+each direction is measured by itself too, one sub-group of a process after the other: MLP-Offload's Fig. 4.
+
+`predict` measures nothing: the simulator plays the same passes over simplex paths, each of which serves one transfer at
+a time, in the order in which they were asked for. Whose they are makes no difference there, so that both ways of
+sharing are one play.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import queue
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,13 +27,18 @@ import torch
 
 from memascend.bench.paced import PacedTier, SharedDrive, clock_of
 from memascend.bench.rounds import conditions, spread
+from memascend.simulator import play
+from memascend.simulator.machine import Machine
+from memascend.simulator.machine import Path as Drive
+from memascend.simulator.tasks import Task
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.multi_path import MultiPathTier
 from memascend.storage.open_paths import open_paths
-from memascend.storage.placement import Rates, counts, update_seconds
+from memascend.storage.placement import Rates, arrange, counts, update_seconds
 from memascend.storage.tier import Tier
 
 WAYS = ("exclusive", "free")
+DIRECTIONS = ("read", "write")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +54,7 @@ class TierOptions:
     held: int | None = None
     repeats: int = 3
     simplex: tuple[float, float] | None = None
+    apart: bool = False
 
     @property
     def in_memory(self) -> int:
@@ -52,7 +63,7 @@ class TierOptions:
 
 def measure(options: TierOptions) -> dict[str, Any]:
     """Rows for each number of processes and way; the first process's rates of each path, read and written alone."""
-    rows, rates, points = [], {}, []
+    rows, rates, points, apart = [], {}, [], []
     for processes in options.processes:
         for way in WAYS if processes > 1 else WAYS[1:]:
             workers = _run(options, processes, exclusive=way == "exclusive")
@@ -61,9 +72,61 @@ def measure(options: TierOptions) -> dict[str, Any]:
             each = [worker["seconds"] for worker in workers]
             points.append({"method": f"{processes} processes, {way}", "seconds": seconds, "seconds_of_each": each})
             rows.append(_row(options, processes, way, workers, rates, seconds))
+            if options.apart and way == "free":
+                apart += [_apart(options, workers, direction) for direction in DIRECTIONS]
+    return _facts(options) | {"rates": rates, "points": points, "summary": rows, "apart": apart}
+
+
+def _facts(options: TierOptions) -> dict[str, Any]:
     asked = {"groups": options.groups, "group_bytes": options.group_bytes, "held": options.in_memory}
     facts = {"benchmark": "tiers", "conditions": conditions() | asked | {"simplex": options.simplex}}
-    return facts | {"paths": list(options.paths), "rates": rates, "points": points, "summary": rows}
+    return facts | {"paths": list(options.paths)}
+
+
+def predict(options: TierOptions) -> dict[str, Any]:
+    """The rows of `measure`, played; of paths held to `simplex`, which none of them has to exist for."""
+    rates = {path: list(options.simplex) for path in options.paths}
+    rows = []
+    for processes in options.processes:
+        each = _played(options, processes)
+        for way in WAYS if processes > 1 else WAYS[1:]:
+            rows.append(_row(options, processes, way, [{"seconds": [s]} for s in each], rates, [max(each)]))
+    return _facts(options) | {"lane": "modelled", "rates": rates, "points": [], "summary": rows, "apart": []}
+
+
+def _played(options: TierOptions, processes: int) -> list[float]:
+    """Seconds of each process's pass."""
+    names = [f"path{number}" for number in range(len(options.paths))]
+    drives = {name: Drive(read=options.simplex[0], write=options.simplex[1]) for name in names}
+    places = arrange(
+        {str(n): options.group_bytes for n in range(options.groups)},
+        "balanced",
+        [Rates(*options.simplex) for _ in names],
+    )
+    tasks = []
+    for group in range(options.groups):
+        path = names[places[str(group)]]
+        for rank in range(processes):
+            read, write = (f"{direction} {rank}.{group}" for direction in DIRECTIONS)
+            common = {"rank": rank, "phase": "pass"}
+            needs = [{f"{path}.{direction}": options.group_bytes} for direction in DIRECTIONS]
+            tasks.append(Task(name=read, needs=needs[0], takes={f"rooms{rank}": 1}, **common))
+            tasks.append(Task(name=write, needs=needs[1], after=(read,), gives={f"rooms{rank}": 1}, **common))
+    rooms = {f"rooms{rank}": options.in_memory for rank in range(processes)}
+    events = play(tasks, Machine(name="paths", resources=drives, pools=rooms)).events
+    return [max(event.end_s for event in events if event.rank == rank) for rank in range(processes)]
+
+
+def _apart(options: TierOptions, workers: list[dict[str, Any]], direction: str) -> dict[str, Any]:
+    """All processes' bytes over the slowest one's seconds, and what a sub-group takes in the mean; by repeat."""
+    mine = list(zip(*(worker["apart"][direction] for worker in workers), strict=True))
+    moved = len(workers) * options.groups * options.group_bytes
+    return {
+        "processes": len(workers),
+        "direction": direction,
+        "bytes_per_second": [moved / max(each) for each in mine],
+        "latency_s": [sum(each) / len(each) / options.groups for each in mine],
+    }
 
 
 def _row(
@@ -87,7 +150,7 @@ def _row(
         "bytes_per_second": moved / spread(seconds).median,
         "share_of_formula": {name: bound / spread(seconds).median for name, bound in bounds.items()},
         "fairness": min(each) / max(each),  # of the processes' own times
-        "groups_by_path": [worker["groups"] for worker in workers],
+        "groups_by_path": [worker.get("groups") for worker in workers],
     }
 
 
@@ -102,13 +165,15 @@ def _run(options: TierOptions, processes: int, *, exclusive: bool) -> list[dict[
             "repeats": options.repeats,
             "exclusive": exclusive,
             "simplex": options.simplex,
+            "apart": options.apart and not exclusive,
         }
     )
     command = [sys.executable, "-m", "memascend.bench.tiers", asked]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     children = [subprocess.Popen(command, **pipes) for _ in range(processes)]
     try:
-        for _ in range(options.repeats + 1):
+        passes = 1 + len(DIRECTIONS) * (options.apart and not exclusive)
+        for _ in range(passes * (options.repeats + 1)):
             for child in children:
                 _hear(child)
             for child in children:
@@ -144,15 +209,27 @@ def _worker(asked: dict[str, Any]) -> None:
         for group in range(asked["groups"]):
             tier.write(str(group), buffers[group % len(buffers)])
         tier.wait()
-        seconds = []
-        for _ in range(asked["repeats"] + 1):
-            print("ready", flush=True)
-            sys.stdin.readline()
-            begin = time.perf_counter()
-            _pass(tier, asked["groups"], buffers)
-            seconds.append(time.perf_counter() - begin)
+        ways: dict[str, Callable[[], None]] = {"both": lambda: _pass(tier, asked["groups"], buffers)}
+        for name, move in {"read": tier.read, "write": tier.write}.items() if asked["apart"] else ():
+            ways[name] = partial(_one_by_one, move, asked["groups"], buffers[0])
+        seconds = {name: [_timed(way) for _ in range(asked["repeats"] + 1)][1:] for name, way in ways.items()}
         groups = {each.name: each.groups for each in tier.report()}
-    print(json.dumps({"rates": rates, "seconds": seconds[1:], "groups": groups}), flush=True)
+    found = {"rates": rates, "seconds": seconds.pop("both"), "apart": seconds, "groups": groups}
+    print(json.dumps(found), flush=True)
+
+
+def _timed(way: Callable[[], None]) -> float:
+    """When the parent says so, and with all processes."""
+    print("ready", flush=True)
+    sys.stdin.readline()
+    begin = time.perf_counter()
+    way()
+    return time.perf_counter() - begin
+
+
+def _one_by_one(move: Callable[[str, torch.Tensor], Any], groups: int, buffer: torch.Tensor) -> None:
+    for group in range(groups):
+        move(str(group), buffer).wait()
 
 
 def _held_to(rates: tuple[float, float], path: str, tier: Tier) -> Tier:
