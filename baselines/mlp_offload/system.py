@@ -36,6 +36,7 @@ _ARMS = {
     "mlp_offload": _arm(""),
     "as_published": _arm("as published", keys={"tier_placement": "as_published"}),
     "by_hand": _arm("2:1 by hand", keys={"tier_placement": [2, 1]}),
+    "free": _arm("processes share the paths as it comes", exclusive=False),
     "zero3": arrangement_of_parts(
         _STOCK, "DeepSpeed ZeRO-3 (pipelined)", weights_on_gpu=True, refuses_bf16_states="stock DeepSpeed fails"
     ),

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from memascend.simulator.recorder import MAIN, WAIT, Recorder, phase
+from memascend.simulator.recorder import MAIN, READ, WAIT, WRITE, Recorder, phase
 from memascend.simulator.trace import busy_s
 from memascend.training.processes import die_with_parent
 from workflows.run.memory_account import PROPORTIONAL, STATUS, lines_of
@@ -319,7 +319,7 @@ class Run:
         if self.job["record_step"]:
             from memascend.integrations.deepspeed.recorded import record_step
 
-            self.recorder = Recorder()
+            self.recorder = Recorder(self.job["rank"])
             record_step(self.engine, self.enabled, self.recorder)
         with os.fdopen(self.job["turn_fd"]) as turns, os.fdopen(self.job["done_fd"], "w", buffering=1) as done:
             done.write(f"ready {importlib.metadata.version('deepspeed')}\n")
@@ -338,15 +338,17 @@ class Run:
                 done.write(json.dumps(took | self._without_waits()) + "\n")
         self.result["skipped_steps"] = int(self.engine.skipped_steps)
 
-    def _without_waits(self) -> dict[str, float]:
+    def _without_waits(self) -> dict[str, Any]:
         """Of a recorded step: seconds of the training's thread in which it did not wait for storage."""
         if self.recorder is None:
             return {}
-        busy = busy_s(self.recorder.take())
+        events = self.recorder.take()
+        busy = busy_s(events)
         own = {name: found.get(MAIN, 0.0) - found.get(WAIT, 0.0) for name, found in busy.items()}
         device = own.get("forward", 0.0) + own.get("backward", 0.0)
         check = own.get("overflow check", 0.0)
-        return {"device_s": device, "host_s": own.get("optimizer", 0.0) + check, "overflow_check_s": check}
+        found = {"device_s": device, "host_s": own.get("optimizer", 0.0) + check, "overflow_check_s": check}
+        return found | ({"transfers": transfers_of(events)} if self.job["record_step"] == "transfers" else {})
 
     def _read_idle(self, name: str, last: bool) -> None:
         from memascend.memory.ledger import verify_by_address
@@ -441,6 +443,15 @@ class Run:
         return digest.hexdigest()
 
 
+def transfers_of(events: list[Any]) -> list[list[Any]]:
+    """The update's, in the order of their ends: rank, direction, when they began and ended since it began, bytes."""
+    update = [event for event in events if event.phase == "optimizer"]
+    zero = min((event.begin_s for event in update if event.resource == MAIN), default=0.0)
+    moved = sorted((event for event in update if event.resource in (READ, WRITE)), key=lambda event: event.end_s)
+    times = [(round(e.begin_s - zero, 4), round(e.end_s - zero, 4)) for e in moved]
+    return [[e.rank, e.resource.partition(".")[2], *at, int(e.amount)] for e, at in zip(moved, times, strict=True)]
+
+
 def hold_to(paced: dict[str, list[float]]) -> None:
     """Transfers below each of these folders take as long as its rates say, in DeepNVMe's handle and our tier."""
     if not paced:
@@ -448,16 +459,21 @@ def hold_to(paced: dict[str, list[float]]) -> None:
     from memascend.bench.paced import PacedHandle, PacedTier, SharedDrive
     from memascend.integrations.deepspeed import aio, swap_store
 
-    drives = {folder: SharedDrive(f"{folder}.clock{os.getpid()}", *rates) for folder, rates in paced.items()}
+    run = os.environ["MASTER_PORT"]  # of all ranks of a training
+    drives = {folder: SharedDrive(f"{folder}.clock{run}", *rates) for folder, rates in paced.items()}
 
     def around(path: str, tier: Any) -> Any:
         folder = next(each for each in drives if os.path.realpath(path).startswith(os.path.realpath(each) + "/"))
         return PacedTier(tier, drives[folder])
 
     swap_store.open_paths = functools.partial(swap_store.open_paths, around=around)
-    metered = aio.MeteredAioModule.aio_handle
     first = next(iter(drives.values()))
-    aio.MeteredAioModule.aio_handle = lambda *args, **how: PacedHandle(metered(*args, **how), first)
+
+    def paced_handle(module: Any, *args: Any, **how: Any) -> Any:
+        handle = PacedHandle(module._stock.aio_handle(*args, **how), first)
+        return aio.MeteredAioHandle(handle, module._ledger, module._counters)
+
+    aio.MeteredAioModule.aio_handle = paced_handle
 
 
 def train(job: dict[str, Any], result_file: str) -> None:

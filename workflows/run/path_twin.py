@@ -1,11 +1,11 @@
-"""An iteration of DeepSpeed and of MLP-Offload's arms over paths of known rates, in turns (Figs. 7 to 10, 14 and 15).
+"""An iteration of DeepSpeed and of MLP-Offload's arms over paths of known rates, in turns (Figs. 3, 5, 7-10, 14, 15).
 
 The paths are loop devices that the kernel holds to a rate in each direction (*duplex*); with `--simplex`, or where the
 kernel cannot, folders that a token bucket holds, in DeepNVMe's handle as in our tier (`memascend.bench.paced`).
-One rank. `--predict` writes what the simulator says of the same arms, model and rates, and measures nothing: a record
-of the modelled lane, to be kept before the other one is made. Its rates beside the paths' (products, AdamW, memory) are
-micro-benchmarks of this machine: validation.json of the folder in results/reference that MEMASCEND_HOST names. Where
-there is none, nothing is predicted.
+With `--ranks 2` two processes of each arm share the paths and the cores. `--predict` writes what the simulator says of
+the same arms, model and rates, and measures nothing: a record of the modelled lane, to be kept before the other one is
+made. Its rates beside the paths' (products, AdamW, memory) are micro-benchmarks of this machine: validation.json of the
+folder in results/reference that MEMASCEND_HOST names. Where there is none, nothing is predicted.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     own: dict[str, dict[str, Any]] = {"arms": ARMS, "points": {"required": True}, "time_limit": {"default": 600}}
     own["rounds"] = {"type": int, "default": 3, "help": "measured rounds: a step of each arm"}
     own["rates"] = {"nargs": "+", "required": True, "metavar": "READ/WRITE", "help": "MB/s of each path"}
+    own["ranks"] = {"help": "processes of an arm"}
+    own["transfers"] = {"action": "store_true", "help": "keep those of each update: direction, begin, end, bytes"}
     own["simplex"] = {"action": "store_true", "help": "reads and writes of a path share its rate"}
     own["predict"] = {"action": "store_true", "help": "simulate only, and write the modelled record"}
     p = parser(__doc__, "run-id", "model", "k", "device", "matmul", "nvme", "out", **own)
@@ -72,10 +74,10 @@ def predicted(args: argparse.Namespace, arms: list[Arm], twin: ModelSpec) -> lis
     points = []
     for arm in arms:
         zero, (tokens, batch) = arm.config["zero_optimization"], point(args.points[0])
-        buffers = zero["offload_optimizer"]["buffer_count"]
+        buffers = zero["offload_optimizer"].get("buffer_count", 1)  # none where the states stay in host memory
         sizes = SwapSizes(sub_group_size=zero["sub_group_size"], optimizer_buffers=buffers, bounce_buffers=False)
         words = {"system": arm.system_name, "arm": arm.arm, "dtype": arm.dtype}
-        work = Workload(spec=twin, batch=batch, context=tokens, sizes=sizes, **words)
+        work = Workload(spec=twin, batch=batch, context=tokens, sizes=sizes, ranks=args.ranks, **words)
         made, moved = step_time(work, where, calibrations=costs), io_volume(work)
         seconds = {"bytes_read": [moved.total_read_bytes], "bytes_written": [moved.total_write_bytes]}
         seconds |= {f"{phase.name}_s": [phase.seconds] for phase in made.phases}
@@ -106,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     twin = spec("mlpoffload", args.model).twin(args.k)
     parameters = sum(tensor.numel for tensor in twin.tensors())
     deadline = time.monotonic() + args.time_limit
-    fields: dict[str, Any] = {"rates": args.rates, "duplex": not args.simplex, "ranks": 1, "rounds": args.rounds}
+    fields: dict[str, Any] = {"rates": args.rates, "duplex": not args.simplex, "ranks": args.ranks}
     fields |= {"points_requested": [list(point(args.points[0]))]}
     with places(args, len(args.arms) * FREE_SPACE_FACTOR * parameters * 9 // 8 + (1 << 30)) as (folders, held, devices):
         args.nvme, args.paths = str(folders[0]), folders
@@ -116,7 +118,8 @@ def run(args: argparse.Namespace) -> int:
             fields["points"] = predicted(args, arms, twin)
         else:
             before = sum(device.direct_bytes for device in devices)
-            with started(args, twin, paced=held) as arms, contextlib.suppress(TimeoutError):
+            how = {"record_step": "transfers"} if args.transfers else {}
+            with started(args, twin, paced=held, **how) as arms, contextlib.suppress(TimeoutError):
                 fields["status"] = "timeout"
                 for arm in arms:
                     arm.wait_until_ready(deadline)

@@ -64,8 +64,9 @@ class Arm:
         self.swap = Path(args.nvme).absolute() / f"{args.run_id}-{self.name}"
         sequence, batch = point(args.points[0])
         more = {"system": self.system_name, "arm": self.arm, "dtype": self.dtype, "sequence": sequence, "batch": batch}
-        spec = RunSpec(run_id=args.run_id, model=args.model, k=args.k, steps=1, seed=0, ranks=1, **more)
-        sizes = sizes_of(twin, 1)
+        self.ranks = getattr(args, "ranks", 1)
+        spec = RunSpec(run_id=args.run_id, model=args.model, k=args.k, steps=1, seed=0, ranks=self.ranks, **more)
+        sizes = sizes_of(twin, self.ranks)
         require_space(self.swap, sizes.parameters)
         for place in getattr(args, "paths", [])[1:]:  # of several: a system's folder in the first leads to the others
             (place / self.swap.name).mkdir(exist_ok=True)
@@ -79,19 +80,26 @@ class Arm:
         self, twin: Any, work: Path, threads: int, device: str, matmul: str, *, record_step: bool = False, **more: Any
     ) -> None:
         self.work, self.port = work, processes.free_port()
-        turn_in, turn_out = os.pipe()
-        done_in, done_out = os.pipe()
-        fds = {"turn_fd": turn_in, "done_fd": done_out}
-        settings = {"threads": threads, "mode": "time", "dtype": self.dtype, "device": device, "matmul": matmul, **fds}
-        settings |= {"hash_master_weights": False, "record_step": record_step, **more}
+        threads = max(1, threads // self.ranks)
+        settings = {"threads": threads, "mode": "time", "dtype": self.dtype, "device": device, "matmul": matmul, **more}
+        settings |= {"hash_master_weights": False, "record_step": record_step, "ranks": self.ranks}
         job = job_of(twin, self.parts, self.config, **settings)
         job |= {"streamed": {**self.model, "folder": str(self.swap), "threads": threads}} if self.streamed else {}
-        env = children.environment(0, 1, self.port, threads, device, "time")
-        self.process: children.Run = children.start(job, work, self.name, env, tuple(fds), python=self.python)
-        os.close(turn_in)
-        os.close(done_out)
-        self.turns: IO[str] = os.fdopen(turn_out, "w", buffering=1)
-        self.done: IO[str] = os.fdopen(done_in)
+        self.processes: list[children.Run] = []
+        self.turns: list[IO[str]] = []
+        self.done: list[IO[str]] = []
+        for rank in range(self.ranks):
+            turn_in, turn_out = os.pipe()
+            done_in, done_out = os.pipe()
+            fds = {"turn_fd": turn_in, "done_fd": done_out}
+            env = children.environment(rank, self.ranks, self.port, threads, device, "time")
+            name = f"{self.name}{rank or ''}"
+            own = job | fds | {"rank": rank}
+            self.processes.append(children.start(own, work, name, env, tuple(fds), python=self.python))
+            os.close(turn_in)
+            os.close(done_out)
+            self.turns.append(os.fdopen(turn_out, "w", buffering=1))
+            self.done.append(os.fdopen(done_in))
 
     @property
     def labels(self) -> dict[str, str]:
@@ -100,30 +108,51 @@ class Arm:
         return here | ({"environment": self.environment} if self.environment else {})
 
     def wait_until_ready(self, deadline: float) -> None:
-        self.deepspeed = self.wait_line(deadline).split()[1]
+        self.deepspeed = self.wait_lines(deadline)[0].split()[1]
 
-    def wait_line(self, deadline: float) -> str:
-        """The next line of the process; raises TimeoutError, or RuntimeError with the end of its log."""
-        if not select.select([self.done], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise TimeoutError
-        line = self.done.readline()
-        if not line:
-            log = (self.work / f"log{self.name}.txt").read_text()
-            raise RuntimeError(f"arm {self.name} ended early:\n{log[-3000:]}")
-        return line
+    def wait_lines(self, deadline: float) -> list[str]:
+        """The next line of each rank; raises TimeoutError, or RuntimeError with the end of its log."""
+        lines = []
+        for rank, done in enumerate(self.done):
+            if not select.select([done], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise TimeoutError
+            lines.append(done.readline())
+            if not lines[-1]:
+                log = (self.work / f"log{self.name}{rank or ''}.txt").read_text()
+                raise RuntimeError(f"arm {self.name} ended early:\n{log[-3000:]}")
+        return lines
 
-    def step(self, sequence: int, batch: int, deadline: float) -> dict[str, float]:
-        self.turns.write(f"{sequence} {batch}\n")
-        return json.loads(self.wait_line(deadline))
+    def step(self, sequence: int, batch: int, deadline: float) -> dict[str, Any]:
+        for turns in self.turns:
+            turns.write(f"{sequence} {batch}\n")
+        return of_ranks([json.loads(line) for line in self.wait_lines(deadline)])
 
     def end(self) -> None:
-        """Kill the process; its swap files and shared buffers go with it."""
-        if hasattr(self, "process"):
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        """Kill the processes; their swap files and shared buffers go with them."""
+        for process in getattr(self, "processes", []):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if hasattr(self, "port"):
             processes.remove_shared_buffers(self.port)
         shutil.rmtree(self.swap, ignore_errors=True)
+
+
+def of_ranks(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """What ranks took for a step: the longest of their seconds, all their bytes, one list of their transfers."""
+    first, *others = steps
+    if not others:
+        return first
+    found: dict[str, Any] = {}
+    for name, value in first.items():
+        values = [step[name] for step in steps]
+        if name.endswith("_s"):
+            found[name] = max(values)
+        elif name == "paths":  # bytes of all, and the first rank's rates
+            found[name] = [[sum(each[0] for each in path), *path[0][1:]] for path in zip(*values, strict=True)]
+        else:
+            found[name] = sum(values, [] if isinstance(value, list) else 0)
+    return found
 
 
 def rounds(

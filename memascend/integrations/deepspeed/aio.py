@@ -254,7 +254,9 @@ class AioHandle(PinHandle):
         """Fill ``buffer`` from what the store holds under ``path``; :meth:`wait` knows nothing of it."""
         self._counters.count(read=True, nbytes=buffer.nbytes)
         padding = self._asked[4] * _PADDING_A_THREAD
-        return self._store.read(path, buffer, 0, padding, priority=self.read_priority)
+        transfer = self._store.read(path, buffer, 0, padding, priority=self.read_priority)
+        self._counters.begun(transfer, read=True, path=path, nbytes=buffer.nbytes)
+        return transfer
 
     def begin_write(self, buffer: torch.Tensor, path: str) -> Completion:
         """Write ``buffer`` under ``path``, which the store holds; :meth:`wait` knows nothing of it.
@@ -262,7 +264,9 @@ class AioHandle(PinHandle):
         As urgent as the reads: these wait for the memory that it leaves, and a drive can do both at once.
         """
         self._counters.count(read=False, nbytes=buffer.nbytes)
-        return self._store.write(path, buffer, priority=self.read_priority, user=self._user)
+        transfer = self._store.write(path, buffer, priority=self.read_priority, user=self._user)
+        self._counters.begun(transfer, read=False, path=path, nbytes=buffer.nbytes)
+        return transfer
 
     def wait(self) -> int:
         """All requests of this handle have ended; returns how many did since the last call."""
