@@ -21,7 +21,7 @@ from workflows.tidy import MEMASCEND, SCALED
 
 Row = dict[str, Any]
 X = tuple[str, float | str]  # name and value
-FAILED = {"oom": "N/A (out of memory)", "timeout": "N/A (time-out)"}
+FAILED = {"oom": "N/A (out of memory)", "timeout": "N/A (time-out)", "failed": "N/A (failed)"}
 FOUR = "4 dense models"
 _FORMULA = "100 (1 - MemAscend / as published)"
 

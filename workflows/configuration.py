@@ -204,14 +204,16 @@ class Configuration:
         return self.runs[run_id]
 
     def command(self, run_id: str) -> str:
-        """Command line of the program that makes the record; what is timed holds the machine, the others share it."""
+        """What makes the record: the program, holding the machine where it is timed and else sharing it; where it ends
+        without one, the record of that."""
         run = self.run(run_id)
         lock = f"flock {'' if run['alone'] else '--shared '}{self.raw}/.machine.lock"
         limit = f"timeout {run['time_limit_s']} " if run["time_limit_s"] else ""
         one = run["environments"][0] if run["module"] == "training" else None
         python = f".cache/envs/{one}/bin/python" if one else "python"
-        words = f"--run-id {run_id} --out {self.raw}/{run_id}.json {run['words']}"
-        return f"{lock} {limit}{python} -m workflows.run.{run['module']} {words}"
+        names = f"--run-id {run_id} --out {self.raw}/{run_id}.json"
+        otherwise = f"python -m workflows.run.no_result {names} --log {self.raw}/logs/{run_id}.log --exit-status $?"
+        return f"{lock} {limit}{python} -m workflows.run.{run['module']} {names} {run['words']} || {otherwise}"
 
     def threads(self, run_id: str, cores: int) -> int:
         """All cores for what is timed; other runs share them, as many at once as the machine's memory holds."""

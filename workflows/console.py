@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workflows.configuration import score
+from workflows.run import no_result
 from workflows.run.children import scratch_folder
 
 if TYPE_CHECKING:
@@ -48,9 +49,13 @@ class Console(logging.Filter):
         self.not_asked = 0  # of them; which ones is not said before they would start
         self.running: dict[int, tuple[str, float]] = {}
         self.took: list[float] = []
+        self.without: list[str] = []  # a line for each run that ended without a result
 
     def attach(self) -> None:
-        """In place of the pages of job text; nothing where the terminal is somebody else's (another log handler)."""
+        """In place of the pages of job text; nothing where the terminal is somebody else's (another log handler).
+        What failed the last time is forgotten, so that it is tried again."""
+        if self.quiet:
+            no_result.forget_failures(Path(self.known.raw))
         for handler in logging.getLogger("snakemake.logging").handlers if self.quiet else ():
             if handler.name == "DefaultStreamHandler":
                 handler.addFilter(self)
@@ -66,6 +71,9 @@ class Console(logging.Filter):
             name, began = self.running.pop(record.job_id, ("", 0.0))
             if self.left.pop(name, self) is not self:
                 self.took.append(time.monotonic() - began)
+                if reason := no_result.reason(Path(self.known.raw, f"{name}.json")):
+                    self.without.append(f"  {name}: no result, {reason}")
+                    print(self.without[-1], file=sys.stderr, flush=True)
         elif event is None and record.levelno < logging.WARNING:
             return self.done == 0 and "Nothing to be done" in str(record.msg)
         return event not in HIDDEN
@@ -105,6 +113,7 @@ class Console(logging.Filter):
         lines = [f"Done in {length(time.monotonic() - self.began)}. Look at {Path(self.known.figures, 'index.html')}"]
         lines[0] += f" (all claims: {Path(self.known.figures, 'claims.html')})."
         lines += [f"  {where}: {text}" for where, text in score(Path(self.known.derived, "claims.csv")).items()]
+        lines += self.without
         waiting = len(entries) - len(built)
         if waiting:
             lines.append(f"{len(built)} of {len(entries)} are built; what {waiting} wait for: snakemake exhibits")

@@ -25,6 +25,7 @@ LANES = ("published", "author", "modelled", "measured")
 GIB = 2**30
 OF_REFERENCE = re.compile(r" \[([^\]]+)\]$")  # end of a series that was measured elsewhere: host and date
 SCALED = " (x k^2)"  # suffix of a metric: a twin's bytes times k^2, that is, at the original's size
+NO_RESULT = "run without a result: "  # begins the metric of a row that stands for all that the run would have given
 SCHEMAS = Path(__file__).resolve().parent / "schemas"
 
 DENSE_NAMES = ("llama3.1-8b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def console(seconds: dict[str, float | None]) -> Console:
-    known = SimpleNamespace(runs=dict.fromkeys(seconds), seconds=seconds.get)
+    known = SimpleNamespace(runs=dict.fromkeys(seconds), seconds=seconds.get, raw="no such folder")
     return Console(known, [])
 
 

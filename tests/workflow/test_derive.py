@@ -171,7 +171,7 @@ def test_the_benchmark_gives_medians_and_relative_memory(tmp_path: Path) -> None
     ("change", "place"),
     [
         ({"schema_version": 2}, "schema_version"),
-        ({"status": "crash"}, "status"),
+        ({"status": "burnt"}, "status"),
         ({"key": "abc"}, "key"),
         ({"memory": {}}, "memory"),
     ],

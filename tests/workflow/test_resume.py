@@ -3,6 +3,7 @@ for what measures."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -29,6 +30,8 @@ parser.add_argument("--k", type=int)
 args, _ = parser.parse_known_args()
 time.sleep(0.5)
 out = Path(args.out)
+if Path("fails").exists() and Path("fails").read_text() == out.stem:
+    sys.exit("no memory left for this one")
 arm = next(a for a, names in fixtures.ARMS.items() if names == (args.system, args.arm))
 record = fixtures.training(tidy.DISPLAY[args.model], arm, args.dtype, abs(hash(out.stem)) % 10**9, k=args.k)
 tidy.atomically(out, lambda path: path.write_text(json.dumps({**record, "run_id": out.stem})))
@@ -89,3 +92,22 @@ def test_resumes_after_kill_does_nothing_then_and_makes_a_deleted_record_again(p
     text, _ = fourth.communicate(timeout=60)
     assert fourth.returncode == 0, text
     assert gone.exists(), "a deleted record that an exhibit needs is made again"
+
+
+@pytest.mark.slow
+def test_a_run_that_crashes_stops_no_other_is_told_of_and_is_tried_again(project: Path) -> None:
+    bad = "train-qwen2.5-7b-k64-fp16-today"
+    (project / "fails").write_text(bad)
+    first = start(project, "memascend-fig04", "memascend-fig11")
+    text, _ = first.communicate(timeout=120)
+    assert first.returncode == 0, text
+    assert f"{bad}: no result, failed: no memory left for this one" in text
+    record = json.loads((project / f"results/raw/{bad}.json").read_text())
+    assert (record["kind"], record["status"]) == ("no-result", "failed")
+    assert f"run without a result: {bad}" in (project / "figures/memascend-fig11.md").read_text()
+
+    (project / "fails").unlink()
+    second = start(project, "memascend-fig11")
+    text, _ = second.communicate(timeout=120)
+    assert second.returncode == 0, text
+    assert json.loads((project / f"results/raw/{bad}.json").read_text())["status"] == "ok"

@@ -104,6 +104,7 @@ def head(
 def provenance(rows: pd.DataFrame, runs: pd.DataFrame) -> dict[str, str]:
     """Lane -> where its numbers come from; for measured: twins, host, commit and date of the records."""
     out = {}
+    rows = rows[~rows["metric"].str.startswith(tidy.NO_RESULT)]
     reference = tidy.is_reference(rows)
     for lane in (lane for lane in tidy.LANES if lane in set(rows["lane"])):
         mine = rows[(rows["lane"] == lane) & ~reference]
@@ -170,6 +171,8 @@ def caption(entry: dict[str, Any], prose: str, rows: pd.DataFrame, origins: dict
         out.append(f"- {word} constant {c.x_value} = {c.value}: {c.source}")
     if rows["source"].str.startswith(SIMULATED).any():
         out += [f"- {line}" for line in registry.validations()]
+    without = rows[rows["metric"].str.startswith(tidy.NO_RESULT)]
+    out += [f"- {metric}, {value}" for metric, value in zip(without["metric"], without["value"], strict=True)]
     missing = not_measured(rows)
     if "measured" in entry["lanes"] and "measured" not in origins:
         out.append("- not measured in this profile")

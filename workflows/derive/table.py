@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 
 from workflows import tidy
+from workflows.cases import FAILED, of_record
 from workflows.derive import figure
 from workflows.records import RUN_COLUMNS, load, run_summary
 
@@ -43,9 +44,13 @@ def published_rows(folder: Path, exhibit: str) -> pd.DataFrame:
 
 
 def measured_rows(paper: str, records: list[dict[str, Any]]) -> pd.DataFrame:
-    """Every row that the paper's folder makes of these records."""
+    """Every row that the paper's folder makes of these records, and one for each exhibit of a run without a result."""
     module = rows_of(paper)
     rows = list(module.measured(records)) if hasattr(module, "measured") else []
+    missing = [record for record in records if record["kind"] != "training" and record["status"] != "ok"]
+    for record in missing:
+        metric, text = f"{tidy.NO_RESULT}{record['run_id']}", FAILED[record["status"]]
+        rows += [of_record(record, exhibit, metric, text, "text") for exhibit in record.get("exhibits", [])]
     return pd.DataFrame([dict.fromkeys(tidy.COLUMNS, "") | row for row in rows], columns=tidy.COLUMNS).astype(str)
 
 

@@ -16,4 +16,4 @@ rule record:
         command=lambda w: KNOWN.command(w.run_id),
         code=lambda w: KNOWN.measures(w.run_id),
     shell:
-        "{params.command} > {log} 2>&1"
+        "({params.command}) > {log} 2>&1"

@@ -71,4 +71,4 @@ def _model(option: str, folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(provenance.program("bench", main))

@@ -1,0 +1,75 @@
+"""A run that times out, crashes or refuses leaves a record of that, and its claims have no result."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from workflows import tidy
+from workflows.configuration import Configuration
+from workflows.derive import claims, figure, table
+from workflows.records import load
+from workflows.run import no_result
+
+ROOT = Path(__file__).resolve().parents[2]
+CLAIM = {
+    "id": "memascend-fig12-x",
+    "exhibit_id": "memascend-fig12",
+    "unit": "%",
+    "sentence": "",
+    "basis": "held out",
+    "compute": {"operation": "value", "of": {"metric": "average overflow check latency reduction", "x_name": ""}},
+    "lanes": {"measured": {"expected": 97, "tolerance": {"absolute": 1}}},
+}
+
+
+def ended(folder: Path, words: str, limit: float | None, monkeypatch: pytest.MonkeyPatch) -> dict:
+    """What the rule's command line leaves for a benchmark that does not come to its end."""
+    (folder / "logs").mkdir()
+    run = {"module": "bench", "words": words, "alone": False, "environments": [], "time_limit_s": limit}
+    command = Configuration.command(SimpleNamespace(run=lambda _: run, raw=str(folder)), "bench-x")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    monkeypatch.setenv("MEMASCEND_EXHIBITS", json.dumps({"bench-x": ["memascend-fig12"]}))
+    script = f"set -euo pipefail; ({command}) > {folder}/logs/bench-x.log 2>&1"
+    assert subprocess.run(["bash", "-c", script], cwd=ROOT, check=False).returncode == 0
+    (record,) = load([folder / "bench-x.json"])
+    return record
+
+
+@pytest.mark.parametrize(
+    ("words", "limit", "status", "reason"),
+    [
+        ("--part overflow -- --numels 30000000 --repeats 1000", 0.3, "timeout", "exit status 124, without a word"),
+        ("--part overflow -- --dtypes fp64", None, "failed", "unknown 'fp64'"),
+    ],
+)
+def test_the_record_says_how_a_run_ended(tmp_path, monkeypatch, words, limit, status, reason) -> None:
+    record = ended(tmp_path, words, limit, monkeypatch)
+    assert (record["kind"], record["status"]) == ("no-result", status)
+    assert reason in record["reason"]
+    rows = table.measured_rows("memascend", [record])
+    verdict = claims.decide(CLAIM, "measured", rows)
+    assert (verdict.verdict, verdict.value) == ("no result", "")
+    assert "measured" not in figure.provenance(rows, rows)
+    no_result.forget_failures(tmp_path)
+    assert (tmp_path / "bench-x.json").exists() is (status == "timeout")
+
+
+def test_a_run_that_a_person_ended_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("half a line")
+    words = ["--run-id", "bench-x", "--out", str(tmp_path / "x.json"), "--log", str(tmp_path / "log")]
+    assert no_result.main([*words, "--exit-status", "143"]) == 143
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_a_killed_run_names_the_signal(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("")
+    words = ["--run-id", "bench-x", "--out", str(tmp_path / "x.json"), "--log", str(tmp_path / "log")]
+    assert no_result.main([*words, "--exit-status", "137"]) == 0
+    assert no_result.reason(tmp_path / "x.json") == "failed: ended by SIGKILL"
+    assert tidy.validator("record.schema.json").is_valid(json.loads((tmp_path / "x.json").read_text()))
