@@ -195,7 +195,8 @@ def test_where_checkpoints_wait_changes_no_loss(finished, tmp_path_factory, more
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("system", "arm"), [("zero_offload", "today"), ("zero_infinity", "as_published"), ("zero_infinity", "today")]
+    ("system", "arm"),
+    [("zero_offload", "today"), ("cxl", "cxl_aware"), ("zero_infinity", "as_published"), ("zero_infinity", "today")],
 )
 def test_every_system_trains_alike(tmp_path_factory, system, arm):
     """Twelve steps with fp32 states: every loss, the evaluations and the weights at the end, to the bit."""

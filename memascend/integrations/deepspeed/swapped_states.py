@@ -106,8 +106,9 @@ class ExactCheckpoints:
         return done
 
     def settle_states(self) -> None:
-        """What is swapped lies where :meth:`share_swapped` finds it, with nothing under way."""
-        self.optimizer_swapper.flush_gradients()
+        """What is swapped, if anything is, lies where :meth:`share_swapped` finds it, with nothing under way."""
+        if self.optimizer_swapper is not None:
+            self.optimizer_swapper.flush_gradients()
 
     def swapped_paths(self, index: int) -> dict[str, str]:
         """Of a sub-group on NVMe: the swap files of its ``master`` and moments, by name."""
