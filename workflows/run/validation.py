@@ -1,10 +1,12 @@
 """The simulator against measured steps of this machine, phase by phase.
 
-The SSD is a loop device that the kernel holds to a rate in each direction, and these are its rates. All others come
-from micro-benchmarks alone: a decoder block by itself for the device, output matrix and loss by themselves, AdamW's
-benchmark, a try of memory; and for what the runtime takes for itself the same system on a model so small that this is
-most of its step, less what is simulated for it. Never from the steps that are judged. `--stage rates` and `--stage
-steps` measure (keep the machine free of other work, two minutes each), `--stage judge` simulates and writes the record.
+The SSDs are loop devices that the kernel holds to a rate in each direction, and these are their rates; MLP-Offload has
+both, all others the first. Other rates come from micro-benchmarks alone: a decoder block by itself for the device,
+output matrix and loss by themselves, AdamW's benchmark, a try of memory; and for what the runtime takes for itself the
+same system on a model so small that this is most of its step, less what is simulated for it. Never from the steps that
+are judged. A phase that is not simulated (the update of a system that keeps its states on the device) is in no row, and
+in no step. `--stage rates` and `--stage steps` measure (keep the machine free of other work, three minutes each),
+`--stage judge` simulates and writes the record.
 """
 
 from __future__ import annotations
@@ -18,29 +20,48 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from hardware.throttled import throttled_paths
 from memascend.doctor.speed import memory_speed
 from memascend.memory.heap import MALLOC
-from memascend.planner import Workload, model_spec
+from memascend.planner import model_spec
+from memascend.planner.derived_sizes import held_buffers, held_for
 from memascend.planner.machine import Calibrations, Machine
 from memascend.planner.options import Stack
 from memascend.planner.pieces import forward_flops
 from memascend.planner.step_time import step_time
+from memascend.planner.workload import SwapSizes
 from memascend.simulator import read_trace
 from memascend.simulator.side_by_side import step_of_trace
+from memascend.training.config import TrainConfig
+from memascend.training.prepare import workload_of_run
 
-SYSTEMS = {"zero_infinity": "as_published", "memascend": "memascend", "zero_offload": "today", "lohan": "optimized"}
+Run = tuple[str, str]  # system, arm
+
+# (system, arm) -> what else `memascend train` is told. DeepSpeed's pipelined swapper is an arm of MLP-Offload's.
+RUNS: dict[Run, dict[str, Any]] = {
+    ("zero_infinity", "as_published"): {},
+    ("mlp_offload", "zero3"): {},
+    ("memascend", "memascend"): {},
+    ("zero_offload", "today"): {},
+    ("cxl", "cxl_aware"): {},
+    ("lohan", "optimized"): {},
+    ("mlp_offload", "mlp_offload"): {"tiers": ["path0", "path1"]},
+    ("ssdtrain", "ssdtrain"): {"checkpointing": "ssd", "activations": "all"},
+}
+# DeepSpeed's configuration of the pipelined arm has as many buffers as MLP-Offload's (baselines/mlp_offload/system.py).
+SIZES = {("mlp_offload", "zero3"): SwapSizes(optimizer_buffers=held_buffers(False, held_for(2)))}
 PHASES = ("forward", "backward", "optimizer")
 MODEL, DTYPE = "llama3.2-1b", "bf16"
 # (k, tokens a sequence, sequences): one bound by storage, one by products.
 POINTS = ((4, 32, 1), (4, 256, 2))
 TINY = (32, 8, 1)
-STEPS = 5  # the first is left out
-READ_BYTES_PER_S, WRITE_BYTES_PER_S = 600_000_000, 450_000_000
+STEPS = 4  # the first is left out
+PATHS = [{"name": "path0", "read_gb_per_s": 0.6, "write_gb_per_s": 0.45, "duplex": True}]
+PATHS += [{"name": "path1", "read_gb_per_s": 0.3, "write_gb_per_s": 0.225, "duplex": True}]
 _TEXT = Path(sysconfig.get_paths()["stdlib"]) / "json"
 _ADAM_NUMEL, ROUNDS = 30_000_000, 15
 
@@ -59,12 +80,12 @@ def main() -> int:
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     if options.stage == "rates":
-        with ssd(folder) as path:
-            (folder / "rates.json").write_text(json.dumps(rates(folder, path), indent=1) + "\n")
+        with ssds(folder) as paths:
+            (folder / "rates.json").write_text(json.dumps(rates(folder, paths), indent=1) + "\n")
     elif options.stage == "steps":
-        with ssd(folder) as path:
-            for system, arm in SYSTEMS.items():
-                train(folder, path, system, arm, *POINTS[options.point])
+        with ssds(folder) as paths:
+            for run in RUNS:
+                train(folder, paths, run, *POINTS[options.point])
     else:
         record = judge(folder)
         text = json.dumps(record, indent=1) + "\n"
@@ -77,48 +98,56 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def ssd(folder: Path) -> Iterator[Path]:
-    """A folder on a drive of `READ_BYTES_PER_S` and `WRITE_BYTES_PER_S`. Raises CannotThrottleError."""
-    with throttled_paths(folder.absolute() / "ssd", [0], 8 << 30) as (path,):
-        path.limit(READ_BYTES_PER_S, WRITE_BYTES_PER_S)
-        yield path.folder
+def ssds(folder: Path) -> Iterator[dict[str, str]]:
+    """Name -> folder of the drives of `PATHS`. Raises CannotThrottleError."""
+    with throttled_paths(folder.absolute() / "ssd", [0] * len(PATHS), 8 << 30) as drives:
+        for said, drive in zip(PATHS, drives, strict=True):
+            drive.limit(1e9 * said["read_gb_per_s"], 1e9 * said["write_gb_per_s"])
+        yield {said["name"]: str(drive.folder) for said, drive in zip(PATHS, drives, strict=True)}
 
 
-def traces_of(folder: Path, system: str, k: int, context: int, batch: int) -> list[Path]:
-    name = f"{system}-k{k}-c{context}-b{batch}"
+def traces_of(folder: Path, run: Run, k: int, context: int, batch: int) -> list[Path]:
+    name = f"{'-'.join(run)}-k{k}-c{context}-b{batch}"
     return [folder / f"{name}-{step}.json" for step in range(2, STEPS + 1)]
 
 
-def train(folder: Path, path: Path, system: str, arm: str, k: int, context: int, batch: int) -> None:
+def told(run: Run, k: int, context: int, batch: int) -> dict[str, Any]:
+    """Keys of `memascend train`."""
+    sizes = {"twin": k, "context": context, "batch": batch, "steps": STEPS, "eval_sequences": 0, "clip": 0.0}
+    text = {"data": [str(_TEXT)], "files": "*.py"}
+    return {"model": MODEL, "dtype": DTYPE, "system": run[0], "arm": run[1], **text, **sizes, **RUNS[run]}
+
+
+def train(folder: Path, paths: dict[str, str], run: Run, k: int, context: int, batch: int) -> None:
     """Steps by `memascend train`, each but the first leaves its trace; what is there is kept."""
-    traces = traces_of(folder, system, k, context, batch)
+    traces = traces_of(folder, run, k, context, batch)
     if traces[-1].exists():
         return
     name = traces[0].stem.removesuffix("-2")
-    command = [sys.executable, "-m", "memascend.cli", "train", "--output", str(folder / f"run-{name}")]
-    command += ["--model", MODEL, "--twin", str(k), "--data", str(_TEXT), "--files", "*.py", "--eval-sequences", "0"]
-    command += ["--context", str(context), "--batch", str(batch), "--steps", str(STEPS), "--dtype", DTYPE]
-    command += ["--system", system, "--arm", arm, "--trace", str(folder / f"{name}-{{step}}.json"), "--clip", "0"]
-    subprocess.run([*command, "--nvme", str(path)], check=True, stdout=subprocess.DEVNULL)
+    keys = told(run, k, context, batch) | {"output": folder / f"run-{name}", "trace": folder / f"{name}-{{step}}.json"}
+    keys |= {"tiers": [paths[each] for each in keys["tiers"]]} if "tiers" in keys else {"nvme": paths["path0"]}
+    command = [sys.executable, "-m", "memascend.cli", "train"]
+    for key, value in keys.items():
+        command += [f"--{key.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def rates(folder: Path, path: Path) -> dict[str, Any]:
+def rates(folder: Path, paths: dict[str, str]) -> dict[str, Any]:
     """Micro-benchmarks, each with what it is of."""
     import torch
 
     from memascend.engine.swap import link_rate
 
     memory = memory_speed()
-    for system, arm in SYSTEMS.items():
-        train(folder, path, system, arm, *TINY)
+    for run in RUNS:
+        train(folder, paths, run, *TINY)
     return {
         "torch": torch.__version__,
         "load_average": os.getloadavg()[0],
         "threads": torch.get_num_threads(),
         "memory_bytes_per_s": memory,
         "copy_bytes_per_s": link_rate(),
-        "ssd_read_bytes_per_s": READ_BYTES_PER_S,
-        "ssd_write_bytes_per_s": WRITE_BYTES_PER_S,
+        "paths": PATHS,
         "adamw_bytes_per_s": _adamw_rate(),
         "tiny": _device(*TINY),
         "points": [_device(*point) for point in POINTS],
@@ -180,11 +209,12 @@ def _both_ways(name: str, forward: Callable[[], Any]) -> dict[str, float]:
 # -- what is simulated -------------------------------------------------------------------------------------------------
 
 
-def seconds_of(traces: list[Path]) -> dict[str, float]:
-    """Median seconds of each phase, and of the step."""
+def seconds_of(traces: list[Path], phases: Collection[str]) -> dict[str, float]:
+    """Median seconds of each of the phases, and of all of them together."""
     steps = [step_of_trace(*read_trace(trace)).phase_s for trace in traces]
+    steps = [{phase: step.get(phase, 0.0) for phase in phases} for step in steps]
     steps = [step | {"step": sum(step.values())} for step in steps]
-    return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in steps[0]}
+    return {name: statistics.median(step[name] for step in steps) for name in steps[0]}
 
 
 def machine_of(found: dict[str, Any], point: dict[str, Any], **storage: Any) -> tuple[Machine, Calibrations]:
@@ -200,11 +230,13 @@ def machine_of(found: dict[str, Any], point: dict[str, Any], **storage: Any) -> 
     return machine, Calibrations(gpu_efficiency=1.0, host_seconds_per_parameter=0.0, adam_memory_efficiency=adam)
 
 
-def simulated_s(found: dict[str, Any], point: dict[str, Any], system: str, own_s: dict[str, float]) -> dict[str, float]:
+def simulated_s(found: dict[str, Any], point: dict[str, Any], run: Run, own_s: dict[str, float]) -> dict[str, float]:
     """Seconds of each phase, and of the step, on this machine."""
     k, context, batch = point["k"], point["context"], point["batch"]
-    drive = {name: found[name] for name in ("ssd_read_bytes_per_s", "ssd_write_bytes_per_s")}
-    machine, costs = machine_of(found, point, **drive, described={"ssd_duplex": True})
+    first = found["paths"][0]
+    drive = {f"ssd_{name}_bytes_per_s": 1e9 * first[f"{name}_gb_per_s"] for name in ("read", "write")}
+    several = {"described": {"paths": found["paths"]}} if "tiers" in RUNS[run] else {}
+    machine, costs = machine_of(found, point, **({"described": {"ssd_duplex": True}, **drive} | several))
     outside = point["outside_forward_s"]
     costs = dataclasses.replace(
         costs,
@@ -212,31 +244,23 @@ def simulated_s(found: dict[str, Any], point: dict[str, Any], system: str, own_s
         own_s=own_s,
         output_s={"forward": outside, "backward": point["outside_both_s"] - outside},
     )
-    work = Workload(
-        spec=model_spec(MODEL).twin(k),
-        system=system,
-        arm=SYSTEMS[system],
-        dtype=DTYPE,
-        batch=batch,
-        context=context,
-        stack=Stack(checkpointing="offloaded"),
-    )
-    made = step_time(work, machine, calibrations=costs)
+    work = workload_of_run(TrainConfig(**told(run, k, context, batch)), model_spec(MODEL).twin(k), context)
+    made = step_time(dataclasses.replace(work, sizes=SIZES.get(run, work.sizes)), machine, calibrations=costs)
     return {phase.name: phase.seconds for phase in made.phases} | {"step": made.seconds}
 
 
-def own_seconds(folder: Path, found: dict[str, Any], system: str) -> dict[str, float]:
+def own_seconds(folder: Path, found: dict[str, Any], run: Run) -> dict[str, float]:
     """What a phase of the tiny model takes beyond what is simulated for it."""
-    measured = seconds_of(traces_of(folder, system, *TINY))
-    simulated = simulated_s(found, found["tiny"], system, {})
+    simulated = simulated_s(found, found["tiny"], run, {})
+    measured = seconds_of(traces_of(folder, run, *TINY), simulated.keys() - {"step"})
     return {phase: max(0.0, measured[phase] - simulated[phase]) for phase in PHASES if phase in simulated}
 
 
 def judge(folder: Path) -> dict[str, Any]:
     """Simulated and measured seconds of each phase, and how far apart they are."""
     found = json.loads((folder / "rates.json").read_text())
-    own = {system: own_seconds(folder, found, system) for system in SYSTEMS}
-    rows = [row for system in SYSTEMS for row in _rows(folder, found, system, own[system])]
+    own = {run: own_seconds(folder, found, run) for run in RUNS}
+    rows = [row for run in RUNS for row in _rows(folder, found, run, own[run])]
     errors = sorted(row["error_percent"] for row in rows if row["phase"] != "step")
     steps = sorted(row["error_percent"] for row in rows if row["phase"] == "step")
     return {
@@ -244,22 +268,23 @@ def judge(folder: Path) -> dict[str, Any]:
         "model": MODEL,
         "dtype": DTYPE,
         "rates": found,
-        "own_s": own,
+        "own_s": {" ".join(run): seconds for run, seconds in own.items()},
         "rows": rows,
         "phases": _distribution(errors),
         "steps": _distribution(steps),
     }
 
 
-def _rows(folder: Path, found: dict[str, Any], system: str, own_s: dict[str, float]) -> Iterator[dict[str, Any]]:
+def _rows(folder: Path, found: dict[str, Any], run: Run, own_s: dict[str, float]) -> Iterator[dict[str, Any]]:
     for point in found["points"]:
         sizes = {name: point[name] for name in ("k", "context", "batch")}
-        simulated = simulated_s(found, point, system, own_s)
-        measured = seconds_of(traces_of(folder, system, **sizes))
-        for phase in (*(phase for phase in PHASES if phase in simulated), "step"):
+        simulated = simulated_s(found, point, run, own_s)
+        phases = [phase for phase in PHASES if phase in simulated]
+        measured = seconds_of(traces_of(folder, run, **sizes), phases)
+        for phase in (*phases, "step"):
             yield {
-                "system": system,
-                "arm": SYSTEMS[system],
+                "system": run[0],
+                "arm": run[1],
                 **sizes,
                 "phase": phase,
                 "simulated_s": simulated[phase],
@@ -280,10 +305,10 @@ def _distribution(errors: list[float]) -> dict[str, float]:
 
 
 def as_text(record: dict[str, Any]) -> str:
-    lines = [f"{'':<44}{'simulated':>10}{'measured':>10}{'error':>8}"]
+    lines = [f"{'':<52}{'simulated':>10}{'measured':>10}{'error':>8}"]
     for row in record["rows"]:
-        name = f"{row['system']} k={row['k']} {row['batch']} x {row['context']} {row['phase']}"
-        lines.append(f"{name:<44}{row['simulated_s']:>10.3f}{row['measured_s']:>10.3f}{row['error_percent']:>7.0f}%")
+        name = f"{row['system']} {row['arm']} k={row['k']} {row['batch']} x {row['context']} {row['phase']}"
+        lines.append(f"{name:<52}{row['simulated_s']:>10.3f}{row['measured_s']:>10.3f}{row['error_percent']:>7.0f}%")
     for what in ("phases", "steps"):
         spread = record[what]
         lines.append(
