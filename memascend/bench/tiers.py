@@ -69,8 +69,7 @@ def measure(options: TierOptions) -> dict[str, Any]:
             workers = _run(options, processes, exclusive=way == "exclusive")
             rates = rates or workers[0]["rates"]
             seconds = [max(worker["seconds"][n] for worker in workers) for n in range(options.repeats)]
-            each = [worker["seconds"] for worker in workers]
-            points.append({"method": f"{processes} processes, {way}", "seconds": seconds, "seconds_of_each": each})
+            points.append(_point(processes, way, seconds, [worker["seconds"] for worker in workers]))
             rows.append(_row(options, processes, way, workers, rates, seconds))
             if options.apart and way == "free":
                 apart += [_apart(options, workers, direction) for direction in DIRECTIONS]
@@ -86,12 +85,17 @@ def _facts(options: TierOptions) -> dict[str, Any]:
 def predict(options: TierOptions) -> dict[str, Any]:
     """The rows of `measure`, played; of paths held to `simplex`, which none of them has to exist for."""
     rates = {path: list(options.simplex) for path in options.paths}
-    rows = []
+    rows, points = [], []
     for processes in options.processes:
-        each = _played(options, processes)
+        each = [[seconds] for seconds in _played(options, processes)]
         for way in WAYS if processes > 1 else WAYS[1:]:
-            rows.append(_row(options, processes, way, [{"seconds": [s]} for s in each], rates, [max(each)]))
-    return _facts(options) | {"lane": "modelled", "rates": rates, "points": [], "summary": rows, "apart": []}
+            points.append(_point(processes, way, max(each), each))
+            rows.append(_row(options, processes, way, [{"seconds": one} for one in each], rates, max(each)))
+    return _facts(options) | {"lane": "modelled", "rates": rates, "points": points, "summary": rows, "apart": []}
+
+
+def _point(processes: int, way: str, seconds: list[float], of_each: list[list[float]]) -> dict[str, Any]:
+    return {"method": f"{processes} processes, {way}", "seconds": seconds, "seconds_of_each": of_each}
 
 
 def _played(options: TierOptions, processes: int) -> list[float]:
