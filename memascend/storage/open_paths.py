@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from memascend.storage.devices import inspect
@@ -14,7 +14,7 @@ from memascend.storage.errors import StorageError
 from memascend.storage.fair_lock import FairLock, name_of_place
 from memascend.storage.multi_path import MultiPathTier
 from memascend.storage.multi_path import Path as Way
-from memascend.storage.path_gate import PathGate
+from memascend.storage.path_gate import PathGate, gate_of
 from memascend.storage.path_rates import measure
 from memascend.storage.tier import Tier
 
@@ -36,8 +36,9 @@ def open_paths(
     """`paths` are folders, made where only the last part is missing, and formatted devices; named so in errors.
 
     `kind`: `direct` (one file in a folder) or `file` (a file for each tensor). `around` puts another tier around that
-    of a path; one that says its `drive_name` has a lock of its own, else paths share the lock of their drive. Each is
-    measured, alone where `exclusive`. Raises StorageError, and what the tiers raise, with nothing left open.
+    of a path; one that says its `drive_name` has a lock of its own, else paths share that of their drive: between
+    processes, not within one. Each is measured, alone where `exclusive`. Raises StorageError, and what the tiers raise,
+    with nothing left open.
     """
     with contextlib.ExitStack() as opened:
         ways = []
@@ -46,20 +47,23 @@ def open_paths(
             if around is not None:
                 tier = around(path, tier)
             opened.callback(tier.close)
-            lock = FairLock(getattr(tier, "drive_name", None) or name_of_place(path)) if exclusive else None
-            if lock is not None:
-                lock.acquire()
-            try:
+            name = getattr(tier, "drive_name", None) or name_of_place(path)
+            with _alone(name) if exclusive else contextlib.nullcontext():
                 rates = measure(tier)
-            finally:
-                if lock is not None:
-                    lock.release()
-            gate = PathGate(lock)
+            gate = gate_of(name) if exclusive else PathGate(None)
             opened.callback(gate.close)
             ways.append(Way(os.fspath(path), tier, rates, gate))
         tier = MultiPathTier(ways, placement=placement, rehome=rehome, group_of=group_of)
         opened.pop_all()
         return tier
+
+
+@contextlib.contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """No other process transfers on the drive, and no other tier of this one."""
+    with contextlib.closing(FairLock(name)) as lock:
+        lock.acquire()
+        yield
 
 
 def _open(path: str, owner: str, kind: str, config: DirectEngineConfig) -> Tier:

@@ -2,12 +2,14 @@
 
 Processes that read and write one drive at once slow each other down by more than their number. A gate stands before a
 path in each process: transfers enter when the process holds the path's lock, and the process gives the lock up when it
-has nothing more to do there, or has had its time and somebody waits.
+has nothing more to do there, or has had its time and somebody waits. All paths of a process that are on one drive share
+a gate (`gate_of`): with one each they would take turns with themselves.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -15,9 +17,32 @@ from collections.abc import Callable
 
 from memascend.storage.fair_lock import FairLock
 
-__all__ = ["PathGate"]
+__all__ = ["PathGate", "gate_of"]
 
 log = logging.getLogger("memascend")
+
+_gates: dict[str, PathGate] = {}  # of this process, by the name of the lock
+_gates_lock = threading.Lock()
+
+
+def gate_of(name: str) -> PathGate:
+    """This process's gate before the lock called `name`, which it opens (`FairLock`: ValueError, OSError) where nobody
+    here has it yet. Every caller closes it; the last one gives the lock up."""
+    with _gates_lock:
+        gate = _gates.get(name)
+        if gate is None or not gate._join():
+            gate = _gates[name] = PathGate(FairLock(name))
+        return gate
+
+
+def _forget_in_child() -> None:
+    """A child has its own turns; its parent's locks are closed in it."""
+    global _gates_lock
+    _gates_lock = threading.Lock()
+    _gates.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class PathGate:
@@ -33,6 +58,7 @@ class PathGate:
         self._since = 0.0
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._users = 1
         self.turns = 0  # that this process has had
 
     def enter(self, begin: Callable[[], None]) -> None:
@@ -59,9 +85,18 @@ class PathGate:
                     self._took(False)
         _run(ready)
 
-    def close(self) -> None:
-        """The lock is given up; what waits begins all the same, since it has to end. Idempotent."""
+    def _join(self) -> bool:
+        """One more user; False: it is closed."""
         with self._state:
+            self._users += not self._closed
+            return not self._closed
+
+    def close(self) -> None:
+        """The last user gives the lock up; what waits begins all the same, since it has to end. Idempotent then."""
+        with self._state:
+            self._users -= 1
+            if self._users > 0:
+                return
             self._closed = True
             lock, self._lock = self._lock, None
             if lock is not None and self._thread is None:  # else that thread closes it when it has it
@@ -83,8 +118,12 @@ class PathGate:
             lock.acquire()
         except (OSError, RuntimeError) as error:  # without a lock the transfers are right, only slower
             log.warning("memascend: %s: transfers go on without the lock between processes: %s", lock.path, error)
-            self._thread = None
-            self.close()
+            with self._state:
+                self._thread = None
+                self._lock = None
+                ready = self._admit()
+            lock.close()
+            _run(ready)
             return
         with self._state:
             self._thread = None

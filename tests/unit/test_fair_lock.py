@@ -10,9 +10,13 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
+from memascend.storage import open_paths, path_gate
+from memascend.storage.completion import Promise, all_of
+from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.fair_lock import FairLock, name_of_place
-from memascend.storage.path_gate import PathGate
+from memascend.storage.path_gate import PathGate, gate_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_S = 60
@@ -162,3 +166,66 @@ def test_two_gates_that_always_have_work_take_turns(tmp_path):
     assert all(each.wait(MAX_S) for each in done)
     for gate in gates:
         gate.close()
+
+
+@pytest.fixture
+def locks_here(tmp_path, monkeypatch):
+    """Locks in a folder of the test's own."""
+    for module in (open_paths, path_gate):
+        monkeypatch.setattr(module, "FairLock", lambda name: FairLock(name, tmp_path))
+
+
+def test_the_last_user_of_a_drives_gate_gives_the_lock_up(tmp_path, locks_here):
+    first, second = gate_of("t"), gate_of("t")
+    assert first is second
+    first.enter(lambda: None)
+    first.close()
+    other = FairLock("t", tmp_path)
+    assert not other.try_acquire()
+    second.close()
+    assert other.try_acquire()
+    other.close()
+    third = gate_of("t")
+    assert third is not first
+    third.close()
+
+
+class _Held:
+    """A tier whose writes end when `until` has, once there is one."""
+
+    until = None
+
+    def __init__(self, tier):
+        self._tier = tier
+
+    def __getattr__(self, name):
+        return getattr(self._tier, name)
+
+    def write(self, key, tensor, **how):
+        done = self._tier.write(key, tensor, **how)
+        return done if self.until is None else all_of([done, self.until])
+
+
+def test_two_folders_on_one_drive_are_used_side_by_side_within_a_process(tmp_path, locks_here):
+    held = {}
+
+    def around(path, tier):
+        if path.endswith("a"):
+            held[path] = tier = _Held(tier)
+        return tier
+
+    folders = [str(tmp_path / name) for name in "ab"]
+    config = DirectEngineConfig(control_folder=str(tmp_path))
+    with open_paths.open_paths(folders, "tests", config=config, exclusive=True, around=around) as tier:
+        held[folders[0]].until = Promise("the end of what is slow")
+        ended = threading.Event()
+        writes = [tier.write(str(n), torch.full((4096,), n)) for n in range(4)]
+        for write in writes:
+            write.add_done_callback(lambda _: ended.set())
+        try:
+            assert ended.wait(MAX_S), "the folder beside the slow one waits for it"
+        finally:
+            held[folders[0]].until.set_result()
+        for write in writes:
+            write.wait(MAX_S)
+        assert {tier.path_of(str(n)) for n in range(4)} == set(folders)

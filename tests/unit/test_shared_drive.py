@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memascend.bench.paced import PacedHandle, PacedTier, SharedDrive
-from memascend.storage import open_paths
+from memascend.storage import open_paths, path_gate
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.engine_tiers import FileTier
 from memascend.storage.fair_lock import FairLock
@@ -71,13 +71,14 @@ def test_drives_of_one_file_system_have_locks_of_their_own_that_processes_share(
             names.append(name)
             super().__init__(name, tmp_path)
 
-    monkeypatch.setattr(open_paths, "FairLock", Named)
+    for module in (open_paths, path_gate):
+        monkeypatch.setattr(module, "FairLock", Named)
     config = DirectEngineConfig(control_folder=str(tmp_path))
     for _ in range(2):
         drives = {str(tmp_path / name): SharedDrive(tmp_path / f"{name}.clock", 1e12, 1e12) for name in "ab"}
         around = {"around": lambda path, tier, drives=drives: PacedTier(tier, drives[path])}
         open_paths.open_paths(list(drives), "tests", config=config, exclusive=True, **around).close()
-    assert names[:2] == names[2:]
+    assert names[:4] == names[4:]
     assert len(set(names)) == 2
 
 
