@@ -46,6 +46,57 @@ def test_what_a_step_does_not_write_lies_in_host_memory():
     assert shares == pytest.approx({"host memory": 25, "NVMe": 50, "PFS": 25})
 
 
+def of_two_ranks():
+    """Two ranks: the second one's transfers of the last update end at 4 s in turns, at 2 s as it comes."""
+    made = record(ranks=2)
+    for point in made["points"]:
+        late = 4.0 if point["arm"] in ("exclusive", "mlp_offload") else 2.0
+        point["transfers"] = [[[0, "write", 0.0, 4.0, 8], [1, "write", 0.0, late, 8]]] * 3
+    zero = next(point for point in made["points"] if point["arm"] == "zero3")
+    read = [
+        [0, "read", 0.0, 1.0, 1e9],
+        [0, "read", 0.0, 1.001, 1e9],
+        [1, "read", 0.0, 1.5, 5e9],
+        [0, "read", 1, 3.001, 1e9],
+    ]
+    zero |= {"host_s": [1.5, 9.9, 0.0], "optimizer_s": [15.0, 99.0, 1.0], "transfers": [[]] * 2 + [read]}
+    free = {**made["points"][-1], "arm": "free", "optimizer_s": [7.0] * 3, "transfers": made["points"][1]["transfers"]}
+    memory = {"system": "zero_offload", "arm": "today", "optimizer_s": [0.5] * 3, "host_s": [0.5] * 3}
+    made["points"] += [free, memory]
+    return values(made)
+
+
+def test_ranks_that_take_turns_on_a_path_are_set_against_those_that_do_not():
+    found = of_two_ranks()
+    assert found["mlpoffload-fig14", "one rank at a time, one path", "speedup", ""]["value"] == "1.125"
+    assert found["mlpoffload-fig14", "one rank at a time, all paths", "speedup", ""]["value"] == "2"
+    assert found["mlpoffload-fig14", "in turns, one path", "fairness", ""]["value"] == "1"
+    assert found["mlpoffload-fig14", "as it comes, all paths", "fairness", ""]["value"] == "0.5"
+    assert {row["model"] for row in found.values()} == {"40B-L4, 2 ranks", "40B-L4, 2 ranks, in memory"}
+
+
+def test_the_share_of_io_is_what_the_training_thread_waits_for():
+    found = of_two_ranks()
+    assert found["mlpoffload-fig03", "offloaded to the SSD", "I/O share", ""]["value"] == "90"
+    assert found["mlpoffload-fig03", "offloaded to the SSD", "update time", ""]["value"] == "15"
+    assert found["mlpoffload-fig03", "in host memory", "I/O share", ""]["value"] == "0"
+
+
+def test_one_rank_sees_the_bytes_of_what_ended_together_over_the_time_since_the_last_end():
+    found = of_two_ranks()
+    seen = [float(found["mlpoffload-fig05", "read", "bandwidth", str(n)]["value"]) for n in range(2)]
+    assert seen == pytest.approx([2 / 1.001, 1 / 2.0])
+    assert ("mlpoffload-fig05", "read", "bandwidth", "2") not in found
+
+
+def test_processes_that_share_a_drive_are_rows_of_the_raw_rates():
+    apart = [{"processes": 2, "direction": "read", "bytes_per_second": [1e9, 3e9, 2e9], "latency_s": [0.1, 0.3, 0.2]}]
+    found = values(record(kind="bench", apart=apart))
+    assert found["mlpoffload-fig04", "NVMe read", "bandwidth of all", "2"]["value"] == "2"
+    assert found["mlpoffload-fig04", "NVMe read", "latency of one", "2"]["value"] == "0.2"
+    assert values(record(kind="bench", apart=apart, lane="modelled")) == {}
+
+
 def test_a_prediction_or_another_record_of_step_times_gives_no_row():
     other = {name: value for name, value in record().items() if name != "duplex"}
     assert values(record(lane="modelled"), other) == {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from statistics import median
 from typing import Any
 
 from baselines.mlp_offload.schedule import paths_of, schedule
@@ -23,7 +24,7 @@ from memascend.planner.workload import SwapSizes
 from memascend.simulator import play
 from memascend.simulator.trace import Event
 from memascend.storage.placement import Rates, counts, weights
-from workflows.cases import Row
+from workflows.cases import Row, of_record
 from workflows.growth import growth
 from workflows.papers.mlpoffload.rows import twins
 from workflows.papers.mlpoffload.rows.arms import BARS, MOVED, OURS, RATIOS, ZERO
@@ -55,8 +56,20 @@ def modelled() -> Iterator[Row]:
 
 
 def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
-    mine = [r for r in records if r["kind"] == "step-times" and "duplex" in r]
-    yield from twins.rows([r for r in mine if (r["lane"], r["status"]) == ("measured", "ok")])
+    mine = [r for r in records if (r.get("lane"), r["status"]) == ("measured", "ok")]
+    yield from twins.rows([r for r in mine if r["kind"] == "step-times" and "duplex" in r])
+    yield from raw_rates([r for r in mine if r["kind"] == "bench" and r.get("apart")])
+
+
+def raw_rates(records: list[dict[str, Any]]) -> Iterator[Row]:
+    """Fig. 4 measured: this machine's drive, or what a path is held to, read and written by one process and more."""
+    for record in records:
+        for row in record["apart"]:
+            name = f"NVMe {row['direction']}"
+            cells = {"series": name, "subfigure": "here", "x": ("processes", row["processes"])}
+            rate, latency = median(row["bytes_per_second"]) / 1e9, median(row["latency_s"])
+            yield of_record(record, "mlpoffload-fig04", "bandwidth of all", rate, "GB/s", **cells)
+            yield of_record(record, "mlpoffload-fig04", "latency of one", latency, "s", **cells)
 
 
 def shown(exhibit: str, metric: str, value: float, unit: str, source: str = SOURCE, **cells: Any) -> Row:
@@ -169,16 +182,15 @@ def raw_bandwidth() -> Iterator[Row]:
 
 
 def by_sub_group() -> Iterator[Row]:
-    """Fig. 5: what the training sees of the drive: bytes over the time since the last transfer of that kind ended."""
-    exhibit = "mlpoffload-fig05"
-    events = made(ZERO, "40B").played.events
+    """Fig. 5: what one of the four ranks sees of the drive: its bytes over the time since its last transfer of that
+    kind ended."""
+    exhibit, events = "mlpoffload-fig05", made(ZERO, "40B").played.events
     for way in ("read", "write"):
-        mine = [e for e in events if e.resource == f"nvme.{way}" and e.phase == "optimizer"]
-        ends = [mine[0].begin_s, *(event.end_s for event in mine)]
-        for number, at in enumerate(range(0, len(mine), 4)):  # a sub-group of each rank
-            amount, end = sum(event.amount for event in mine[at : at + 4]), ends[min(at + 4, len(mine))]
-            rate = amount / (end - ends[at]) / 1e9
+        mine = [e for e in events if e.resource == f"nvme.{way}" and e.name.startswith(f"{way} 0.")]
+        last = mine[0].begin_s
+        for number, event in enumerate(mine):
             cells = {"series": way, "model": "40B", "x": ("part of the update", number)}
+            rate, last = event.amount / (event.end_s - last) / 1e9, event.end_s
             yield shown(exhibit, "bandwidth", rate, "GB/s", f"{SOURCE}, played", **cells)
 
 

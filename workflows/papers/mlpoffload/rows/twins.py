@@ -1,7 +1,8 @@
-"""Figs. 7 to 10, 14 and 15 measured: iterations of a time twin over paths of known rates (workflows.run.path_twin).
+"""Figs. 3, 5, 7 to 10, 14 and 15 measured: iterations of a time twin over paths of known rates, by one rank or more.
 
-Seconds are the twin's own. The record has what the simulator predicted for the same rates, where the machine's own
-rates are known. DeepSpeed and MLP-Offload are in every record, the arms between them in some.
+The records are those of workflows.run.path_twin. Seconds are the twin's own. A record has what the simulator predicted
+for the same rates, where the machine's own rates are known. DeepSpeed and MLP-Offload are in every record, the arms
+between them in some.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from workflows.papers.mlpoffload.rows.arms import BARS, MOVED, OURS, RATIOS, ZER
 from workflows.records import testbed_of
 
 ARMS = {name: arm for bars in BARS.values() for name, arm in bars.items()}
+FREE, IN_MEMORY = "free", "zero_offload"
+TOGETHER_S = 0.005  # ends that are closer are those of one sub-group, which DeepSpeed waits for as a whole
 PHASES = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "update"}
 
 
 def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
     for record in records:
-        arms = {point["arm"]: point for point in record["points"]}
+        arms = {point["arm"]: point for point in record["points"] if point.get("system") != IN_MEMORY}
         place, _, k = testbed_of(record).rpartition("-k")
         where = f"{place}-{'duplex' if record['duplex'] else 'simplex'}-k{k}"
-        at = {"model": record["model"], "testbed": where}
+        ranks = record.get("ranks", 1)
+        at = {"model": record["model"] + (f", {ranks} ranks" if ranks > 1 else ""), "testbed": where}
         for exhibit, bars in BARS.items():
             for series, arm in bars.items():
                 if arm in arms:
@@ -35,6 +39,13 @@ def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
         for series in (ZERO, OURS):
             yield from _phases(record, arms[ARMS[series]], at | {"series": series})
         yield from _residency(record, arms[ARMS[OURS]], at | {"series": OURS})
+        if FREE in arms:
+            bar = at | {"series": "Multi-Path, no turns"}
+            yield of_record(record, "mlpoffload-fig15", "iteration_time", _step(arms[FREE]), "s", **bar)
+            yield from _taking_turns(record, arms, at)
+        if "transfers" in arms[ARMS[ZERO]]:
+            yield from _shares_of_io(record, arms[ARMS[ZERO]], at)
+            yield from _by_sub_group(record, arms[ARMS[ZERO]], at)
 
 
 def _step(point: dict[str, Any]) -> float:
@@ -58,3 +69,51 @@ def _residency(record: dict[str, Any], point: dict[str, Any], at: dict[str, str]
     shares = [host, *((1 - host) * each / sum(held) for each in held)]
     for metric, share in zip(("host memory", "NVMe", "PFS"), shares, strict=True):
         yield of_record(record, "mlpoffload-fig10", metric, 100 * share, "%", **at)
+
+
+def _taking_turns(record: dict[str, Any], arms: dict[str, Any], at: dict[str, str]) -> Iterator[Row]:
+    """Several ranks, one at a time on a path or as it comes: seconds without turns over those with, and fairness."""
+    pairs = {"one path": (arms["skip_gradients"], arms["exclusive"]), "all paths": (arms[FREE], arms[ARMS[OURS]])}
+    for series, (free, exclusive) in pairs.items():
+        cells = at | {"series": f"one rank at a time, {series}"}
+        yield of_record(record, "mlpoffload-fig14", "speedup", _step(free) / _step(exclusive), "x", **cells)
+        for way, point in (("in turns", exclusive), ("as it comes", free)):
+            cells = at | {"series": f"{way}, {series}"}
+            yield of_record(record, "mlpoffload-fig14", "fairness", fairness(point["transfers"]), "", **cells)
+
+
+def fairness(updates: list[list[list[Any]]]) -> float:
+    """Seconds from an update's begin to a rank's last transfer, the least of the ranks over the most; the median."""
+    shares = []
+    for transfers in updates:
+        ends = {rank: end for rank, _, _, end, _ in sorted(transfers, key=lambda each: each[3])}
+        shares.append(min(ends.values()) / max(ends.values()))
+    return median(shares)
+
+
+def _shares_of_io(record: dict[str, Any], point: dict[str, Any], at: dict[str, str]) -> Iterator[Row]:
+    """Of DeepSpeed's update: the training thread's waits for the drive. In host memory it waits for none."""
+    share = 100 * median(host / whole for host, whole in zip(point["host_s"], point["optimizer_s"], strict=True))
+    found = {"offloaded to the SSD": (at["model"], median(point["optimizer_s"]), share)}
+    memory = next((each for each in record["points"] if each.get("system") == IN_MEMORY), None)
+    if memory is not None:
+        found["in host memory"] = f"{at['model']}, in memory", median(memory["optimizer_s"]), 100.0
+    for series, (model, seconds, share) in found.items():
+        cells = at | {"series": series, "model": model}
+        yield of_record(record, "mlpoffload-fig03", "update time", seconds, "s", **cells)
+        yield of_record(record, "mlpoffload-fig03", "compute share", share, "%", **cells)
+        yield of_record(record, "mlpoffload-fig03", "I/O share", 100 - share, "%", **cells)
+
+
+def _by_sub_group(record: dict[str, Any], point: dict[str, Any], at: dict[str, str]) -> Iterator[Row]:
+    """Fig. 5: what one rank of the last update sees: bytes of what ends together, over the time since the last end."""
+    for way in ("read", "write"):
+        mine = [each for each in point["transfers"][-1] if each[:2] == [0, way]]
+        last, number, together = min((begin for _, _, begin, _, _ in mine), default=0.0), 0, 0
+        for each, after in zip(mine, [*mine[1:], None], strict=False):
+            together += each[4]
+            if (after is None or after[3] - each[3] > TOGETHER_S) and each[3] > last:
+                cells = at | {"series": way, "x": ("part of the update", number)}
+                rate = together / (each[3] - last) / 1e9
+                yield of_record(record, "mlpoffload-fig05", "bandwidth", rate, "GB/s", **cells)
+                last, number, together = each[3], number + 1, 0
