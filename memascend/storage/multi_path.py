@@ -24,12 +24,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import pathlib
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -39,14 +37,12 @@ from memascend.storage.errors import StorageError
 from memascend.storage.group_homes import GroupHomes
 from memascend.storage.key_queue import KeyQueue
 from memascend.storage.path import Attempt, Busy, Path, PathReport, hang_error, named, observe
+from memascend.storage.path_failures import HANG_S, PathFailures
+from memascend.storage.path_room import reserve
 from memascend.storage.tier import Transferred
 from memascend.storage.tier_base import TierBase, require_memory
 
 __all__ = ["MultiPathTier", "Path", "PathReport"]
-
-log = logging.getLogger("memascend")
-
-HANG_S = 120.0
 
 
 class _Transfer(Completion):
@@ -88,15 +84,14 @@ class MultiPathTier(TierBase):
         self._paths = list(paths)
         for path in self._paths:
             path.seen = path.tier.transferred
-        self._rehome, self._group_of, self._hang_s = rehome, group_of, hang_s
+        self._rehome, self._group_of = rehome, group_of
         self._homes = GroupHomes(self._paths, placement, group_of)
         self._queue = KeyQueue()
         self._holders: dict[str, list[Path]] = {}  # the one that has it is the last
         self._broken: dict[str, BaseException] = {}
         self._busy = Busy()
         self._written_in_pass = 0
-        self._watcher: threading.Thread | None = None
-        self._watched = threading.Condition(self._lock)
+        self._failures = PathFailures(self._paths, self._homes, self._busy, self._lock, hang_s)
         self.moves = 0  # tensors that were written to another path than before
 
     # -- the protocol --------------------------------------------------------------------------------------------------
@@ -150,29 +145,7 @@ class MultiPathTier(TierBase):
             self._require_open()
             usable = [path for path in self._paths if path.usable]
             shares = self._homes.weights(usable)
-        left = more_bytes
-        room = {path: path.tier.free_bytes for path in usable}
-        if more_bytes > sum(room.values()):
-            reason = f"the tier has not that much free ({', '.join(f'{p.name} {room[p]}' for p in usable)})"
-            raise StorageError("allocation", self._place, 0, more_bytes, sum(room.values()), errno.ENOSPC, reason)
-        open_paths, reserved = dict(zip(usable, shares, strict=True)), dict.fromkeys(usable, 0)
-        while left > 0 and open_paths:
-            total = sum(open_paths.values()) or 1.0
-            asked = {path: min(room[path], -int(-left * share // total)) for path, share in open_paths.items()}
-            for path, part in asked.items():
-                part = min(part, left)
-                try:
-                    path.tier.reserve(reserved[path] + part)
-                except StorageError:  # what it has free is not all for tensors
-                    room[path] = 0
-                    continue
-                reserved[path] += part
-                room[path] -= part
-                left -= part
-            open_paths = {path: max(s, 1e-9) for path, s in open_paths.items() if room[path] > 0 and asked[path] > 0}
-        if left > 0:
-            reason = f"the tier has not that much free ({left} of {more_bytes} bytes found no room)"
-            raise StorageError("allocation", self._place, 0, more_bytes, more_bytes - left, errno.ENOSPC, reason)
+        reserve(dict(zip(usable, shares, strict=True)), more_bytes, self._place)
 
     def register(self, tensor: torch.Tensor) -> bool:
         self._require_open()
@@ -210,8 +183,7 @@ class MultiPathTier(TierBase):
             return self._busy.transferred()
 
     def _release(self) -> None:
-        with self._watched:
-            self._watched.notify_all()
+        self._failures.stop()
         for path in self._paths:
             path.gate.close()
             if path.hanging:  # which may take for ever
@@ -368,7 +340,7 @@ class MultiPathTier(TierBase):
                 self._written(key, path, offset)
                 end(None)
             elif isinstance(error, StorageError) and not transfer._cancelled:
-                self._fault(path, error, of_write=True)
+                self._failures.take_out(path, error, of_write=True)
                 if offset:  # the rest of the tensor is only there
                     end(error)
                 else:
@@ -379,7 +351,7 @@ class MultiPathTier(TierBase):
         try:
             self._attempt(transfer, path, True, tensor.nbytes, submit, ended, now=refused is not None)
         except StorageError as error:  # no room, within the call
-            self._fault(path, error, of_write=True)
+            self._failures.take_out(path, error, of_write=True)
             self._write_once(transfer, key, tensor, offset, priority, {**tried, path: error}, refused, end)
         except (RuntimeError, ValueError) as error:
             if refused is None:
@@ -425,7 +397,7 @@ class MultiPathTier(TierBase):
             elif attempts > 1 and not hung:
                 self._read_once(transfer, key, tensor, offset, priority, attempts - 1, end)
             else:
-                self._fault(path, error, of_write=False)
+                self._failures.take_out(path, error, of_write=False)
                 end(named(error, key))
 
         try:
@@ -454,11 +426,11 @@ class MultiPathTier(TierBase):
                 if transfer._cancelled:
                     stopped = RequestCancelled(f"{transfer._what} was cancelled")
                 elif path.hanging:
-                    stopped = hang_error(path, self._hang_s)
+                    stopped = hang_error(path, self._failures.hang_s)
                 else:
                     path.under_way[attempt] = time.monotonic()
                     self._busy.begin(write)
-                    self._watch()
+                    self._failures.watch()
             if stopped is not None:
                 path.gate.leave()
                 ended(stopped)
@@ -505,8 +477,7 @@ class MultiPathTier(TierBase):
     def _written(self, key: str, path: Path, offset: int) -> None:
         """In the key's turn: `path` has it, and who had it before gives its room back."""
         if path.failure is not None and not path.hanging:
-            log.warning("memascend: path %s works again", path.name)
-            path.failure = None
+            self._failures.take_back(path)
         if offset:
             return
         with self._lock:
@@ -528,65 +499,3 @@ class MultiPathTier(TierBase):
         if attempt is None or attempt.inner is None:
             return True  # before its turn: it ends when that comes
         return attempt.inner.cancel()
-
-    # -- failures ------------------------------------------------------------------------------------------------------
-
-    def _fault(self, path: Path, error: StorageError, *, of_write: bool) -> None:
-        with self._lock:
-            if of_write and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                told, path.full = path.full, True
-                what = "is full; what has no room there goes to the other paths"
-            else:
-                told = path.failure is not None
-                path.failure = path.failure or error
-                what = (
-                    "is taken out; what lies there is read as long as that works, and goes elsewhere when it is written"
-                )
-            if told:
-                return
-            there = self._homes.count(path) if path.failure is None else self._homes.drop(path)
-        log.warning("memascend: path %s (%d groups) %s: %s", path.name, there, what, error)
-
-    def _watch(self) -> None:
-        """With the lock held."""
-        if self._watcher is None:
-            self._watcher = threading.Thread(
-                target=_look_for_hangs, args=(weakref.ref(self), self._watched, self._hang_s), daemon=True
-            )
-            self._watcher.name = "memascend-paths"
-            self._watcher.start()
-
-    def _give_up_hanging(self) -> None:
-        """What is under way on a path where nothing has ended for too long is given up, and the path with it."""
-        given_up: list[tuple[Attempt, StorageError]] = []
-        with self._lock:
-            now = time.monotonic()
-            for path in self._paths:
-                if not path.under_way:
-                    continue
-                if now - max(path.last_end, min(path.under_way.values())) < self._hang_s:
-                    continue
-                path.hanging = True
-                for attempt in path.under_way:
-                    if not attempt.over:
-                        attempt.over = True
-                        self._busy.end(attempt.write, 0)
-                        given_up.append((attempt, hang_error(path, self._hang_s)))
-        for attempt, error in given_up:
-            self._fault(attempt.path, error, of_write=False)
-            if attempt.inner is not None:
-                attempt.inner.cancel()
-            attempt.path.gate.leave()
-            attempt.ended(error)
-
-
-def _look_for_hangs(tier: weakref.ref[MultiPathTier], watched: threading.Condition, hang_s: float) -> None:
-    """As long as the tier is open; holds it only while it looks."""
-    while True:
-        with watched:
-            watched.wait(hang_s / 4)
-        there = tier()
-        if there is None or (there._closed and not there._pending):
-            return
-        there._give_up_hanging()
-        del there

@@ -1,0 +1,109 @@
+"""Which paths of a tier are taken out, and why: those that fail, fill, or hang (`memascend.storage.multi_path`)."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+
+from memascend.storage.errors import StorageError
+from memascend.storage.group_homes import GroupHomes
+from memascend.storage.path import Attempt, Busy, Path, hang_error
+
+__all__ = ["HANG_S", "PathFailures"]
+
+log = logging.getLogger("memascend")
+
+HANG_S = 120.0
+
+
+class PathFailures:
+    """Of a tier's `paths`, under its `lock`. A thread, once there is anything to watch, looks for those that hang."""
+
+    def __init__(
+        self, paths: Sequence[Path], homes: GroupHomes, busy: Busy, lock: threading.RLock, hang_s: float
+    ) -> None:
+        """`hang_s`: seconds with something under way on a path and no end there, after which it is taken out."""
+        self.hang_s = hang_s
+        self._paths, self._homes, self._busy, self._lock = paths, homes, busy, lock
+        self._watched = threading.Condition(lock)
+        self._watcher: threading.Thread | None = None
+        self._stopped = False
+
+    def take_out(self, path: Path, error: StorageError, *, of_write: bool) -> None:
+        """`path` has failed, or is full; told once."""
+        with self._lock:
+            if of_write and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                told, path.full = path.full, True
+                what = "is full; what has no room there goes to the other paths"
+            else:
+                told = path.failure is not None
+                path.failure = path.failure or error
+                what = (
+                    "is taken out; what lies there is read as long as that works, and goes elsewhere when it is written"
+                )
+            if told:
+                return
+            there = self._homes.count(path) if path.failure is None else self._homes.drop(path)
+        log.warning("memascend: path %s (%d groups) %s: %s", path.name, there, what, error)
+
+    def take_back(self, path: Path) -> None:
+        """A write has ended well on a path that was taken out."""
+        log.warning("memascend: path %s works again", path.name)
+        path.failure = None
+
+    def watch(self) -> None:
+        """With the lock held: something is under way."""
+        if self._watcher is None:
+            self._watcher = threading.Thread(
+                target=_look_for_hangs, args=(weakref.ref(self), self._watched, self.hang_s), daemon=True
+            )
+            self._watcher.name = "memascend-paths"
+            self._watcher.start()
+
+    def stop(self) -> None:
+        """Nothing is under way any more, and nothing will be."""
+        with self._watched:
+            self._stopped = True
+            self._watched.notify_all()
+
+    def _give_up_hanging(self) -> bool:
+        """What is under way on a path where nothing has ended for too long is given up, and the path with it. False:
+        there is nothing to watch any more."""
+        given_up: list[tuple[Attempt, StorageError]] = []
+        with self._lock:
+            if self._stopped:
+                return False
+            now = time.monotonic()
+            for path in self._paths:
+                if not path.under_way:
+                    continue
+                if now - max(path.last_end, min(path.under_way.values())) < self.hang_s:
+                    continue
+                path.hanging = True
+                for attempt in path.under_way:
+                    if not attempt.over:
+                        attempt.over = True
+                        self._busy.end(attempt.write, 0)
+                        given_up.append((attempt, hang_error(path, self.hang_s)))
+        for attempt, error in given_up:
+            self.take_out(attempt.path, error, of_write=False)
+            if attempt.inner is not None:
+                attempt.inner.cancel()
+            attempt.path.gate.leave()
+            attempt.ended(error)
+        return True
+
+
+def _look_for_hangs(failures: weakref.ref[PathFailures], watched: threading.Condition, hang_s: float) -> None:
+    """Until they are stopped, or gone; holds them only while it looks."""
+    while True:
+        with watched:
+            watched.wait(hang_s / 4)
+        there = failures()
+        if there is None or not there._give_up_hanging():
+            return
+        del there

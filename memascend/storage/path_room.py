@@ -1,0 +1,42 @@
+"""Room that is set aside on several paths before it is needed."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+
+from memascend.storage.errors import StorageError
+from memascend.storage.path import Path
+
+__all__ = ["reserve"]
+
+
+def reserve(shares: Mapping[Path, float], more_bytes: int, place: str) -> None:
+    """On each path its share of `more_bytes`, and what finds no room there on the others.
+
+    `shares` are what the paths' parts are in proportion to, `place` is for messages. StorageError (ENOSPC) where all
+    together have not that much.
+    """
+    left = more_bytes
+    room = {path: path.tier.free_bytes for path in shares}
+    if more_bytes > sum(room.values()):
+        reason = f"the tier has not that much free ({', '.join(f'{p.name} {room[p]}' for p in room)})"
+        raise StorageError("allocation", place, 0, more_bytes, sum(room.values()), errno.ENOSPC, reason)
+    open_paths, reserved = dict(shares), dict.fromkeys(shares, 0)
+    while left > 0 and open_paths:
+        total = sum(open_paths.values()) or 1.0
+        asked = {path: min(room[path], -int(-left * share // total)) for path, share in open_paths.items()}
+        for path, part in asked.items():
+            part = min(part, left)
+            try:
+                path.tier.reserve(reserved[path] + part)
+            except StorageError:  # what it has free is not all for tensors
+                room[path] = 0
+                continue
+            reserved[path] += part
+            room[path] -= part
+            left -= part
+        open_paths = {path: max(s, 1e-9) for path, s in open_paths.items() if room[path] > 0 and asked[path] > 0}
+    if left > 0:
+        reason = f"the tier has not that much free ({left} of {more_bytes} bytes found no room)"
+        raise StorageError("allocation", place, 0, more_bytes, more_bytes - left, errno.ENOSPC, reason)
