@@ -37,6 +37,7 @@ _ARMS = {
     "as_published": _arm("as published", keys={"tier_placement": "as_published"}),
     "by_hand": _arm("2:1 by hand", keys={"tier_placement": [2, 1]}),
     "free": _arm("processes share the paths as it comes", exclusive=False),
+    "in_files": _arm("a file for each tensor", first_path=True, keys={"aio": "file"}),
     "zero3": arrangement_of_parts(
         _STOCK, "DeepSpeed ZeRO-3 (pipelined)", weights_on_gpu=True, refuses_bf16_states="stock DeepSpeed fails"
     ),

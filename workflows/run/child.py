@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import gc
 import hashlib
@@ -324,6 +325,9 @@ class Run:
         with os.fdopen(self.job["turn_fd"]) as turns, os.fdopen(self.job["done_fd"], "w", buffering=1) as done:
             done.write(f"ready {importlib.metadata.version('deepspeed')}\n")
             for step, line in enumerate(turns, 1):
+                if line.startswith("save "):
+                    done.write(json.dumps(self._save(*line.split()[1:])) + "\n")
+                    continue
                 sequence, batch = map(int, line.split())
                 self._step(step, sequence, batch)
                 io = self.result["io_steps"][-1]
@@ -337,6 +341,15 @@ class Run:
                     took["paths"] = [[path.bytes, path.rates.read, path.rates.write] for path in paths]
                 done.write(json.dumps(took | self._without_waits()) + "\n")
         self.result["skipped_steps"] = int(self.engine.skipped_steps)
+
+    def _save(self, folder: str, way: str) -> dict[str, Any]:
+        """A checkpoint whose swapped states are `referenced` where that can be, or `copied`: seconds, bytes written."""
+        optimizer = self.engine.optimizer
+        optimizer.settings = dataclasses.replace(optimizer.settings, prestage_checkpoints=way == "referenced")
+        before, begin = lines_of("self", "io", ("write_bytes",)), time.monotonic()
+        self.engine.save_checkpoint(folder, tag=way)
+        seconds, after = time.monotonic() - begin, lines_of("self", "io", ("write_bytes",))
+        return {"seconds": seconds, "bytes_written": (after["write_bytes"] - before["write_bytes"]) // 1024}
 
     def _without_waits(self) -> dict[str, Any]:
         """Of a recorded step: seconds of the training's thread in which it did not wait for storage."""

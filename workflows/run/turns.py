@@ -31,12 +31,14 @@ from workflows.run.training import job_of, parser, point, require_results_folder
 WARM_UP_STEPS = 2  # the first makes the Adam states, the second the prefetcher's records
 
 
+SAVED = ("copied", "referenced")  # states of a checkpoint
 ARMS = {"nargs": "+", "required": True, "metavar": "SYSTEM:ARM:DTYPE[:ENVIRONMENT]"}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     rounds = {"type": int, "default": 5, "help": "measured rounds at each point: a step of each arm"}
     own = {"arms": ARMS, "points": {"required": True}, "time_limit": {"default": 600}, "rounds": rounds}
+    own["checkpoints"] = {"type": int, "default": 0, "help": "so many after the rounds, referencing states and copying"}
     return parser(__doc__, "run-id", "model", "k", "device", "matmul", "nvme", "out", **own).parse_args(argv)
 
 
@@ -146,7 +148,7 @@ def of_ranks(steps: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in first.items():
         values = [step[name] for step in steps]
-        if name.endswith("_s"):
+        if name.endswith("_s") or name == "seconds":
             found[name] = max(values)
         elif name == "paths":  # bytes of all, and the first rank's rates
             found[name] = [[sum(each[0] for each in path), *path[0][1:]] for path in zip(*values, strict=True)]
@@ -172,6 +174,25 @@ def rounds(
             series = {name: [step[name] for step in steps[arm.name]] for name in steps[arm.name][0]}
             out.append({"sequence": sequence, "batch": batch, **arm.labels, **series})
     return out
+
+
+def checkpoints(arms: list[Arm], count: int, deadline: float) -> list[dict[str, Any]]:
+    """Seconds and bytes written of each arm's checkpoints beside its swap files, in both ways, in turns."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for number in range(count):
+        for way in SAVED if number % 2 else reversed(SAVED):
+            for arm in arms:
+                folder = arm.swap.with_name(f"{arm.swap.name}-saved")
+                for turns in arm.turns:
+                    turns.write(f"save {folder} {way}\n")
+                took = of_ranks([json.loads(line) for line in arm.wait_lines(deadline)])
+                shutil.rmtree(folder)
+                point = found.setdefault(
+                    (arm.name, way), {**arm.labels, "way": way, "seconds": [], "bytes_written": []}
+                )
+                for name in ("seconds", "bytes_written"):
+                    point[name].append(took[name])
+    return list(found.values())
 
 
 @contextlib.contextmanager
@@ -218,6 +239,8 @@ def run(args: argparse.Namespace) -> int:
             for arm in arms:
                 arm.wait_until_ready(deadline)
             found["points"] = rounds(arms, points, args.rounds, deadline)
+            if args.checkpoints:
+                found["checkpoints"] = checkpoints(arms, args.checkpoints, deadline)
     except TimeoutError:
         found["status"] = "timeout"
     except RuntimeError as error:
