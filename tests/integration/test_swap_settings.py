@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from memascend.integrations.deepspeed.announcement import enabled_line
 from memascend.integrations.deepspeed.derived import DerivedSettings
 from memascend.integrations.deepspeed.parts import Parts
-from memascend.planner.derived_sizes import sub_group_size
+from memascend.planner.derived_sizes import held_buffers, sub_group_size
 
 
 def offloaded(**optimizer):
@@ -84,6 +84,21 @@ def test_too_few_optimizer_buffers_are_warned_about():
     assert "buffer_count=8" in warning
     assert "12" in warning
     assert DerivedSettings(offloaded(buffer_count=4)).warnings() == []
+
+
+def test_a_host_budget_with_too_little_room_for_busy_paths_is_told_and_kept_to(monkeypatch):
+    config, said = offloaded(), []
+    config["zero_optimization"]["sub_group_size"] = 100
+    monkeypatch.setattr("memascend.integrations.deepspeed.derived.announce", said.append)
+    counts = {}
+    for left in (8000, 10**6):  # 2000 are gradients; states of a sub-group 1200, and a fifth is left free
+        derived, kwargs = DerivedSettings(config, tiers=("/a", "/b"), swaps_gradients=False), arguments()
+        derived.host_left, kwargs["sub_group_size"] = (lambda left=left: left), 100
+        derived.fill_stage3(torch_optimizer([100] * 10), kwargs)
+        counts[left] = kwargs["offload_optimizer_config"].buffer_count
+    (line,) = said
+    assert "host_memory has room for 4 sub-groups where 2 tiers are busy with 5" in line
+    assert counts == {8000: held_buffers(False, 4), 10**6: held_buffers(False, 10)}
 
 
 def test_nothing_is_derived_for_what_is_not_on_nvme():

@@ -50,6 +50,8 @@ missing_system_packages() {
     if ! echo '#include <numa.h>' | "${CXX:-g++}" -E -x c++ - >/dev/null 2>&1; then useful+=(libnuma-dev); fi
     command -v fio >/dev/null || useful+=(fio)
     command -v dot >/dev/null || useful+=(graphviz)
+    # Tests of checkpoints on a file system with reflinks, which only root can mount: 0.8 MB.
+    [ "$(id -u)" != 0 ] || command -v mkfs.xfs mkfs.btrfs >/dev/null || useful+=(btrfs-progs)
     if [ ! -x "$environment/bin/python" ] && [ -z "$(find_python)" ]; then
         # Debian leaves pip's bootstrap and the C headers out of python3.
         needed+=(python3-venv python3-dev)
@@ -91,7 +93,7 @@ install_system_packages() {
     fi
     local command="sudo apt-get install -y ${packages[*]}"
     [ ${#needed[@]} -eq 0 ] || fail "missing: ${needed[*]}. Install with: $command"
-    echo "setup: not installed (only some benchmarks and drawings need them): ${useful[*]}. Install with: $command"
+    echo "setup: not installed (only some benchmarks, drawings and tests need them): ${useful[*]}. Install with: $command"
 }
 
 apt_install() {
