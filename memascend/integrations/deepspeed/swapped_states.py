@@ -78,7 +78,7 @@ class ExactCheckpoints:
         """Every swapped tensor of this rank as a file under ``folder``, with a manifest of sizes and checksums.
 
         What lies on the file system of ``folder`` is referenced where that can be, unless ``copies`` (MLP-Offload 3.3,
-        checkpoint pre-staging): nobody reads it, so the manifest has no checksum of it. The caller syncs the folder.
+        checkpoint pre-staging), and read once for its checksum. The caller syncs the folder.
         Between optimizer steps only. Raises StorageError or OSError.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,9 @@ class ExactCheckpoints:
                         _transfer(swapper.aio_handle, "async_pread", buffer, context.swap_path)
                         entry = _write_file(target, buffer)
                 else:
-                    entry = {"bytes": target.stat().st_size, "referenced": how}
+                    with _swap_buffer(swapper, info) as buffer, target.open("rb") as file:
+                        data = byte_view(buffer)[: file.readinto(byte_view(buffer))]  # as a load reads it
+                        entry = {"bytes": target.stat().st_size, "referenced": how, "crc32": zlib.crc32(data)}
                 done.add(how, entry["bytes"])
                 manifest[target.name] = {"numel": info.numel(), "dtype": str(swapper.dtype), **entry}
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
