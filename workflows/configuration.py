@@ -145,7 +145,8 @@ class Experiments:
         environments, module = [arm.get("environment") for arm in named], "turns"
         if "paths" in run:
             module, more["models"] = "path_twin", []
-            line += f" --rates {' '.join(run['paths'])}{' --simplex' if run.get('simplex') else ''}"
+            line += f" --rates {' '.join(run['paths'])} --ranks {run.get('ranks', 1)}"
+            line += "".join(f" --{flag}" for flag in ("simplex", "transfers") if run.get(flag))
         alone = run["rounds"] > 1 or "paths" in run  # one round is for bytes, but of paths it is their seconds
         return resolved(module, line, run["exhibits"], alone=alone, environments=environments, **more)
 

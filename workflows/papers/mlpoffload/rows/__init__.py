@@ -56,7 +56,7 @@ def modelled() -> Iterator[Row]:
 
 
 def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
-    mine = [r for r in records if (r.get("lane"), r["status"]) == ("measured", "ok")]
+    mine = [r for r in records if (r.get("lane"), r.get("status")) == ("measured", "ok")]
     yield from twins.rows([r for r in mine if r["kind"] == "step-times" and "duplex" in r])
     yield from raw_rates([r for r in mine if r["kind"] == "bench" and r.get("apart")])
 
