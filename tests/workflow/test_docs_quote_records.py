@@ -119,3 +119,20 @@ def test_gains_of_tables_four_and_six_on_the_second_host_are_what_its_record_say
         gains = [100 * (a / b - 1) for a, b in zip(seconds[batch, *base], seconds[batch, *arm])]
         found = spread(gains)
         assert f"{found.median:.1f} % ({found.low:.1f} to {found.high:.1f})" in text
+
+
+DRIVES = (ROOT / "docs/how-to/several-drives.md").read_text()
+
+
+@pytest.mark.parametrize(("file_system", "referenced"), [("Btrfs", {"direct", "file"}), ("ext4", {"file"})])
+def test_checkpoints_take_what_the_how_to_says_and_write_nothing_of_what_is_referenced(file_system, referenced):
+    record = json.loads((REFERENCE / f"checkpoints-{file_system.lower()}.json").read_text())
+    found = {(point["arm"], point["way"]): point for point in record["checkpoints"]}
+    states = 12 * record["twin"]["parameters"]
+    for arm, aio in (("exclusive", "direct"), ("in_files", "file")):
+        written = {way: median(found[arm, way]["bytes_written"]) for way in ("referenced", "copied")}
+        seconds = {way: median(found[arm, way]["seconds"]) for way in written}
+        cells = [f"{seconds[way]:.2f} s, {written[way] / 2**20:.1f} MiB" for way in written]
+        assert f"| {' | '.join(cells)} |" in DRIVES
+        assert written["copied"] > states
+        assert (written["referenced"] < 0.01 * states) == (aio in referenced)
