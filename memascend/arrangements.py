@@ -27,6 +27,7 @@ class Arrangement:
     they are what the papers describe. `shown_beside`: listed next to the default arm where systems are compared; `runs`
     False: planned and simulated alone. `over_paths`: optimizer states lie on several paths, some sub-groups in host
     memory; `turns_order`: the update goes up and down in turn, so that those stay there; `first_path`: all others idle.
+    `pipelined`: DeepSpeed's optimizer reads the next sub-group and writes the last one while it updates one.
     """
 
     label: str
@@ -47,6 +48,7 @@ class Arrangement:
     over_paths: bool = False
     turns_order: bool = False
     first_path: bool = False
+    pipelined: bool = False
     runs: bool = True
     placement: str | None = None  # of host buffers on NUMA nodes, as the key of a run; None: as the run says
 

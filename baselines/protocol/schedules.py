@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 PARAMETER_POOL, EMBEDDING_BUFFERS = "parameter pool", "embedding buffers"
 _EMBEDDING_BUFFERS = 2  # "2 embedding" of MemAscend IV-B
+_GROUPS = "sub-groups"
 _MOST_GROUPS = 32  # sub-groups beyond this many are folded: they follow one another, so their seconds add up
 
 
@@ -135,7 +136,8 @@ def overflow_check(step: Step, *, after: str, chain: bool) -> str:
 
 def swapping_optimizer(step: Step, *, after: str) -> str:
     """Sub-group by sub-group: read states, update, write them and the new weights, one after the other (DeepSpeed's
-    defaults `pipeline_read` and `pipeline_write` false). Gradients come along unless the arm keeps them in memory.
+    defaults `pipeline_read` and `pipeline_write` false), or, `pipelined`, of three sub-groups side by side. Gradients
+    come along unless the arm keeps them in memory.
     """
     work, states = step.work, step.swapped_states_bytes
     gradients = states if work.arrangement.swaps_gradients else 0
@@ -145,13 +147,17 @@ def swapping_optimizer(step: Step, *, after: str) -> str:
     step.store("gradients", gradients)
     count = min(len(work.sub_groups()), _MOST_GROUPS)
     update_s = step.adamw_s(work.spec.parameters) / count
+    pipelined = work.arrangement.pipelined
+    one = {step.pool(_GROUPS, 3): 1} if pipelined else {}
+    read = update = written = after
     for group in range(count):
-        read = _share(3 * states + gradients, group, count)
-        written = _share(3 * states + weights, group, count)
-        after = step.add(f"read states {group}", "optimizer", {"ssd.read": read}, after=(after,))
-        after = step.add(f"AdamW {group}", "optimizer", {"cpu": update_s}, after=(after,))
-        after = step.add(f"write states {group}", "optimizer", {"ssd.write": written}, after=(after,))
-    return after
+        needs = {"ssd.read": _share(3 * states + gradients, group, count)}
+        before = read if pipelined else written
+        read = step.add(f"read states {group}", "optimizer", needs, after=(before,), takes=one)
+        update = step.add(f"AdamW {group}", "optimizer", {"cpu": update_s}, after=(read, update))
+        needs = {"ssd.write": _share(3 * states + weights, group, count)}
+        written = step.add(f"write states {group}", "optimizer", needs, after=(update, written), gives=one)
+    return written
 
 
 def host_optimizer(step: Step, *, after: str) -> str:

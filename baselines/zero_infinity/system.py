@@ -7,7 +7,9 @@ from typing import Any
 from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, ssd_offload, zero3_config
 from baselines.zero_infinity.schedule import schedule
 from memascend.arrangements import Arrangement, arrangement_of_parts
+from memascend.planner.derived_sizes import PIPELINED, optimizer_buffers
 
+_STOCK = dict.fromkeys(("pinned", "pool", "overflow", "aio"), "stock")
 _PUBLISHED = {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "chain", "aio": "file"}
 
 
@@ -36,12 +38,15 @@ _ARMS = {
         {"pinned": "power_of_two", "pool": "stock", "overflow": "stock", "aio": "file"},
         whole_swap_out=True,
     ),
-    "today": _arm("DeepSpeed 0.19.8", {"pinned": "stock", "pool": "stock", "overflow": "stock", "aio": "stock"}),
+    "today": _arm("DeepSpeed 0.19.8", _STOCK),
+    "today_pipelined": _arm("DeepSpeed 0.19.8, pipelined", _STOCK, pipelined=True),
 }
 
 
 def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
     param, optimizer = nvme_offload(run, sizes, nvme_path)
+    if _ARMS[run.arm].pipelined:
+        optimizer |= {**PIPELINED, "buffer_count": optimizer_buffers(PIPELINED)}
     if run.arm == "today_016":
         param["buffer_size"] += 512  # 0.16 asserts that a tensor is smaller than its buffer, not equal to it
     return zero3_config(run, param, optimizer)

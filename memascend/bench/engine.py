@@ -38,6 +38,7 @@ _STREAMED: dict[str, dict[str, Any]] = {
     "optimized": {},
     "naive": {"arm": "naive"},
     "none": {"arm": "none"},
+    "as_published": {"swap": "algorithm 1"},
     "inputs": {"checkpoints": "device"},  # of blocks stay in memory
     "swapped": {"swap": "best"},
 }

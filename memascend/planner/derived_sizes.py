@@ -89,6 +89,9 @@ def sub_group_size(groups: Sequence[Sequence[int]]) -> int:
     return next(size for size in candidates if largest_sub_group(groups, size) <= limit)
 
 
+PIPELINED = {"pipeline_read": True, "pipeline_write": True}  # keys of DeepSpeed's offload_optimizer
+
+
 def optimizer_buffers(offload_optimizer: Mapping[str, Any], swaps_gradients: bool = True) -> int:
     """``buffer_count`` that AdamW on NVMe needs: the buffers of one sub-group, again for each pipelined direction.
 

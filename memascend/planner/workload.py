@@ -8,6 +8,7 @@ from functools import cached_property
 from memascend.arrangements import Arrangement
 from memascend.fates import FATES
 from memascend.planner.derived_sizes import (
+    PIPELINED,
     IoSettings,
     held_buffers,
     held_for,
@@ -138,8 +139,8 @@ class Workload:
             return self.sizes.optimizer_buffers
         if self.arrangement.over_paths:
             return held_buffers(self.arrangement.swaps_gradients, held_for(self.paths))
-        if self.arrangement.derives_sizes:
-            return optimizer_buffers({}, self.arrangement.swaps_gradients)
+        if self.arrangement.derives_sizes or self.arrangement.pipelined:
+            return optimizer_buffers(PIPELINED if self.arrangement.pipelined else {}, self.arrangement.swaps_gradients)
         return PAPER_OPTIMIZER_BUFFERS
 
     @property

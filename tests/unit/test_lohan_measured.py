@@ -87,3 +87,37 @@ def test_a_record_on_the_disk_as_it_is_has_no_rows():
     other = record(WAYS, [point(96, way, s) for way, s in WAYS.items()])
     other["options"]["path_rate"] = 0
     assert list(measured([other])) == []
+
+
+def test_a_twin_s_steps_become_phases_and_what_the_gain_is_made_of():
+    """Ratios and differences are those of a round: the second round takes twice as long."""
+    arms = {
+        ("zero_infinity", "as_published"): 16.0,
+        ("zero_infinity", "today"): 15.0,
+        ("zero_infinity", "today_pipelined"): 14.0,
+        ("memascend", "memascend"): 13.0,
+        ("zero_offload", "today"): 9.0,
+        ("lohan", "none"): 8.0,
+        ("lohan", "naive"): 7.0,
+        ("lohan", "optimized"): 5.0,
+        ("lohan", "as_published"): 4.0,
+    }
+    made = {"kind": "step-times", "status": "ok", "key": "k" * 64, "host": {"name": "here"}, "model": "qwen2.5-7b"}
+    points = [
+        {"system": system, "arm": arm, "sequence": 64, "batch": batch}
+        | {"forward_s": [s / 4, s / 2], "backward_s": [s / 2, s], "optimizer_s": [s / 4, s / 2]}
+        for batch in (2, 8)
+        for (system, arm), s in arms.items()
+    ]
+    rows = found(made | {"twin": {"k": 16}, "points": points})
+
+    def value(metric, series, at):
+        return float(rows[f"{metric} of the twin", series, at, "measured"]["value"])
+
+    assert value("throughput", "LoHan", "8") == pytest.approx(512 / 6)
+    assert value("stage_time", "ZeRO-Infinity", "backward") == pytest.approx(12)
+    assert value("throughput_ratio", "LoHan / DeepSpeed 0.19.8, pipelined", "2") == pytest.approx(3.5)
+    parts = ("runtime", "gradients used as they come", "stages overlapped", "less computed again")
+    assert [value("gain", part, "2") for part in parts] == pytest.approx([9.0, 1.5, 3.0, 1.5])
+    assert {row["exhibit_id"] for row in rows.values()} == {"lohan-fig05a"}
+    assert rows["gain of the twin", "runtime", "2", "measured"]["testbed"] == "here/qwen2.5-7b-k16"

@@ -19,4 +19,6 @@ def modelled() -> Iterator[Row]:
 
 
 def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
-    yield from twins.rows([r for r in records if (r["status"], r.get("benchmark")) == ("ok", "engine")])
+    good = [record for record in records if record["status"] == "ok"]
+    yield from twins.rows([record for record in good if record.get("benchmark") == "engine"])
+    yield from twins.phases([record for record in good if record["kind"] == "step-times"])

@@ -2,6 +2,7 @@
 
 Products have one core, updates and I/O another, and the SSD one rate (`memascend.bench.paced`). Beside it stands what
 was said before: the simulator's step, and for Fig. 9b the engine's own model, which decides after the first step.
+Fig. 5a by direction: systems that take turns on a machine without a GPU, by phase, and what the gain is made of.
 """
 
 from __future__ import annotations
@@ -21,6 +22,22 @@ OF_TWIN, SHARE = " of the twin", "swapped share (%)"
 # Of the twin for a sequence of the 13B: its products then stand to an SSD of 500 MB/s as the 13B's to the server's.
 TOKENS = 12
 ARMS = {"optimized": "LoHan Optimized", "naive": "LoHan Naive", "none": "LoHan+ZeRO"}
+TURNS = {
+    ("zero_infinity", "as_published"): own.ZERO,
+    ("zero_infinity", "today"): "DeepSpeed 0.19.8",
+    ("zero_infinity", "today_pipelined"): "DeepSpeed 0.19.8, pipelined",
+    ("memascend", "memascend"): "MemAscend",
+    ("zero_offload", "today"): own.OFFLOAD,
+    **{("lohan", arm): series for arm, series in ARMS.items()},
+    ("lohan", "as_published"): own.LOHAN,
+}
+# What is different between two that follow one another.
+PARTS = {
+    "runtime": ("DeepSpeed 0.19.8, pipelined", "LoHan+ZeRO"),
+    "gradients used as they come": ("LoHan+ZeRO", "LoHan Naive"),
+    "stages overlapped": ("LoHan Naive", "LoHan Optimized"),
+    "less computed again": ("LoHan Optimized", own.LOHAN),
+}
 FIG_3 = {"naive": "lohan-fig03a", "optimized": "lohan-fig03b"}
 
 
@@ -33,6 +50,34 @@ def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
             yield from arms(record, points)
         if "swapped" in record["options"]["ways"]:
             yield from swapped(record, points)
+
+
+def phases(records: list[dict[str, Any]]) -> Iterator[Row]:
+    """Medians; ratios and differences are taken round by round."""
+    for record in records:
+        place = f"{record['host']['name']}/{record['model']}-k{record['twin']['k']}"
+        steps: dict[int, dict[str, list[float]]] = {}
+        for point in record["points"]:
+            series, batch = TURNS[point["system"], point["arm"]], point["batch"]
+            cells = {"series": series, "model": record["model"], "testbed": place}
+            of_stage = {stage: point[f"{stage}_s"] for stage in ("forward", "backward", "optimizer")}
+            seconds = steps.setdefault(batch, {})[series] = [sum(each) for each in zip(*of_stage.values(), strict=True)]
+            at = {**cells, "x": ("batch_size", batch)}
+            tokens = batch * point["sequence"]
+            yield of_record(record, "lohan-fig05a", "throughput" + OF_TWIN, tokens / median(seconds), "token/s", **at)
+            for stage, took in of_stage.items() if len(steps) == 1 else ():  # at the smallest
+                at = {**cells, "x": ("stage", stage)}
+                yield of_record(record, "lohan-fig05a", "stage_time" + OF_TWIN, median(took), "s", **at)
+        for batch, found in steps.items():
+            at = {"model": record["model"], "testbed": place, "x": ("batch_size", batch)}
+            for series, seconds in found.items():
+                if series != own.LOHAN:
+                    ratio = median(a / b for a, b in zip(seconds, found[own.LOHAN], strict=True))
+                    more = {**at, "series": f"{own.LOHAN} / {series}"}
+                    yield of_record(record, "lohan-fig05a", "throughput_ratio" + OF_TWIN, ratio, "x", **more)
+            for part, (slow, fast) in PARTS.items() if batch == min(steps) else ():
+                less = median(a - b for a, b in zip(found[slow], found[fast], strict=True))
+                yield of_record(record, "lohan-fig05a", "gain" + OF_TWIN, less, "s", **{**at, "series": part})
 
 
 def shown(record: dict[str, Any], exhibit: str, metric: str, value: float, unit: str, **cells: Any) -> Row:
