@@ -81,7 +81,7 @@ def measure(options: EngineBench) -> dict[str, Any]:
     if options.path_rate < 0:
         raise ValueError(f"--path-rate {options.path_rate}: say bytes a second, or leave it out")
     if options.cores == "split" and len(os.sched_getaffinity(0)) < 2:
-        raise ValueError("--cores split: this process may use one core alone; leave --cores out")
+        raise ValueError("--cores split: products and all else want a core each, and here is one: use --cores shared")
     _spec(options)
     asked = asdict(options) | {"folder": str(options.folder)}
     command = [sys.executable, "-m", "memascend.bench.engine", json.dumps(asked)]

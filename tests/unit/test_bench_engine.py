@@ -1,6 +1,7 @@
 """`memascend bench engine`: what it refuses, and that both ways train alike."""
 
 import json
+import os
 
 import pytest
 
@@ -23,6 +24,14 @@ def test_what_cannot_be_measured_is_one_line(options, said, tmp_path, capsys):
     out = capsys.readouterr().err.strip()
     assert said in out
     assert "\n" not in out
+
+
+def test_one_core_is_not_split(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    assert main(["bench", "engine", "--folder", str(tmp_path), "--cores", "split"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.endswith("--cores split: products and all else want a core each, and here is one: use --cores shared")
+    assert "\n" not in said
 
 
 @pytest.mark.slow  # a process of its own
