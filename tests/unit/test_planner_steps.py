@@ -145,6 +145,20 @@ def test_pieces_add_up_to_the_model(model):
     assert sum(piece.stored_bytes for piece in parts) == expected
 
 
+def test_a_pipelined_optimizer_takes_its_slowest_stage_and_a_serial_one_all_of_them():
+    spec = model_spec("llama3.1-8b")
+
+    def optimizer(arm):
+        made = step_time(spec, ROUND, "zero_infinity", arm=arm, calibrations=IDEAL)
+        (seconds,) = (phase.seconds for phase in made.phases if phase.name == "optimizer")
+        return seconds, made.played.served_s["optimizer"].values()
+
+    (serial, stages), (pipelined, same) = optimizer("today"), optimizer("today_pipelined")
+    assert sorted(stages) == pytest.approx(sorted(same))
+    assert serial == pytest.approx(sum(stages))
+    assert max(stages) <= pipelined < 1.1 * max(stages) < serial
+
+
 @pytest.mark.parametrize("system", ["zero_infinity", "memascend", "zero_offload", "all_in_gpu", "in_memory"])
 def test_a_step_takes_its_roofline_and_little_more_for_filling_and_draining(system):
     made = work(model_spec("qwen2.5-7b"), system, batch=4, context=2048)
