@@ -11,12 +11,9 @@ training in memory, to the bit where every sum is taken in the same order.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,15 +21,16 @@ from torch import nn
 
 from memascend.engine import home as homes
 from memascend.engine.beside import WAIT_S, TiersBeside
-from memascend.engine.blocks import BlockRuntime, ModelUnits, NotStreamable, UnitWeights, stream_block
+from memascend.engine.blocks import ModelUnits, NotStreamable, UnitWeights
 from memascend.engine.buffers import EngineBuffers
 from memascend.engine.contents import TierContents
 from memascend.engine.home import StateHome
+from memascend.engine.hooks import HookedRuntime, ModelHooks
 from memascend.engine.inputs import KeptInput, KeptInputs
-from memascend.engine.layout import Kind, Layout, Part, Unit
+from memascend.engine.layout import Part, Unit
 from memascend.engine.limit import Limit
-from memascend.engine.matrices import StreamedRows
-from memascend.engine.one_version import Redo, beside, versions_for
+from memascend.engine.one_version import Redo, beside
+from memascend.engine.opening import kept_home, new_home
 from memascend.engine.operators import Taken
 from memascend.engine.options import EngineOptions
 from memascend.engine.profile import StepProfile
@@ -40,15 +38,13 @@ from memascend.engine.swap import Decision, Swapping, link_rate
 from memascend.engine.updates import AdamSettings, Updates
 from memascend.engine.weights import WeightStream
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
-from memascend.ops.rows import slice_module
 from memascend.storage.direct_engine import DirectEngineConfig
-from memascend.storage.scratch import collect_scratch_files
 from memascend.swapping import Rates as SwapRates
 
 log = logging.getLogger("memascend")
 
 
-class StreamingEngine(BlockRuntime):
+class StreamingEngine(HookedRuntime):
     """One process, one device: the CPU. Not thread-safe.
 
     The model's parameters are its from `start` or `resume` on to `close`: empty but for the moments in which they are
@@ -100,7 +96,6 @@ class StreamingEngine(BlockRuntime):
         )
         self.steps = dict.fromkeys(self.layout.order, 0)  # of each parameter, as torch.optim counts them
         self.scale = 1.0  # that the loss is multiplied by before backward
-        self._matrices: list[StreamedRows] = []
         self._inputs = KeptInputs(self.buffers, self._beside.scratch, WAIT_S)
         self._uses: dict[str, int] = {}
         self._visits: list[str] = []
@@ -108,9 +103,7 @@ class StreamingEngine(BlockRuntime):
         self._clip = options.clip  # of this step
         self._passes = 0  # backward passes of this step that have ended
         self._backward_begun = False
-        self._kept: dict[str, Unit] = {}  # held units whose backward has not come
         self._profile = StepProfile(self.layout, options.profiles, lambda: self.transferred, self._computed_again)
-        self._undo: list[Callable[[], None]] = []
         self._swapping: Swapping | None = None
         if options.swap is not None:
             self._swapping = Swapping(
@@ -120,7 +113,7 @@ class StreamingEngine(BlockRuntime):
         self._restored = False
         self.versions_why = "as an earlier run began it"  # so many of the states
         self._closed = False
-        self._attach()
+        self._hooks = ModelHooks(self, model, units, self.weights, self._contents, self._profile)
         for key, slices in units.matrices.items():
             log.info("memascend: %s goes by %d slices: sums over its rows are taken slice by slice", key, len(slices))
 
@@ -167,33 +160,14 @@ class StreamingEngine(BlockRuntime):
         """
         options = options or EngineOptions()
         units = _units(model, blocks, options)
-        layout, slots = units.layout, options.state_slots
-        asked = options.versions if options.redo else 1
-        chosen = versions_for(folder, layout, asked, options.gradients, slots, redo=options.redo)
-        options = replace(options, versions=chosen.count)
-        extra = beside(layout, chosen.count, options.gradients, slots, redo=options.redo)
-        home = StateHome.create(
-            folder, _owner(owner, layout), layout.nbytes, versions=chosen.count, **extra, config=config, faults=faults
-        )
-        if options.redoes:
-            log.info(
-                "memascend: one version of the states (%s): gradients wait beside it, so that a step that is cut off "
-                "can be done again; a step writes and reads them once more",
-                chosen.why,
-            )
-        if options.tears:
-            log.info(
-                "memascend: one version of the states (%s) and nothing to do a step again from: after a kill in the "
-                "middle of a step training goes on from the last checkpoint",
-                chosen.why,
-            )
+        home, options, why = new_home(folder, owner, units.layout, options, config, faults)
         try:
             engine = cls(model, units, home, groups, options, allocator or PageAlignedPinnedAllocator())
-            engine.versions_why = chosen.why
+            engine.versions_why = why
             try:
                 engine._move_in(facts or {})
             except BaseException:
-                engine._detach()
+                engine._hooks.remove()
                 engine._stop()
                 raise
             return engine
@@ -223,13 +197,8 @@ class StreamingEngine(BlockRuntime):
         """
         options = options or EngineOptions()
         units = _units(model, blocks, options)
-        collect_scratch_files(folder, os.fspath(folder))
-        home = StateHome.open(folder, _owner(owner, units.layout), config=config, faults=faults)
+        home, options, kept = kept_home(folder, owner, units.layout, options, config, faults)
         try:
-            kept = home.completed()
-            if kept is None:
-                raise homes.NotThisModel(f"{folder} holds no completed step: remove it and start anew")
-            options = replace(options, versions=kept.get("versions", 2), redo=kept.get("redoes", True))
             engine = cls(model, units, home, groups, options, allocator or PageAlignedPinnedAllocator())
         except BaseException:
             home.close()
@@ -241,7 +210,7 @@ class StreamingEngine(BlockRuntime):
             try:
                 facts = engine._complete(Redo(record))
             except BaseException:
-                engine._detach()
+                engine._hooks.remove()
                 engine._stop()
                 home.close()
                 raise
@@ -299,7 +268,7 @@ class StreamingEngine(BlockRuntime):
         if self._closed:
             return
         self._closed = True
-        self._detach()
+        self._hooks.remove()
         if not self.weights.is_own:  # a forked child's copy: the threads and the files are the parent's
             return
         self._stop()
@@ -321,59 +290,12 @@ class StreamingEngine(BlockRuntime):
         self._beside.close()
         # The buffers go with whoever holds them; the model's graphs may hold this object.
         del self.buffers, self.updates, self.weights, self._contents, self._stream, self._states, self._beside
-        del self._matrices
+        del self._hooks
         self._inputs.drop()
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
-    def _attach(self) -> None:
-        for key, slices in self.units.matrices.items():
-            rows = StreamedRows(weakref.proxy(self), self.units.matrix(key), slices)
-            self._matrices.append(rows)
-            self._undo += [slice_module(module, rows) for module in self.units.modules[key]]
-        for unit in self.layout.units:
-            for module in self.units.modules[unit.key] if unit.kind is not Kind.SLICE else ():
-                if unit.kind is Kind.BLOCK:
-                    self._undo.append(stream_block(module, unit, self))
-                else:
-                    before = module.register_forward_pre_hook(self._fetcher(unit))
-                    after = module.register_forward_hook(self._releaser(unit), always_call=True)
-                    self._undo += [before.remove, after.remove]
-            for part, parameter in self.units.pairs(unit):
-                if part.trained:
-                    hook = parameter.register_post_accumulate_grad_hook(self._collector(unit, part))
-                    self._undo.append(hook.remove)
-        before = self.model.register_forward_pre_hook(self._model_begins)
-        after = self.model.register_forward_hook(self._model_ends)
-        saved = self.model.register_state_dict_post_hook(functools.partial(self._contents.fill_state_dict))
-        self._undo += [before.remove, after.remove, saved.remove]
-
-    def _detach(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-
-    def _fetcher(self, unit: Unit) -> Callable[..., None]:
-        def fetch(*_: Any) -> None:
-            self.weights.take(unit)
-            self._profile.enters(unit)
-
-        return fetch
-
-    def _releaser(self, unit: Unit) -> Callable[..., None]:
-        """Held units stay for their backward pass, where there will be one."""
-
-        def release(*_: Any) -> None:
-            if not self.weights.is_held(unit):  # its fetch has failed
-                return
-            self._profile.leaves(unit)
-            if unit.kind is Kind.HELD and torch.is_grad_enabled() and unit.key not in self._kept:
-                self._kept[unit.key] = unit
-            else:
-                self.weights.give_back(unit)
-
-        return release
-
-    def _model_begins(self, *_: Any) -> None:
+    def model_begins(self, *_: Any) -> None:
         """A forward pass: without optimizer.step() (LoHan, Fig. 4b) it is also the end of the step before."""
         self.weights.require_own_process()
         if self.updates.failure_was_told or self._backward_begun:  # an error in the loop that the user has seen
@@ -390,7 +312,7 @@ class StreamingEngine(BlockRuntime):
         self._profile.begin_forward()
         self._stream.read_ahead(self._pattern)
 
-    def _model_ends(self, *_: Any) -> None:
+    def model_ends(self, *_: Any) -> None:
         if not torch.is_grad_enabled():
             self._stream.release_idle()
             return
@@ -398,21 +320,8 @@ class StreamingEngine(BlockRuntime):
         if not self.options.waits and self._passes + 1 == self.options.accumulate:
             self.updates.expect()
 
-    def _collector(self, unit: Unit, part: Part) -> Callable[[nn.Parameter], None]:
-        engine = weakref.ref(self)
-
-        def collect(parameter: nn.Parameter) -> None:
-            self = engine()
-            if unit.kind is not Kind.BLOCK:
-                self.backward_begins()
-            if self._uses.get(unit.key, 0) <= 1:  # else the same layer comes again: autograd adds up meanwhile
-                self._arrive_from(part, parameter)
-
-        return collect
-
-    def _arrive_from(self, part: Part, parameter: nn.Parameter) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        self.arrive(part, gradient)
+    def comes_again(self, unit: Unit) -> bool:
+        return self._uses.get(unit.key, 0) > 1  # the same layer
 
     def arrive(self, part: Part, gradient: torch.Tensor) -> None:
         """A gradient of this pass, whole."""
@@ -429,23 +338,14 @@ class StreamingEngine(BlockRuntime):
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
-        for unit in self.layout.units:
-            for part, parameter in self.units.pairs(unit):
-                if part.trained and parameter.grad is not None:
-                    self._arrive_from(part, parameter)
-        for rows in self._matrices:
-            rows.end_of_backward()
+        self._hooks.left_over(self)
         self._profile.end_backward()
         last = self._passes + 1 >= self.options.accumulate
         self.updates.end_pass(wait=self.options.waits or not last, last=last)
         self._backward_begun = False
         self._passes += 1
         self._pattern = self._visits
-        self._give_back_kept()
-
-    def _give_back_kept(self) -> None:
-        while self._kept:
-            self.weights.give_back(self._kept.popitem()[1])
+        self._hooks.give_back_kept()
 
     def wants_profile(self, unit: Unit) -> bool:
         return self._profile.wants(unit)
@@ -529,7 +429,7 @@ class StreamingEngine(BlockRuntime):
             if self._backward_begun:
                 raise RuntimeError("the last backward pass ended in an error: its step cannot be finished, do it again")
             norm = self._finish(facts or {}) if self.updates.pending else 0.0
-            self._give_back_kept()
+            self._hooks.give_back_kept()
             if keep:
                 self.keep(facts or {})
         except BaseException as error:
@@ -642,7 +542,7 @@ class StreamingEngine(BlockRuntime):
     def _take_back(self, *, written: bool) -> None:
         """Nothing of this step stays: what is in memory or written may be half of it."""
         self.updates.abandon()
-        self._kept.clear()
+        self._hooks.forget_kept()
         self.weights.abandon()
         with contextlib.suppress(OSError):
             self._close_streams()
@@ -675,11 +575,7 @@ class StreamingEngine(BlockRuntime):
             return
         self.weights.require_own_process()
         self._backward_begun = False
-        for owned in self.units.parameters.values():
-            for parameter in owned:
-                parameter.grad = None
-        for rows in self._matrices:
-            rows.forget()
+        self._hooks.forget()
         with contextlib.suppress(OSError):
             self._inputs.give_back()
         self._uses.clear()
@@ -734,7 +630,3 @@ def _units(model: nn.Module, blocks: Sequence[nn.Module] | None, options: Engine
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         raise NotStreamable("the streaming engine computes on the CPU so far: leave the model there (model.cpu())")
     return ModelUnits(model, blocks, states=options.states, piece_elements=options.piece_elements)
-
-
-def _owner(owner: str, layout: Layout) -> str:
-    return f"{owner or 'streaming engine'} {layout.digest}"

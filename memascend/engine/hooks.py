@@ -1,0 +1,145 @@
+"""Where a model calls the engine: hooks of its modules and parameters, put on once and taken off together."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memascend.engine.blocks import BlockRuntime, ModelUnits, UnitWeights, stream_block
+from memascend.engine.contents import TierContents
+from memascend.engine.layout import Kind, Part, Unit
+from memascend.engine.matrices import StreamedRows
+from memascend.engine.profile import StepProfile
+from memascend.ops.rows import slice_module
+
+
+class HookedRuntime(BlockRuntime):
+    """What the hooks ask of the engine, beside what blocks and matrices do."""
+
+    def model_begins(self, *_: Any) -> None:
+        """Before the model's forward pass."""
+
+    def model_ends(self, *_: Any) -> None:
+        """After it."""
+
+    def comes_again(self, unit: Unit) -> bool:
+        """Whether backward visits of the unit are still to come: autograd adds up its gradients meanwhile."""
+        return False
+
+    def backward_begins(self) -> None:
+        """In the user's backward pass."""
+
+    def arrive(self, part: Part, gradient: torch.Tensor) -> None:
+        """Of a parameter; all of its uses in this pass are in it."""
+
+
+class ModelHooks:
+    """Of one engine on its model. Blocks are streamed, sliced matrices computed over; other modules have their weights
+    from before their forward pass to its end, held ones until backward has ended."""
+
+    def __init__(
+        self,
+        runtime: HookedRuntime,
+        model: nn.Module,
+        units: ModelUnits,
+        weights: UnitWeights,
+        contents: TierContents,
+        profile: StepProfile,
+    ) -> None:
+        self._weights, self._profile, self._units = weights, profile, units
+        self._kept: dict[str, Unit] = {}  # held units whose backward has not come
+        self._undo: list[Callable[[], None]] = []
+        self.matrices: list[StreamedRows] = []
+        for key, slices in units.matrices.items():
+            rows = StreamedRows(weakref.proxy(runtime), units.matrix(key), slices)
+            self.matrices.append(rows)
+            self._undo += [slice_module(module, rows) for module in units.modules[key]]
+        for unit in units.layout.units:
+            for module in units.modules[unit.key] if unit.kind is not Kind.SLICE else ():
+                if unit.kind is Kind.BLOCK:
+                    self._undo.append(stream_block(module, unit, runtime))
+                else:
+                    before = module.register_forward_pre_hook(self._fetcher(unit))
+                    after = module.register_forward_hook(self._releaser(unit), always_call=True)
+                    self._undo += [before.remove, after.remove]
+            for part, parameter in units.pairs(unit):
+                if part.trained:
+                    collect = _collector(weakref.ref(runtime), unit, part)
+                    self._undo.append(parameter.register_post_accumulate_grad_hook(collect).remove)
+        before = model.register_forward_pre_hook(runtime.model_begins)
+        after = model.register_forward_hook(runtime.model_ends)
+        saved = model.register_state_dict_post_hook(functools.partial(contents.fill_state_dict))
+        self._undo += [before.remove, after.remove, saved.remove]
+
+    def remove(self) -> None:
+        """Idempotent."""
+        while self._undo:
+            self._undo.pop()()
+
+    def left_over(self, runtime: HookedRuntime) -> None:
+        """At the end of backward: gradients that no hook has handed over."""
+        for unit in self._units.layout.units:
+            for part, parameter in self._units.pairs(unit):
+                if part.trained and parameter.grad is not None:
+                    _hand_over(runtime, part, parameter)
+        for rows in self.matrices:
+            rows.end_of_backward()
+
+    def give_back_kept(self) -> None:
+        """Units that were held for a backward pass, which has come or will not."""
+        while self._kept:
+            self._weights.give_back(self._kept.popitem()[1])
+
+    def forget(self) -> None:
+        """The step under way is given up."""
+        for owned in self._units.parameters.values():
+            for parameter in owned:
+                parameter.grad = None
+        for rows in self.matrices:
+            rows.forget()
+
+    def forget_kept(self) -> None:
+        """Somebody else gives them back."""
+        self._kept.clear()
+
+    def _fetcher(self, unit: Unit) -> Callable[..., None]:
+        def fetch(*_: Any) -> None:
+            self._weights.take(unit)
+            self._profile.enters(unit)
+
+        return fetch
+
+    def _releaser(self, unit: Unit) -> Callable[..., None]:
+        """Held units stay for their backward pass, where there will be one."""
+
+        def release(*_: Any) -> None:
+            if not self._weights.is_held(unit):  # its fetch has failed
+                return
+            self._profile.leaves(unit)
+            if unit.kind is Kind.HELD and torch.is_grad_enabled() and unit.key not in self._kept:
+                self._kept[unit.key] = unit
+            else:
+                self._weights.give_back(unit)
+
+        return release
+
+
+def _collector(engine: weakref.ref[HookedRuntime], unit: Unit, part: Part) -> Callable[[nn.Parameter], None]:
+    def collect(parameter: nn.Parameter) -> None:
+        runtime = engine()
+        if unit.kind is not Kind.BLOCK:
+            runtime.backward_begins()
+        if not runtime.comes_again(unit):
+            _hand_over(runtime, part, parameter)
+
+    return collect
+
+
+def _hand_over(runtime: HookedRuntime, part: Part, parameter: nn.Parameter) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    runtime.arrive(part, gradient)

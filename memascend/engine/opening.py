@@ -1,0 +1,73 @@
+"""A new home for a model, with as many versions of its states as the disk has room for; or one of an earlier run."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from typing import Any
+
+from memascend.engine.home import NotThisModel, StateHome
+from memascend.engine.layout import Layout
+from memascend.engine.one_version import beside, versions_for
+from memascend.engine.options import EngineOptions
+from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.scratch import collect_scratch_files
+
+log = logging.getLogger("memascend")
+_ONE_VERSION = {
+    "redoes": "gradients wait beside it, so that a step that is cut off can be done again; a step writes and reads "
+    "them once more",
+    "tears": "and nothing to do a step again from: after a kill in the middle of a step training goes on from the last "
+    "checkpoint",
+}
+
+
+def new_home(
+    folder: str | os.PathLike[str],
+    owner: str,
+    layout: Layout,
+    options: EngineOptions,
+    config: DirectEngineConfig | None = None,
+    faults: Any = None,
+) -> tuple[StateHome, EngineOptions, str]:
+    """(the home, the options with the number of versions, why so many). Raises StorageError, ValueError."""
+    gradients, slots = options.gradients, options.state_slots
+    asked = options.versions if options.redo else 1
+    chosen = versions_for(folder, layout, asked, gradients, slots, redo=options.redo)
+    options = replace(options, versions=chosen.count)
+    extra = beside(layout, chosen.count, gradients, slots, redo=options.redo)
+    home = StateHome.create(
+        folder, owned_by(owner, layout), layout.nbytes, versions=chosen.count, **extra, config=config, faults=faults
+    )
+    for kind, what in _ONE_VERSION.items():
+        if getattr(options, kind):
+            joined = ": " if kind == "redoes" else " "
+            log.info("memascend: one version of the states (%s)%s%s", chosen.why, joined, what)
+    return home, options, chosen.why
+
+
+def kept_home(
+    folder: str | os.PathLike[str],
+    owner: str,
+    layout: Layout,
+    options: EngineOptions,
+    config: DirectEngineConfig | None = None,
+    faults: Any = None,
+) -> tuple[StateHome, EngineOptions, dict[str, Any]]:
+    """(the home, the options with its number of versions, its last completed step). Raises NotThisModel, TornStates."""
+    collect_scratch_files(folder, os.fspath(folder))
+    home = StateHome.open(folder, owned_by(owner, layout), config=config, faults=faults)
+    try:
+        kept = home.completed()
+        if kept is None:
+            raise NotThisModel(f"{folder} holds no completed step: remove it and start anew")
+    except BaseException:
+        home.close()
+        raise
+    return home, replace(options, versions=kept.get("versions", 2), redo=kept.get("redoes", True)), kept
+
+
+def owned_by(owner: str, layout: Layout) -> str:
+    """What a home's states are of."""
+    return f"{owner or 'streaming engine'} {layout.digest}"
