@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import pytest
 
@@ -136,3 +136,14 @@ def test_checkpoints_take_what_the_how_to_says_and_write_nothing_of_what_is_refe
         assert f"| {' | '.join(cells)} |" in DRIVES
         assert written["copied"] > states
         assert (written["referenced"] < 0.01 * states) == (aio in referenced)
+
+
+@pytest.mark.parametrize(("dtype", "k", "printed"), [("fp16", 8, 55.7), ("bf16", 16, 25.19)])
+def test_peaks_of_four_models_and_their_mean_reduction_are_what_the_records_say(dtype, k, printed):
+    text, less = " ".join((REFERENCE / "README.md").read_text().split()), []
+    for model in ("Llama3.1-8B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B"):
+        paths = [REFERENCE / f"train-{model.lower()}-k{k}-{dtype}-{arm}.json" for arm in ("as_published", "memascend")]
+        before, after = (json.loads(path.read_text())["memory"]["host_peak_net_bytes"] * k**2 / 2**30 for path in paths)
+        less.append(100 * (1 - after / before))
+        assert f"| {model} | {before:.1f} GiB | {after:.1f} GiB | {less[-1]:.1f} % |" in text
+    assert f"{mean(less):.1f} % on average, where {printed} is printed" in text
