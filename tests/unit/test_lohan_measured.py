@@ -121,3 +121,5 @@ def test_a_twin_s_steps_become_phases_and_what_the_gain_is_made_of():
     assert [value("gain", part, "2") for part in parts] == pytest.approx([9.0, 1.5, 3.0, 1.5])
     assert {row["exhibit_id"] for row in rows.values()} == {"lohan-fig05a"}
     assert rows["gain of the twin", "runtime", "2", "measured"]["testbed"] == "here/qwen2.5-7b-k16"
+    other = {"system": "zero_infinity", "arm": "today_016"}  # of a record that is not LoHan's
+    assert found(made | {"twin": {"k": 16}, "points": [*points, points[0] | other]}) == {}

@@ -53,8 +53,10 @@ def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
 
 
 def phases(records: list[dict[str, Any]]) -> Iterator[Row]:
-    """Medians; ratios and differences are taken round by round."""
+    """Medians; ratios and differences are taken round by round. Of records that have all of these arms, no others."""
     for record in records:
+        if {(point["system"], point["arm"]) for point in record["points"]} != set(TURNS):
+            continue
         place = f"{record['host']['name']}/{record['model']}-k{record['twin']['k']}"
         steps: dict[int, dict[str, list[float]]] = {}
         for point in record["points"]:
