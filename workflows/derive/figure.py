@@ -43,6 +43,8 @@ def draw(spec: dict[str, Any], rows: pd.DataFrame, foot: str) -> Figure:
     columns = spec.get("columns", len(panels))
     count = -(-len(panels) // columns)
     size = tuple(spec.get("size", (9.0, 4.2)))
+    if "columns" in spec:  # lines of optional ones go with them
+        size = (size[0], size[1] * count / -(-len(spec["panels"]) // columns))
     if panels[0]["kind"] == "table":
         panels[0] = table.unfolded(data, panels[0])
         panels[0]["_body"] = table.cells(data, panels[0])
