@@ -224,20 +224,23 @@ class _Play:
         """Begin every waiting task that can. A pool or lock that keeps an earlier one from its idle FIFO resource is
         not for a later one, so that a large request is not starved by small ones."""
         spoken_for: set[str] = set()
-        idle = {fifo for fifo, queue in self.waiting.items() if queue and fifo not in self.busy_fifo}
-        for number, task in heapq.merge(*(list(self.waiting[fifo]) for fifo in idle)):
-            fifo = self._fifo_of[task.name]
-            if fifo not in idle:
-                continue
+        # The first of each queue whose resource is idle: its place among all ready tasks, resource, place in the queue.
+        firsts = [
+            (queue[0][0], fifo, 0) for fifo, queue in self.waiting.items() if queue and fifo not in self.busy_fifo
+        ]
+        heapq.heapify(firsts)
+        while firsts:
+            _, fifo, at = heapq.heappop(firsts)
+            queue = self.waiting[fifo]
+            task = queue[at][1]
             if (lacking := self._lacking(task, spoken_for)) is not None:
                 spoken_for.add(lacking)
-                continue
-            self.waiting[fifo].remove((number, task))
-            self._begin(task)
-            if fifo is not None:
-                idle.remove(fifo)
-                if not idle:
-                    return
+                at += 1
+            else:
+                del queue[at]
+                self._begin(task)
+            if at < len(queue) and (fifo is None or fifo not in self.busy_fifo):
+                heapq.heappush(firsts, (queue[at][0], fifo, at))
 
     def _lacking(self, task: Task, spoken_for: set[str]) -> str | None:
         """The first pool or lock that `task` has to wait for."""
