@@ -73,6 +73,7 @@ def test_ranks_that_take_turns_on_a_path_are_set_against_those_that_do_not():
     assert found["mlpoffload-fig14", "in turns, one path", "fairness", ""]["value"] == "1"
     assert found["mlpoffload-fig14", "as it comes, all paths", "fairness", ""]["value"] == "0.5"
     assert {row["model"] for row in found.values()} == {"40B-L4, 2 ranks", "40B-L4, 2 ranks, in memory"}
+    assert {row["testbed"] for row in found.values()} == {"here/40B-L4-duplex-k4"}  # bars leave out what names ranks
 
 
 def test_the_share_of_io_is_what_the_training_thread_waits_for():

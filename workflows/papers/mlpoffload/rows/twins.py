@@ -24,7 +24,7 @@ PHASES = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "upda
 def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
     for record in records:
         arms = {point["arm"]: point for point in record["points"] if point.get("system") != IN_MEMORY}
-        place, _, k = testbed_of(record).rpartition("-k")
+        place, _, k = testbed_of({**record, "ranks": 1}).rpartition("-k")  # of ranks the model says it, as a bar's name
         where = f"{place}-{'duplex' if record['duplex'] else 'simplex'}-k{k}"
         ranks = record.get("ranks", 1)
         at = {"model": record["model"] + (f", {ranks} ranks" if ranks > 1 else ""), "testbed": where}
