@@ -16,9 +16,9 @@ from typing import Any
 from memascend.memory.budget import parse_bytes
 from memascend.memory.placement_policy import PlacementPolicy
 from memascend.planner.derived_sizes import io_settings
-from memascend.planner.options import DEFAULT_STACK, MODEL_OPTIONS, STATE_VERSIONS, Stack, default_context
+from memascend.planner.options import DEFAULT_STACK, MODEL_OPTIONS, STATE_VERSIONS, default_context
 from memascend.planner.spec import ModelSpec, model_spec
-from memascend.planner.workload import SwapSizes, Workload
+from memascend.planner.workload import SwapSizes, Workload, workload_asked_for
 from memascend.systems import arrangement, own_defaults, require_versions
 
 _GIB = 2**30
@@ -184,29 +184,16 @@ def _workload(options: argparse.Namespace) -> Workload:
     spec = model_spec(options.model).fused(fused_experts(options.experts))
     spec = spec.twin(options.twin) if options.twin > 1 else spec
     options.context = options.context or default_context(spec.config)
-    budget = parse_bytes(options.host_memory, "--host-memory") if options.host_memory else None
     if options.ds_config is not None:
         work = _configured(options, spec)
+        budget = parse_bytes(options.host_memory, "--host-memory") if options.host_memory else None
         return replace(work, host_memory=budget) if budget else work
     own = own_defaults(options.system or _PRESETS["system"], options.arm)
     for name, preset in {**_PRESETS, **own}.items():
         if getattr(options, name) is None:
             setattr(options, name, preset)
-    return Workload(
-        spec=spec,
-        system=options.system,
-        arm=options.arm,
-        dtype=options.dtype,
-        states=options.states,
-        gradients=options.gradients,
-        stack=Stack(**{name: getattr(options, name) for name in MODEL_OPTIONS}),
-        ranks=options.gpus,
-        batch=options.batch,
-        context=options.context,
-        accumulation=options.accumulate,
-        sizes=SwapSizes(io=io_settings({}, options.nvme)),
-        host_memory=budget,
-    )
+    sizes = SwapSizes(io=io_settings({}, options.nvme))
+    return workload_asked_for(options, spec, options.context, options.gpus, sizes=sizes)
 
 
 def _configured(options: argparse.Namespace, spec: ModelSpec) -> Workload:

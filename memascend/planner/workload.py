@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from memascend.arrangements import Arrangement
 from memascend.fates import FATES
+from memascend.memory.budget import parse_bytes
 from memascend.planner.derived_sizes import (
     PIPELINED,
     IoSettings,
@@ -16,7 +18,7 @@ from memascend.planner.derived_sizes import (
     optimizer_buffers,
     sub_group_size,
 )
-from memascend.planner.options import DEFAULT_STACK, Stack
+from memascend.planner.options import DEFAULT_STACK, MODEL_OPTIONS, Stack
 from memascend.planner.pool import SWAP_THRESHOLD_BYTES, Streamed, partition_numel, streamed, sub_groups
 from memascend.planner.spec import ModelSpec
 from memascend.systems import arm_of, arrangement
@@ -173,6 +175,16 @@ class Workload:
     def partitions(self) -> list[int]:
         """Elements of one rank's share of each parameter, in order."""
         return [partition_numel(tensor.numel, self.ranks) for tensor in self.spec.tensors()]
+
+
+def workload_asked_for(options: Any, spec: ModelSpec, context: int, ranks: int, **others: Any) -> Workload:
+    """What the options of `train` or `plan` ask for, which have the same names in both; `others` stand over them."""
+    names = ("system", "arm", "dtype", "states", "gradients", "batch", "state_versions")
+    said = {name: getattr(options, name) for name in names}
+    said["stack"] = Stack(**{name: getattr(options, name) for name in MODEL_OPTIONS})
+    said["host_memory"] = parse_bytes(options.host_memory, "--host-memory") if options.host_memory else None
+    said |= {"spec": spec, "context": context, "ranks": ranks, "accumulation": options.accumulate}
+    return Workload(**said | others)
 
 
 def papers(work: Workload) -> Workload:

@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.memory.budget import parse_bytes
 from memascend.planner import ModelSpec, model_spec
 from memascend.planner.command import fused_experts
-from memascend.planner.options import MODEL_OPTIONS, Stack, default_context, longest_context
+from memascend.planner.options import default_context, longest_context
 from memascend.planner.tensors import TensorSpec, named_tensors
 from memascend.storage.durable import write_atomically
 from memascend.systems import arrangement
@@ -139,29 +138,17 @@ def _spec(config: TrainConfig, model_config: dict[str, Any]) -> ModelSpec:
 
 def workload_of_run(config: TrainConfig, spec: ModelSpec, context: int) -> Workload:
     """What this run trains, as the planner sees it; over several tiers with the sub-groups that wait in host memory."""
-    from memascend.planner.workload import Workload
+    from memascend.planner.workload import workload_asked_for
 
-    over = {"system": config.system, "arm": config.arm}
+    over: dict[str, Any] = {}
     if config.tiers:
+        over = {"system": config.system, "arm": config.arm}
         if config.system == "memascend":
             over = {"system": "mlp_offload", "arm": "weights_on_paths"}
         own = arrangement(over["system"], over["arm"])
         parts = {**own.parts, **arrangement(config.system, config.arm).parts, "tiers": config.tiers}
         over["parts"] = replace(own, parts=parts)
-    return Workload(
-        spec=spec,
-        **over,
-        dtype=config.dtype,
-        states=config.states,
-        gradients=config.gradients,
-        stack=Stack(**{name: getattr(config, name) for name in MODEL_OPTIONS}),
-        ranks=config.ranks,
-        batch=config.batch,
-        context=context,
-        accumulation=config.accumulate,
-        host_memory=parse_bytes(config.host_memory) if config.host_memory else None,
-        state_versions=config.state_versions,
-    )
+    return workload_asked_for(config, spec, context, config.ranks, **over)
 
 
 def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes: list[str]) -> dict[str, Any]:
