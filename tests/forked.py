@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import IO, Any
 from unittest import mock
 
-from workflows.run import child, children
+from memascend.integrations.processor import remember_processor
+from workflows.run import children
 from workflows.run.fork_server import ForkedRun, Server
 
 ADDRESS = "MEMASCEND_TEST_PROGRAMS"  # the server's socket
@@ -156,7 +157,7 @@ def import_what_takes_long() -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
     from transformers import AutoModelForCausalLM  # noqa: F401
 
-    child.remember_processor()
+    remember_processor()
     for builder in (AsyncIOBuilder, CPUAdamBuilder):
         builder().load(verbose=False)
 

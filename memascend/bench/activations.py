@@ -27,6 +27,7 @@ import torch
 
 from memascend.bench.rounds import conditions, ratios, spread
 from memascend.fates import KEEP, OFFLOAD, RECOMPUTE, BlockFates
+from memascend.memory.resident import resident_bytes
 
 WAYS = ("keep", "recompute", "save_on_cpu", "ssd", "mix")
 _MINIMUM_BYTES = 2 << 20  # of a tensor that the cache sends, over k^2 in a twin: the paper's 2^20 elements
@@ -150,14 +151,6 @@ def _fates(options: ActivationOptions, way: str, layers: int) -> tuple[str, ...]
 # -- the process that trains -------------------------------------------------------------------------------------------
 
 
-def memory_bytes(name: str) -> int:
-    """`VmRSS` (now) or `VmHWM` (most since it was reset) of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {name}")
-
-
 class _Trainer:
     """One model with its ways; each way is entered for a turn and left again."""
 
@@ -227,7 +220,7 @@ class _Trainer:
         self.model.zero_grad(set_to_none=False)
         self._copied = 0
         gc.collect()
-        before = memory_bytes("VmRSS")
+        before = resident_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")
         begin = time.perf_counter()
         loss = self.model(input_ids=ids, labels=ids).loss
@@ -235,7 +228,7 @@ class _Trainer:
         loss.backward()
         seconds = time.perf_counter() - begin
         del loss
-        peak = memory_bytes("VmHWM") - before
+        peak = resident_bytes("VmHWM") - before
         begin = time.perf_counter()
         self.optimizer.step()
         update_s = time.perf_counter() - begin

@@ -24,6 +24,7 @@ from memascend.memory.budget import HostBudget
 from memascend.memory.ledger import Ledger
 from memascend.memory.placement_policy import PROCESS_INTERLEAVE
 from memascend.memory.process_policy import interleave_process
+from memascend.memory.resident import resident_bytes
 from memascend.memory.topology import Topology
 from memascend.ops.adamw import chunk_counts, divided_work
 from memascend.simulator.recorder import Recorder, from_zero
@@ -59,14 +60,6 @@ class Stop:
         if self.asked or not self.training:  # before the first step there is nothing to save
             os._exit(EXIT_STOPPED)
         self.asked = True
-
-
-def resident_bytes(name: str) -> int:
-    """`VmHWM` (peak) or `VmRSS` (now) of this process."""
-    for text in Path("/proc/self/status").read_text().splitlines():
-        if text.startswith(f"{name}:"):
-            return int(text.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {name}")
 
 
 class Worker:

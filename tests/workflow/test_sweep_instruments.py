@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from workflows.run import child as training_child
-from workflows.run import memory_account
+from memascend.integrations.deepspeed import measured
+from memascend.memory import account
 from workflows.run import training as run_training
 from workflows.run import turns as time_arms
 
@@ -21,17 +21,17 @@ def steps(points: list[dict]) -> list[tuple[int, int]]:
 
 
 def test_a_plain_run_is_one_point() -> None:
-    assert steps(training_child.schedule(job(steps=11))) == [(1, 11)]
+    assert steps(measured.schedule(job(steps=11))) == [(1, 11)]
 
 
 def test_the_first_point_of_a_sweep_has_the_warm_up() -> None:
-    points = training_child.schedule(job(points=[[128, 2], [256, 2], [128, 4]]))
+    points = measured.schedule(job(points=[[128, 2], [256, 2], [128, 4]]))
     assert steps(points) == [(1, 3), (4, 4), (5, 5)]
 
 
 def test_every_stack_visits_every_point() -> None:
     stacks = [{"checkpointing": name} for name in ("none", "plain")]
-    points = training_child.schedule(job(points=[[8, 4], [512, 1]], stacks=stacks))
+    points = measured.schedule(job(points=[[8, 4], [512, 1]], stacks=stacks))
     assert [(p["stack"]["checkpointing"], p["sequence"]) for p in points] == [
         ("none", 8),
         ("none", 512),
@@ -93,7 +93,7 @@ def result() -> dict:
 
 def test_each_point_has_the_peaks_of_its_own_steps() -> None:
     samples = [(31.2, 0, 1_004_096, 0, 100, 0), (41.2, 0, 1_016_384, 0, 900, 0)]
-    small, large = memory_account.points([result()], samples)
+    small, large = account.points([result()], samples)
     assert (small["checkpoint_store_requested_bytes"], small["checkpoint_store_reserved_bytes"]) == (3000, 4096)
     assert (large["checkpoint_store_requested_bytes"], large["checkpoint_store_reserved_bytes"]) == (12_000, 16_384)
     assert large["memory"]["host_peak_net_bytes"] - small["memory"]["host_peak_net_bytes"] == 16_384 - 4096

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from baselines.protocol import RunSpec, Sizes, load_system, scaled
+from memascend.memory import account
+from memascend.memory.resident import resident
 from memascend.planner import model_spec
 from memascend.planner.pool import streamed
 from memascend.training import processes
 from workflows import staleness
-from workflows.run import children, memory_account, provenance
+from workflows.run import children, provenance
 
 MIB = 1 << 20
 # Of the command line, what a rank is told and the record says.
@@ -250,7 +252,7 @@ def _watch(ranks: list[children.Run], deadline: float, fine: bool) -> tuple[list
     try:
         while any(c.poll() is None for c in ranks):
             now = time.monotonic()
-            row = memory_account.resident([c.pid for c in ranks])
+            row = resident([c.pid for c in ranks])
             if row is not None:
                 samples.append((now, *row))
             if now > deadline:
@@ -314,9 +316,9 @@ def _results(args: argparse.Namespace, outcome: dict[str, Any]) -> dict[str, Any
     if "evaluation" in first:
         fields["evaluation"] = first["evaluation"]
     if args.mode == "memory":
-        fields |= memory_account.account(outcome["results"], outcome["samples"])
+        fields |= account.account(outcome["results"], outcome["samples"])
     if args.mode == "memory" and (args.points or args.stacks):
-        fields["points"] = memory_account.points(outcome["results"], outcome["samples"])
+        fields["points"] = account.points(outcome["results"], outcome["samples"])
     return fields
 
 
@@ -328,7 +330,7 @@ def _summed(results: list[dict[str, Any]], count: str) -> list[int]:
 def _write_trace(out: Path, outcome: dict[str, Any]) -> None:
     """All samples, thinned to every 10 ms plus each 10 ms window's largest."""
     path = out.with_suffix(".trace.csv")
-    rows = memory_account.thin(outcome["samples"], 0.010)
+    rows = account.thin(outcome["samples"], 0.010)
     phases = outcome["results"][0].get("phases", []) if outcome["results"] else []
     start = outcome["samples"][0][0] if outcome["samples"] else 0.0
     with path.open("w") as f:

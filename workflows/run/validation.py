@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,6 @@ from memascend.memory.heap import MALLOC
 from memascend.planner import model_spec
 from memascend.planner.derived_sizes import held_buffers, held_for
 from memascend.planner.machine import Calibrations, Machine
-from memascend.planner.options import Stack
-from memascend.planner.pieces import forward_flops
 from memascend.planner.step_time import step_time
 from memascend.planner.workload import SwapSizes
 from memascend.simulator import read_trace
@@ -63,7 +61,6 @@ STEPS = 4  # the first is left out
 PATHS = [{"name": "path0", "read_gb_per_s": 0.6, "write_gb_per_s": 0.45, "duplex": True}]
 PATHS += [{"name": "path1", "read_gb_per_s": 0.3, "write_gb_per_s": 0.225, "duplex": True}]
 _TEXT = Path(sysconfig.get_paths()["stdlib"]) / "json"
-_ADAM_NUMEL, ROUNDS = 30_000_000, 15
 
 
 def main() -> int:
@@ -136,6 +133,7 @@ def rates(folder: Path, paths: dict[str, str]) -> dict[str, Any]:
     """Micro-benchmarks, each with what it is of."""
     import torch
 
+    from memascend.bench.device_rates import adamw_rate, device_seconds
     from memascend.engine.swap import link_rate
 
     memory = memory_speed()
@@ -148,62 +146,10 @@ def rates(folder: Path, paths: dict[str, str]) -> dict[str, Any]:
         "memory_bytes_per_s": memory,
         "copy_bytes_per_s": link_rate(),
         "paths": PATHS,
-        "adamw_bytes_per_s": _adamw_rate(),
-        "tiny": _device(*TINY),
-        "points": [_device(*point) for point in POINTS],
+        "adamw_bytes_per_s": adamw_rate(),
+        "tiny": device_seconds(model_spec(MODEL).twin(TINY[0]), *TINY[1:]),
+        "points": [device_seconds(model_spec(MODEL).twin(k), *sizes) for k, *sizes in POINTS],
     }
-
-
-def _adamw_rate() -> float:
-    """Bytes a second of DeepSpeed's AdamW over fp32 states, by `memascend bench adamw`: 28 an element."""
-    command = [sys.executable, "-m", "memascend.cli", "bench", "adamw", "--json"]
-    command += ["--numels", str(_ADAM_NUMEL), "--repeats", "5"]
-    done = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    point = next(each for each in done["points"] if each["method"] == "deepspeed")
-    return point["bytes"] / statistics.median(point["seconds"])
-
-
-def _device(k: int, context: int, batch: int) -> dict[str, Any]:
-    """Seconds forward, and forward with backward, in memory: of one decoder block, and of what lies outside the blocks
-    (embedding, output matrix and the loss in chunks, as `train` computes it)."""
-    import torch
-
-    from memascend.integrations.huggingface import causal_lm
-    from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
-
-    spec = model_spec(MODEL).twin(k)
-    one = dataclasses.replace(spec, layers=1).hf_config_dict()
-    model = causal_lm(one, checkpointing="none").to(torch.bfloat16)
-    apply_memory_options(model, MemoryOptions(loss=Stack().loss))
-    layer = model.model.layers[0]
-    hidden = torch.randn(batch, context, spec.hidden, dtype=torch.bfloat16, requires_grad=True)
-    positions = torch.arange(context)[None]
-    rotary = model.model.rotary_emb(hidden, positions)
-    ids = torch.arange(batch * context).reshape(batch, context) % spec.vocab
-
-    def block() -> Any:
-        made = layer(hidden, position_embeddings=rotary, position_ids=positions)
-        return (made if isinstance(made, torch.Tensor) else made[0]).sum()
-
-    def outside() -> Any:
-        return model(input_ids=ids, labels=ids).loss
-
-    found: dict[str, Any] = {"k": k, "context": context, "batch": batch}
-    head = 2.0 * batch * context * spec.vocab * spec.hidden
-    found["block_flops"] = (forward_flops(spec, batch, context) - head) / spec.layers
-    found |= _both_ways("block", block)
-    model.model.layers = torch.nn.ModuleList()
-    model.model.config.num_hidden_layers = 0
-    return found | _both_ways("outside", outside)
-
-
-def _both_ways(name: str, forward: Callable[[], Any]) -> dict[str, float]:
-    """`forward` returns a loss, and computes what its gradients need: the loss in chunks computes them there."""
-    from memascend.bench.rounds import alternate
-
-    seconds = alternate({"forward": forward, "both": lambda: forward().backward()}, ROUNDS)
-    forward_s, both_s = (statistics.median(seconds[way]) for way in ("forward", "both"))
-    return {f"{name}_forward_s": forward_s, f"{name}_both_s": max(forward_s, both_s)}
 
 
 # -- what is simulated -------------------------------------------------------------------------------------------------

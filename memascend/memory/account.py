@@ -16,35 +16,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 TORCH_OWNERS_OF_DEVICE = {"reduce_bucket", "persistent_parameters"}
-
-
-# Lines of /proc/PID/status; and of smaps_rollup, where pages shared by several processes count in shares.
-STATUS = ("VmRSS", "RssAnon", "RssFile", "RssShmem", "VmLck")
-PROPORTIONAL = ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem", "Locked")
-
-
-def lines_of(pid: int | str, file: str, names: tuple[str, ...]) -> dict[str, int]:
-    """The named lines of a file of a process that count KiB, in bytes. OSError where the process is gone."""
-    found = {}
-    for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
-        name, colon, rest = line.partition(":")
-        if colon and name in names:
-            found[name] = int(rest.split()[0]) * 1024
-    return found
-
-
-def resident(pids: list[int]) -> tuple[int, ...] | None:
-    """(rss, anon, file, shmem, locked) in bytes, summed over processes, of several in shares; None when one is gone."""
-    file, names = ("smaps_rollup", PROPORTIONAL) if len(pids) > 1 else ("status", STATUS)
-    try:
-        found = [lines_of(pid, file, names) for pid in pids]
-        return tuple(sum(each[name] for each in found) for name in names)
-    except (OSError, KeyError):
-        return None
 
 
 def thin(samples: list[tuple], window_s: float) -> list[tuple]:
