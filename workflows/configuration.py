@@ -345,7 +345,7 @@ class Configuration:
         return [str(path) for name in names for path in sorted(Path("workflows/papers").glob(f"*/{name}"))]
 
     def templates(self, page: str) -> list[str]:
-        return [f"workflows/derive/{name}.html" for name in ("head", page)]
+        return [f"workflows/derive/{name}.html" for name in ("head", "verdicts", page)]
 
     def reference_of(self, exhibit: str) -> list[str]:
         """Committed records of named machines that may have rows of an exhibit; or all that do not say."""
@@ -378,10 +378,11 @@ class Configuration:
 
     @cached_property
     def _with_runs(self) -> set[str]:
-        """Exhibits that a run of some profile is for; two tables show the probed machine."""
+        """Exhibits that a run of some profile is for; tables of machines show the probed one."""
         profiles = self.experiments.document["profiles"].values()
         runs = (run for profile in profiles for kind in profile.values() for run in kind)
-        return {"memascend-tab03", "memascend-tab05"}.union(*(run["exhibits"] for run in runs))
+        machines = {name for name, entry in self.entries.items() if entry["kind"] == "spec-table"}
+        return machines.union(*(run["exhibits"] for run in runs))
 
     def budget(self, exhibit: str) -> str:
         """What the records of an exhibit take, in words."""

@@ -9,13 +9,12 @@ its own rows alone.
 from __future__ import annotations
 
 import argparse
-import html
 import math
 import re
+from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import mean
-from string import Template
 from typing import Any
 
 import pandas as pd
@@ -23,7 +22,8 @@ import pandas as pd
 from memascend.planner.machine import CALIBRATIONS, PROCESS_OVERHEAD
 from memascend.simulator.calibration import CircularClaim, require_held_out
 from workflows import registry, tidy
-from workflows.derive import errata as errata_page
+from workflows.derive import pages
+from workflows.derive.errata import errata_of
 from workflows.derive.table import paper_of, twin_k
 from workflows.played import constants
 
@@ -59,6 +59,15 @@ class Verdict:
     basis: str
     rests_on: str
     history: str
+
+    @property
+    def shown(self) -> str:
+        """The value with its unit, as a reader wants it; empty where there is none."""
+        return with_unit(value_text(float(self.value)), self.unit) if self.value else ""
+
+    @property
+    def note(self) -> str:
+        return ". ".join(filter(None, (self.reason, self.history)))
 
 
 def select(rows: pd.DataFrame, selector: dict[str, Any]) -> pd.Series:
@@ -314,35 +323,9 @@ def decide_all(claims: list[dict[str, Any]], tables: Path) -> list[Verdict]:
 COARSE_TWIN = 32  # from this divisor on, pages and Python objects are no longer small beside the buffers
 
 
-def filled(name: str, title: str, **words: str) -> str:
-    """A page from its template beside this module, under the head that all pages have."""
-    text = "".join(Path(__file__).with_name(f"{part}.html").read_text() for part in ("head", name))
-    return Template(text).substitute(title=title, **words)
-
-
 def value_text(value: float) -> str:
     """Four digits, and all of a larger number."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def verdict_rows(verdicts: list[Verdict]) -> str:
-    """HTML rows, one a claim and lane; also used by the report."""
-    cells = []
-    for v in verdicts:
-        value = with_unit(value_text(float(v.value)), v.unit) if v.value else ""
-        columns = (
-            f"<td>{html.escape(v.sentence)}<br><small>{html.escape(v.claim_id)}</small></td>",
-            f"<td>{v.lane}<br><small>{html.escape(v.testbed)}</small></td>",
-            f"<td class=n>{html.escape(value)}</td>",
-            f"<td class=n>{html.escape(v.expected)}<br><small>{html.escape(v.tolerance)}</small></td>",
-            f"<td class='v {v.verdict.split()[0]}'>{v.verdict}</td>",
-            f"<td>{v.basis}<br><small>{html.escape(v.rests_on)}</small></td>",
-            f"<td><small>{html.escape('. '.join(note for note in (v.reason, v.history) if note))}</small></td>",
-        )
-        cells.append(f"<tr>{''.join(columns)}</tr>")
-    names = ("The paper says", "Lane", "Value", "Expected", "Verdict", "Basis", "Note")
-    head = f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
-    return f"<div class=wide><table>{head}{''.join(cells)}</table></div>"
 
 
 def coarse_twins(verdicts: list[Verdict]) -> str:
@@ -354,6 +337,13 @@ def coarse_twins(verdicts: list[Verdict]) -> str:
         f" Some twins here are of k = {max(divisors)}: one page of memory then stands for"
         f" {4 * max(divisors) ** 2 / 1024:.0f} MiB, so bytes are coarse; judge the paper by larger ones."
     )
+
+
+def by_exhibit(verdicts: list[Verdict]) -> dict[str, list[Verdict]]:
+    found = defaultdict(list)
+    for verdict in verdicts:
+        found[verdict.exhibit_id].append(verdict)
+    return found
 
 
 def score(verdicts: list[Verdict], lane: str) -> str:
@@ -370,13 +360,15 @@ def page(verdicts: list[Verdict]) -> str:
         unchecked = sum(v.verdict == NOT_CHECKABLE for v in mine)
         shown = f"{len(others)} more that do not count, {unchecked} {NOT_CHECKABLE}"
         summary.append(f"{lane.capitalize()}: {score(mine, lane)}; {shown}.")
-    sections = []
-    for exhibit in dict.fromkeys(v.exhibit_id for v in verdicts):
-        mine = [v for v in verdicts if v.exhibit_id == exhibit]
-        sections.append(f"<h2 id='{exhibit}'><a href='index.html#{exhibit}'>{exhibit}</a></h2>{verdict_rows(mine)}")
-    errata = "".join(errata_page.as_html(paper) for paper in dict.fromkeys(paper_of(v.exhibit_id) for v in verdicts))
+    papers = dict.fromkeys(paper_of(v.exhibit_id) for v in verdicts)
+    errata = [errata_of(paper) for paper in papers]
+    errata = [found for found in errata if found and any(each.get("claims") for each in found["errata"])]
     text = " ".join(summary) + coarse_twins(verdicts)
-    return filled("claims", "Claims and verdicts", summary=text, errata=errata, sections="\n".join(sections))
+    return pages.page("claims", "Claims and verdicts", summary=text, errata=errata, sections=by_exhibit(verdicts))
+
+
+def write(verdicts: list[Verdict], out: Path) -> None:
+    tidy.write_table([asdict(v) for v in verdicts], out, [f.name for f in fields(Verdict)])
 
 
 def main() -> None:
@@ -398,7 +390,7 @@ def main() -> None:
         else:
             verdicts = decide_all(of_built(claims, registry.exhibits()), args.tables)
             tidy.atomically(args.page, lambda path: path.write_text(page(verdicts)))
-        tidy.write_table([asdict(v) for v in verdicts], args.out, [f.name for f in fields(Verdict)])
+        write(verdicts, args.out)
     except (tidy.TableError, ValueError, OSError) as error:
         tidy.fail(error)
 

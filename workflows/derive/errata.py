@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import html
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +42,6 @@ def as_markdown(found: dict[str, Any]) -> str:
             lines.append(f"- **Claims**: {', '.join(f'`{claim}`' for claim in entry['claims'])}")
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
-
-
-def as_html(paper: str) -> str:
-    """The errata of a paper that claims rest on, folded, for the page of claims; empty where there are none."""
-    found = errata_of(paper)
-    entries = [entry for entry in found["errata"] if entry.get("claims")] if found else []
-    if not entries:
-        return ""
-    cells = "".join(
-        f"<p><b>{entry['id']}</b>, {html.escape(entry['place'])}. {html.escape(entry['statement'])} <br>"
-        f"{html.escape(entry['computation'])} <br>{html.escape(entry['reading'])}</p>"
-        for entry in entries
-    )
-    return f"<details><summary>Errata of {html.escape(found['paper'])} that claims rest on</summary>{cells}</details>\n"
 
 
 def page() -> str:
