@@ -1,4 +1,5 @@
-"""Keep this machine's records as a committed reference: results/reference/<host>/, compact, and what each run took.
+"""Keep this machine's records as a committed reference: results/reference/<host>/, compact, what each run took, and the
+claims that all of the folder's records decide (claims.csv).
 
 A compact record has what rows are derived from, but for curves over time: of its ledger the buffers alive at the peak,
 summed by owner, and no sampled trace. Name the host with MEMASCEND_HOST when measuring.
@@ -14,7 +15,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from workflows import registry, tidy
+from workflows.derive import claims, table
 from workflows.records import load
 
 LEFT_OUT = ("config", "denied_prefetches", "evicted_prefetches", "released_gathered", "io", "_path")
@@ -56,6 +60,7 @@ def main() -> None:
     parser.add_argument("--records", type=Path, nargs="+", required=True, help="run records (JSON)")
     parser.add_argument("--out-dir", type=Path, default=registry.ROOT / "results/reference")
     args = parser.parse_args()
+    hosts = set()
     try:
         for record in load(args.records):
             host = record["host"]["name"]
@@ -68,8 +73,20 @@ def main() -> None:
                 out = args.out_dir / host / f"{record['run_id']}.json"
                 tidy.atomically(out, lambda path, text=text: path.write_text(text))
             note_time(args.out_dir / host / "times.json", record)
+            hosts.add(args.out_dir / host)
+        for folder in hosts:
+            claims.write(decided_by(folder), folder / "claims.csv")
     except (tidy.TableError, OSError) as error:
         tidy.fail(error)
+
+
+def decided_by(folder: Path) -> list[claims.Verdict]:
+    """Every claim whose measured lane the committed records of one machine decide, with its verdict."""
+    paths = [path for path in sorted(folder.glob("*.json")) if "key" in json.loads(path.read_text())]
+    records, built = load(paths), claims.of_built(registry.claims(), registry.exhibits())
+    rows = pd.concat([table.measured_rows(paper, records) for paper in registry.PAPERS], ignore_index=True)
+    verdicts = [claims.decide(c, "measured", rows[rows["exhibit_id"] == c["exhibit_id"]]) for c in built]
+    return [verdict for verdict in verdicts if verdict.verdict in registry.DECIDED]
 
 
 def note_time(path: Path, record: dict[str, Any]) -> None:
