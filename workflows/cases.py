@@ -142,6 +142,17 @@ def largest_under(
                 yield of_case(exhibit, mine[max(fits)][0], metric, max(fits), unit, formula, x=x)
 
 
+def step_seconds(point: dict[str, Any]) -> list[float]:
+    """Whole steps of an arm that took turns with others."""
+    phases = (point[f"{phase}_s"] for phase in ("forward", "backward", "optimizer"))
+    return [sum(step) for step in zip(*phases, strict=True)]
+
+
+def ratio_by_rounds(one: Iterable[float], other: Iterable[float]) -> float:
+    """Median of one over the other, each within its round: what drifts on a machine meets both alike."""
+    return median(a / b for a, b in zip(one, other, strict=True))
+
+
 def quartiles(values: list[float]) -> tuple[float, float, float]:
     """Lower quartile, median and upper quartile."""
     return tuple(quantiles(values, n=4, method="inclusive")) if len(values) > 1 else (values[0],) * 3

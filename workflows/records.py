@@ -11,17 +11,13 @@ from typing import Any
 import pandas as pd
 
 from baselines.protocol import load_system
+from memascend.planner.footprint import OWNER_METRICS, PINNED_OVERHEAD
 from workflows import tidy
 
-# Ledger owner -> component of Fig. 8. What is not named here is shown as other host buffers.
-COMPONENTS = {
-    "parameter_pool": "parameter buffer pool",
-    "gradient_flat_buffer": "gradient flat buffer",
-    "optimizer_buffers": "optimizer-state and swap-out buffers",
-    "swap_out_buffer": "optimizer-state and swap-out buffers",
-    "overflow_check": "overflow check overhead",
-}
-FIG08_METRICS = (*dict.fromkeys(COMPONENTS.values()), "pinned memory overhead", "other host buffers")
+# Owners whose buffers are components of Fig. 8; what others hold is shown as other host buffers.
+FIG08_OWNERS = ("parameter_pool", "gradient_flat_buffer", "optimizer_buffers", "swap_out_buffer", "overflow_check")
+COMPONENTS = {owner: OWNER_METRICS[owner] for owner in FIG08_OWNERS}
+FIG08_METRICS = (*dict.fromkeys(COMPONENTS.values()), PINNED_OVERHEAD, "other host buffers")
 
 RUN_COLUMNS = [
     *("key", "run_id", "kind", "status", "series", "model", "k", "dtype", "ranks", "seed", "steps"),
@@ -49,9 +45,15 @@ def series_of_arm(record: Mapping[str, Any], path: Path) -> str:
 
 
 def testbed_of(record: Mapping[str, Any]) -> str:
-    """Host and twin, with device and matmul where they are not the usual: what keeps two runs from being joined."""
+    """Host and twin, with device and matmul where they are not the usual, the kind of its paths, and the cell of a
+    time twin: what keeps two runs from being joined."""
     device, matmul, ranks = record.get("device", "cpu"), record.get("matmul", "native"), record.get("ranks", 1)
     words = [record["model"], *([device] if device != "cpu" else []), *([matmul] if matmul != "native" else [])]
+    if "duplex" in record:
+        words.append("duplex" if record["duplex"] else "simplex")
+    if twin := record.get("time_twin"):
+        words += [twin["testbed"], f"batch{twin['cell']['batch']}"]
+        words += [f"cpu{twin['cpu_share']:g}"] if twin["cpu_share"] else []
     words += [f"k{record['twin']['k']}", *([f"r{ranks}"] if ranks > 1 else [])]
     return f"{record['host']['name']}/{'-'.join(words)}"
 
@@ -92,7 +94,7 @@ class Run:
         for entry in self.record["ledger"]:
             if entry["role"] == "host" and entry.get("at_peak", False):
                 out[COMPONENTS.get(entry["owner"], "other host buffers")] += entry["requested_bytes"]
-                out["pinned memory overhead"] += entry["reserved_bytes"] - entry["requested_bytes"]
+                out[PINNED_OVERHEAD] += entry["reserved_bytes"] - entry["requested_bytes"]
         return out
 
     def owned(self, owner: str) -> int:

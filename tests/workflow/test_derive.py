@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 from workflow_fixtures import bench, full_set, probed, training, write_records
 
-from workflows import tidy
-from workflows.derive.table import measured_rows
-from workflows.records import FIG08_METRICS, Run, last_check, load
+from workflows import cases, tidy
+from workflows.derive.table import measured_rows, twin_k
+from workflows.records import FIG08_METRICS, Run, last_check, load, testbed_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -222,3 +222,14 @@ def test_the_last_check_is_told_from_one_that_ended_shortly_before(tmp_path: Pat
     changes = last_check(record)
     assert len(changes) == 6
     assert changes[0][0] == 9.0
+
+
+def test_time_twins_of_two_cells_and_paths_of_two_kinds_are_never_joined() -> None:
+    base = {"model": "llama3.1-8b", "twin": {"k": 4}, "host": {"name": "here"}}
+    cells = [("memascend-c1", 80, 0), ("memascend-c2", 8, 0), ("memascend-c2", 8, 0.4)]
+    twins = [base | {"time_twin": {"testbed": t, "cell": {"batch": b}, "cpu_share": s}} for t, b, s in cells]
+    places = [testbed_of(record) for record in (base, *twins, base | {"duplex": True}, base | {"duplex": False})]
+    assert len(set(places)) == len(places)
+    assert {twin_k(place) for place in places} == {4}
+    rows = [cases.row("x", "step time", 1.0 + n, "s", "measured", "key", testbed=p) for n, p in enumerate(places)]
+    assert cases.join_seeds(rows) == rows

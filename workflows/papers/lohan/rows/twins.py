@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from memascend.simulator.trace import Event
-from workflows.cases import Row, of_record
+from workflows.cases import Row, of_record, ratio_by_rounds
 from workflows.papers.lohan.rows import settings as own
 from workflows.papers.lohan.rows.first_figure import LINES
 from workflows.played import spans
@@ -102,8 +102,8 @@ def arms(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
                 yield shown(record, exhibit, "throughput" + OF_TWIN, context / seconds, "token/s", **cells)
             if arm != "optimized":
                 cells = {"series": f"LoHan Optimized / {series.removeprefix('LoHan ')}", **at}
-                pairs = zip(points[context, arm]["seconds"], points[context, "optimized"]["seconds"], strict=True)
-                yield shown(record, exhibit, "throughput_ratio", median(a / b for a, b in pairs), "x", **cells)
+                ratio = ratio_by_rounds(points[context, arm]["seconds"], points[context, "optimized"]["seconds"])
+                yield shown(record, exhibit, "throughput_ratio", ratio, "x", **cells)
                 foretold = said[context, arm] / said[context, "optimized"]
                 metric = "throughput_ratio foretold" + OF_TWIN
                 yield shown(record, exhibit, metric, foretold, "x", **cells, lane="modelled")

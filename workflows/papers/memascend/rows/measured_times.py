@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from workflows.cases import Row, of_record, quartiles
+from workflows.cases import Row, of_record, quartiles, step_seconds
 from workflows.records import testbed_of
 from workflows.tidy import DISPLAY, GIB, SCALED
 
@@ -74,12 +74,6 @@ def arm_of(point: dict[str, Any]) -> Arm:
     return (*FORMER.get(arm[:2], arm[:2]), *arm[2:])
 
 
-def seconds(point: dict[str, Any]) -> list[float]:
-    """Whole steps."""
-    phases = (point[f"{phase}_s"] for phase in ("forward", "backward", "optimizer"))
-    return [sum(step) for step in zip(*phases, strict=True)]
-
-
 def improvements(exhibit: str, records: list[dict[str, Any]]) -> Iterator[Row]:
     """Each model and batch with quartiles; then the smallest over all, and how it changes with the batch."""
     series, slower, faster = TABLES[exhibit]
@@ -89,7 +83,7 @@ def improvements(exhibit: str, records: list[dict[str, Any]]) -> Iterator[Row]:
         before, after = steps(record, slower), steps(record, faster)
         for context, batch in before.keys() & after.keys():
             point = context, batch
-            ratios = zip(seconds(before[point]), seconds(after[point]), strict=True)
+            ratios = zip(step_seconds(before[point]), step_seconds(after[point]), strict=True)
             low, middle, high = quartiles([100 * (old / new - 1) for old, new in ratios])
             found[record["model"]][batch] = middle
             spread = max(spread, high - low)
@@ -106,7 +100,7 @@ def improvements(exhibit: str, records: list[dict[str, Any]]) -> Iterator[Row]:
 def step_times(record: dict[str, Any], exhibit: str, arm: Arm, point: tuple[int, int]) -> Iterator[Row]:
     own = steps(record, arm)[point]
     cells = {"series": " ".join(arm), "x": ("batch", point[1])}
-    yield measured(record, exhibit, "step time", median(seconds(own)), "s", **cells)
+    yield measured(record, exhibit, "step time", median(step_seconds(own)), "s", **cells)
     yield measured(record, exhibit, "optimizer phase time", median(own["optimizer_s"]), "s", **cells)
 
 
@@ -115,7 +109,7 @@ def relative(record: dict[str, Any], exhibit: str, arm: Arm, base: Arm) -> Itera
     ours, theirs = steps(record, base), steps(record, arm)
     for point in theirs.keys() & ours.keys():
         yield from step_times(record, exhibit, arm, point)
-        pairs = zip(seconds(theirs[point]), seconds(ours[point]), strict=True)
+        pairs = zip(step_seconds(theirs[point]), step_seconds(ours[point]), strict=True)
         cells = {"series": " ".join(arm), "x": ("batch", point[1])}
         names = (f"step time over MemAscend's{end}" for end in (", lower quartile", "", ", upper quartile"))
         for metric, value in zip(names, quartiles([their / our for their, our in pairs]), strict=True):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from workflows.cases import Row, of_record
+from workflows.cases import Row, of_record, step_seconds
 from workflows.papers.mlpoffload.rows.arms import BARS, MOVED, OURS, RATIOS, ZERO
 from workflows.records import testbed_of
 
@@ -24,39 +24,34 @@ PHASES = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "upda
 def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
     for record in records:
         arms = {point["arm"]: point for point in record["points"] if point.get("system") != IN_MEMORY}
-        place, _, k = testbed_of({**record, "ranks": 1}).rpartition("-k")  # of ranks the model says it, as a bar's name
-        where = f"{place}-{'duplex' if record['duplex'] else 'simplex'}-k{k}"
+        seconds = {arm: median(step_seconds(point)) for arm, point in arms.items()}
         ranks = record.get("ranks", 1)
+        where = testbed_of({**record, "ranks": 1})  # of ranks the model says it, as a bar's name
         at = {"model": record["model"] + (f", {ranks} ranks" if ranks > 1 else ""), "testbed": where}
         for exhibit, bars in BARS.items():
             for series, arm in bars.items():
                 if arm in arms:
-                    yield of_record(record, exhibit, "iteration_time", _step(arms[arm]), "s", series=series, **at)
+                    yield of_record(record, exhibit, "iteration_time", seconds[arm], "s", series=series, **at)
         for (exhibit, series, metric), (slow, fast) in RATIOS.items():
             if ARMS[slow] in arms and ARMS[fast] in arms:
-                ratio = _step(arms[ARMS[slow]]) / _step(arms[ARMS[fast]])
+                ratio = seconds[ARMS[slow]] / seconds[ARMS[fast]]
                 yield of_record(record, exhibit, metric, ratio, "x", series=series, **at)
         for series in (ZERO, OURS):
             yield from _phases(record, arms[ARMS[series]], at | {"series": series})
         yield from _residency(record, arms[ARMS[OURS]], at | {"series": OURS})
         if FREE in arms:
             bar = at | {"series": "Multi-Path, no turns"}
-            yield of_record(record, "mlpoffload-fig15", "iteration_time", _step(arms[FREE]), "s", **bar)
+            yield of_record(record, "mlpoffload-fig15", "iteration_time", seconds[FREE], "s", **bar)
             yield from _taking_turns(record, arms, at)
         if "transfers" in arms[ARMS[ZERO]]:
             yield from _shares_of_io(record, arms[ARMS[ZERO]], at)
             yield from _by_sub_group(record, arms[ARMS[ZERO]], at)
 
 
-def _step(point: dict[str, Any]) -> float:
-    """Median seconds of an iteration."""
-    return median(sum(each) for each in zip(*(point[name] for name in PHASES), strict=True))
-
-
 def _phases(record: dict[str, Any], point: dict[str, Any], at: dict[str, str]) -> Iterator[Row]:
     for name, said in PHASES.items():
         yield of_record(record, "mlpoffload-fig07", "time", median(point[name]), "s", x=("phase", said), **at)
-    yield of_record(record, "mlpoffload-fig07", "iteration_time", _step(point), "s", **at)
+    yield of_record(record, "mlpoffload-fig07", "iteration_time", median(step_seconds(point)), "s", **at)
     update, count = median(point["optimizer_s"]), record["twin"]["parameters"]
     yield of_record(record, "mlpoffload-fig08", "update_throughput", count / update / 1e6, "M params/s", **at)
     yield of_record(record, "mlpoffload-fig09", "io_throughput", MOVED * count / update / 1e9, "GB/s", **at)
@@ -76,7 +71,8 @@ def _taking_turns(record: dict[str, Any], arms: dict[str, Any], at: dict[str, st
     pairs = {"one path": (arms["skip_gradients"], arms["exclusive"]), "all paths": (arms[FREE], arms[ARMS[OURS]])}
     for series, (free, exclusive) in pairs.items():
         cells = at | {"series": f"one rank at a time, {series}"}
-        yield of_record(record, "mlpoffload-fig14", "speedup", _step(free) / _step(exclusive), "x", **cells)
+        speedup = median(step_seconds(free)) / median(step_seconds(exclusive))
+        yield of_record(record, "mlpoffload-fig14", "speedup", speedup, "x", **cells)
         for way, point in (("in turns", exclusive), ("as it comes", free)):
             cells = at | {"series": f"{way}, {series}"}
             yield of_record(record, "mlpoffload-fig14", "fairness", fairness(point["transfers"]), "", **cells)

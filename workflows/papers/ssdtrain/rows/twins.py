@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from memascend.planner.pieces import forward_flops
-from workflows.cases import Row, of_record, row
+from workflows.cases import Row, of_record, ratio_by_rounds, row
 from workflows.played import spec
 from workflows.tidy import GIB, SCALED
 
@@ -64,8 +64,7 @@ def _reduction(points: dict[Any, Any]) -> float:
 
 def _ratio(points: dict[Any, Any], series: str, other: str, batch: int = BATCH) -> float:
     """Seconds over another's, round by round."""
-    pairs = zip(points[batch, series]["seconds"], points[batch, other]["seconds"], strict=True)
-    return median(mine / theirs for mine, theirs in pairs)
+    return ratio_by_rounds(points[batch, series]["seconds"], points[batch, other]["seconds"])
 
 
 def _with_and_without(record: dict[str, Any], model: str, points: dict[Any, Any]) -> Iterator[Row]:
