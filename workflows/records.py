@@ -53,7 +53,7 @@ def testbed_of(record: Mapping[str, Any]) -> str:
         words.append("duplex" if record["duplex"] else "simplex")
     if twin := record.get("time_twin"):
         words += [twin["testbed"], f"batch{twin['cell']['batch']}"]
-        words += [f"cpu{twin['cpu_share']:g}"] if twin["cpu_share"] else []
+        words += [f"cpu{twin['cpu_share']:g}"] if twin.get("cpu_share") else []
     words += [f"k{record['twin']['k']}", *([f"r{ranks}"] if ranks > 1 else [])]
     return f"{record['host']['name']}/{'-'.join(words)}"
 

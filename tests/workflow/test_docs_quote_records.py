@@ -147,3 +147,19 @@ def test_peaks_of_four_models_and_their_mean_reduction_are_what_the_records_say(
         less.append(100 * (1 - after / before))
         assert f"| {model} | {before:.1f} GiB | {after:.1f} GiB | {less[-1]:.1f} % |" in text
     assert f"{mean(less):.1f} % on average, where {printed} is printed" in text
+
+
+WORDS = {4: "four", 8: "eight"}
+VALIDATIONS = [json.loads(path.read_text()) for path in sorted(REFERENCE.glob("validation*.json"))]
+
+
+@pytest.mark.parametrize("record", VALIDATIONS, ids=lambda record: str(record["phases"]["count"]))
+def test_how_far_the_simulator_was_off_is_what_the_records_of_its_validation_say(record):
+    systems = WORDS[len({(row["system"], row["arm"]) for row in record["rows"]})]
+    phases, steps = record["phases"], record["steps"]
+    readme, reference = (" ".join(path.read_text().split()) for path in (ROOT / "README.md", REFERENCE / "README.md"))
+    assert f"more than {phases['median_size_percent']:.0f} % off for {systems} systems" in readme
+    for what, found in (("phases", phases), ("steps", steps)):
+        ends = f"{found['lowest_percent']:+.0f} to {found['highest_percent']:+.0f} %"
+        half = f"half of them by more than {found['median_size_percent']:.0f} %"
+        assert f"{found['count']} {what} of {systems} systems are off by {ends}, {half}" in reference

@@ -15,8 +15,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from workflows import registry, tidy
 from workflows.derive import claims, table
 from workflows.records import load
@@ -83,9 +81,15 @@ def main() -> None:
 def decided_by(folder: Path) -> list[claims.Verdict]:
     """Every claim whose measured lane the committed records of one machine decide, with its verdict."""
     paths = [path for path in sorted(folder.glob("*.json")) if "key" in json.loads(path.read_text())]
-    records, built = load(paths), claims.of_built(registry.claims(), registry.exhibits())
-    rows = pd.concat([table.measured_rows(paper, records) for paper in registry.PAPERS], ignore_index=True)
-    verdicts = [claims.decide(c, "measured", rows[rows["exhibit_id"] == c["exhibit_id"]]) for c in built]
+    records, verdicts, rows = load(paths), [], {}
+    for claim in claims.of_built(registry.claims(), registry.exhibits()):
+        exhibit = claim["exhibit_id"]
+        if exhibit not in rows:
+            mine = [record for record in records if exhibit in record.get("exhibits", [exhibit])]
+            found = table.measured_rows(table.paper_of(exhibit), mine)
+            named = found["testbed"].str.replace(r"^[^/]+", folder.name, regex=True)
+            rows[exhibit] = found.assign(testbed=named)[found["exhibit_id"] == exhibit]
+        verdicts.append(claims.decide(claim, "measured", rows[exhibit]))
     return [verdict for verdict in verdicts if verdict.verdict in registry.DECIDED]
 
 

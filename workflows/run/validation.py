@@ -222,8 +222,11 @@ def judge(folder: Path) -> dict[str, Any]:
 
 
 def _rows(folder: Path, found: dict[str, Any], run: Run, own_s: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """Of the sizes that were measured to their end."""
     for point in found["points"]:
         sizes = {name: point[name] for name in ("k", "context", "batch")}
+        if not traces_of(folder, run, **sizes)[-1].exists():
+            continue
         simulated = simulated_s(found, point, run, own_s)
         phases = [phase for phase in PHASES if phase in simulated]
         measured = seconds_of(traces_of(folder, run, **sizes), phases)
