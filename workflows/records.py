@@ -44,7 +44,7 @@ def series_of_arm(record: Mapping[str, Any], path: Path) -> str:
     return SERIES.get((system, arm), label).format(deepspeed=version)
 
 
-def testbed_of(record: Mapping[str, Any]) -> str:
+def measured_on(record: Mapping[str, Any]) -> str:
     """Host and twin, with device and matmul where they are not the usual, the kind of its paths, and the cell of a
     time twin: what keeps two runs from being joined."""
     device, matmul, ranks = record.get("device", "cpu"), record.get("matmul", "native"), record.get("ranks", 1)
@@ -66,7 +66,7 @@ class Run:
     def __init__(self, record: dict[str, Any], path: Path) -> None:
         self.record, self.path, self.source = record, path, record["key"]
         self.ok = record["status"] == "ok" and "memory" in record
-        self.series, self.testbed = series_of_arm(record, path), testbed_of(record)
+        self.series, self.testbed = series_of_arm(record, path), measured_on(record)
         self.model = tidy.DISPLAY.get(record["model"], record["model"])
         self.k, self.dtype = record["twin"]["k"], record["dtype"]
         device = record.get("device", "cpu")

@@ -13,7 +13,7 @@ from workflow_fixtures import bench, full_set, probed, training, write_records
 
 from workflows import cases, tidy
 from workflows.derive.table import measured_rows, twin_k
-from workflows.records import FIG08_METRICS, Run, last_check, load, testbed_of
+from workflows.records import FIG08_METRICS, Run, last_check, load, measured_on
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -228,7 +228,7 @@ def test_time_twins_of_two_cells_and_paths_of_two_kinds_are_never_joined() -> No
     base = {"model": "llama3.1-8b", "twin": {"k": 4}, "host": {"name": "here"}}
     cells = [("memascend-c1", 80, 0), ("memascend-c2", 8, 0), ("memascend-c2", 8, 0.4)]
     twins = [base | {"time_twin": {"testbed": t, "cell": {"batch": b}, "cpu_share": s}} for t, b, s in cells]
-    places = [testbed_of(record) for record in (base, *twins, base | {"duplex": True}, base | {"duplex": False})]
+    places = [measured_on(record) for record in (base, *twins, base | {"duplex": True}, base | {"duplex": False})]
     assert len(set(places)) == len(places)
     assert {twin_k(place) for place in places} == {4}
     rows = [cases.row("x", "step time", 1.0 + n, "s", "measured", "key", testbed=p) for n, p in enumerate(places)]

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from workflows.cases import Row, of_record, quartiles, step_seconds
-from workflows.records import testbed_of
+from workflows.records import measured_on
 from workflows.tidy import DISPLAY, GIB, SCALED
 
 Arm = tuple[str, ...]  # system, arm, dtype; then the environment where it is not ours
@@ -59,7 +59,7 @@ def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
 
 def measured(record: dict[str, Any], exhibit: str, metric: str, value: float | str, unit: str, **cells: Any) -> Row:
     """A row of a record."""
-    own = {"model": DISPLAY.get(record["model"], record["model"]), "testbed": testbed_of(record)}
+    own = {"model": DISPLAY.get(record["model"], record["model"]), "testbed": measured_on(record)}
     return of_record(record, exhibit, metric, value, unit, **own | cells)
 
 

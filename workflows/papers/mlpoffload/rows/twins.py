@@ -13,7 +13,7 @@ from typing import Any
 
 from workflows.cases import Row, of_record, step_seconds
 from workflows.papers.mlpoffload.rows.arms import BARS, MOVED, OURS, RATIOS, ZERO
-from workflows.records import testbed_of
+from workflows.records import measured_on
 
 ARMS = {name: arm for bars in BARS.values() for name, arm in bars.items()}
 FREE, IN_MEMORY = "free", "zero_offload"
@@ -26,7 +26,7 @@ def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
         arms = {point["arm"]: point for point in record["points"] if point.get("system") != IN_MEMORY}
         seconds = {arm: median(step_seconds(point)) for arm, point in arms.items()}
         ranks = record.get("ranks", 1)
-        where = testbed_of({**record, "ranks": 1})  # of ranks the model says it, as a bar's name
+        where = measured_on({**record, "ranks": 1})  # of ranks the model says it, as a bar's name
         at = {"model": record["model"] + (f", {ranks} ranks" if ranks > 1 else ""), "testbed": where}
         for exhibit, bars in BARS.items():
             for series, arm in bars.items():
