@@ -19,7 +19,7 @@ OVERRIDES = {
     "constraints-cuda.txt": {"datasets", "fsspec", "huggingface-hub", "transformers"},
 }
 # Import names of distributions that are called otherwise.
-DISTRIBUTIONS = {"op_builder": "deepspeed", "unsloth_zoo": "unsloth", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"cpuinfo": "py-cpuinfo", "op_builder": "deepspeed", "unsloth_zoo": "unsloth", "yaml": "pyyaml"}
 
 
 def canonical(name: str) -> str:
