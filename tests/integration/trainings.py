@@ -286,7 +286,7 @@ class Training:
 
         open_paths._open = opened
         if self.job.path_fault[2] == "hang":
-            open_paths.MultiPathTier = functools.partial(MultiPathTier, hang_s=0.5)
+            open_paths.MultiPathTier = functools.partial(MultiPathTier, hang_s=2)
         return faults
 
     def _break(self, faults: Any) -> None:
@@ -294,7 +294,7 @@ class Training:
         operation, how = {
             "eio": ("write", {"error": errno.EIO}),
             "full": ("write", {"error": errno.ENOSPC}),
-            "hang": ("any", {"delay_us": 2_000_000}),
+            "hang": ("any", {"delay_us": 5_000_000}),
             "vanish": ("any", {"error": errno.EIO}),
         }[kind]
         faults.add(operation, after=after, **how)

@@ -24,6 +24,7 @@ from memascend.storage.path_rates import measure
 from memascend.storage.placement import Rates
 
 MAX_S = 60
+HANG_S, HANGS_US = 2, 5_000_000  # a busy machine's healthy disk keeps a transfer for half a second
 NUMEL = 20_000
 
 
@@ -153,6 +154,17 @@ def test_rates_are_measured_at_the_start(tmp_path):
         assert tier.used_bytes == 0
 
 
+@pytest.mark.parametrize(("seconds", "written"), [([0.6, 0.02, 0.1, 0.1], 16), ([0.6, 0.5, 0.4], 8)])
+def test_a_path_that_was_busy_for_a_moment_is_not_taken_for_a_slow_one(tmp_path, monkeypatch, seconds, written):
+    """First piece, the same again, then all of them; or, where it is slow twice, the faster of the two and a read."""
+    took = iter(seconds)
+    monkeypatch.setattr("memascend.storage.path_rates._seconds", lambda *_: next(took))
+    with DirectTier.in_file(tmp_path, "tests") as tier:
+        rates = measure(tier)
+    assert rates.write == pytest.approx(written * (1 << 20) / (0.1 if written == 16 else 1.0))
+    assert next(took, None) is None
+
+
 # -- paths that fail ---------------------------------------------------------------------------------------------------
 
 
@@ -230,10 +242,10 @@ def test_what_was_only_on_a_lost_path_is_named_and_can_be_written_again(paths):
 
 
 def test_a_path_that_hangs_is_given_up(paths):
-    two = paths(hang_s=0.5)
+    two = paths(hang_s=HANG_S)
     two.write(4)
     on_a = next(str(group) for group in range(4) if two.tier.path_of(str(group)) == "a")
-    two.faults["a"].add("any", delay_us=2_000_000)
+    two.faults["a"].add("any", delay_us=HANGS_US)
     two.tier.write(on_a, tensor(7)).wait(MAX_S)
     assert two.tier.path_of(on_a) == "b"
     two.tier.read(on_a, out := torch.empty(NUMEL)).wait(MAX_S)
@@ -293,7 +305,7 @@ def test_at_a_random_instant_a_path_fails_and_no_tensor_is_lost_or_wrong(tmp_pat
     """Two passes of reads, changes and writes in the order of an optimizer; the fault falls anywhere into them."""
     chance = random.Random(seed)
     kind = ("eio", "full", "hang", "vanish")[seed % 4]
-    made = Paths(tmp_path, kind=chance.choice(["direct", "files"]), hang_s=0.5 if kind == "hang" else MAX_S)
+    made = Paths(tmp_path, kind=chance.choice(["direct", "files"]), hang_s=HANG_S if kind == "hang" else MAX_S)
     tier, bad = made.tier, made.faults["a"]
     values = {}
     groups, steps = 8, 2
@@ -304,7 +316,7 @@ def test_at_a_random_instant_a_path_fails_and_no_tensor_is_lost_or_wrong(tmp_pat
     if kind == "full":
         bad.add("write", after=after, error=errno.ENOSPC)
     elif kind == "hang":
-        bad.add("any", after=after, delay_us=2_000_000)
+        bad.add("any", after=after, delay_us=HANGS_US)
     elif kind == "eio":
         bad.add("write", after=after, error=errno.EIO)
     else:  # read and written, for good
