@@ -350,7 +350,9 @@ class Updates:
         self.raise_failure()
 
     def _work(self) -> None:
-        compute_alone()
+        error = self._tried(compute_alone)
+        with self._changed:
+            self._failure = self._failure or error
         while (job := self._jobs.get()) is not None:
             error = self._tried(job) if self._failure is None else None
             del job

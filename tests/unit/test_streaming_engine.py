@@ -141,6 +141,18 @@ def test_what_runs_beside_backward_takes_no_other_thread_s_help_and_what_comes_a
     engine.close()
 
 
+def test_an_error_with_which_the_updates_thread_begins_is_training_s_and_does_not_hang_it(tmp_path, monkeypatch):
+    def fails():
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("memascend.engine.updates.compute_alone", fails)
+    ours = model()
+    engine = streamed(ours, tmp_path)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        train(ours, engine, batches(1))
+    engine.close()
+
+
 def test_gradients_of_several_passes_are_added_up_on_the_tier(tmp_path):
     ours, theirs = model(), model()
     engine = streamed(ours, tmp_path, accumulate=2)
