@@ -7,6 +7,7 @@ from statistics import mean, median
 import pytest
 
 from memascend.bench.rounds import ratios, spread
+from workflows.cases import step_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 HOW_TO = (ROOT / "docs/how-to/fine-tune-with-almost-no-host-memory.md").read_text()
@@ -79,8 +80,7 @@ def test_every_placement_of_the_record_is_a_row_and_trained_to_the_same_bits_and
 
 def test_what_arms_under_a_placement_take_is_what_the_record_says():
     record = json.loads((REFERENCE / "times-placement-llama3.2-1b.json").read_text())
-    phases = ("forward_s", "backward_s", "optimizer_s")
-    seconds = {p["arm"]: [sum(step) for step in zip(*(p[name] for name in phases))] for p in record["points"]}
+    seconds = {p["arm"]: step_seconds(p) for p in record["points"]}
     text = " ".join(NODES.split())
     aware, naive = (quoted(vars(ratios(seconds[arm], seconds["baseline"]))) for arm in ("cxl_aware", "naive"))
     assert f"arm `cxl_aware` took {aware} times as long as `baseline`, arm `naive` {naive}" in text
@@ -109,11 +109,7 @@ def test_arms_of_gradient_offloading_are_as_foretold_as_the_reference_says():
 )
 def test_gains_of_tables_four_and_six_on_the_second_host_are_what_its_record_says(base, arm):
     record = json.loads((REFERENCE / "times-qwen2.5-7b-paper.json").read_text())
-    phases = ("forward_s", "backward_s", "optimizer_s")
-    seconds = {
-        (p["batch"], p["arm"], p["dtype"]): [sum(step) for step in zip(*(p[name] for name in phases))]
-        for p in record["points"]
-    }
+    seconds = {(p["batch"], p["arm"], p["dtype"]): step_seconds(p) for p in record["points"]}
     text = (ROOT / "docs/ARTIFACT.md").read_text().replace("−", "-").replace("+", "")
     for batch in (1, 4):
         gains = [100 * (a / b - 1) for a, b in zip(seconds[batch, *base], seconds[batch, *arm])]

@@ -53,6 +53,14 @@ def test_every_paper_is_measured_in_short_profiles_too(profile: str) -> None:
     assert named == set(registry.PAPERS)
 
 
+def test_the_readme_says_how_many_exhibits_of_the_four_other_papers_are_measured() -> None:
+    named = {exhibit for group in groups("paper") for exhibit in group["exhibits"]}
+    count = sum(not exhibit.startswith("memascend-") for exhibit in named)
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"exhibits {count} are measured" in text
+    assert f"and {count} measured" in text
+
+
 @pytest.mark.parametrize("profile", PROFILES)
 def test_an_exhibit_named_by_a_group_is_in_the_registry(profile: str) -> None:
     known = {e["id"] for e in registry.exhibits()}

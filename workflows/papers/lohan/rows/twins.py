@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from memascend.simulator.trace import Event
-from workflows.cases import Row, of_record, ratio_by_rounds
+from workflows.cases import Row, of_record, ratio_by_rounds, step_seconds
 from workflows.papers.lohan.rows import settings as own
 from workflows.papers.lohan.rows.first_figure import LINES
 from workflows.played import spans
@@ -63,7 +63,7 @@ def phases(records: list[dict[str, Any]]) -> Iterator[Row]:
             series, batch = TURNS[point["system"], point["arm"]], point["batch"]
             cells = {"series": series, "model": record["model"], "testbed": place}
             of_stage = {stage: point[f"{stage}_s"] for stage in ("forward", "backward", "optimizer")}
-            seconds = steps.setdefault(batch, {})[series] = [sum(each) for each in zip(*of_stage.values(), strict=True)]
+            seconds = steps.setdefault(batch, {})[series] = step_seconds(point)
             at = {**cells, "x": ("batch_size", batch)}
             tokens = batch * point["sequence"]
             yield of_record(record, "lohan-fig05a", "throughput" + OF_TWIN, tokens / median(seconds), "token/s", **at)
@@ -74,7 +74,7 @@ def phases(records: list[dict[str, Any]]) -> Iterator[Row]:
             at = {"model": record["model"], "testbed": place, "x": ("batch_size", batch)}
             for series, seconds in found.items():
                 if series != own.LOHAN:
-                    ratio = median(a / b for a, b in zip(seconds, found[own.LOHAN], strict=True))
+                    ratio = ratio_by_rounds(seconds, found[own.LOHAN])
                     more = {**at, "series": f"{own.LOHAN} / {series}"}
                     yield of_record(record, "lohan-fig05a", "throughput_ratio" + OF_TWIN, ratio, "x", **more)
             for part, (slow, fast) in PARTS.items() if batch == min(steps) else ():
