@@ -159,3 +159,36 @@ def test_how_far_the_simulator_was_off_is_what_the_records_of_its_validation_say
         ends = f"{found['lowest_percent']:+.0f} to {found['highest_percent']:+.0f} %"
         half = f"half of them by more than {found['median_size_percent']:.0f} %"
         assert f"{found['count']} {what} of {systems} systems are off by {ends}, {half}" in reference
+
+
+PHASES = ("forward", "backward", "optimizer")
+DEEPSPEED_ARMS = {
+    ("zero_infinity", "as_published"): "ZeRO-Infinity, as published",
+    ("zero_infinity", "today"): "the same today",
+    ("zero_infinity", "today_pipelined"): "today, pipelined",
+    ("memascend", "memascend"): "MemAscend",
+    ("zero_offload", "today"): "ZeRO-Offload",
+}
+LOHAN_ARMS = {
+    "none": "LoHan, arm `none`",
+    "naive": "`naive`",
+    "optimized": "`optimized`",
+    "as_published": "`as_published`",
+}
+
+
+def test_lohan_by_phase_is_what_the_records_say_and_slower_in_none_than_what_runs_on_deepspeed():
+    text = (REFERENCE / "README.md").read_text()
+    rows = {arm: [f"| {name} "] for arm, name in DEEPSPEED_ARMS.items()}
+    rows |= {("lohan", arm): [f"| {name} "] for arm, name in LOHAN_ARMS.items()}
+    for model in ("qwen2.5-7b", "llama3.2-1b", "qwen2.5-14b"):
+        record = json.loads((REFERENCE / f"times-{model}-phases-paper.json").read_text())
+        found = {(p["system"], p["arm"]): [median(p[f"{phase}_s"]) for phase in PHASES] for p in record["points"]}
+        assert found.keys() == rows.keys()
+        for arm, seconds in found.items():
+            rows[arm].append(f"| {' + '.join(f'{each:.2f}' for each in seconds)} ")
+        for ours in ("optimized", "as_published"):
+            for theirs in DEEPSPEED_ARMS:
+                assert all(a <= b for a, b in zip(found["lohan", ours], found[theirs]))
+    for row in rows.values():
+        assert "".join(row) + "|" in text
