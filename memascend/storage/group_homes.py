@@ -33,6 +33,12 @@ class GroupHomes:
     def count(self, path: Path) -> int:
         return sum(home is path for home in self.home.values())
 
+    def idle(self) -> list[Path]:
+        """Paths that could be used and keep no group, though not by a user's word."""
+        if not self.home or not isinstance(self.placement, str):
+            return []
+        return [path for path in self._paths if path.usable and not path.full and not self.count(path)]
+
     def rates(self, paths: Sequence[Path] | None = None) -> list[Rates]:
         """What is not known is as the mean of what is."""
         asked = self._paths if paths is None else paths

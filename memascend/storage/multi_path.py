@@ -14,6 +14,7 @@ Beyond the contract of `memascend.storage.tier`:
   there is read as long as that works, and is on another path after its next write. A read that fails twice is the
   completion's StorageError, which names the tensor and the path: what was only there is lost.
 - **A full path** (ENOSPC) gets nothing that it has no room for.
+- **A path too slow for any group** is measured again now and then (`idle_paths`).
 - **A path that hangs**, on which something is under way and nothing has ended for `hang_s`, is taken out too; its
   writes are done elsewhere, its reads end with ETIMEDOUT. The memory of such a read must not be used again: the device
   may still write to it.
@@ -32,13 +33,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from memascend.storage import completion as completions
 from memascend.storage.completion import Completion, RequestCancelled
 from memascend.storage.errors import StorageError
 from memascend.storage.group_homes import GroupHomes
+from memascend.storage.idle_paths import IdlePaths
 from memascend.storage.key_queue import KeyQueue
-from memascend.storage.path import Attempt, Busy, Path, PathReport, hang_error, named, observe
+from memascend.storage.path import Attempt, Busy, Path, PathReport, hang_error, named, no_path_takes, observe
 from memascend.storage.path_failures import HANG_S, PathFailures
 from memascend.storage.path_room import reserve
+from memascend.storage.placement import Rates
 from memascend.storage.tier import Transferred
 from memascend.storage.tier_base import TierBase, require_memory
 
@@ -92,6 +96,7 @@ class MultiPathTier(TierBase):
         self._busy = Busy()
         self._written_in_pass = 0
         self._failures = PathFailures(self._paths, self._homes, self._busy, self._lock, hang_s)
+        self._idle = IdlePaths(self._measured_again)
         self.moves = 0  # tensors that were written to another path than before
 
     # -- the protocol --------------------------------------------------------------------------------------------------
@@ -183,10 +188,12 @@ class MultiPathTier(TierBase):
             return self._busy.transferred()
 
     def _release(self) -> None:
+        if not completions.in_dispatcher():
+            self._idle.wait(self._failures.hang_s)
         self._failures.stop()
         for path in self._paths:
             path.gate.close()
-            if path.hanging:  # which may take for ever
+            if path.hanging or self._idle.measuring(path):  # which may take for ever
                 threading.Thread(target=path.tier.close, name=f"memascend-close-{path.name}", daemon=True).start()
             else:
                 path.tier.close()
@@ -255,7 +262,18 @@ class MultiPathTier(TierBase):
             for path in self._paths:
                 if path.usable:
                     observe(path)
-            return self._rehome and self._homes.plan()
+            if not self._rehome:
+                return False
+            moves = self._homes.plan()
+            self._idle.pass_over(self._homes.idle())
+            return moves
+
+    def _measured_again(self, path: Path, rates: Rates) -> None:
+        """A path without groups: its rates of before say nothing any more."""
+        with self._lock:
+            if not self._closed:
+                path.rates, path.seen = rates, path.tier.transferred
+                self._homes.plan()
 
     def _note_size(self, key: str, nbytes: int | None) -> None:
         self._homes.note(key, self._sizes.pop(key, 0), nbytes)
@@ -325,7 +343,7 @@ class MultiPathTier(TierBase):
             else:
                 path = self._homes.choose(key, tensor.nbytes, tried)
         if path is None:
-            error = self._nowhere(key, tensor.nbytes, tried)
+            error = no_path_takes(key, tensor.nbytes, self._place, self._paths, tried)
             if refused is None:
                 end(error)
             else:
@@ -358,15 +376,6 @@ class MultiPathTier(TierBase):
                 end(error)
             else:
                 refused.append(error)
-
-    def _nowhere(self, key: str, nbytes: int, tried: dict[Path, StorageError]) -> StorageError:
-        errors = [tried.get(path) or path.failure for path in self._paths]
-        reasons = (f"{path.name}: {e.reason if e else 'no'}" for path, e in zip(self._paths, errors, strict=True))
-        codes = {error.errno for error in errors if error is not None}
-        code = errno.ENOSPC if errno.ENOSPC in codes else errno.EIO
-        return StorageError(
-            "write", self._place, 0, nbytes, 0, code, f"no path takes it ({'; '.join(reasons)})", key=key
-        )
 
     def _read_once(
         self,

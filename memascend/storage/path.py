@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from memascend.storage.completion import Completion
 from memascend.storage.errors import StorageError
@@ -13,9 +13,10 @@ from memascend.storage.path_gate import PathGate
 from memascend.storage.placement import Rates
 from memascend.storage.tier import Tier, Transferred
 
-__all__ = ["Attempt", "Busy", "Path", "PathReport", "hang_error", "named", "observe"]
+__all__ = ["Attempt", "Busy", "Path", "PathReport", "hang_error", "named", "no_path_takes", "observe"]
 
 _OLD_SHARE = 0.5  # of a rate that was known, in the mean with what was just observed
+_CHANGED = 0.3  # further off than this share of it, a rate has changed, and the old one says nothing
 _LEAST_OBSERVED_S = 0.02  # of transfers; less says nothing about a path
 
 
@@ -102,13 +103,28 @@ def named(error: StorageError, key: str) -> StorageError:
     return StorageError(error.op, error.path, error.offset, error.expected, error.got, error.errno, reason, key=key)
 
 
+def no_path_takes(
+    key: str, nbytes: int, place: str, paths: Sequence[Path], tried: Mapping[Path, StorageError]
+) -> StorageError:
+    """Of a write that found no path, with every path's reason: as it was `tried` now, or as it was taken out."""
+    errors = [tried.get(path) or path.failure for path in paths]
+    reasons = (f"{path.name}: {e.reason if e else 'no'}" for path, e in zip(paths, errors, strict=True))
+    codes = {error.errno for error in errors if error is not None}
+    code = errno.ENOSPC if errno.ENOSPC in codes else errno.EIO
+    return StorageError("write", place, 0, nbytes, 0, code, f"no path takes it ({'; '.join(reasons)})", key=key)
+
+
 def observe(path: Path) -> None:
-    """Take what the path did since the last time for its rates."""
-    now = path.tier.transferred
-    since, path.seen = now - path.seen, now
-    old = path.rates
-    read = since.read_bytes_per_s if since.reading_s >= _LEAST_OBSERVED_S else None
-    write = since.write_bytes_per_s if since.writing_s >= _LEAST_OBSERVED_S else None
+    """Take what the path did since the last time for its rates; too little of a direction counts the next time."""
+    now, before, old = path.tier.transferred, path.seen, path.rates
+    since, read, write = now - before, None, None
+    if since.reading_s >= _LEAST_OBSERVED_S:
+        read = since.read_bytes_per_s
+        before = replace(before, bytes_read=now.bytes_read, reading_s=now.reading_s)
+    if since.writing_s >= _LEAST_OBSERVED_S:
+        write = since.write_bytes_per_s
+        before = replace(before, bytes_written=now.bytes_written, writing_s=now.writing_s)
+    path.seen = before
     if old is None:
         if read or write:
             path.rates = Rates(read or write, write or read)
@@ -117,7 +133,9 @@ def observe(path: Path) -> None:
 
 
 def _mean(old: float, observed: float | None) -> float:
-    return old if not observed else _OLD_SHARE * old + (1 - _OLD_SHARE) * observed
+    if not observed:
+        return old
+    return observed if abs(observed - old) > _CHANGED * old else _OLD_SHARE * old + (1 - _OLD_SHARE) * observed
 
 
 def hang_error(path: Path, hang_s: float) -> StorageError:

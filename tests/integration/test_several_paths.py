@@ -231,6 +231,22 @@ def test_whatever_becomes_of_a_path_at_any_instant_nothing_is_lost(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_path_that_seemed_slow_at_the_start_gets_its_share_in_a_training_that_computes_the_same(tmp_path):
+    steps = {**SMALL, "steps": 12}
+    disturbed = (3, str(tmp_path / "b"), "disturbed", 0)
+    jobs = [
+        Job(name="plain", **steps),
+        Job(name="disturbed", parts=tiers(tmp_path), config=held(2), path_fault=disturbed, **steps),
+    ]
+    results = train_all(jobs, tmp_path / "out")
+    on_b = [of_paths[1] for of_paths in results["disturbed"]["groups"]]
+    assert on_b[:3] == [0] * 3
+    assert max(on_b[3:]) > 0
+    for field in SAME:
+        assert results["disturbed"][field] == results["plain"][field]
+
+
+@pytest.mark.slow
 def test_a_write_budget_stops_a_training_and_the_checkpoint_goes_on(tmp_path):
     paths = tiers(tmp_path, tier_placement=[1, 1])
     saved = {"checkpoint": str(tmp_path / "saved"), "config": held(2)}

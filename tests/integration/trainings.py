@@ -33,8 +33,10 @@ from baselines.protocol import RunSpec, Sizes, load_system, scaled  # noqa: E402
 from memascend.memory.placement import bytes_by_class, verify_nodes  # noqa: E402
 from memascend.planner import model_spec  # noqa: E402
 from memascend.planner.pool import streamed  # noqa: E402
-from memascend.storage import open_paths  # noqa: E402
+from memascend.storage import idle_paths, open_paths  # noqa: E402
 from memascend.storage.multi_path import MultiPathTier  # noqa: E402
+from memascend.storage.path_rates import measure  # noqa: E402
+from memascend.storage.placement import Rates  # noqa: E402
 from memascend.storage.write_budget import WriteBudgetExceeded  # noqa: E402
 from memascend.training.processes import free_port, remove_shared_buffers  # noqa: E402
 from tests import forked  # noqa: E402
@@ -55,7 +57,8 @@ class Job:
     ``lose_path``: (step, folder), which is removed before that step; ``rehome_at``: the step before which all
     sub-groups are told to move to the first path; ``die_at_move``: the process is killed when so many tensors have
     moved. ``path_fault``: (step, folder, kind, after): from so many transfers after the begin of that step on, the path
-    in that folder fails with EIO in writes (``eio``), has no room (``full``), hangs (``hang``) or is gone (``vanish``).
+    in that folder fails with EIO in writes (``eio``), has no room (``full``), hangs (``hang``) or is gone (``vanish``);
+    ``disturbed``: it is measured as a thousandth of the others at the start, and as it is from that step on.
     ``built``: the model is made under ``zero.Init``, or ``outside`` of it, or by ``transformers`` as in its Trainer.
     """
 
@@ -213,7 +216,8 @@ class Training:
     def run(self) -> dict[str, Any]:
         import memascend
 
-        result: dict[str, Any] = {"name": self.job.name, "losses": [], "skipped": [], "scales": [], "io_bytes": []}
+        result: dict[str, Any] = {"name": self.job.name}
+        result |= {name: [] for name in ("losses", "skipped", "scales", "io_bytes", "groups")}
         faults = self._faulty_path()
         smallest = self.job.minimum_swap_bytes or scaled(1 << 20, self.job.k)
         enabled = memascend.enable(self.config, **self.parts, minimum_swap_bytes=smallest)
@@ -238,6 +242,7 @@ class Training:
                 result["skipped"].append(int(engine.skipped_steps))
                 result["scales"].append(float(engine.optimizer.loss_scale))
                 result["io_bytes"].append(enabled.io.bytes_read + enabled.io.bytes_written)
+                result["groups"].append([each.groups for each in enabled.store.paths_report()] if enabled.store else [])
                 if step + 1 in self.job.save_at:
                     self._save(engine, step + 1)
             result["activations"] = self._activations(engine.module)
@@ -255,7 +260,7 @@ class Training:
         finally:
             if faults is not None:
                 faults.clear()
-                open_paths.MultiPathTier = MultiPathTier
+                open_paths.MultiPathTier, open_paths.measure, idle_paths.measure = MultiPathTier, measure, measure
             memascend.disable()
             if enabled.store is not None:
                 enabled.store.close()  # main ends without a teardown
@@ -282,7 +287,11 @@ class Training:
                 return stock(path, owner, kind, config)
             os.makedirs(path, exist_ok=True)
             open_paths._open = stock
-            return DirectTier.in_file(path, owner, config, faults)
+            tier = DirectTier.in_file(path, owner, config, faults)
+            if self.job.path_fault[2] == "disturbed":
+                open_paths.measure = lambda other: Rates(1e3, 1e3) if other is tier else Rates(1e6, 1e6)
+                idle_paths.measure = lambda _: None
+            return tier
 
         open_paths._open = opened
         if self.job.path_fault[2] == "hang":
@@ -291,6 +300,9 @@ class Training:
 
     def _break(self, faults: Any) -> None:
         _, _, kind, after = self.job.path_fault
+        if kind == "disturbed":
+            idle_paths.measure = measure
+            return
         operation, how = {
             "eio": ("write", {"error": errno.EIO}),
             "full": ("write", {"error": errno.ENOSPC}),
@@ -302,9 +314,11 @@ class Training:
     def _disturb_paths(self, enabled: Any, step: int) -> None:
         if self.job.lose_path is not None and self.job.lose_path[0] == step:
             shutil.rmtree(self.job.lose_path[1])
+        tier = next((place.open_tier for place in enabled.store._places.values()), None) if enabled.store else None
+        if tier is not None and (self.job.path_fault or ("",) * 3)[2] == "disturbed":
+            tier._idle.wait(60)
         if self.job.rehome_at != step:
             return
-        tier = next(place.open_tier for place in enabled.store._places.values())
         tier._homes.placement = [1.0, *(0.0 for _ in tier._paths[1:])]
         assert tier.observe()
         stock = tier._written

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import random
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from memascend.storage.multi_path import MultiPathTier
 from memascend.storage.multi_path import Path as Way
 from memascend.storage.path_rates import measure
 from memascend.storage.placement import Rates
+from memascend.storage.tier import Transferred
 
 MAX_S = 60
 HANG_S, HANGS_US = 2, 5_000_000  # a busy machine's healthy disk keeps a transfer for half a second
@@ -38,10 +40,12 @@ class Paths:
     def __init__(self, folder: Path, names: str = "ab", kind: str = "direct", **options) -> None:
         self.folder = folder
         self.faults = {name: _C.FaultLayer() for name in names}
-        self.rates = options.pop("rates", {})
+        rates, told = options.pop("rates", {}), options.pop("told", None)
         for name in names:
             (folder / name).mkdir()
-        ways = [Way(name, self._tier(name, kind), self.rates.get(name)) for name in names]
+        tiers = {name: self._tier(name, kind) for name in names}
+        self.told = {name: Told(tier, told) for name, tier in tiers.items() if told is not None}
+        ways = [Way(name, (self.told or tiers)[name], rates.get(name)) for name in names]
         self.tier = MultiPathTier(ways, group_of=group_of, **options)
 
     def _tier(self, name: str, kind: str):
@@ -100,24 +104,132 @@ def test_a_ratio_by_hand_is_kept(paths):
     assert sorted(three.places(8)) == list("aaaaaabb")
 
 
-def test_groups_follow_a_path_that_has_become_slow_within_three_passes(paths):
-    two = paths(rates={"a": Rates(2e8, 2e8), "b": Rates(2e8, 2e8)})
-    two.write(10)
-    assert two.places(10).count("a") == 5
-    two.faults["a"].add("read", delay_us=20_000)
-    two.faults["a"].add("write", delay_us=20_000)
-    for step in range(1, 4):
-        two.check(10, step - 1)
-        two.write(10, step)
+class Told:
+    """A tier that says that it moved its bytes at `rate`, whatever they took: a busy machine changes no placement."""
+
+    def __init__(self, tier, rate: float) -> None:
+        self._tier, self.rate = tier, rate
+        self._seen, self._seconds = tier.transferred, [0.0, 0.0]
+
+    def __getattr__(self, name):
+        return getattr(self._tier, name)
+
+    @property
+    def transferred(self):
+        now = self._tier.transferred
+        since, self._seen = now - self._seen, now
+        self._seconds = [s + n / self.rate for s, n in zip(self._seconds, vars(since).values(), strict=False)]
+        return Transferred(now.bytes_read, now.bytes_written, *self._seconds)
+
+
+@pytest.mark.parametrize(("share", "groups"), [(1 / 2, 4), (1 / 50, 0)])
+def test_groups_follow_a_path_that_has_become_slow_within_two_passes(paths, monkeypatch, share, groups):
+    """Twelve groups on two equal paths of a known rate, then on one of them and a slower one."""
+    monkeypatch.setattr("memascend.storage.idle_paths.measure", lambda tier: None)
+    monkeypatch.setattr("memascend.storage.path._LEAST_OBSERVED_S", 0.0)
+    two = paths(rates={"a": Rates(1e6, 1e6), "b": Rates(1e6, 1e6)}, told=1e6)
+    for step in range(2):
+        two.write(12, step)
+        two.check(12, step)
+    assert two.places(12).count("a") == 6
+    two.told["a"].rate *= share
+    for step in (2, 3):
+        two.write(12, step)
+        two.check(12, step)
         two.tier.observe()
-    two.write(10, 4)
-    assert two.places(10).count("a") <= 2
-    assert two.tier.moves >= 6  # tensors
+    two.write(12, 4)
+    assert two.places(12).count("a") == groups
+    assert two.tier.moves >= 2 * (6 - groups)  # tensors
     report = {each.name: each for each in two.tier.report()}
-    assert report["a"].groups + report["b"].groups == 10
-    assert report["a"].rates.write < 5e7
-    two.faults["a"].clear()
-    two.check(10, 4)
+    assert report["a"].groups + report["b"].groups == 12
+    assert report["a"].rates.write == pytest.approx(1e6 * share)
+    two.check(12, 4)
+
+
+def test_a_rate_that_wavers_is_a_mean_and_one_that_has_changed_is_taken_as_it_is(paths, monkeypatch):
+    monkeypatch.setattr("memascend.storage.path._LEAST_OBSERVED_S", 0.0)
+    one = paths("a", rates={"a": Rates(1e6, 1e6)}, told=1e6)
+    for rate, known in ((1.2e6, 1.1e6), (0.3e6, 0.3e6)):
+        one.told["a"].rate = rate
+        one.tier.write("0", tensor(rate)).wait(MAX_S)
+        one.tier.observe()
+        assert one.tier.report()[0].rates.write == pytest.approx(known)
+
+
+@pytest.fixture
+def only_measured(monkeypatch):
+    """Rates are those that were given, or measured anew: nothing is observed."""
+    monkeypatch.setattr("memascend.storage.path._LEAST_OBSERVED_S", 1e9)
+
+
+def test_a_path_whose_first_measurement_was_disturbed_gets_its_share_after_all(paths, only_measured):
+    two = paths(rates={"a": Rates(1e3, 1e3), "b": Rates(1e6, 1e6)})
+    for step in range(2):
+        assert two.tier.report()[0].groups == 0
+        two.write(10, step)
+    two.tier._idle.wait(MAX_S)  # it is measured beside what follows
+    two.write(10, 2)
+    assert two.places(10).count("a") > 5
+    two.check(10, 2)
+    assert two.tier.report()[0].rates.write > 1e6
+
+
+def test_a_path_that_stays_slow_is_measured_less_and_less_often_and_gets_nothing(paths, only_measured, monkeypatch):
+    asked = []
+    monkeypatch.setattr("memascend.storage.idle_paths.measure", lambda tier: asked.append(tier) or Rates(1e3, 1e3))
+    two = paths(rates={"a": Rates(1e3, 1e3), "b": Rates(1e8, 1e8)})
+    two.write(4)
+    for _ in range(61):
+        two.tier.observe()
+        two.tier._idle.wait(MAX_S)
+    assert len(asked) == 5  # after 2, 4, 8, 16 and 32 passes
+    assert two.tier.moves == 0
+    two.write(4, 1)
+    two.check(4, 1)
+    assert two.places(4) == "bbbb"
+
+
+def test_a_path_that_cannot_be_measured_again_stays_out_and_training_goes_on(paths, only_measured):
+    two = paths(rates={"a": Rates(1e3, 1e3), "b": Rates(1e6, 1e6)})
+    two.faults["a"].add("any", error=errno.EIO)
+    for step in range(3):
+        two.write(6, step)
+        two.tier._idle.wait(MAX_S)
+    two.check(6, 2)
+    assert two.places(6) == "bbbbbb"
+    assert two.tier.report()[0].rates.write == 1e3
+
+
+def test_a_path_that_hangs_while_it_is_measured_again_does_not_hold_the_end_up(paths, only_measured, monkeypatch):
+    released = threading.Event()
+    monkeypatch.setattr("memascend.storage.idle_paths.measure", lambda tier: released.wait(MAX_S) and None)
+    two = paths(rates={"a": Rates(1e3, 1e3), "b": Rates(1e6, 1e6)}, hang_s=0.1)
+    for step in range(2):
+        two.write(4, step)
+    two.tier.close()
+    assert not released.is_set()
+    released.set()
+
+
+@pytest.mark.parametrize("options", [{"placement": [0, 1]}, {"rehome": False}])
+def test_a_path_that_the_user_left_out_is_not_measured_again(paths, only_measured, monkeypatch, options):
+    monkeypatch.setattr("memascend.storage.idle_paths.measure", lambda tier: pytest.fail("it was measured"))
+    two = paths(rates={"a": Rates(1e3, 1e3), "b": Rates(1e6, 1e6)}, **options)
+    for step in range(3):
+        two.write(4, step)
+        two.tier.observe()
+        two.tier._idle.wait(MAX_S)
+    assert two.places(4) == "bbbb"
+
+
+def test_short_transfers_of_several_passes_are_observed_together(paths, monkeypatch):
+    monkeypatch.setattr("memascend.storage.path._LEAST_OBSERVED_S", 0.05)
+    one = paths("a", rates={"a": Rates(1e12, 1e12)})
+    one.faults["a"].add("write", delay_us=10_000)
+    for step in range(8):
+        one.tier.write("0", tensor(step)).wait(MAX_S)
+        one.tier.observe()
+    assert one.tier.report()[0].rates.write < 1e12
 
 
 def test_with_rehome_off_groups_stay(paths):
