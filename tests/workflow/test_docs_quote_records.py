@@ -134,6 +134,15 @@ def test_checkpoints_take_what_the_how_to_says_and_write_nothing_of_what_is_refe
         assert (written["referenced"] < 0.01 * states) == (aio in referenced)
 
 
+def test_ranks_that_take_turns_on_drives_are_as_fast_as_the_how_to_says():
+    record = json.loads((REFERENCE / "times-mlpoffload-two-ranks.json").read_text())
+    seconds = {point["arm"]: median(step_seconds(point)) for point in record["points"]}
+    speeds = [seconds[free] / seconds[own] for free, own in (("skip_gradients", "exclusive"), ("free", "mlp_offload"))]
+    assert record["ranks"] == 2
+    assert {f"{speed:.2f}" for speed in speeds} == {"0.99"}
+    assert "(0.99 of the speed over one drive and over two," in DRIVES
+
+
 @pytest.mark.parametrize(("dtype", "k", "printed"), [("fp16", 8, 55.7), ("bf16", 16, 25.19)])
 def test_peaks_of_four_models_and_their_mean_reduction_are_what_the_records_say(dtype, k, printed):
     text, less = " ".join((REFERENCE / "README.md").read_text().split()), []
