@@ -113,8 +113,12 @@ def _add_tiers(parser: argparse.ArgumentParser, count: _Count) -> None:
     parser.add_argument("--held", type=count, help="sub-groups in memory at a time (default: two a path and one)")
     parser.add_argument(
         "--simplex",
+        nargs="+",
         metavar="READ,WRITE",
-        help="hold every path to so many MB/s, where reads and writes share it; each must be a faster folder",
+        help="hold each path to so many MB/s that reads and writes share, said once or for each: faster folders",
+    )
+    parser.add_argument(
+        "--halve", type=count, default=0, metavar="PASSES", help="then hold the first to half, for so many passes more"
     )
     parser.add_argument("--apart", action="store_true", help="each direction alone too, a sub-group at a time")
     parser.add_argument("--predict", action="store_true", help="simulate the passes over --simplex, measure nothing")
@@ -460,17 +464,30 @@ def _processes(text: str, count: _Count) -> tuple[int, ...]:
     return tuple(range(begin, end + 1))
 
 
+def _simplex(options: argparse.Namespace, count: _Count) -> tuple[tuple[float, float], ...] | None:
+    """Of each path."""
+    if not options.simplex:
+        return None
+    pairs = [tuple(1e6 * rate for rate in _counts("--simplex", text, count)) for text in options.simplex]
+    pairs *= len(options.tiers) if len(pairs) == 1 else 1
+    folders = not any(Path(path).is_block_device() for path in options.tiers)
+    if not folders or len(pairs) != len(options.tiers) or any(len(pair) != 2 for pair in pairs):
+        said = " ".join(options.simplex)
+        raise ValueError(f"--simplex: write READ,WRITE in MB/s, once or for each of the folders, as 69,53; got {said}")
+    return tuple((pair[0], pair[1]) for pair in pairs)
+
+
 def _tiers(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
     from memascend.bench import tiers
 
     for path in options.tiers:
         if not Path(path).is_block_device():
             _require_folder(Path(path), "--tiers")
-    simplex = tuple(1e6 * rate for rate in _counts("--simplex", options.simplex, count)) if options.simplex else None
-    if simplex is not None and (len(simplex) != 2 or any(Path(path).is_block_device() for path in options.tiers)):
-        raise ValueError(f"--simplex: write READ,WRITE in MB/s, of folders, such as 69,53; got {options.simplex}")
-    if options.predict and (simplex is None or options.apart):
-        raise ValueError("--predict: say with --simplex how fast the paths are, and leave --apart out")
+    simplex = _simplex(options, count)
+    if options.predict and (simplex is None or options.apart or options.halve):
+        raise ValueError("--predict: say with --simplex how fast the paths are, and leave --apart and --halve out")
+    if options.halve and simplex is None:
+        raise ValueError("--halve: say with --simplex how fast the paths are")
     chosen = tiers.TierOptions(
         simplex=simplex,
         paths=tuple(options.tiers),
@@ -480,13 +497,14 @@ def _tiers(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], 
         held=options.held,
         repeats=options.repeats,
         apart=options.apart,
+        halved=options.halve,
     )
     result = tiers.predict(chosen) if options.predict else tiers.measure(chosen)
     lines = [line for path in options.tiers if os.path.isdir(path) for line in _in_memory(Path(path))]
     for path, (read, write) in result["rates"].items():
         lines.append(f"{path}: read {read / 1e9:.2f} GB/s, written {write / 1e9:.2f} GB/s, each alone")
     if options.simplex:
-        lines.append(f"held to {options.simplex} MB/s by a token bucket that reads and writes share")
+        lines.append(f"held to {', '.join(options.simplex)} MB/s by a token bucket that reads and writes share")
     lines.append("a pass reads and writes every sub-group; formula: bytes over the rates, directions apart or at once")
     for row in result["summary"]:
         shares = row["share_of_formula"]
@@ -495,6 +513,9 @@ def _tiers(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], 
             f"{row['bytes_per_second'] / 1e9:6.2f} GB/s in and out, {shares['simplex']:.2f} of the formula (duplex "
             f"{shares['duplex']:.2f}), fairness {row['fairness']:.2f}"
         )
+    for row in result.get("halved", []):
+        shares = ", ".join(f"{share:.2f}" for share in row["share_of_formula"])
+        lines.append(f"{row['processes']} processes, {row['way']}, {row['path']} halved: {shares} of the new formula")
     for row in result["apart"]:
         rate, latency = (median(row[name]) for name in ("bytes_per_second", "latency_s"))
         lines.append(

@@ -157,6 +157,10 @@ class SharedDrive(Drive):
                 fcntl.flock(self._file, fcntl.LOCK_UN)
         return end
 
+    def limit(self, read_bytes_per_s: float, write_bytes_per_s: float) -> None:
+        """For what this process asks from now on."""
+        self._rates = (read_bytes_per_s, write_bytes_per_s)
+
     def serve(self, nbytes: int, ended: Callable[[], None], *, write: bool, priority: int) -> Promise:
         """`priority` is not looked at: other processes know nothing of it."""
         turn = Promise("a turn on a paced drive")

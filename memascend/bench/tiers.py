@@ -4,7 +4,8 @@ A pass reads every sub-group, and writes each back as soon as it is there, `held
 step over several paths moves (MLP-Offload 3.2), without its arithmetic. Paths that read and write at once are busy in
 both directions only where each has a sub-group on its way in and one on its way out: two a path. Several processes have
 sub-groups of their own and share the paths, one at a time on each (`exclusive`) or as it comes (`free`). With `apart`
-each direction is measured by itself too, one sub-group of a process after the other: MLP-Offload's Fig. 4.
+each direction is measured by itself too, one sub-group of a process after the other: MLP-Offload's Fig. 4. At last
+(`halved`) the first path is held to half its rates, and as many passes show how soon sub-groups lie as they should.
 
 `predict` measures nothing: the simulator plays the same passes over simplex paths, each of which serves one transfer at
 a time, in the order in which they were asked for. Whose they are makes no difference there, so that both ways of
@@ -35,7 +36,6 @@ from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.multi_path import MultiPathTier
 from memascend.storage.open_paths import open_paths
 from memascend.storage.placement import Rates, arrange, counts, update_seconds
-from memascend.storage.tier import Tier
 
 WAYS = ("exclusive", "free")
 DIRECTIONS = ("read", "write")
@@ -44,8 +44,9 @@ DIRECTIONS = ("read", "write")
 @dataclass(frozen=True, kw_only=True)
 class TierOptions:
     """`groups` of `group_bytes` each for each process, `held` of them in memory (None: two a path and one more);
-    `repeats` passes are timed after one that is not. `simplex`: every path is held to these rates, bytes a second read
-    and written, which share it (`memascend.bench.paced`)."""
+    `repeats` passes are timed after one that is not. `simplex`: each path is held to its rates, bytes a second read and
+    written, which share it (`memascend.bench.paced`). `halved`: passes over such paths after the first has slowed down.
+    """
 
     paths: tuple[str, ...]
     processes: tuple[int, ...] = (1,)
@@ -53,8 +54,9 @@ class TierOptions:
     group_bytes: int = 32 << 20
     held: int | None = None
     repeats: int = 3
-    simplex: tuple[float, float] | None = None
+    simplex: tuple[tuple[float, float], ...] | None = None
     apart: bool = False
+    halved: int = 0
 
     @property
     def in_memory(self) -> int:
@@ -63,17 +65,24 @@ class TierOptions:
 
 def measure(options: TierOptions) -> dict[str, Any]:
     """Rows for each number of processes and way; the first process's rates of each path, read and written alone."""
-    rows, rates, points, apart = [], {}, [], []
+    rows, rates, points, apart, halved = [], {}, [], [], []
     for processes in options.processes:
         for way in WAYS if processes > 1 else WAYS[1:]:
             workers = _run(options, processes, exclusive=way == "exclusive")
-            rates = rates or workers[0]["rates"]
+            rates = rates or _told(options) or workers[0]["rates"]
             seconds = [max(worker["seconds"][n] for worker in workers) for n in range(options.repeats)]
             points.append(_point(processes, way, seconds, [worker["seconds"] for worker in workers]))
             rows.append(_row(options, processes, way, workers, rates, seconds))
             if options.apart and way == "free":
                 apart += [_apart(options, workers, direction) for direction in DIRECTIONS]
-    return _facts(options) | {"rates": rates, "points": points, "summary": rows, "apart": apart}
+            if options.halved:
+                halved.append(_halved(options, processes, way, workers))
+    return _facts(options) | {"rates": rates, "points": points, "summary": rows, "apart": apart, "halved": halved}
+
+
+def _told(options: TierOptions) -> dict[str, list[float]]:
+    """What the paths are held to."""
+    return {path: list(rates) for path, rates in zip(options.paths, options.simplex or (), strict=False)}
 
 
 def _facts(options: TierOptions) -> dict[str, Any]:
@@ -84,8 +93,7 @@ def _facts(options: TierOptions) -> dict[str, Any]:
 
 def predict(options: TierOptions) -> dict[str, Any]:
     """The rows of `measure`, played; of paths held to `simplex`, which none of them has to exist for."""
-    rates = {path: list(options.simplex) for path in options.paths}
-    rows, points = [], []
+    rates, rows, points = _told(options), [], []
     for processes in options.processes:
         each = [[seconds] for seconds in _played(options, processes)]
         for way in WAYS if processes > 1 else WAYS[1:]:
@@ -101,12 +109,9 @@ def _point(processes: int, way: str, seconds: list[float], of_each: list[list[fl
 def _played(options: TierOptions, processes: int) -> list[float]:
     """Seconds of each process's pass."""
     names = [f"path{number}" for number in range(len(options.paths))]
-    drives = {name: Drive(read=options.simplex[0], write=options.simplex[1]) for name in names}
-    places = arrange(
-        {str(n): options.group_bytes for n in range(options.groups)},
-        "balanced",
-        [Rates(*options.simplex) for _ in names],
-    )
+    drives = {name: Drive(read=read, write=write) for name, (read, write) in zip(names, options.simplex, strict=True)}
+    rates = [Rates(*each) for each in options.simplex]
+    places = arrange({str(n): options.group_bytes for n in range(options.groups)}, "balanced", rates)
     tasks = []
     for group in range(options.groups):
         path = names[places[str(group)]]
@@ -133,6 +138,25 @@ def _apart(options: TierOptions, workers: list[dict[str, Any]], direction: str) 
     }
 
 
+def _halved(options: TierOptions, processes: int, way: str, workers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each pass after the first path slowed down: seconds, the formula's share for the rates from then on, and how
+    many sub-groups the first path had at its end."""
+    (read, write), *others = options.simplex
+    rates = [Rates(read / 2, write / 2), *(Rates(*each) for each in others)]
+    seconds = [max(each) for each in zip(*(worker["halved"] for worker in workers), strict=True)]
+    formula = _formula(options, processes, rates, duplex=False)
+    groups = [sum(each) for each in zip(*(worker["groups_of_first"] for worker in workers), strict=True)]
+    shares = [formula / each for each in seconds]
+    found = {"seconds": seconds, "share_of_formula": shares, "groups_of_first": groups}
+    return {"processes": processes, "way": way, "path": options.paths[0]} | found
+
+
+def _formula(options: TierOptions, processes: int, rates: Sequence[Rates], duplex: bool) -> float:
+    """Seconds of a pass by the paths' rates, with as many equal sub-groups."""
+    held = [n * options.group_bytes for n in counts(processes * options.groups, "balanced", rates)]
+    return update_seconds(held, rates, duplex=duplex)
+
+
 def _row(
     options: TierOptions,
     processes: int,
@@ -143,8 +167,7 @@ def _row(
 ) -> dict[str, Any]:
     """Of all processes, in and out; the formula takes as many equal sub-groups and these rates."""
     whole = [Rates(*rates[path]) for path in options.paths]
-    held = [n * options.group_bytes for n in counts(processes * options.groups, "balanced", whole)]
-    bounds = {name: update_seconds(held, whole, duplex=name == "duplex") for name in ("simplex", "duplex")}
+    bounds = {name: _formula(options, processes, whole, duplex=name == "duplex") for name in ("simplex", "duplex")}
     moved = 2 * processes * options.groups * options.group_bytes
     each = [sum(worker["seconds"]) for worker in workers]
     return {
@@ -170,6 +193,7 @@ def _run(options: TierOptions, processes: int, *, exclusive: bool) -> list[dict[
             "exclusive": exclusive,
             "simplex": options.simplex,
             "apart": options.apart and not exclusive,
+            "halved": options.halved,
         }
     )
     command = [sys.executable, "-m", "memascend.bench.tiers", asked]
@@ -177,7 +201,7 @@ def _run(options: TierOptions, processes: int, *, exclusive: bool) -> list[dict[
     children = [subprocess.Popen(command, **pipes) for _ in range(processes)]
     try:
         passes = 1 + len(DIRECTIONS) * (options.apart and not exclusive)
-        for _ in range(passes * (options.repeats + 1)):
+        for _ in range(passes * (options.repeats + 1) + options.halved):
             for child in children:
                 _hear(child)
             for child in children:
@@ -203,7 +227,8 @@ def _worker(asked: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     buffers = [torch.empty(asked["group_bytes"], dtype=torch.uint8).fill_(number) for number in range(asked["held"])]
     config = DirectEngineConfig(workers=1, depth=32, volatile=True)
-    around = partial(_held_to, asked["simplex"]) if asked["simplex"] else None
+    drives = {path: SharedDrive(clock_of(path), *rates) for path, rates in _held_to(asked)}
+    around = (lambda path, tier: PacedTier(tier, drives[path])) if drives else None
     with open_paths(
         asked["paths"], "memascend bench", config=config, exclusive=asked["exclusive"], around=around
     ) as tier:
@@ -218,7 +243,13 @@ def _worker(asked: dict[str, Any]) -> None:
             ways[name] = partial(_one_by_one, move, asked["groups"], buffers[0])
         seconds = {name: [_timed(way) for _ in range(asked["repeats"] + 1)][1:] for name, way in ways.items()}
         groups = {each.name: each.groups for each in tier.report()}
+        after: list[tuple[float, int]] = []
+        for number in range(asked["halved"]):
+            if not number:
+                drives[asked["paths"][0]].limit(*(rate / 2 for rate in asked["simplex"][0]))
+            after.append((_timed(ways["both"]), tier.report()[0].groups))
     found = {"rates": rates, "seconds": seconds.pop("both"), "apart": seconds, "groups": groups}
+    found |= {"halved": [each[0] for each in after], "groups_of_first": [each[1] for each in after]}
     print(json.dumps(found), flush=True)
 
 
@@ -236,8 +267,8 @@ def _one_by_one(move: Callable[[str, torch.Tensor], Any], groups: int, buffer: t
         move(str(group), buffer).wait()
 
 
-def _held_to(rates: tuple[float, float], path: str, tier: Tier) -> Tier:
-    return PacedTier(tier, SharedDrive(clock_of(path), *rates))
+def _held_to(asked: dict[str, Any]) -> list[tuple[str, list[float]]]:
+    return list(zip(asked["paths"], asked["simplex"], strict=True)) if asked["simplex"] else []
 
 
 def _pass(tier: MultiPathTier, groups: int, buffers: Sequence[torch.Tensor]) -> None:
@@ -252,6 +283,7 @@ def _pass(tier: MultiPathTier, groups: int, buffers: Sequence[torch.Tensor]) -> 
         if group is not None:
             written = tier.read(group, buffer).then(lambda _, key=group, buffer=buffer: tier.write(key, buffer))
             written.add_done_callback(lambda end, buffer=buffer: free.put((buffer, end.error())))
+    tier.observe()  # as training does after an update
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ import pytest
 from memascend.cli import main
 
 
-def bench(tmp_path, capsys, processes: str, *more: str) -> dict:
+def bench(tmp_path, capsys, processes: str, *more: str, groups: int = 4) -> dict:
     paths = [str(tmp_path / name) for name in "ab"]
     for path in paths:
         (tmp_path / path).mkdir()
-    options = ["--tiers", *paths, "--processes", processes, "--groups", "4", "--mib", "1", "--repeats", "1", "--json"]
-    assert main(["bench", "tiers", *options, *more]) == 0
+    size = ["--groups", str(groups), "--mib", "1", "--repeats", "1"]
+    assert main(["bench", "tiers", "--tiers", *paths, "--processes", processes, *size, "--json", *more]) == 0
     assert [list((tmp_path / name).iterdir()) for name in "ab"] == [[], []]
     return json.loads(capsys.readouterr().out)
 
@@ -46,6 +46,31 @@ def test_each_direction_alone_is_shared_by_processes(tmp_path, capsys):
     assert rows[1, "write"]["latency_s"][0] > 0.05
 
 
+@pytest.mark.slow
+def test_four_processes_share_two_paths_and_each_gets_its_bytes(tmp_path, capsys):
+    rows = bench(tmp_path, capsys, "4", "--simplex", "100,100")["summary"]
+    assert [row["way"] for row in rows] == ["exclusive", "free"]
+    for row in rows:
+        assert [sum(each.values()) for each in row["groups_by_path"]] == [4] * 4
+        assert 0 < row["share_of_formula"]["simplex"] <= 1.01  # a bucket lets nothing through sooner
+        assert 0 < row["fairness"] <= 1
+
+
+@pytest.mark.slow
+def test_sub_groups_leave_a_path_that_is_halved_in_the_middle(tmp_path, capsys):
+    result = bench(tmp_path, capsys, "1", "--simplex", "10,10", "10,10", "--halve", "3", groups=12)
+    (row,) = result["halved"]
+    assert row["path"] == result["paths"][0]
+    assert len(row["seconds"]) == len(row["share_of_formula"]) == 3
+    assert row["groups_of_first"][0] > row["groups_of_first"][-1] >= 3
+
+
+def test_paths_of_their_own_rates_have_shares_of_their_own(tmp_path, capsys):
+    (row,) = bench(tmp_path, capsys, "1", "--predict", "--simplex", "200,200", "100,100", groups=12)["summary"]
+    assert row["share_of_formula"]["simplex"] == pytest.approx(1, rel=0.25)  # it fills and drains
+    assert row["seconds"]["median"] >= 8 * 2 * (1 << 20) / 200e6
+
+
 def test_the_simulator_gives_a_simplex_path_to_processes_at_its_whole_rate(tmp_path, capsys):
     rows = bench(tmp_path, capsys, "1,2", "--predict", "--simplex", "200,100")["summary"]
     assert [row["way"] for row in rows] == ["free", "exclusive", "free"]
@@ -57,10 +82,21 @@ def test_the_simulator_gives_a_simplex_path_to_processes_at_its_whole_rate(tmp_p
     assert 0.8 < rows[2]["fairness"] <= 1
 
 
-@pytest.mark.parametrize("words", [["--predict"], ["--predict", "--apart", "--simplex", "2,1"]])
-def test_what_cannot_be_played_is_refused(tmp_path, capsys, words):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--predict"], "--predict: say with --simplex how fast the paths are, and leave --apart and --halve out"),
+        (["--predict", "--apart", "--simplex", "2,1"], "leave --apart and --halve out"),
+        (["--predict", "--halve", "2", "--simplex", "2,1"], "leave --apart and --halve out"),
+        (["--halve", "2"], "--halve: say with --simplex how fast the paths are"),
+        (["--simplex", "2,1", "3,1"], "once or for each of the folders, as 69,53; got 2,1 3,1"),
+        (["--simplex", "2"], "once or for each of the folders, as 69,53; got 2"),
+        (["--simplex", "2,x"], "--simplex: "),
+    ],
+)
+def test_what_cannot_be_played_is_refused(tmp_path, capsys, words, said):
     assert main(["bench", "tiers", "--tiers", str(tmp_path), *words]) == 2
-    assert "--predict: say with --simplex how fast the paths are, and leave --apart out" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_what_is_no_folder_is_refused(tmp_path, capsys):
