@@ -80,7 +80,7 @@ def _rate(value: object) -> float:
 
 
 def gradients_to_paths(step: Step, paths: list[StoragePath]) -> Arrived:
-    """fp32 gradients of each piece, to the paths by their shares."""
+    """fp32 gradients of each piece, to the paths by their shares, once a step: they add up in host memory."""
     shares = dict(zip(step.pieces, step.divide(step.swapped_states_bytes, step.pieces), strict=True))
 
     def arrived(piece: Piece, task: str) -> list[str]:
@@ -88,7 +88,7 @@ def gradients_to_paths(step: Step, paths: list[StoragePath]) -> Arrived:
             step.add(
                 f"write gradients of {piece.name} to {path.name}",
                 "backward",
-                {f"{path.name}.write": step.work.accumulation * path.share * shares[piece]},
+                {f"{path.name}.write": path.share * shares[piece]},
                 after=(task,),
             )
             for path in paths

@@ -42,19 +42,25 @@ def backward(
     checkpointing) and differentiated, and its gradients go to the host.
 
     `arrived(piece, task)` adds what follows when the gradients of a piece are there, which `task` ends with; the phase
-    ends when the tasks that it returns have ended.
+    ends when the tasks that it returns have ended. Of several accumulated batches that is at the last one.
     """
-    return _through_the_model(step, "backward", step.pieces[::-1], after, weights_wait, stores_checkpoints, arrived)
+    earlier = step.work.accumulation - 1 if arrived is not None else 0
+    backwards = (step, "backward", step.pieces[::-1])
+    if earlier:
+        name = "earlier batches, "
+        after = _through_the_model(*backwards, after, weights_wait, stores_checkpoints, None, earlier, name)
+    last = step.work.accumulation - earlier
+    return _through_the_model(*backwards, after, weights_wait, stores_checkpoints, arrived, last)
 
 
 def gradients_to_ssd(step: Step) -> Arrived:
-    """Gradients go on to the SSD, in the states' dtype and once for each batch: DeepSpeed writes what it has
-    accumulated so far.
+    """Gradients go on to the SSD, in the states' dtype and once a step: DeepSpeed accumulates them in host memory, and
+    writes them in the backward pass of the last batch.
     """
     shares = dict(zip(step.pieces, step.divide(step.swapped_states_bytes, step.pieces), strict=True))
 
     def arrived(piece: Piece, task: str) -> list[str]:
-        needs = {"ssd.write": step.work.accumulation * shares[piece]}
+        needs = {"ssd.write": shares[piece]}
         return [step.add(f"write gradients of {piece.name}", "backward", needs, after=(task,))] if shares[piece] else []
 
     return arrived
@@ -68,13 +74,17 @@ def _through_the_model(
     weights_wait: bool,
     stores_checkpoints: bool,
     arrived: Arrived | None,
+    batches: int = 0,
+    name: str = "",
 ) -> str:
     """The four things that overlap: reads into free buffers, copies to the GPU, products, and what comes back.
 
     A buffer of the pool is taken when a read begins and given back when the GPU is done with the piece, so the pool
-    decides how far reads run ahead. Reads follow one another in the order of use, and so do copies.
+    decides how far reads run ahead. Reads follow one another in the order of use, and so do copies. `batches`: of the
+    accumulated ones (0: all); `name` begins that of each task.
     """
-    work, batches, ranks, back = step.work, step.work.accumulation, step.work.ranks, phase == "backward"
+    work, ranks, back = step.work, step.work.ranks, phase == "backward"
+    batches = batches or work.accumulation
     if work.swaps and weights_wait:
         step.pool(PARAMETER_POOL, step.pool_bytes)
         step.pool(EMBEDDING_BUFFERS, _EMBEDDING_BUFFERS)
@@ -84,23 +94,24 @@ def _through_the_model(
         reads, sources = weights_wait and piece.stored_bytes, []
         if reads:
             needs = {"ssd.read": batches * piece.stored_bytes}
-            name = f"{phase}: read {piece.name}"
-            last_read = step.add(name, phase, needs, after=(last_read,), takes=_buffer(piece))
+            last_read = step.add(
+                f"{name}{phase}: read {piece.name}", phase, needs, after=(last_read,), takes=_buffer(piece)
+            )
             sources.append(last_read)
         if back and stores_checkpoints and piece.checkpoint_bytes:
             needs = {"ssd.read": batches * work.ranks * piece.checkpoint_bytes}
-            last_read = step.add(f"read checkpoint of {piece.name}", phase, needs, after=(last_read,))
+            last_read = step.add(f"{name}read checkpoint of {piece.name}", phase, needs, after=(last_read,))
             sources.append(last_read)
         weights = step.gathered_share * piece.weight_bytes if weights_wait else 0
         kept = piece.checkpoint_bytes if back else 0
         if work.offloads and weights + kept:
             needs = {"pcie0.down": batches * (weights + kept)}
             needs |= step.memory(weights=batches * ranks * weights, activations=batches * ranks * kept)
-            last_copy = step.add(f"{phase}: copy {piece.name}", phase, needs, after=(last_copy, *sources))
+            last_copy = step.add(f"{name}{phase}: copy {piece.name}", phase, needs, after=(last_copy, *sources))
         computed = step.add(
-            f"{phase}: {piece.name}",
+            f"{name}{phase}: {piece.name}",
             phase,
-            {"gpu0": step.products(phase, piece)},
+            {"gpu0": step.products(phase, piece) * batches / work.accumulation},
             after=(last_copy,),
             gives=_buffer(piece) if reads else {},
         )
@@ -110,14 +121,14 @@ def _through_the_model(
             what = "gradients of" if back else "checkpoint of"
             arriving = {"arriving_gradients" if back else "activations": batches * ranks * outward}
             needs = {"pcie0.up": batches * outward, **step.memory(**arriving)}
-            sent = step.add(f"{what} {piece.name}", phase, needs, after=(computed,))
+            sent = step.add(f"{name}{what} {piece.name}", phase, needs, after=(computed,))
             done.append(sent)
             if back and arrived is not None:
                 done += arrived(piece, sent)
             if not back and stores_checkpoints:
                 needs = {"ssd.write": batches * work.ranks * outward}
                 done.append(step.add(f"write checkpoint of {piece.name}", phase, needs, after=(sent,)))
-    return step.add(f"end of {phase}", phase, after=done)
+    return step.add(f"{name}end of {phase}", phase, after=done)
 
 
 def _buffer(piece: Piece) -> dict[str, float]:
