@@ -147,6 +147,7 @@ class Experiments:
             module, more["models"] = "path_twin", []
             line += f" --rates {' '.join(run['paths'])} --ranks {run.get('ranks', 1)}"
             line += "".join(f" --{flag}" for flag in ("simplex", "transfers") if run.get(flag))
+            line += " --accumulate " + " ".join(map(str, run["accumulate"])) if "accumulate" in run else ""
         alone = run["rounds"] > 1 or "paths" in run  # one round is for bytes, but of paths it is their seconds
         return resolved(module, line, run["exhibits"], alone=alone, environments=environments, **more)
 

@@ -90,6 +90,28 @@ def test_one_rank_sees_the_bytes_of_what_ended_together_over_the_time_since_the_
     assert ("mlpoffload-fig05", "read", "bandwidth", "2") not in found
 
 
+def test_accumulated_batches_are_fig_13_and_no_other_figure():
+    points = [
+        {"arm": arm, "accumulation": batches, "forward_s": [0.0], "backward_s": [batches], "optimizer_s": [seconds]}
+        for batches in (1, 4)
+        for arm, seconds in (("zero3", 11.0), ("mlp_offload", 4.0))
+    ]
+    found = values(record(points=points))
+    seconds = {key[1::2]: row["value"] for key, row in found.items() if key[2] == "iteration_time"}
+    assert seconds[rows.ZERO, "1"] == "12"
+    assert seconds[rows.OURS, "4"] == "8"
+    assert float(found["mlpoffload-fig13", "MLP-Offload / ZeRO-3", "speedup_min", ""]["value"]) == 87.5
+    assert {exhibit for exhibit, *_ in found} == {"mlpoffload-fig13"}
+
+
+def test_accumulated_batches_are_points_of_their_own():
+    line = Experiments("workflows/config/experiments.yaml", "paper").runs["times-mlpoffload-accumulation"]["words"]
+    args = path_twin.parse(["--run-id", "x", "--out", "x.json", *shlex.split(line)])
+    assert [at[2:] for at in path_twin.points_of(args)] == [(1,), (4,), (16,)]
+    args.accumulate = []
+    assert [len(at) for at in path_twin.points_of(args)] == [2]
+
+
 def test_processes_that_share_a_drive_are_rows_of_the_raw_rates():
     apart = [{"processes": 2, "direction": "read", "bytes_per_second": [1e9, 3e9, 2e9], "latency_s": [0.1, 0.3, 0.2]}]
     found = values(record(kind="bench", apart=apart))

@@ -1,4 +1,4 @@
-"""An iteration of DeepSpeed and of MLP-Offload's arms over paths of known rates, in turns (Figs. 3, 5, 7-10, 14, 15).
+"""An iteration of DeepSpeed and of MLP-Offload's arms over paths of known rates, in turns (Figs. 3, 5, 7-10, 13-15).
 
 The paths are loop devices that the kernel holds to a rate in each direction (*duplex*); with `--simplex`, or where the
 kernel cannot, folders that a token bucket holds, in DeepNVMe's handle as in our tier (`memascend.bench.paced`).
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
 import time
@@ -28,7 +29,7 @@ from memascend.planner.workload import SwapSizes
 from workflows.played import spec
 from workflows.run import children, provenance
 from workflows.run.training import FREE_SPACE_FACTOR, parser, point
-from workflows.run.turns import ARMS, Arm, rounds, started, write
+from workflows.run.turns import ARMS, POINT, Arm, rounds, started, write
 from workflows.run.validation import machine_of
 
 REFERENCE = Path("results/reference")
@@ -39,6 +40,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     own["rounds"] = {"type": int, "default": 3, "help": "measured rounds: a step of each arm"}
     own["rates"] = {"nargs": "+", "required": True, "metavar": "READ/WRITE", "help": "MB/s of each path"}
     own["ranks"] = {"help": "processes of an arm"}
+    own["accumulate"] = {"nargs": "+", "type": int, "default": [], "help": "batches before an update: a point of each"}
     own["transfers"] = {"action": "store_true", "help": "keep those of each update: direction, begin, end, bytes"}
     own["simplex"] = {"action": "store_true", "help": "reads and writes of a path share its rate"}
     own["predict"] = {"action": "store_true", "help": "simulate only, and write the modelled record"}
@@ -72,17 +74,24 @@ def predicted(args: argparse.Namespace, arms: list[Arm], twin: ModelSpec) -> lis
     ]
     where, costs = machine_of(found, found["points"][0], described={"paths": paths})
     points = []
-    for arm in arms:
-        zero, (tokens, batch) = arm.config["zero_optimization"], point(args.points[0])
+    for arm, (tokens, batch, *more) in itertools.product(arms, points_of(args)):
+        zero, batches = arm.config["zero_optimization"], (more or [1])[0]
         buffers = zero["offload_optimizer"].get("buffer_count", 1)  # none where the states stay in host memory
         sizes = SwapSizes(sub_group_size=zero["sub_group_size"], optimizer_buffers=buffers, bounce_buffers=False)
         words = {"system": arm.system_name, "arm": arm.arm, "dtype": arm.dtype}
-        work = Workload(spec=twin, batch=batch, context=tokens, sizes=sizes, ranks=args.ranks, **words)
+        size = {"batch": batch, "context": tokens, "ranks": args.ranks, "accumulation": batches}
+        work = Workload(spec=twin, sizes=sizes, **size, **words)
         made, moved = step_time(work, where, calibrations=costs), io_volume(work)
         seconds = {"bytes_read": [moved.total_read_bytes], "bytes_written": [moved.total_write_bytes]}
         seconds |= {f"{phase.name}_s": [phase.seconds] for phase in made.phases}
-        points.append({"sequence": tokens, "batch": batch, **arm.labels, "step_s": [made.seconds], **seconds})
+        at = dict(zip(POINT, (tokens, batch, *more), strict=False))
+        points.append({**at, **arm.labels, "step_s": [made.seconds], **seconds})
     return points
+
+
+def points_of(args: argparse.Namespace) -> list[tuple[int, ...]]:
+    at = point(args.points[0])
+    return [(*at, batches) for batches in args.accumulate] or [at]
 
 
 @contextlib.contextmanager
@@ -109,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     parameters = sum(tensor.numel for tensor in twin.tensors())
     deadline = time.monotonic() + args.time_limit
     fields: dict[str, Any] = {"rates": args.rates, "duplex": not args.simplex, "ranks": args.ranks}
-    fields |= {"points_requested": [list(point(args.points[0]))]}
+    fields |= {"points_requested": [list(each) for each in points_of(args)]}
     with places(args, len(args.arms) * FREE_SPACE_FACTOR * parameters * 9 // 8 + (1 << 30)) as (folders, held, devices):
         args.nvme, args.paths = str(folders[0]), folders
         if args.predict:
@@ -123,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
                 fields["status"] = "timeout"
                 for arm in arms:
                     arm.wait_until_ready(deadline)
-                fields["points"] = rounds(arms, [point(args.points[0])], args.rounds, deadline)
+                fields["points"] = rounds(arms, points_of(args), args.rounds, deadline)
                 fields["status"] = "ok"
             fields["direct_bytes"] = sum(device.direct_bytes for device in devices) - before
             fields["held_by"] = "the kernel" if devices else "a token bucket"

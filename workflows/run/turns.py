@@ -17,7 +17,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +28,7 @@ from workflows import staleness
 from workflows.run import children, provenance
 from workflows.run.training import job_of, parser, point, require_results_folder, require_space, sizes_of
 
+POINT = ("sequence", "batch", "accumulation")
 WARM_UP_STEPS = 2  # the first makes the Adam states, the second the prefetcher's records
 
 
@@ -124,9 +125,9 @@ class Arm:
                 raise RuntimeError(f"arm {self.name} ended early:\n{log[-3000:]}")
         return lines
 
-    def step(self, sequence: int, batch: int, deadline: float) -> dict[str, Any]:
+    def step(self, point: Sequence[int], deadline: float) -> dict[str, Any]:
         for turns in self.turns:
-            turns.write(f"{sequence} {batch}\n")
+            turns.write(f"{' '.join(map(str, point))}\n")
         return of_ranks([json.loads(line) for line in self.wait_lines(deadline)])
 
     def end(self) -> None:
@@ -158,21 +159,22 @@ def of_ranks(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rounds(
-    arms: list[Arm], points: list[tuple[int, int]], count: int, deadline: float, warm_up: int = WARM_UP_STEPS
+    arms: list[Arm], points: Sequence[tuple[int, ...]], count: int, deadline: float, warm_up: int = WARM_UP_STEPS
 ) -> list[dict[str, Any]]:
-    """Every step of every arm at every point, after `warm_up` rounds; the order of the arms turns round in each."""
+    """Every step of every arm at every point (tokens, batch, and perhaps accumulated batches), after `warm_up` rounds;
+    the order of the arms turns round in each."""
     out = []
-    for sequence, batch in points:
+    for at in points:
         steps: dict[str, list[dict[str, float]]] = {arm.name: [] for arm in arms}
         for number in range(warm_up + count):
             for arm in arms if number % 2 else reversed(arms):
-                measured = arm.step(sequence, batch, deadline)
+                measured = arm.step(at, deadline)
                 if number >= warm_up:
                     steps[arm.name].append(measured)
         warm_up = 1
         for arm in arms:
             series = {name: [step[name] for step in steps[arm.name]] for name in steps[arm.name][0]}
-            out.append({"sequence": sequence, "batch": batch, **arm.labels, **series})
+            out.append({**dict(zip(POINT, at, strict=False)), **arm.labels, **series})
     return out
 
 

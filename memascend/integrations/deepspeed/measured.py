@@ -251,18 +251,25 @@ class MeasuredTraining:
         result["warm_up_steps"] = warm_up
         result["skipped_steps"] = int(self.engine.skipped_steps)
 
-    def _step(self, step: int, sequence: int, batch: int) -> None:
-        """One training step (counted from 1), its phases named after it."""
-        ids = self._ids(sequence, batch, step - 1)
+    def _step(self, step: int, sequence: int, batch: int, batches: int = 0) -> None:
+        """One training step (counted from 1), its phases named after it; of so many accumulated batches (0: of as many
+        as the configuration says, which is one)."""
+        if batches:
+            once = self.engine.train_micro_batch_size_per_gpu() * self.engine.dp_world_size
+            self.engine.set_train_batch_size(batches * once)
         self.enabled.io.reset()
-        with self.phases(f"step{step}-forward", "device"), phase(self.recorder, "forward"):
-            loss = self.engine(input_ids=ids, labels=ids).loss
-        self.result["losses"].append(loss.detach().float().item())
-        with self.phases(f"step{step}-backward", "device"), phase(self.recorder, "backward"):
-            self.engine.backward(loss)
-        del loss
-        with self.phases(f"step{step}-optimizer", "host"), phase(self.recorder, "optimizer"):
-            self.engine.step()
+        for number in range(batches or 1):
+            if batches:
+                self.engine.set_gradient_accumulation_boundary(number == batches - 1)
+            ids = self._ids(sequence, batch, (step - 1) * (batches or 1) + number)
+            with self.phases(f"step{step}-forward", "device"), phase(self.recorder, "forward"):
+                loss = self.engine(input_ids=ids, labels=ids).loss
+            self.result["losses"].append(loss.detach().float().item())
+            with self.phases(f"step{step}-backward", "device"), phase(self.recorder, "backward"):
+                self.engine.backward(loss)
+            del loss
+            with self.phases(f"step{step}-optimizer", "host"), phase(self.recorder, "optimizer"):
+                self.engine.step()
         self.result["io_steps"].append(vars(self.enabled.io).copy())
 
     def _ids(self, sequence: int, batch: int, step: int, held_out: bool = False) -> Any:
@@ -292,7 +299,8 @@ class MeasuredTraining:
         self.result.setdefault("evaluation", []).append({"step": step, "loss": sum(losses) / len(losses)})
 
     def _take_turns(self) -> None:
-        """Steps on request: a line with sequence and batch comes in, one with what the step took goes out."""
+        """Steps on request: a line with sequence, batch and perhaps how many batches are accumulated comes in, one with
+        what the step took goes out."""
         self.result["points"] = []
         if self.job["record_step"]:
             from memascend.integrations.deepspeed.recorded import record_step
@@ -305,11 +313,11 @@ class MeasuredTraining:
                 if line.startswith("save "):
                     done.write(json.dumps(self._save(*line.split()[1:])) + "\n")
                     continue
-                sequence, batch = map(int, line.split())
-                self._step(step, sequence, batch)
-                io = self.result["io_steps"][-1]
-                names = ("forward_s", "backward_s", "optimizer_s")
-                took = {name: p["seconds"] for name, p in zip(names, self.phases.rows[-3:], strict=True)}
+                before = len(self.phases.rows)
+                self._step(step, *map(int, line.split()))
+                io, took = self.result["io_steps"][-1], dict.fromkeys(("forward_s", "backward_s", "optimizer_s"), 0.0)
+                for row in self.phases.rows[before:]:
+                    took[f"{row['name'].partition('-')[2]}_s"] += row["seconds"]
                 took |= {name: io[name] for name in ("bytes_read", "bytes_written")}
                 if paths := self.enabled.store.paths_report() if self.enabled.store is not None else []:
                     begin = time.monotonic()  # what others' steps would share the drives with; DeepSpeed leaves nothing

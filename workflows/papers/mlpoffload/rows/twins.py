@@ -1,4 +1,4 @@
-"""Figs. 3, 5, 7 to 10, 14 and 15 measured: iterations of a time twin over paths of known rates, by one rank or more.
+"""Figs. 3, 5, 7 to 10 and 13 to 15 measured: iterations of a time twin over paths of known rates, by one rank or more.
 
 The records are those of workflows.run.path_twin. Seconds are the twin's own. A record has what the simulator predicted
 for the same rates, where the machine's own rates are known. DeepSpeed and MLP-Offload are in every record, the arms
@@ -23,6 +23,9 @@ PHASES = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "upda
 
 def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
     for record in records:
+        if any("accumulation" in point for point in record["points"]):
+            yield from _accumulated(record)
+            continue
         arms = {point["arm"]: point for point in record["points"] if point.get("system") != IN_MEMORY}
         seconds = {arm: median(step_seconds(point)) for arm, point in arms.items()}
         ranks = record.get("ranks", 1)
@@ -46,6 +49,19 @@ def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
         if "transfers" in arms[ARMS[ZERO]]:
             yield from _shares_of_io(record, arms[ARMS[ZERO]], at)
             yield from _by_sub_group(record, arms[ARMS[ZERO]], at)
+
+
+def _accumulated(record: dict[str, Any]) -> Iterator[Row]:
+    """Fig. 13: seconds by sequences before an update, and the least of the gains."""
+    at, gains = {"model": record["model"], "testbed": measured_on(record)}, []
+    seconds = {(each["arm"], each["accumulation"]): median(step_seconds(each)) for each in record["points"]}
+    for batches in sorted({number for _, number in seconds}):
+        for series in (ZERO, OURS):
+            value, cells = seconds[ARMS[series], batches], at | {"series": series, "x": ("batch", batches)}
+            yield of_record(record, "mlpoffload-fig13", "iteration_time", value, "s", **cells)
+        gains.append(100 * (seconds[ARMS[ZERO], batches] / seconds[ARMS[OURS], batches] - 1))
+    cells = at | {"series": f"{OURS} / ZeRO-3"}
+    yield of_record(record, "mlpoffload-fig13", "speedup_min", min(gains), "% faster", **cells)
 
 
 def _phases(record: dict[str, Any], point: dict[str, Any], at: dict[str, str]) -> Iterator[Row]:
