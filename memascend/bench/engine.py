@@ -18,6 +18,7 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -84,10 +85,13 @@ def measure(options: EngineBench) -> dict[str, Any]:
         raise ValueError("--cores split: products and all else want a core each, and here is one: use --cores shared")
     _spec(options)
     asked = asdict(options) | {"folder": str(options.folder)}
-    command = [sys.executable, "-m", "memascend.bench.engine", json.dumps(asked)]
     threads = 1 if options.cores == "split" else options.threads
     environment = {**MALLOC, **os.environ, "OMP_NUM_THREADS": str(threads)}  # as train's ranks have it
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    # Of its own, so that what a killed benchmark has left stands in no other's way.
+    with tempfile.TemporaryDirectory(prefix="bench-engine-", dir=options.folder) as own:
+        command = [sys.executable, "-m", "memascend.bench.engine", json.dumps(asked | {"folder": own})]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"the benchmark's process ended with status {done.returncode}: see its error above")
     found = json.loads(done.stdout)

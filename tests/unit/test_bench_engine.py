@@ -2,9 +2,12 @@
 
 import json
 import os
+import subprocess
+from pathlib import Path
 
 import pytest
 
+from memascend.bench import engine
 from memascend.cli import main
 
 
@@ -32,6 +35,22 @@ def test_one_core_is_not_split(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().err.strip()
     assert said.endswith("--cores split: products and all else want a core each, and here is one: use --cores shared")
     assert "\n" not in said
+
+
+def test_what_a_killed_benchmark_has_left_stands_in_no_other_s_way(tmp_path, monkeypatch):
+    (tmp_path / "optimized").mkdir()
+    folders = []
+
+    def ran(command, **_):
+        folders.append(Path(json.loads(command[-1])["folder"]))
+        assert list(folders[-1].iterdir()) == []
+        return subprocess.CompletedProcess(command, 0, stdout=json.dumps({"points": []}))
+
+    monkeypatch.setattr(engine.subprocess, "run", ran)
+    for _ in range(2):
+        engine.measure(engine.EngineBench(model="qwen2.5-7b", folder=tmp_path, twin=16))
+    assert len(set(folders)) == 2
+    assert list(tmp_path.iterdir()) == [tmp_path / "optimized"]
 
 
 @pytest.mark.slow  # a process of its own
