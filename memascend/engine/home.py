@@ -119,9 +119,9 @@ class StateHome:
     ) -> StateHome:
         """Of a process that ended, or was killed. Raises NotThisModel for another owner's, StorageError."""
         folder = Path(folder)
-        block = _C.storage_superblock(str(folder / _FILE))
-        if block is None or block["owner"] != owner:
-            what = "no states" if block is None else f"states of {block['owner']!r}"
+        found = owner_of(folder)
+        if found != owner:
+            what = "no states" if found is None else f"states of {found!r}"
             raise NotThisModel(f"{folder} holds {what}, and {owner!r} was asked for: remove it, or name another folder")
         return cls(folder, owner, _config(folder, config), faults)
 
@@ -283,6 +283,12 @@ def is_home(folder: str | os.PathLike[str]) -> bool:
     return (Path(folder) / _FILE).is_file()
 
 
+def owner_of(folder: str | os.PathLike[str]) -> str | None:
+    """What the states in the folder are of; None: there are none."""
+    block = _C.storage_superblock(str(Path(folder) / _FILE))
+    return None if block is None else block["owner"]
+
+
 def kept_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """What was kept with the last completed step of whatever home is in the folder; empty where nothing was. A step
     that `resume` is going to complete counts as completed.
@@ -290,10 +296,10 @@ def kept_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
     Raises ValueError where another process uses it, TornStates.
     """
     folder = Path(folder)
-    block = _C.storage_superblock(str(folder / _FILE))
-    if block is None:
+    owner = owner_of(folder)
+    if owner is None:
         return {}
-    home = StateHome(folder, block["owner"], _config(folder, None))
+    home = StateHome(folder, owner, _config(folder, None))
     try:
         kept = home.completed() or {}
         return kept.get("redo", kept).get("facts", {})

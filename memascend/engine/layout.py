@@ -164,6 +164,12 @@ class Layout:
         return weights + [self.states_numel(piece) * self.states.itemsize for piece in self.pieces]
 
     @property
+    def earlier_piece_elements(self) -> int:
+        """What `make_layout` took by default when a small model's largest block still went by two pieces."""
+        blocks = [unit.numel for unit in self.units if unit.kind is Kind.BLOCK]
+        return min(PIECE_ELEMENTS, max(blocks, default=PIECE_ELEMENTS))
+
+    @property
     def digest(self) -> str:
         """The same for two layouts that can read each other's tier."""
         what = [str(self.weights), str(self.states)]
@@ -187,8 +193,8 @@ def make_layout(
     states: torch.dtype = torch.float32,
     piece_elements: int | None = None,
 ) -> Layout:
-    """`order`: (name, elements) of all trained parameters in the model's order. `piece_elements`: of a piece at most
-    (default: those of the largest block, but no more than `PIECE_ELEMENTS`)."""
+    """`order`: (name, elements) of all trained parameters in the model's order. `piece_elements`: of a piece at most,
+    in whole steps of sums (default: the largest block as one piece, but no more than `PIECE_ELEMENTS`)."""
     units = list(units)
     first, place = {}, 0
     for name, numel in order:
@@ -196,7 +202,7 @@ def make_layout(
         place += numel
     if piece_elements is None:
         blocks = [sum(torch.Size(shape).numel() for _, shape, _ in u.parameters) for u in units if u.kind is Kind.BLOCK]
-        piece_elements = min(PIECE_ELEMENTS, max(blocks, default=PIECE_ELEMENTS))
+        piece_elements = min(PIECE_ELEMENTS, max(blocks, default=PIECE_ELEMENTS) + SUM_ELEMENTS - 1)
     limit = max(SUM_ELEMENTS, piece_elements // SUM_ELEMENTS * SUM_ELEMENTS)
     made = tuple(each for unit in units for each in _cut_by_rows(unit, first, limit))
     return Layout(units=made, weights=weights, states=states, order=tuple(name for name, _ in order))

@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from memascend.engine.home import NotThisModel, StateHome
+from memascend.engine.home import NotThisModel, StateHome, owner_of
 from memascend.engine.layout import Layout
 from memascend.engine.one_version import beside, versions_for
 from memascend.engine.options import EngineOptions
@@ -66,6 +66,11 @@ def kept_home(
         home.close()
         raise
     return home, replace(options, versions=kept.get("versions", 2), redo=kept.get("redoes", True)), kept
+
+
+def lies_as(folder: str | os.PathLike[str], owner: str, layout: Layout) -> bool:
+    """Whether the states in the folder are those of this layout."""
+    return owner_of(folder) == owned_by(owner, layout)
 
 
 def owned_by(owner: str, layout: Layout) -> str:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,10 +28,10 @@ from memascend.engine.contents import TierContents
 from memascend.engine.home import StateHome
 from memascend.engine.hooks import HookedRuntime, ModelHooks
 from memascend.engine.inputs import KeptInput, KeptInputs
-from memascend.engine.layout import Part, Unit
+from memascend.engine.layout import Layout, Part, Unit
 from memascend.engine.limit import Limit
 from memascend.engine.one_version import Redo, beside
-from memascend.engine.opening import kept_home, new_home
+from memascend.engine.opening import kept_home, lies_as, new_home
 from memascend.engine.operators import Taken
 from memascend.engine.options import EngineOptions
 from memascend.engine.profile import StepProfile
@@ -196,7 +197,7 @@ class StreamingEngine(HookedRuntime):
         model or layout, or no completed step; TornStates.
         """
         options = options or EngineOptions()
-        units = _units(model, blocks, options)
+        units = _kept_units(model, blocks, options, lambda layout: lies_as(folder, owner, layout))
         home, options, kept = kept_home(folder, owner, units.layout, options, config, faults)
         try:
             engine = cls(model, units, home, groups, options, allocator or PageAlignedPinnedAllocator())
@@ -630,3 +631,15 @@ def _units(model: nn.Module, blocks: Sequence[nn.Module] | None, options: Engine
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         raise NotStreamable("the streaming engine computes on the CPU so far: leave the model there (model.cpu())")
     return ModelUnits(model, blocks, states=options.states, piece_elements=options.piece_elements)
+
+
+def _kept_units(
+    model: nn.Module, blocks: Sequence[nn.Module] | None, options: EngineOptions, is_kept: Callable[[Layout], bool]
+) -> ModelUnits:
+    """As the home has them, which may be cut as by an earlier version of this library."""
+    units = _units(model, blocks, options)
+    if options.piece_elements is None and not is_kept(units.layout):
+        earlier = replace(options, piece_elements=units.layout.earlier_piece_elements)
+        cut_so = _units(model, blocks, earlier)
+        return cut_so if is_kept(cut_so.layout) else units
+    return units

@@ -377,6 +377,22 @@ def test_a_run_goes_on_from_its_last_completed_step_to_the_same_bits(tmp_path):
         StreamingEngine.resume(other, tmp_path / "home", groups(other))
 
 
+@pytest.mark.parametrize("chosen", [{}, {"versions": 1}], ids=["two versions", "one version"])
+def test_states_that_an_earlier_version_cut_into_more_pieces_go_on_to_the_same_bits(tmp_path, chosen):
+    data, theirs = batches(4), model(depth=2, hidden=128)
+    ours, again = (model(seed=seed, depth=2, hidden=128) for seed in (0, 5))
+    now = ModelUnits(ours).layout
+    assert [len(unit.pieces) for unit in now.units if unit.kind is Kind.BLOCK] == [1, 1]
+    engine = streamed(ours, tmp_path, piece_elements=now.earlier_piece_elements, **chosen)
+    assert [len(unit.pieces) for unit in engine.layout.units if unit.kind is Kind.BLOCK] == [2, 2]
+    first = train(ours, engine, data[:2])
+    engine.close()
+    engine, _ = StreamingEngine.resume(again, tmp_path / "home", groups(again), EngineOptions(**chosen))
+    assert first + train(again, engine, data[2:]) == train_in_memory(theirs, data)
+    assert_equal(engine, theirs)
+    engine.close()
+
+
 def test_a_step_with_an_infinite_gradient_changes_nothing(tmp_path):
     ours, theirs = model(), model()
     engine = streamed(ours, tmp_path)
