@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -159,15 +159,17 @@ class _Way:
         self.optimizer = home.optimizer(torch.optim.AdamW, options=chosen, **settings)
         self.engine = home.engine
 
-    def step(self, ids: torch.Tensor) -> dict[str, Any]:
+    def step(self, ids: torch.Tensor, cores: Sequence[int] = ()) -> dict[str, Any]:
+        """`cores`: the first one is the products' device; what a streamed step does after backward is the others'."""
         moved = self.engine.transferred if self.engine is not None else (0, 0)
         times = [time.perf_counter()]
         loss = self.model(input_ids=ids, labels=ids).loss
         times.append(time.perf_counter())
         loss.backward()
         times.append(time.perf_counter())
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        with _on(cores[1:] if self.engine is not None else ()):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         times.append(time.perf_counter())
         phases = {name: after - before for name, before, after in zip(PHASES, times[:-1], times[1:], strict=True)}
         found = {"seconds": times[-1] - times[0], **phases, "losses": float(loss.detach()), "read": 0, "written": 0}
@@ -180,8 +182,8 @@ class _Way:
         found["swapping"] = asdict(decision) if decision is not None else None
         return found | {"bottleneck": limit.bottleneck if limit is not None else None}
 
-    def traced(self, ids: torch.Tensor) -> list[dict[str, Any]]:
-        """Events of a step, from its begin on."""
+    def traced(self, ids: torch.Tensor, cores: Sequence[int] = ()) -> list[dict[str, Any]]:
+        """Events of a step, from its begin on. `cores`: as of `step`."""
         from memascend.integrations.engine_trace import record_engine
         from memascend.simulator.recorder import Recorder, from_zero
 
@@ -191,7 +193,7 @@ class _Way:
             loss = self.model(input_ids=ids, labels=ids).loss
         with recorder.phase("backward"):
             loss.backward()
-        with recorder.phase("optimizer"):
+        with recorder.phase("optimizer"), _on(cores[1:]):
             self.optimizer.step()
         return [asdict(event) for event in from_zero(recorder.take())]
 
@@ -217,7 +219,7 @@ def take_turns(asked: dict[str, Any], turn_fd: int, done_fd: int) -> dict[str, A
 def _worker(asked: dict[str, Any]) -> dict[str, Any]:
     options = EngineBench(**asked | {name: tuple(asked[name]) for name in ("contexts", "ways")})
     options = replace(options, folder=Path(options.folder))
-    allowed = sorted(os.sched_getaffinity(0))
+    split = sorted(os.sched_getaffinity(0)) if options.cores == "split" else ()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     adamw = _updates_rate(_DTYPES[options.dtype])
     points: dict[tuple[int, str], dict[str, Any]] = {}
@@ -231,14 +233,14 @@ def _worker(asked: dict[str, Any]) -> dict[str, Any]:
             for number in range(_WARM_UP + options.repeats):
                 ids = torch.randint(0, vocab, (1, context), generator=generator)
                 for way in order.sample(options.ways, len(options.ways)):
-                    if options.cores == "split":
-                        _split(allowed)
-                    found = ways[way].step(ids)
+                    if split:
+                        _split(split)
+                    found = ways[way].step(ids, split)
                     mine = points.setdefault((context, way), {"context": context, "method": way})
                     for name, value in found.items() if number >= _WARM_UP else ():
                         mine.setdefault(name, []).append(value)
         if options.trace:
-            traces = {way: ways[way].traced(ids) for way in options.ways if way != "memory"}
+            traces = {way: ways[way].traced(ids, split) for way in options.ways if way != "memory"}
         late = {"late_share": server.late_share} if server is not None else {}
     return {"adamw": adamw, "points": list(points.values()), **late} | ({"traces": traces} if traces else {})
 
@@ -256,7 +258,18 @@ def _updates_rate(dtype: torch.dtype) -> float:
     return _ADAMW_ELEMENTS / best
 
 
-def _split(cores: list[int]) -> None:
+@contextmanager
+def _on(cores: Sequence[int]) -> Iterator[None]:
+    """This thread is on these cores meanwhile, if there are any."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _split(cores: Sequence[int]) -> None:
     """This thread has the first core; the process's others, whoever has begun them, have the rest."""
     for task in map(int, os.listdir("/proc/self/task")):
         with suppress(ProcessLookupError):

@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from memascend.bench import engine
 from memascend.cli import main
@@ -51,6 +53,30 @@ def test_what_a_killed_benchmark_has_left_stands_in_no_other_s_way(tmp_path, mon
         engine.measure(engine.EngineBench(model="qwen2.5-7b", folder=tmp_path, twin=16))
     assert len(set(folders)) == 2
     assert list(tmp_path.iterdir()) == [tmp_path / "optimized"]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="products and all else have a core each")
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "memory"])
+def test_split_cores_give_the_update_after_backward_to_the_host_s(streamed):
+    device, host = sorted(os.sched_getaffinity(0))[:2]
+    at_work = {}
+
+    def says(what):
+        return lambda **_: at_work.update({what: os.sched_getaffinity(0)})
+
+    way = object.__new__(engine._Way)
+    way.engine = SimpleNamespace(transferred=(0, 0), limit=None, decision=None) if streamed else None
+    weight = torch.ones((), requires_grad=True)
+    way.model = lambda **_: says("forward")() or SimpleNamespace(loss=weight * 1.0)
+    way.optimizer = SimpleNamespace(step=says("update"), zero_grad=lambda: None)
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {device})
+        way.step(torch.zeros(1, 1, dtype=torch.long), [device, host])
+        assert os.sched_getaffinity(0) == {device}
+    finally:
+        os.sched_setaffinity(0, before)
+    assert at_work == {"forward": {device}, "update": {host if streamed else device}}
 
 
 @pytest.mark.slow  # a process of its own
