@@ -60,12 +60,11 @@ def throttled_paths(folder: Path, rates: Sequence[int], size_bytes: int = 512 <<
     with contextlib.ExitStack() as stack:
         group = CONTROLLER / f"memascend-{os.getpid()}"
         group.mkdir()
-        stack.callback(group.rmdir)
+        stack.callback(_dissolve, group)
         paths = [stack.enter_context(_mounted(folder / f"path{n}", group, size_bytes)) for n in range(len(rates))]
         for path, rate in zip(paths, rates, strict=True):
             path.limit(rate)
         (group / "cgroup.procs").write_text(str(os.getpid()))
-        stack.callback((CONTROLLER / "cgroup.procs").write_text, str(os.getpid()))
         yield paths
 
 
@@ -89,8 +88,16 @@ def limited_cpu() -> Iterator[Callable[[float], None]]:
         (group / "cgroup.procs").write_text(str(os.getpid()))
         yield lambda share: _write_quota(group, share)
     finally:
-        (CPU_CONTROLLER / "cgroup.procs").write_text(str(os.getpid()))
-        group.rmdir()
+        _dissolve(group)
+
+
+def _dissolve(group: Path) -> None:
+    """Its processes, of which some may outlive us (an interrupted run's children), go on without limits."""
+    while members := (group / "cgroup.procs").read_text().split():
+        for member in members:
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                (group.parent / "cgroup.procs").write_text(member)
+    group.rmdir()
 
 
 def _write_quota(group: Path, share: float) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -64,6 +67,34 @@ def test_a_share_of_a_cpu_is_held_to_by_the_kernel():
         pytest.skip(str(reason))
     assert int(counted["nr_throttled"]) > 0
     assert not list(throttled.CPU_CONTROLLER.glob(f"memascend-{os.getpid()}"))
+
+
+def _throttled_paths(folder):
+    return throttled.throttled_paths(folder, [0])
+
+
+def _limited_cpu(folder):
+    return throttled.limited_cpu()
+
+
+@pytest.mark.parametrize("limits", [_throttled_paths, _limited_cpu])
+def test_an_interrupted_run_leaves_no_group_behind_while_its_child_lives_on(tmp_path, limits):
+    child = None
+    try:
+        with contextlib.suppress(KeyboardInterrupt), limits(tmp_path):
+            child = subprocess.Popen(["sleep", "60"])
+            raise KeyboardInterrupt
+        groups = [root / f"memascend-{os.getpid()}" for root in (throttled.CONTROLLER, throttled.CPU_CONTROLLER)]
+        assert not any(group.exists() for group in groups)
+        assert child.poll() is None
+        assert f"memascend-{os.getpid()}" not in Path(f"/proc/{child.pid}/cgroup").read_text()
+        assert not list(tmp_path.iterdir())
+    except throttled.CannotThrottleError as reason:
+        pytest.skip(str(reason))
+    finally:
+        if child is not None:
+            child.kill()
+            child.wait()
 
 
 @pytest.mark.parametrize("share", ["0.05", "-1"])
