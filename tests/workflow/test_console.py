@@ -151,9 +151,11 @@ def test_a_compact_record_gives_the_same_rows_and_says_what_the_run_took(tmp_pat
 
 
 def test_a_compact_record_has_no_folder_of_the_machine_that_measured_it() -> None:
-    record = {"kind": "bench", "options": {"folder": "/mnt/run-1/drive", "model": "llama3.2-1b", "contexts": [256]}}
-    assert reference.compact(record)["options"] == {"folder": "drive", "model": "llama3.2-1b", "contexts": [256]}
-    assert record["options"]["folder"] == "/mnt/run-1/drive"
+    folders = {"folder": "/mnt/run-1/drive", "tiers": ["/mnt/a", "/mnt/run-1/b"]}
+    record = {"kind": "bench", "options": {**folders, "model": "llama3.2-1b", "contexts": [256]}}
+    kept = {"folder": "drive", "tiers": ["a", "b"], "model": "llama3.2-1b", "contexts": [256]}
+    assert reference.compact(record)["options"] == kept
+    assert folders.items() <= record["options"].items()
 
 
 def test_a_machine_without_a_name_or_a_changed_tree_is_no_reference(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -36,7 +36,9 @@ def compact(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_folder(value: Any) -> Any:
-    """An absolute path's name, any other value as it is."""
+    """An absolute path's name, also in a list; any other value as it is."""
+    if isinstance(value, list):
+        return [without_folder(each) for each in value]
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
