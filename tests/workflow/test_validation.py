@@ -26,8 +26,11 @@ FOUND = {
 
 
 def traces(folder: Path, point: dict, run: validation.Run, own_s: dict, slower: float) -> None:
-    """As if each step had taken `slower` times what is simulated, but for one that something held up."""
+    """As if each step had taken `slower` times what is simulated, but for one that something held up; the last of the
+    updates in a backward pass are waited for after it."""
     simulated = validation.simulated_s(FOUND, point, run, own_s)
+    if run == validation.UPDATES_IN_BACKWARD:
+        simulated |= {"backward": 0.75 * simulated["backward"], "optimizer": 0.25 * simulated["backward"]}
     for path in validation.traces_of(folder, run, point["k"], point["context"], point["batch"]):
         at, events = 0.0, []
         for phase in (phase for phase in simulated if phase != "step"):

@@ -5,8 +5,9 @@ both, all others the first. Other rates come from micro-benchmarks alone: a deco
 output matrix and loss by themselves, AdamW's benchmark, a try of memory; and for what the runtime takes for itself the
 same system on a model so small that this is most of its step, less what is simulated for it. Never from the steps that
 are judged. A phase that is not simulated (the update of a system that keeps its states on the device) is in no row, and
-in no step. `--stage rates` and `--stage steps` measure (keep the machine free of other work, three minutes each),
-`--stage judge` simulates and writes the record.
+in no step; where updates are simulated in the backward pass, those that are left after it count as backward. `--stage
+rates` and `--stage steps` measure (keep the machine free of other work, three minutes each), `--stage judge` simulates
+and writes the record.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ RUNS: dict[Run, dict[str, Any]] = {
 }
 # DeepSpeed's configuration of the pipelined arm has as many buffers as MLP-Offload's (baselines/mlp_offload/system.py).
 SIZES = {("mlp_offload", "zero3"): SwapSizes(optimizer_buffers=held_buffers(False, held_for(2)))}
+UPDATES_IN_BACKWARD = ("lohan", "optimized")
 PHASES = ("forward", "backward", "optimizer")
 MODEL, DTYPE = "llama3.2-1b", "bf16"
 # (k, tokens a sequence, sequences): one bound by storage, one by products.
@@ -155,9 +157,11 @@ def rates(folder: Path, paths: dict[str, str]) -> dict[str, Any]:
 # -- what is simulated -------------------------------------------------------------------------------------------------
 
 
-def seconds_of(traces: list[Path], phases: Collection[str]) -> dict[str, float]:
+def seconds_of(traces: list[Path], run: Run, phases: Collection[str]) -> dict[str, float]:
     """Median seconds of each of the phases, and of all of them together."""
     steps = [step_of_trace(*read_trace(trace)).phase_s for trace in traces]
+    if run == UPDATES_IN_BACKWARD:
+        steps = [step | {"backward": step["backward"] + step.get("optimizer", 0.0)} for step in steps]
     steps = [{phase: step.get(phase, 0.0) for phase in phases} for step in steps]
     steps = [step | {"step": sum(step.values())} for step in steps]
     return {name: statistics.median(step[name] for step in steps) for name in steps[0]}
@@ -198,7 +202,7 @@ def simulated_s(found: dict[str, Any], point: dict[str, Any], run: Run, own_s: d
 def own_seconds(folder: Path, found: dict[str, Any], run: Run) -> dict[str, float]:
     """What a phase of the tiny model takes beyond what is simulated for it."""
     simulated = simulated_s(found, found["tiny"], run, {})
-    measured = seconds_of(traces_of(folder, run, *TINY), simulated.keys() - {"step"})
+    measured = seconds_of(traces_of(folder, run, *TINY), run, simulated.keys() - {"step"})
     return {phase: max(0.0, measured[phase] - simulated[phase]) for phase in PHASES if phase in simulated}
 
 
@@ -229,7 +233,7 @@ def _rows(folder: Path, found: dict[str, Any], run: Run, own_s: dict[str, float]
             continue
         simulated = simulated_s(found, point, run, own_s)
         phases = [phase for phase in PHASES if phase in simulated]
-        measured = seconds_of(traces_of(folder, run, **sizes), phases)
+        measured = seconds_of(traces_of(folder, run, **sizes), run, phases)
         for phase in (*phases, "step"):
             yield {
                 "system": run[0],
