@@ -79,10 +79,7 @@ def derived(data: pd.DataFrame, how: str, names: Any, metric: str | None) -> pd.
     keys = ["model", "lane", "ranks", *({"series", "metric"} - {column})]
     whole = data[data[column] == first].drop_duplicates(keys).set_index(keys)["number"]
     rest = data[(data[column] == second) & data["number"].notna()].copy()
-    below = pd.Series(
-        [whole.get(tuple(row[key] for key in keys)) for _, row in rest.iterrows()], rest.index, dtype=float
-    )
-    part = rest["number"]
+    part, below = rest["number"], whole.reindex(pd.MultiIndex.from_frame(rest[keys])).to_numpy()
     rest["number"] = {
         "less": 100 * (1 - part / below),
         "remains": 100 * part / below,
