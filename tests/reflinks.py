@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 
 _IMAGE_BYTES = 512 << 20  # sparse; XFS wants 300 MiB
-_MAKE = (("mkfs.xfs", "-q", "-m", "reflink=1"), ("mkfs.btrfs", "-q"))
+_MAKE = {"xfs": ("mkfs.xfs", "-q", "-m", "reflink=1"), "btrfs": ("mkfs.btrfs", "-q")}
+KINDS = tuple(_MAKE)
 
 
 @contextlib.contextmanager
-def file_system_with_reflinks(folder: Path) -> Iterator[Path]:
-    """XFS or Btrfs on a loop device, mounted in a new folder in `folder`."""
-    make = next((command for command in _MAKE if shutil.which(command[0])), None)
-    if make is None or os.geteuid() != 0:
-        pytest.skip("a file system with reflinks needs root and xfsprogs or btrfs-progs")
+def file_system_with_reflinks(folder: Path, kind: str) -> Iterator[Path]:
+    """One of KINDS on a loop device, mounted in a new folder in `folder`."""
+    make = _MAKE[kind]
+    if not shutil.which(make[0]) or os.geteuid() != 0:
+        pytest.skip(f"a file system with reflinks needs root and {make[0]}, which make setup installs as root")
     image, mounted = folder / "reflinks.img", folder / "reflinks"
     with image.open("wb") as file:
         file.truncate(_IMAGE_BYTES)

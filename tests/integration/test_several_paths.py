@@ -138,10 +138,10 @@ def test_a_path_that_vanishes_ends_in_an_error_that_names_what_is_lost_and_the_c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("aio", ["direct", "file"])
-def test_a_checkpoint_references_what_lies_on_its_file_system_and_outlives_all_paths(tmp_path, aio):
+@pytest.mark.parametrize(("file_system", "aio"), [("xfs", "direct"), ("xfs", "file"), ("btrfs", "direct")])
+def test_a_checkpoint_references_what_lies_on_its_file_system_and_outlives_all_paths(tmp_path, file_system, aio):
     """Pre-staging (3.3): what is on the path with reflinks, or in files, is shared; the other path's part is copied."""
-    with file_system_with_reflinks(tmp_path) as shared:
+    with file_system_with_reflinks(tmp_path, file_system) as shared:
         (tmp_path / "other").mkdir()
         (shared / "path").mkdir()
         paths = {"tiers": [str(shared / "path"), str(tmp_path / "other")], "tier_placement": [1, 1], "aio": aio}

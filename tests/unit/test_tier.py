@@ -29,8 +29,8 @@ from memascend.storage.multi_path import Path as Way
 from memascend.storage.scratch import collect_scratch_files
 from memascend.storage.tensor_file import TensorFileWriter, TensorLayout
 from memascend.storage.tier import Tier
+from tests import reflinks
 from tests.loop_devices import loop_device, store
-from tests.reflinks import file_system_with_reflinks
 
 MAX_S = 60  # for an end that must come; nothing is timed
 
@@ -294,9 +294,10 @@ def test_a_tensor_whose_write_failed_is_not_staged(tier, faults, tmp_path):
     assert not (tmp_path / "staged").exists()
 
 
+@pytest.mark.parametrize("file_system", reflinks.KINDS)
 @pytest.mark.parametrize("kind", ["direct, volatile file", "files", "two paths"])
-def test_a_file_system_with_reflinks_stages_every_tensor_and_shares_its_blocks(tmp_path, kind):
-    with file_system_with_reflinks(tmp_path) as folder, KINDS[kind](folder, None) as tier:
+def test_a_file_system_with_reflinks_stages_every_tensor_and_shares_its_blocks(tmp_path, kind, file_system):
+    with reflinks.file_system_with_reflinks(tmp_path, file_system) as folder, KINDS[kind](folder, None) as tier:
         numel = 1_000_001
         for key in "abcd":
             tier.write(key, tensor(1, numel)).wait(MAX_S)
@@ -313,11 +314,12 @@ def test_a_file_system_with_reflinks_stages_every_tensor_and_shares_its_blocks(t
             assert torch.equal(out, tensor(2, numel))
 
 
+@pytest.mark.parametrize("file_system", reflinks.KINDS)
 @pytest.mark.parametrize("kind", ["direct, volatile file", "files", "two paths"])
-def test_states_in_a_safetensors_file_share_the_blocks_that_a_tier_has_of_them(tmp_path, kind):
+def test_states_in_a_safetensors_file_share_the_blocks_that_a_tier_has_of_them(tmp_path, kind, file_system):
     numel = 1_000_001
     layouts = [TensorLayout(key, torch.float32, (numel,)) for key in "abc"]
-    with file_system_with_reflinks(tmp_path) as folder, KINDS[kind](folder, None) as tier:
+    with reflinks.file_system_with_reflinks(tmp_path, file_system) as folder, KINDS[kind](folder, None) as tier:
         for key in "ab":
             tier.write(key, tensor(1, numel)).wait(MAX_S)
         os.sync()

@@ -50,8 +50,9 @@ missing_system_packages() {
     if ! echo '#include <numa.h>' | "${CXX:-g++}" -E -x c++ - >/dev/null 2>&1; then useful+=(libnuma-dev); fi
     command -v fio >/dev/null || useful+=(fio)
     command -v dot >/dev/null || useful+=(graphviz)
-    # Tests of checkpoints on a file system with reflinks, which only root can mount: 0.8 MB.
-    [ "$(id -u)" != 0 ] || command -v mkfs.xfs mkfs.btrfs >/dev/null || useful+=(btrfs-progs)
+    # Tests of checkpoints on file systems with reflinks, which only root can mount: 0.8 and 1.0 MB.
+    [ "$(id -u)" != 0 ] || command -v mkfs.btrfs >/dev/null || useful+=(btrfs-progs)
+    [ "$(id -u)" != 0 ] || command -v mkfs.xfs >/dev/null || useful+=(xfsprogs)
     if [ ! -x "$environment/bin/python" ] && [ -z "$(find_python)" ]; then
         # Debian leaves pip's bootstrap and the C headers out of python3.
         needed+=(python3-venv python3-dev)
