@@ -34,6 +34,7 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
         ("pinned", _pinned, "pinned memory: exact against power of two", None),
         ("pool", _pool, "buffer pool: adaptive against monolithic", None),
         ("nvme", _nvme, "direct engine: share of fio's bandwidth, times faster than DeepNVMe", None),
+        ("checkpoints", _checkpoints, "a checkpoint of train, sharing the swap files' blocks and copying them", None),
         ("tiers", _tiers, "several drives at once, by one process and several: share of the formula, fairness", None),
         (
             "activations",
@@ -61,6 +62,8 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
             _add_nvme(parser, count)
         if name == "tiers":
             _add_tiers(parser, count)
+        if name == "checkpoints":
+            _add_checkpoints(parser, count)
         if name == "activations":
             _add_activations(parser, count)
         if name == "engine":
@@ -122,6 +125,14 @@ def _add_tiers(parser: argparse.ArgumentParser, count: _Count) -> None:
     )
     parser.add_argument("--apart", action="store_true", help="each direction alone too, a sub-group at a time")
     parser.add_argument("--predict", action="store_true", help="simulate the passes over --simplex, measure nothing")
+
+
+def _add_checkpoints(parser: argparse.ArgumentParser, count: _Count) -> None:
+    parser.add_argument("--folder", type=Path, required=True, help="on the file system; nothing is left behind")
+    parser.add_argument("--model", default="qwen2.5-0.5b", help="committed name, or a folder (default qwen2.5-0.5b)")
+    parser.add_argument("--twin", type=count, default=4, help="divisor of its sizes, a power of two (default 4)")
+    parser.add_argument("--context", type=count, default=64, help="tokens (default 64)")
+    parser.add_argument("--system", default="memascend", help="as in memascend train (default memascend)")
 
 
 def _add_activations(parser: argparse.ArgumentParser, count: _Count) -> None:
@@ -453,6 +464,19 @@ def _placement(options: argparse.Namespace, count: _Count) -> tuple[dict[str, An
             f"{row['method']:<16}{row['seconds']['median']:>9.3f}  {_show(row['seconds_of_none']):<18}"
             f"{row['optimizer_s']['median']:>12.3f}  {_show(row['optimizer_s_of_none']):<18}{same}"
         )
+    return result, lines
+
+
+def _checkpoints(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
+    from memascend.bench import checkpoints
+
+    _require_folder(options.folder)
+    chosen = {name: getattr(options, name) for name in ("folder", "model", "twin", "context", "repeats", "system")}
+    result = checkpoints.measure(checkpoints.CheckpointBench(**chosen))
+    lines = [f"{options.folder} ({result['file_system']}); medians"]
+    for row in result["summary"]:
+        written, shared = (row[f"{name}_bytes"] / 2**20 for name in ("written", "shared"))
+        lines.append(f"{row['method']:<7}{row['seconds']:7.2f} s, {written:.1f} MiB written, {shared:.1f} shared")
     return result, lines
 
 

@@ -106,6 +106,9 @@ class TrainConfig:
     placement: str | None = _option(
         None, "NUMA nodes of host buffers: latency_first, interleave, process_interleave, or {class: node, ...}"
     )
+    copy_checkpoints: bool = _option(
+        False, "write all of a checkpoint, also what could share its blocks with the swap files (XFS, Btrfs)"
+    )
     state_versions: str = _option(
         "auto",
         "of system lohan's states on the SSD: two, or one, 18 bytes a parameter for 28, with gradients that a step is "

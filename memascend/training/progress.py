@@ -149,6 +149,11 @@ class Progress:
             self._out.write(text)
             self._out.flush()
 
+    def saved(self, step: int, seconds: float, written_bytes: int, shared_bytes: int) -> None:
+        """A checkpoint, in the metrics; `shared_bytes` were not written, since the swap files' blocks are its own."""
+        row = {"kind": "checkpoint", "step": step, "seconds": seconds}
+        self._write(row | {"written_bytes": written_bytes, "shared_bytes": shared_bytes})
+
     def _write(self, row: dict[str, Any]) -> None:
         self._metrics.write(json.dumps(row) + "\n")
         self._metrics.flush()

@@ -24,7 +24,7 @@ from memascend.memory.budget import HostBudget
 from memascend.memory.ledger import Ledger
 from memascend.memory.placement_policy import PROCESS_INTERLEAVE
 from memascend.memory.process_policy import interleave_process
-from memascend.memory.resident import resident_bytes
+from memascend.memory.resident import lines_of, resident_bytes
 from memascend.memory.topology import Topology
 from memascend.ops.adamw import chunk_counts, divided_work
 from memascend.simulator.recorder import Recorder, from_zero
@@ -41,6 +41,13 @@ from memascend.training.progress import Progress, StepRecord, byte_count, first_
 from memascend.training.schedule import learning_rate, sequence_numbers
 
 FINISHED, STOPPED = "finished", "stopped"
+
+
+def _written_bytes() -> int:
+    """By this process, to any disk."""
+    return lines_of("self", "io", ("write_bytes",))["write_bytes"] // 1024  # which, unlike other files, counts bytes
+
+
 EXIT_STOPPED = 143
 STEP_IN_TRACE = "{step}"  # in the name of --trace: its number
 
@@ -335,7 +342,7 @@ class Worker:
         )
 
     def _write_checkpoint(self) -> None:
-        begin = time.monotonic()
+        begin, before = time.monotonic(), _written_bytes()
         self.progress.passing("saving a checkpoint ...")
         folder = self.folder.checkpoints
         partial = folder / f".partial-step-{self.step:08d}"
@@ -347,14 +354,20 @@ class Worker:
         checksums = self._save_weights(partial / "model")
         if states.checksum is not None:
             checksums[name] = states.checksum
-        everything = self._gather({"checksums": checksums, "facts": facts, "shared": states.shared_bytes})
+        mine = {
+            "shared": states.shared_bytes,
+            "written": lines_of("self", "io", ("write_bytes",))["write_bytes"] - before,
+        }
+        everything = self._gather({"checksums": checksums, "facts": facts, **mine})
         if self.rank == 0:
             self._commit(partial, everything)
-            shared = sum(entry["shared"] for entry in everything)
+            shared, written = (sum(entry[name] for entry in everything) for name in ("shared", "written"))
+            seconds = time.monotonic() - begin
             self.progress.say(
-                f"{self.step:>6}  checkpoint {folder / f'step-{self.step:08d}'}, {time.monotonic() - begin:.1f} s"
+                f"{self.step:>6}  checkpoint {folder / f'step-{self.step:08d}'}, {seconds:.1f} s"
                 + (f", {byte_count(shared)} of it shared with the swap files" if shared else "")
             )
+            self.progress.saved(self.step, seconds, written, shared)
         self._barrier()
 
     def _save_states(self, path: Path) -> TensorFileWriter:
@@ -364,7 +377,8 @@ class Worker:
         layouts = self.backend.state_layouts()
         layouts += [TensorLayout(name, value.dtype, tuple(value.shape)) for name, value in generators.items()]
         with TensorFileWriter(path, layouts, aligned=True) as writer:
-            for name, tensor in itertools.chain(self.backend.states(writer.share), generators.items()):
+            share = None if self.config.copy_checkpoints else writer.share
+            for name, tensor in itertools.chain(self.backend.states(share), generators.items()):
                 writer.write(name, tensor)
         require_room(str(path.parent), writer.shared_bytes)  # which the next step takes, as it writes anew
         return writer

@@ -1,0 +1,58 @@
+"""What a checkpoint of `memascend train` takes on a file system: sharing the swap files' blocks, and copying them.
+
+Two trainings, one after the other, with swap files and checkpoints in folders of the same file system; each saves after
+every step. Seconds are the save's own, bytes those that the kernel says it wrote.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from memascend.bench.rounds import conditions
+from memascend.doctor.checks import file_system
+from memascend.training.progress import read_metrics
+
+WAYS = {"shared": (), "copied": ("--copy-checkpoints",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointBench:
+    """`repeats` saves are timed after one that is not; the model is `twin` times smaller in each dimension."""
+
+    folder: Path
+    model: str = "qwen2.5-0.5b"
+    twin: int = 4
+    context: int = 64
+    repeats: int = 5
+    system: str = "memascend"
+
+
+def measure(options: CheckpointBench) -> dict[str, Any]:
+    """Points and summary by way. RuntimeError with the end of what a training said where it fails."""
+    points = [{"method": way, **_saved(options, words)} for way, words in WAYS.items()]
+    summary = [{"method": each["method"], **{n: median(each[n]) for n in each if n != "method"}} for each in points]
+    asked = {name: getattr(options, name) for name in ("model", "twin", "context", "repeats", "system")}
+    found = {"benchmark": "checkpoints", "conditions": conditions() | asked, "points": points, "summary": summary}
+    return found | {"file_system": file_system(options.folder.resolve())}
+
+
+def _saved(options: CheckpointBench, words: tuple[str, ...]) -> dict[str, list[float]]:
+    text = Path(sysconfig.get_paths()["stdlib"], "argparse.py")
+    with TemporaryDirectory(dir=options.folder) as folder:
+        command = [sys.executable, "-m", "memascend.cli", "train", "--model", options.model, "--random-weights"]
+        command += ["--twin", str(options.twin), "--data", str(text), "--context", str(options.context)]
+        command += ["--steps", str(options.repeats + 1), "--save-every", "1", "--keep", "1", "--eval-share", "0"]
+        command += ["--system", options.system, "--output", f"{folder}/run", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        rows = [row for row in read_metrics(Path(folder, "run/metrics.jsonl")) if row["kind"] == "checkpoint"][1:]
+    if done.returncode or len(rows) != options.repeats:
+        said = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        raise RuntimeError(f"the training that was to save its states ended with {done.returncode}: {' '.join(said)}")
+    return {name: [row[name] for row in rows] for name in ("seconds", "written_bytes", "shared_bytes")}

@@ -1,0 +1,30 @@
+"""`memascend bench checkpoints`: what train's checkpoints write where they share blocks, and where they do not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from memascend.cli import main
+from tests import reflinks
+
+SMALL = ["--twin", "16", "--context", "16", "--repeats", "1", "--json"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", reflinks.KINDS)
+def test_states_are_shared_on_a_file_system_with_reflinks_and_written_where_that_is_asked_for(tmp_path, capsys, kind):
+    with reflinks.file_system_with_reflinks(tmp_path, kind) as folder:
+        assert main(["bench", "checkpoints", "--folder", str(folder), *SMALL]) == 0
+        assert [path.name for path in folder.iterdir() if path.name != "lost+found"] == []
+    result = json.loads(capsys.readouterr().out)
+    shared, copied = result["summary"]
+    assert result["file_system"] == kind
+    assert copied["shared_bytes"] == 0 < shared["shared_bytes"]
+    assert shared["written_bytes"] < copied["written_bytes"]
+
+
+def test_a_folder_that_there_is_not_is_refused(tmp_path, capsys):
+    assert main(["bench", "checkpoints", "--folder", str(tmp_path / "none")]) == 2
+    assert "make it first" in capsys.readouterr().err
