@@ -43,13 +43,13 @@ from memascend.training.schedule import learning_rate, sequence_numbers
 FINISHED, STOPPED = "finished", "stopped"
 
 
+EXIT_STOPPED = 143
+STEP_IN_TRACE = "{step}"  # in the name of --trace: its number
+
+
 def _written_bytes() -> int:
     """By this process, to any disk."""
     return lines_of("self", "io", ("write_bytes",))["write_bytes"] // 1024  # which, unlike other files, counts bytes
-
-
-EXIT_STOPPED = 143
-STEP_IN_TRACE = "{step}"  # in the name of --trace: its number
 
 
 class Stop:
@@ -356,7 +356,7 @@ class Worker:
             checksums[name] = states.checksum
         mine = {
             "shared": states.shared_bytes,
-            "written": lines_of("self", "io", ("write_bytes",))["write_bytes"] - before,
+            "written": _written_bytes() - before,
         }
         everything = self._gather({"checksums": checksums, "facts": facts, **mine})
         if self.rank == 0:
