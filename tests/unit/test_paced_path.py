@@ -1,6 +1,7 @@
 """An SSD of known speed: served in turn, by priority, with what was written; and the step that is foretold of it."""
 
 import errno
+import threading
 
 import pytest
 import torch
@@ -21,12 +22,14 @@ MEMORY = {"method": "memory", "context": 64, "forward_s": [0.2, 0.1, 0.3], "back
 
 
 def test_requests_are_served_by_priority_then_in_turn():
-    server, order = Server(1e6), []
-    begun = [server.serve(20_000)]  # under way when the others come
+    server, order, under_way, come = Server(1e6), [], threading.Event(), threading.Event()
+    begun = [server.serve(1000, lambda: (under_way.set(), come.wait()))]
+    under_way.wait(10)  # until the others have come
     for name, priority in (("first", 0), ("second", 0), ("urgent", 5)):
         promise = server.serve(1000, priority=priority)
         promise.add_done_callback(lambda _, name=name: order.append(name))
         begun.append(promise)
+    come.set()
     for promise in begun:
         promise.wait(10)
     server.close()
@@ -35,10 +38,10 @@ def test_requests_are_served_by_priority_then_in_turn():
 
 
 def test_a_slow_server_has_no_late_bytes_and_an_endless_one_has_all(tmp_path):
-    for rate, share in ((1e6, 0.0), (1e18, 1.0)):
+    for rate, share in ((4e3, 0.0), (1e18, 1.0)):  # a second for each transfer, which a busy disk has done before
         with paced(rate) as server:
             tier = home.DirectTier.in_file(tmp_path, f"at {rate}")
-            out, back = torch.arange(8192, dtype=torch.float32), torch.empty(8192)
+            out, back = torch.arange(1024, dtype=torch.float32), torch.empty(1024)
             tier.write("a", out).wait(10)
             tier.read("a", back).wait(10)
             moved = tier.transferred
