@@ -143,6 +143,19 @@ def test_ranks_that_take_turns_on_drives_are_as_fast_as_the_how_to_says():
     assert "(0.99 of the speed over one drive and over two," in DRIVES
 
 
+def test_passes_over_paths_take_what_the_formula_gives_and_follow_a_halved_one_as_the_reference_says():
+    text, said = " ".join((REFERENCE / "README.md").read_text().split()), []
+    for name, what in (("equal", "Two equal paths"), ("two-to-one", "2:1"), ("three", "three")):
+        record = json.loads((REFERENCE / f"bench-tiers-{name}.json").read_text())
+        (row,) = record["summary"]
+        assert row["share_of_formula"]["simplex"] >= 0.9
+        said.append(f"{what} {row['seconds']['median']:.2f} s, {row['share_of_formula']['simplex']:.2f}")
+        if record["halved"]:
+            shares = [f"{share:.2f}" for share in record["halved"][0]["share_of_formula"]]
+            assert f"{', '.join(shares[:-1])} and {shares[-1]} of the new formula" in text
+    assert "; ".join(said) in text
+
+
 @pytest.mark.parametrize(("dtype", "k", "printed"), [("fp16", 8, 55.7), ("bf16", 16, 25.19)])
 def test_peaks_of_four_models_and_their_mean_reduction_are_what_the_records_say(dtype, k, printed):
     text, less = " ".join((REFERENCE / "README.md").read_text().split()), []
