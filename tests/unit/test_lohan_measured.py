@@ -1,4 +1,4 @@
-"""Figs. 3, 7a and 9b measured: from a record of `memascend bench engine` to rows, by hand."""
+"""Figs. 3, 7a, 9b and 10b measured: from a record of `memascend bench engine` to rows, by hand."""
 
 import pytest
 
@@ -45,6 +45,18 @@ def test_arms_become_throughput_and_ratios_beside_what_was_foretold():
     assert value("throughput of the twin", "LoHan Naive", "32", "modelled") == pytest.approx(384 / 2.25)
     assert value("ratio of seconds of the twin", "device / SSD", "64") == pytest.approx(4 / 3)
     assert value("ratio of seconds", "device / SSD", "64", "modelled") == pytest.approx(2.17, rel=0.03)
+
+
+@pytest.mark.parametrize(("rate", "drives"), [(500e6, {"6", "12"}), (335e6, {"3"}), (112e6, {"1"}), (150e6, set())])
+def test_a_path_s_share_of_twelve_ssds_says_for_how_many_it_stands(rate, drives):
+    points = [point(768, "memory", 4.0), point(768, "optimized", 5.0)]
+    made = record(["memory", "optimized"], points, foretold=[{"context": 768, "method": "optimized", "seconds": 5.0}])
+    made["options"]["path_rate"] = rate
+    rows = found(made)
+    assert {at for _, _, at, _ in rows} == drives
+    for at in drives:
+        assert float(rows["throughput of the twin", "bsz=64", at, "measured"]["value"]) == pytest.approx(768 / 7.5)
+        assert float(rows["throughput of the twin", "bsz=64", at, "modelled"]["value"]) == pytest.approx(768 / 5)
 
 
 def test_swapped_volumes_are_shares_and_the_choice_stands_over_the_best_of_all():

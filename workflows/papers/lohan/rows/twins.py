@@ -1,4 +1,4 @@
-"""Figs. 3, 7a and 9b measured: time twins on the streaming engine, from records of `memascend bench engine`.
+"""Figs. 3, 7a, 9b and 10b measured: time twins on the streaming engine, from records of `memascend bench engine`.
 
 Products have one core, updates and I/O another, and the SSD one rate (`memascend.bench.paced`). Beside it stands what
 was said before: the simulator's step, and for Fig. 9b the engine's own model, which decides after the first step.
@@ -16,11 +16,13 @@ from memascend.simulator.trace import Event
 from workflows.cases import Row, of_record, ratio_by_rounds, step_seconds
 from workflows.papers.lohan.rows import settings as own
 from workflows.papers.lohan.rows.first_figure import LINES
+from workflows.papers.lohan.rows.throughput import DRIVES
 from workflows.played import spans
 
 OF_TWIN, SHARE = " of the twin", "swapped share (%)"
 # Of the twin for a sequence of the 13B: its products then stand to an SSD of 500 MB/s as the 13B's to the server's.
 TOKENS = 12
+FASTEST = 500_000_000  # B/s of a path that stands for twelve SSDs
 ARMS = {"optimized": "LoHan Optimized", "naive": "LoHan Naive", "none": "LoHan+ZeRO"}
 TURNS = {
     ("zero_infinity", "as_published"): own.ZERO,
@@ -50,6 +52,8 @@ def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
             yield from arms(record, points)
         if "swapped" in record["options"]["ways"]:
             yield from swapped(record, points)
+        if record["options"]["ways"] == ["memory", "optimized"]:
+            yield from by_drives(record, points)
 
 
 def phases(records: list[dict[str, Any]]) -> Iterator[Row]:
@@ -115,6 +119,24 @@ def arms(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
     played = own.step("LoHan Optimized", "13B", batch)
     aim = played.of_resource("GPU products") / played.of_resource("SSD")
     yield own.shown(exhibit, "ratio of seconds", aim, "x", own.PLAYED, model="13B", **cells)
+
+
+def together(drives: int) -> float:
+    """Bytes a second of so many SSDs that read as much as they write."""
+    rates = own.rates(drives)
+    return 2 / (1 / rates.read + 1 / rates.write)
+
+
+def by_drives(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
+    """For as many SSDs as have the share of twelve's rate that the record's path has of FASTEST."""
+    share = record["options"]["path_rate"] / FASTEST
+    drives = [n for n in DRIVES if abs(together(n) / together(12) - share) < 0.005]
+    said = {(row["context"], row["method"]): row["seconds"] for row in record["foretold"]}
+    for (context, way), point in points.items():
+        for count in drives if way == "optimized" else ():
+            for lane, seconds in (("measured", median(point["seconds"])), ("modelled", said[context, way])):
+                cells = {"series": f"bsz={context // TOKENS}", "lane": lane, "x": ("num_SSDs", count)}
+                yield shown(record, "lohan-fig10b", "throughput" + OF_TWIN, context / seconds, "token/s", **cells)
 
 
 def swapped(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
