@@ -124,8 +124,10 @@ def _rows(points: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         }
         for name in PHASES:
             row[f"more_{name}"] = spread([a - b for a, b in zip(mine[name], memory[name], strict=True)]).median
-        row["bound_share"] = spread(mine["bound_share"]).median if mine["bound_share"][-1] else None
-        row["bottleneck"] = mine["bottleneck"][-1]
+        # Blocks are profiled at the first length: of others there is no bound.
+        profiled = mine["context"] == points[0]["context"] and mine["bound_share"][-1]
+        row["bound_share"] = spread(mine["bound_share"]).median if profiled else None
+        row["bottleneck"] = mine["bottleneck"][-1] if profiled else None
         row["swapping"] = mine["swapping"][-1]
         row["losses_apart"] = max(abs(a - b) / b for a, b in zip(mine["losses"], memory["losses"], strict=True))
         yield row

@@ -94,6 +94,7 @@ def test_every_way_trains_alike_and_leaves_nothing(tmp_path, capsys):
         assert row["losses_apart"] < 1e-4
         assert len(mine["seconds"]) == 2
         assert (mine["written"][-1] > 0) == (row["method"] != "memory")
+        assert (row["bound_share"] is not None) == (row["context"] == 16 and row["method"] != "memory")
     assert points[16, "none"]["written"][-1] > points[16, "optimized"]["written"][-1]
 
 
