@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from memascend.bench.diffusion import HEADS, PATCH, STEPS, DiT
 from memascend.bench.foretold import foretold
 from memascend.bench.paced import paced
 from memascend.bench.rounds import conditions, ratios, spread
@@ -45,6 +46,7 @@ _STREAMED: dict[str, dict[str, Any]] = {
 }
 WAYS = ("memory", *_STREAMED)
 _SHARE = re.compile(r"swap(\d{1,2}|100)")  # percent of the products' results that may be swapped
+_DIT = re.compile(r"dit:(\d+)x(\d+)x(\d+)")
 PHASES = ("forward_s", "backward_s", "optimizer_s")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ADAMW_ELEMENTS = 1 << 24
@@ -54,7 +56,9 @@ _WARM_UP = 2  # the first makes AdamW's states or the engine's profile, the seco
 @dataclass(frozen=True, kw_only=True)
 class EngineBench:
     """`contexts`: tokens of a sequence, one sequence a step. `repeats`: rounds at each. `model`: as
-    :func:`memascend.planner.model_spec` takes it, divided by `twin`. `ways`: some of `WAYS`, and swap0 to swap100.
+    :func:`memascend.planner.model_spec` takes it, divided by `twin`; or dit:LAYERSxWIDTHxPATCHES, a diffusion
+    transformer (:class:`memascend.bench.diffusion.DiT`): `contexts` are images of a step then, and none is simulated.
+    `ways`: some of `WAYS`, and swap0 to swap100.
     `cores`: see above. `path_rate`: bytes a second of the SSD, read and written together; 0: as it is.
     `trace`: events of one more step of each streamed way."""
 
@@ -83,7 +87,9 @@ def measure(options: EngineBench) -> dict[str, Any]:
         raise ValueError(f"--path-rate {options.path_rate}: say bytes a second, or leave it out")
     if options.cores == "split" and len(os.sched_getaffinity(0)) < 2:
         raise ValueError("--cores split: products and all else want a core each, and here is one: use --cores shared")
-    _spec(options)
+    dit = _dit(options)
+    if dit is None:
+        _spec(options)
     asked = asdict(options) | {"folder": str(options.folder)}
     threads = 1 if options.cores == "split" else options.threads
     environment = {**MALLOC, **os.environ, "OMP_NUM_THREADS": str(threads)}  # as train's ranks have it
@@ -99,10 +105,24 @@ def measure(options: EngineBench) -> dict[str, Any]:
     waiting = {name: environment[name] for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if name in environment}
     said = {"threads": threads, "heap": heap} | ({"openmp": waiting} if waiting else {})
     facts = {"benchmark": "engine", "conditions": conditions() | said}
-    if options.path_rate:
+    if options.path_rate and dit is None:
         of_model = {"spec": _spec(options), "dtype": options.dtype, "path_rate": options.path_rate}
         found["foretold"] = [each for point in found["points"] for each in foretold(point, found["adamw"], **of_model)]
     return {**facts, "options": asked, **found, "summary": list(_rows(found["points"]))}
+
+
+def _dit(options: EngineBench) -> tuple[int, int, int] | None:
+    """Layers, width and patches of an image of the twin, where the model is a diffusion transformer."""
+    found = _DIT.fullmatch(options.model)
+    if found is None:
+        return None
+    layers, width, patches = map(int, found.groups())
+    if width % (HEADS * options.twin) or patches % options.twin or not layers * width * patches:
+        raise ValueError(
+            f"--model {options.model} --twin {options.twin}: use a width that the twin and {HEADS} heads divide, and "
+            "patches that the twin divides, all above zero"
+        )
+    return layers, width // options.twin, patches // options.twin
 
 
 def _spec(options: EngineBench) -> Any:
@@ -145,10 +165,14 @@ class _Way:
         from memascend.integrations.huggingface import causal_lm
 
         torch.manual_seed(0)
-        config = _spec(options).hf_config_dict()
-        config |= dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0) if "n_embd" in config else {}
-        self.model = causal_lm(config, checkpointing="non-reentrant" if way == "memory" else "none")
-        self.model.to(_DTYPES[options.dtype]).train()
+        self.dtype, self.dit = _DTYPES[options.dtype], _dit(options)
+        if self.dit is None:
+            config = _spec(options).hf_config_dict()
+            config |= dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0) if "n_embd" in config else {}
+            self.model = causal_lm(config, checkpointing="non-reentrant" if way == "memory" else "none")
+        else:
+            self.model = DiT(*self.dit[:2])
+        self.model.to(self.dtype).train()
         self.engine, settings = None, {"lr": 1e-5, "weight_decay": 0.01}
         if way == "memory":
             self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **settings)
@@ -161,11 +185,19 @@ class _Way:
         self.optimizer = home.optimizer(torch.optim.AdamW, options=chosen, **settings)
         self.engine = home.engine
 
-    def step(self, ids: torch.Tensor, cores: Sequence[int] = ()) -> dict[str, Any]:
+    def batch(self, generator: torch.Generator, context: int, sequences: int = 1) -> dict[str, torch.Tensor]:
+        """What one step is given: `sequences` of `context` tokens, or `context` images."""
+        if self.dit is None:
+            ids = torch.randint(0, self.model.config.vocab_size, (sequences, context), generator=generator)
+            return {"input_ids": ids, "labels": ids}
+        images, noise = torch.randn(2, context, self.dit[2], PATCH, generator=generator).to(self.dtype)
+        return {"images": images, "noise": noise, "steps": torch.randint(0, STEPS, (context,), generator=generator)}
+
+    def step(self, batch: dict[str, torch.Tensor], cores: Sequence[int] = ()) -> dict[str, Any]:
         """`cores`: the first one is the products' device; what a streamed step does after backward is the others'."""
         moved = self.engine.transferred if self.engine is not None else (0, 0)
         times = [time.perf_counter()]
-        loss = self.model(input_ids=ids, labels=ids).loss
+        loss = self.model(**batch).loss
         times.append(time.perf_counter())
         loss.backward()
         times.append(time.perf_counter())
@@ -184,7 +216,7 @@ class _Way:
         found["swapping"] = asdict(decision) if decision is not None else None
         return found | {"bottleneck": limit.bottleneck if limit is not None else None}
 
-    def traced(self, ids: torch.Tensor, cores: Sequence[int] = ()) -> list[dict[str, Any]]:
+    def traced(self, batch: dict[str, torch.Tensor], cores: Sequence[int] = ()) -> list[dict[str, Any]]:
         """Events of a step, from its begin on. `cores`: as of `step`."""
         from memascend.integrations.engine_trace import record_engine
         from memascend.simulator.recorder import Recorder, from_zero
@@ -192,7 +224,7 @@ class _Way:
         recorder = Recorder()
         record_engine(self.engine, recorder)
         with recorder.phase("forward"):
-            loss = self.model(input_ids=ids, labels=ids).loss
+            loss = self.model(**batch).loss
         with recorder.phase("backward"):
             loss.backward()
         with recorder.phase("optimizer"), _on(cores[1:]):
@@ -212,8 +244,7 @@ def take_turns(asked: dict[str, Any], turn_fd: int, done_fd: int) -> dict[str, A
         for number, line in enumerate(turns):
             tokens, sequences = map(int, line.split())
             generator = torch.Generator().manual_seed(number)
-            ids = torch.randint(0, way.model.config.vocab_size, (sequences, tokens), generator=generator)
-            found = way.step(ids)
+            found = way.step(way.batch(generator, tokens, sequences))
             done.write(json.dumps({said: found[name] for name, said in names.items()}) + "\n")
     return {}
 
@@ -229,20 +260,20 @@ def _worker(asked: dict[str, Any]) -> dict[str, Any]:
     with ExitStack() as ends:
         server = ends.enter_context(paced(options.path_rate)) if options.path_rate else None
         ways = {way: _Way(way, options, ends) for way in options.ways}
-        vocab, order = ways["memory"].model.config.vocab_size, random.Random(0)
+        order = random.Random(0)
         for context in options.contexts:
             generator = torch.Generator().manual_seed(context)
             for number in range(_WARM_UP + options.repeats):
-                ids = torch.randint(0, vocab, (1, context), generator=generator)
+                batch = ways["memory"].batch(generator, context)
                 for way in order.sample(options.ways, len(options.ways)):
                     if split:
                         _split(split)
-                    found = ways[way].step(ids, split)
+                    found = ways[way].step(batch, split)
                     mine = points.setdefault((context, way), {"context": context, "method": way})
                     for name, value in found.items() if number >= _WARM_UP else ():
                         mine.setdefault(name, []).append(value)
         if options.trace:
-            traces = {way: ways[way].traced(ids, split) for way in options.ways if way != "memory"}
+            traces = {way: ways[way].traced(batch, split) for way in options.ways if way != "memory"}
         late = {"late_share": server.late_share} if server is not None else {}
     return {"adamw": adamw, "points": list(points.values()), **late} | ({"traces": traces} if traces else {})
 

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from memascend.cli import main
         (["--ways", "optimized"], "--ways: without 'memory' there is nothing to compare with"),
         (["--contexts", "none"], "--contexts"),
         (["--model", "nothing"], "unknown model 'nothing'"),
+        (["--model", "dit:2x100x12"], "--model dit:2x100x12 --twin 16: use a width that the twin and 8 heads divide"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(options, said, tmp_path, capsys):
@@ -72,7 +74,7 @@ def test_split_cores_give_the_update_after_backward_to_the_host_s(streamed):
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {device})
-        way.step(torch.zeros(1, 1, dtype=torch.long), [device, host])
+        way.step({"input_ids": torch.zeros(1, 1, dtype=torch.long)}, [device, host])
         assert os.sched_getaffinity(0) == {device}
     finally:
         os.sched_setaffinity(0, before)
@@ -96,6 +98,17 @@ def test_every_way_trains_alike_and_leaves_nothing(tmp_path, capsys):
         assert (mine["written"][-1] > 0) == (row["method"] != "memory")
         assert (row["bound_share"] is not None) == (row["context"] == 16 and row["method"] != "memory")
     assert points[16, "none"]["written"][-1] > points[16, "optimized"]["written"][-1]
+
+
+def test_a_diffusion_transformer_streams_as_it_trains_in_memory(tmp_path):
+    options = engine.EngineBench(model="dit:2x64x8", folder=tmp_path, ways=("memory", "optimized"))
+    with ExitStack() as ends:
+        ways = [engine._Way(way, options, ends, measure=False) for way in options.ways]
+        for step in range(3):
+            batch = ways[0].batch(torch.Generator().manual_seed(step), 4)
+            memory, streamed = (way.step(batch) for way in ways)
+            assert streamed["losses"] == pytest.approx(memory["losses"], rel=1e-6)
+            assert streamed["read"] > 0
 
 
 @pytest.mark.slow  # a process of its own

@@ -1,4 +1,4 @@
-"""Figs. 3, 7a, 9b and 10b measured: from a record of `memascend bench engine` to rows, by hand."""
+"""Figs. 3, 7a, 9b, 10b and 12 measured: from a record of `memascend bench engine` to rows, by hand."""
 
 import pytest
 
@@ -9,7 +9,11 @@ WAYS = {"memory": 4.0, "optimized": 5.0, "naive": 6.0, "none": 8.0}
 
 def record(ways, points, **more):
     made = {"kind": "bench", "status": "ok", "benchmark": "engine", "key": "k" * 64, "host": {"name": "here"}}
-    return made | {"options": {"path_rate": 1e9, "twin": 16, "ways": list(ways)}, "points": points} | more
+    return (
+        made
+        | {"options": {"model": "13B-padded.json", "path_rate": 1e9, "twin": 16, "ways": list(ways)}, "points": points}
+        | more
+    )
 
 
 def point(context, way, seconds, **more):
@@ -57,6 +61,20 @@ def test_a_path_s_share_of_twelve_ssds_says_for_how_many_it_stands(rate, drives)
     for at in drives:
         assert float(rows["throughput of the twin", "bsz=64", at, "measured"]["value"]) == pytest.approx(768 / 7.5)
         assert float(rows["throughput of the twin", "bsz=64", at, "modelled"]["value"]) == pytest.approx(768 / 5)
+
+
+def test_diffusion_transformers_are_named_by_their_size_and_fast_dit_has_the_batch_that_its_gpu_holds():
+    points = [point(images, way, images / 4) for images in (8, 16) for way in ("memory", "optimized")]
+    made = record(["memory", "optimized"], points)
+    made["options"]["model"] = "dit:28x1152x192"
+    rows = found(made)
+    assert {row["model"] for row in rows.values()} == {"0.67B"}
+    assert float(rows["throughput of the twin", "Fast-DiT", "", "measured"]["value"]) == pytest.approx(8 / 3)
+    assert float(rows["throughput of the twin", "LoHan", "", "measured"]["value"]) == pytest.approx(16 / 6)
+    made["options"]["model"] = "dit:48x7168x192"  # no GPU of 24 GiB holds it
+    assert {series for _, series, _, _ in found(made)} == {"LoHan"}
+    made["options"]["model"] = "dit:2x64x8"
+    assert not found(made)
 
 
 def test_swapped_volumes_are_shares_and_the_choice_stands_over_the_best_of_all():

@@ -116,18 +116,28 @@ def by_drives() -> Iterator[Row]:
                 yield shown("lohan-fig10b", "throughput", value, "TFLOPS", source, **cells)
 
 
+def dit(name: str, batch: int) -> DiT:
+    layers, hidden = DITS[name]
+    return DiT(layers=layers, hidden=hidden, batch=batch, context=1024, vocab=0)
+
+
+def most_in_memory(name: str) -> int:
+    """Images a step of Fast-DiT, which holds 16 bytes a parameter and all activations on the GPU; 0: out of memory."""
+    nets = (dit(name, batch) for batch in (16, 8, 4, 2, 1))
+    return next((n.batch for n in nets if 16 * n.parameters + n.all_activations < 24 * GIB), 0)
+
+
 def diffusion() -> Iterator[Row]:
-    """Fig. 12: LoHan by its equations; Fast-DiT holds 16 bytes a parameter and all activations on the GPU."""
+    """Fig. 12: LoHan by its equations, Fast-DiT by its products alone."""
     batch = int(own.PAPER.value("dit_batch"))
-    for name, (layers, hidden) in DITS.items():
-        n = DiT(layers=layers, hidden=hidden, batch=batch, context=1024, vocab=0)
+    for name in DITS:
+        n, rates = dit(name, batch), own.rates()
         cells = {"model": name, "x": ("model_size_B", name.removesuffix("B"))}
-        seconds = iteration_s(n, own.rates(), best(n, own.rates()))
+        seconds = iteration_s(n, rates, best(n, rates))
         yield shown("lohan-fig12", "throughput", batch / seconds, "image/s", own.EQUATIONS, series=own.LOHAN, **cells)
-        smaller = [DiT(layers=layers, hidden=hidden, batch=b, context=1024, vocab=0) for b in (1, 2, 4, 8, 16)]
-        held = [d for d in smaller if 16 * d.parameters + d.all_activations < 24 * GIB]
-        value: float | str = held[-1].batch * own.rates().gpu / (3 * held[-1].forward_flops) if held else "OOM"
-        source = f"3 FLOP_f / THP_G, batch {held[-1].batch}" if held else "over 24 GiB at batch 1"
+        most = most_in_memory(name)
+        value: float | str = most * rates.gpu / (3 * dit(name, most).forward_flops) if most else "OOM"
+        source = f"3 FLOP_f / THP_G, batch {most}" if most else "over 24 GiB at batch 1"
         yield shown("lohan-fig12", "throughput", value, "image/s", source, series="Fast-DiT", **cells)
 
 

@@ -1,4 +1,4 @@
-"""Figs. 3, 7a, 9b and 10b measured: time twins on the streaming engine, from records of `memascend bench engine`.
+"""Figs. 3, 7a, 9b, 10b and 12 measured: time twins on the streaming engine, from records of `memascend bench engine`.
 
 Products have one core, updates and I/O another, and the SSD one rate (`memascend.bench.paced`). Beside it stands what
 was said before: the simulator's step, and for Fig. 9b the engine's own model, which decides after the first step.
@@ -16,7 +16,7 @@ from memascend.simulator.trace import Event
 from workflows.cases import Row, of_record, ratio_by_rounds, step_seconds
 from workflows.papers.lohan.rows import settings as own
 from workflows.papers.lohan.rows.first_figure import LINES
-from workflows.papers.lohan.rows.throughput import DRIVES
+from workflows.papers.lohan.rows.throughput import DITS, DRIVES, most_in_memory
 from workflows.played import spans
 
 OF_TWIN, SHARE = " of the twin", "swapped share (%)"
@@ -48,6 +48,9 @@ def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
         points = {(point["context"], point["method"]): point for point in record["points"]}
         for way, events in record.get("traces", {}).items():
             yield from by_tensor(record, FIG_3[way], [Event(**event) for event in events])
+        if record["options"]["model"].startswith("dit:"):
+            yield from diffusion(record, points)
+            continue
         if "none" in record["options"]["ways"]:
             yield from arms(record, points)
         if "swapped" in record["options"]["ways"]:
@@ -119,6 +122,21 @@ def arms(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
     played = own.step("LoHan Optimized", "13B", batch)
     aim = played.of_resource("GPU products") / played.of_resource("SSD")
     yield own.shown(exhibit, "ratio of seconds", aim, "x", own.PLAYED, model="13B", **cells)
+
+
+def diffusion(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
+    """Fast-DiT is the module in memory, at the batch that the GPU of the original holds."""
+    layers, hidden = map(int, record["options"]["model"].removeprefix("dit:").split("x")[:2])
+    name = next((name for name, size in DITS.items() if size == (layers, hidden)), None)
+    if name is None:
+        return
+    place = f"{record['host']['name']}/DiT-k{record['options']['twin']}"
+    ways = {own.LOHAN: ("optimized", int(own.PAPER.value("dit_batch"))), "Fast-DiT": ("memory", most_in_memory(name))}
+    for series, (way, batch) in ways.items():
+        if (point := points.get((batch, way))) is not None:
+            speed = batch / median(point["seconds"])
+            cells = {"testbed": place, "model": name, "series": series}
+            yield of_record(record, "lohan-fig12", "throughput" + OF_TWIN, speed, "image/s", **cells)
 
 
 def together(drives: int) -> float:
