@@ -214,3 +214,28 @@ def test_lohan_by_phase_is_what_the_records_say_and_slower_in_none_than_what_run
                 assert all(a <= b for a, b in zip(found["lohan", ours], found[theirs]))
     for row in rows.values():
         assert "".join(row) + "|" in text
+
+
+def of_points(record):
+    return {(point["context"], point["method"]): median(point["seconds"]) for point in record["points"]}
+
+
+@pytest.mark.parametrize(("drives", "label"), [(1, "1"), (2, "2"), (3, "3"), (12, "6, 12")])
+def test_steps_on_the_path_of_so_many_ssds_are_what_the_reference_says(drives, label):
+    record = json.loads((REFERENCE / f"kernel-engine-{drives}-drives-paper.json").read_text())
+    took = of_points(record)
+    said = {(row["context"], row["method"]): row["seconds"] for row in record["foretold"]}
+    cells = [label, str(record["options"]["path_rate"] // 1_000_000)]
+    for at in ((384, "optimized"), (768, "optimized")):
+        cells += [f"{took[at]:.2f}", f"{said[at]:.2f}"]
+    assert f"| {' | '.join(cells)} |" in (REFERENCE / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "batch"), [("0.67B", 8), ("0.90B", 8), ("1.4B", 2), ("10B", 0), ("20B", 0), ("40B", 0)]
+)
+def test_images_a_second_of_diffusion_transformers_are_what_the_reference_says(name, batch):
+    took = of_points(json.loads((REFERENCE / f"kernel-engine-dit-{name.lower()}-paper.json").read_text()))
+    theirs = f"{batch / took[batch, 'memory']:.1f} | {batch}" if batch else "out of memory | -"
+    row = f"| {name} | {16 / took[16, 'optimized']:.1f} | {theirs} |"
+    assert row in (REFERENCE / "README.md").read_text()
