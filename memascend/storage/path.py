@@ -16,7 +16,6 @@ from memascend.storage.tier import Tier, Transferred
 __all__ = ["Attempt", "Busy", "Path", "PathReport", "hang_error", "named", "no_path_takes", "observe"]
 
 _OLD_SHARE = 0.5  # of a rate that was known, in the mean with what was just observed
-_CHANGED = 0.3  # further off than this share of it, a rate has changed, and the old one says nothing
 _LEAST_OBSERVED_S = 0.02  # of transfers; less says nothing about a path
 
 
@@ -133,9 +132,7 @@ def observe(path: Path) -> None:
 
 
 def _mean(old: float, observed: float | None) -> float:
-    if not observed:
-        return old
-    return observed if abs(observed - old) > _CHANGED * old else _OLD_SHARE * old + (1 - _OLD_SHARE) * observed
+    return old if not observed else _OLD_SHARE * old + (1 - _OLD_SHARE) * observed
 
 
 def hang_error(path: Path, hang_s: float) -> StorageError:
