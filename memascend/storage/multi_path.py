@@ -194,9 +194,17 @@ class MultiPathTier(TierBase):
         for path in self._paths:
             path.gate.close()
             if path.hanging or self._idle.measuring(path):  # which may take for ever
-                threading.Thread(target=path.tier.close, name=f"memascend-close-{path.name}", daemon=True).start()
+                closing = threading.Thread(target=self._close_late, args=(path,), daemon=True)
+                closing.name = f"memascend-close-{path.name}"
+                closing.start()
             else:
                 path.tier.close()
+
+    def _close_late(self, path: Path) -> None:
+        """Not in the engine's code as long as it hangs: an interpreter that ends meanwhile would be aborted there."""
+        while path.under_way or self._idle.measuring(path):
+            time.sleep(0.1)
+        path.tier.close()
 
     # -- what its users can know ---------------------------------------------------------------------------------------
 
