@@ -1,4 +1,4 @@
-"""Resident memory of processes, as the kernel counts it. No torch here."""
+"""Resident memory of processes, and bytes that this one wrote, as the kernel counts them. No torch here."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ PROPORTIONAL = ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem", "Locked")
 
 
 def lines_of(pid: int | str, file: str, names: tuple[str, ...]) -> dict[str, int]:
-    """The named lines of a file of a process that count KiB, in bytes. OSError where the process is gone."""
+    """The named lines of a file of a process, in bytes, whether they count these or "kB". OSError where it is gone."""
     found = {}
     for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
         name, colon, rest = line.partition(":")
         if colon and name in names:
-            found[name] = int(rest.split()[0]) * 1024
+            number, *unit = rest.split()
+            found[name] = int(number) * (1024 if unit == ["kB"] else 1)
     return found
 
 
@@ -32,6 +33,11 @@ def resident(pids: list[int]) -> tuple[int, ...] | None:
 def resident_bytes(name: str) -> int:
     """`VmHWM` (peak since the process began, or since it was reset) or `VmRSS` (now) of this process."""
     return lines_of("self", "status", (name,))[name]
+
+
+def written_bytes() -> int:
+    """By this process, to any disk."""
+    return lines_of("self", "io", ("write_bytes",))["write_bytes"]
 
 
 def read_status() -> dict[str, int]:

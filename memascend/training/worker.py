@@ -24,7 +24,7 @@ from memascend.memory.budget import HostBudget
 from memascend.memory.ledger import Ledger
 from memascend.memory.placement_policy import PROCESS_INTERLEAVE
 from memascend.memory.process_policy import interleave_process
-from memascend.memory.resident import lines_of, resident_bytes
+from memascend.memory.resident import resident_bytes, written_bytes
 from memascend.memory.topology import Topology
 from memascend.ops.adamw import chunk_counts, divided_work
 from memascend.simulator.recorder import Recorder, from_zero
@@ -41,15 +41,8 @@ from memascend.training.progress import Progress, StepRecord, byte_count, first_
 from memascend.training.schedule import learning_rate, sequence_numbers
 
 FINISHED, STOPPED = "finished", "stopped"
-
-
 EXIT_STOPPED = 143
 STEP_IN_TRACE = "{step}"  # in the name of --trace: its number
-
-
-def _written_bytes() -> int:
-    """By this process, to any disk."""
-    return lines_of("self", "io", ("write_bytes",))["write_bytes"] // 1024  # which, unlike other files, counts bytes
 
 
 class Stop:
@@ -342,7 +335,7 @@ class Worker:
         )
 
     def _write_checkpoint(self) -> None:
-        begin, before = time.monotonic(), _written_bytes()
+        begin, before = time.monotonic(), written_bytes()
         self.progress.passing("saving a checkpoint ...")
         folder = self.folder.checkpoints
         partial = folder / f".partial-step-{self.step:08d}"
@@ -354,10 +347,7 @@ class Worker:
         checksums = self._save_weights(partial / "model")
         if states.checksum is not None:
             checksums[name] = states.checksum
-        mine = {
-            "shared": states.shared_bytes,
-            "written": _written_bytes() - before,
-        }
+        mine = {"shared": states.shared_bytes, "written": written_bytes() - before}
         everything = self._gather({"checksums": checksums, "facts": facts, **mine})
         if self.rank == 0:
             self._commit(partial, everything)

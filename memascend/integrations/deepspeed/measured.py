@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.integrations.processor import remember_processor
-from memascend.memory.resident import lines_of, read_proportional, read_status
+from memascend.memory.resident import read_proportional, read_status, written_bytes
 from memascend.simulator.recorder import MAIN, READ, WAIT, WRITE, Recorder, phase
 from memascend.simulator.trace import busy_s
 
@@ -331,10 +331,10 @@ class MeasuredTraining:
         """A checkpoint whose swapped states are `referenced` where that can be, or `copied`: seconds, bytes written."""
         optimizer = self.engine.optimizer
         optimizer.settings = dataclasses.replace(optimizer.settings, prestage_checkpoints=way == "referenced")
-        before, begin = lines_of("self", "io", ("write_bytes",)), time.monotonic()
+        before, begin = written_bytes(), time.monotonic()
         self.engine.save_checkpoint(folder, tag=way)
-        seconds, after = time.monotonic() - begin, lines_of("self", "io", ("write_bytes",))
-        return {"seconds": seconds, "bytes_written": (after["write_bytes"] - before["write_bytes"]) // 1024}
+        seconds = time.monotonic() - begin
+        return {"seconds": seconds, "bytes_written": written_bytes() - before}
 
     def _without_waits(self) -> dict[str, Any]:
         """Of a recorded step: seconds of the training's thread in which it did not wait for storage."""
