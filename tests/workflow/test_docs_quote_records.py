@@ -156,6 +156,20 @@ def test_passes_over_paths_take_what_the_formula_gives_and_follow_a_halved_one_a
     assert "; ".join(said) in text
 
 
+def test_steps_of_several_accumulated_batches_are_as_foretold_as_the_reference_says():
+    measured, predicted = (
+        {(p["arm"], p["accumulation"]): step_seconds(p) for p in json.loads((REFERENCE / name).read_text())["points"]}
+        for name in ("times-mlpoffload-accumulation.json", "times-mlpoffload-accumulation-predicted.json")
+    )
+    for batches in (1, 4, 16):
+        took, said = ([found[arm, batches] for arm in ("zero3", "mlp_offload")] for found in (measured, predicted))
+        seconds = [f"{median(mine):.2f} | {foretold[0]:.2f}" for mine, foretold in zip(took, said)]
+        ratio, foretold = median(a / b for a, b in zip(*took)), said[0][0] / said[1][0]
+        assert abs(ratio / foretold - 1) < 0.1
+        row = f"| {batches} | {' | '.join(seconds)} | {ratio:.2f} | {foretold:.2f} |"
+        assert row in (REFERENCE / "README.md").read_text()
+
+
 @pytest.mark.parametrize(("dtype", "k", "printed"), [("fp16", 8, 55.7), ("bf16", 16, 25.19)])
 def test_peaks_of_four_models_and_their_mean_reduction_are_what_the_records_say(dtype, k, printed):
     text, less = " ".join((REFERENCE / "README.md").read_text().split()), []
