@@ -106,7 +106,7 @@ class Recorded:
     def __init__(self, name: str, order: list[str]) -> None:
         self.name, self.order, self.labels = name, order, {"arm": name}
 
-    def step(self, sequence: int, batch: int, deadline: float) -> dict[str, float]:
+    def step(self, point: tuple[int, ...], deadline: float) -> dict[str, float]:
         self.order.append(self.name)
         return {"forward_s": float(len(self.order))}
 
