@@ -150,7 +150,11 @@ def _add_activations(parser: argparse.ArgumentParser, count: _Count) -> None:
 
 def _add_engine(parser: argparse.ArgumentParser, count: _Count) -> None:
     parser.add_argument("--folder", type=Path, required=True, help="on the SSD; nothing is left behind")
-    parser.add_argument("--model", default="qwen2.5-7b", help="committed name, or a config.json (default qwen2.5-7b)")
+    parser.add_argument(
+        "--model",
+        default="qwen2.5-7b",
+        help="committed name, a config.json, or dit:LAYERSxWIDTHxPATCHES, a diffusion transformer (default qwen2.5-7b)",
+    )
     parser.add_argument("--twin", type=count, default=16, help="divide the model's widths (default 16)")
     parser.add_argument("--contexts", default="256", help="tokens of a step, separated by commas (default 256)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of weights and products")

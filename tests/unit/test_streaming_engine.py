@@ -87,7 +87,7 @@ def train(of, engine, data):
     return losses
 
 
-def train_in_memory(of, data, accumulate=1, clip=None):
+def train_in_memory(of, data, accumulate=1):
     optimizer, losses = AdamW([p for p in of.parameters() if p.requires_grad], **SETTINGS), []
     for number, ids in enumerate(data, 1):
         loss = of(ids)
