@@ -45,6 +45,8 @@ _ARMS = {
     "skip_gradients": _arm("caching, gradients kept", exclusive=False, first_path=True),
     "exclusive": _arm("first path alone", first_path=True),
     "multi_path_only": _arm("several paths only", turns=False, keeps=False, exclusive=False),
+    "gradients_only": _arm("gradients kept only", turns=False, exclusive=False, first_path=True),
+    "exclusive_only": _arm("one process at a time only", turns=False, keeps=False, first_path=True),
     "caching_only_all_paths": _arm("several paths and caching", keeps=False, exclusive=False),
     "weights_on_paths": _arm("weights on the paths too", weights_on_gpu=False),
 }

@@ -65,7 +65,8 @@ def test_two_paths_train_as_plain_offload_and_move_less(tmp_path):
     assert largest - 1024 < converted <= largest < 2 << 20
 
 
-ARMS = ("caching", "skip_gradients", "exclusive", "mlp_offload", "as_published", "multi_path_only", "weights_on_paths")
+ON_ONE = ("caching", "skip_gradients", "exclusive", "gradients_only", "exclusive_only")
+ARMS = (*ON_ONE, "mlp_offload", "as_published", "multi_path_only", "weights_on_paths")
 
 
 @pytest.mark.slow
@@ -76,12 +77,11 @@ def test_the_cumulative_arms_train_to_the_same_bits_on_throttled_paths(tmp_path,
     with throttled_paths(tmp_path, [40_000_000, 20_000_000]) as paths:
         section = {"memascend": {"tiers": [str(path.folder / "swap") for path in paths]}}
         first = {"memascend": {"tiers": section["memascend"]["tiers"][:1]}}
-        alone = ("caching", "skip_gradients", "exclusive")
         jobs = [Job(name="zero3", system="mlp_offload", arm="zero3", **options)]
         in_memory = merged(options.get("config", {}), {"data_types": {"grad_accum_dtype": "fp16"}})
         jobs.append(Job(name="zero_offload", system="zero_offload", arm="today", **{**options, "config": in_memory}))
         for arm in ARMS:
-            config = merged(options.get("config", {}), first if arm in alone else section)
+            config = merged(options.get("config", {}), first if arm in ON_ONE else section)
             jobs.append(Job(name=arm, system="mlp_offload", arm=arm, **{**options, "config": config}))
         results = train_all(jobs, tmp_path / "out", timeout_s=900)
         for arm in ("zero3", *ARMS):
@@ -90,6 +90,7 @@ def test_the_cumulative_arms_train_to_the_same_bits_on_throttled_paths(tmp_path,
         assert all(path.direct_bytes > 1 << 20 for path in paths)
     moved = {arm: sum(results[arm]["io_bytes"][2:]) for arm in ("zero3", *ARMS)}
     assert moved["zero3"] > moved["caching"] > moved["skip_gradients"] == moved["mlp_offload"]
+    assert moved["exclusive_only"] > moved["gradients_only"] > moved["skip_gradients"]  # every sub-group is moved
 
 
 @pytest.mark.slow

@@ -71,6 +71,17 @@ def test_each_part_of_the_paper_takes_something_away():
     assert phases("skip_gradients")["backward"] < phases("caching")["backward"]  # nothing is written
 
 
+def test_gradients_that_stay_alone_leave_the_states_of_every_sub_group_on_the_path():
+    made, p = phases("gradients_only"), SPEC.parameters
+    assert made["optimizer"] == pytest.approx(12 * p * (1 / READ + 1 / WRITE), rel=0.01)
+    assert made["backward"] == phases("skip_gradients")["backward"]  # nothing is written
+    assert sum(phases("skip_gradients").values()) < sum(made.values()) < sum(phases("zero3").values())
+
+
+def test_one_process_at_a_time_alone_takes_nothing_away_where_processes_do_not_disturb_each_other():
+    assert phases("exclusive_only") == pytest.approx(phases("zero3"), rel=0.001)
+
+
 def test_gradients_that_were_written_are_read_also_for_what_host_memory_holds():
     volume, p = step_of(work("caching"), MACHINE).volume(), SPEC.parameters
     read = 12 * p * (1 - kept("caching")) + 4 * p

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from baselines.mlp_offload.schedule import paths_of, schedule
+from baselines.mlp_offload.system import SYSTEM
 from memascend.planner import Workload
 from memascend.planner.derived_sizes import held_buffers
 from memascend.planner.machine import Machine
@@ -77,7 +78,7 @@ def shown(exhibit: str, metric: str, value: float, unit: str, source: str = SOUR
 
 
 def work(arm: str, model: str, *, held: int, ranks: int = 4, **more: Any) -> Workload:
-    buffers = held_buffers(arm in ("caching", "multi_path_only", "caching_only_all_paths"), held)
+    buffers = held_buffers(SYSTEM.arms[arm].swaps_gradients, held)
     sizes = SwapSizes(sub_group_size=SUB_GROUP, optimizer_buffers=buffers, bounce_buffers=False)
     size = {"batch": 1, "context": 2048, "dtype": "bf16", "stack": Stack(checkpointing="plain")} | more
     return Workload(spec=PAPER.spec(model), system="mlp_offload", arm=arm, ranks=ranks, sizes=sizes, **size)

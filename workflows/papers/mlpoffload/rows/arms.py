@@ -1,4 +1,8 @@
-"""What both lanes call the arms of Figs. 14 and 15, and which of them are compared."""
+"""What both lanes call the arms of Figs. 14 and 15, and which of them are compared.
+
+The bars of a figure add part to part. Those whose names end with "alone" have one part and none of the others, as
+"Enable Caching", the first that is added, has.
+"""
 
 ZERO, OURS = "DeepSpeed ZeRO-3", "MLP-Offload"
 # Figure -> its bars: name, arm.
@@ -8,8 +12,15 @@ BARS = {
         "Enable Caching": "caching",
         "Skip Gradients": "skip_gradients",
         "Process Atomic R/W": "exclusive",
+        "Skip Gradients alone": "gradients_only",
+        "Process Atomic R/W alone": "exclusive_only",
     },
-    "mlpoffload-fig15": {ZERO: "zero3", "Multi-Path, Caching": "caching_only_all_paths", OURS: "mlp_offload"},
+    "mlpoffload-fig15": {
+        ZERO: "zero3",
+        "Multi-Path alone": "multi_path_only",
+        "Multi-Path, Caching": "caching_only_all_paths",
+        OURS: "mlp_offload",
+    },
 }
 # Exhibit, series and metric -> the slower bar and the faster one.
 RATIOS = {
