@@ -137,6 +137,19 @@ def test_a_short_run_has_the_bars_of_its_arms_and_their_ratio_alone():
     assert found["mlpoffload-fig07", "MLP-Offload", "iteration_time", ""]["value"] == "4"
 
 
+def test_a_run_without_the_whole_of_mlp_offload_adds_its_bars_to_those_of_the_twin_s_other_run():
+    more = record(duplex=False)
+    more["points"] = [{**point, "arm": "gradients_only"} for point in more["points"] if point["arm"] == "caching"]
+    more["points"] += [point for point in record()["points"] if point["arm"] == "zero3"]
+    found = rows.measured([more, record(duplex=False)])
+    seconds = [
+        (r["series"], r["value"]) for r in found if (r["metric"], r["model"]) == ("iteration_time", "40B-L4, simplex")
+    ]
+    assert seconds.count(("Skip Gradients alone", "12")) == 1
+    assert {value for series, value in seconds if series == rows.ZERO} == {"16"}
+    assert [r["exhibit_id"] for r in rows.measured([more])] == ["mlpoffload-fig14"]
+
+
 @pytest.mark.parametrize("profile", ["smoke", "quick"])
 def test_a_round_over_paths_has_the_machine_for_itself(profile):
     runs = Experiments("workflows/config/experiments.yaml", profile).runs
@@ -145,7 +158,12 @@ def test_a_round_over_paths_has_the_machine_for_itself(profile):
 
 def test_the_paper_profile_asks_for_paths_of_testbed_1s_ratio():
     runs = Experiments("workflows/config/experiments.yaml", "paper").runs
-    for name, simplex in (("times-mlpoffload-duplex", False), ("times-mlpoffload-simplex", True)):
+    twins = {
+        name: "simplex" in name for name in runs if name.startswith(("times-mlpoffload-dup", "times-mlpoffload-sim"))
+    }
+    arms = [word.split(":")[1] for name in twins for word in shlex.split(runs[name]["words"]) if word.endswith(":bf16")]
+    assert set(arms) == {*rows.twins.ARMS.values()}
+    for name, simplex in twins.items():
         assert runs[name]["module"] == "path_twin"
         args = path_twin.parse(["--run-id", name, "--out", "x.json", *shlex.split(runs[name]["words"])])
         (read, write), (other_read, other_write) = path_twin.rates_of(args)

@@ -1,8 +1,8 @@
 """Figs. 3, 5, 7 to 10 and 13 to 15 measured: iterations of a time twin over paths of known rates, by one rank or more.
 
 The records are those of workflows.run.path_twin. Seconds are the twin's own. A record has what the simulator predicted
-for the same rates, where the machine's own rates are known. DeepSpeed and MLP-Offload are in every record, the arms
-between them in some.
+for the same rates, where the machine's own rates are known. DeepSpeed is in every record. One with MLP-Offload gives
+what the exhibits say of the two; those of the same twin without it have more arms, which give their bars alone.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
             continue
         arms = {point["arm"]: point for point in record["points"] if point.get("system") != IN_MEMORY}
         seconds = {arm: median(step_seconds(point)) for arm, point in arms.items()}
-        ranks = record.get("ranks", 1)
         where = measured_on({**record, "ranks": 1})  # of ranks the model says it, as a bar's name
-        at = {"model": record["model"] + (f", {ranks} ranks" if ranks > 1 else ""), "testbed": where}
+        at, whole = {"model": twin_name(record), "testbed": where}, ARMS[OURS] in arms
         for exhibit, bars in BARS.items():
             for series, arm in bars.items():
-                if arm in arms:
+                if arm in arms and (whole or series != ZERO):
                     yield of_record(record, exhibit, "iteration_time", seconds[arm], "s", series=series, **at)
         for (exhibit, series, metric), (slow, fast) in RATIOS.items():
             if ARMS[slow] in arms and ARMS[fast] in arms:
                 ratio = seconds[ARMS[slow]] / seconds[ARMS[fast]]
                 yield of_record(record, exhibit, metric, ratio, "x", series=series, **at)
+        if not whole:
+            continue
         for series in (ZERO, OURS):
             yield from _phases(record, arms[ARMS[series]], at | {"series": series})
         yield from _residency(record, arms[ARMS[OURS]], at | {"series": OURS})
@@ -49,6 +50,13 @@ def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
         if "transfers" in arms[ARMS[ZERO]]:
             yield from _shares_of_io(record, arms[ARMS[ZERO]], at)
             yield from _by_sub_group(record, arms[ARMS[ZERO]], at)
+
+
+def twin_name(record: dict[str, Any]) -> str:
+    """What bars call a twin: its model, and its paths and ranks where they are not duplex paths and one rank."""
+    ranks = record.get("ranks", 1)
+    words = ["simplex" * (not record["duplex"]), f"{ranks} ranks" * (ranks > 1)]
+    return ", ".join([record["model"], *filter(None, words)])
 
 
 def _accumulated(record: dict[str, Any]) -> Iterator[Row]:
