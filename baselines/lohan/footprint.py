@@ -23,6 +23,8 @@ def footprint(build: RankFootprint) -> None:
         layout_of(build), build.swapped, state_slots=1 if arm == "naive" else None, gradients=build.gradient_dtype
     )
     buffers.need_gradients()
+    if work.gpu:
+        buffers.need_arrivals()
     swaps = work.stack.checkpointing == "ssd"
     if (work.offloads_checkpoints or swaps) and work.context:
         buffers.need_checkpoints(work.batch * work.context * work.spec.hidden, build.dtype)

@@ -27,6 +27,7 @@ from torch.nn.modules import module as torch_module
 from memascend.activation.options import CacheOptions, CacheStatistics
 from memascend.activation.record import Plan, Record, next_plan
 from memascend.activation.staged import StagedTier
+from memascend.activation.transfer import has_streams
 from memascend.fates import KEEP, OFFLOAD
 from memascend.memory.pinned import Allocator
 from memascend.storage.completion import Completion
@@ -114,7 +115,7 @@ class _Packed:
 class ActivationCache:
     """Offloads what forward passes save while :meth:`active` is entered. Thread-safe.
 
-    Tensors of a CUDA device go through page-locked memory of `allocator` (default: exact, no ledger).
+    Tensors of a device with streams go through page-locked memory of `allocator` (default: exact, no ledger).
     `fates`: what the modules of fate OFFLOAD save goes to the tier, all else stays, and `amount` does not count. Owns
     `tier` from now on: :meth:`close` closes it. An I/O error is raised as ActivationError, with the tensor's name, by
     the backward pass that needs the tensor.
@@ -134,12 +135,12 @@ class ActivationCache:
         self.plan = Plan(offload_bytes=self.options.amount if isinstance(self.options.amount, int) else None)
         self.record: Record | None = None  # of the last whole forward pass
         self._device = torch.device(self.options.device).type if self.options.device else _device_in_use()
-        if self._device == "cuda":
+        if self._device != "cpu" and has_streams(self._device):
             self.tier = StagedTier(tier, allocator)
         elif self._device != "cpu":
             raise ValueError(
-                f"activations on {self._device} cannot be offloaded yet: only tensors of CUDA devices and of the CPU "
-                "go to the tier; use checkpointing 'offloaded' there"
+                f"activations on {self._device} cannot be offloaded yet: only tensors of the CPU and of devices "
+                "with streams that torch sees go to the tier; use checkpointing 'offloaded' there"
             )
         self._lock = threading.RLock()
         self._numbers = itertools.count()

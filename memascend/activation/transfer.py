@@ -50,6 +50,12 @@ class PlainTransfer:
         return arrival.tensor
 
 
+def has_streams(kind: str) -> bool:
+    """Whether torch sees a device of this type, and its copies can run beside what it computes."""
+    module = getattr(torch, kind, None)
+    return module is not None and hasattr(module, "Stream") and module.is_available()
+
+
 class DeviceStreams:
     """What `StreamTransfer` needs of a device: the seam that tests replace."""
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from memascend.engine.device import DeviceWeights, Generators, synchronize
 from memascend.engine.layout import Kind, Part, Unit, UnitParameters, make_layout
 from memascend.engine.operators import Taken
 from memascend.engine.spilled import flat_values, forget, let_go
@@ -27,6 +28,7 @@ from memascend.ops.rows import can_be_sliced
 
 # What a block takes alone is the best of so many passes, or of two where they take longer than so many seconds.
 _PROFILED_PASSES, _PROFILED_S = 8, 0.5
+_CPU = torch.device("cpu")
 _CACHES = ("past_key_values", "past_key_value")  # transformers' names, of 5 and 4
 
 
@@ -64,7 +66,7 @@ def _numel(modules: Iterable[nn.Module]) -> int:
 
 
 class ModelUnits:
-    """Units of a model, their modules and parameters. `layout` is made from them."""
+    """Units of a model, their modules and parameters. `layout` is made from them. `device`: what computes."""
 
     def __init__(
         self,
@@ -73,8 +75,9 @@ class ModelUnits:
         *,
         states: torch.dtype = torch.float32,
         piece_elements: int | None = None,
+        device: torch.device = _CPU,
     ) -> None:
-        self.model = model
+        self.model, self.device = model, device
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         module_names = {module: name for name, module in model.named_modules()}
         dtypes = {parameter.dtype for parameter in self.names}
@@ -195,12 +198,17 @@ class UnitWeights:
 
     _all: ClassVar[weakref.WeakSet[UnitWeights]] = weakref.WeakSet()
 
-    def __init__(self, units: ModelUnits, stream: WeightStream) -> None:
-        self.units, self.stream = units, stream
+    def __init__(
+        self,
+        units: ModelUnits,
+        stream: WeightStream,
+        on_device: DeviceWeights | None = None,
+    ) -> None:
+        self.units, self.stream, self.device, self._on_device = units, stream, units.device, on_device
         self._pid = os.getpid()
         self._all.add(self)
         self._uses: dict[str, int] = {}
-        nothing = torch.full((1,), torch.nan, dtype=units.layout.weights)
+        nothing = torch.full((1,), torch.nan, dtype=units.layout.weights, device=units.device)
         self._empty = {p: nothing.expand(p.shape) for p in units.names}
 
     @classmethod
@@ -227,15 +235,29 @@ class UnitWeights:
         """The unit's weights are in its parameters on return. RuntimeError in a forked child."""
         self.require_own_process()
         (slot,) = self.stream.fetch([unit.key])
+        if self._on_device is not None and not self.is_held(unit):
+            try:
+                self.stream.copying(unit.key, self._on_device.bring(unit.key, slot))
+            except BaseException:
+                self.stream.release(unit.key)
+                raise
         self._uses[unit.key] = self._uses.get(unit.key, 0) + 1
         if self._uses[unit.key] == 1:
+            values = self.values(unit)
             for part, parameter in self.units.pairs(unit):
-                parameter.data = slot[part.first : part.first + part.numel].view(part.shape)
+                parameter.data = values[part.first : part.first + part.numel].view(part.shape)
+
+    def values(self, unit: Unit) -> torch.Tensor:
+        """All of a unit that is held, flat, on the device."""
+        stream = self.stream if self._on_device is None else self._on_device
+        return stream.tensor(unit.key)
 
     def give_back(self, unit: Unit) -> None:
         self._uses[unit.key] -= 1
         if not self._uses[unit.key]:
             self.empty(unit)
+            if self._on_device is not None:
+                self._on_device.give_back(unit.key)
         self.stream.release(unit.key)
 
     def is_held(self, unit: Unit) -> bool:
@@ -257,8 +279,7 @@ class UnitWeights:
         for unit in self.units.layout.units:
             while self._uses.get(unit.key):
                 with contextlib.suppress(ValueError, KeyError):
-                    self.stream.release(unit.key)
-                self._uses[unit.key] -= 1
+                    self.give_back(unit)
             self.empty(unit)
 
 
@@ -287,6 +308,14 @@ class BlockRuntime:
 
     def profiled(self, unit: Unit, forward_s: float, backward_s: float) -> None:
         """Of one pass through the block in memory; the recomputation takes as long as forward. The least counts."""
+
+    def passed(self, unit: Unit, forward_s: float, backward_s: float) -> None:
+        """As `profiled`, of a pass of training; on an accelerator until it has been handed over alone."""
+
+    def now(self) -> float:
+        """Seconds, at a moment when the device has computed all that it was given."""
+        synchronize(self.weights.device)
+        return time.perf_counter()
 
     def keep_input(self, tensor: torch.Tensor) -> Any:
         """Of a block's hidden states: what brings them back (see `bring_back`), or the tensor itself."""
@@ -353,8 +382,10 @@ class _Call:
         self.forward, self.spec = forward, spec
         self.others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-        self.generator = torch.get_rng_state()
-        self.autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        self.device = forward.runtime.weights.device
+        self.generators = Generators(self.device)
+        kind = self.device.type
+        self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self._left = False
         self.results: list[Any] = []
         self.result_spec: Any = None
@@ -376,12 +407,12 @@ class _Call:
                 break
             inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
             with torch.enable_grad(), self.as_in_forward():
-                times = [time.perf_counter()]
+                times = [runtime.now()]
                 outputs = [r for r in self.run(inputs) if isinstance(r, torch.Tensor) and r.requires_grad]
-                times.append(time.perf_counter())
+                times.append(runtime.now())
                 wanted = [*trained, *(t for t in inputs if t.requires_grad)]
                 torch.autograd.grad(outputs, wanted, [torch.ones_like(r) for r in outputs], allow_unused=True)
-                times.append(time.perf_counter())
+                times.append(runtime.now())
             best = [min(b, after - before) for b, before, after in zip(best, times[:-1], times[1:], strict=True)]
         return best[0], best[1]
 
@@ -402,8 +433,7 @@ class _Call:
     @contextlib.contextmanager
     def as_in_forward(self) -> Iterator[None]:
         enabled, dtype = self.autocast
-        with torch.random.fork_rng(devices=[]), torch.autocast("cpu", dtype=dtype, enabled=enabled):
-            torch.set_rng_state(self.generator)
+        with self.generators.again(), torch.autocast(self.device.type, dtype=dtype, enabled=enabled):
             yield
 
 
@@ -425,7 +455,7 @@ class _Recomputed(torch.autograd.Function):
             before = time.perf_counter()
             with runtime.taking(unit, tensors) as taken:
                 results = call.run(tensors)
-            runtime.profiled(unit, time.perf_counter() - before, math.inf)
+            runtime.passed(unit, time.perf_counter() - before, math.inf)
         finally:
             runtime.weights.give_back(unit)
         outputs = tuple(each for each in results if isinstance(each, torch.Tensor))
@@ -465,7 +495,7 @@ class _Recomputed(torch.autograd.Function):
             if pairs:
                 torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
             del results, pairs
-            runtime.profiled(unit, math.inf, time.perf_counter() - before)
+            runtime.passed(unit, math.inf, time.perf_counter() - before)
             call.leave()
         finally:
             runtime.weights.give_back(unit)

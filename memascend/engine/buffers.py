@@ -84,6 +84,15 @@ class EngineBuffers:
         self.gradients: MonolithicBufferPool | None = None
         self.checkpoints: MonolithicBufferPool | None = None
 
+    def need_arrivals(self) -> torch.Tensor:
+        """For the gradients of a piece on their way from an accelerator, in the type of its weights."""
+        return self.allocator.allocate(
+            max((piece.numel for piece in self.layout.pieces), default=1),
+            self.layout.weights,
+            name="arriving gradients",
+            owner="streamed_gradients",
+        )
+
     def need_gradients(self) -> MonolithicBufferPool:
         """For gradients that wait on the tier; made once, when it turns out that they must."""
         if self.gradients is None:

@@ -76,12 +76,13 @@ class TierContents:
     def read_weights(self, order: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, values) of every parameter, or of those in `order`; a tensor is valid until the next one is asked for.
 
-        The units' own order is the cheaper one: a unit is read when it is not the one before.
+        They are in host memory. The units' own order is the cheaper one: a unit is read when it is not the one before.
         """
         places: dict[str, list[tuple[Unit, int]]] = {}
         for unit in self._layout.units:
             for number, part in enumerate(unit.parts):
                 places.setdefault(part.name, []).append((unit, number))
+        stream = self._weights.stream
         held: Unit | None = None
         try:
             for name in places if order is None else order:
@@ -91,14 +92,15 @@ class TierContents:
                     continue
                 if unit is not held:
                     if held is not None:
-                        self._weights.give_back(held)
+                        stream.release(held.key)
                     held = None
-                    self._weights.take(unit)
+                    (slot,) = stream.fetch([unit.key])
                     held = unit
-                yield name, self._weights.units.parameters[unit.key][number].detach()
+                part = unit.parts[number]
+                yield name, slot[part.first : part.first + part.numel].view(part.shape)
         finally:
             if held is not None:
-                self._weights.give_back(held)
+                stream.release(held.key)
 
     def fill_state_dict(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """The model's state_dict() has its weights, in a file's memory; a tied one is one tensor under two names."""

@@ -6,11 +6,13 @@ Backward meets them in the reverse order; the one before the one that is used is
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from memascend.engine.blocks import NotStreamable
 from memascend.engine.buffers import EngineBuffers
+from memascend.engine.device import Copies
 from memascend.engine.layout import padded
 from memascend.engine.protocols import Storage
 from memascend.engine.weights import WeightStream
@@ -19,9 +21,12 @@ from memascend.engine.weights import WeightStream
 class KeptInputs:
     """Of one model. `tier()` makes the storage when it is first needed. Not thread-safe."""
 
-    def __init__(self, buffers: EngineBuffers, tier: Callable[[], Storage], wait_s: float) -> None:
-        self._buffers, self._tier, self._wait_s = buffers, tier, wait_s
+    def __init__(
+        self, buffers: EngineBuffers, tier: Callable[[], Storage], wait_s: float, copies: Copies | None = None
+    ) -> None:
+        self._buffers, self._tier, self._wait_s, self._copies = buffers, tier, wait_s, copies
         self._stream: WeightStream | None = None
+        self._coming: tuple[str, torch.Tensor, Any] | None = None  # key, input, event of its copy to the host
         self._live = self._next = 0
 
     def keep(self, tensor: torch.Tensor) -> KeptInput:
@@ -29,12 +34,26 @@ class KeptInputs:
         stream, number = self._stream_for(tensor), self._next
         key = _key(number)
         stream.register(key, padded(tensor.numel(), tensor.dtype))
-        stream.put(key)[: tensor.numel()].view(tensor.shape).copy_(tensor)
-        stream.write(key)
-        stream.release(key)
+        slot = stream.put(key)[: tensor.numel()].view(tensor.shape)
+        if self._copies is None:
+            slot.copy_(tensor)
+            self._write(key)
+        else:  # the device goes on computing: it is written when the next one comes, or is asked for
+            self._write_what_came()
+            self._coming = key, tensor, self._copies.to_host(tensor.detach(), slot, self._copies.mark())
         self._next += 1
         self._live += 1
         return KeptInput(self, number, tensor)
+
+    def _write(self, key: str) -> None:
+        self._stream.write(key)
+        self._stream.release(key)
+
+    def _write_what_came(self) -> None:
+        if self._coming is not None:
+            (key, _, copied), self._coming = self._coming, None
+            copied.synchronize()
+            self._write(key)
 
     def _stream_for(self, tensor: torch.Tensor) -> WeightStream:
         pool = self._buffers.checkpoints
@@ -52,8 +71,14 @@ class KeptInputs:
 
     def read(self, number: int, shape: torch.Size) -> torch.Tensor:
         """In memory of its own; the two before it set out."""
+        self._write_what_came()
         (slot,) = self._stream.fetch([_key(number)])
-        out = slot[: shape.numel()].view(shape).clone()
+        values = slot[: shape.numel()].view(shape)
+        if self._copies is None:
+            out = values.clone()
+        else:
+            out = torch.empty(shape, dtype=values.dtype, device=self._copies.device)
+            self._stream.copying(_key(number), self._copies.to_device(values, out, self._copies.mark()))
         self._stream.release(_key(number))
         self._stream.prefetch([_key(before) for before in (number - 1, number - 2) if before >= 0])
         return out
@@ -66,6 +91,9 @@ class KeptInputs:
 
     def give_back(self) -> None:
         """All slots, whatever is in them. Raises the first failed write."""
+        if self._coming is not None:
+            self._coming[2].synchronize()
+            self._coming = None
         if self._stream is not None:
             self._stream.close()
 

@@ -7,7 +7,6 @@ to be added in the order in which autograd would.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -40,6 +39,9 @@ class MatrixRuntime(Protocol):
     def computed_outside(self, seconds: float) -> None:
         """Of a forward pass, with a slice in memory."""
 
+    def now(self) -> float:
+        """Seconds."""
+
 
 class StreamedRows:
     """`Rows` over the slices of one matrix. Not thread-safe."""
@@ -60,9 +62,9 @@ class StreamedRows:
         try:
             weights.stream.prefetch([self._slices[each].key for each in ahead[:_AHEAD]])
             begin, end = self.bounds[number]
-            before = time.perf_counter()
-            yield weights.stream.tensor(unit.key)[: (end - begin) * self.width].view(end - begin, self.width)
-            self._runtime.computed_outside(time.perf_counter() - before)
+            before = self._runtime.now()
+            yield weights.values(unit)[: (end - begin) * self.width].view(end - begin, self.width)
+            self._runtime.computed_outside(self._runtime.now() - before)
         finally:
             weights.give_back(unit)
 
@@ -78,7 +80,7 @@ class StreamedRows:
     def add(self, number: int, gradient: torch.Tensor) -> None:
         self._runtime.backward_begins()
         if number in self._waiting:
-            gradient = self._brought_back(number).view_as(gradient).add_(gradient)
+            gradient = self._brought_back(number).to(gradient.device).view_as(gradient).add_(gradient)
             self._waiting.remove(number)
         if self._passes > 1:
             self._let_wait(number, gradient)

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from memascend.engine.device import Generators
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -135,9 +137,10 @@ def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
     """The result, and whether it is a new tensor that took no random numbers: leaving it out later changes no other."""
     if not (is_product(func) and torch.Tag.nondeterministic_seeded in func.tags):
         return func(*args, **kwargs), not func._schema.is_mutable
-    before = torch.get_rng_state()
+    device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    before = Generators(device)
     out = func(*args, **kwargs)
-    return out, torch.equal(before, torch.get_rng_state())
+    return out, before == Generators(device)
 
 
 def is_product(func: Any) -> bool:

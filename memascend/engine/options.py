@@ -26,7 +26,8 @@ class EngineOptions:
     the tier, 2, or 1 with gradients that wait beside it (`memascend.engine.one_version`); None: two if the disk has
     room for them. `redo`: with one version, whether a step that is cut off can be done again; else nothing waits for
     it, a kill in the middle of a step leaves torn states (`TornStates`), and so do an error in a backward pass that
-    uses gradients as they come and a gradient that is infinite or NaN there.
+    uses gradients as they come and a gradient that is infinite or NaN there. `device`: what computes, whose memory
+    holds copies of the weights that are at work ("cuda"); None: where the model's parameters are.
     """
 
     arm: str = "optimized"
@@ -44,6 +45,7 @@ class EngineOptions:
     piece_elements: int | None = None
     versions: int | None = None
     redo: bool = True
+    device: torch.device | str | None = None
 
     def __post_init__(self) -> None:
         if self.arm not in ARMS:

@@ -7,6 +7,9 @@ import logging
 import time
 from collections.abc import Callable
 
+import torch
+
+from memascend.engine.device import synchronize
 from memascend.engine.home import StateHome
 from memascend.engine.layout import Kind, Layout, Unit
 from memascend.engine.limit import Limit, Rates, StepClock, adamw_rate, limit_of
@@ -22,12 +25,18 @@ class StepProfile:
     """Of one model's steps. Not thread-safe. Nothing is measured unless it is `on`.
 
     `moved()`: bytes read and written so far. `again(unit)`: the share of a block that backward computes again.
+    `device`: what computes.
     """
 
     def __init__(
-        self, layout: Layout, on: bool, moved: Callable[[], tuple[int, int]], again: Callable[[Unit], float]
+        self,
+        layout: Layout,
+        on: bool,
+        moved: Callable[[], tuple[int, int]],
+        again: Callable[[Unit], float],
+        device: torch.device,
     ) -> None:
-        self._layout, self._on, self._again = layout, on, again
+        self._layout, self._on, self._again, self._device = layout, on, again, device
         self._clock = StepClock(moved)
         self._block_seconds: dict[tuple[int, int], tuple[float, float]] = {}  # forward, backward
         self._entered_s: dict[str, float] = {}
@@ -63,10 +72,16 @@ class StepProfile:
 
     def enters(self, unit: Unit) -> None:
         """A module outside of the blocks, in forward."""
-        self._entered_s[unit.key] = time.perf_counter()
+        self._entered_s[unit.key] = self.now()
 
     def leaves(self, unit: Unit) -> None:
-        self.outside_s += time.perf_counter() - self._entered_s[unit.key]
+        self.outside_s += self.now() - self._entered_s[unit.key]
+
+    def now(self) -> float:
+        """Seconds; where something is measured, when the device has computed all that it was given."""
+        if self._on:
+            synchronize(self._device)
+        return time.perf_counter()
 
     # -- phases --------------------------------------------------------------------------------------------------------
 
@@ -76,9 +91,11 @@ class StepProfile:
             self._clock.begin()
 
     def end_forward(self) -> None:
+        self.now()
         self._clock.end("forward", compute_s=self.outside_s + self.blocks_s())
 
     def end_backward(self) -> None:
+        self.now()
         compute = 2 * self.outside_s + self.blocks_s(backward=True)  # twice forward, as products are
         self._clock.end("backward", compute_s=compute)
 

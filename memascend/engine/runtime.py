@@ -25,6 +25,7 @@ from memascend.engine.beside import WAIT_S, TiersBeside
 from memascend.engine.blocks import ModelUnits, NotStreamable, UnitWeights
 from memascend.engine.buffers import EngineBuffers
 from memascend.engine.contents import TierContents
+from memascend.engine.device import Copies, DeviceWeights, GradientCopies, device_of, synchronize
 from memascend.engine.home import StateHome
 from memascend.engine.hooks import HookedRuntime, ModelHooks
 from memascend.engine.inputs import KeptInput, KeptInputs
@@ -46,7 +47,7 @@ log = logging.getLogger("memascend")
 
 
 class StreamingEngine(HookedRuntime):
-    """One process, one device: the CPU. Not thread-safe.
+    """One process, one device (`EngineOptions.device`). Not thread-safe.
 
     The model's parameters are its from `start` or `resume` on to `close`: empty but for the moments in which they are
     needed. `groups`: as torch.optim's (`params`, `lr`, `betas`, `eps`, `weight_decay`), read anew at each update.
@@ -73,6 +74,10 @@ class StreamingEngine(HookedRuntime):
             state_slots=options.state_slots,
             gradients=options.gradients,
         )
+        device, on_device, gradients, inputs = units.device, None, None, None
+        if device.type != "cpu":  # each kind of copies on a stream of its own
+            on_device, inputs = DeviceWeights(self.layout, Copies(device)), Copies(device)
+            gradients = GradientCopies(self.buffers.need_arrivals(), Copies(device))
         self._stream = WeightStream(home, pool=self.buffers.weights, wait_s=WAIT_S)
         self._states: WeightStream | None = None
         if self.buffers.states is not None:
@@ -84,7 +89,7 @@ class StreamingEngine(HookedRuntime):
         for tensor in self.buffers.streamed:
             home.register(tensor)
         self._beside = TiersBeside(home, self.layout, self.buffers, redoes=options.redoes)
-        self.weights = UnitWeights(units, self._stream)
+        self.weights = UnitWeights(units, self._stream, on_device)
         self._contents = TierContents(self.layout, self.weights, self._states, home.folder)
         self.updates = Updates(
             self.layout,
@@ -94,21 +99,24 @@ class StreamingEngine(HookedRuntime):
             self._settings,
             arm=options.arm,
             zero_missing=options.zero_missing,
+            copies=gradients,
         )
         self.steps = dict.fromkeys(self.layout.order, 0)  # of each parameter, as torch.optim counts them
         self.scale = 1.0  # that the loss is multiplied by before backward
-        self._inputs = KeptInputs(self.buffers, self._beside.scratch, WAIT_S)
+        self._inputs = KeptInputs(self.buffers, self._beside.scratch, WAIT_S, inputs)
         self._uses: dict[str, int] = {}
         self._visits: list[str] = []
         self._pattern: list[str] = []
         self._clip = options.clip  # of this step
         self._passes = 0  # backward passes of this step that have ended
         self._backward_begun = False
-        self._profile = StepProfile(self.layout, options.profiles, lambda: self.transferred, self._computed_again)
+        self._profile = StepProfile(
+            self.layout, options.profiles, lambda: self.transferred, self._computed_again, units.device
+        )
         self._swapping: Swapping | None = None
         if options.swap is not None:
             self._swapping = Swapping(
-                model, units.blocks, options.swap, self._beside.swap_tier, options.swap_room, allocator
+                model, units.blocks, options.swap, self._beside.swap_tier, options.swap_room, allocator, device
             )
         self._unfinished: str | None = None  # what is to be done about an update that is half on the tier
         self._restored = False
@@ -279,6 +287,7 @@ class StreamingEngine(HookedRuntime):
             self.home.close()
 
     def _stop(self) -> None:
+        synchronize(self.units.device)  # copies that are under way use memory that goes now
         if self._swapping is not None:
             with contextlib.suppress(OSError):
                 self._swapping.close()
@@ -354,6 +363,13 @@ class StreamingEngine(HookedRuntime):
     def profiled(self, unit: Unit, forward_s: float, backward_s: float) -> None:
         self._profile.took(unit, forward_s, backward_s)
 
+    def passed(self, unit: Unit, forward_s: float, backward_s: float) -> None:
+        if self.units.device.type == "cpu":
+            self._profile.took(unit, forward_s, backward_s)
+
+    def now(self) -> float:
+        return self._profile.now()
+
     def _computed_again(self, unit: Unit) -> float:
         """The share of a block's products that backward computes a second time."""
         return self._swapping.computed_again(unit.key) if self._swapping is not None else 1.0
@@ -399,7 +415,7 @@ class StreamingEngine(HookedRuntime):
         states = sum(map(layout.states_numel, layout.pieces)) * layout.states.itemsize
         measured = SwapRates(
             gpu=swapping.flops / blocks_s,
-            link=link_rate(),
+            link=link_rate(self.units.device),
             read=rates.read,
             write=rates.write,
             room=self.options.swap_room,
@@ -542,6 +558,7 @@ class StreamingEngine(HookedRuntime):
 
     def _take_back(self, *, written: bool) -> None:
         """Nothing of this step stays: what is in memory or written may be half of it."""
+        synchronize(self.units.device)
         self.updates.abandon()
         self._hooks.forget_kept()
         self.weights.abandon()
@@ -628,9 +645,11 @@ class StreamingEngine(HookedRuntime):
 
 
 def _units(model: nn.Module, blocks: Sequence[nn.Module] | None, options: EngineOptions) -> ModelUnits:
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-        raise NotStreamable("the streaming engine computes on the CPU so far: leave the model there (model.cpu())")
-    return ModelUnits(model, blocks, states=options.states, piece_elements=options.piece_elements)
+    device = device_of(model.parameters(), options.device)
+    units = ModelUnits(model, blocks, states=options.states, piece_elements=options.piece_elements, device=device)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    return units
 
 
 def _kept_units(

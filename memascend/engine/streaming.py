@@ -58,14 +58,22 @@ class streaming:
         self._resume = resume
         self._model: nn.Module | None = None
         self._blocks: Sequence[nn.Module] | None = None
+        self._device: torch.device | str | None = None
         self.engine: StreamingEngine | None = None
         self._undo: Callable[[], None] = lambda: None
         self.note: dict[str, Any] = {}  # of the user's, as JSON; kept with each step, and here again after a resume
 
-    def hook(self, model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> nn.Module:
+    def hook(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module] | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> nn.Module:
         """The model that will be trained; returns it. `blocks`: what is streamed as a whole (default: its layers, see
-        `find_blocks`). Its weights leave memory when the optimizer is made."""
-        self._model, self._blocks = model, blocks
+        `find_blocks`). `device`: what computes, such as "cuda" for a model in host memory; batches belong there, too
+        (default: where the model is). Its weights leave memory when the optimizer is made."""
+        self._model, self._blocks, self._device = model, blocks, device
         return model
 
     def optimizer(
@@ -91,7 +99,9 @@ class streaming:
             raise RuntimeError("hook(model) comes first: the optimizer is of that model")
         if self.engine is not None:
             raise RuntimeError("there is an optimizer already: one training in a folder")
-        chosen = dataclasses.replace(options or EngineOptions(), accumulate=accumulate, clip=clip, wait=wait)
+        options = options or EngineOptions()
+        device = self._device if self._device is not None else options.device
+        chosen = dataclasses.replace(options, accumulate=accumulate, clip=clip, wait=wait, device=device)
         made = StreamedAdamW(kind, self._model, params, settings)
         start: Callable[..., Any] = StreamingEngine.resume if self._resume else StreamingEngine.start
         found = start(

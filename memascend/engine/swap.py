@@ -107,13 +107,13 @@ def decide(step: Iteration, rates: Rates, rule: str) -> Decision:
     )
 
 
-def link_rate() -> float:
-    """Bytes a second of copies in host memory, where the device is the CPU."""
-    source = torch.zeros(_LINK_BYTES, dtype=torch.uint8)
-    target, fastest = torch.empty_like(source), 0.0
+def link_rate(device: torch.device) -> float:
+    """Bytes a second of copies to the device; in host memory, where that is the CPU."""
+    source = torch.zeros(_LINK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target, fastest = torch.empty_like(source, device=device, pin_memory=False), 0.0
     for _ in range(_LINK_PASSES):
         begin = time.perf_counter()
-        target.copy_(source)
+        target.copy_(source)  # which returns when it is done
         fastest = max(fastest, _LINK_BYTES / (time.perf_counter() - begin))
     return fastest
 
@@ -129,7 +129,9 @@ class Swapping:
         tier: Callable[[], Tier],
         room_bytes: int,
         allocator: Allocator,
+        device: torch.device,
     ) -> None:
+        self._device = device
         self.model, self._blocks, self.rule = model, list(blocks), rule
         self._tier, self._room_bytes, self._allocator = tier, room_bytes, allocator
         self.decision: Decision | None = None
@@ -211,8 +213,9 @@ class Swapping:
         if self._chosen:
             below = self._tier()
             tier = HostFirst(below, self._room_bytes, self._allocator) if self._room_bytes else below
-            options = CacheOptions(amount="all", minimum_bytes=_LEAST_BYTES, device="cpu")
-            self.cache = ActivationCache(tier, options, dict.fromkeys(self._blocks, OFFLOAD))
+            options = CacheOptions(amount="all", minimum_bytes=_LEAST_BYTES, device=self._device.type)
+            fates = dict.fromkeys(self._blocks, OFFLOAD)
+            self.cache = ActivationCache(tier, options, fates, allocator=self._allocator)
             self._undo = attach_cache(self.model, self.cache)
         return taken
 

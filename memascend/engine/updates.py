@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from memascend.engine.blocks import UnitWeights
+from memascend.engine.device import GradientCopies
 from memascend.engine.layout import SUM_ELEMENTS, Layout, Part, Piece, Run, Unit, padded
 from memascend.engine.weights import WeightStream
 from memascend.ops.adamw import adamw_
@@ -89,7 +90,7 @@ class Updates:
 
     `settings(name)`: what a parameter is updated with. `gradients()`: the stream of gradients that wait; made when it
     is first asked for. `zero_missing`: a parameter that got no gradient in a step is updated with zeros, as in ZeRO's
-    flat groups; else it is left as it is, as torch.optim does.
+    flat groups; else it is left as it is, as torch.optim does. `copies`: brings the gradients of an accelerator.
     """
 
     def __init__(
@@ -102,19 +103,20 @@ class Updates:
         *,
         arm: str = "optimized",
         zero_missing: bool = True,
+        copies: GradientCopies | None = None,
     ) -> None:
         if arm not in ARMS:
             raise ValueError(f"unknown arm {arm!r} of gradient offloading: use one of {', '.join(ARMS)}")
         self.layout, self.arm = layout, arm
         self._weights, self._states, self._gradients, self._settings = weights, states, gradients, settings
-        self._zero_missing = zero_missing
+        self._zero_missing, self._copies = zero_missing, copies
         self._units = {unit.key: unit for unit in layout.units}
         self._places: dict[tuple[str, int], list[tuple[Piece, Run]]] = {}  # of a part
         for piece in layout.pieces:
             for run in piece.runs:
                 self._places.setdefault(run.part.key, []).append((piece, run))
         trained = [sum(p.numel for p in unit.pieces) for unit in layout.units]
-        self._most_waiting_bytes = 2 * max(trained, default=0) * layout.weights.itemsize
+        self.most_waiting_bytes = 2 * max(trained, default=0) * layout.weights.itemsize
         self._expected: list[str] = []  # pieces in the order in which they came last time
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -181,15 +183,16 @@ class Updates:
 
     def _complete(self, piece: Piece, *, wait: bool, last: bool) -> None:
         gradients = self._here.pop(piece.key, {})
+        ready = self._copies.mark() if self._copies is not None else None
         if wait:
             first = piece.key not in self._spilled
             self._spilled.add(piece.key)
             if last:
                 self._summed.add(piece.key)
-            self._submit(lambda: self._spill(piece, gradients, first=first, last=last), gradients)
+            self._submit(lambda: self._spill(piece, gradients, ready, first=first, last=last), gradients)
         else:
             self._hold_open(piece)
-            self._submit(lambda: self._update_arrived(piece, gradients), gradients)
+            self._submit(lambda: self._update_arrived(piece, gradients, ready), gradients)
 
     def _hold_open(self, piece: Piece) -> None:
         """The unit's weights stay where they are until all of its pieces are updated."""
@@ -323,7 +326,7 @@ class Updates:
     def _hold_back(self, more_bytes: int) -> None:
         """Backward stalls here (Fig. 3a) while gradients lie around that the updates are behind with."""
         with self._changed:
-            while self._waiting_bytes > self._most_waiting_bytes and self._queued and self._failure is None:
+            while self._waiting_bytes > self.most_waiting_bytes and self._queued and self._failure is None:
                 self._changed.wait()
             self._waiting_bytes += more_bytes
         self.raise_failure()
@@ -373,23 +376,39 @@ class Updates:
 
     # -- in the updates' thread, or in the training's after backward ---------------------------------------------------
 
-    def _spill(self, piece: Piece, gradients: _Gradients, *, first: bool, last: bool) -> None:
+    def _of_piece(self, piece: Piece, gradients: _Gradients, ready: Any) -> _Gradients:
+        """Of each run's elements alone, in host memory; those of an accelerator are there when `ready` is reached."""
+        own = {r.part.key: gradients[r.part.key][r.begin : r.end] for r in piece.runs if r.part.key in gradients}
+        return own if self._copies is None else self._copies.on_host(own, ready)
+
+    def _sum_beyond(self, piece: Piece, arrived: _Gradients, ready: Any) -> None:
+        """Of parts that go on in other pieces, which may come before the parts' first ones do."""
+        for run in piece.runs:
+            if run.numel == run.part.numel or run.part.key not in arrived or run.part in self.sums:
+                continue
+            if self._copies is None:
+                self.sums.add(run.part, 0, arrived[run.part.key])
+            else:
+                for begin, values in self._copies.in_turn(arrived[run.part.key], ready, SUM_ELEMENTS):
+                    self.sums.add(run.part, begin, values)
+
+    def _spill(self, piece: Piece, arrived: _Gradients, ready: Any, *, first: bool, last: bool) -> None:
         """Add a pass's gradients to those on the tier."""
         stream, key = self._gradients(), gradient_key(piece)
+        gradients = self._of_piece(piece, arrived, ready)
         slot = stream.put(key) if first else stream.fetch([key])[0]
         place = 0
         for run in piece.runs:
             view = slot[place : place + run.numel]
             if run.part.key in gradients:
-                gradient = gradients[run.part.key][run.begin : run.end]
                 if first:
-                    view.copy_(gradient)
+                    view.copy_(gradients[run.part.key])
                 else:
-                    view.add_(gradient.to(view.dtype))
+                    view.add_(gradients[run.part.key].to(view.dtype))
             elif first:
                 view.zero_()
             place += run.numel
-        self._let_go(gradients, piece)
+        self._let_go(arrived, piece)
         if last:
             self._count(piece, slot)
         stream.write(key)
@@ -421,10 +440,13 @@ class Updates:
         self._update(piece, gradients)
         self._gradients().release(key)
 
-    def _update_arrived(self, piece: Piece, arrived: _Gradients) -> None:
+    def _update_arrived(self, piece: Piece, arrived: _Gradients, ready: Any) -> None:
         stream, key = None, gradient_key(piece)
-        gradients = {r.part.key: arrived[r.part.key][r.begin : r.end] for r in piece.runs if r.part.key in arrived}
-        if piece.key in self._spilled:  # earlier passes' are on the tier
+        spilled = piece.key in self._spilled
+        if not spilled:
+            self._sum_beyond(piece, arrived, ready)
+        gradients = self._of_piece(piece, arrived, ready)
+        if spilled:  # earlier passes' are on the tier
             stream = self._gradients()
             slot, place = stream.fetch([key])[0], 0
             for run in piece.runs:
@@ -437,8 +459,8 @@ class Updates:
                 place += run.numel
         else:
             for run in piece.runs:
-                if run.part.key in arrived and run.part not in self.sums:
-                    self.sums.add(run.part, 0, arrived[run.part.key])
+                if run.part.key in gradients and run.part not in self.sums:
+                    self.sums.add(run.part, 0, gradients[run.part.key])
         if self.sums.finite:
             self._update(piece, gradients)
         else:  # the step will be taken back
@@ -499,6 +521,7 @@ class Updates:
             else:
                 self._weights.stream.fetch([piece.unit])
             self._open[piece.unit] = len(unit.pieces)
+        self._weights.stream.await_copies(piece.unit)
         slot = self._weights.stream.tensor(piece.unit)
         return slot[piece.first : piece.first + piece.numel]
 

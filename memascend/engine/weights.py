@@ -276,6 +276,19 @@ class WeightStream:
                 self._finish_visit(entry, spent=True)
             self._pump()
 
+    def copying(self, key: Hashable, event: Event) -> None:
+        """The device copies a tensor in use until `event` has passed: its buffer is not given back before."""
+        with self._lock:
+            entry = self._used(key, "copied")
+            entry.events = [*(pending for pending in entry.events if not pending.query()), event]
+
+    def await_copies(self, key: Hashable) -> None:
+        """Until the device has all copies of a tensor that were begun: then its buffer may be changed."""
+        with self._lock:
+            events = list(self._entries[key].events)
+        for event in events:
+            event.synchronize()
+
     def release(self, key: Hashable) -> None:
         """End a use; with the last one the buffer goes back, unless the queue visits it again. Never waits: what still
         works on the buffer ends first. Raises ValueError if nobody uses the tensor."""

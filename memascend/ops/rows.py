@@ -135,7 +135,7 @@ class _SlicedEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, anchor, ids, rows, padding):
         flat = ids.reshape(-1)
-        found = torch.empty((len(flat), rows.width), dtype=rows.dtype)
+        found = torch.empty((len(flat), rows.width), dtype=rows.dtype, device=ids.device)
         wanted = [n for n, bounds in enumerate(rows.bounds) if bool(_inside(flat, bounds).any())]
         for place, number in enumerate(wanted):
             begin = rows.bounds[number][0]
@@ -247,7 +247,7 @@ class _SlicedLinear(torch.autograd.Function):
             with rows.open(number, range(number + 1, len(rows.bounds))) as part:
                 of_hidden.add(slice(None), grad[:, begin:end], part.to(hidden.dtype))
                 if ctx.gradients is not None:
-                    of_rows = torch.zeros((end - begin, rows.width), dtype=torch.float32)
+                    of_rows = hidden.new_zeros((end - begin, rows.width), dtype=torch.float32)
                     add_product(of_rows, grad[:, begin:end], hidden)
                     ctx.gradients.add(number, of_rows.to(rows.dtype))
         of_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
@@ -259,8 +259,8 @@ class _SlicedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, anchor, hidden, bias, labels, rows, transform, counted):
-        log_sums = torch.full((len(hidden),), -torch.inf)
-        of_label = torch.zeros(len(hidden))
+        log_sums = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
+        of_label = hidden.new_zeros(len(hidden), dtype=torch.float32)
         for number, (begin, end) in enumerate(rows.bounds):
             with rows.open(number, range(number + 1, len(rows.bounds))) as part:
                 part = part.to(hidden.dtype)
@@ -285,7 +285,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         for number, (begin, end) in enumerate(rows.bounds):
             with rows.open(number, range(number + 1, len(rows.bounds))) as part:
                 part = part.to(hidden.dtype)
-                of_rows = torch.zeros((end - begin, rows.width), dtype=torch.float32)
+                of_rows = hidden.new_zeros((end - begin, rows.width), dtype=torch.float32)
                 for some in _chunks(len(hidden), end - begin, hidden.dtype):
                     target = target_columns(labels[some], counted[some], begin, end)
                     more = ctx.transform, scale[some]

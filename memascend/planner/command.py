@@ -193,7 +193,15 @@ def _workload(options: argparse.Namespace) -> Workload:
         if getattr(options, name) is None:
             setattr(options, name, preset)
     sizes = SwapSizes(io=io_settings({}, options.nvme))
-    return workload_asked_for(options, spec, options.context, options.gpus, sizes=sizes)
+    return workload_asked_for(options, spec, options.context, options.gpus, sizes=sizes, gpu=_has_gpu(options))
+
+
+def _has_gpu(options: argparse.Namespace) -> bool:
+    """Whether the machine that is planned for has one: as its memory or a testbed says, or else the machine at hand."""
+    import torch
+
+    described = options.gpu_memory is not None or options.testbed not in (None, "local")
+    return described or torch.cuda.is_available()
 
 
 def _configured(options: argparse.Namespace, spec: ModelSpec) -> Workload:

@@ -65,7 +65,8 @@ class Workload:
     `states`: master weights, moments and swapped gradients (an arm may fix it); `gradients`: the flat buffer. `parts`
     stands in for the arm's own arrangement. `host_memory`: bytes that the run may take of the machine, None: any.
     `fates`: what becomes of each block's activations, where a system lets that be chosen; None: as the arm says.
-    `state_versions`: of a system that keeps versions of its states on the SSD, as `train` has it.
+    `state_versions`: of a system that keeps versions of its states on the SSD, as `train` has it. `gpu`: whether one
+    computes, for a system that computes on the CPU where there is none.
     Raises ValueError, in one line, for what cannot be.
     """
 
@@ -86,6 +87,7 @@ class Workload:
     host_memory: int | None = None
     fates: tuple[str, ...] | None = None
     state_versions: str = "auto"
+    gpu: bool = False
 
     def __post_init__(self) -> None:
         arm_of(self.system, self.arm)

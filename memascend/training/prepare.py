@@ -138,13 +138,15 @@ def _spec(config: TrainConfig, model_config: dict[str, Any]) -> ModelSpec:
 
 def workload_of_run(config: TrainConfig, spec: ModelSpec, context: int) -> Workload:
     """What this run trains, as the planner sees it; over several tiers with the sub-groups that wait in host memory."""
+    import torch
+
     from memascend.planner.workload import workload_asked_for
 
-    over: dict[str, Any] = {}
+    over: dict[str, Any] = {"gpu": torch.cuda.is_available()}
     if config.tiers:
-        over = {"system": config.system, "arm": config.arm}
+        over |= {"system": config.system, "arm": config.arm}
         if config.system == "memascend":
-            over = {"system": "mlp_offload", "arm": "weights_on_paths"}
+            over |= {"system": "mlp_offload", "arm": "weights_on_paths"}
         own = arrangement(over["system"], over["arm"])
         parts = {**own.parts, **arrangement(config.system, config.arm).parts, "tiers": config.tiers}
         over["parts"] = replace(own, parts=parts)

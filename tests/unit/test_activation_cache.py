@@ -506,7 +506,8 @@ def test_wrong_options_are_one_line(wrong):
         CacheOptions(**wrong)
 
 
-def test_a_device_without_a_way_to_the_tier_is_refused_in_one_line():
+def test_a_device_without_a_way_to_the_tier_is_refused_in_one_line(monkeypatch):
     with pytest.raises(ValueError, match=r"activations on xpu cannot be offloaded yet: .* checkpointing 'offloaded'"):
         offloading(device="xpu:0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert isinstance(offloading(device="cuda:0").tier, StagedTier)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from memascend.cli import main
+from memascend.engine.layout import PIECE_ELEMENTS
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -23,6 +24,14 @@ def test_plan_prints_every_component_and_a_total(capsys):
     tables = out.count("  total  ")
     assert tables == 2
     assert sum(shares) == pytest.approx(200 * tables, abs=0.5 * tables)  # the rows of each, and its total
+
+
+def test_a_streamed_model_s_gradients_come_from_a_gpu_through_host_memory_of_their_own(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    common = ("plan", "--model", "qwen2.5-7b", "--system", "lohan", "--json")
+    here, there = (json.loads(run(capsys, *common, *more)[1]) for more in ((), ("--gpu-memory", "24")))
+    name = "gradients on their way"
+    assert there["components_bytes"][name] - here["components_bytes"][name] == 2 * PIECE_ELEMENTS
 
 
 def test_plan_says_how_much_is_missing_and_what_is_largest(capsys):

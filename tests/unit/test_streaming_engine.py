@@ -102,7 +102,7 @@ def train_in_memory(of, data, accumulate=1):
 def assert_equal(engine, other):
     found = {name: values.clone() for name, values in engine.read_weights()}
     for name, values in other.named_parameters():
-        assert torch.equal(found[name], values), name
+        assert torch.equal(found[name], values.cpu()), name
 
 
 @pytest.mark.parametrize("arm", ["optimized", "naive", "none"])

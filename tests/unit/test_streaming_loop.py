@@ -41,7 +41,7 @@ def loop(of, optimizer, data, scheduler=None, max_norm=None):
 def assert_equal(home, other):
     found = {name: values.clone() for name, values in home.engine.read_weights()}
     for name, values in other.named_parameters():
-        assert torch.equal(found[name], values), name
+        assert torch.equal(found[name], values.cpu()), name
 
 
 def test_three_lines_around_a_plain_loop(tmp_path):

@@ -422,6 +422,28 @@ def test_a_released_buffer_waits_for_every_copy_of_it(storage):
     assert stream.free_count() == 1
 
 
+def test_a_buffer_that_is_copied_while_it_is_used_goes_back_only_when_the_copy_has_ended(storage):
+    stream, event = stream_of(storage, slots=1), FakeEvent()
+    stream.fetch(["a"])
+    stream.copying("a", event)
+    stream.release("a")
+    assert ("a" in stream, stream.free_count()) == (False, 0)
+    assert stream.prefetch(["b"]) == []
+    event.passed = True
+    assert stream.prefetch(["b"]) == ["b"]
+    with pytest.raises(ValueError, match="'a' is copied, but nobody uses it"):
+        stream.copying("a", event)
+
+
+def test_whoever_changes_a_buffer_can_wait_for_its_copies(storage):
+    stream, event = stream_of(storage), FakeEvent()
+    stream.fetch(["a"])
+    stream.copying("a", event)
+    stream.await_copies("a")
+    assert event.waited
+    stream.release("a")
+
+
 # ------------------------------------------------------------------------------------------ writes
 
 

@@ -42,10 +42,9 @@ class StreamingBackend:
     """`settings`: `folder` of the states, `arm` of gradient offloading; `swap`, `swap_room`, `versions`, `redo`: see
     EngineOptions."""
 
-    device = torch.device("cpu")
-
     def __init__(self, config: TrainConfig, settings: dict[str, Any], ledger: Ledger) -> None:
         self._config, self._settings, self.ledger = config, settings, ledger
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._folder = Path(settings["folder"])
         self._scale = LossScale.dynamic() if config.dtype == "fp16" else None
         self._steps = self._skipped = 0
@@ -114,6 +113,7 @@ class StreamingBackend:
         config = self._config
         return EngineOptions(
             arm=self._settings["arm"],
+            device=self.device,
             accumulate=config.accumulate,
             clip=config.clip,
             checkpoints=_CHECKPOINTS[config.checkpointing],

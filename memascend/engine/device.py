@@ -1,0 +1,168 @@
+"""The device that a streamed model computes on, and what is copied between its memory and the host's.
+
+On the CPU weights are computed with where they lie. An accelerator gets copies of them, on a stream of their own beside
+what it computes: a unit's slot of device memory is filled when what used it before has been computed, and computing
+goes on when it is there. Gradients come back the same way. Nobody waits but for memory that is used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memascend.activation.transfer import DeviceStreams, has_streams
+from memascend.engine.buffers import weight_classes
+from memascend.engine.layout import Layout
+
+BLOCKS_ON_DEVICE = 2  # one is computed with, the next is on its way
+
+
+def device_of(parameters: Iterable[nn.Parameter], asked: torch.device | str | None) -> torch.device:
+    """Where a model will be computed: `asked`, or else where its parameters are. Raises ValueError."""
+    found = {parameter.device for parameter in parameters}
+    if asked is None and len(found) > 1:
+        raise ValueError(f"the model lies on several devices ({_names(found)}): say which one computes (device=...)")
+    device = torch.device(asked) if asked is not None else next(iter(found), torch.device("cpu"))
+    if device.type in ("cpu", "meta"):
+        return torch.device(device.type)
+    if not has_streams(device.type):
+        raise ValueError(
+            f"torch sees no {device.type} device with streams for copies: leave device out to compute on the CPU"
+        )
+    index = device.index if device.index is not None else torch.get_device_module(device).current_device()
+    return torch.device(device.type, index)
+
+
+def _names(devices: Iterable[torch.device]) -> str:
+    return ", ".join(sorted(map(str, devices)))
+
+
+def synchronize(device: torch.device) -> None:
+    """Until it has computed and copied all that it was given."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+class Generators:
+    """States of the generators of random numbers: the CPU's, and the device's if that is another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._cpu, self._other = device, torch.get_rng_state(), None
+        if device.type != "cpu":
+            self._other = torch.get_device_module(device).get_rng_state(device)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Generators):
+            return NotImplemented
+        same = self._other is None or torch.equal(self._other, other._other)
+        return same and torch.equal(self._cpu, other._cpu)
+
+    __hash__ = None
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Random numbers come as from these states; afterwards as if nothing had been drawn."""
+        if self._other is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(self._cpu)
+                yield
+            return
+        with torch.random.fork_rng(devices=[self._device.index], device_type=self._device.type):
+            torch.set_rng_state(self._cpu)
+            torch.get_device_module(self._device).set_rng_state(self._other, self._device)
+            yield
+
+
+class Copies:
+    """Copies on a stream of their own, in their order. Neither side's memory is kept alive by one that is under way."""
+
+    def __init__(self, device: torch.device, streams: Callable[[torch.device], Any] = DeviceStreams) -> None:
+        self.device = device
+        self._streams = streams(device)
+
+    def mark(self) -> Any:
+        """An event: all that the current stream has been given to compute so far."""
+        return self._streams.current().record_event()
+
+    def to_device(self, host: torch.Tensor, target: torch.Tensor, after: Any) -> Any:
+        """Fill `target` when `after` has been reached; what the current stream computes from here on has it. The event
+        is reached when `host` may be changed."""
+        self._streams.side.wait_event(after)
+        with self._streams.on_side():
+            target.copy_(host, non_blocking=True)
+        copied = self._streams.side.record_event()
+        self._streams.current().wait_event(copied)
+        return copied
+
+    def to_host(self, source: torch.Tensor, host: torch.Tensor, after: Any) -> Any:
+        """Fill `host` from what `source` holds when `after` has been reached; the event says when it is there."""
+        self._streams.side.wait_event(after)
+        with self._streams.on_side():
+            host.copy_(source, non_blocking=True)
+        return self._streams.side.record_event()
+
+
+class DeviceWeights:
+    """Device memory for units: as many slots of a size as `weight_classes` has, used in turn. Not thread-safe."""
+
+    def __init__(self, layout: Layout, copies: Copies) -> None:
+        self._copies, self._dtype = copies, layout.weights
+        self._planned = Counter({each.numel: each.count for each in weight_classes(layout, BLOCKS_ON_DEVICE)})
+        self._free: dict[int, deque[tuple[torch.Tensor, Any]]] = defaultdict(deque)
+        self._held: dict[str, torch.Tensor] = {}
+
+    def bring(self, key: str, host: torch.Tensor) -> Any:
+        """A copy of a unit's slot is in `tensor(key)` for what is computed from here on; the event is reached when the
+        host's may be changed."""
+        numel = host.numel()
+        if self._planned[numel] > 0 or not self._free[numel]:
+            self._planned[numel] -= 1
+            target, after = torch.empty(numel, dtype=self._dtype, device=self._copies.device), self._copies.mark()
+        else:
+            target, after = self._free[numel].popleft()
+        self._held[key] = target
+        return self._copies.to_device(host, target, after)
+
+    def tensor(self, key: str) -> torch.Tensor:
+        return self._held[key]
+
+    def give_back(self, key: str) -> None:
+        """What has been given to the current stream still has it."""
+        if (held := self._held.pop(key, None)) is not None:
+            self._free[held.numel()].append((held, self._copies.mark()))
+
+
+class GradientCopies:
+    """Gradients in host memory, of one piece at a time: `slot` is used for each in turn."""
+
+    def __init__(self, slot: torch.Tensor, copies: Copies) -> None:
+        self._slot, self._copies = slot, copies
+
+    def mark(self) -> Any:
+        """Before they are handed to another thread."""
+        return self._copies.mark()
+
+    def on_host(self, gradients: dict[Any, torch.Tensor], after: Any) -> dict[Any, torch.Tensor]:
+        """Of a piece, flat: views of the slot until the next call. What is on the host already stays where it is."""
+        found, place, copied = {}, 0, None
+        for key, gradient in gradients.items():
+            found[key] = gradient
+            if gradient.device.type != "cpu":
+                found[key] = self._slot[place : place + gradient.numel()]
+                copied = self._copies.to_host(gradient, found[key], after)
+                place += gradient.numel()
+        if copied is not None:
+            copied.synchronize()
+        return found
+
+    def in_turn(self, gradient: torch.Tensor, after: Any, multiple: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """(begin, elements) of one that may be larger than the slot, each `multiple` times a number of them where so
+        many fit, but for the last."""
+        each = self._slot.numel() // multiple * multiple or self._slot.numel()
+        for begin in range(0, gradient.numel(), each):
+            yield begin, self.on_host({None: gradient[begin : begin + each]}, after)[None]

@@ -1,0 +1,66 @@
+"""A pytest plugin: tests of the streaming engine, written for the CPU, with their models and batches on `late`.
+
+`pytest -p tests.late_device.plugin tests/unit/test_streaming_engine.py`, in a process of its own: torch knows the
+device from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from memascend.ops.adamw import AdamW
+from tests.late_device import late_device
+
+
+class HostAdamW:
+    """AdamW of copies in host memory, as the engine has them, for parameters on the device."""
+
+    def __init__(self, parameters: Any, **settings: Any) -> None:
+        self._parameters = list(parameters)
+        self._copies = [torch.nn.Parameter(each.detach().cpu().clone()) for each in self._parameters]
+        self._optimizer = AdamW(self._copies, **settings)
+
+    def step(self) -> None:
+        for parameter, copy in zip(self._parameters, self._copies, strict=True):
+            copy.grad = parameter.grad.cpu() if parameter.grad is not None else None
+        self._optimizer.step()
+        with torch.no_grad():
+            for parameter, copy in zip(self._parameters, self._copies, strict=True):
+                parameter.copy_(copy)
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def _on_late(made: Callable[..., Any]) -> Callable[..., Any]:
+    def moved(*args: Any, **named: Any) -> Any:
+        found = made(*args, **named)
+        return [each.to(late_device()) for each in found] if isinstance(found, list) else _moved(found)
+
+    return moved
+
+
+def _moved(model: torch.nn.Module) -> torch.nn.Module:
+    """Tied parameters stay tied: for a device of this kind torch makes new ones."""
+    before = dict(model.named_parameters(remove_duplicate=False))
+    model.to(late_device())
+    first: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for name, parameter in before.items():
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        setattr(module, own, first.setdefault(parameter, getattr(module, own)))
+    return model
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for module in {item.module for item in items}:
+        for name in ("model", "batches"):
+            if hasattr(module, name):
+                setattr(module, name, _on_late(getattr(module, name)))
+        if hasattr(module, "AdamW"):
+            module.AdamW = HostAdamW

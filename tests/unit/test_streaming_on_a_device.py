@@ -1,0 +1,72 @@
+"""The streaming engine on an accelerator: on one that is made for tests, whose copies come late, and on a GPU."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from memascend.engine.options import EngineOptions
+from memascend.engine.runtime import StreamingEngine
+from tests.late_device.plugin import HostAdamW
+from tests.unit import test_streaming_engine as on_the_cpu
+
+ROOT = Path(__file__).resolve().parents[2]
+WRITTEN_FOR_THE_CPU = (
+    "test_streaming_engine",
+    "test_streaming_loop",
+    "test_sliced_matrices",
+    "test_engine_swapping",
+    "test_one_version",
+    "test_torn_states",
+    "test_streamed_blocks",
+)
+# They count the CPU's own products, add modules on the CPU, or go on with torch's AdamW there.
+NOT_THERE = (
+    "swapping_everything",
+    "only_the_chosen_products",
+    "recomputation_of_other_products",
+    "computes_otherwise",
+    "schedulers_and_groups",
+    "goes_on_in_another_folder_and_in_torch",
+)
+
+
+def test_tests_of_the_engine_pass_on_a_device_whose_copies_come_late():
+    """In a process of its own, since torch knows the device from then on."""
+    files = [f"tests/unit/{name}.py" for name in WRITTEN_FOR_THE_CPU]
+    chosen = " and ".join(f"not {name}" for name in NOT_THERE)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.late_device.plugin", "-p", "no:cacheprovider"]
+    command += ["-k", chosen, "tests/late_device/cases.py", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_a_device_that_is_not_there_is_one_line_and_leaves_the_model_alone(tmp_path):
+    of = on_the_cpu.model()
+    missing = "xpu" if torch.cuda.is_available() else "cuda"
+    with pytest.raises(ValueError, match=f"torch sees no {missing} device with streams .*: leave device out"):
+        StreamingEngine.start(of, tmp_path / "home", on_the_cpu.groups(of), EngineOptions(device=missing))
+    assert of(on_the_cpu.batches(1)[0]).isfinite()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arm", ["optimized", "naive", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_model_in_host_memory_trains_on_a_gpu_as_the_module_there_to_the_last_bit(tmp_path, arm, dtype):
+    ours, theirs = on_the_cpu.model(dtype=dtype, depth=6), on_the_cpu.model(dtype=dtype, depth=6).cuda()
+    engine = on_the_cpu.streamed(ours, tmp_path, arm=arm, device="cuda")
+    data = [ids.cuda() for ids in on_the_cpu.batches(4)]
+    losses = on_the_cpu.train(ours, engine, data)
+    optimizer, expected = HostAdamW(theirs.parameters(), **on_the_cpu.SETTINGS), []
+    for ids in data:
+        loss = theirs(ids)
+        loss.backward()
+        expected.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses == expected
+    on_the_cpu.assert_equal(engine, theirs)
+    engine.close(destroy=True)
