@@ -170,6 +170,27 @@ def test_steps_of_several_accumulated_batches_are_as_foretold_as_the_reference_s
         assert row in (REFERENCE / "README.md").read_text()
 
 
+PATH_TWINS = ("duplex", "duplex-alone", "simplex", "simplex-caching", "simplex-alone", "simplex-turns-alone")
+
+
+@pytest.mark.parametrize("name", [*PATH_TWINS, "two-ranks-alone"])
+def test_arms_over_paths_take_what_the_reference_says_beside_what_was_foretold(name):
+    def points(name):
+        record = json.loads((REFERENCE / f"times-mlpoffload-{name}.json").read_text())
+        return {point["arm"]: step_seconds(point) for point in record["points"] if point["system"] == "mlp_offload"}
+
+    foretold = points(f"{'simplex' if name.startswith('simplex') else name}-predicted")
+    zero, text = points(name)["zero3"], (REFERENCE / "README.md").read_text()
+    for arm, took in points(name).items():
+        row = f"| {median(took):.2f} ({min(took):.2f} to {max(took):.2f}) | {foretold[arm][0]:.2f} |"
+        if arm != "zero3":
+            ratio, said = median(zero) / median(took), foretold["zero3"][0] / foretold[arm][0]
+            apart = round(100 * (ratio / said - 1))
+            row += f" {ratio:.2f} | {said:.2f} | {apart} % |"
+            assert abs(apart) < 10 or (name, arm) == ("duplex", "mlp_offload")
+        assert row in text, arm
+
+
 @pytest.mark.parametrize(("dtype", "k", "printed"), [("fp16", 8, 55.7), ("bf16", 16, 25.19)])
 def test_peaks_of_four_models_and_their_mean_reduction_are_what_the_records_say(dtype, k, printed):
     text, less = " ".join((REFERENCE / "README.md").read_text().split()), []
