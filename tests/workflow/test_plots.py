@@ -15,7 +15,7 @@ from workflow_fixtures import built_exhibits
 from workflows import registry, tidy
 from workflows.derive import claims, figure, report
 from workflows.derive.table import assemble, rows_of
-from workflows.panels import data, lines, style
+from workflows.panels import bars, data, lines, style
 
 ROOT = Path(__file__).resolve().parents[2]
 REGISTRY = registry.exhibits()
@@ -98,6 +98,16 @@ def test_values_of_fig12_keep_off_the_dashed_line_and_each_other() -> None:
     assert len(boxes) == 6
     assert not [box for box in boxes if box.y0 <= line <= box.y1]
     assert not [1 for i, box in enumerate(boxes) for other in boxes[:i] if box.overlaps(other)]
+    plt.close(figure)
+
+
+def test_a_stack_may_have_other_words_under_it_than_its_model_s_name() -> None:
+    names, parts = ["m", "m, simplex"], {"one": "blue", "other": "green"}
+    cells = {"lane": "modelled", "series": "s", "number": 1.0, "ranks": 1}
+    table = pd.DataFrame([{"model": name, "metric": part, **cells} for name in names for part in parts])
+    figure, axis = plt.subplots()
+    bars.stacked(axis, table, {"parts": parts, "order": names, "ticks": {"m, simplex": "m,\nsimplex"}})
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["m", "m,\nsimplex"]
     plt.close(figure)
 
 

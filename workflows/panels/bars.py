@@ -185,7 +185,7 @@ def head_groups(
     """Names under the groups of a model, or lanes above their stacks with each stack's name under it."""
     centres = {name: sum(places) / len(places) for name, places in middles.items()}
     if outer == "model":
-        axis.set_xticks(list(centres.values()), list(centres))
+        axis.set_xticks(list(centres.values()), [panel.get("ticks", {}).get(name, name) for name in centres])
         return
     axis.set_xticks([at for at, _ in ticks], [name.replace(" (", "\n(") for _, name in ticks], fontsize=7.5)
     for lane, middle in centres.items() if "title" not in panel else ():
