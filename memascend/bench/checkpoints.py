@@ -1,11 +1,14 @@
 """What a checkpoint of `memascend train` takes on a file system: sharing the swap files' blocks, and copying them.
 
 Two trainings, one after the other, with swap files and checkpoints in folders of the same file system; each saves after
-every step. Seconds are the save's own, bytes those that the kernel says it wrote.
+every step. Seconds are the save's own, bytes those that the kernel says it wrote. The limit is what its bytes take at
+the rates of the drive, tried before, between and after: all of a checkpoint read once, out of the swap files or for its
+checksum, and then what is written.
 """
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,8 +18,9 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from memascend.bench.rounds import conditions
+from memascend.bench.rounds import conditions, spread
 from memascend.doctor.checks import file_system
+from memascend.doctor.speed import DEFAULT_BYTES, DeviceSpeed, device_speed
 from memascend.training.progress import read_metrics
 
 WAYS = {"shared": (), "copied": ("--copy-checkpoints",)}
@@ -36,14 +40,30 @@ class CheckpointBench:
 
 def measure(options: CheckpointBench) -> dict[str, Any]:
     """Points and summary by way. RuntimeError with the end of what a training said where it fails."""
-    points = [{"method": way, **_saved(options, words)} for way, words in WAYS.items()]
-    summary = [{"method": each["method"], **{n: median(each[n]) for n in each if n != "method"}} for each in points]
+    points, speeds = [], [_speed(options.folder)]
+    for method, words in WAYS.items():
+        points.append({"method": method, **_saved(options, words)})
+        speeds.append(_speed(options.folder))
+    read, write = (median(getattr(speed, f"{way}_bytes_per_s") for speed in speeds) for way in ("read", "write"))
+    summary = [_summary(point, read, write) for point in points]
     asked = {name: getattr(options, name) for name in ("model", "twin", "context", "repeats", "system")}
     found = {"benchmark": "checkpoints", "conditions": conditions() | asked, "points": points, "summary": summary}
-    return found | {"file_system": file_system(options.folder.resolve())}
+    rates = {"read_bytes_per_s": read, "write_bytes_per_s": write}
+    return found | {"file_system": file_system(options.folder.resolve()), "rates": rates}
 
 
-def _saved(options: CheckpointBench, words: tuple[str, ...]) -> dict[str, list[float]]:
+def _speed(folder: Path) -> DeviceSpeed:
+    return device_speed(folder, min(DEFAULT_BYTES, shutil.disk_usage(folder).free // 10))
+
+
+def _summary(point: dict[str, Any], read: float, write: float) -> dict[str, Any]:
+    """Medians, of the seconds with quartiles; `limit_s` at these bytes a second."""
+    moved = {name: median(point[name]) for name in ("written_bytes", "shared_bytes")}
+    limit = point["checkpoint_bytes"] / read + moved["written_bytes"] / write
+    return {"method": point["method"], "seconds": vars(spread(point["seconds"])), "limit_s": limit, **moved}
+
+
+def _saved(options: CheckpointBench, words: tuple[str, ...]) -> dict[str, Any]:
     text = Path(sysconfig.get_paths()["stdlib"], "argparse.py")
     with TemporaryDirectory(dir=options.folder) as folder:
         command = [sys.executable, "-m", "memascend.cli", "train", "--model", options.model, "--random-weights"]
@@ -51,8 +71,11 @@ def _saved(options: CheckpointBench, words: tuple[str, ...]) -> dict[str, list[f
         command += ["--steps", str(options.repeats + 1), "--save-every", "1", "--keep", "1", "--eval-share", "0"]
         command += ["--system", options.system, "--output", f"{folder}/run", *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
+        saved = Path(folder, "run/checkpoints").rglob("*.safetensors")
+        size = sum(path.stat().st_size for path in saved)
         rows = [row for row in read_metrics(Path(folder, "run/metrics.jsonl")) if row["kind"] == "checkpoint"][1:]
     if done.returncode or len(rows) != options.repeats:
         said = (done.stderr or done.stdout).strip().splitlines()[-1:]
         raise RuntimeError(f"the training that was to save its states ended with {done.returncode}: {' '.join(said)}")
-    return {name: [row[name] for row in rows] for name in ("seconds", "written_bytes", "shared_bytes")}
+    series = {name: [row[name] for row in rows] for name in ("seconds", "written_bytes", "shared_bytes")}
+    return {"checkpoint_bytes": size, **series}

@@ -477,10 +477,12 @@ def _checkpoints(options: argparse.Namespace, count: _Count) -> tuple[dict[str, 
     _require_folder(options.folder)
     chosen = {name: getattr(options, name) for name in ("folder", "model", "twin", "context", "repeats", "system")}
     result = checkpoints.measure(checkpoints.CheckpointBench(**chosen))
-    lines = [f"{options.folder} ({result['file_system']}); medians"]
+    lines = [f"{options.folder} ({result['file_system']}); medians, of the seconds with quartiles"]
     for row in result["summary"]:
         written, shared = (row[f"{name}_bytes"] / 2**20 for name in ("written", "shared"))
-        lines.append(f"{row['method']:<7}{row['seconds']:7.2f} s, {written:.1f} MiB written, {shared:.1f} shared")
+        took = "{median:.2f} s ({low:.2f} to {high:.2f})".format(**row["seconds"])
+        moved = f"{written:.1f} MiB written, {shared:.1f} shared"
+        lines.append(f"{row['method']:<7}{took}, {moved}; the drive takes {row['limit_s']:.2f} s for its bytes")
     return result, lines
 
 

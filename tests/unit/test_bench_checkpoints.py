@@ -22,6 +22,8 @@ def test_states_are_shared_on_a_file_system_with_reflinks_and_written_where_that
     shared, copied = result["summary"]
     assert result["file_system"] == kind
     assert copied["shared_bytes"] == 0 < shared["shared_bytes"]
+    assert len({point["checkpoint_bytes"] for point in result["points"]}) == 1
+    assert 0 < shared["limit_s"] < copied["limit_s"]
     assert shared["written_bytes"] < shared["shared_bytes"] < copied["written_bytes"] < 2 * shared["shared_bytes"]
 
 
