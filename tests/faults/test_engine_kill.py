@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from memascend.engine import home as homes
+from memascend.engine.blocks import ModelUnits
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.storage.names import SCRATCH_PREFIX
@@ -25,12 +26,12 @@ from memascend.engine.runtime import StreamingEngine
 
 def made():
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(6)]
+    layers = [nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU()) for _ in range(6)]
     return nn.Sequential(*layers).to(torch.bfloat16)
 
 def batch(step):
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(4, 8, 64, generator=generator).to(torch.bfloat16)
+    return torch.randn(4, 8, 256, generator=generator).to(torch.bfloat16)
 
 def run(folder, steps, options, say=lambda step: None):
     model = made()
@@ -44,7 +45,7 @@ def run(folder, steps, options, say=lambda step: None):
         engine = StreamingEngine.start(model, folder, groups, options)
     while step < steps:
         model(batch(step)).float().square().mean().backward()
-        engine.finish_step(keep=False)
+        engine.finish_step(keep=False, facts={"step": step + 1})
         step += 1
         engine.keep({"step": step})
         say(step)
@@ -58,6 +59,37 @@ CHILD = (
 torch.set_num_threads(1)
 options = EngineOptions(arm=sys.argv[2], clip=float(sys.argv[3]))
 run(Path(sys.argv[1]), int(sys.argv[4]), options, lambda step: print(step, flush=True))
+"""
+)
+
+CUT_OFF = (
+    PROGRAM
+    + r"""
+import os, random, signal
+from memascend.engine.blocks import ModelUnits
+
+calls, before, dies_at = [], 0, 0
+
+def counted(method):
+    def call(self, *args, **named):
+        calls.append(0)
+        if len(calls) == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(self, *args, **named)
+    return call
+
+homes.StateHome.write, homes.StateHome.commit = counted(homes.StateHome.write), counted(homes.StateHome.commit)
+
+def say(step):
+    global before, dies_at
+    if step == 2:
+        dies_at = len(calls) + random.Random(int(sys.argv[3])).randint(1, len(calls) - before)
+    before = len(calls)
+
+torch.set_num_threads(1)
+earlier = ModelUnits(made()).layout.earlier_piece_elements
+options = EngineOptions(versions=int(sys.argv[2]), piece_elements=earlier)
+run(Path(sys.argv[1]), 4, options, say)
 """
 )
 
@@ -95,6 +127,30 @@ def test_a_killed_engine_goes_on_from_its_last_completed_step_to_the_same_bits(t
         assert torch.equal(ours[name], values), name
     left = [path.name for path in folder.iterdir() if path.name.startswith(SCRATCH_PREFIX)]
     assert left == []  # what waited on the tier when it was killed
+
+
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 30), marks=pytest.mark.slow)], ids=["4", "26"])
+@pytest.mark.parametrize("versions", [2, 1], ids=["two versions", "one version and a redo"])
+@pytest.mark.timeout(1800)
+def test_a_home_of_an_earlier_layout_that_was_killed_in_a_step_goes_on_by_default_to_the_same_bits(
+    tmp_path, versions, seeds
+):
+    """At a write or commit of the third step, which a seed chooses."""
+    parts, kept = program(), []
+    now = ModelUnits(parts["made"]()).layout
+    earlier = ModelUnits(parts["made"](), piece_elements=now.earlier_piece_elements).layout
+    assert len(earlier.pieces) > len(now.pieces)
+    torch.set_num_threads(1)
+    theirs = parts["run"](tmp_path / "never killed", 4, EngineOptions())
+    for seed in seeds:
+        folder = tmp_path / f"seed {seed}"
+        killed = subprocess.run([sys.executable, "-c", CUT_OFF, str(folder), str(versions), str(seed)], check=False)
+        assert killed.returncode == -signal.SIGKILL
+        kept.append(homes.kept_facts(folder)["step"])
+        ours = parts["run"](folder, 4, EngineOptions())
+        for name, values in theirs.items():
+            assert torch.equal(ours[name], values), (seed, name)
+    assert set(kept) == ({2} if versions == 2 else {2, 3})  # a step that was to be done again counts
 
 
 def test_states_that_somebody_else_uses_are_refused(tmp_path, monkeypatch):
