@@ -14,6 +14,12 @@ from workflows.run import bench as bench_record
 SCHEMAS = Path(__file__).resolve().parents[2] / "workflows" / "schemas"
 
 
+def test_records_of_every_part_are_known_to_the_schema():
+    clauses = json.loads((SCHEMAS / "record.schema.json").read_text())["allOf"]
+    fields = [clause["then"].get("properties", {}).get("benchmark") for clause in clauses]
+    assert [set(field["enum"]) for field in fields if field] == [set(bench_record.PARTS)]
+
+
 @pytest.mark.parametrize(
     ("part", "options"),
     [
