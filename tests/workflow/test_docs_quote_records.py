@@ -134,6 +134,23 @@ def test_checkpoints_take_what_the_how_to_says_and_write_nothing_of_what_is_refe
         assert (written["referenced"] < 0.01 * states) == (aio in referenced)
 
 
+@pytest.mark.parametrize(("file_system", "shares"), [("XFS", True), ("Btrfs", True), ("ext4", False)])
+def test_checkpoints_of_train_take_what_the_how_to_says_and_do_not_write_what_they_share(file_system, shares):
+    record = json.loads((REFERENCE / f"bench-checkpoints-{file_system.lower()}.json").read_text())
+    assert record["file_system"] == file_system.lower()
+    cells = [file_system]
+    for row in record["summary"]:
+        written = f"{row['written_bytes'] / 2**20:.1f} MiB"
+        cells.append(f"{quoted(row['seconds']).replace(' (', ' s (')}, {written}")
+    shared, copied = record["summary"]
+    cells.append(", ".join(f"{row['limit_s']:.2f} s" for row in (shared, copied)))
+    assert all(f"| {' | '.join(cells)} |" in text for text in (DRIVES, (REFERENCE / "README.md").read_text()))
+    whole = record["points"][0]["checkpoint_bytes"]
+    assert copied["written_bytes"] >= whole
+    assert shared["written_bytes"] == pytest.approx(whole - shared["shared_bytes"], rel=0.02)
+    assert (shared["shared_bytes"] > 0.8 * whole) == shares
+
+
 def test_ranks_that_take_turns_on_drives_are_as_fast_as_the_how_to_says():
     record = json.loads((REFERENCE / "times-mlpoffload-two-ranks.json").read_text())
     seconds = {point["arm"]: median(step_seconds(point)) for point in record["points"]}
