@@ -155,6 +155,9 @@ def test_a_compact_record_has_no_folder_of_the_machine_that_measured_it() -> Non
     record = {"kind": "bench", "options": {**folders, "model": "llama3.2-1b", "contexts": [256]}}
     kept = {"folder": "drive", "tiers": ["a", "b"], "model": "llama3.2-1b", "contexts": [256]}
     assert reference.compact(record)["options"] == kept
+    asked = {"part": "checkpoints", "options": ["--folder", "/mnt/run-1/drive", "--repeats", "7"]}
+    compact = reference.compact({"kind": "bench", "points_requested": asked})
+    assert compact["points_requested"] == {"part": "checkpoints", "options": ["--folder", "drive", "--repeats", "7"]}
     assert folders.items() <= record["options"].items()
 
 

@@ -28,6 +28,8 @@ def compact(record: dict[str, Any]) -> dict[str, Any]:
     out = {name: value for name, value in record.items() if name not in LEFT_OUT}
     if "options" in out:
         out["options"] = {name: without_folder(value) for name, value in record["options"].items()}
+    if isinstance(asked := record.get("points_requested"), dict) and "options" in asked:
+        out["points_requested"] = {**asked, "options": without_folder(asked["options"])}
     if "ledger" in out:
         out["ledger"] = at_peak(record["ledger"])
     for point in out.get("points", []) if record["kind"] == "training" else ():
