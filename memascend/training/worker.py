@@ -185,6 +185,10 @@ class Worker:
                 self.backend.restore(reader, facts)
                 random_state.restore(reader, facts)
             self.step = source.step
+            self._keep()
+
+    def _keep(self) -> None:
+        self.backend.keep({"step": self.step, "random": random_state.as_json()})
 
     def _open_data(self) -> None:
         context = self.job["prepared"]["context"]
@@ -204,7 +208,7 @@ class Worker:
                 stop = self._evaluate()
             if stop or self._is_due(config.save_every, last):
                 self._save()
-            self.backend.keep({"step": self.step, "random": random_state.as_json()})
+            self._keep()
             if stop and not last:
                 return STOPPED
         assert self.saved == self.step

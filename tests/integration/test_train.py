@@ -179,6 +179,17 @@ def test_a_finished_run_has_nothing_to_resume(finished):
     )
 
 
+def test_a_streamed_run_goes_on_from_a_checkpoint_where_the_tier_has_kept_nothing(tmp_path, tmp_path_factory):
+    """Two versions of the states are then written before the first step is."""
+    reference, output = finished_run(tmp_path_factory, "lohan"), tmp_path / "run"
+    shutil.copytree(reference, output, symlinks=True)
+    shutil.rmtree(output / "checkpoints" / f"step-{STEPS:08d}")
+    done = train(output, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert f"resume  from step {STEPS - 2}\n" in done.stdout
+    assert losses(output) == losses(reference)
+
+
 def test_a_resumed_run_keeps_its_settings(finished):
     done = train(finished, "--resume", "--seed", "5")
     assert done.returncode == 2
