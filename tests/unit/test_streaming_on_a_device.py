@@ -13,15 +13,9 @@ from tests.late_device.plugin import HostAdamW
 from tests.unit import test_streaming_engine as on_the_cpu
 
 ROOT = Path(__file__).resolve().parents[2]
-WRITTEN_FOR_THE_CPU = (
-    "test_streaming_engine",
-    "test_streaming_loop",
-    "test_sliced_matrices",
-    "test_engine_swapping",
-    "test_one_version",
-    "test_torn_states",
-    "test_streamed_blocks",
-)
+CASES = "tests/late_device/cases.py"
+WRITTEN_FOR_THE_CPU = ("test_streaming_engine", "test_sliced_matrices", "test_streaming_loop", "test_engine_swapping")
+MORE_OF_THEM = ("test_one_version", "test_torn_states", "test_streamed_blocks")
 # They count the CPU's own products, add modules on the CPU, or go on with torch's AdamW there.
 NOT_THERE = (
     "swapping_everything",
@@ -33,12 +27,15 @@ NOT_THERE = (
 )
 
 
-def test_tests_of_the_engine_pass_on_a_device_whose_copies_come_late():
+@pytest.mark.parametrize(
+    ("cases", "names"), [([CASES], WRITTEN_FOR_THE_CPU), pytest.param([], MORE_OF_THEM, marks=pytest.mark.slow)]
+)
+def test_tests_of_the_engine_pass_on_a_device_whose_copies_come_late(cases, names):
     """In a process of its own, since torch knows the device from then on."""
-    files = [f"tests/unit/{name}.py" for name in WRITTEN_FOR_THE_CPU]
+    files = [*cases, *(f"tests/unit/{name}.py" for name in names)]
     chosen = " and ".join(f"not {name}" for name in NOT_THERE)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.late_device.plugin", "-p", "no:cacheprovider"]
-    command += ["-k", chosen, "tests/late_device/cases.py", *files]
+    command += ["-k", chosen, *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
