@@ -1,0 +1,57 @@
+"""A process that ends while a path of its tier hangs ends as its script does.
+
+An interpreter that ends stops its threads by an exception, which aborts (status 134) where it meets the engine's code.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HANGS = """
+import sys
+import torch
+from memascend import _C
+from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.engine_tiers import DirectTier, FileTier
+from memascend.storage.multi_path import MultiPathTier, Path
+
+folder, kind = sys.argv[1:]
+faults, healthy = _C.FaultLayer(), _C.FaultLayer()
+
+def opened(name, faults):
+    if kind == "files":
+        return FileTier(folder, "tests", faults=faults)
+    return DirectTier.in_file(folder, "tests", DirectEngineConfig(control_folder=folder), faults)
+
+tier = MultiPathTier([Path("a", opened("a", faults)), Path("b", opened("b", healthy))], placement=[1, 1], hang_s=0.5)
+tensor = torch.ones(20_000)
+for key in "0123":
+    tier.write(key, tensor).wait()
+faults.add("any", delay_us=3_000_000)
+for key in "0123":
+    tier.write(key, tensor).wait()
+assert "hangs" in tier.report()[0].failure
+assert all(tier.path_of(key) == "b" for key in "0123")
+print("it hangs", flush=True)
+"""
+ENDS = {
+    "normally": ("", 0, ""),
+    "closed": ("tier.close()", 0, ""),
+    "by an exception": ("raise ValueError('of the script')", 1, "ValueError: of the script"),
+    "by an exit": ("sys.exit(7)", 7, ""),
+}
+
+
+@pytest.mark.parametrize("kind", ["direct", "files"])
+@pytest.mark.parametrize("end", ENDS)
+def test_the_status_is_the_scripts(tmp_path, end, kind):
+    code, status, said = ENDS[end]
+    command = [sys.executable, "-c", HANGS + code, str(tmp_path), kind]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "it hangs\n", done.stderr
+    assert done.returncode == status, done.stderr
+    assert said in done.stderr
+    assert not any(word in done.stderr for word in ("terminate called", "Aborted", "Fatal Python error")), done.stderr
