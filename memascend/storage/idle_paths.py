@@ -1,22 +1,24 @@
 """Paths that keep no group are measured again now and then: else one that was slow once would be left out for ever.
 
 What keeps groups is observed at its work. A path that was too slow for any moves nothing, so that nobody would see that
-it has recovered, or that only its first measurement was disturbed. So it is measured as at the start
-(`path_rates.measure`): 16 MiB, less where it is slow, are written and read beside the training, which waits for none of
-it. After two, four, eight … passes, up to `_MOST_PASSES`: a path that has been out for n passes is back within 2n.
+it has recovered, or that only its first measurement was disturbed; nor that one which failed or was full works again.
+So it is measured as at the start (`path_rates.measure`): 16 MiB, less where it is slow, are written, read and compared
+beside the training, which waits for none of it. After two, four, eight … passes, up to `_MOST_PASSES`: a path that has
+been out for n passes is back within 2n. One that comes back and is soon out again waits longer than before.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from memascend.storage.errors import StorageError
-from memascend.storage.path import Path
+import torch
+
+from memascend.storage.completion import Completion
+from memascend.storage.path import Path, hang_error
 from memascend.storage.path_rates import measure
 from memascend.storage.placement import Rates
 
@@ -31,30 +33,35 @@ _MOST_PASSES = 64  # between two measurements of a path
 class _Idle:
     passes: int = 0
     wait: int = 2  # in the first one what it kept is still read there
+    in_use: int = 0  # passes since it was last idle
     measuring: threading.Thread | None = None
 
 
 class IdlePaths:
     """Of a tier's paths. `pass_over` is called with the tier's lock held, `measured` without it, in another thread."""
 
-    def __init__(self, measured: Callable[[Path, Rates], None]) -> None:
-        self._measured = measured
+    def __init__(self, measured: Callable[[Path, Rates], None], hang_s: float) -> None:
+        """`hang_s`: seconds after which a transfer that has not ended is given up."""
+        self._measured, self._hang_s = measured, hang_s
         self._idle: dict[Path, _Idle] = {}
 
-    def pass_over(self, idle: Sequence[Path]) -> None:
-        """A pass has ended in which these paths, which could be used, kept no group."""
-        for path in [path for path in self._idle if path not in idle and not self.measuring(path)]:
-            del self._idle[path]
-        for path in idle:
+    def pass_over(self, idle: Mapping[Path, int]) -> None:
+        """A pass has ended in which these paths kept no group, or were out, each with the bytes that must be free."""
+        for path, state in list(self._idle.items()):
+            state.in_use = 0 if path in idle else state.in_use + 1
+            if state.in_use >= state.wait and not self.measuring(path):
+                del self._idle[path]
+        for path, room_bytes in idle.items():
             state = self._idle.setdefault(path, _Idle())
             state.passes += 1
             if state.passes >= state.wait and not self.measuring(path):
                 state.passes, state.wait = 0, min(2 * state.wait, _MOST_PASSES)
-                state.measuring = threading.Thread(target=self._measure, args=(path,), daemon=True)
+                state.measuring = threading.Thread(target=self._measure, args=(path, room_bytes), daemon=True)
                 state.measuring.name = f"memascend-measure-{path.name}"
                 state.measuring.start()
 
     def measuring(self, path: Path) -> bool:
+        """Also as long as a transfer that was given up is under way there."""
         state = self._idle.get(path)
         return state is not None and state.measuring is not None and state.measuring.is_alive()
 
@@ -65,13 +72,73 @@ class IdlePaths:
             if state.measuring is not None:
                 state.measuring.join(max(0.0, deadline - time.monotonic()))
 
-    def _measure(self, path: Path) -> None:
+    def _measure(self, path: Path, room_bytes: int) -> None:
+        probed = _Probed(path, self._hang_s)
+        try:
+            if path.tier.free_bytes < room_bytes:
+                return
+            if (rates := self._measured_alone(path, probed)) is not None:
+                self._measured(path, rates)
+        except (OSError, RuntimeError) as error:  # it goes on without; or the tier was closed meanwhile
+            log.debug("memascend: path %s: %s", path.name, error)
+        while any(not each.is_set() for each in probed.under_way):
+            time.sleep(0.1)
+
+    @staticmethod
+    def _measured_alone(path: Path, probed: _Probed) -> Rates | None:
         turn = threading.Event()
         path.gate.enter(turn.set)
         turn.wait()
         try:
-            with contextlib.suppress(StorageError, RuntimeError):  # it goes on without; the tier was closed meanwhile
-                if (rates := measure(path.tier)) is not None:
-                    self._measured(path, rates)
+            return measure(probed)
         finally:
             path.gate.leave()
+
+
+class _Probed:
+    """A path's tier, where no wait is longer than `hang_s`, nor in the engine's code: an interpreter that ends would be
+    aborted there."""
+
+    def __init__(self, path: Path, hang_s: float) -> None:
+        self._path, self._hang_s = path, hang_s
+        self.under_way: list[threading.Event] = []
+
+    @property
+    def free_bytes(self) -> int:
+        return self._path.tier.free_bytes
+
+    @property
+    def paths(self) -> list[str]:
+        return [self._path.name]
+
+    def write(self, key: str, tensor: torch.Tensor) -> _Begun:
+        return self._begun(self._path.tier.write(key, tensor))
+
+    def read(self, key: str, tensor: torch.Tensor) -> _Begun:
+        return self._begun(self._path.tier.read(key, tensor))
+
+    def erase(self, key: str) -> bool:
+        return self._path.tier.erase(key)
+
+    def _begun(self, transfer: Completion) -> _Begun:
+        begun = _Begun(transfer, self._path, self._hang_s)
+        self.under_way.append(begun.ended)
+        return begun
+
+
+class _Begun:
+    def __init__(self, transfer: Completion, path: Path, hang_s: float) -> None:
+        self._path, self._hang_s = path, hang_s
+        self._error: BaseException | None = None
+        self.ended = threading.Event()
+        transfer.add_done_callback(self._end)
+
+    def _end(self, transfer: Completion) -> None:
+        self._error = transfer.error()  # asked for at once: of several that fail, the first alone is raised
+        self.ended.set()
+
+    def wait(self) -> None:
+        if not self.ended.wait(self._hang_s):
+            raise hang_error(self._path, self._hang_s)
+        if self._error is not None:
+            raise self._error

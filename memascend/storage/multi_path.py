@@ -14,7 +14,9 @@ Beyond the contract of `memascend.storage.tier`:
   there is read as long as that works, and is on another path after its next write. A read that fails twice is the
   completion's StorageError, which names the tensor and the path: what was only there is lost.
 - **A full path** (ENOSPC) gets nothing that it has no room for.
-- **A path too slow for any group** is measured again now and then (`idle_paths`).
+- **A path too slow for any group, taken out or full** is tried again now and then, beside the training (`idle_paths`).
+  One that was taken out comes back when what is written there is read back, no request of before is under way, and
+  every tensor that it held has been written elsewhere; a full one when a group has room.
 - **A path that hangs**, on which something is under way and nothing has ended for `hang_s`, is taken out too; its
   writes are done elsewhere, its reads end with ETIMEDOUT. The memory of such a read must not be used again: the device
   may still write to it.
@@ -96,7 +98,7 @@ class MultiPathTier(TierBase):
         self._busy = Busy()
         self._written_in_pass = 0
         self._failures = PathFailures(self._paths, self._homes, self._busy, self._lock, hang_s)
-        self._idle = IdlePaths(self._measured_again)
+        self._idle = IdlePaths(self._measured_again, hang_s)
         self.moves = 0  # tensors that were written to another path than before
 
     # -- the protocol --------------------------------------------------------------------------------------------------
@@ -270,18 +272,24 @@ class MultiPathTier(TierBase):
             for path in self._paths:
                 if path.usable:
                     observe(path)
-            if not self._rehome:
-                return False
-            moves = self._homes.plan()
-            self._idle.pass_over(self._homes.idle())
+            moves = self._rehome and self._homes.plan()
+            idle = dict.fromkeys(self._homes.idle() if self._rehome else [], 0)
+            self._idle.pass_over(idle | self._failures.to_try(self._current()))
             return moves
 
     def _measured_again(self, path: Path, rates: Rates) -> None:
-        """A path without groups: its rates of before say nothing any more."""
+        """A path without groups, or one that was out or full: its rates of before say nothing any more."""
         with self._lock:
-            if not self._closed:
-                path.rates, path.seen = rates, path.tier.transferred
+            out = path.full or not path.usable
+            if self._closed or (out and not self._failures.try_succeeded(path, self._current())):
+                return
+            path.rates, path.seen = rates, path.tier.transferred
+            if self._rehome:
                 self._homes.plan()
+
+    def _current(self) -> set[Path]:
+        """With the lock held: paths that have the last write of a tensor."""
+        return {holders[-1] for holders in self._holders.values()}
 
     def _note_size(self, key: str, nbytes: int | None) -> None:
         self._homes.note(key, self._sizes.pop(key, 0), nbytes)
@@ -330,7 +338,7 @@ class MultiPathTier(TierBase):
 
     def _pass_is_over(self, written: int) -> bool:
         self._written_in_pass += written
-        return self._rehome and self._written_in_pass >= 0.9 * sum(self._homes.group_bytes.values())
+        return self._written_in_pass >= 0.9 * sum(self._homes.group_bytes.values())
 
     def _write_once(
         self,
@@ -493,11 +501,10 @@ class MultiPathTier(TierBase):
 
     def _written(self, key: str, path: Path, offset: int) -> None:
         """In the key's turn: `path` has it, and who had it before gives its room back."""
-        if path.failure is not None and not path.hanging:
-            self._failures.take_back(path)
-        if offset:
-            return
         with self._lock:
+            self._failures.written(path)
+            if offset:
+                return
             old = [holder for holder in self._holders.get(key, []) if holder is not path]
             if old and self._holders[key][-1] is not path:
                 self.moves += 1

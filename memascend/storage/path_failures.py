@@ -1,4 +1,5 @@
-"""Which paths of a tier are taken out, and why: those that fail, fill, or hang (`memascend.storage.multi_path`)."""
+"""Which paths of a tier are taken out, and why: those that fail, fill, or hang; and which of them come back
+(`memascend.storage.multi_path`)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from memascend.storage.errors import StorageError
 from memascend.storage.group_homes import GroupHomes
@@ -50,10 +51,27 @@ class PathFailures:
             there = self._homes.count(path) if path.failure is None else self._homes.drop(path)
         log.warning("memascend: path %s (%d groups) %s: %s", path.name, there, what, error)
 
-    def take_back(self, path: Path) -> None:
-        """A write has ended well on a path that was taken out."""
-        log.warning("memascend: path %s works again", path.name)
-        path.failure = None
+    def to_try(self, current: Collection[Path]) -> dict[Path, int]:
+        """With the lock held: paths that may come back, and the bytes that must be free there: a group's, where it was
+        full. Not one where something is under way that was given up, nor one that has the last write of a tensor
+        (`current`): what a path held when it was taken out is never read after it has come back."""
+        group = max(self._homes.group_bytes.values(), default=0)
+        out = [path for path in self._paths if not path.usable and not path.hanging and path not in current]
+        return {path: group if path.full else 0 for path in self._paths if path in out or (path.usable and path.full)}
+
+    def try_succeeded(self, path: Path, current: Collection[Path]) -> bool:
+        """With the lock held: what was written on `path` was read back. False: it stays out all the same."""
+        if path not in self.to_try(current):
+            return False
+        path.failure, path.full = None, False
+        log.warning("memascend: path %s is used again: what was written there was read back", path.name)
+        return True
+
+    def written(self, path: Path) -> None:
+        """With the lock held: a write has ended well. Where all paths are out, that is enough for one to come back."""
+        if path.failure is not None and not path.hanging and not any(each.usable for each in self._paths):
+            path.failure = None
+            log.warning("memascend: path %s is used again: it was written where no path was left", path.name)
 
     def watch(self) -> None:
         """With the lock held: something is under way."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
+import zlib
 
 import torch
 
@@ -23,7 +25,7 @@ def measure(tier: Tier, probe_bytes: int = PROBE_BYTES) -> Rates | None:
     """Write and read `probe_bytes` in pieces that are under way together; None where the path has no room for them.
 
     Takes `probe_bytes` of memory and room for as long as it lasts. A path that is slower than 16 MB/s, twice, is probed
-    with its first piece alone. Raises StorageError where the path cannot be used.
+    with its first piece alone. Raises StorageError where the path cannot be used, or gives other bytes than it got.
     """
     pieces = max(1, probe_bytes // _PIECE_BYTES)
     chance = torch.Generator().manual_seed(0)  # of its own: a training's random numbers must stay as they are
@@ -37,14 +39,26 @@ def measure(tier: Tier, probe_bytes: int = PROBE_BYTES) -> Rates | None:
         if first > _LONG_S:  # a path that was busy for a moment would be left out for ever
             first = min(first, _seconds(tier.write, keys[:1], memory[:1]))
         if first > _LONG_S:
-            return Rates(memory[0].nbytes / _seconds(tier.read, keys[:1], memory[:1]), memory[0].nbytes / first)
+            return Rates(memory[0].nbytes / _seconds_to_read(tier, keys[:1], memory[:1]), memory[0].nbytes / first)
         write = _seconds(tier.write, keys, memory)
-        read = _seconds(tier.read, keys, memory)
+        read = _seconds_to_read(tier, keys, memory)
         return Rates(memory.nbytes / read, memory.nbytes / write)
     finally:
         for key in keys:
             with contextlib.suppress(StorageError):
                 tier.erase(key)
+
+
+def _seconds_to_read(tier: Tier, keys: list[str], pieces: torch.Tensor) -> float:
+    """What `pieces` were written from, compared with what they were."""
+    written = [zlib.crc32(piece.numpy()) for piece in pieces]
+    pieces.zero_()
+    seconds = _seconds(tier.read, keys, pieces)
+    if [zlib.crc32(piece.numpy()) for piece in pieces] != written:
+        place = ", ".join(getattr(tier, "paths", ["a path"]))
+        reason = "what was written is not what is read back: check the device or the mount (dmesg)"
+        raise StorageError("check", place, 0, pieces.nbytes, pieces.nbytes, errno.EBADMSG, reason)
+    return seconds
 
 
 def _seconds(transfer: object, keys: list[str], pieces: torch.Tensor) -> float:

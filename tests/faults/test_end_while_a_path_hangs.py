@@ -37,10 +37,22 @@ assert "hangs" in tier.report()[0].failure
 assert all(tier.path_of(key) == "b" for key in "0123")
 print("it hangs", flush=True)
 """
+TRIED = """
+import time
+way = tier._paths[0]
+while way.hanging:
+    time.sleep(0.1)
+faults.clear()
+faults.add("write", times=1, delay_us=3_000_000)
+for _ in range(4):
+    tier.observe()
+assert tier._idle.measuring(way)
+"""
 ENDS = {
     "normally": ("", 0, ""),
     "closed": ("tier.close()", 0, ""),
     "by an exception": ("raise ValueError('of the script')", 1, "ValueError: of the script"),
+    "while it is tried again": (TRIED, 0, ""),
     "by an exit": ("sys.exit(7)", 7, ""),
 }
 

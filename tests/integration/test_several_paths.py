@@ -248,6 +248,28 @@ def test_a_path_that_seemed_slow_at_the_start_gets_its_share_in_a_training_that_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eio", "full", "hang"])
+def test_a_path_that_fails_and_comes_back_gets_its_share_in_a_training_that_computes_the_same(tmp_path, kind):
+    steps = {**SMALL, "steps": 14}
+    fault = {"path_fault": (3, str(tmp_path / "b"), kind, 5), "heal_at": 6}
+    jobs = [
+        Job(name="plain", **steps),
+        Job(name="back", parts=tiers(tmp_path, tier_placement=[1, 1]), config=held(2), **fault, **steps),
+    ]
+    results = train_all(jobs, tmp_path / "out")
+    back = results["back"]
+    if kind == "hang" and "error" in back:  # of a read: what lay there alone is lost
+        assert f".tensor.swp' on {tmp_path / 'b'}" in back["error"]
+        return
+    on_b = [of_paths[1] for of_paths in back["groups"]]
+    assert on_b[2] > min(on_b[3:6])
+    assert max(on_b[7:]) >= on_b[2]
+    assert back["paths"][1]["failure"] is None
+    for field in SAME:
+        assert back[field] == results["plain"][field]
+
+
+@pytest.mark.slow
 def test_a_write_budget_stops_a_training_and_the_checkpoint_goes_on(tmp_path):
     paths = tiers(tmp_path, tier_placement=[1, 1])
     saved = {"checkpoint": str(tmp_path / "saved"), "config": held(2)}

@@ -59,6 +59,7 @@ class Job:
     moved. ``path_fault``: (step, folder, kind, after): from so many transfers after the begin of that step on, the path
     in that folder fails with EIO in writes (``eio``), has no room (``full``), hangs (``hang``) or is gone (``vanish``);
     ``disturbed``: it is measured as a thousandth of the others at the start, and as it is from that step on.
+    ``heal_at``: the step from which on it works again; what is tried beside training has then ended before each step.
     ``built``: the model is made under ``zero.Init``, or ``outside`` of it, or by ``transformers`` as in its Trainer.
     """
 
@@ -90,6 +91,7 @@ class Job:
     rehome_at: int | None = None
     die_at_move: int | None = None
     path_fault: tuple[int, str, str, int] | None = None
+    heal_at: int | None = None
     built: str = "under zero.Init"
 
 
@@ -231,6 +233,8 @@ class Training:
                 self._disturb_paths(enabled, step)
                 if faults is not None and self.job.path_fault[0] == step:
                     self._break(faults)
+                if step == self.job.heal_at:
+                    faults.clear()
                 try:
                     result["losses"].append(self._step(engine, step))
                 except OSError as error:
@@ -315,7 +319,7 @@ class Training:
         if self.job.lose_path is not None and self.job.lose_path[0] == step:
             shutil.rmtree(self.job.lose_path[1])
         tier = next((place.open_tier for place in enabled.store._places.values()), None) if enabled.store else None
-        if tier is not None and (self.job.path_fault or ("",) * 3)[2] == "disturbed":
+        if tier is not None and (self.job.heal_at is not None or (self.job.path_fault or ("",) * 3)[2] == "disturbed"):
             tier._idle.wait(60)
         if self.job.rehome_at != step:
             return

@@ -5,93 +5,25 @@ What every tier promises is in test_tier.py, which holds this one too.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import random
 import shutil
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 
-from memascend import _C
-from memascend.storage.direct_engine import DirectEngineConfig
-from memascend.storage.engine_tiers import DirectTier, FileTier
+from memascend.storage import path_rates
+from memascend.storage.engine_tiers import DirectTier
 from memascend.storage.errors import StorageError
-from memascend.storage.multi_path import MultiPathTier
-from memascend.storage.multi_path import Path as Way
 from memascend.storage.path_rates import measure
 from memascend.storage.placement import Rates
-from memascend.storage.tier import Transferred
-
-MAX_S = 60
-HANG_S, HANGS_US = 2, 5_000_000  # a busy machine's healthy disk keeps a transfer for half a second
-NUMEL = 20_000
-
-
-def group_of(key: str) -> str:
-    return key.rpartition("-")[2]
-
-
-class Paths:
-    """A tier over paths `a`, `b` …, each with faults of its own."""
-
-    def __init__(self, folder: Path, names: str = "ab", kind: str = "direct", **options) -> None:
-        self.folder = folder
-        self.faults = {name: _C.FaultLayer() for name in names}
-        rates, told = options.pop("rates", {}), options.pop("told", None)
-        for name in names:
-            (folder / name).mkdir()
-        tiers = {name: self._tier(name, kind) for name in names}
-        self.told = {name: Told(tier, told) for name, tier in tiers.items() if told is not None}
-        ways = [Way(name, (self.told or tiers)[name], rates.get(name)) for name in names]
-        self.tier = MultiPathTier(ways, group_of=group_of, **options)
-
-    def _tier(self, name: str, kind: str):
-        if kind == "files":
-            return FileTier(self.folder / name, "tests", block_bytes=1 << 16, faults=self.faults[name])
-        config = DirectEngineConfig(control_folder=str(self.folder), block_bytes=1 << 16)
-        return DirectTier.in_file(self.folder / name, "tests", config, self.faults[name])
-
-    def write(self, groups: int, value: float = 0.0) -> None:
-        for group in range(groups):
-            for moment in ("", "exp_avg-"):
-                self.tier.write(f"{moment}{group}", tensor(group + value))
-        self.tier.wait(MAX_S)
-
-    def check(self, groups: int, value: float = 0.0) -> None:
-        for group in range(groups):
-            self.tier.read(f"exp_avg-{group}", out := torch.empty(NUMEL)).wait(MAX_S)
-            assert torch.equal(out, tensor(group + value)), group
-
-    def places(self, groups: int) -> str:
-        return "".join(self.tier.path_of(str(group)) for group in range(groups))
-
-
-def tensor(value: float) -> torch.Tensor:
-    return torch.full((NUMEL,), float(value))
-
-
-@pytest.fixture(autouse=True)
-def closed_before_the_next():
-    """A path that hung is closed by a thread, which an interpreter that ends meanwhile would abort."""
-    yield
-    for thread in threading.enumerate():
-        if thread.name.startswith("memascend-close-"):
-            thread.join(MAX_S)
+from tests.tier_paths import HANG_S, HANGS_US, MAX_S, NUMEL, made_in, tensor
 
 
 @pytest.fixture
 def paths(tmp_path):
-    with contextlib.ExitStack() as stack:
-
-        def make(names: str = "ab", **options) -> Paths:
-            made = Paths(tmp_path, names, **options)
-            stack.callback(made.tier.close)
-            stack.callback(lambda: [each.clear() for each in made.faults.values()])
-            return made
-
+    with made_in(tmp_path) as make:
         yield make
 
 
@@ -111,24 +43,6 @@ def test_a_ratio_by_hand_is_kept(paths):
     three = paths("abc", placement=[3, 1, 0])
     three.write(8)
     assert sorted(three.places(8)) == list("aaaaaabb")
-
-
-class Told:
-    """A tier that says that it moved its bytes at `rate`, whatever they took: a busy machine changes no placement."""
-
-    def __init__(self, tier, rate: float) -> None:
-        self._tier, self.rate = tier, rate
-        self._seen, self._seconds = tier.transferred, [0.0, 0.0]
-
-    def __getattr__(self, name):
-        return getattr(self._tier, name)
-
-    @property
-    def transferred(self):
-        now = self._tier.transferred
-        since, self._seen = now - self._seen, now
-        self._seconds = [s + n / self.rate for s, n in zip(self._seconds, vars(since).values(), strict=False)]
-        return Transferred(now.bytes_read, now.bytes_written, *self._seconds)
 
 
 @pytest.mark.parametrize(("share", "groups"), [(1 / 2, 5), (1 / 50, 2)])
@@ -268,8 +182,8 @@ def test_rates_are_measured_at_the_start(tmp_path):
 @pytest.mark.parametrize(("seconds", "written"), [([0.6, 0.02, 0.1, 0.1], 16), ([0.6, 0.5, 0.4], 8)])
 def test_a_path_that_was_busy_for_a_moment_is_not_taken_for_a_slow_one(tmp_path, monkeypatch, seconds, written):
     """First piece, the same again, then all of them; or, where it is slow twice, the faster of the two and a read."""
-    took = iter(seconds)
-    monkeypatch.setattr("memascend.storage.path_rates._seconds", lambda *_: next(took))
+    took, really = iter(seconds), path_rates._seconds
+    monkeypatch.setattr(path_rates, "_seconds", lambda *transfers: really(*transfers) and next(took))
     with DirectTier.in_file(tmp_path, "tests") as tier:
         rates = measure(tier)
     assert rates.write == pytest.approx(written * (1 << 20) / (0.1 if written == 16 else 1.0))
@@ -412,11 +326,11 @@ def test_no_path_left_is_one_error_with_every_reason(paths):
 
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 50))])
-def test_at_a_random_instant_a_path_fails_and_no_tensor_is_lost_or_wrong(tmp_path, seed):
+def test_at_a_random_instant_a_path_fails_and_no_tensor_is_lost_or_wrong(paths, seed):
     """Two passes of reads, changes and writes in the order of an optimizer; the fault falls anywhere into them."""
     chance = random.Random(seed)
     kind = ("eio", "full", "hang", "vanish")[seed % 4]
-    made = Paths(tmp_path, kind=chance.choice(["direct", "files"]), hang_s=HANG_S if kind == "hang" else MAX_S)
+    made = paths(kind=chance.choice(["direct", "files"]), hang_s=HANG_S if kind == "hang" else MAX_S)
     tier, bad = made.tier, made.faults["a"]
     values = {}
     groups, steps = 8, 2
@@ -458,5 +372,3 @@ def test_at_a_random_instant_a_path_fails_and_no_tensor_is_lost_or_wrong(tmp_pat
             assert torch.equal(out, tensor(values[group])), key
     if kind in ("eio", "full"):
         assert not lost  # its reads worked
-    bad.clear()
-    tier.close()

@@ -1,0 +1,99 @@
+"""A tier over paths with faults of their own, for the tests of what becomes of its tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from memascend import _C
+from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.engine_tiers import DirectTier, FileTier
+from memascend.storage.multi_path import MultiPathTier
+from memascend.storage.multi_path import Path as Way
+from memascend.storage.tier import Transferred
+
+MAX_S = 60
+HANG_S, HANGS_US = 2, 5_000_000  # a busy machine's healthy disk keeps a transfer for half a second
+NUMEL = 20_000
+
+
+def group_of(key: str) -> str:
+    return key.rpartition("-")[2]
+
+
+class Paths:
+    """A tier over paths `a`, `b` …, each with faults of its own."""
+
+    def __init__(self, folder: Path, names: str = "ab", kind: str = "direct", **options) -> None:
+        self.folder = folder
+        self.faults = {name: _C.FaultLayer() for name in names}
+        rates, told = options.pop("rates", {}), options.pop("told", None)
+        for name in names:
+            (folder / name).mkdir()
+        tiers = {name: self._tier(name, kind) for name in names}
+        self.told = {name: Told(tier, told) for name, tier in tiers.items() if told is not None}
+        ways = [Way(name, (self.told or tiers)[name], rates.get(name)) for name in names]
+        self.tier = MultiPathTier(ways, group_of=group_of, **options)
+
+    def _tier(self, name: str, kind: str):
+        if kind == "files":
+            return FileTier(self.folder / name, "tests", block_bytes=1 << 16, faults=self.faults[name])
+        config = DirectEngineConfig(control_folder=str(self.folder), block_bytes=1 << 16)
+        return DirectTier.in_file(self.folder / name, "tests", config, self.faults[name])
+
+    def write(self, groups: int, value: float = 0.0) -> None:
+        for group in range(groups):
+            for moment in ("", "exp_avg-"):
+                self.tier.write(f"{moment}{group}", tensor(group + value))
+        self.tier.wait(MAX_S)
+
+    def check(self, groups: int, value: float = 0.0) -> None:
+        for group in range(groups):
+            self.tier.read(f"exp_avg-{group}", out := torch.empty(NUMEL)).wait(MAX_S)
+            assert torch.equal(out, tensor(group + value)), group
+
+    def places(self, groups: int) -> str:
+        return "".join(self.tier.path_of(str(group)) for group in range(groups))
+
+
+def tensor(value: float) -> torch.Tensor:
+    return torch.full((NUMEL,), float(value))
+
+
+class Told:
+    """A tier that says that it moved its bytes at `rate`, whatever they took: a busy machine changes no placement."""
+
+    def __init__(self, tier, rate: float) -> None:
+        self._tier, self.rate = tier, rate
+        self._seen, self._seconds = tier.transferred, [0.0, 0.0]
+
+    def __getattr__(self, name):
+        return getattr(self._tier, name)
+
+    @property
+    def transferred(self):
+        now = self._tier.transferred
+        since, self._seen = now - self._seen, now
+        self._seconds = [s + n / self.rate for s, n in zip(self._seconds, vars(since).values(), strict=False)]
+        return Transferred(now.bytes_read, now.bytes_written, *self._seconds)
+
+
+@contextlib.contextmanager
+def made_in(folder: Path) -> Iterator[Callable[..., Paths]]:
+    """A maker of `Paths`; they are closed at the end, and what hung there has ended."""
+    with contextlib.ExitStack() as stack:
+
+        def make(names: str = "ab", **options) -> Paths:
+            made = Paths(folder, names, **options)
+            stack.callback(made.tier.close)
+            stack.callback(lambda: [each.clear() for each in made.faults.values()])
+            return made
+
+        yield make
+    for thread in threading.enumerate():
+        if thread.name.startswith("memascend-close-"):
+            thread.join(MAX_S)
