@@ -198,12 +198,7 @@ class UnitWeights:
 
     _all: ClassVar[weakref.WeakSet[UnitWeights]] = weakref.WeakSet()
 
-    def __init__(
-        self,
-        units: ModelUnits,
-        stream: WeightStream,
-        on_device: DeviceWeights | None = None,
-    ) -> None:
+    def __init__(self, units: ModelUnits, stream: WeightStream, on_device: DeviceWeights | None = None) -> None:
         self.units, self.stream, self.device, self._on_device = units, stream, units.device, on_device
         self._pid = os.getpid()
         self._all.add(self)

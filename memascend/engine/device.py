@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -62,8 +62,6 @@ class Generators:
         same = self._other is None or torch.equal(self._other, other._other)
         return same and torch.equal(self._cpu, other._cpu)
 
-    __hash__ = None
-
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Random numbers come as from these states; afterwards as if nothing had been drawn."""
@@ -81,9 +79,8 @@ class Generators:
 class Copies:
     """Copies on a stream of their own, in their order. Neither side's memory is kept alive by one that is under way."""
 
-    def __init__(self, device: torch.device, streams: Callable[[torch.device], Any] = DeviceStreams) -> None:
-        self.device = device
-        self._streams = streams(device)
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._streams = device, DeviceStreams(device)
 
     def mark(self) -> Any:
         """An event: all that the current stream has been given to compute so far."""

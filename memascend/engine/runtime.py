@@ -647,7 +647,7 @@ class StreamingEngine(HookedRuntime):
 def _units(model: nn.Module, blocks: Sequence[nn.Module] | None, options: EngineOptions) -> ModelUnits:
     device = device_of(model.parameters(), options.device)
     units = ModelUnits(model, blocks, states=options.states, piece_elements=options.piece_elements, device=device)
-    for buffer in model.buffers():
+    for buffer in model.buffers():  # small, and no unit's
         buffer.data = buffer.data.to(device)
     return units
 
