@@ -341,8 +341,7 @@ def _allocate(path: Path, size: int, versions: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if size > free:
         what = "two versions of all states" if versions == 2 else "one version of all states and what is beside it"
-        reason = f"{what} do not fit: free space, or name a folder on a larger disk"
-        raise StorageError("allocation", str(path), 0, size, free, errno.ENOSPC, reason)
+        raise StorageError("allocation", str(path), 0, size, free, errno.ENOSPC, f"{what} do not fit")
     with path.open("wb") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, size)

@@ -220,6 +220,7 @@ def test_a_disk_without_room_is_one_error_before_anything_has_moved(tmp_path, mo
     with pytest.raises(StorageError, match="two versions of all states do not fit") as full:
         home.optimizer(torch.optim.AdamW)
     assert full.value.errno == errno.ENOSPC
+    assert str(full.value).count("free space") == 1
     assert list(tmp_path.iterdir()) == []
     assert not torch.isnan(ours.head.weight).any()
 
