@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,8 @@ class Job:
     the text, ``init_seed`` the first weights. ``evaluate_first``: a forward pass in evaluation precedes the steps.
     ``lose_path``: (step, folder), which is removed before that step; ``rehome_at``: the step before which all
     sub-groups are told to move to the first path; ``die_at_move``: the process is killed when so many tensors have
-    moved. ``path_fault``: (step, folder, kind, after): from so many transfers after the begin of that step on, the path
-    in that folder fails with EIO in writes (``eio``), has no room (``full``), hangs (``hang``) or is gone (``vanish``);
+    moved, or ``die_after_s`` later. ``path_fault``: (step, folder, kind, after): from so many transfers after the begin
+    of that step on, the path in that folder fails with EIO in writes (``eio``), has no room (``full``), hangs (``hang``) or is gone (``vanish``);
     ``disturbed``: it is measured as a thousandth of the others at the start, and as it is from that step on.
     ``heal_at``: the step from which on it works again; what is tried beside training has then ended before each step.
     ``built``: the model is made under ``zero.Init``, or ``outside`` of it, or by ``transformers`` as in its Trainer.
@@ -90,6 +91,7 @@ class Job:
     lose_path: tuple[int, str] | None = None
     rehome_at: int | None = None
     die_at_move: int | None = None
+    die_after_s: float = 0.0
     path_fault: tuple[int, str, str, int] | None = None
     heal_at: int | None = None
     built: str = "under zero.Init"
@@ -329,7 +331,9 @@ class Training:
 
         def written(*args: Any) -> None:
             stock(*args)
-            if tier.moves == self.job.die_at_move:
+            if tier.moves == self.job.die_at_move and self.job.die_after_s:
+                threading.Timer(self.job.die_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            elif tier.moves == self.job.die_at_move:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         tier._written = written
