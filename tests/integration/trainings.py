@@ -58,9 +58,10 @@ class Job:
     ``lose_path``: (step, folder), which is removed before that step; ``rehome_at``: the step before which all
     sub-groups are told to move to the first path; ``die_at_move``: the process is killed when so many tensors have
     moved, or ``die_after_s`` later. ``path_fault``: (step, folder, kind, after): from so many transfers after the begin
-    of that step on, the path in that folder fails with EIO in writes (``eio``), has no room (``full``), hangs (``hang``) or is gone (``vanish``);
-    ``disturbed``: it is measured as a thousandth of the others at the start, and as it is from that step on.
-    ``heal_at``: the step from which on it works again; what is tried beside training has then ended before each step.
+    of that step on, the path in that folder fails with EIO in writes (``eio``), has no room (``full``), hangs
+    (``hang``) or is gone (``vanish``); ``disturbed``: it is measured as a thousandth of the others at the
+    start, and as it is from that step on. ``heal_at``: the step from which on it works again; what is tried
+    beside training has then ended before each step.
     ``built``: the model is made under ``zero.Init``, or ``outside`` of it, or by ``transformers`` as in its Trainer.
     """
 
