@@ -156,8 +156,9 @@ def test_a_round_over_paths_has_the_machine_for_itself(profile):
     assert [run["alone"] for run in runs.values() if run["module"] == "path_twin"] == [True]
 
 
-def test_the_paper_profile_asks_for_paths_of_testbed_1s_ratio():
-    runs = Experiments("workflows/config/experiments.yaml", "paper").runs
+def test_the_long_profiles_ask_for_paths_of_testbed_1s_ratio_and_for_every_arm():
+    config = "workflows/config/experiments.yaml"
+    runs = {name: run for profile in ("paper", "full") for name, run in Experiments(config, profile).runs.items()}
     twins = {
         name: "simplex" in name for name in runs if name.startswith(("times-mlpoffload-dup", "times-mlpoffload-sim"))
     }
