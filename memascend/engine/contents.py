@@ -78,6 +78,7 @@ class TierContents:
 
         They are in host memory. The units' own order is the cheaper one: a unit is read when it is not the one before.
         """
+        self._weights.require_own_process()
         places: dict[str, list[tuple[Unit, int]]] = {}
         for unit in self._layout.units:
             for number, part in enumerate(unit.parts):
