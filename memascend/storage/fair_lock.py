@@ -78,10 +78,6 @@ class FairLock:
         if number is not None and self._fd >= 0:
             self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, _FIRST + number, 1)
 
-    @property
-    def held(self) -> bool:
-        return self._number is not None
-
     def contended(self) -> bool:
         """Whether somebody waits behind this process, which holds it."""
         number = self._number

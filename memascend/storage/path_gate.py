@@ -55,6 +55,7 @@ class PathGate:
         self._state = threading.Condition()
         self._waiting: deque[Callable[[], None]] = deque()
         self._inside = 0
+        self._has_turn = False  # the lock itself is had a moment before this says so, in the thread that waited for it
         self._since = 0.0
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -66,7 +67,7 @@ class PathGate:
         with self._state:
             self._waiting.append(begin)
             new_turn = False
-            if self._lock is not None and not self._lock.held and self._thread is None:
+            if self._lock is not None and not self._has_turn and self._thread is None:
                 new_turn = self._lock.try_acquire()
                 self._took(new_turn)
             ready = self._admit(new_turn)
@@ -79,10 +80,8 @@ class PathGate:
             if self._lock is None:
                 return
             ready = self._admit()
-            if self._inside == 0 and not ready and self._lock.held:
-                self._lock.release()
-                if self._waiting:
-                    self._took(False)
+            if self._inside == 0 and not ready and self._has_turn:
+                self._give_up_turn(self._lock)
         _run(ready)
 
     def _join(self) -> bool:
@@ -107,7 +106,7 @@ class PathGate:
     def _took(self, taken: bool) -> None:
         """With the state held. What could not be had now is waited for by a thread."""
         if taken:
-            self._since = time.monotonic()
+            self._has_turn, self._since = True, time.monotonic()
             self.turns += 1
         elif self._thread is None:
             self._thread = threading.Thread(target=self._wait, args=(self._lock,), name="memascend-gate", daemon=True)
@@ -133,14 +132,21 @@ class PathGate:
             self._took(True)
             ready = self._admit(new_turn=True)
             if not ready and self._inside == 0:
-                lock.release()
+                self._give_up_turn(lock)
         _run(ready)
+
+    def _give_up_turn(self, lock: FairLock) -> None:
+        """With the state held. What waits is for the next one."""
+        self._has_turn = False
+        lock.release()
+        if self._waiting:
+            self._took(False)
 
     def _admit(self, new_turn: bool = False) -> list[Callable[[], None]]:
         """With the state held: who may begin now; in a new turn, however long it took to get here, what has waited."""
         if self._lock is not None:
             over = not new_turn and time.monotonic() - self._since > self._turn_s
-            if not self._lock.held or (self._waiting and over and self._lock.contended()):
+            if not self._has_turn or (self._waiting and over and self._lock.contended()):
                 return []
         ready, self._waiting = list(self._waiting), deque()
         self._inside += len(ready)

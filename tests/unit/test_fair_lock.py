@@ -111,7 +111,7 @@ def test_a_holder_is_told_that_somebody_waits(tmp_path):
     waiting(holder)
     holder.release()
     thread.join(MAX_S)
-    assert waiter.held
+    assert not holder.try_acquire()  # the other one has it
 
 
 def test_what_shares_a_drive_has_one_name(tmp_path):
@@ -173,6 +173,35 @@ def locks_here(tmp_path, monkeypatch):
     """Locks in a folder of the test's own."""
     for module in (open_paths, path_gate):
         monkeypatch.setattr(module, "FairLock", lambda name: FairLock(name, tmp_path))
+
+
+def test_what_enters_in_the_moment_in_which_the_lock_comes_is_not_forgotten(tmp_path):
+    """The thread that waited for it has it then, and has not told the gate."""
+
+    class Slow(FairLock):
+        had, go = threading.Event(), threading.Event()
+
+        def acquire(self):
+            super().acquire()
+            self.had.set()
+            assert self.go.wait(MAX_S)
+
+    other, lock = FairLock("t", tmp_path), Slow("t", tmp_path)
+    other.acquire()
+    gate, begun = PathGate(lock), {name: threading.Event() for name in "abc"}
+    gate.enter(begun["a"].set)
+    other.release()
+    assert lock.had.wait(MAX_S)
+    gate.enter(begun["b"].set)
+    for each in begun.values():
+        if each.is_set():
+            gate.leave()
+    gate.enter(begun["c"].set)
+    lock.go.set()
+    for each in begun.values():
+        assert each.wait(MAX_S)
+    gate.close()
+    other.close()
 
 
 def test_the_last_user_of_a_drives_gate_gives_the_lock_up(tmp_path, locks_here):
