@@ -279,6 +279,28 @@ def test_a_path_that_fails_and_comes_back_gets_its_share_in_a_training_that_comp
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_four_processes_whose_path_fails_or_fills_and_comes_back_train_the_same(tmp_path):
+    """In each of them by itself, at three instants; they take turns on the paths, also when they try one again."""
+    steps = {**SMALL, "steps": 10}
+    jobs = [Job(name="plain", **steps)]
+    for kind in ("eio", "full"):
+        for after in (0, 7, 23):
+            fault = {"path_fault": (2, str(tmp_path / "b"), kind, after), "heal_at": 5}
+            parts = tiers(tmp_path, tier_placement=[1, 1])
+            jobs.append(Job(name=f"{kind} {after}", parts=parts, config=held(2), **fault, **steps))
+    results = train_all(jobs, tmp_path / "out", ranks=4, timeout_s=800)
+    for job in jobs[1:]:
+        hit = results[job.name]
+        for field in SAME:
+            assert hit[field] == results["plain"][field], f"{job.name} {field}"
+        second = hit["paths"][1]
+        assert second["failure"] is None, job.name
+        assert second["groups"] > 0, job.name
+        assert second["turns"] > 0, job.name
+
+
+@pytest.mark.slow
 def test_a_write_budget_stops_a_training_and_the_checkpoint_goes_on(tmp_path):
     paths = tiers(tmp_path, tier_placement=[1, 1])
     saved = {"checkpoint": str(tmp_path / "saved"), "config": held(2)}
