@@ -203,6 +203,7 @@ class UnitWeights:
         self._pid = os.getpid()
         self._all.add(self)
         self._uses: dict[str, int] = {}
+        self.require_usable: Callable[[], None] = lambda: None  # raises where the values are of a step half done
         nothing = torch.full((1,), torch.nan, dtype=units.layout.weights, device=units.device)
         self._empty = {p: nothing.expand(p.shape) for p in units.names}
 
@@ -227,8 +228,10 @@ class UnitWeights:
             )
 
     def take(self, unit: Unit) -> None:
-        """The unit's weights are in its parameters on return. RuntimeError in a forked child."""
+        """The unit's weights are in its parameters on return. RuntimeError in a forked child, and where the engine
+        says so (`require_usable`)."""
         self.require_own_process()
+        self.require_usable()
         (slot,) = self.stream.fetch([unit.key])
         if self._on_device is not None and not self.is_held(unit):
             try:

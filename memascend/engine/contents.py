@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,26 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class TierContents:
-    """Of one model, through the slots that training has. Not while a step is under way, and not thread-safe.
+    """Of one model, through the slots that training has. Not thread-safe.
 
-    `folder`: for files whose memory sliced parameters are read into."""
+    `folder`: for files whose memory sliced parameters are read into. `require_completed_step`: is called before each
+    read, and raises where updates of the step under way have begun, or in a forked child."""
 
-    def __init__(self, layout: Layout, weights: UnitWeights, states: WeightStream | None, folder: Path) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        weights: UnitWeights,
+        states: WeightStream | None,
+        folder: Path,
+        require_completed_step: Callable[[], None],
+    ) -> None:
         self._layout, self._weights, self._states, self._folder = layout, weights, states, folder
+        self._require_completed_step = require_completed_step
 
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
         """A trained parameter's states in memory of their own, flat, by torch's names and "master" (a copy of the
         weights where they are their own masters)."""
+        self._require_completed_step()
         numel = sum(part.numel for unit in self._layout.units for part in unit.parts if part.name == name)
         found = {key: torch.empty(numel, dtype=self._layout.states) for key in ("master", *MOMENTS)}
         for values, run, key in self._state_runs(name):
@@ -78,7 +88,10 @@ class TierContents:
 
         They are in host memory. The units' own order is the cheaper one: a unit is read when it is not the one before.
         """
-        self._weights.require_own_process()
+        self._require_completed_step()
+        return self._weights_in(order)
+
+    def _weights_in(self, order: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
         places: dict[str, list[tuple[Unit, int]]] = {}
         for unit in self._layout.units:
             for number, part in enumerate(unit.parts):
@@ -87,6 +100,7 @@ class TierContents:
         held: Unit | None = None
         try:
             for name in places if order is None else order:
+                self._require_completed_step()  # a step may have begun since the one before
                 unit, number = places[name][0]
                 if unit.kind is Kind.SLICE:
                     yield name, self._joined([unit for unit, _ in places[name]])
@@ -105,6 +119,7 @@ class TierContents:
 
     def fill_state_dict(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """The model's state_dict() has its weights, in a file's memory; a tied one is one tensor under two names."""
+        self._require_completed_step()
         names = self._weights.units.names
         keys: dict[str, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -133,7 +133,11 @@ def _collector(engine: weakref.ref[HookedRuntime], unit: Unit, part: Part) -> Ca
     def collect(parameter: nn.Parameter) -> None:
         runtime = engine()
         if unit.kind is not Kind.BLOCK:
-            runtime.backward_begins()
+            try:
+                runtime.backward_begins()
+            except BaseException:
+                parameter.grad = None  # of a pass that is refused: the next one would be added to it
+                raise
         if not runtime.comes_again(unit):
             _hand_over(runtime, part, parameter)
 

@@ -27,7 +27,9 @@ class EngineOptions:
     room for them. `redo`: with one version, whether a step that is cut off can be done again; else nothing waits for
     it, a kill in the middle of a step leaves torn states (`TornStates`), and so do an error in a backward pass that
     uses gradients as they come and a gradient that is infinite or NaN there. `device`: what computes, whose memory
-    holds copies of the weights that are at work ("cuda"); None: where the model's parameters are.
+    holds copies of the weights that are at work ("cuda"); None: where the model's parameters are. `implicit_step`: a
+    forward pass completes the step before it (LoHan, Fig. 4b: a loop without `optimizer.step()`); without it, a forward
+    pass after the last backward pass of a step is refused where its updates have begun.
     """
 
     arm: str = "optimized"
@@ -46,6 +48,7 @@ class EngineOptions:
     versions: int | None = None
     redo: bool = True
     device: torch.device | str | None = None
+    implicit_step: bool = False
 
     def __post_init__(self) -> None:
         if self.arm not in ARMS:

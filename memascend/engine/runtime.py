@@ -90,7 +90,8 @@ class StreamingEngine(HookedRuntime):
             home.register(tensor)
         self._beside = TiersBeside(home, self.layout, self.buffers, redoes=options.redoes)
         self.weights = UnitWeights(units, self._stream, on_device)
-        self._contents = TierContents(self.layout, self.weights, self._states, home.folder)
+        self.weights.require_usable = self._require_usable
+        self._contents = TierContents(self.layout, self.weights, self._states, home.folder, self.require_completed_step)
         self.updates = Updates(
             self.layout,
             self.weights,
@@ -306,21 +307,60 @@ class StreamingEngine(HookedRuntime):
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def model_begins(self, *_: Any) -> None:
-        """A forward pass: without optimizer.step() (LoHan, Fig. 4b) it is also the end of the step before."""
-        self.weights.require_own_process()
-        if self.updates.failure_was_told or self._backward_begun:  # an error in the loop that the user has seen
-            log.warning("memascend: the step under way was given up after an error; it begins anew from the one before")
-            self.give_up()
-        self._require_whole()
-        self.updates.raise_failure()
+        """A forward pass: with `implicit_step` (LoHan, Fig. 4b) it is also the end of the step before."""
+        self._require_usable()
         if not torch.is_grad_enabled():
             self._stream.read_ahead(self._pattern[: len(self._pattern) // 2])
             return
-        if self._passes >= self.options.accumulate:
+        if self.options.implicit_step and self._passes >= self.options.accumulate:
             self.finish_step()
         self._visits = []
         self._profile.begin_forward()
         self._stream.read_ahead(self._pattern)
+
+    def _require_usable(self) -> None:
+        """For a forward pass: weights are those of the last completed step. What a backward pass takes is its own."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self._forget_what_failed()
+        self.updates.raise_failure()
+        ends_here = self.options.implicit_step and torch.is_grad_enabled() and self._passes >= self.options.accumulate
+        if self.updates.touched and not ends_here:
+            raise RuntimeError(
+                "a forward pass between backward() and step() would see weights that are half updated: call "
+                "optimizer.step() first; where more backward passes are to come in this step, say how many there are "
+                "(accumulate=); in a loop without optimizer.step(), ask for it (EngineOptions(implicit_step=True))"
+            )
+
+    def require_completed_step(self) -> None:
+        """Weights and states are those of the last completed step. RuntimeError where updates of the next one have
+        begun; a step that ended in an error is given up. Raises the error of an update that has failed unseen."""
+        if torch._C._current_graph_task_id() == -1:
+            self._forget_what_failed()
+        self._require_whole()
+        self.updates.raise_failure()
+        if self.updates.touched:
+            raise RuntimeError(
+                "between backward() and step() weights and states are half updated: call optimizer.step() first, or "
+                "optimizer.zero_grad(), which forgets the step"
+            )
+
+    def require_no_gradients(self) -> None:
+        """No gradient has come since the last completed step: states can be replaced. RuntimeError."""
+        self.require_completed_step()
+        if self.updates.pending:
+            raise RuntimeError(
+                "between backward() and step() states cannot be replaced: call optimizer.step() first, or "
+                "optimizer.zero_grad(), which forgets the step"
+            )
+
+    def _forget_what_failed(self) -> None:
+        """A step whose backward pass or update ended in an error that the loop has seen."""
+        self.weights.require_own_process()
+        if self.updates.failure_was_told or self._backward_begun:
+            log.warning("memascend: the step under way was given up after an error; it begins anew from the one before")
+            self.give_up()
+        self._require_whole()
 
     def model_ends(self, *_: Any) -> None:
         if not torch.is_grad_enabled():
@@ -343,6 +383,11 @@ class StreamingEngine(HookedRuntime):
     def backward_begins(self) -> None:
         """In the user's backward pass, not in a block's own: `_backward_ends` follows, if no error does."""
         if not self._backward_begun:
+            if self._passes >= self.options.accumulate:
+                raise RuntimeError(
+                    f"backward pass {self._passes + 1} of a step that was to have {self.options.accumulate}: call "
+                    "optimizer.step() before it, or say how many there are in a step (accumulate=)"
+                )
             self._backward_begun = True
             self.updates.scale = self.scale
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
@@ -622,19 +667,20 @@ class StreamingEngine(HookedRuntime):
     # -- contents ------------------------------------------------------------------------------------------------------
 
     def read_weights(self, order: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, values) of every parameter, see `TierContents`. Not while a step is under way."""
-        self.weights.require_own_process()
+        """(name, values) of every parameter after the last completed step, see `TierContents`; RuntimeError as
+        `require_completed_step`."""
         return self._contents.read_weights(order)
 
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
-        """A trained parameter's states, see `TierContents`."""
-        self.weights.require_own_process()
+        """A trained parameter's states after the last completed step, see `TierContents`; RuntimeError as
+        `require_completed_step`."""
         return self._contents.read_states(name)
 
     def write_states(self, name: str, states: dict[str, torch.Tensor], *, step: int) -> None:
         """The reverse, after `step` steps of this parameter; `keep` completes it. With one version of the states there
-        is no completed step from the first of them until then."""
-        self.weights.require_own_process()
+        is no completed step from the first of them until then. RuntimeError where a gradient has come since the last
+        step."""
+        self.require_no_gradients()
         if self.options.versions == 1 and not self._restored:
             self._restored = True
             self.home.forget_step()

@@ -43,6 +43,16 @@ class streaming:
     The folder is new or empty, or with `resume` one that holds the states of the same model: training goes on after
     the last completed step (`steps`, `note`). At the end the states stay there; `home.remove()` deletes them.
     `allocator`: of all host memory (default: exact pinned memory). Not thread-safe.
+
+    **Between `backward()` and `step()`**, evaluation and `generate` (forward passes without a graph), the model's
+    `state_dict` and `save_pretrained`, `engine.read_weights` and the optimizer's `state_dict` see the weights and
+    states of the last completed step where the gradients of this one wait: with `clip`, `wait`, one version of the
+    states that can be redone, and between the passes of `accumulate`, before the last. Where gradients are used as they
+    come (the default), the weights are then half updated, and all of these raise RuntimeError: call `optimizer.step()`
+    first, or `optimizer.zero_grad()`, which forgets the step. So does a forward pass with a graph, unless
+    `implicit_step`, and a backward pass beyond the announced number always. Loading states is refused while any
+    gradient waits. After an error in a backward pass or an update, each of these gives the step up first, and sees the
+    last completed one.
     """
 
     def __init__(
@@ -81,27 +91,45 @@ class streaming:
         kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
         params: Iterable[Any] | None = None,
         *,
-        accumulate: int = 1,
-        clip: float = 0.0,
-        wait: bool = False,
+        accumulate: int | None = None,
+        clip: float | None = None,
+        wait: bool | None = None,
+        implicit_step: bool | None = None,
         options: EngineOptions | None = None,
         **settings: Any,
     ) -> StreamedAdamW:
         """Move the model to the folder, or take it from there; its optimizer.
 
-        `kind` is torch.optim.AdamW or Adam, `settings` are its own (lr, betas, eps, weight_decay), `params` what torch
-        takes (default: all that train). `accumulate`: backward passes in a step. `clip`: the largest norm of all
-        gradients; `wait`: torch.nn.utils.clip_grad_norm_ is called in the loop. With any of these gradients wait on
-        the SSD for one more pass; without, torch's function raises. `options`: all the rest.
-        Raises ValueError for what cannot be done, StorageError where the disk has no room, MemoryError.
+        Args:
+            kind: torch.optim.AdamW or Adam (without decay).
+            params: what torch takes (default: all that train).
+            accumulate: backward passes in a step; one more is refused.
+            clip: the largest norm of all gradients.
+            wait: torch.nn.utils.clip_grad_norm_ is called in the loop. With any of these three, gradients wait on the
+                SSD for one more pass; without, torch's function raises.
+            implicit_step: the loop has no `optimizer.step()` (LoHan, Fig. 4b); each forward pass completes the step
+                before it.
+            options: all the rest, and of these four what is not named here.
+            settings: the optimizer's own (lr, betas, eps, weight_decay).
+
+        Raises:
+            ValueError: for what cannot be done, before anything has moved.
+            StorageError: where the disk has no room.
+            MemoryError: for host buffers.
         """
         if self._model is None:
             raise RuntimeError("hook(model) comes first: the optimizer is of that model")
         if self.engine is not None:
             raise RuntimeError("there is an optimizer already: one training in a folder")
         options = options or EngineOptions()
-        device = self._device if self._device is not None else options.device
-        chosen = dataclasses.replace(options, accumulate=accumulate, clip=clip, wait=wait, device=device)
+        named = {
+            "accumulate": accumulate,
+            "clip": clip,
+            "wait": wait,
+            "implicit_step": implicit_step,
+            "device": self._device,
+        }
+        chosen = dataclasses.replace(options, **{name: value for name, value in named.items() if value is not None})
         made = StreamedAdamW(kind, self._model, params, settings)
         start: Callable[..., Any] = StreamingEngine.resume if self._resume else StreamingEngine.start
         found = start(
@@ -115,9 +143,9 @@ class streaming:
             self.engine = found
         made.attach(self)
         self._undo = _guard_clipping(self.engine)
-        if chosen.waits or accumulate > 1:
-            norm = "their norm" if clip > 0 or wait else "the end of backward"
-            why = "those of the step's other passes" if accumulate > 1 else norm
+        if chosen.waits or chosen.accumulate > 1:
+            norm = "their norm" if chosen.clip > 0 or chosen.wait else "the end of backward"
+            why = "those of the step's other passes" if chosen.accumulate > 1 else norm
             log.info("memascend: gradients wait on the SSD for %s: one more write and read of them a step", why)
         return made
 
@@ -227,6 +255,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         """As torch.optim.AdamW's, with "master" beside the moments of 16-bit parameters; views of a file that goes
         with the last of them."""
         engine, names = self.engine, self._names()
+        engine.require_completed_step()
         keys = _MOMENTS if engine.layout.own_masters else ("master", *_MOMENTS)
         sizes = [p.numel() * engine.layout.states.itemsize for p, name in names.items() if engine.steps[name]]
         file = TensorFile(engine.home.folder, sizes * len(keys))
@@ -249,6 +278,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         for group in state_dict["param_groups"]:
             if asked := [name for name in _REFUSED if group.get(name)]:
                 raise ValueError(f"the state was saved with {asked[0]}, which is not done here: train without")
+        self.engine.require_no_gradients()
         home, self._home = self._home, None
         try:
             super().load_state_dict({**state_dict, "state": {}})

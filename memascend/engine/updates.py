@@ -149,6 +149,11 @@ class Updates:
         return bool(self._arrived)
 
     @property
+    def touched(self) -> bool:
+        """Whether an update of this step has begun: weights and states may be neither those before it nor after it."""
+        return bool(self._updated)
+
+    @property
     def arrived(self) -> set[str]:
         """Names of the parameters that got a gradient in this step."""
         return {name for name, _ in self._arrived}

@@ -62,7 +62,7 @@ def test_three_lines_around_a_plain_loop(tmp_path):
 def test_without_a_call_of_step_the_next_forward_pass_completes_it(tmp_path):
     """LoHan's Fig. 4b leaves optimizer.step() out."""
     ours, theirs = model(), model()
-    home, optimizer = begin(ours, tmp_path / "run")
+    home, optimizer = begin(ours, tmp_path / "run", implicit_step=True)
     for ids in batches(3):
         ours(ids).backward()
     optimizer.step()

@@ -1,0 +1,175 @@
+"""Between `backward()` and `step()` a loop sees the weights of the last completed step, or one line of refusal."""
+
+import pytest
+import torch
+
+from memascend.engine.options import EngineOptions
+from memascend.ops.adamw import AdamW
+from tests.unit.test_streaming_engine import SETTINGS, batches, model
+from tests.unit.test_streaming_loop import assert_equal, begin, loop
+
+STEP_FIRST = r"call optimizer\.step\(\) first"
+
+
+def evaluate(of, ids):
+    of.eval()
+    with torch.no_grad():
+        loss = of(ids).item()
+    of.train()
+    return loss
+
+
+def evaluate_a_part(of, ids):
+    """As a loop with a loss of its own does: the root's forward is never called."""
+    with torch.no_grad():
+        return float(of.layers[0](of.embedding(ids), scale=torch.tensor(0.5)).sum())
+
+
+READS = {
+    "evaluation": lambda home, optimizer, of, ids: evaluate(of, ids),
+    "evaluation of a part": lambda home, optimizer, of, ids: evaluate_a_part(of, ids),
+    "state_dict": lambda home, optimizer, of, ids: of.state_dict(),
+    "read_weights": lambda home, optimizer, of, ids: list(home.engine.read_weights()),
+    "read_states": lambda home, optimizer, of, ids: home.engine.read_states("head.weight"),
+    "optimizer.state_dict": lambda home, optimizer, of, ids: optimizer.state_dict(),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_what_would_see_a_half_updated_model_is_refused_and_the_step_is_completed_as_ever(tmp_path, read):
+    ours, theirs, data = model(), model(), batches(3)
+    home, optimizer = begin(ours, tmp_path / "run")
+    for number, ids in enumerate(data):
+        ours(ids).backward()
+        if number == 1:
+            with pytest.raises(RuntimeError, match=STEP_FIRST):
+                read(home, optimizer, ours, ids)
+        optimizer.step()
+        read(home, optimizer, ours, ids)
+    loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
+    assert_equal(home, theirs)
+    home.close()
+
+
+@pytest.mark.parametrize("options", [{"wait": True}, {"clip": 0.5}, {"accumulate": 2}], ids=str)
+def test_where_gradients_wait_all_of_them_see_the_last_completed_step(tmp_path, options):
+    ours, theirs, data = model(), model(), batches(3)
+    home, optimizer = begin(ours, tmp_path / "run", **options)
+    passes = options.get("accumulate", 1)
+    for _ in range(passes):
+        ours(data[0]).backward()
+    optimizer.step()
+    before = evaluate(ours, data[1])
+    weights = {name: values.clone() for name, values in ours.state_dict().items()}
+    states = {name: values.clone() for name, values in home.engine.read_states("head.weight").items()}
+    ours(data[1]).backward()
+    assert evaluate(ours, data[1]) == before
+    assert all(torch.equal(values, weights[name]) for name, values in ours.state_dict().items())
+    assert all(torch.equal(values, states[name]) for name, values in home.engine.read_states("head.weight").items())
+    assert optimizer.state_dict()["state"][0]["step"] == 1
+    for _ in range(passes - 1):
+        ours(data[1]).backward()
+    optimizer.step()
+    home.close()
+    reference, other = begin(theirs, tmp_path / "other", **options)  # the same without a look
+    for ids in data[:2]:
+        for _ in range(passes):
+            theirs(ids).backward()
+        other.step()
+    again = model(seed=5)
+    home, _ = begin(again, tmp_path / "run", resume=True, **options)
+    expected = theirs.state_dict()
+    assert all(torch.equal(values, expected[name]) for name, values in again.state_dict().items())
+    home.close(), reference.close()
+
+
+def test_states_are_not_replaced_between_backward_and_step(tmp_path):
+    ours, data = model(), batches(2)
+    home, optimizer = begin(ours, tmp_path / "run", wait=True)
+    loop(ours, optimizer, data[:1])
+    saved = optimizer.state_dict()
+    ours(data[1]).backward()
+    with pytest.raises(RuntimeError, match="states cannot be replaced: " + STEP_FIRST):
+        optimizer.load_state_dict(saved)
+    optimizer.zero_grad()
+    optimizer.load_state_dict(saved)
+    home.close()
+
+
+def test_after_an_error_in_the_loop_the_last_completed_step_is_saved(tmp_path):
+    ours, theirs, data = model(), model(), batches(2)
+    home, optimizer = begin(ours, tmp_path / "run")
+    loop(ours, optimizer, data[:1])
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    ours.embedding.register_forward_hook(lambda _, inputs, output: output.register_hook(interrupt) and None)
+    with pytest.raises(KeyboardInterrupt):
+        ours(data[1]).backward()
+    rescued = ours.state_dict()
+    loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data[:1])
+    assert all(torch.equal(rescued[name], values) for name, values in theirs.state_dict().items())
+    home.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"accumulate": 2}], ids=str)
+def test_a_backward_pass_that_was_not_announced_is_refused_before_a_wrong_step_is_completed(tmp_path, options):
+    ours, theirs, data = model(), model(), batches(2)
+    home, optimizer = begin(ours, tmp_path / "run", **options)
+    passes = options.get("accumulate", 1)
+    for _ in range(passes):
+        ours(data[0]).backward()
+
+    def one_more():
+        ours(data[0]).backward()
+
+    with pytest.raises(RuntimeError, match=r"accumulate="):
+        one_more()
+    assert home.steps == 0
+    optimizer.zero_grad()
+    for ids in data:
+        for _ in range(passes):
+            (ours(ids) / passes).backward()
+        optimizer.step()
+    reference, other = begin(theirs, tmp_path / "other", **options)
+    for ids in data:
+        for _ in range(passes):
+            (theirs(ids) / passes).backward()
+        other.step()
+    assert home.steps == 2
+    expected = theirs.state_dict()
+    assert all(torch.equal(values, expected[name]) for name, values in ours.state_dict().items())
+    home.close(), reference.close()
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_after_a_refused_second_backward_the_first_one_s_step_can_be_completed(tmp_path, wait):
+    """The refused pass leaves nothing behind, not even the gradient with which it began."""
+    ours, theirs, data = model(), model(), batches(3)
+    home, optimizer = begin(ours, tmp_path / "run", wait=wait)
+    first, second = ours(data[0]), ours(data[1])
+    first.backward()
+    with pytest.raises(RuntimeError, match="backward pass 2 of a step that was to have 1"):
+        second.backward()
+    del second
+    optimizer.step()
+    loop(ours, optimizer, data[2:])
+    loop(theirs, AdamW(theirs.parameters(), **SETTINGS), [data[0], data[2]])
+    assert_equal(home, theirs)
+    home.close()
+
+
+def test_what_the_options_ask_for_holds_where_the_call_does_not_name_it(tmp_path):
+    home, _ = begin(model(), tmp_path / "run", options=EngineOptions(accumulate=3, clip=0.5), wait=True)
+    assert (home.engine.options.accumulate, home.engine.options.clip, home.engine.options.wait) == (3, 0.5, True)
+    home.close()
+
+
+def test_the_option_of_a_loop_without_step_is_a_field_too(tmp_path):
+    ours, data = model(), batches(2)
+    home, _ = begin(ours, tmp_path / "run", options=EngineOptions(implicit_step=True))
+    for ids in data:
+        ours(ids).backward()
+    assert home.steps == 1
+    home.close()
