@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memascend.engine.blocks import BlockRuntime, ModelUnits, UnitWeights, stream_block
+from memascend.engine.blocks import BlockRuntime, ModelUnits, NotStreamable, UnitWeights, stream_block
 from memascend.engine.contents import TierContents
+from memascend.engine.gradient_views import forget_gradient, stored_gradient, watch_gradients
 from memascend.engine.layout import Kind, Part, Unit
 from memascend.engine.matrices import StreamedRows
 from memascend.engine.profile import StepProfile
@@ -71,6 +72,7 @@ class ModelHooks:
                 if part.trained:
                     collect = _collector(weakref.ref(runtime), unit, part)
                     self._undo.append(parameter.register_post_accumulate_grad_hook(collect).remove)
+        self._undo.append(watch_gradients(units.names, runtime))
         before = model.register_forward_pre_hook(runtime.model_begins)
         after = model.register_forward_hook(runtime.model_ends)
         saved = model.register_state_dict_post_hook(functools.partial(contents.fill_state_dict))
@@ -85,7 +87,7 @@ class ModelHooks:
         """At the end of backward: gradients that no hook has handed over."""
         for unit in self._units.layout.units:
             for part, parameter in self._units.pairs(unit):
-                if part.trained and parameter.grad is not None:
+                if part.trained and stored_gradient(parameter) is not None:
                     _hand_over(runtime, part, parameter)
         for rows in self.matrices:
             rows.end_of_backward()
@@ -99,7 +101,7 @@ class ModelHooks:
         """The step under way is given up."""
         for owned in self._units.parameters.values():
             for parameter in owned:
-                parameter.grad = None
+                forget_gradient(parameter)
         for rows in self.matrices:
             rows.forget()
 
@@ -136,7 +138,7 @@ def _collector(engine: weakref.ref[HookedRuntime], unit: Unit, part: Part) -> Ca
             try:
                 runtime.backward_begins()
             except BaseException:
-                parameter.grad = None  # of a pass that is refused: the next one would be added to it
+                forget_gradient(parameter)  # of a pass that is refused: the next one would be added to it
                 raise
         if not runtime.comes_again(unit):
             _hand_over(runtime, part, parameter)
@@ -145,5 +147,10 @@ def _collector(engine: weakref.ref[HookedRuntime], unit: Unit, part: Part) -> Ca
 
 
 def _hand_over(runtime: HookedRuntime, part: Part, parameter: nn.Parameter) -> None:
-    gradient, parameter.grad = parameter.grad, None
+    gradient = stored_gradient(parameter)
+    if gradient is None:
+        raise NotStreamable(
+            f"a hook of the loop's took the gradient of {part.name} before the engine could use it: leave that hook out"
+        )
+    forget_gradient(parameter)
     runtime.arrive(part, gradient)

@@ -112,7 +112,7 @@ class Redo:
             {
                 "facts": facts,
                 "kind": kind,
-                "settings": [[s.step, s.lr, *s.betas, s.eps, s.weight_decay] for s in different],
+                "settings": [[s.step, s.lr, *s.betas, s.eps, s.weight_decay, s.grad_factor] for s in different],
                 "of": [different.index(s) for s in settings],
                 **updates.waiting_facts(),
                 "done": [],
@@ -125,8 +125,15 @@ class Redo:
 
     def settings(self, order: Sequence[str]) -> dict[str, AdamSettings]:
         known = [
-            AdamSettings(step=step, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
-            for step, lr, beta1, beta2, eps, decay in self.record["settings"]
+            AdamSettings(
+                step=step,
+                lr=lr,
+                betas=(beta1, beta2),
+                eps=eps,
+                weight_decay=decay,
+                grad_factor=factor[0] if factor else 1.0,
+            )
+            for step, lr, beta1, beta2, eps, decay, *factor in self.record["settings"]
         ]
         return {name: known[number] for name, number in zip(order, self.record["of"], strict=True)}
 

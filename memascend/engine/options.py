@@ -17,7 +17,7 @@ class EngineOptions:
 
     `arm`: optimized, naive or none (`memascend.engine.updates`). `accumulate`: backward passes in a step; `clip`: the
     largest norm of all gradients, 0 for any. With either, gradients wait on the tier for the norm or for the others;
-    `wait`: for a norm that is asked for later (`clip_grad_norm`). `checkpoints`: `tier` (inputs of blocks wait on the
+    `wait`: for a norm that is asked for later (`gradient_views`). `checkpoints`: `tier` (inputs of blocks wait on the
     SSD) or `device`. `states`: dtype of moments and masters; `gradients`: of those that wait. `zero_missing`: see
     `Updates`. `piece_elements`: see `make_layout`. `measure`: find out how fast a step could be (`limit`). `swap`:
     results inside of blocks that are swapped rather than computed again, decided after the first step by a rule (best,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from memascend.engine.blocks import ModelUnits, NotStreamable, UnitWeights
 from memascend.engine.buffers import EngineBuffers
 from memascend.engine.contents import TierContents
 from memascend.engine.device import Copies, DeviceWeights, GradientCopies, device_of, synchronize
+from memascend.engine.gradient_views import StepGradients
 from memascend.engine.home import StateHome
 from memascend.engine.hooks import HookedRuntime, ModelHooks
 from memascend.engine.inputs import KeptInput, KeptInputs
@@ -109,6 +110,7 @@ class StreamingEngine(HookedRuntime):
         self._visits: list[str] = []
         self._pattern: list[str] = []
         self._clip = options.clip  # of this step
+        self.gradients = StepGradients()
         self._passes = 0  # backward passes of this step that have ended
         self._backward_begun = False
         self._profile = StepProfile(
@@ -389,6 +391,7 @@ class StreamingEngine(HookedRuntime):
                     "optimizer.step() before it, or say how many there are in a step (accumulate=)"
                 )
             self._backward_begun = True
+            self.gradients.begin_pass(first=self._passes == 0)
             self.updates.scale = self.scale
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
@@ -397,6 +400,7 @@ class StreamingEngine(HookedRuntime):
         self._profile.end_backward()
         last = self._passes + 1 >= self.options.accumulate
         self.updates.end_pass(wait=self.options.waits or not last, last=last)
+        self.gradients.whole = frozenset(self.updates.arrived)
         self._backward_begun = False
         self._passes += 1
         self._pattern = self._visits
@@ -509,19 +513,57 @@ class StreamingEngine(HookedRuntime):
             self.home.compare_no_more()
             self._beside.home_was_opened_again()
 
-    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """As torch.nn.utils.clip_grad_norm_ over all parameters, for the step under way; the norm of all gradients
-        (fp32, 0-d, loss scale out). They are scaled when they are used. RuntimeError where they have been used already.
-        """
-        if not self.options.waits:
+    # -- gradients of the step under way, for whoever reads `parameter.grad` (`gradient_views`) ------------------------
+
+    def gradient_waits(self, name: str) -> bool:
+        if name in self.gradients.spent:
             raise RuntimeError(
-                "the gradients of a streamed model are used as they come, before all of them have a norm: let them "
-                "wait for it (clip=... or wait=True when the optimizer is made)"
+                f"the gradient of {name} went with the last step(): look at gradients before it (wait=True when the "
+                "optimizer is made, and p.grad.norm() between backward() and step())"
             )
+        if name not in self._arrived:
+            return False
+        if not self.options.waits or self.updates.touched:
+            raise RuntimeError(
+                f"the gradient of {name} is not in memory: those of a streamed model are used as they come. To clip "
+                "them, or to look at their norms, let them wait (clip=... or wait=True when the optimizer is made)"
+            )
+        if self._backward_begun or self._passes < self.options.accumulate:
+            raise RuntimeError(
+                f"the gradient of {name} is not whole before the last of {self.options.accumulate} backward passes: "
+                "look at it, or clip it, after that"
+            )
+        return True
+
+    @property
+    def _arrived(self) -> Collection[str]:
+        """Names of the parameters that got a gradient in the step under way."""
+        if self._backward_begun:
+            return self.updates.arrived
+        return self.gradients.whole if self.updates.pending else ()
+
+    def gradient_norm(self, name: str) -> float:
         self.updates.raise_failure()
         self.updates.sum_waiting()
-        self._clip = max_norm
-        return self.updates.sums.norm(self.layout.order) / self.scale
+        return self.gradients.norm(name, self.updates.sums.of(name), self.scale)
+
+    def scale_gradient(self, name: str, factor: float) -> None:
+        self.gradient_waits(name)  # or it raises
+        self._clip = 0.0  # the loop clips by itself in this step
+        self.gradients.multiply(name, factor)
+
+    def forget_gradient(self, name: str) -> None:
+        if name in self._arrived:
+            raise RuntimeError(
+                f"the gradient of {name} cannot be forgotten alone: optimizer.zero_grad() forgets all of them"
+            )
+        self.gradients.spent -= {name}
+
+    def forget_gradients(self) -> None:
+        """As `zero_grad` of all parameters."""
+        self.gradients.spent = frozenset()
+        if self.updates.pending:
+            self.give_up()
 
     def _finish(self, facts: dict[str, Any]) -> float | None:
         updates, options = self.updates, self.options
@@ -658,6 +700,7 @@ class StreamingEngine(HookedRuntime):
             betas=tuple(group["betas"]),
             eps=group["eps"],
             weight_decay=group["weight_decay"],
+            grad_factor=self.gradients.factors.get(name, 1.0),
         )
 
     def gradient_stream(self) -> WeightStream:

@@ -13,7 +13,6 @@ The optimizer is a `torch.optim.Optimizer`: parameter groups, schedulers, closur
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -51,7 +50,9 @@ class streaming:
     come (the default), the weights are then half updated, and all of these raise RuntimeError: call `optimizer.step()`
     first, or `optimizer.zero_grad()`, which forgets the step. So does a forward pass with a graph, unless
     `implicit_step`, and a backward pass beyond the announced number always. Loading states is refused while any
-    gradient waits. After an error in a backward pass or an update, each of these gives the step up first, and sees the
+    gradient waits. `parameter.grad` there raises RuntimeError where gradients are used as they come; where they wait
+    it is a `WaitingGradient`: its 2-norm and its product with a number, and so torch's clip_grad_norm_, get_total_norm
+    and clip_grads_with_norm_ under any name; all else raises NotStreamable. After an error in a backward pass or an update, each of these gives the step up first, and sees the
     last completed one.
     """
 
@@ -70,7 +71,6 @@ class streaming:
         self._blocks: Sequence[nn.Module] | None = None
         self._device: torch.device | str | None = None
         self.engine: StreamingEngine | None = None
-        self._undo: Callable[[], None] = lambda: None
         self.note: dict[str, Any] = {}  # of the user's, as JSON; kept with each step, and here again after a resume
 
     def hook(
@@ -105,8 +105,8 @@ class streaming:
             params: what torch takes (default: all that train).
             accumulate: backward passes in a step; one more is refused.
             clip: the largest norm of all gradients.
-            wait: torch.nn.utils.clip_grad_norm_ is called in the loop. With any of these three, gradients wait on the
-                SSD for one more pass; without, torch's function raises.
+            wait: torch.nn.utils.clip_grad_norm_ is called in the loop, or norms of gradients are looked at. With any of
+                these three, gradients wait on the SSD for one more pass; without, `parameter.grad` raises.
             implicit_step: the loop has no `optimizer.step()` (LoHan, Fig. 4b); each forward pass completes the step
                 before it.
             options: all the rest, and of these four what is not named here.
@@ -142,7 +142,6 @@ class streaming:
         else:
             self.engine = found
         made.attach(self)
-        self._undo = _guard_clipping(self.engine)
         if chosen.waits or chosen.accumulate > 1:
             norm = "their norm" if chosen.clip > 0 or chosen.wait else "the end of backward"
             why = "those of the step's other passes" if chosen.accumulate > 1 else norm
@@ -161,7 +160,6 @@ class streaming:
 
     def remove(self) -> None:
         """End, and delete the states."""
-        self._undo()
         if self.engine is not None:
             self.engine.close(destroy=True)
         else:
@@ -169,7 +167,6 @@ class streaming:
 
     def close(self) -> None:
         """End: threads, memory and descriptors go, the states of the last completed step stay. Idempotent."""
-        self._undo()
         if self.engine is not None:
             self.engine.close()
 
@@ -235,7 +232,9 @@ class StreamedAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         facts = {"note": self._home.note, "groups": [_plain(group) for group in self.param_groups]}
+        arrived = frozenset(self.engine.updates.arrived)
         self.norm = self.engine.finish_step(keep=False, facts=facts)
+        self.engine.gradients.spent = arrived
         if self.norm is None:
             log.warning("memascend: a gradient was infinite or NaN: the step was left out")
         self.engine.keep(facts)
@@ -243,8 +242,8 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that came since the last step, and what was updated with them."""
-        if self._home is not None and self.engine.updates.pending:
-            self.engine.give_up()
+        if self._home is not None:
+            self.engine.forget_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._home is not None:
@@ -299,35 +298,6 @@ class StreamedAdamW(torch.optim.Optimizer):
     def _names(self) -> dict[torch.Tensor, str]:
         names = self.engine.units.names
         return {p: names[p] for group in self.param_groups for p in group["params"]}
-
-
-def _guard_clipping(engine: StreamingEngine) -> Callable[[], None]:
-    """torch.nn.utils.clip_grad_norm_ would find no gradient on a streamed model, and clip nothing without a word."""
-    modules = (torch.nn.utils, torch.nn.utils.clip_grad)
-    stock = torch.nn.utils.clip_grad_norm_
-    ours = set(engine.units.names)
-
-    @functools.wraps(stock)
-    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **options: Any) -> Any:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not ours & set(given):
-            return stock(given, max_norm, norm_type, *args, **options)
-        trained = {p for p in ours if p.requires_grad}
-        if norm_type != 2.0 or trained - set(given) or set(given) - ours:
-            raise NotStreamable(
-                "clip_grad_norm_ of a streamed model takes all of its parameters and no others, and the 2-norm"
-            )
-        return engine.clip_grad_norm(max_norm)
-
-    for module in modules:
-        module.clip_grad_norm_ = clip_grad_norm_
-
-    def undo() -> None:
-        for module in modules:
-            if module.clip_grad_norm_ is clip_grad_norm_:
-                module.clip_grad_norm_ = stock
-
-    return undo
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:

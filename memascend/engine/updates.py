@@ -45,6 +45,7 @@ class AdamSettings:
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+    grad_factor: float = 1.0  # that the loop has multiplied its gradient by, as clipping does
 
 
 class SquareSums:
@@ -70,6 +71,10 @@ class SquareSums:
     def _count(self, part: Part, result: Any) -> None:
         self._sums[part.name] = self._sums.get(part.name, 0.0) + float(result.sum_squares)
         self.finite = self.finite and not bool(result.overflow)
+
+    def of(self, name: str) -> float:
+        """Sum of the squares of a parameter's gradient."""
+        return self._sums.get(name, 0.0)
 
     def __contains__(self, part: Part) -> bool:
         return self._reached.get(part.name, 0) > part.offset
@@ -511,7 +516,7 @@ class Updates:
             betas=settings.betas,
             eps=settings.eps,
             weight_decay=settings.weight_decay,
-            grad_scale=1.0 / self.scale,
+            grad_scale=settings.grad_factor / self.scale,
             seed=ROUNDING_SEED,
             element_offset=run.part.trained_first + run.begin,
         )

@@ -1,0 +1,205 @@
+"""`parameter.grad` of a streamed model: what torch gives, as far as there is something to give, or one line.
+
+The gradients of a streamed model leave memory as they come. torch's attribute would be None, and whatever looks for
+gradients (clipping, logging, a loss scaler) would skip the parameter without a word. So the attribute is replaced, not
+the functions that read it, which may have been imported under any name before the model was streamed:
+
+- gradients that are used as they come: reading the attribute raises, and names the option that lets them wait;
+- gradients that wait on the tier: a `WaitingGradient`, whose 2-norm is known and which can be multiplied by a number.
+  That is what torch.nn.utils.clip_grad_norm_, get_total_norm and clip_grads_with_norm_ need, on all parameters or some.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from memascend.engine.blocks import NotStreamable
+
+_SOURCE = "_memascend_gradient"  # of a parameter: where its gradient is
+_STOCK = torch.Tensor.grad
+
+
+class GradientSource(Protocol):
+    """The engine, as its parameters' gradients ask for it. RuntimeError for each that the moment does not allow."""
+
+    def gradient_waits(self, name: str) -> bool:
+        """Whether a gradient of the step under way is on the tier, whole; False: none came."""
+
+    def gradient_norm(self, name: str) -> float:
+        """2-norm of a gradient that waits, with what it was scaled by."""
+
+    def scale_gradient(self, name: str, factor: float) -> None:
+        """Multiply a gradient that waits."""
+
+    def forget_gradient(self, name: str) -> None:
+        """As setting `.grad` to None."""
+
+
+def stored_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """What autograd has put there."""
+    return _STOCK.__get__(parameter)
+
+
+def forget_gradient(parameter: nn.Parameter) -> None:
+    """Let go of what autograd has put there."""
+    _STOCK.__set__(parameter, None)
+
+
+class WaitingGradient(torch.Tensor):
+    """A gradient on the tier: shape, type and device of the parameter's, no values.
+
+    2-norms (fp32, with the loss scale out) and in-place products and quotients with a number; all else raises
+    NotStreamable.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor, name: str, source: GradientSource) -> WaitingGradient:
+        made = torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        made._name, made._source = name, source
+        return made
+
+    def __repr__(self, **_: Any) -> str:
+        return f"WaitingGradient({self._name!r}, {tuple(self.shape)}, on the SSD)"
+
+    def _norm(self, order: float = 2, dim: Any = None, *_: Any, **__: Any) -> torch.Tensor:
+        if order != 2 or dim is not None:
+            raise NotStreamable(
+                f"the gradient of {self._name} waits on the SSD, and of its norms there is the 2-norm of the whole: "
+                "clip by that (norm_type=2.0)"
+            )
+        return torch.tensor(self._source.gradient_norm(self._name), dtype=torch.float32, device=self.device)
+
+    def _scaled(self, factor: Any) -> WaitingGradient:
+        if isinstance(factor, torch.Tensor) and factor.numel() != 1:
+            raise NotStreamable(
+                f"the gradient of {self._name} waits on the SSD: it can be multiplied by a number alone"
+            )
+        self._source.scale_gradient(self._name, float(factor))
+        return self
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise self._refusal("numpy()")
+
+    tolist = __array__ = numpy
+
+    def _refusal(self, what: str) -> NotStreamable:
+        return NotStreamable(
+            f"the gradient of {self._name} waits on the SSD, where {what} is not done: there are its 2-norm and its "
+            "product with a number, which is what clip_grad_norm_ takes"
+        )
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first, rest, operator = args[0], args[1:], function.overloadpacket
+        aten = torch.ops.aten
+        if isinstance(first, cls):
+            if operator is aten.linalg_vector_norm:
+                return first._norm(*rest)
+            if operator is aten.mul_:
+                return first._scaled(*rest)
+            if operator is aten.div_ and len(rest) == 1:
+                return first._scaled(1.0 / float(rest[0]))
+            if operator is aten.detach:
+                return first
+        found = next(each for each in _flat([*args, *(kwargs or {}).values()]) if isinstance(each, cls))
+        raise found._refusal(operator.__name__)
+
+
+def _flat(args: Any) -> list[Any]:
+    return [each for arg in args for each in (_flat(arg) if isinstance(arg, list | tuple) else [arg])]
+
+
+class _OfAStreamedModel:
+    """Mixed into the type of a parameter while its model is streamed."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        stored, (source, name) = stored_gradient(self), getattr(self, _SOURCE, (None, ""))
+        engine = source() if source is not None else None
+        if stored is not None or engine is None or not engine.gradient_waits(name):
+            return stored
+        return WaitingGradient(self.detach(), name, engine)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        source, name = getattr(self, _SOURCE, (None, ""))
+        engine = source() if source is not None else None
+        if engine is not None:
+            if isinstance(value, WaitingGradient) and value._name == name:  # p.grad *= 0.5
+                return
+            if value is not None:
+                raise NotStreamable(
+                    f"the gradient of {name} cannot be set: a streamed model is updated with those of backward() alone"
+                )
+            engine.forget_gradient(name)
+        _STOCK.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, _: Any) -> Any:
+        raise _no_copy()
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise _no_copy()
+
+
+def _no_copy() -> NotStreamable:
+    return NotStreamable(
+        "a streamed model cannot be copied or pickled, since its weights are on the SSD: take its state_dict(), and "
+        "load that into another model"
+    )
+
+
+@functools.cache
+def _watched(kind: type) -> type:
+    return type(kind.__name__, (_OfAStreamedModel, kind), {"__module__": kind.__module__})
+
+
+def watch_gradients(parameters: Mapping[nn.Parameter, str], source: GradientSource) -> Callable[[], None]:
+    """Let the parameters' `grad` ask `source` by their names; returns the undo."""
+    proxy = weakref.ref(source)
+    for parameter, name in parameters.items():
+        if not isinstance(parameter, _OfAStreamedModel):
+            parameter.__class__ = _watched(type(parameter))
+        setattr(parameter, _SOURCE, (proxy, name))
+
+    def undo() -> None:
+        for parameter in parameters:
+            if getattr(parameter, _SOURCE, (None,))[0] is proxy:
+                delattr(parameter, _SOURCE)
+                parameter.__class__ = type(parameter).__mro__[2]
+
+    return undo
+
+
+class StepGradients:
+    """What one engine's parameters may be asked for as their `grad`, and what a loop has multiplied them by."""
+
+    def __init__(self) -> None:
+        self.factors: dict[str, float] = {}  # of the step under way
+        self.whole: frozenset[str] = frozenset()  # names of those that came in the passes that have ended
+        self.spent: frozenset[str] = frozenset()  # used by the last step, and not forgotten by zero_grad
+
+    def begin_pass(self, *, first: bool) -> None:
+        self.spent = frozenset()
+        if first:
+            self.factors, self.whole = {}, frozenset()
+
+    def multiply(self, name: str, factor: float) -> None:
+        self.factors[name] = self.factors.get(name, 1.0) * factor
+
+    def norm(self, name: str, sum_of_squares: float, scale: float) -> float:
+        return math.sqrt(sum_of_squares) / scale * abs(self.factors.get(name, 1.0))

@@ -1,0 +1,239 @@
+"""`p.grad` of a streamed model, and every way of clipping by it: as in torch, or one line."""
+
+import json
+
+import pytest
+import torch
+from torch.nn.utils import (  # bound before any model is streamed, as most scripts do
+    clip_grad_norm_,
+    clip_grad_value_,
+    clip_grads_with_norm_,
+    get_total_norm,
+)
+
+from memascend.engine.blocks import NotStreamable
+from memascend.engine.gradient_views import stored_gradient
+from memascend.engine.one_version import Redo
+from memascend.engine.updates import AdamSettings
+from memascend.ops.adamw import AdamW
+from tests.unit.test_streaming_engine import SETTINGS, batches, model
+from tests.unit.test_streaming_loop import assert_equal, begin
+
+
+def train(of, optimizer, data, between):
+    found = []
+    for ids in data:
+        optimizer.zero_grad()
+        of(ids).backward()
+        found.append(between(of))
+        optimizer.step()
+    return found
+
+
+def by_norm_in_two_calls(of):
+    norm = get_total_norm([p.grad for p in of.parameters() if p.grad is not None])
+    clip_grads_with_norm_(of.parameters(), 0.1, norm)
+    return norm
+
+
+def by_accelerate(of):
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).clip_grad_norm_(of.parameters(), 0.1)
+
+
+CLIPPERS = {
+    "early-bound": lambda of: clip_grad_norm_(of.parameters(), 0.1),
+    "looked up": lambda of: torch.nn.utils.clip_grad_norm_(of.parameters(), 0.1),
+    "foreach": lambda of: clip_grad_norm_(list(of.parameters()), 0.1, foreach=None, error_if_nonfinite=True),
+    "two calls": by_norm_in_two_calls,
+    "accelerate": by_accelerate,
+    "a part": lambda of: clip_grad_norm_(of.layers.parameters(), 0.05),
+    "one by one": lambda of: torch.stack([clip_grad_norm_(p, 0.02) for p in of.parameters()]),
+}
+
+
+@pytest.mark.parametrize("clip", CLIPPERS.values(), ids=CLIPPERS)
+def test_clipping_under_any_name_and_of_any_part_is_torch_s(tmp_path, clip):
+    ours, theirs, data = model(), model(), batches(3)
+    home, optimizer = begin(ours, tmp_path / "run", wait=True)
+    expected = train(theirs, AdamW(theirs.parameters(), **SETTINGS), data, clip)
+    for found, norm in zip(train(ours, optimizer, data, clip), expected, strict=True):
+        assert torch.allclose(found, norm, rtol=1e-5)
+    for name, values in home.engine.read_weights():
+        assert torch.allclose(values, dict(theirs.named_parameters())[name], rtol=1e-4, atol=1e-6), name
+    home.close()
+
+
+def scaled(of):
+    for number, p in enumerate(of.parameters()):
+        p.grad.mul_(torch.tensor(1 / (1 + number)))
+        if number % 2:
+            p.grad *= 0.3
+
+
+def test_a_loop_that_multiplies_gradients_trains_as_in_memory_to_the_bit(tmp_path):
+    ours, theirs, data = model(), model(), batches(3)
+    home, optimizer = begin(ours, tmp_path / "run", wait=True)
+    train(ours, optimizer, data, scaled)
+
+    def the_same(of):  # one factor: a product of two rounds twice
+        for number, p in enumerate(of.parameters()):
+            factor = float(torch.tensor(1 / (1 + number)))
+            p.grad.mul_(factor * 0.3 if number % 2 else factor)
+
+    train(theirs, AdamW(theirs.parameters(), **SETTINGS), data, the_same)
+    assert_equal(home, theirs)
+    home.close()
+
+
+def test_a_loop_over_norms_sees_those_of_torch(tmp_path):
+    ours, theirs, data = model(), model(), batches(2)
+    home, optimizer = begin(ours, tmp_path / "run", wait=True)
+
+    def norms(of):
+        return torch.stack([p.grad.norm() for p in of.parameters() if p.grad is not None])
+
+    expected = train(theirs, AdamW(theirs.parameters(), **SETTINGS), data, norms)
+    for found, each in zip(train(ours, optimizer, data, norms), expected, strict=True):
+        assert len(found) == len(list(ours.parameters()))
+        assert torch.allclose(found, each, rtol=1e-5)
+    home.close()
+
+
+REFUSED = {
+    "by value": lambda of: clip_grad_value_(of.parameters(), 0.1),
+    "clamp": lambda of: [p.grad.clamp_(-1, 1) for p in of.parameters()],
+    "another norm": lambda of: clip_grad_norm_(of.parameters(), 1.0, norm_type=float("inf")),
+    "values": lambda of: [p.grad.sum() for p in of.parameters()],
+    "to the host": lambda of: [p.grad.numpy() for p in of.parameters()],
+    "noise": lambda of: [p.grad.add_(torch.randn_like(p)) for p in of.parameters()],
+    "a matrix of factors": lambda of: [p.grad.mul_(torch.ones(p.shape)) for p in of.parameters()],
+    "its own gradient": lambda of: setattr(of.head.weight, "grad", torch.ones(1)),
+    "a loss scaler": lambda of: torch._amp_foreach_non_finite_check_and_unscale_(
+        [p.grad for p in of.parameters()], torch.zeros(1), torch.ones(1)
+    ),
+}
+
+
+@pytest.mark.parametrize("look", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("wait", [True, False], ids=["waiting", "as they come"])
+def test_what_cannot_be_done_to_gradients_is_one_line_and_the_step_goes_on(tmp_path, look, wait):
+    ours, theirs, data = model(), model(), batches(2)
+    home, optimizer = begin(ours, tmp_path / "run", wait=wait)
+
+    def refused(of):
+        with pytest.raises((NotStreamable, RuntimeError), match=r"the gradient of [\w.]+ ") as refusal:
+            look(of)
+        assert "\n" not in str(refusal.value)
+
+    train(ours, optimizer, data, refused)
+    train(theirs, AdamW(theirs.parameters(), **SETTINGS), data, lambda of: None)
+    assert_equal(home, theirs)
+    home.close()
+
+
+def test_a_gradient_that_is_used_as_it_comes_is_refused_with_the_option_that_keeps_it(tmp_path):
+    """torch would find None, clip nothing and return 0."""
+    ours, data = model(), batches(1)
+    home, optimizer = begin(ours, tmp_path / "run")
+    assert all(p.grad is None for p in ours.parameters())
+    ours(data[0]).backward()
+    for look in (lambda: clip_grad_norm_(ours.parameters(), 1.0), lambda: [p.grad for p in ours.parameters()]):
+        with pytest.raises(RuntimeError, match=r"used as they come.*wait=True"):
+            look()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"went with the last step\(\)"):
+        [p.grad for p in ours.parameters()]
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in ours.parameters())
+    home.close()
+
+
+def test_before_the_last_pass_of_a_step_a_gradient_is_not_whole(tmp_path):
+    ours, data = model(), batches(2)
+    home, optimizer = begin(ours, tmp_path / "run", wait=True, accumulate=2)
+    ours(data[0]).backward()
+    with pytest.raises(RuntimeError, match="not whole before the last of 2 backward passes"):
+        clip_grad_norm_(ours.parameters(), 1.0)
+    ours(data[1]).backward()
+    assert clip_grad_norm_(ours.parameters(), 1.0) > 0
+    optimizer.step()
+    home.close()
+
+
+def test_a_parameter_without_a_gradient_has_none(tmp_path):
+    ours = model()
+    ours.layers[1].norm.weight.requires_grad_(False)
+    home, _ = begin(ours, tmp_path / "run", wait=True)
+    ours(batches(1)[0]).backward()
+    assert ours.layers[1].norm.weight.grad is None
+    assert [p.grad is None for p in ours.parameters()].count(True) == 1
+    home.close()
+
+
+def test_a_hook_of_the_user_s_sees_the_gradient_as_it_comes(tmp_path):
+    ours, theirs, data, found = model(), model(), batches(1), {}
+    for name, p in ours.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: found.update({name: p.grad.clone()}))
+    home, optimizer = begin(ours, tmp_path / "run")
+    ours(data[0]).backward()
+    theirs(data[0]).backward()
+    assert all(torch.equal(found[name], p.grad) for name, p in theirs.named_parameters())
+    optimizer.step()
+    home.close()
+
+
+def test_a_hook_that_takes_a_gradient_away_is_one_line(tmp_path):
+    ours = model()
+    ours.norm.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    home, _ = begin(ours, tmp_path / "run")
+    with pytest.raises(NotStreamable, match=r"took the gradient of norm\.weight before"):
+        ours(batches(1)[0]).backward()
+    home.close()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_models_end_in_any_order_and_leave_torch_and_their_parameters_as_they_were(tmp_path, first):
+    stock = torch.nn.utils.clip_grad.clip_grad_norm_
+    models = [model(), model(seed=1)]
+    homes = [begin(of, tmp_path / str(n), wait=True)[0] for n, of in enumerate(models)]
+    homes[first].close()
+    other = models[1 - first]
+    other(batches(1)[0]).backward()
+    assert clip_grad_norm_(other.parameters(), 1.0) > 0
+    homes[1 - first].close()
+    assert torch.nn.utils.clip_grad_norm_ is torch.nn.utils.clip_grad.clip_grad_norm_ is stock is clip_grad_norm_
+    for of in models:
+        assert all(type(p) is torch.nn.Parameter and p.grad is None for p in of.parameters())
+
+
+def test_factors_are_of_one_step(tmp_path):
+    ours, theirs, data = model(), model(), batches(2)
+    home, optimizer = begin(ours, tmp_path / "run", wait=True)
+    reference = AdamW(theirs.parameters(), **SETTINGS)
+    for number, ids in enumerate(data):
+        for of, made in ((ours, optimizer), (theirs, reference)):
+            made.zero_grad()
+            of(ids).backward()
+            if number == 0:
+                for p in of.parameters():
+                    p.grad.mul_(0.01)
+            made.step()
+    assert_equal(home, theirs)
+    assert all(stored_gradient(p) is None for p in ours.parameters())
+    home.close()
+
+
+def test_a_step_that_is_done_again_has_the_loop_s_factors():
+    class Waiting:
+        def waiting_facts(self):
+            return {}
+
+    common = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    settings = [AdamSettings(step=3, **common, grad_factor=factor) for factor in (1.0, 0.25)]
+    record = json.loads(json.dumps(Redo.of(Waiting(), settings, {}, []).record))
+    assert Redo(record).settings(["a", "b"]) == dict(zip("ab", settings, strict=True))
+    for each in record["settings"]:  # of an earlier version
+        each.pop()
+    assert Redo(record).settings(["a", "b"])["b"].grad_factor == 1.0
