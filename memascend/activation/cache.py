@@ -26,7 +26,9 @@ from torch.nn.modules import module as torch_module
 
 from memascend.activation.options import CacheOptions, CacheStatistics
 from memascend.activation.record import Plan, Record, next_plan
+from memascend.activation.saved import ActivationError, InMemory, Region, View, known_identity, span_of
 from memascend.activation.staged import StagedTier
+from memascend.activation.sweep import Sweep
 from memascend.activation.transfer import has_streams
 from memascend.fates import KEEP, OFFLOAD
 from memascend.memory.pinned import Allocator
@@ -39,77 +41,6 @@ REFUSES_COMPILE = (
     "activations of a model under torch.compile cannot be offloaded: its saved tensors never pass the hooks; leave out "
     "torch.compile or the offloading"
 )
-_IDENTITY = "_memascend_activation"  # attribute of an untyped storage: a number that no other storage of a process has
-
-
-class ActivationError(RuntimeError):
-    """A saved activation that backward needs is lost or was changed; the message names it."""
-
-
-class _Saved:
-    """One region of a storage at one version. `memory` is the region as bytes while it is in memory."""
-
-    def __init__(self, number: int, name: str, tensor: torch.Tensor, begin: int, nbytes: int) -> None:
-        self.number, self.name, self.nbytes = number, name, nbytes
-        self.version, self.begin, self.device = tensor._version, begin, tensor.device
-        self.probe: torch.Tensor | None = tensor  # shares the version counter of what was saved
-        self.memory: torch.Tensor | None = _bytes_of(tensor, begin, nbytes)
-        self.writing: Completion | None = None
-        self.reading: Completion | None = None
-        self.on_tier = False
-        self.error: BaseException | None = None
-        self.references = self.packs = self.unpacks = 0
-        self.previous: weakref.ref[_Saved] | None = None
-        self.region = (_identity(tensor.untyped_storage()), self.version, begin, nbytes)
-
-    @property
-    def key(self) -> str:
-        return f"activation-{self.number}"
-
-    def check_unchanged(self) -> None:
-        if self.probe is not None and self.probe._version != self.version:
-            raise ActivationError(
-                f"activation {self.name} was modified in place after it had been saved for backward (version "
-                f"{self.probe._version}, expected {self.version}): use the operation that is not in place"
-            )
-
-
-class _InMemory:
-    """What the cache leaves on the graph as it is; autograd does not check versions under hooks, so this does."""
-
-    __slots__ = ("name", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, name: str) -> None:
-        self.tensor, self.version, self.name = tensor, tensor._version, name
-
-    def unpack(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
-            raise ActivationError(
-                f"a tensor saved in {self.name} ({tuple(self.tensor.shape)}, {self.tensor.dtype}) was modified in "
-                f"place before backward used it (version {self.tensor._version}, expected {self.version}): use the "
-                "operation that is not in place"
-            )
-        return self.tensor
-
-
-class _Packed:
-    """A view of a saved region, as autograd's graph holds it. The region is released with its last view."""
-
-    __slots__ = ("__weakref__", "_cache", "dtype", "offset", "saved", "shape", "stride")
-
-    def __init__(self, cache: ActivationCache, saved: _Saved, tensor: torch.Tensor) -> None:
-        self._cache, self.saved = cache, saved
-        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
-        self.offset = tensor.storage_offset() - saved.begin // tensor.element_size()
-
-    def unpack(self) -> torch.Tensor:
-        return self._cache._unpack(self)
-
-    def view(self, memory: torch.Tensor) -> torch.Tensor:
-        return memory.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
-
-    def __del__(self) -> None:
-        self._cache._let_go.append(self.saved)  # in whichever thread, perhaps inside our own lock: an append is atomic
 
 
 class ActivationCache:
@@ -144,13 +75,16 @@ class ActivationCache:
             )
         self._lock = threading.RLock()
         self._numbers = itertools.count()
-        self._regions: dict[tuple[int, int, int, int], weakref.ref[_Saved]] = {}
-        self._live: set[_Saved] = set()
-        self._releasing: set[_Saved] = set()  # waiting for their last transfer to end
+        self._regions: dict[tuple[int, int, int, int], weakref.ref[Region]] = {}
+        self._live: set[Region] = set()
+        self._releasing: set[Region] = set()  # waiting for their last transfer to end
         self._released = threading.Condition(self._lock)
-        self._let_go: deque[_Saved] = deque()
+        self._let_go: deque[Region] = deque()
         self._local = threading.local()
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+        # Storages of parameters and buffers, by the outermost module that ran; an address may be used again.
+        self._weights: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, weakref.ref[torch.Tensor]]]
+        self._weights = weakref.WeakKeyDictionary()
         self._counts = CacheStatistics()
         self._read_ahead_bytes = 0
         self._resident = self._peak = 0
@@ -215,10 +149,12 @@ class ActivationCache:
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             raise RuntimeError(REFUSES_COMPILE)
         if not stack:
-            self._local.record, self._local.last = Record(), None
+            self._local.record, self._local.sweep = Record(), Sweep()
             if module not in self._names:
                 self._names[module] = {id(part): name for name, part in module.named_modules()}
             self._local.names = self._names[module]
+            with self._lock:
+                self._weights[module] = _weights_of(module)
         # Read here: inside an operator, where tensors are packed, autocast is off.
         self._local.autocast = torch.is_autocast_enabled(self._device)
         stack.append(module)
@@ -261,23 +197,26 @@ class ActivationCache:
 
     # -- forward: pack -------------------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: torch.Tensor) -> _InMemory | _Packed:
+    def _pack(self, tensor: torch.Tensor) -> InMemory | View:
         name = self._where()
         if not self._is_activation(tensor):
-            return _InMemory(tensor, name)
+            return InMemory(tensor, name)
         storage = tensor.untyped_storage()
         with self._lock:
             self._release_unreferenced()
             saved = self._known(tensor, storage)
             if saved is None:
-                begin, nbytes = _region(tensor, storage)
+                begin, nbytes = span_of(tensor, storage)
                 label = f"{name}[{len(self._local.record.tensors)}]" if self._recording() else name
-                saved = _Saved(next(self._numbers), label, tensor, begin, nbytes)
-                self._regions[saved.region] = weakref.ref(saved)
+                saved = Region(next(self._numbers), label, tensor, begin, nbytes)
+                self._regions[saved.identity] = weakref.ref(saved)
                 self._live.add(saved)
                 self._account(saved.nbytes)
                 self._note(saved)
-                if self._is_to_be_offloaded(saved):
+                offloaded = self._is_to_be_offloaded(saved)
+                if self._recording():
+                    self._local.sweep.add(saved, offloaded=offloaded)
+                if offloaded:
                     self._write(saved)
                 else:
                     self._count(kept=saved.nbytes)
@@ -285,19 +224,29 @@ class ActivationCache:
                 self._count(deduplicated=tensor.nbytes)
             saved.references += 1
             saved.packs += 1
-            return _Packed(self, saved, tensor)
+            return View(self, saved, tensor)
 
     def _is_activation(self, tensor: torch.Tensor) -> bool:
         if tensor.device.type != self._device or tensor.layout != torch.strided or self.in_backward():
             return False
-        if tensor.nbytes < self.options.minimum_bytes or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.numel() == 0:
+            return False
+        # An expanded tensor has more elements than its storage.
+        if min(tensor.nbytes, tensor.untyped_storage().nbytes()) < self.options.minimum_bytes:
             return False
         return not self._is_weight(tensor)
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
-        """By storage, looked up in the modules that are running: ZeRO-3 gathers weights into fresh storages, and what
-        autocast makes of a weight is a fresh tensor of its shape."""
+        """By storage: a parameter or buffer of a model that has run here, whichever module uses it.
+
+        The running modules are looked at anew, since ZeRO-3 gathers weights into fresh storages; what autocast makes of
+        a weight is a fresh tensor of its shape.
+        """
         address = tensor.untyped_storage()._cdata
+        for weights in self._weights.values():
+            weight = found() if (found := weights.get(address)) is not None else None
+            if weight is not None and weight.untyped_storage()._cdata == address:
+                return True
         casts = getattr(self._local, "autocast", False)
         for module in reversed(getattr(self._local, "stack", None) or ()):
             for parameter in (*module._parameters.values(), *module._buffers.values()):
@@ -310,12 +259,12 @@ class ActivationCache:
                     return True
         return False
 
-    def _known(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> _Saved | None:
+    def _known(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Region | None:
         """The region that holds `tensor`, if it has been saved at this version."""
-        number = getattr(storage, _IDENTITY, None)
+        number = known_identity(storage)
         if number is None:
             return None
-        for begin, nbytes in {(0, storage.nbytes()), _region(tensor, storage)}:
+        for begin, nbytes in {(0, storage.nbytes()), span_of(tensor, storage)}:
             found = self._regions.get((number, tensor._version, begin, nbytes))
             saved = found() if found is not None else None
             if saved is not None and saved.error is None:
@@ -325,14 +274,11 @@ class ActivationCache:
     def _recording(self) -> bool:
         return bool(getattr(self._local, "stack", None))
 
-    def _note(self, saved: _Saved) -> None:
+    def _note(self, saved: Region) -> None:
         if self._recording():
-            record, last = self._local.record, self._local.last
-            saved.previous = weakref.ref(last) if last is not None else None
-            self._local.last = saved
-            record.add(saved.name, saved.nbytes)
+            self._local.record.add(saved.name, saved.nbytes)
 
-    def _is_to_be_offloaded(self, saved: _Saved) -> bool:
+    def _is_to_be_offloaded(self, saved: Region) -> bool:
         offloaded = self._local.record.offloaded_bytes if self._recording() else 0
         if self._fates is not None:
             if self._fate() != OFFLOAD:
@@ -357,7 +303,7 @@ class ActivationCache:
             log.warning("memascend: activations stay in memory from here on: " + reason, number)
         return False
 
-    def _write(self, saved: _Saved) -> None:
+    def _write(self, saved: Region) -> None:
         if self._recording():
             self._local.record.offloaded_bytes += saved.nbytes
         self._count(written=saved.nbytes)
@@ -369,7 +315,7 @@ class ActivationCache:
         saved.on_tier = True
         saved.writing.add_done_callback(lambda completion: self._written(saved, completion))
 
-    def _written(self, saved: _Saved, completion: Completion) -> None:
+    def _written(self, saved: Region, completion: Completion) -> None:
         """In the tier's thread: the tensor's memory is free from here on."""
         failure = _settle(completion)
         with self._lock:
@@ -381,10 +327,13 @@ class ActivationCache:
             saved.error = saved.error or failure
             saved.writing = saved.probe = None
             self._let_go_of_memory(saved)
+            if saved.sweep is not None:
+                saved.sweep.written(saved)
 
     # -- backward: unpack ----------------------------------------------------------------------------------------------
 
-    def _unpack(self, packed: _Packed) -> torch.Tensor:
+    def unpack(self, packed: View) -> torch.Tensor:
+        """Return the saved tensor; called by autograd through its view."""
         saved = packed.saved
         with self._lock:
             self._release_unreferenced()
@@ -403,9 +352,9 @@ class ActivationCache:
             saved.unpacks += 1
             if saved.on_tier and saved.writing is None and saved.unpacks >= saved.packs:
                 self._let_go_of_memory(saved)  # autograd has its views; a second backward reads it again
-        return packed.view(memory)
+        return packed.of(memory)
 
-    def _from_memory(self, saved: _Saved) -> torch.Tensor | None:
+    def _from_memory(self, saved: Region) -> torch.Tensor | None:
         if saved.error is not None:
             raise self._failure(saved)
         if saved.reading is not None or saved.memory is None:
@@ -415,7 +364,7 @@ class ActivationCache:
             self._count(forwarded=saved.nbytes)
         return saved.memory
 
-    def _failure(self, saved: _Saved) -> ActivationError:
+    def _failure(self, saved: Region) -> ActivationError:
         """A new exception each time: a traceback kept here would keep the graph, and so the region, alive."""
         if isinstance(saved.error, ActivationError):
             return ActivationError(str(saved.error))
@@ -423,7 +372,7 @@ class ActivationCache:
         error.__cause__ = saved.error
         return error
 
-    def _read(self, saved: _Saved) -> None:
+    def _read(self, saved: Region) -> None:
         if saved.reading is not None or saved.memory is not None or saved.error is not None:
             return
         memory = torch.empty(saved.nbytes, dtype=torch.uint8, device=saved.device)
@@ -437,7 +386,7 @@ class ActivationCache:
         self._read_ahead_bytes += saved.nbytes
         self._count(read=saved.nbytes)
 
-    def _arrived(self, saved: _Saved, reading: Completion | None) -> torch.Tensor:
+    def _arrived(self, saved: Region, reading: Completion | None) -> torch.Tensor:
         failure = _settle(reading) if reading is not None else None
         with self._lock:
             if saved.reading is not None and saved.reading is reading:
@@ -448,17 +397,23 @@ class ActivationCache:
                 raise self._failure(saved)
             return saved.memory
 
-    def _read_ahead(self, saved: _Saved) -> None:
+    def _read_ahead(self, saved: Region) -> None:
         """Begin to read what was saved before, in the reverse order, as far as `prefetch_bytes` go; one in any case."""
-        earlier, most = saved.previous() if saved.previous is not None else None, self.options.prefetch_bytes
-        while earlier is not None and self._read_ahead_bytes < most:
-            if earlier.on_tier and earlier.memory is None and earlier.unpacks < earlier.packs:
-                if self._read_ahead_bytes and self._read_ahead_bytes + earlier.nbytes > most:
-                    return
-                self._read(earlier)
-            earlier = earlier.previous() if earlier.previous is not None else None
+        sweep, most = saved.sweep, self.options.prefetch_bytes
+        if sweep is None:
+            return
+        sweep.reach(saved, torch._C._current_graph_task_id())
+        while self._read_ahead_bytes < most and (earlier := sweep.next()) is not None:
+            if self._read_ahead_bytes and self._read_ahead_bytes + earlier.nbytes > most:
+                return
+            sweep.skip()
+            self._read(earlier)
 
     # -- release -------------------------------------------------------------------------------------------------------
+
+    def forget(self, saved: Region) -> None:
+        """A view of the region is gone, in whichever thread, perhaps inside our own lock: an append is atomic."""
+        self._let_go.append(saved)
 
     def _release_unreferenced(self) -> None:
         """Give back the extents of what no graph holds any more. The lock is held."""
@@ -468,11 +423,11 @@ class ActivationCache:
             if saved.references == 0:
                 self._release(saved)
 
-    def _release(self, saved: _Saved) -> None:
+    def _release(self, saved: Region) -> None:
         self._live.discard(saved)
-        known = self._regions.get(saved.region)
+        known = self._regions.get(saved.identity)
         if known is not None and known() in (None, saved):
-            del self._regions[saved.region]  # now: what is released must not be found again
+            del self._regions[saved.identity]  # now: what is released must not be found again
         under_way = saved.writing or saved.reading
         if under_way is not None:
             self._releasing.add(saved)
@@ -480,7 +435,7 @@ class ActivationCache:
         else:
             self._erase(saved)
 
-    def _erase(self, saved: _Saved) -> None:
+    def _erase(self, saved: Region) -> None:
         with self._lock:
             if saved.reading is not None:
                 self._read_ahead_bytes -= saved.nbytes
@@ -497,7 +452,7 @@ class ActivationCache:
         self._resident += nbytes
         self._peak = max(self._peak, self._resident)
 
-    def _let_go_of_memory(self, saved: _Saved) -> None:
+    def _let_go_of_memory(self, saved: Region) -> None:
         if saved.memory is not None:
             saved.memory = None
             self._account(-saved.nbytes)
@@ -507,8 +462,17 @@ class ActivationCache:
             self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
 
 
-def _unpack(packed: _InMemory | _Packed) -> torch.Tensor:
+def _unpack(packed: InMemory | View) -> torch.Tensor:
     return packed.unpack()
+
+
+def _weights_of(module: torch.nn.Module) -> dict[int, weakref.ref[torch.Tensor]]:
+    """Parameters and buffers by the address of their storage."""
+    return {
+        weight.untyped_storage()._cdata: weakref.ref(weight)
+        for weight in itertools.chain(module.parameters(), module.buffers())
+        if type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.layout == torch.strided
+    }
 
 
 def _device_in_use() -> str:
@@ -521,32 +485,6 @@ def _free_device_bytes(device: str) -> int | None:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     module = torch.get_device_module(device)
     return module.mem_get_info()[0] if hasattr(module, "mem_get_info") else None
-
-
-def _identity(storage: torch.UntypedStorage) -> int:
-    """A number for the life of a storage; an address would be used again, and a clock may stand still."""
-    number = getattr(storage, _IDENTITY, None)
-    if number is None:
-        number = next(_storage_numbers)
-        setattr(storage, _IDENTITY, number)
-    return number
-
-
-_storage_numbers = itertools.count(1)
-
-
-def _region(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
-    """(first byte, bytes) of the storage to save for `tensor`: all of it where the tensor covers half or more, so that
-    other views find it there, else the tensor's own span."""
-    size = tensor.element_size()
-    begin = tensor.storage_offset() * size
-    span = (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))) * size
-    return (0, storage.nbytes()) if 2 * span >= storage.nbytes() else (begin, span)
-
-
-def _bytes_of(tensor: torch.Tensor, begin: int, nbytes: int) -> torch.Tensor:
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(tensor.untyped_storage(), begin, (nbytes,), (1,))
 
 
 def _settle(completion: Completion) -> BaseException | None:

@@ -185,10 +185,15 @@ def sliced_cross_entropy(
     """The summed loss of `chunked_linear_cross_entropy` for a head whose matrix is sliced, by logits of one slice.
 
     hidden: (..., H); labels: (...) of int64, in [0, V) or `ignore_index`. Returns an fp32 scalar. The weight's gradient
-    is rounded once, that of `hidden` once for each slice, and summed in fp32.
+    is rounded once, that of `hidden` once for each slice, and summed in fp32. Raises IndexError for another label.
     """
     rows, (hidden, bias) = rows_of(module), _as_autocast(hidden, module.bias)
     flat, transform = labels.reshape(-1), transform or LogitTransform()
+    words = rows.bounds[-1][1]
+    if bool((outside := (flat != ignore_index) & ((flat < 0) | (flat >= words))).any()):
+        raise IndexError(
+            f"cross_entropy: label {int(flat[outside][0])} is out of bounds: use one in [0, {words}) or {ignore_index}"
+        )
     with torch.autocast(hidden.device.type, enabled=False):
         return _SlicedCrossEntropy.apply(
             rows.anchor, hidden.reshape(-1, rows.width), bias, flat, rows, transform, flat != ignore_index

@@ -255,3 +255,15 @@ def test_what_computes_otherwise_is_held_whole(tmp_path):
     assert kinds["embedding"] is Kind.HELD
     train(ours, engine, batches(1))
     engine.close()
+
+
+@pytest.mark.parametrize("label", [-1, 24, 1 << 40])
+def test_a_label_out_of_bounds_is_an_index_error_as_in_torch(label):
+    head = nn.Linear(8, 24)
+    labels = torch.tensor([3, label, -100])
+    with pytest.raises(IndexError):
+        torch.nn.functional.cross_entropy(head(torch.randn(3, 8)), labels)
+    undo = slice_module(head, WholeRows(head.weight, [(0, 16), (16, 24)]))
+    with pytest.raises(IndexError, match=f"label {label} is out of bounds"):
+        sliced_cross_entropy(head, torch.randn(3, 8), labels)
+    undo()
