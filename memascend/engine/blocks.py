@@ -204,8 +204,8 @@ class UnitWeights:
         self._all.add(self)
         self._uses: dict[str, int] = {}
         self.require_usable: Callable[[], None] = lambda: None  # raises where the values are of a step half done
-        nothing = torch.full((1,), torch.nan, dtype=units.layout.weights, device=units.device)
-        self._empty = {p: nothing.expand(p.shape) for p in units.names}
+        self.nothing = torch.full((), torch.nan, dtype=units.layout.weights, device=units.device)
+        self._empty = {p: self.nothing.expand(p.shape) for p in units.names}
 
     @classmethod
     def leave_children_none(cls) -> None:

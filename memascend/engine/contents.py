@@ -32,12 +32,12 @@ class TierContents:
         require_completed_step: Callable[[], None],
     ) -> None:
         self._layout, self._weights, self._states, self._folder = layout, weights, states, folder
-        self._require_completed_step = require_completed_step
+        self.require_completed_step = require_completed_step
 
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
         """A trained parameter's states in memory of their own, flat, by torch's names and "master" (a copy of the
         weights where they are their own masters)."""
-        self._require_completed_step()
+        self.require_completed_step()
         numel = sum(part.numel for unit in self._layout.units for part in unit.parts if part.name == name)
         found = {key: torch.empty(numel, dtype=self._layout.states) for key in ("master", *MOMENTS)}
         for values, run, key in self._state_runs(name):
@@ -88,7 +88,7 @@ class TierContents:
 
         They are in host memory. The units' own order is the cheaper one: a unit is read when it is not the one before.
         """
-        self._require_completed_step()
+        self.require_completed_step()
         return self._weights_in(order)
 
     def _weights_in(self, order: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -100,7 +100,7 @@ class TierContents:
         held: Unit | None = None
         try:
             for name in places if order is None else order:
-                self._require_completed_step()  # a step may have begun since the one before
+                self.require_completed_step()  # a step may have begun since the one before
                 unit, number = places[name][0]
                 if unit.kind is Kind.SLICE:
                     yield name, self._joined([unit for unit, _ in places[name]])
@@ -117,14 +117,19 @@ class TierContents:
             if held is not None:
                 stream.release(held.key)
 
-    def fill_state_dict(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """The model's state_dict() has its weights, in a file's memory; a tied one is one tensor under two names."""
-        self._require_completed_step()
+    def fill_state_dict(
+        self, module: nn.Module, state: dict[str, Any], prefix: str = "", *, recurse: bool = True
+    ) -> None:
+        """A module's state_dict() has its weights, in a file's memory; a tied one is one tensor under two names.
+        `module` is the model or any part of it; `recurse`: with its children's."""
+        self.require_completed_step()
         names = self._weights.units.names
         keys: dict[str, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=recurse, remove_duplicate=False):
             if prefix + name in state and parameter in names:
                 keys.setdefault(names[parameter], []).append(prefix + name)
+        if not keys:
+            return
         parts = [part.name for unit in self._layout.units for part in unit.parts]
         wanted = [name for name in dict.fromkeys(parts) if name in keys]
         shapes = {name: parameter.shape for parameter, name in names.items()}

@@ -11,10 +11,12 @@ the functions that read it, which may have been imported under any name before t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +52,19 @@ def stored_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 def forget_gradient(parameter: nn.Parameter) -> None:
     """Let go of what autograd has put there."""
     _STOCK.__set__(parameter, None)
+
+
+_nobody_looks = ContextVar("_nobody_looks", default=False)
+
+
+@contextlib.contextmanager
+def stored_gradients_alone() -> Iterator[None]:
+    """Around a function of torch's that passes by each parameter's `grad`, and does not ask for a streamed one's."""
+    token = _nobody_looks.set(True)
+    try:
+        yield
+    finally:
+        _nobody_looks.reset(token)
 
 
 class WaitingGradient(torch.Tensor):
@@ -127,7 +142,7 @@ class _OfAStreamedModel:
     def grad(self) -> torch.Tensor | None:
         stored, (source, name) = stored_gradient(self), getattr(self, _SOURCE, (None, ""))
         engine = source() if source is not None else None
-        if stored is not None or engine is None or not engine.gradient_waits(name):
+        if stored is not None or engine is None or _nobody_looks.get() or not engine.gradient_waits(name):
             return stored
         return WaitingGradient(self.detach(), name, engine)
 
@@ -150,13 +165,13 @@ class _OfAStreamedModel:
         self.grad = None
 
     def __deepcopy__(self, _: Any) -> Any:
-        raise _no_copy()
+        raise no_copy()
 
     def __reduce_ex__(self, _: Any) -> Any:
-        raise _no_copy()
+        raise no_copy()
 
 
-def _no_copy() -> NotStreamable:
+def no_copy() -> NotStreamable:
     return NotStreamable(
         "a streamed model cannot be copied or pickled, since its weights are on the SSD: take its state_dict(), and "
         "load that into another model"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from memascend.engine.contents import TierContents
 from memascend.engine.gradient_views import forget_gradient, stored_gradient, watch_gradients
 from memascend.engine.layout import Kind, Part, Unit
 from memascend.engine.matrices import StreamedRows
+from memascend.engine.model_guards import ModelGuards
 from memascend.engine.profile import StepProfile
 from memascend.ops.rows import slice_module
 
@@ -75,8 +75,8 @@ class ModelHooks:
         self._undo.append(watch_gradients(units.names, runtime))
         before = model.register_forward_pre_hook(runtime.model_begins)
         after = model.register_forward_hook(runtime.model_ends)
-        saved = model.register_state_dict_post_hook(functools.partial(contents.fill_state_dict))
-        self._undo += [before.remove, after.remove, saved.remove]
+        guards = ModelGuards(model, units.names, contents, runtime)
+        self._undo += [before.remove, after.remove, guards.close]
 
     def remove(self) -> None:
         """Idempotent."""

@@ -20,9 +20,9 @@ class TensorFile:
 
     def __init__(self, folder: Path, sizes: list[int]) -> None:
         self._place, size = 0, max(1, sum(-(-each // _ALIGNMENT) * _ALIGNMENT for each in sizes))
-        with tempfile.NamedTemporaryFile(dir=folder, prefix="state-dict-") as file:
+        with tempfile.TemporaryFile(dir=folder, prefix="state-dict-") as file:  # without a name: a kill leaves nothing
             os.posix_fallocate(file.fileno(), 0, size)
-            self._bytes = torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
+            self._bytes = torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=size, dtype=torch.uint8)
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
         """A copy, of the same shape. ValueError where there is no room left for it."""

@@ -32,6 +32,7 @@ from memascend.engine.hooks import HookedRuntime, ModelHooks
 from memascend.engine.inputs import KeptInput, KeptInputs
 from memascend.engine.layout import Layout, Part, Unit
 from memascend.engine.limit import Limit
+from memascend.engine.model_guards import left_empty
 from memascend.engine.one_version import Redo, beside
 from memascend.engine.opening import kept_home, lies_as, new_home
 from memascend.engine.operators import Taken
@@ -124,7 +125,7 @@ class StreamingEngine(HookedRuntime):
         self._unfinished: str | None = None  # what is to be done about an update that is half on the tier
         self._restored = False
         self.versions_why = "as an earlier run began it"  # so many of the states
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
         self._hooks = ModelHooks(self, model, units, self.weights, self._contents, self._profile)
         for key, slices in units.matrices.items():
             log.info("memascend: %s goes by %d slices: sums over its rows are taken slice by slice", key, len(slices))
@@ -278,11 +279,14 @@ class StreamingEngine(HookedRuntime):
         the parent's ends.
         """
         if self._closed:
+            if destroy and self._pid == os.getpid():
+                homes.remove(self.home.folder)
             return
         self._closed = True
         self._hooks.remove()
         if not self.weights.is_own:  # a forked child's copy: the threads and the files are the parent's
             return
+        left_empty(self.model, self.weights.nothing, self.home.folder)
         self._stop()
         if destroy:
             self.home.destroy()
@@ -558,6 +562,17 @@ class StreamingEngine(HookedRuntime):
                 f"the gradient of {name} cannot be forgotten alone: optimizer.zero_grad() forgets all of them"
             )
         self.gradients.spent -= {name}
+
+    def forget_gradients_of(self, names: set[str]) -> None:
+        arrived = set(self._arrived)
+        if arrived & names and arrived - names:
+            raise RuntimeError(
+                f"the gradient of {min(arrived & names)} cannot be forgotten without that of {min(arrived - names)}: "
+                "optimizer.zero_grad() forgets all of them"
+            )
+        if arrived & names:
+            self.forget_gradients()
+        self.gradients.spent -= names
 
     def forget_gradients(self) -> None:
         """As `zero_grad` of all parameters."""

@@ -52,8 +52,13 @@ class streaming:
     `implicit_step`, and a backward pass beyond the announced number always. Loading states is refused while any
     gradient waits. `parameter.grad` there raises RuntimeError where gradients are used as they come; where they wait
     it is a `WaitingGradient`: its 2-norm and its product with a number, and so torch's clip_grad_norm_, get_total_norm
-    and clip_grads_with_norm_ under any name; all else raises NotStreamable. After an error in a backward pass or an update, each of these gives the step up first, and sees the
-    last completed one.
+    and clip_grads_with_norm_ under any name; all else raises NotStreamable. After an error in a backward pass or an
+    update, each of these gives the step up first, and sees the last completed one.
+
+    **The model's parameters** hold one NaN while they are not at work: their values are in `state_dict()`, the model's
+    or any part's, and in `engine.read_weights()`. `to`, `half`, `cuda` and the like raise NotStreamable where they
+    would change something, and so do `load_state_dict`, copies and pickles: convert and load before the optimizer is
+    made. After `close` the model stays empty, and calling or saving it raises RuntimeError.
     """
 
     def __init__(

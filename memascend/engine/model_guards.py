@@ -1,0 +1,166 @@
+"""What is done to a streamed model beside calling it: right where it can be, and one line where it cannot.
+
+Its parameters are empty while they are not at work, so torch's own methods would save, copy or convert NaN. Each module
+that holds streamed parameters, or has one below it, gets these methods in the place of its class's, until `close`:
+
+- `state_dict` has the values, of any module's: `model.layers[0].state_dict()`, `model.model.save_pretrained(...)`;
+- `zero_grad` forgets the step's gradients;
+- `to`, `half`, `cuda` and the like are as ever where they change nothing, and are refused where they would;
+- `load_state_dict`, copies and pickles are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from memascend.engine.blocks import NotStreamable
+from memascend.engine.contents import TierContents
+from memascend.engine.gradient_views import no_copy, stored_gradients_alone
+
+_CLOSED = "_memascend_closed"  # of a model whose engine is closed: takes the refusals away
+
+
+class GradientHolder(Protocol):
+    """The engine, as `zero_grad` asks for it."""
+
+    def forget_gradients_of(self, names: set[str]) -> None:
+        """Of the step under way. RuntimeError where only some of those that came are named."""
+
+
+class ModelGuards:
+    """Of one engine on its model. Not thread-safe."""
+
+    def __init__(
+        self, model: nn.Module, names: Mapping[nn.Parameter, str], contents: TierContents, holder: GradientHolder
+    ) -> None:
+        reopened(model)
+        self._names, self._contents, self._holder = names, contents, holder
+        self._saving: nn.Module | None = None  # whose state_dict was asked for: its parts' are parts of that
+        self._undo: list[Callable[[], None]] = []
+        for module in model.modules():
+            if any(parameter in names for parameter in module.parameters()):
+                self._guard(module)
+
+    def close(self) -> None:
+        """Give all methods back. Idempotent."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _guard(self, module: nn.Module) -> None:
+        saved = module.register_state_dict_post_hook(functools.partial(self._fill))
+        loaded = module.register_load_state_dict_pre_hook(self._refuse_to_load)
+        self._undo += [saved.remove, loaded.remove]
+        for name, method in (
+            ("state_dict", self._state_dict(module, module.state_dict)),
+            ("_apply", self._apply(module, module._apply)),
+            ("zero_grad", lambda set_to_none=True: self._holder.forget_gradients_of(set(self._below(module).values()))),
+            ("__deepcopy__", _refuse_copies),
+            ("__reduce_ex__", _refuse_copies),
+        ):
+            self._undo.append(_put(module, name, method))
+
+    def _below(self, module: nn.Module) -> dict[nn.Parameter, str]:
+        return {parameter: self._names[parameter] for parameter in module.parameters() if parameter in self._names}
+
+    def _state_dict(self, module: nn.Module, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def state_dict(*args: Any, **options: Any) -> Any:
+            if self._saving is not None:
+                return stock(*args, **options)
+            self._contents.require_completed_step()
+            self._saving = module
+            try:
+                return stock(*args, **options)
+            finally:
+                self._saving = None
+
+        return state_dict
+
+    def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """At the end of the module's own part of torch's `state_dict`."""
+        if self._saving is module:
+            self._contents.fill_state_dict(module, state, prefix)
+        elif self._saving is None:  # torch.nn.Module.state_dict(module): each part is asked for by itself
+            self._contents.fill_state_dict(module, state, prefix, recurse=False)
+
+    def _refuse_to_load(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter in self._names and prefix + name in state:
+                raise NotStreamable(
+                    f"{self._names[parameter]} is on the SSD, and load_state_dict does not reach it: load weights "
+                    "before the optimizer is made, and begin in a new folder"
+                )
+
+    def _apply(self, module: nn.Module, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(function: Callable[[torch.Tensor], torch.Tensor], *args: Any, **options: Any) -> Any:
+            for parameter, name in self._below(module).items():
+                probe = torch.zeros((0,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
+                made = function(probe)
+                if (made.dtype, made.device) != (probe.dtype, probe.device):
+                    raise NotStreamable(
+                        f"{name} is {_kind(probe)} on the SSD and cannot become {_kind(made)} there: convert the model "
+                        "before the optimizer is made (what computes is chosen by hook(model, device=...))"
+                    )
+            with stored_gradients_alone():
+                return stock(function, *args, **options)
+
+        return apply
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} for {tensor.device}"
+
+
+def _refuse_copies(*_: Any) -> Any:
+    raise no_copy()
+
+
+def _put(module: nn.Module, name: str, method: Any) -> Callable[[], None]:
+    """Of the instance alone; returns the undo, which leaves what was put there later."""
+    own, had = vars(module), name in vars(module)
+    before = own.get(name)
+    own[name] = method
+
+    def undo() -> None:
+        if own.get(name) is method:
+            del own[name]
+            if had:
+                own[name] = before
+
+    return undo
+
+
+def left_empty(model: nn.Module, nothing: torch.Tensor, folder: Path) -> None:
+    """The engine is closed and the model's parameters stay empty: saving or calling it is refused, as long as one of
+    them is (its memory is that of `nothing`)."""
+
+    def refuse(*_: Any) -> None:
+        place = nothing.untyped_storage().data_ptr()
+        if not any(p.untyped_storage().data_ptr() == place for p in model.parameters()):  # others have been loaded
+            reopened(model)
+            return
+        raise RuntimeError(
+            f"this model's weights are in {folder}, which was closed: open it again (streaming({str(folder)!r}, "
+            "resume=True)), or load others (load_state_dict(..., assign=True))"
+        )
+
+    hooks = [module.register_state_dict_pre_hook(refuse) for module in model.modules()]
+    hooks.append(model.register_forward_pre_hook(refuse))
+
+    def take_away() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    vars(model)[_CLOSED] = take_away
+
+
+def reopened(model: nn.Module) -> None:
+    """Take the refusals of `left_empty` away."""
+    take_away = vars(model).pop(_CLOSED, None)
+    if take_away is not None:
+        take_away()

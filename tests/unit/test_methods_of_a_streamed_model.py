@@ -1,0 +1,192 @@
+"""What torch's own methods do on a model whose parameters are empty: right, or one line; never NaN without a word."""
+
+import copy
+import io
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from memascend.engine.blocks import NotStreamable
+from memascend.engine.mapped import TensorFile
+from memascend.engine.streaming import streaming
+from memascend.ops.adamw import AdamW
+from tests.unit.test_streaming_engine import SETTINGS, batches, model
+from tests.unit.test_streaming_loop import assert_equal, begin, loop
+
+
+def trained(folder, **shape):
+    """A streamed model after a step, and the same in memory."""
+    ours, theirs = model(**shape), model(**shape)
+    home, optimizer = begin(ours, folder)
+    loop(ours, optimizer, batches(1))
+    loop(theirs, AdamW(theirs.parameters(), **SETTINGS), batches(1))
+    return home, optimizer, ours, theirs
+
+
+def assert_same(found, expected):
+    assert list(found) == list(expected)
+    for name, values in expected.items():
+        assert torch.equal(found[name], values), name
+
+
+PARTS = {
+    "a block": lambda of: of.layers[1],
+    "inside of a block": lambda of: of.layers[1].up,
+    "the list": lambda of: of.layers,
+    "the head": lambda of: of.head,
+    "the model": lambda of: of,
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_the_state_dict_of_any_part_has_its_values(tmp_path, part):
+    home, _, ours, theirs = trained(tmp_path / "run")
+    assert_same(part(ours).state_dict(), part(theirs).state_dict())
+    assert_same(part(ours).state_dict(prefix="x."), part(theirs).state_dict(prefix="x."))
+    assert_same(nn.Module.state_dict(part(ours)), part(theirs).state_dict())
+    home.close()
+
+
+def test_parts_in_another_container_are_saved_with_their_values(tmp_path):
+    home, _, ours, theirs = trained(tmp_path / "run", tied=True)
+    for of in (lambda m: nn.ModuleList([m.layers[0], m.layers[2]]), lambda m: nn.Sequential(m)):
+        assert_same(of(ours).state_dict(), of(theirs).state_dict())
+    tied = ours.state_dict()
+    assert tied["head.weight"].data_ptr() == tied["embedding.weight"].data_ptr()
+    home.close()
+
+
+class Wrapped(nn.Module):
+    """Its class has a state_dict of its own, as some libraries' models do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids):
+        return self.inner(ids)
+
+    def state_dict(self, *args, **options):
+        return {name: values.double() for name, values in super().state_dict(*args, **options).items()}
+
+
+def test_a_state_dict_that_a_class_makes_of_torch_s_has_the_values(tmp_path):
+    ours, theirs = Wrapped(model()), Wrapped(model())
+    home, _ = begin(ours, tmp_path / "run")
+    assert_same(ours.state_dict(), theirs.state_dict())
+    assert_same(ours.inner.layers.state_dict(), theirs.inner.layers.state_dict())
+    home.close()
+
+
+def test_an_error_in_a_state_dict_leaves_the_next_one_right(tmp_path):
+    home, _, ours, theirs = trained(tmp_path / "run")
+
+    def fails(*_):
+        raise OSError("no")
+
+    hook = ours.layers[2].register_state_dict_pre_hook(fails)
+    with pytest.raises(OSError, match="no"):
+        ours.state_dict()
+    hook.remove()
+    assert_same(ours.layers[2].state_dict(), theirs.layers[2].state_dict())
+    assert_same(ours.state_dict(), theirs.state_dict())
+    home.close()
+
+
+UNCHANGED = {
+    "to its device": lambda of: of.to("cpu"),
+    "to its type": lambda of: of.to(torch.float32),
+    "float": lambda of: of.float(),
+    "a part": lambda of: of.layers[0].cpu(),
+}
+REFUSED = {
+    "half": lambda of: of.half(),
+    "bfloat16": lambda of: of.to(torch.bfloat16),
+    "a part's type": lambda of: of.layers[0].up.double(),
+    "another device": lambda of: of.to("meta"),
+    "load": lambda of: of.load_state_dict(model(seed=3).state_dict()),
+    "load, assign": lambda of: of.load_state_dict(model(seed=3).state_dict(), assign=True),
+    "load a part": lambda of: of.layers[0].load_state_dict(model(seed=3).layers[0].state_dict()),
+    "deepcopy": copy.deepcopy,
+    "deepcopy of a part": lambda of: copy.deepcopy(of.layers[0].up),
+    "deepcopy of a parameter": lambda of: copy.deepcopy(of.head.weight),
+    "torch.save": lambda of: torch.save(of, io.BytesIO()),
+    "torch.save of a part": lambda of: torch.save(of.head, io.BytesIO()),
+}
+
+
+@pytest.mark.parametrize("change", [*UNCHANGED.values(), *REFUSED.values()], ids=[*UNCHANGED, *REFUSED])
+def test_conversions_loads_and_copies_change_nothing_or_are_one_line(tmp_path, change):
+    home, optimizer, ours, theirs = trained(tmp_path / "run")
+    if change in REFUSED.values():
+        with pytest.raises(NotStreamable) as refusal:
+            change(ours)
+        assert "\n" not in str(refusal.value)
+    else:
+        change(ours)
+    other = AdamW(theirs.parameters(), **SETTINGS)
+    other.load_state_dict(optimizer.state_dict())
+    assert loop(ours, optimizer, batches(2)) == loop(theirs, other, batches(2))
+    assert_equal(home, theirs)
+    home.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"wait": True}], ids=["as they come", "waiting"])
+def test_zero_grad_of_the_model_forgets_the_step_as_the_optimizer_s_does(tmp_path, options):
+    data, ours, theirs = batches(3), model(), model()
+    home, optimizer = begin(ours, tmp_path / "run", **options)
+    ours(data[0]).backward()
+    optimizer.step()
+    ours.zero_grad()
+    assert all(p.grad is None for p in ours.parameters())
+    ours(data[1]).backward()
+    with pytest.raises(RuntimeError, match=r"cannot be forgotten without that of"):
+        ours.layers[0].zero_grad()
+    ours.zero_grad()
+    loop(ours, optimizer, data[2:])
+    loop(theirs, AdamW(theirs.parameters(), **SETTINGS), [data[0], data[2]])
+    assert_equal(home, theirs)
+    home.close()
+
+
+def test_after_the_end_an_empty_model_is_neither_saved_nor_called(tmp_path):
+    home, _, ours, theirs = trained(tmp_path / "run")
+    home.close()
+    for use in (ours.state_dict, ours.layers[0].state_dict, lambda: ours(batches(1)[0])):
+        with pytest.raises(RuntimeError, match=r"resume=True"):
+            use()
+    again = streaming(tmp_path / "run", resume=True)
+    again.hook(ours)
+    again.optimizer(torch.optim.AdamW, **SETTINGS)
+    assert_same(ours.state_dict(), theirs.state_dict())
+    again.remove()
+    ours.load_state_dict(theirs.state_dict(), assign=True)
+    assert_same(ours.state_dict(), theirs.state_dict())
+    assert ours(batches(1)[0]) == theirs(batches(1)[0])
+    assert all(not set(vars(m)) & {"state_dict", "_apply", "zero_grad", "__deepcopy__"} for m in ours.modules())
+    copy.deepcopy(ours)
+
+
+def test_remove_after_the_end_deletes_the_states(tmp_path):
+    home, _, _, _ = trained(tmp_path / "run")
+    with home:
+        pass
+    assert (tmp_path / "run").exists()
+    home.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_tensors_never_has_a_name_that_a_kill_could_leave(tmp_path, monkeypatch):
+    allocate, seen = os.posix_fallocate, []
+
+    def looked(*args):
+        seen.append(list(tmp_path.iterdir()))
+        allocate(*args)
+
+    monkeypatch.setattr(os, "posix_fallocate", looked)
+    copied = TensorFile(tmp_path, [16]).put(torch.arange(4.0))
+    assert torch.equal(copied, torch.arange(4.0))
+    assert seen == [[]]
+    assert list(tmp_path.iterdir()) == []
