@@ -12,7 +12,8 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -40,29 +41,91 @@ class NotStreamable(ValueError):
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of the list (ModuleList or Sequential) whose children hold most parameters. Raises NotStreamable.
+    """The layers of all lists of layers (ModuleList or Sequential) of the model, in its order. Raises NotStreamable.
 
-    Lists inside the children are parts of these.
+    The outermost lists count: those inside of a layer, such as its experts, are parts of it. But a list of different
+    models that are lists of layers themselves (towers, the stages of a UNet) is looked into. Small lists of single
+    modules beside the largest one, and lists that share parameters with anything outside of them, stay whole.
     """
-    best: list[nn.Module] = []
-    for module in model.modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
-        children = [child for child in module if next(child.parameters(), None) is not None]
-        kinds = {type(child) for child in children}
-        alike = [child for child in children if isinstance(module, nn.ModuleList) or len(kinds) == 1]
-        if len(alike) > 1 and _numel(alike) > _numel(best):
-            best = alike
-    if not best:
+    lists = _lists_of_layers(model)
+    largest = max(lists, key=_numel, default=[])
+    if not largest:
         raise NotStreamable(
             f"{type(model).__name__} has no list of layers (torch.nn.ModuleList or Sequential) that could be streamed "
             "block by block: name the blocks (blocks=[module, ...])"
         )
+    users = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
+    limit = max(_numel([layer]) for layer in largest)
+    return [
+        layer
+        for layers in lists
+        if layers is largest or ((_has_parts(layers) or _numel(layers) > limit) and _is_apart(layers, users))
+        for layer in layers
+    ]
+
+
+def largest_list(model: nn.Module) -> list[nn.Module]:
+    """The layers of the one list whose children hold most parameters: all that an earlier version of this library found
+    by itself."""
+    best: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            children = [child for child in module if next(child.parameters(), None) is not None]
+            alike = isinstance(module, nn.ModuleList) or len({type(child) for child in children}) == 1
+            if alike and len(children) > 1 and _numel(children) > _numel(best):
+                best = children
     return best
 
 
+def _lists_of_layers(module: nn.Module) -> list[list[nn.Module]]:
+    layers = _layers_of(module)
+    if layers and not _are_lists_themselves(layers):
+        return [layers]
+    return [found for child in module.children() for found in _lists_of_layers(child)]
+
+
+def _layers_of(module: nn.Module) -> list[nn.Module]:
+    """A list's children, where there are several: of a Sequential those of one type, which hold most of it."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return []
+    children = [child for child in module if next(child.parameters(), None) is not None]
+    kinds: dict[type, list[nn.Module]] = {}
+    for child in children:
+        kinds.setdefault(type(child), []).append(child)
+    if isinstance(module, nn.Sequential) and len(kinds) > 1:
+        children = max(kinds.values(), key=_numel)
+        children = children if _has_parts(children) else []
+    return children if len(children) > 1 else []
+
+
+def _are_lists_themselves(layers: Sequence[nn.Module]) -> bool:
+    """Whether only their parts are called; or they are of different types, each for the most part lists of layers."""
+    if not all(map(_is_called, layers)):
+        return True
+    if len({type(layer) for layer in layers}) == 1:
+        return False
+    inside = [[each for found in _lists_of_layers(layer) for each in found] for layer in layers]
+    return all(2 * _numel(found) > _numel([layer]) for found, layer in zip(inside, layers, strict=True))
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether it has a forward pass: a ModuleList or a ParameterList has none."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def _has_parts(layers: Iterable[nn.Module]) -> bool:
+    """Whether any of them is more than one module with parameters of its own."""
+    return any(next(child.parameters(), None) is not None for layer in layers for child in layer.children())
+
+
+def _is_apart(layers: Sequence[nn.Module], users: Mapping[nn.Parameter, int]) -> bool:
+    """Whether each parameter of the layers is used by one module of the model."""
+    return all(users[parameter] == 1 for layer in layers for parameter in layer.parameters())
+
+
 def _numel(modules: Iterable[nn.Module]) -> int:
-    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+    owned = {parameter for module in modules for parameter in module.parameters()}
+    return sum(parameter.numel() for parameter in owned)
 
 
 class ModelUnits:
@@ -136,7 +199,11 @@ class ModelUnits:
     def _block(self, module: nn.Module, module_names: dict[nn.Module, str]) -> UnitParameters:
         if module not in module_names:
             raise NotStreamable(f"a block ({type(module).__name__}) is no part of the model")
-        key = module_names[module] or "model"
+        if not _is_called(module):
+            raise NotStreamable(
+                f"the block {module_names[module]} ({type(module).__name__}) has no forward pass: name its children"
+            )
+        key = _key(module, module_names)
         if key in self.modules:  # the same layer over and over
             return UnitParameters(key=key, kind=Kind.BLOCK, parameters=[])
         for parameter in module.parameters():
@@ -150,7 +217,8 @@ class ModelUnits:
         return self._describe(key, Kind.BLOCK, module.parameters())
 
     def _others(self, module_names: dict[nn.Module, str]) -> Iterator[UnitParameters]:
-        """Modules outside of the blocks with parameters of their own; those that share one are one unit."""
+        """Modules outside of the blocks with parameters of their own; those that share one are one unit. What has no
+        forward pass, such as a ParameterList, is at work in the module around it."""
         inside = {module for block in self.blocks for module in block.modules()}
         of_blocks = {parameter for block in self.blocks for parameter in block.parameters()}
         owners: dict[nn.Parameter, list[nn.Module]] = {}
@@ -163,16 +231,33 @@ class ModelUnits:
                         f"{self.names[parameter]} is used inside of a block and outside of it, by "
                         f"{module_names[module] or 'the model'}: name blocks that hold both (blocks=[...])"
                     )
-                owners.setdefault(parameter, []).append(module)
+                owner = _called_around(module, module_names, self.model)
+                if owner not in owners.setdefault(parameter, []):
+                    owners[parameter].append(owner)
         for group in _connected(owners):
             parameters = [p for p in owners if any(module in group for module in owners[p])]
-            key = module_names[group[0]] or "model"
+            key = _key(group[0], module_names)
             alone = len(group) == 1 and type(group[0]) is nn.Embedding
             looked_up = alone and not group[0].sparse and group[0].max_norm is None
             self.modules[key] = group
             sliceable = all(can_be_sliced(module) for module in group) and len({m.weight for m in group}) == 1
             rows_of = group[0].weight if sliceable else None
             yield self._describe(key, Kind.LOOKED_UP if looked_up else Kind.HELD, parameters, rows_of)
+
+
+def _key(module: nn.Module, module_names: dict[nn.Module, str]) -> str:
+    """Of a module's unit: its name, and of the model itself one that no other has."""
+    root = "model" if "model" not in module_names.values() else "(model)"
+    return module_names[module] or root
+
+
+def _called_around(module: nn.Module, module_names: dict[nn.Module, str], model: nn.Module) -> nn.Module:
+    """The module itself, or the nearest one around it that has a forward pass."""
+    name = module_names[module]
+    while name and not _is_called(module):
+        name = name.rpartition(".")[0]
+        module = model.get_submodule(name)
+    return module
 
 
 def _connected(owners: dict[nn.Parameter, list[nn.Module]]) -> list[list[nn.Module]]:

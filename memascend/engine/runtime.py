@@ -22,7 +22,7 @@ from torch import nn
 
 from memascend.engine import home as homes
 from memascend.engine.beside import WAIT_S, TiersBeside
-from memascend.engine.blocks import ModelUnits, NotStreamable, UnitWeights
+from memascend.engine.blocks import ModelUnits, NotStreamable, UnitWeights, largest_list
 from memascend.engine.buffers import EngineBuffers
 from memascend.engine.contents import TierContents
 from memascend.engine.device import Copies, DeviceWeights, GradientCopies, device_of, synchronize
@@ -30,7 +30,7 @@ from memascend.engine.gradient_views import StepGradients
 from memascend.engine.home import StateHome
 from memascend.engine.hooks import HookedRuntime, ModelHooks
 from memascend.engine.inputs import KeptInput, KeptInputs
-from memascend.engine.layout import Layout, Part, Unit
+from memascend.engine.layout import Kind, Layout, Part, Unit
 from memascend.engine.limit import Limit
 from memascend.engine.model_guards import left_empty
 from memascend.engine.one_version import Redo, beside
@@ -129,6 +129,8 @@ class StreamingEngine(HookedRuntime):
         self._hooks = ModelHooks(self, model, units, self.weights, self._contents, self._profile)
         for key, slices in units.matrices.items():
             log.info("memascend: %s goes by %d slices: sums over its rows are taken slice by slice", key, len(slices))
+        if kept := _kept_whole(self.layout):
+            log.info("memascend: %s", kept)
 
     # -- begin and end -------------------------------------------------------------------------------------------------
 
@@ -756,13 +758,38 @@ def _units(model: nn.Module, blocks: Sequence[nn.Module] | None, options: Engine
     return units
 
 
+def _kept_whole(layout: Layout) -> str:
+    """What is in memory as a whole while a step needs it, and how much that is."""
+    sizes = {
+        unit.key: unit.numel * layout.weights.itemsize
+        for unit in layout.units
+        if unit.kind in (Kind.HELD, Kind.LOOKED_UP)
+    }
+    if not sizes:
+        return ""
+    named = sorted(sizes, key=sizes.__getitem__, reverse=True)
+    others = f" and {len(named) - 3} more" if len(named) > 3 else ""
+    blocks = sum(unit.kind is Kind.BLOCK for unit in layout.units)
+    return (
+        f"{blocks} blocks are streamed; {', '.join(named[:3])}{others} are in memory as a whole while a step needs "
+        f"them, {sum(sizes.values()) / 2**20:.1f} MiB"
+    )
+
+
 def _kept_units(
     model: nn.Module, blocks: Sequence[nn.Module] | None, options: EngineOptions, is_kept: Callable[[Layout], bool]
 ) -> ModelUnits:
-    """As the home has them, which may be cut as by an earlier version of this library."""
+    """As the home has them, which may be cut as by an earlier version of this library, or have another's blocks."""
     units = _units(model, blocks, options)
-    if options.piece_elements is None and not is_kept(units.layout):
-        earlier = replace(options, piece_elements=units.layout.earlier_piece_elements)
-        cut_so = _units(model, blocks, earlier)
-        return cut_so if is_kept(cut_so.layout) else units
+    if is_kept(units.layout):
+        return units
+    for chosen in [blocks] if blocks is not None else [None, largest_list(model)]:
+        by_blocks = _units(model, chosen, options)
+        cut = [options.piece_elements]
+        if options.piece_elements is None:
+            cut.append(by_blocks.layout.earlier_piece_elements)
+        for elements in cut:
+            found = _units(model, chosen, replace(options, piece_elements=elements))
+            if is_kept(found.layout):
+                return found
     return units
