@@ -1,36 +1,27 @@
 """A model whose weights are elsewhere: units of modules get them before they are needed, and give them back after.
 
-A block's forward runs without a graph and keeps its inputs alone; backward fetches the weights again, recomputes, and
-goes on through the block (a checkpoint of our own: transformers' calls the layer around every hook). Between its visits
-a parameter is a shape over one NaN, so that whatever touches it unseen shows.
+Between its uses a parameter is a shape over one NaN, so that whatever touches it unseen shows.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from memascend.engine.device import DeviceWeights, Generators, synchronize
+from memascend.engine.device import DeviceWeights
 from memascend.engine.layout import Kind, Part, Unit, UnitParameters, make_layout
-from memascend.engine.operators import Taken
 from memascend.engine.spilled import flat_values, forget, let_go
 from memascend.engine.weights import WeightStream
 from memascend.ops.rows import can_be_sliced
 
-# What a block takes alone is the best of so many passes, or of two where they take longer than so many seconds.
-_PROFILED_PASSES, _PROFILED_S = 8, 0.5
 _CPU = torch.device("cpu")
-_CACHES = ("past_key_values", "past_key_value")  # transformers' names, of 5 and 4
 
 
 class NotStreamable(ValueError):
@@ -367,234 +358,3 @@ class UnitWeights:
 
 
 os.register_at_fork(after_in_child=UnitWeights.leave_children_none)
-
-# -- blocks ------------------------------------------------------------------------------------------------------------
-
-
-class BlockRuntime:
-    """What a block's visits ask of the engine that trains it."""
-
-    weights: UnitWeights
-
-    def entered(self, unit: Unit) -> None:
-        """A forward visit with a graph begins."""
-
-    def recomputes(self, unit: Unit) -> None:
-        """The backward visit that belongs to it begins."""
-
-    def left(self, unit: Unit) -> None:
-        """It has ended, or will not come."""
-
-    def wants_profile(self, unit: Unit) -> bool:
-        """Whether this block's own time is not known."""
-        return False
-
-    def profiled(self, unit: Unit, forward_s: float, backward_s: float) -> None:
-        """Of one pass through the block in memory; the recomputation takes as long as forward. The least counts."""
-
-    def passed(self, unit: Unit, forward_s: float, backward_s: float) -> None:
-        """As `profiled`, of a pass of training; on an accelerator until it has been handed over alone."""
-
-    def now(self) -> float:
-        """Seconds, at a moment when the device has computed all that it was given."""
-        synchronize(self.weights.device)
-        return time.perf_counter()
-
-    def keep_input(self, tensor: torch.Tensor) -> Any:
-        """Of a block's hidden states: what brings them back (see `bring_back`), or the tensor itself."""
-        return tensor
-
-    def bring_back(self, kept: Any) -> torch.Tensor:
-        return kept
-
-    def taking(self, unit: Unit, inputs: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Taken]:
-        """Around a forward pass: results of its products that wait for backward."""
-        return contextlib.nullcontext(Taken())
-
-    def replaying(self, unit: Unit, taken: Taken) -> contextlib.AbstractContextManager[Any]:
-        """Around its recomputation, which has them again."""
-        return contextlib.nullcontext()
-
-
-class StreamedForward:
-    """Stands where a block's `forward` does."""
-
-    def __init__(self, block: nn.Module, unit: Unit, runtime: BlockRuntime) -> None:
-        self.stock = block.forward
-        self._block, self.unit, self.runtime = weakref.ref(block), unit, runtime
-        self._anchor = torch.zeros((), requires_grad=True)  # so that backward comes where no input needs it
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        block = self._block()
-        if getattr(block, "gradient_checkpointing", False) and block.training:
-            raise NotStreamable(
-                f"gradient checkpointing of transformers is on in {self.unit.key}: it would recompute around the "
-                "engine, which does so by itself; switch it off (model.gradient_checkpointing_disable())"
-            )
-        leaves, spec = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        needs = torch.is_grad_enabled() and (self.unit.trained or any(t.requires_grad for t in tensors))
-        if not needs:
-            self.runtime.weights.take(self.unit)
-            try:
-                return self.stock(*args, **kwargs)
-            finally:
-                self.runtime.weights.give_back(self.unit)
-        leaves, spec = tree_flatten((args, self._without_cache(kwargs)))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        call = _Call(self, leaves, spec)
-        outputs = _Recomputed.apply(call, self._anchor if self.unit.trained else None, *tensors)
-        return call.rebuilt(outputs)
-
-    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What is computed twice would add its keys and values twice; transformers' models hand out a cache in
-        training, too, where nobody reads it."""
-        found = {name: cache for name in _CACHES if (cache := kwargs.get(name)) is not None}
-        if any(cache.get_seq_length() for cache in found.values() if hasattr(cache, "get_seq_length")):
-            raise NotStreamable(
-                f"{self.unit.key} gets a cache of keys and values that is filled, and backward would compute it again: "
-                "leave past_key_values out in training"
-            )
-        return {**kwargs, **dict.fromkeys(found)} if found else kwargs
-
-
-class _Call:
-    """One forward visit with a graph: the structure of arguments and results, and the states of the generators."""
-
-    def __init__(self, forward: StreamedForward, leaves: list[Any], spec: Any) -> None:
-        self.forward, self.spec = forward, spec
-        self.others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self.is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-        self.device = forward.runtime.weights.device
-        self.generators = Generators(self.device)
-        kind = self.device.type
-        self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        self._left = False
-        self.results: list[Any] = []
-        self.result_spec: Any = None
-
-    def run(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        given = iter(tensors)
-        leaves = [next(given) if there else other for there, other in zip(self.is_tensor, self.others, strict=True)]
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        results, self.result_spec = tree_flatten(self.forward.stock(*args, **kwargs))
-        return results
-
-    def profile(self, tensors: Sequence[torch.Tensor]) -> tuple[float, float]:
-        """Seconds of forward and of backward, the best of a few passes; nothing is changed by it."""
-        unit, runtime = self.forward.unit, self.forward.runtime
-        trained = [p for p in runtime.weights.units.parameters[unit.key] if p.requires_grad]
-        best, begin = [math.inf] * 2, time.perf_counter()
-        for number in range(_PROFILED_PASSES):
-            if number >= 2 and time.perf_counter() - begin > _PROFILED_S:
-                break
-            inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
-            with torch.enable_grad(), self.as_in_forward():
-                times = [runtime.now()]
-                outputs = [r for r in self.run(inputs) if isinstance(r, torch.Tensor) and r.requires_grad]
-                times.append(runtime.now())
-                wanted = [*trained, *(t for t in inputs if t.requires_grad)]
-                torch.autograd.grad(outputs, wanted, [torch.ones_like(r) for r in outputs], allow_unused=True)
-                times.append(runtime.now())
-            best = [min(b, after - before) for b, before, after in zip(best, times[:-1], times[1:], strict=True)]
-        return best[0], best[1]
-
-    def rebuilt(self, outputs: tuple[torch.Tensor, ...]) -> Any:
-        given = iter(outputs)
-        leaves = [next(given) if isinstance(each, _Output) else each for each in self.results]
-        self.results = []
-        return tree_unflatten(leaves, self.result_spec)
-
-    def leave(self) -> None:
-        if not self._left:
-            self._left = True
-            self.forward.runtime.left(self.forward.unit)
-
-    def __del__(self) -> None:  # with the graph, whose backward may never have come
-        self.leave()
-
-    @contextlib.contextmanager
-    def as_in_forward(self) -> Iterator[None]:
-        enabled, dtype = self.autocast
-        with self.generators.again(), torch.autocast(self.device.type, dtype=dtype, enabled=enabled):
-            yield
-
-
-class _Output:
-    """Stands for a tensor among a block's results."""
-
-
-class _Recomputed(torch.autograd.Function):
-    """(call, anchor or None, tensors of the arguments) -> tensors of the results."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, anchor: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        runtime, unit = call.forward.runtime, call.forward.unit
-        runtime.weights.take(unit)
-        runtime.entered(unit)
-        try:
-            if runtime.wants_profile(unit):
-                runtime.profiled(unit, *call.profile(tensors))
-            before = time.perf_counter()
-            with runtime.taking(unit, tensors) as taken:
-                results = call.run(tensors)
-            runtime.passed(unit, time.perf_counter() - before, math.inf)
-        finally:
-            runtime.weights.give_back(unit)
-        outputs = tuple(each for each in results if isinstance(each, torch.Tensor))
-        call.results = [_Output() if isinstance(each, torch.Tensor) else each for each in results]
-        ctx.call, ctx.kept, ctx.taken = call, None, taken
-        first = next((n for n, t in enumerate(tensors) if t.is_floating_point()), None)
-        if first is not None:
-            kept = runtime.keep_input(tensors[first])
-            if kept is not tensors[first]:
-                ctx.kept, tensors = (first, kept), (*tensors[:first], *tensors[first + 1 :])
-        swapped = taken.tensors()
-        ctx.swapped = len(swapped)
-        ctx.save_for_backward(*tensors, *swapped)
-        ctx.mark_non_differentiable(*[each for each in outputs if not each.is_floating_point()])
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        call, saved = ctx.call, list(ctx.saved_tensors)
-        runtime, unit = call.forward.runtime, call.forward.unit
-        runtime.recomputes(unit)
-        if ctx.swapped:
-            ctx.taken.bring_back(saved[-ctx.swapped :])
-            del saved[-ctx.swapped :]
-        if ctx.kept is not None:
-            first, kept = ctx.kept
-            saved.insert(first, runtime.bring_back(kept))
-        needed = ctx.needs_input_grad[2:]
-        inputs = [t.detach().requires_grad_(need) for t, need in zip(saved, needed, strict=True)]
-        runtime.weights.take(unit)
-        try:
-            with torch.enable_grad(), call.as_in_forward(), runtime.replaying(unit, ctx.taken):
-                results = [each for each in call.run(inputs) if isinstance(each, torch.Tensor)]
-            ctx.taken.tensors()  # autograd has what it needs of them
-            before = time.perf_counter()
-            pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
-            if pairs:
-                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
-            del results, pairs
-            runtime.passed(unit, math.inf, time.perf_counter() - before)
-            call.leave()
-        finally:
-            runtime.weights.give_back(unit)
-        return None, None, *(each.grad if need else None for each, need in zip(inputs, needed, strict=True))
-
-
-def stream_block(block: nn.Module, unit: Unit, runtime: BlockRuntime) -> Callable[[], None]:
-    """Put the engine's forward in the place of a block's own; returns the undo."""
-    had = vars(block).get("forward")
-    forward = StreamedForward(block, unit, runtime)
-    block.forward = forward
-
-    def undo() -> None:
-        if vars(block).get("forward") is forward:
-            del block.forward
-            if had is not None:
-                block.forward = had
-
-    return undo

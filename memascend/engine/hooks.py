@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from memascend.engine.blocks import BlockRuntime, ModelUnits, NotStreamable, UnitWeights, stream_block
+from memascend.engine.blocks import ModelUnits, NotStreamable, UnitWeights
 from memascend.engine.contents import TierContents
 from memascend.engine.gradient_views import forget_gradient, stored_gradient, watch_gradients
 from memascend.engine.layout import Kind, Part, Unit
 from memascend.engine.matrices import StreamedRows
 from memascend.engine.model_guards import ModelGuards
 from memascend.engine.profile import StepProfile
+from memascend.engine.recompute import BlockRuntime, stream_block
 from memascend.ops.rows import slice_module
 
 
@@ -83,12 +84,16 @@ class ModelHooks:
         while self._undo:
             self._undo.pop()()
 
+    def left_over_of(self, runtime: HookedRuntime, unit: Unit) -> None:
+        """Gradients of a unit that no hook has handed over."""
+        for part, parameter in self._units.pairs(unit):
+            if part.trained and stored_gradient(parameter) is not None:
+                _hand_over(runtime, part, parameter)
+
     def left_over(self, runtime: HookedRuntime) -> None:
         """At the end of backward: gradients that no hook has handed over."""
         for unit in self._units.layout.units:
-            for part, parameter in self._units.pairs(unit):
-                if part.trained and stored_gradient(parameter) is not None:
-                    _hand_over(runtime, part, parameter)
+            self.left_over_of(runtime, unit)
         for rows in self.matrices:
             rows.end_of_backward()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from memascend.engine import home as homes
+from memascend.engine.arguments import tensors_in
 from memascend.engine.beside import WAIT_S, TiersBeside
 from memascend.engine.blocks import ModelUnits, NotStreamable, UnitWeights, largest_list
 from memascend.engine.buffers import EngineBuffers
@@ -38,6 +40,7 @@ from memascend.engine.opening import kept_home, lies_as, new_home
 from memascend.engine.operators import Taken
 from memascend.engine.options import EngineOptions
 from memascend.engine.profile import StepProfile
+from memascend.engine.recompute import Visits
 from memascend.engine.swap import Decision, Swapping, link_rate
 from memascend.engine.updates import AdamSettings, Updates
 from memascend.engine.weights import WeightStream
@@ -108,7 +111,8 @@ class StreamingEngine(HookedRuntime):
         self.scale = 1.0  # that the loss is multiplied by before backward
         self._inputs = KeptInputs(self.buffers, self._beside.scratch, WAIT_S, inputs)
         self._uses: dict[str, int] = {}
-        self._visits: list[str] = []
+        self.visits = Visits()
+        self._visits: list[str] | None = None  # units of blocks in the order of this pass; None: it has not begun
         self._pattern: list[str] = []
         self._clip = options.clip  # of this step
         self.gradients = StepGradients()
@@ -300,6 +304,7 @@ class StreamingEngine(HookedRuntime):
         if self._swapping is not None:
             with contextlib.suppress(OSError):
                 self._swapping.close()
+        self.visits.forget()
         self.updates.abandon()
         self.updates.close()
         for stream in (self._stream, self._states):
@@ -322,6 +327,9 @@ class StreamingEngine(HookedRuntime):
             return
         if self.options.implicit_step and self._passes >= self.options.accumulate:
             self.finish_step()
+        self._begin_pass()
+
+    def _begin_pass(self) -> None:
         self._visits = []
         self._profile.begin_forward()
         self._stream.read_ahead(self._pattern)
@@ -370,15 +378,22 @@ class StreamingEngine(HookedRuntime):
             self.give_up()
         self._require_whole()
 
-    def model_ends(self, *_: Any) -> None:
+    def model_ends(self, _: nn.Module, __: Any, results: Any) -> None:
         if not torch.is_grad_enabled():
             self._stream.release_idle()
             return
+        # A backward pass begins here, and not inside of one that a checkpoint around several blocks runs.
+        engine = weakref.ref(self)
+        for result in tensors_in(results):
+            if result.requires_grad:
+                result.register_hook(lambda _: engine().backward_begins())
         self._profile.end_forward()
         if not self.options.waits and self._passes + 1 == self.options.accumulate:
             self.updates.expect()
 
     def comes_again(self, unit: Unit) -> bool:
+        if self.visits.is_nested_in(unit):
+            return True  # a checkpoint inside of the block: the rest of the gradient follows
         return self._uses.get(unit.key, 0) > 1  # the same layer
 
     def arrive(self, part: Part, gradient: torch.Tensor) -> None:
@@ -402,6 +417,7 @@ class StreamingEngine(HookedRuntime):
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
+        self.visits.end()
         self._hooks.left_over(self)
         self._profile.end_backward()
         last = self._passes + 1 >= self.options.accumulate
@@ -409,7 +425,7 @@ class StreamingEngine(HookedRuntime):
         self.gradients.whole = frozenset(self.updates.arrived)
         self._backward_begun = False
         self._passes += 1
-        self._pattern = self._visits
+        self._pattern, self._visits = self._visits or [], None
         self._hooks.give_back_kept()
 
     def wants_profile(self, unit: Unit) -> bool:
@@ -431,11 +447,28 @@ class StreamingEngine(HookedRuntime):
 
     def entered(self, unit: Unit) -> None:
         self._uses[unit.key] = self._uses.get(unit.key, 0) + 1
+        if self._visits is None:  # a part of the model is called alone
+            self._begin_pass()
         self._visits.append(unit.key)
 
     def recomputes(self, unit: Unit) -> None:
         self.backward_begins()
-        self._visits.append(unit.key)
+        if self._visits is not None:
+            self._visits.append(unit.key)
+
+    def visited(self, unit: Unit) -> None:
+        if self.comes_again(unit):
+            return
+        self._hooks.left_over_of(self, unit)
+        last = self._passes + 1 >= self.options.accumulate
+        self.updates.end_unit(unit, wait=self.options.waits or not last, last=last)
+
+    def require_not_updated(self, unit: Unit) -> None:
+        if self.updates.has_begun(unit):
+            raise NotStreamable(
+                f"{unit.key} would have to be computed again in one backward pass, after the update of its weights has "
+                "begun: let gradients wait (wait=True when the optimizer is made)"
+            )
 
     def computed_outside(self, seconds: float) -> None:
         if not self._backward_begun:
@@ -663,6 +696,7 @@ class StreamingEngine(HookedRuntime):
     def _take_back(self, *, written: bool) -> None:
         """Nothing of this step stays: what is in memory or written may be half of it."""
         synchronize(self.units.device)
+        self.visits.forget()
         self.updates.abandon()
         self._hooks.forget_kept()
         self.weights.abandon()

@@ -187,6 +187,8 @@ class Updates:
         self._hold_back(flat.nbytes)
         for piece, _ in self._places[part.key]:
             here = self._here.setdefault(piece.key, {})
+            if part.key in here:
+                raise AssertionError(f"{part.name}: two gradients in one pass, and neither is whole")
             here[part.key] = flat
             if len(here) == len(piece.runs):
                 self._complete(piece, wait=wait, last=last)
@@ -212,6 +214,29 @@ class Updates:
         if piece.unit not in self._open and self._weights.is_held(unit):
             self._weights.stream.fetch([piece.unit])
             self._open[piece.unit] = len(unit.pieces)
+
+    def has_begun(self, unit: Unit) -> bool:
+        """Whether an update of the unit's weights has begun in this step."""
+        return any(piece.key in self._updated for piece in unit.pieces)
+
+    def end_unit(self, unit: Unit, *, wait: bool, last: bool) -> None:
+        """Backward has gone through the unit: what came of pieces that are not complete goes the way of the others, and
+        pieces of which nothing came wait for nothing any more, so that the unit's slot is free."""
+        left = [piece for piece in unit.pieces if piece.key not in self._updated]
+        came = [piece for piece in left if self._here.get(piece.key)]
+        if not wait:
+            came += [p for p in left if p not in came and (self._zero_missing or p.key in self._spilled)]
+        for piece in came:
+            self._complete(piece, wait=wait, last=last)
+        for piece in left:
+            if not wait and piece not in came:
+                self._idle(piece)
+
+    def _idle(self, piece: Piece) -> None:
+        """Nothing came of the piece, and nothing will."""
+        if piece.unit in self._open:
+            self._updated.add(piece.key)
+            self._submit(lambda: self._piece_done(piece), {})
 
     def end_pass(self, *, wait: bool, last: bool) -> None:
         """A backward pass has ended: what came of pieces that are not complete goes the way of the others."""

@@ -1,0 +1,447 @@
+"""Blocks whose weights come and go: forward keeps their inputs alone, backward fetches the weights and computes again.
+
+A block's forward pass runs with a graph, as in training in memory; what autograd saves of it is replaced by handles
+(`torch.autograd.graph.saved_tensors_hooks`). The first handle that backward opens, or the first gradient that reaches
+an output of the block, begins the block's *visit*: weights are fetched, the block is computed again from its inputs,
+and the tensors that are saved there answer the handles, in the same order. The visit ends when another block's begins,
+or with the backward pass. So whatever leaves a block by another way than its result (attributes, hooks, objects) is on
+the graph, and gradients are autograd's own. The same idea as torch.utils.checkpoint(use_reentrant=False), from which
+this differs in what a visit owns: the weights' slot, inputs that wait on a tier, products that were kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+
+from memascend.engine.arguments import Arguments, tensors_in
+from memascend.engine.blocks import NotStreamable, UnitWeights
+from memascend.engine.device import Generators, synchronize
+from memascend.engine.layout import Unit
+from memascend.engine.module_state import ModuleState, undisturbed
+from memascend.engine.operators import Taken
+
+# What a block takes alone is the best of so many passes, or of two where they take longer than so many seconds.
+_PROFILED_PASSES, _PROFILED_S = 8, 0.5
+_CACHES = ("past_key_values", "past_key_value")  # transformers' names, of 5 and 4
+
+
+class BlockRuntime:
+    """What a block's visits ask of the engine that trains it."""
+
+    weights: UnitWeights
+    visits: Visits
+
+    def entered(self, unit: Unit) -> None:
+        """A forward pass through the block, with a graph, begins."""
+
+    def recomputes(self, unit: Unit) -> None:
+        """The visit that belongs to it begins, in backward."""
+
+    def visited(self, unit: Unit) -> None:
+        """That visit ends; the weights are still there."""
+
+    def left(self, unit: Unit) -> None:
+        """Its first visit has ended, or none will come."""
+
+    def require_not_updated(self, unit: Unit) -> None:
+        """Raise where an update of the block's weights has begun, so that it cannot be computed again."""
+
+    def wants_profile(self, unit: Unit) -> bool:
+        """Whether this block's own time is not known."""
+        return False
+
+    def profiled(self, unit: Unit, forward_s: float, backward_s: float) -> None:
+        """Of one pass through the block in memory; the recomputation takes as long as forward. The least counts."""
+
+    def passed(self, unit: Unit, forward_s: float, backward_s: float) -> None:
+        """As `profiled`, of a pass of training; on an accelerator until it has been handed over alone."""
+
+    def now(self) -> float:
+        """Seconds, at a moment when the device has computed all that it was given."""
+        synchronize(self.weights.device)
+        return time.perf_counter()
+
+    def keep_input(self, tensor: torch.Tensor) -> Any:
+        """Of a block's hidden states: what brings them back (see `bring_back`), or the tensor itself."""
+        return tensor
+
+    def bring_back(self, kept: Any) -> torch.Tensor:
+        return kept
+
+    def taking(self, unit: Unit, inputs: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Taken]:
+        """Around a forward pass: results of its products that wait for backward."""
+        return contextlib.nullcontext(Taken())
+
+    def replaying(self, unit: Unit, taken: Taken) -> contextlib.AbstractContextManager[Any]:
+        """Around its recomputation, which has them again."""
+        return contextlib.nullcontext()
+
+
+class Visits:
+    """Which block's backward visit is open: one at a time. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.open: BlockPass | None = None
+
+    def begin(self, visited: BlockPass) -> None:
+        """Open a pass's visit; that of another one ends."""
+        if self.open is visited:
+            return
+        self.end()
+        visited.begin_visit()
+        self.open = visited
+
+    def end(self) -> None:
+        """No visit is open."""
+        visited, self.open = self.open, None
+        if visited is not None:
+            visited.end_visit()
+
+    def forget(self) -> None:
+        """After an error: somebody else gives the weights back."""
+        visited, self.open = self.open, None
+        if visited is not None:
+            visited.forget_visit()
+
+    def is_nested_in(self, unit: Unit) -> bool:
+        """Whether a backward pass runs inside of the open visit of `unit` (a reentrant checkpoint in the block)."""
+        return (
+            self.open is not None and self.open.unit is unit and self.open.backward != torch._C._current_graph_task_id()
+        )
+
+
+class StreamedForward:
+    """Stands where a block's `forward` does."""
+
+    def __init__(self, block: nn.Module, unit: Unit, runtime: BlockRuntime) -> None:
+        self.stock = block.forward
+        self._block, self.unit, self.runtime = weakref.ref(block), unit, runtime
+        self.changed_inputs: set[int] | None = None  # numbers of those that the block changes in place, once known
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return list(self._block().modules())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block = self._block()
+        if getattr(block, "gradient_checkpointing", False) and block.training:
+            raise NotStreamable(
+                f"gradient checkpointing of transformers is on in {self.unit.key}: it would recompute around the "
+                "engine, which does so by itself; switch it off (model.gradient_checkpointing_disable())"
+            )
+        if torch.is_grad_enabled() and (self.unit.trained or any(t.requires_grad for t in tensors_in((args, kwargs)))):
+            return BlockPass(self).forward(args, self._without_cache(kwargs))
+        self.runtime.weights.take(self.unit)
+        try:
+            return self.stock(*args, **kwargs)
+        finally:
+            self.runtime.weights.give_back(self.unit)
+
+    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What is computed twice would add its keys and values twice; transformers' models hand out a cache in
+        training, too, where nobody reads it."""
+        found = {name: cache for name in _CACHES if (cache := kwargs.get(name)) is not None}
+        if any(cache.get_seq_length() for cache in found.values() if hasattr(cache, "get_seq_length")):
+            raise NotStreamable(
+                f"{self.unit.key} gets a cache of keys and values that is filled, and backward would compute it again: "
+                "leave past_key_values out in training"
+            )
+        return {**kwargs, **dict.fromkeys(found)} if found else kwargs
+
+
+class _Complete(BaseException):
+    """The recomputation has saved all that backward needs. No Exception: the block's own handlers let it pass."""
+
+
+class _Handle:
+    """Stands on the graph for a saved tensor."""
+
+    __slots__ = ("__weakref__", "meta", "number", "owner")
+
+    def __init__(self, owner: BlockPass, number: int, tensor: torch.Tensor) -> None:
+        self.owner, self.number, self.meta = owner, number, _meta(tensor)
+
+
+def _meta(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+class _Inputs(torch.autograd.Function):
+    """Saves tensors under the hooks that are active outside of the block (an activation cache's, say)."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AssertionError("nothing is computed from this")
+
+
+def _saved(tensors: Sequence[torch.Tensor]) -> Any:
+    """A node of the graph whose `saved_tensors` they are."""
+    with torch.enable_grad():
+        return _Inputs.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
+
+
+class BlockPass:
+    """One forward pass of a block with a graph, and its visit in backward. Lives as long as one of its handles does."""
+
+    def __init__(self, streamed: StreamedForward) -> None:
+        self._streamed, self.unit, self._runtime = streamed, streamed.unit, streamed.runtime
+        self._device = self._runtime.weights.device
+        self._generators = Generators(self._device)
+        kind = self._device.type
+        self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._handles: list[weakref.ref[_Handle]] = []
+        self._values: dict[int, torch.Tensor] = {}  # of the visit, by the number of their handle
+        self._of_node: tuple[Any, dict[int, torch.Tensor]] = None, {}  # what the node at work has had already
+        self._left = self._entered = False
+        self._computed_in = -1  # the backward pass in which the block was computed again last
+        self.backward = -1  # autograd's number of the backward pass that the visit belongs to
+        self._since = math.inf
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        runtime, unit = self._runtime, self.unit
+        self._arguments = Arguments(args, kwargs)
+        runtime.weights.take(unit)
+        try:
+            runtime.entered(unit)
+            self._entered = True
+            tensors = self._arguments.tensors
+            if runtime.wants_profile(unit):
+                runtime.profiled(unit, *self._profile(tensors))
+            before = ModuleState(self._streamed.modules)
+            inputs = self._inputs_before(tensors)
+            began = time.perf_counter()
+            with runtime.taking(unit, tensors) as taken, torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                results = self._streamed.stock(*args, **kwargs)
+            runtime.passed(unit, time.perf_counter() - began, math.inf)
+        finally:
+            runtime.weights.give_back(unit)
+        if self._autocast[0]:
+            torch.clear_autocast_cache()  # of this block's weights: they would be in memory until autocast ends
+        if self._handles:
+            self._entry = before if before.keep_changes() else None
+            self._keep(self._inputs_after(tensors, inputs), taken)
+            self._await_gradients(results, tensors)
+        self._arguments.drop_tensors()
+        return results
+
+    def _inputs_before(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int | None]]:
+        """(what backward will begin with, version) of each: copies of those that the block may change in place."""
+        known = self._streamed.changed_inputs
+        copied = range(len(tensors)) if known is None else known
+        return [
+            (t.detach().clone() if n in copied else t.detach(), None if t.is_inference() else t._version)
+            for n, t in enumerate(tensors)
+        ]
+
+    def _inputs_after(
+        self, tensors: Sequence[torch.Tensor], inputs: Sequence[tuple[torch.Tensor, int | None]]
+    ) -> list[torch.Tensor]:
+        changed = {n for n, (_, version) in enumerate(inputs) if version is not None and tensors[n]._version != version}
+        known = self._streamed.changed_inputs
+        if known is not None and not changed <= known:
+            raise NotStreamable(
+                f"{self.unit.key} changes an argument in place in this pass and did not in its first one, and backward "
+                "would compute it again from the changed one: use the operation that is not in place"
+            )
+        self._streamed.changed_inputs = changed | (known or set())
+        self._changed = changed
+        return [kept if n in changed else tensors[n].detach() for n, (kept, _) in enumerate(inputs)]
+
+    def _keep(self, tensors: list[torch.Tensor], taken: Taken) -> None:
+        """What the recomputation needs: inputs, the first of them on the tier where that is wanted, and products."""
+        self._needed = [t.requires_grad for t in self._arguments.tensors]
+        self._taken, self._on_tier = taken, None
+        first = next((n for n, t in enumerate(tensors) if t.is_floating_point()), None)
+        if first is not None:
+            kept = self._runtime.keep_input(tensors[first])
+            if kept is not tensors[first]:
+                self._on_tier = first, kept
+                tensors = [*tensors[:first], *tensors[first + 1 :]]
+        products = taken.tensors()
+        self._products = len(products)
+        self._saved = _saved([*tensors, *products])
+
+    def _await_gradients(self, results: Any, inputs: Sequence[torch.Tensor]) -> None:
+        """The visit begins with the first gradient of a result: before a node of the block looks at a parameter."""
+        passed = weakref.ref(self)
+
+        def begin(_: torch.Tensor) -> None:
+            if (owner := passed()) is not None:
+                owner._runtime.visits.begin(owner)
+
+        for result in tensors_in(results):
+            if result.requires_grad and not any(result is each for each in inputs):
+                result.register_hook(begin)
+
+    def _pack(self, tensor: torch.Tensor) -> _Handle:
+        handle = _Handle(self, len(self._handles), tensor)
+        self._handles.append(weakref.ref(handle))
+        return handle
+
+    def _profile(self, tensors: Sequence[torch.Tensor]) -> tuple[float, float]:
+        """Seconds of forward and of backward, the best of a few passes that leave nothing behind."""
+        unit, runtime = self.unit, self._runtime
+        trained = [p for p in runtime.weights.units.parameters[unit.key] if p.requires_grad]
+        best, begin = [math.inf] * 2, time.perf_counter()
+        for number in range(_PROFILED_PASSES):
+            if number >= 2 and time.perf_counter() - begin > _PROFILED_S:
+                break
+            leaves = [t.detach().clone().requires_grad_(t.is_floating_point() or t.is_complex()) for t in tensors]
+            wanted = [*trained, *(t for t in leaves if t.requires_grad)]
+            with torch.enable_grad(), self._as_in_forward(), undisturbed(self._streamed.modules):
+                args, kwargs = self._arguments.rebuilt([t.clone() if t.requires_grad else t for t in leaves])
+                times = [runtime.now()]
+                results = [r for r in tensors_in(self._streamed.stock(*args, **kwargs)) if r.requires_grad]
+                times.append(runtime.now())
+                torch.autograd.grad(results, wanted, [torch.ones_like(r) for r in results], allow_unused=True)
+                times.append(runtime.now())
+            best = [min(b, after - before) for b, before, after in zip(best, times[:-1], times[1:], strict=True)]
+        return best[0], best[1]
+
+    @contextlib.contextmanager
+    def _as_in_forward(self) -> Iterator[None]:
+        enabled, dtype = self._autocast
+        with self._generators.again(), torch.autocast(self._device.type, dtype=dtype, enabled=enabled):
+            yield
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def begin_visit(self) -> None:
+        """Fetch the weights. The tensors that backward needs are computed when the first of them is asked for."""
+        self._runtime.recomputes(self.unit)
+        self._runtime.weights.take(self.unit)
+        self.backward = torch._C._current_graph_task_id()
+
+    def end_visit(self) -> None:
+        if self._since != math.inf:
+            self._runtime.passed(self.unit, math.inf, time.perf_counter() - self._since)
+        self.forget_visit()
+        try:
+            self._runtime.visited(self.unit)
+        finally:
+            self._leave()
+            self._runtime.weights.give_back(self.unit)
+
+    def forget_visit(self) -> None:
+        self._values, self._of_node, self._since = {}, (None, {}), math.inf
+
+    def value(self, number: int) -> torch.Tensor:
+        """What the forward pass saved as `number`; the recomputation's memory of it is let go of."""
+        if torch.is_grad_enabled():
+            raise NotStreamable(
+                f"a gradient of a gradient goes through {self.unit.key}, whose weights are there for one backward pass "
+                "alone: leave out create_graph=True"
+            )
+        if self.backward != torch._C._current_graph_task_id() and self._runtime.visits.open is self:
+            self._runtime.visits.end()  # another backward pass over the same graph
+        self._runtime.visits.begin(self)
+        node = torch._C._current_autograd_node()
+        if self._of_node[0] is not node:
+            self._of_node = node, {}
+        if number in self._of_node[1]:  # a custom Function that looks at ctx.saved_tensors twice
+            return self._of_node[1][number]
+        if number not in self._values:
+            self._recompute()
+        found = self._values.pop(number)
+        if isinstance(node, BackwardCFunction):
+            self._of_node[1][number] = found
+        return found
+
+    def _recompute(self) -> None:
+        if self._computed_in == self.backward:
+            self._runtime.require_not_updated(self.unit)
+        self._computed_in, self._values = self.backward, {}
+        last = max((n for n, each in enumerate(self._handles) if each() is not None), default=-1)
+        args, kwargs = self._arguments.rebuilt(self._inputs_again())
+        saved: list[int] = [0]
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            number, saved[0] = saved[0], saved[0] + 1
+            tensor = tensor.detach()
+            handle = self._handles[number]() if number < len(self._handles) else None
+            if handle is not None:
+                if handle.meta != _meta(tensor):
+                    raise self._differs(f"tensor {number} of what autograd saves is {_words(tensor)}")
+                self._values[number] = tensor
+            if number >= last:
+                raise _Complete
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        again = undisturbed(self._streamed.modules, self._entry)
+        replaying = self._runtime.replaying(self.unit, self._taken)
+        try:
+            with torch.enable_grad(), self._as_in_forward(), again, replaying, hooks:
+                self._streamed.stock(*args, **kwargs)
+        except _Complete:
+            pass
+        else:
+            raise self._differs(f"autograd saves {saved[0]} tensors of it, where it saved {len(self._handles)}")
+        finally:
+            self._taken.tensors()  # autograd has what it needs of them
+        self._since = time.perf_counter()
+
+    def _inputs_again(self) -> list[torch.Tensor]:
+        tensors = list(self._saved.saved_tensors)
+        if self._products:
+            self._taken.bring_back(tensors[-self._products :])
+            del tensors[-self._products :]
+        if self._on_tier is not None:
+            first, kept = self._on_tier
+            tensors.insert(first, self._runtime.bring_back(kept))
+        found = [t.detach().requires_grad_(needs) for t, needs in zip(tensors, self._needed, strict=True)]
+        with torch.enable_grad():  # a copy, and no leaf, of what will be changed in place
+            return [t.clone() if n in self._changed else t for n, t in enumerate(found)]
+
+    def _differs(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self.unit.key} computes something else in its recomputation: {what}. Its forward pass must depend on "
+            "its arguments, parameters, buffers and torch's random numbers alone"
+        )
+
+    def _leave(self) -> None:
+        if self._entered and not self._left:
+            self._left = True
+            self._runtime.left(self.unit)
+
+    def __del__(self) -> None:  # with the graph, whose backward may never have come
+        self._leave()
+
+
+def _unpack(handle: _Handle) -> torch.Tensor:
+    return handle.owner.value(handle.number)
+
+
+def _words(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of {tuple(tensor.shape)}"
+
+
+def stream_block(block: nn.Module, unit: Unit, runtime: BlockRuntime) -> Callable[[], None]:
+    """Put the engine's forward in the place of a block's own; returns the undo."""
+    had = vars(block).get("forward")
+    forward = StreamedForward(block, unit, runtime)
+    block.forward = forward
+
+    def undo() -> None:
+        if vars(block).get("forward") is forward:
+            del block.forward
+            if had is not None:
+                block.forward = had
+
+    return undo
