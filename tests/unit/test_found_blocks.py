@@ -219,7 +219,9 @@ def test_all_lists_of_layers_train_as_in_memory(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    "kind", [EncoderDecoder, lambda: EncoderDecoder(experts=3), Towers, RootParameters, Wrapper, Plain], ids=str
+    "kind",
+    [EncoderDecoder, lambda: EncoderDecoder(experts=3), Towers, RootParameters, Wrapper, Plain],
+    ids=["encoder-decoder", "experts", "towers", "root parameters", "wrapper", "plain"],
 )
 def test_the_layers_of_all_lists_are_found(kind):
     of = kind()
