@@ -12,11 +12,20 @@ Around any loop, with DeepSpeed or without, activations go to the SSD::
     with memascend.offload_activations("/mnt/nvme"):
         ...
 
-Nothing is imported or patched before the call.
+And a plain PyTorch loop trains a model whose weights, gradients and optimizer states live on an SSD::
+
+    from memascend import EngineOptions, offload_activations, streaming
+    with streaming("/mnt/nvme/run") as home:
+        model = home.hook(model)
+        optimizer = home.optimizer(torch.optim.AdamW, lr=1e-5)
+
+Nothing is imported or patched before the call; `streaming` and the other names of a loop are imported when they are
+first asked for.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,28 +33,107 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from memascend.activation.cache import ActivationCache
+    from memascend.engine.blocks import NotStreamable
+    from memascend.engine.home import TornStates
+    from memascend.engine.options import EngineOptions
+    from memascend.engine.streaming import streaming
     from memascend.integrations.deepspeed.hooks import Enabled
+    from memascend.storage.errors import StorageError
+    from memascend.storage.tier import Tier
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "disable", "enable", "offload_activations"]
+__all__ = [
+    "EngineOptions",
+    "NotStreamable",
+    "StorageError",
+    "TornStates",
+    "__version__",
+    "disable",
+    "enable",
+    "offload_activations",
+    "streaming",
+]
+
+_WHERE = {
+    "EngineOptions": "memascend.engine.options",
+    "NotStreamable": "memascend.engine.blocks",
+    "StorageError": "memascend.storage.errors",
+    "TornStates": "memascend.engine.home",
+    "streaming": "memascend.engine.streaming",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def enable(ds_config: dict[str, Any] | str | PathLike[str], **options: Any) -> Enabled:
-    """Swap MemAscend's parts into DeepSpeed; see :func:`memascend.integrations.deepspeed.enable`."""
+    """Put MemAscend's parts into DeepSpeed. Call before ``deepspeed.zero.Init`` and ``deepspeed.initialize``.
+
+    Process-wide, and of the thread that trains: call it once, not while an engine is being built.
+
+    Args:
+        ds_config: the DeepSpeed configuration as a dict, a path or JSON in base64; it stays as it is. Its section
+            ``"memascend"`` chooses parts; ``{"enabled": false}`` leaves DeepSpeed alone.
+        options: any key of that section, which it overrides; `ledger`, the account that buffers are written to. See
+            :func:`memascend.integrations.deepspeed.enable`.
+    Returns:
+        What was enabled: `parts`, `ledger`, `io` (bytes that were moved).
+    Raises:
+        ValueError: one line that names the key and the fix.
+        TypeError: an unknown keyword.
+        RuntimeError: it is enabled already, or this DeepSpeed lacks what is replaced.
+
+    Example:
+        memascend.enable("ds_config.json")
+        engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
+    """
     from memascend.integrations.deepspeed import enable as enable_deepspeed
 
     return enable_deepspeed(ds_config, **options)
 
 
 def disable() -> None:
-    """Give DeepSpeed back as it was before :func:`enable`; does nothing when it is not enabled."""
+    """Give DeepSpeed back as it was before :func:`enable`; does nothing when it is not enabled.
+
+    Engines that were built meanwhile keep their parts until they are gone. Same thread rule as `enable`.
+    """
     from memascend.integrations.deepspeed import disable as disable_deepspeed
 
     disable_deepspeed()
 
 
-def offload_activations(where: Any, **options: Any) -> AbstractContextManager[ActivationCache]:
-    """Send what forward passes save to the SSD; see :func:`memascend.activation.offload_activations`."""
+def offload_activations(where: str | PathLike[str] | Tier, **options: Any) -> AbstractContextManager[ActivationCache]:
+    """What forward passes save for backward waits on the SSD inside this context.
+
+    Forward passes of the thread that entered it; a backward pass has to end inside. Contexts nest.
+
+    Args:
+        where: a folder on the SSD (a file is made in it and removed at the end), or an open tier, which is closed at
+            the end.
+        options: fields of :class:`memascend.activation.options.CacheOptions`: `amount`, bytes a pass, "all" or "auto",
+            and others.
+    Returns:
+        A context that yields the cache: `statistics`, and `record` of the last forward pass. Gradients are those of
+        keeping everything, to the bit.
+    Raises:
+        ValueError: an unknown option.
+        StorageError: no such folder, or no room.
+        ActivationError: from `backward`: a saved tensor is lost or was changed in place; it is named.
+
+    Example:
+        with memascend.offload_activations("/mnt/nvme", amount="all"):
+            model(batch).backward()
+            optimizer.step()
+    """
     from memascend.activation import offload_activations as offload
 
     return offload(where, **options)

@@ -63,6 +63,7 @@ class ActivationCache:
         self.options = options or CacheOptions()
         self._fates = None if fates is None else weakref.WeakKeyDictionary(fates)
         self.tier: Tier | StagedTier = tier
+        # How many bytes of the next forward pass are offloaded; with amount="auto" decided anew after each.
         self.plan = Plan(offload_bytes=self.options.amount if isinstance(self.options.amount, int) else None)
         self.record: Record | None = None  # of the last whole forward pass
         self._device = torch.device(self.options.device).type if self.options.device else _device_in_use()
@@ -135,6 +136,7 @@ class ActivationCache:
             return replace(self._counts, live_tensors=len(self._live), resident=self._resident, peak=self._peak)
 
     def restart_peak(self) -> None:
+        """Let `statistics.peak` begin anew at what is in memory now. Any thread."""
         with self._lock:
             self._release_unreferenced()
             self._peak = self._resident

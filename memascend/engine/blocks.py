@@ -140,6 +140,16 @@ class ModelUnits:
             raise NotStreamable(
                 f"the parameters are of several types ({found}): convert the model to one, model.to(...)"
             )
+        (dtype,) = dtypes
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise NotStreamable(
+                f"weights of {dtype} cannot be streamed: convert the model, model.to(torch.float32) or to 16 bits"
+            )
+        if dtype == torch.float32 != states:
+            raise NotStreamable(
+                f"weights of float32 have states of float32, not of {states}: convert the model (model.to("
+                "torch.bfloat16)), or leave states out"
+            )
         if any(parameter.is_meta for parameter in self.names):
             raise NotStreamable("the model is on the meta device: give its parameters values first")
         self.blocks = list(blocks) if blocks is not None else find_blocks(model)
@@ -151,7 +161,7 @@ class ModelUnits:
         self.layout = make_layout(
             [unit for unit in units if unit.parameters],
             order,
-            weights=dtypes.pop(),
+            weights=dtype,
             states=states,
             piece_elements=piece_elements,
         )

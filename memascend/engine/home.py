@@ -207,7 +207,11 @@ class StateHome:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def commit(self, facts: dict[str, Any]) -> None:
-        """All writes, which the caller has waited for, and `facts` (JSON) become the completed step: all or none."""
+        """All writes, which the caller has waited for, and `facts` become the completed step: all or none.
+
+        `facts`: JSON of at most `META_BYTES` (1 MiB), or ValueError. After a StorageError the completed step is still
+        the one before, and the writes of this one are uncommitted: `roll_back` forgets them.
+        """
         self._write_meta(facts)
         self._tier.commit()
         self._replaced.clear()
@@ -223,10 +227,12 @@ class StateHome:
         self._compares = False
         self._reopen()
 
+    def require_room_for(self, facts: dict[str, Any]) -> None:
+        """ValueError where `commit` could not keep `facts`: they are no JSON, or more than `META_BYTES` (1 MiB)."""
+        _as_json(facts)
+
     def _write_meta(self, facts: dict[str, Any]) -> None:
-        raw = json.dumps(facts).encode()
-        if len(raw) > META_BYTES:
-            raise ValueError(f"facts of a step take {len(raw)} bytes, and {META_BYTES} are kept for them")
+        raw = _as_json(facts)
         self._tier.write(_META, torch.frombuffer(bytearray(raw), dtype=torch.uint8)).wait()
 
     def commit_parts(self) -> None:
@@ -276,6 +282,19 @@ class StateHome:
         """Close, and remove the folder."""
         self.close()
         remove(self.folder)
+
+
+def _as_json(facts: dict[str, Any]) -> bytes:
+    try:
+        raw = json.dumps(facts).encode()
+    except TypeError as error:
+        raise ValueError(f"the facts (or the note) of a step are kept as JSON: {error}") from error
+    if len(raw) > META_BYTES:
+        raise ValueError(
+            f"the facts (or the note) of a step take {len(raw)} bytes of JSON, and {META_BYTES} are kept for them: put "
+            "less there"
+        )
+    return raw
 
 
 def is_home(folder: str | os.PathLike[str]) -> bool:

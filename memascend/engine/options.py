@@ -10,26 +10,49 @@ from memascend.engine.buffers import BLOCKS_IN_FLIGHT, STATE_SLOTS
 from memascend.engine.updates import ARMS
 from memascend.swapping import RULES
 
+STATES = (torch.float32, torch.bfloat16)
+GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How a model is streamed.
+    """How a model is streamed; immutable.
 
-    `arm`: optimized, naive or none (`memascend.engine.updates`). `accumulate`: backward passes in a step; `clip`: the
-    largest norm of all gradients, 0 for any. With either, gradients wait on the tier for the norm or for the others;
-    `wait`: for a norm that is asked for later (`gradient_views`). `checkpoints`: `tier` (inputs of blocks wait on the
-    SSD) or `device`. `states`: dtype of moments and masters; `gradients`: of those that wait. `zero_missing`: see
-    `Updates`. `piece_elements`: see `make_layout`. `measure`: find out how fast a step could be (`limit`). `swap`:
-    results inside of blocks that are swapped rather than computed again, decided after the first step by a rule (best,
-    algorithm 1 or released, see `memascend.swapping`), all, a number of bytes a pass, or a share such as 50%; None:
-    none. `swap_room`: bytes of host memory that they may take before the SSD has them. `versions`: of the states on
-    the tier, 2, or 1 with gradients that wait beside it (`memascend.engine.one_version`); None: two if the disk has
-    room for them. `redo`: with one version, whether a step that is cut off can be done again; else nothing waits for
-    it, a kill in the middle of a step leaves torn states (`TornStates`), and so do an error in a backward pass that
-    uses gradients as they come and a gradient that is infinite or NaN there. `device`: what computes, whose memory
-    holds copies of the weights that are at work ("cuda"); None: where the model's parameters are. `implicit_step`: a
-    forward pass completes the step before it (LoHan, Fig. 4b: a loop without `optimizer.step()`); without it, a forward
-    pass after the last backward pass of a step is refused where its updates have begun.
+    Args:
+        arm: how gradients go into the states: `optimized` (reads, updates and writes overlap while backward goes on),
+            `naive` (one after the other) or `none` (after backward); see `memascend.engine.updates`.
+        accumulate: backward passes in a step, at least 1. With more than one, gradients wait on the tier.
+        clip: the largest 2-norm of all gradients; 0 for any. Gradients wait on the tier for it.
+        wait: gradients wait on the tier until `step()`, for a loop that looks at them or clips them by itself.
+        checkpoints: where the inputs of blocks wait for backward: `tier` (the SSD) or `device` (its memory).
+        states: dtype of moments and master weights: torch.float32 or torch.bfloat16 (rounded stochastically; for
+            weights of 16 bits alone).
+        gradients: dtype of gradients that wait: torch.float32, bfloat16 or float16.
+        zero_missing: a parameter that got no gradient in a step is updated with zeros, as in ZeRO's flat groups; else
+            it is left as it is, as torch.optim does.
+        measure: find out how fast a step could be (`StreamingEngine.limit`); the first step profiles each block.
+        swap: results inside of blocks that are swapped to the SSD in place of being computed again, decided after the
+            first step: a rule (`best`, `algorithm 1` or `released`, see `memascend.swapping`), `all`, a number of bytes
+            a pass, or a share such as `50%`. None: none.
+        swap_room: bytes of host memory that these may take before the SSD has them.
+        blocks_in_flight: slots in host memory for blocks of one size, at least 1.
+        piece_elements: elements of a piece of states at most (see `make_layout`). None: those of the largest block, but
+            no more than 16.8 million.
+        versions: of the states on the tier: 2, or 1 with the step's gradients beside it
+            (`memascend.engine.one_version`). None: two if the disk has room for them.
+        redo: with one version, whether a step that a kill cuts off can be done again. Else its gradients do not wait
+            for that, and a kill in the middle of a step leaves torn states (`TornStates`); so do an error in a backward
+            pass that uses gradients as they come, and a gradient that is infinite or NaN there.
+        device: what computes, whose memory holds copies of the weights that are at work (such as "cuda"). None: where
+            the model's parameters are.
+        implicit_step: each forward pass with a graph completes the step before it (LoHan, Fig. 4b: a loop without
+            `optimizer.step()`). Without it such a pass is refused where the step's updates have begun.
+
+    Raises:
+        ValueError: an unknown word, a number out of range, a dtype that is not named above.
+
+    Example:
+        home.optimizer(torch.optim.AdamW, lr=1e-5, options=EngineOptions(versions=1, states=torch.bfloat16))
     """
 
     arm: str = "optimized"
@@ -55,6 +78,10 @@ class EngineOptions:
             raise ValueError(f"unknown arm {self.arm!r} of gradient offloading: use one of {', '.join(ARMS)}")
         if self.checkpoints not in ("tier", "device"):
             raise ValueError(f"checkpoints must be 'tier' or 'device', got {self.checkpoints!r}")
+        for name, known in (("states", STATES), ("gradients", GRADIENTS)):
+            if getattr(self, name) not in known:
+                words = ", ".join(str(dtype) for dtype in known)
+                raise ValueError(f"{name} must be one of {words}, got {getattr(self, name)!r}")
         if self.swap is not None and not (self.swap in (*RULES, "all") or self.swap.removesuffix("%").isdecimal()):
             known = f"{', '.join(RULES)}, 'all', bytes, or a share such as 50%"
             raise ValueError(f"swap must be one of {known}, got {self.swap!r}")

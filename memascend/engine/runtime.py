@@ -71,7 +71,10 @@ class StreamingEngine(HookedRuntime):
         self.units, self.layout = units, units.layout
         self._group_of = {units.names[p]: group for group in groups for p in group["params"]}
         if missing := [name for name in self.layout.order if name not in self._group_of]:
-            raise ValueError(f"{missing[0]} is trained and in no group of the optimizer ({len(missing)} such): add it")
+            raise ValueError(
+                f"{missing[0]} is trained and in no group of the optimizer ({len(missing)} such): add it, or freeze it "
+                "(requires_grad_(False))"
+            )
         self.buffers = EngineBuffers(
             self.layout,
             allocator,
@@ -107,8 +110,10 @@ class StreamingEngine(HookedRuntime):
             zero_missing=options.zero_missing,
             copies=gradients,
         )
-        self.steps = dict.fromkeys(self.layout.order, 0)  # of each parameter, as torch.optim counts them
-        self.scale = 1.0  # that the loss is multiplied by before backward
+        # Steps of each trained parameter by its name, as torch.optim counts them: none where it got no gradient.
+        self.steps = dict.fromkeys(self.layout.order, 0)
+        # What the loss is multiplied by before backward, to be set before that: updates and norms divide by it.
+        self.scale = 1.0
         self._inputs = KeptInputs(self.buffers, self._beside.scratch, WAIT_S, inputs)
         self._uses: dict[str, int] = {}
         self.visits = Visits()
@@ -273,10 +278,15 @@ class StreamingEngine(HookedRuntime):
             self._states.flush()
 
     def _commit(self, facts: dict[str, Any], redo: Redo | None = None) -> None:
-        whole = {"steps": list(self.steps.values()), "versions": self.options.versions, "facts": facts}
+        self.home.commit(self._record(facts, redo.record if redo is not None else None))
+
+    def _record(self, facts: dict[str, Any], redo: dict[str, Any] | None = None, *, ahead: int = 0) -> dict[str, Any]:
+        """What a commit keeps beside the states, `ahead` steps from now."""
+        steps = [step + ahead for step in self.steps.values()]
+        whole = {"steps": steps, "versions": self.options.versions, "facts": facts}
         if self.options.tears:
             whole["redoes"] = False
-        self.home.commit(whole if redo is None else {**whole, "redo": redo.record})
+        return whole if redo is None else {**whole, "redo": redo}
 
     def close(self, *, destroy: bool = False) -> None:
         """Give the model its own forward back and let go of everything; a step that is not finished is forgotten.
@@ -524,11 +534,13 @@ class StreamingEngine(HookedRuntime):
         """Until everything of this step is updated and written; the norm of all gradients, loss scale out.
 
         None: a gradient was infinite or NaN, and nothing was changed since the last `keep`. With `keep` the step is
-        completed; else the caller does that before the next one. `facts`: what the step is kept with where a kill cuts
-        it off and `resume` completes it (`keep` gets the same). Raises what failed, StorageError, TornStates and
-        others; the step is then given up (see `give_up`).
+        completed; else the caller does that before the next one. `facts`: JSON that the step is kept with where a kill
+        cuts it off and `resume` completes it (`keep` gets the same); with the engine's own (some digits a parameter)
+        less than `META_BYTES`, 1 MiB, or ValueError before anything is updated. Raises what failed, StorageError,
+        TornStates and others; the step is then given up (see `give_up`).
         """
         self._require_whole()
+        self.home.require_room_for(self._record(facts or {}, ahead=1))
         try:
             self.updates.raise_failure()
             if self._backward_begun:
@@ -543,7 +555,8 @@ class StreamingEngine(HookedRuntime):
         return norm
 
     def keep(self, facts: dict[str, Any]) -> None:
-        """The finished step outlives the process from here on, with `facts` (JSON) for `resume`; StorageError."""
+        """The finished step outlives the process from here on, with `facts` for `resume`: JSON, in all less than 1 MiB
+        (ValueError). After a StorageError the completed step is still the one before; `give_up` goes back to it."""
         self._require_whole()
         self._commit(facts)
         self._restored = False
@@ -660,6 +673,8 @@ class StreamingEngine(HookedRuntime):
 
     def _update_in_parts(self, redo: Redo) -> None:
         """Each unit's weights and states with one commit, that says so; gradients go with the step's own."""
+        all_done = {**redo.record, "done": [unit.key for unit in self.layout.units]}
+        self.home.require_room_for(self._record({}, all_done))
         self._unfinished = "a step's update was cut off: close the engine, and resume, which completes it"
         self._commit({}, redo)
 

@@ -76,7 +76,8 @@ class streaming:
         self._blocks: Sequence[nn.Module] | None = None
         self._device: torch.device | str | None = None
         self.engine: StreamingEngine | None = None
-        self.note: dict[str, Any] = {}  # of the user's, as JSON; kept with each step, and here again after a resume
+        # Of the user's, as JSON of less than 1 MiB; kept with each step, and here again after a resume.
+        self.note: dict[str, Any] = {}
 
     def hook(
         self,
@@ -85,9 +86,26 @@ class streaming:
         *,
         device: torch.device | str | None = None,
     ) -> nn.Module:
-        """The model that will be trained; returns it. `blocks`: what is streamed as a whole (default: its layers, see
-        `find_blocks`). `device`: what computes, such as "cuda" for a model in host memory; batches belong there, too
-        (default: where the model is). Its weights leave memory when the optimizer is made."""
+        """Name the model that will be trained. Nothing moves before the optimizer is made.
+
+        Args:
+            model: any module with lists of layers (see `find_blocks`), its parameters of one dtype: float32, bfloat16
+                or float16. It may wait in files (`memascend.integrations.waiting_model`).
+            blocks: modules that are in memory one at a time, each with a forward pass (default: all layers).
+            device: what computes, such as "cuda" for a model in host memory; batches belong there, too (default: where
+                the model is).
+
+        Returns:
+            The same model.
+
+        Raises:
+            RuntimeError: there is an optimizer already, whose model is another one.
+
+        Example:
+            model = home.hook(Model(config), device="cuda")
+        """
+        if self.engine is not None:
+            raise RuntimeError("there is an optimizer already: one training in a folder")
         self._model, self._blocks, self._device = model, blocks, device
         return model
 
@@ -121,6 +139,14 @@ class streaming:
             ValueError: for what cannot be done, before anything has moved.
             StorageError: where the disk has no room.
             MemoryError: for host buffers.
+            RuntimeError: no model was named, or there is an optimizer already.
+
+        Returns:
+            A torch.optim.Optimizer; the model's parameters are empty from here on but for the moments in which they are
+            at work (see the class).
+
+        Example:
+            optimizer = home.optimizer(torch.optim.AdamW, model.named_parameters(), lr=1e-5, clip=1.0)
         """
         if self._model is None:
             raise RuntimeError("hook(model) comes first: the optimizer is of that model")
@@ -155,7 +181,7 @@ class streaming:
 
     @property
     def steps(self) -> int:
-        """Completed in this folder, the earlier runs' among them."""
+        """Completed in this folder, the earlier runs' among them (the most of any parameter)."""
         return max(self._engine().steps.values(), default=0)
 
     def _engine(self) -> StreamingEngine:
@@ -186,8 +212,11 @@ class StreamedAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW (or Adam without decay) whose states and parameters are on a tier; made by `streaming`.
 
     Updates run while backward does, with each group's settings as they are then; `step` waits for them and completes
-    the step. A parameter that got no gradient is left as it is. `state` is empty: `state_dict` reads the states into
-    a file that its tensors are views of, so that no memory is proportional to the model.
+    the step. A parameter that got no gradient is left as it is. `norm` is the 2-norm of all gradients of the last step,
+    None where the step was left out. `state` is empty: `state_dict` reads the states into a file that its tensors are
+    views of, so that no memory is proportional to the model; they have the shapes of the parameters and the dtype of
+    `EngineOptions.states`. All methods are the training thread's. What may be looked at between `backward()` and
+    `step()`, and what becomes of the model's own methods, stands at `streaming`.
     """
 
     def __init__(
@@ -209,6 +238,13 @@ class StreamedAdamW(torch.optim.Optimizer):
                 raise NotStreamable(f"{kind.__name__} with {asked[0]} cannot be streamed: leave it out")
             if not decoupled and group["weight_decay"]:
                 raise NotStreamable("Adam with weight decay in the gradient cannot be streamed: use torch.optim.AdamW")
+        of_model = set(model.parameters())
+        for number, group in enumerate(self.param_groups):
+            if foreign := [p for p in group["params"] if p not in of_model]:
+                raise ValueError(
+                    f"a parameter of shape {tuple(foreign[0].shape)} in group {number} of params= is none of the "
+                    "model's"
+                )
         if unknown := sorted(set(settings) - set(kind([torch.zeros(1)]).defaults)):
             raise ValueError(f"{kind.__name__} has no setting {unknown[0]!r}")
 
@@ -230,7 +266,12 @@ class StreamedAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Until all updates of this step are done, written and completed; what `closure` returns.
 
-        With a gradient that is infinite or NaN the step changes nothing. Raises what failed since the last step.
+        With a gradient that is infinite or NaN the step changes nothing.
+
+        Raises:
+            StorageError: and whatever else failed since the last step; the states are those of the step before it.
+            ValueError: `home.note` is no JSON or too large; nothing has changed then, and `step` can be called again.
+            TornStates: with `redo=False`, where what was written cannot be taken back.
         """
         loss = None
         if closure is not None:
@@ -261,11 +302,11 @@ class StreamedAdamW(torch.optim.Optimizer):
         engine, names = self.engine, self._names()
         engine.require_completed_step()
         keys = _MOMENTS if engine.layout.own_masters else ("master", *_MOMENTS)
-        sizes = [p.numel() * engine.layout.states.itemsize for p, name in names.items() if engine.steps[name]]
+        sizes = [p.numel() * engine.layout.states.itemsize for p, name in names.items() if engine.steps.get(name)]
         file = TensorFile(engine.home.folder, sizes * len(keys))
         state: dict[int, dict[str, torch.Tensor]] = {}
         for number, (parameter, name) in enumerate(names.items()):
-            if engine.steps[name]:
+            if engine.steps.get(name):  # none of a frozen one
                 found = engine.read_states(name)
                 state[number] = {"step": torch.tensor(float(engine.steps[name]))}
                 state[number] |= {key: file.put(found[key]).view(parameter.shape) for key in keys}
@@ -292,7 +333,10 @@ class StreamedAdamW(torch.optim.Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, (parameter, name) in zip(numbers, self._names().items(), strict=True):
             saved = state_dict["state"].get(number)
-            if saved is not None:
+            if name not in engine.steps:
+                if saved is not None:
+                    log.warning("memascend: %s is frozen: its states are not loaded", name)
+            elif saved is not None:
                 states = {key: saved[key] for key in ("master", *_MOMENTS) if key in saved}
                 engine.write_states(name, states, step=int(saved["step"]))
             elif engine.steps[name]:

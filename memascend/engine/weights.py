@@ -148,7 +148,8 @@ class WeightStream:
             return key in self._entries
 
     def tensor(self, key: Hashable) -> torch.Tensor:
-        """The buffer of a tensor that has one. Raises KeyError."""
+        """The buffer of a tensor that has one: 1-D, on the CPU, of the pool's dtype and the `numel` that was
+        registered; a view of the slot, valid until the last use ends. Raises KeyError. Any thread."""
         with self._lock:
             return self._entries[key].lease.tensor
 
@@ -209,7 +210,10 @@ class WeightStream:
     # -- use --------------------------------------------------------------------------------------------------------
 
     def fetch(self, keys: Iterable[Hashable]) -> list[torch.Tensor]:
-        """The tensors, contents and all; all reads are started before the first is waited for.
+        """The tensors, contents and all; all reads are started before the first is waited for. Any thread.
+
+        Each is 1-D, on the CPU, of the pool's dtype and the `numel` that was registered: a view of the slot, valid
+        until the `release` that belongs to this call.
 
         Raises KeyError (not registered), PoolTimeoutError (no slot in time, no `beside`) and the storage's failure; the
         tensors that were asked for are then as before the call, and a fetch that follows reads again.

@@ -338,7 +338,8 @@ class FileTier(_EngineTier):
         faults: _C.FaultLayer | None = None,
         require_direct: bool = False,
     ) -> None:
-        """`threads` in each direction; `owner` is named to whoever finds the folder. Raises StorageError, ValueError.
+        """`threads`: native threads in each direction, so 2 * threads in all, and as many transfers at once in each;
+        `block_bytes`: of one request. `owner` is named to whoever finds the folder. Raises StorageError, ValueError.
 
         What killed processes have left in `folder` is removed first. With `require_direct`, transfers fail where the
         file system refuses O_DIRECT. `faults` is for tests.

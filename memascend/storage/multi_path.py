@@ -82,7 +82,8 @@ class MultiPathTier(TierBase):
         """Takes the paths over, and closes their tiers and gates.
 
         `placement`: `balanced`, `as_published` (Eq. 1) or a ratio by hand; `rehome`: groups follow the rates as they
-        are observed, pass by pass; `group_of` a key: what lies together. Raises ValueError.
+        are observed, pass by pass; `group_of` a key: what lies together; `hang_s`: seconds without any end after which
+        a path with work under way is taken out. Raises ValueError.
         """
         if not paths or len({path.name for path in paths}) < len(paths):
             raise ValueError(f"a tier needs paths, each named once, got {[path.name for path in paths]}")

@@ -1,0 +1,168 @@
+"""What `params=`, `EngineOptions` and a step's note may be: what torch takes, or one line before anything moves."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import memascend
+from memascend.engine.options import EngineOptions
+from memascend.engine.streaming import streaming
+from memascend.ops.adamw import AdamW
+from tests.unit.test_streaming_engine import SETTINGS, batches, model
+from tests.unit.test_streaming_loop import assert_equal, begin, loop
+
+FORMS = {
+    "parameters": lambda of: of.parameters(),
+    "a list": lambda of: list(of.parameters()),
+    "names": lambda of: of.named_parameters(),
+    "groups": lambda of: [
+        {"params": of.layers.parameters(), "lr": 0.1},
+        {"params": [*of.embedding.parameters(), *of.norm.parameters(), *of.head.parameters()]},
+    ],
+    "groups with names": lambda of: [
+        {"params": of.layers.named_parameters(), "weight_decay": 0.0},
+        {"params": [(name, p) for name, p in of.named_parameters() if not name.startswith("layers.")]},
+    ],
+}
+
+
+def frozen_in_part(**shape):
+    of = model(**shape)
+    of.layers[1].requires_grad_(False)
+    of.norm.bias.requires_grad_(False)
+    return of
+
+
+@pytest.mark.parametrize("of", [model, frozen_in_part])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_every_form_that_torch_takes_trains_and_is_saved_and_loaded_as_in_torch(tmp_path, form, of):
+    data, ours, theirs = batches(4), of(), of()
+    home, optimizer = begin(ours, tmp_path / "run", params=form(ours))
+    other = torch.optim.AdamW(form(theirs), **SETTINGS)
+    loop(ours, optimizer, data[:2])
+    loop(theirs, other, data[:2])
+    saved, expected = optimizer.state_dict(), other.state_dict()
+    assert saved["state"].keys() == expected["state"].keys()
+    for mine, torchs in zip(saved["param_groups"], expected["param_groups"], strict=True):
+        assert mine["params"] == torchs["params"]
+        assert mine.get("param_names") == torchs.get("param_names")
+    weights = ours.state_dict()
+    home.remove()
+    again = of()
+    again.load_state_dict(weights)
+    home, optimizer = begin(again, tmp_path / "again", params=form(again))
+    optimizer.load_state_dict(saved)
+    loop(again, optimizer, data[2:])
+    loop(theirs, other, data[2:])
+    found = again.state_dict()
+    for name, values in theirs.state_dict().items():
+        assert torch.allclose(found[name], values, rtol=1e-4, atol=1e-5), name
+    home.close()
+
+
+def test_states_of_what_is_frozen_now_are_left_out_and_that_is_said(tmp_path, caplog):
+    theirs, ours = model(), frozen_in_part()
+    other = AdamW(theirs.parameters(), **SETTINGS)
+    loop(theirs, other, batches(1))
+    home, optimizer = begin(ours, tmp_path / "run", params=ours.parameters())
+    optimizer.load_state_dict(other.state_dict())
+    assert "layers.1.norm.weight is frozen: its states are not loaded" in caplog.text
+    assert home.engine.steps["head.weight"] == 1
+    home.close()
+
+
+def test_a_parameter_of_another_model_is_one_line(tmp_path):
+    ours = model()
+    with pytest.raises(ValueError, match=r"a parameter of shape \(2, 2\) in group 1 of params= is none of the model's"):
+        begin(ours, tmp_path / "run", params=[{"params": ours.parameters()}, {"params": nn.Linear(2, 2).weight}])
+    assert list(tmp_path.iterdir()) == []
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("weights", "states"), list(itertools.product(DTYPES, DTYPES)), ids=lambda d: str(d).removeprefix("torch.")
+)
+def test_each_pair_of_types_trains_or_is_refused_before_anything_has_moved(tmp_path, weights, states):
+    ours, allowed = model(dtype=weights), weights != torch.float64 and states in (torch.float32, torch.bfloat16)
+    home = streaming(tmp_path / "run")
+    home.hook(ours)
+
+    def make():
+        return home.optimizer(torch.optim.AdamW, options=EngineOptions(states=states), **SETTINGS)
+
+    if allowed and (weights, states) != (torch.float32, torch.bfloat16):
+        loop(ours, make(), batches(2))
+        assert home.steps == 2
+    else:
+        with pytest.raises(
+            ValueError, match=r"states must be one of|cannot be streamed: convert|have states of float32"
+        ):
+            make()
+        assert list(tmp_path.iterdir()) == []
+        assert not torch.isnan(ours.head.weight).any()
+    home.close()
+
+
+def test_a_type_of_waiting_gradients_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match=r"gradients must be one of torch\.float32, .*got torch\.float64"):
+        EngineOptions(gradients=torch.float64)
+
+
+@pytest.mark.parametrize("options", [{}, {"options": EngineOptions(versions=1)}, {"clip": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    ("note", "message"),
+    [("x" * (1 << 20), r"take \d+ bytes of JSON, and 1048576"), (torch.ones(1), "kept as JSON: .*Tensor")],
+    ids=["too large", "no JSON"],
+)
+def test_a_note_that_cannot_be_kept_is_one_line_before_the_update_and_the_step_can_be_completed(
+    tmp_path, options, note, message
+):
+    ours, theirs, data = model(), model(), batches(2)
+    home, optimizer = begin(ours, tmp_path / "run", **options)
+    reference, other = begin(theirs, tmp_path / "other", **options)
+    for ids in data:
+        ours(ids).backward()
+        home.note["x"] = note
+        with pytest.raises(ValueError, match=message):
+            optimizer.step()
+        home.note["x"] = 1
+        optimizer.step()
+        theirs(ids).backward()
+        other.step()
+    expected = theirs.state_dict()
+    assert all(torch.equal(values, expected[name]) for name, values in ours.state_dict().items())
+    assert home.steps == 2
+    home.close(), reference.close()
+
+
+def test_the_names_of_a_loop_come_from_one_place_and_importing_it_is_light():
+    assert memascend.streaming is streaming
+    assert memascend.EngineOptions is EngineOptions
+    assert {"EngineOptions", "NotStreamable", "StorageError", "TornStates", "streaming"} <= set(dir(memascend))
+    assert all(getattr(memascend, name) for name in memascend.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'stream'"):
+        getattr(memascend, "stream")  # noqa: B009
+    light = "import sys, memascend; assert 'torch' not in sys.modules; from memascend import streaming, EngineOptions"
+    subprocess.run([sys.executable, "-c", light], check=True)
+
+
+def test_the_public_surface_says_what_it_takes_returns_and_raises():
+    for each in (memascend.enable, memascend.offload_activations, streaming.optimizer, streaming.hook, EngineOptions):
+        for part in ("Args:", "Raises:", "Example:"):
+            assert part in each.__doc__, (each, part)
+    assert all(f"        {name}: " in EngineOptions.__doc__ for name in EngineOptions.__dataclass_fields__)
+
+
+def test_named_parameters_train_as_in_memory_to_the_bit(tmp_path):
+    ours, theirs = model(), model()
+    home, optimizer = begin(ours, tmp_path / "run", params=ours.named_parameters())
+    loop(ours, optimizer, batches(2))
+    loop(theirs, AdamW(theirs.named_parameters(), **SETTINGS), batches(2))
+    assert_equal(home, theirs)
+    home.close()
