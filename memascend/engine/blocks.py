@@ -36,9 +36,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     The outermost lists count: those inside of a layer, such as its experts, are parts of it. But a list of different
     models that are lists of layers themselves (towers, the stages of a UNet) is looked into. Small lists of single
-    modules beside the largest one, and lists that share parameters with anything outside of them, stay whole.
+    modules beside the largest one, and lists that share parameters with anything outside of them, stay whole. Lists of
+    one layer count where there is no other.
     """
-    lists = _lists_of_layers(model)
+    lists = _lists_of_layers(model, 2) or _lists_of_layers(model, 1)
     largest = max(lists, key=_numel, default=[])
     if not largest:
         raise NotStreamable(
@@ -68,15 +69,15 @@ def largest_list(model: nn.Module) -> list[nn.Module]:
     return best
 
 
-def _lists_of_layers(module: nn.Module) -> list[list[nn.Module]]:
+def _lists_of_layers(module: nn.Module, least: int) -> list[list[nn.Module]]:
     layers = _layers_of(module)
-    if layers and not _are_lists_themselves(layers):
+    if len(layers) >= least and not _are_lists_themselves(layers):
         return [layers]
-    return [found for child in module.children() for found in _lists_of_layers(child)]
+    return [found for child in module.children() for found in _lists_of_layers(child, least)]
 
 
 def _layers_of(module: nn.Module) -> list[nn.Module]:
-    """A list's children, where there are several: of a Sequential those of one type, which hold most of it."""
+    """A list's children with parameters: of a Sequential those of one type, which hold most of it."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []
     children = [child for child in module if next(child.parameters(), None) is not None]
@@ -86,7 +87,7 @@ def _layers_of(module: nn.Module) -> list[nn.Module]:
     if isinstance(module, nn.Sequential) and len(kinds) > 1:
         children = max(kinds.values(), key=_numel)
         children = children if _has_parts(children) else []
-    return children if len(children) > 1 else []
+    return children
 
 
 def _are_lists_themselves(layers: Sequence[nn.Module]) -> bool:
@@ -95,7 +96,7 @@ def _are_lists_themselves(layers: Sequence[nn.Module]) -> bool:
         return True
     if len({type(layer) for layer in layers}) == 1:
         return False
-    inside = [[each for found in _lists_of_layers(layer) for each in found] for layer in layers]
+    inside = [[each for found in _lists_of_layers(layer, 2) for each in found] for layer in layers]
     return all(2 * _numel(found) > _numel([layer]) for found, layer in zip(inside, layers, strict=True))
 
 
