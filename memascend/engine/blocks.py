@@ -158,7 +158,7 @@ class ModelUnits:
         self.parameters: dict[str, list[nn.Parameter]] = {}
         units = [self._block(module, module_names) for module in self.blocks]
         units = [*units, *self._others(module_names)]
-        order = [(name, parameter.numel()) for parameter, name in self.names.items() if parameter.requires_grad]
+        order = [(name, parameter.numel()) for parameter, name in self.names.items() if _is_trained(parameter)]
         self.layout = make_layout(
             [unit for unit in units if unit.parameters],
             order,
@@ -195,7 +195,8 @@ class ModelUnits:
     def _describe(
         self, key: str, kind: Kind, parameters: Iterable[nn.Parameter], rows_of: nn.Parameter | None = None
     ) -> UnitParameters:
-        each = [(self.names[p], tuple(p.shape), p.requires_grad) for p in dict.fromkeys(parameters)]
+        # A parameter of no elements has nothing to stream and nothing to train.
+        each = [(self.names[p], tuple(p.shape), p.requires_grad) for p in dict.fromkeys(parameters) if p.numel()]
         return UnitParameters(key=key, kind=kind, parameters=each, rows_of=self.names.get(rows_of))
 
     def _block(self, module: nn.Module, module_names: dict[nn.Module, str]) -> UnitParameters:
@@ -251,6 +252,10 @@ def _key(module: nn.Module, module_names: dict[nn.Module, str]) -> str:
     """Of a module's unit: its name, and of the model itself one that no other has."""
     root = "model" if "model" not in module_names.values() else "(model)"
     return module_names[module] or root
+
+
+def _is_trained(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and parameter.numel() > 0
 
 
 def _called_around(module: nn.Module, module_names: dict[nn.Module, str], model: nn.Module) -> nn.Module:

@@ -15,6 +15,7 @@ from memascend.engine.gradient_views import forget_gradient, stored_gradient, wa
 from memascend.engine.layout import Kind, Part, Unit
 from memascend.engine.matrices import StreamedRows
 from memascend.engine.model_guards import ModelGuards
+from memascend.engine.outside_use import watch_first_pass
 from memascend.engine.profile import StepProfile
 from memascend.engine.recompute import BlockRuntime, stream_block
 from memascend.ops.rows import slice_module
@@ -76,6 +77,7 @@ class ModelHooks:
         self._undo.append(watch_gradients(units.names, runtime))
         before = model.register_forward_pre_hook(runtime.model_begins)
         after = model.register_forward_hook(runtime.model_ends)
+        self._undo.append(watch_first_pass(model, units.names, weights.nothing))
         guards = ModelGuards(model, units.names, contents, runtime)
         self._undo += [before.remove, after.remove, guards.close]
 

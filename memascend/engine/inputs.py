@@ -26,7 +26,7 @@ class KeptInputs:
     ) -> None:
         self._buffers, self._tier, self._wait_s, self._copies = buffers, tier, wait_s, copies
         self._stream: WeightStream | None = None
-        self._coming: tuple[str, torch.Tensor, Any] | None = None  # key, input, event of its copy to the host
+        self._coming: tuple[str, torch.Tensor, int, Any] | None = None  # key, input, version, event of its copy
         self._live = self._next = 0
 
     def keep(self, tensor: torch.Tensor) -> KeptInput:
@@ -34,13 +34,14 @@ class KeptInputs:
         stream, number = self._stream_for(tensor), self._next
         key = _key(number)
         stream.register(key, padded(tensor.numel(), tensor.dtype))
-        slot = stream.put(key)[: tensor.numel()].view(tensor.shape)
+        slot = stream.put(key)[: tensor.numel()].as_strided(tensor.shape, tensor.stride())
         if self._copies is None:
             slot.copy_(tensor)
             self._write(key)
         else:  # the device goes on computing: it is written when the next one comes, or is asked for
             self._write_what_came()
-            self._coming = key, tensor, self._copies.to_host(tensor.detach(), slot, self._copies.mark())
+            version = tensor._version
+            self._coming = key, tensor, version, self._copies.to_host(tensor.detach(), slot, self._copies.mark())
         self._next += 1
         self._live += 1
         return KeptInput(self, number, tensor)
@@ -51,8 +52,13 @@ class KeptInputs:
 
     def _write_what_came(self) -> None:
         if self._coming is not None:
-            (key, _, copied), self._coming = self._coming, None
+            (key, tensor, version, copied), self._coming = self._coming, None
             copied.synchronize()
+            if tensor._version != version:  # while it was copied, perhaps
+                raise NotStreamable(
+                    "the input of a block was changed in place while it was copied to host memory: use the operation "
+                    "that is not in place, or checkpoints='device'"
+                )
             self._write(key)
 
     def _stream_for(self, tensor: torch.Tensor) -> WeightStream:
@@ -69,15 +75,15 @@ class KeptInputs:
             self._stream = WeightStream(self._tier(), pool=pool, wait_s=self._wait_s)
         return self._stream
 
-    def read(self, number: int, shape: torch.Size) -> torch.Tensor:
+    def read(self, number: int, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
         """In memory of its own; the two before it set out."""
         self._write_what_came()
         (slot,) = self._stream.fetch([_key(number)])
-        values = slot[: shape.numel()].view(shape)
+        values = slot[: shape.numel()].as_strided(shape, stride)
         if self._copies is None:
             out = values.clone()
         else:
-            out = torch.empty(shape, dtype=values.dtype, device=self._copies.device)
+            out = torch.empty_strided(shape, stride, dtype=values.dtype, device=self._copies.device)
             self._stream.copying(_key(number), self._copies.to_device(values, out, self._copies.mark()))
         self._stream.release(_key(number))
         self._stream.prefetch([_key(before) for before in (number - 1, number - 2) if before >= 0])
@@ -92,7 +98,7 @@ class KeptInputs:
     def give_back(self) -> None:
         """All slots, whatever is in them. Raises the first failed write."""
         if self._coming is not None:
-            self._coming[2].synchronize()
+            self._coming[3].synchronize()
             self._coming = None
         if self._stream is not None:
             self._stream.close()
@@ -103,16 +109,26 @@ class KeptInputs:
 
 
 class KeptInput:
-    """One of them; forgotten with the graph that holds it."""
+    """One of them, with the strides that it had; forgotten with the graph that holds it."""
 
     def __init__(self, inputs: KeptInputs, number: int, tensor: torch.Tensor) -> None:
-        self._inputs, self._number, self._shape = inputs, number, tensor.shape
+        self._inputs, self._number, self._shape, self._stride = inputs, number, tensor.shape, tensor.stride()
 
     def tensor(self) -> torch.Tensor:
-        return self._inputs.read(self._number, self._shape)
+        return self._inputs.read(self._number, self._shape, self._stride)
 
     def __del__(self) -> None:
         self._inputs.forget()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a run of memory, each once, in whatever order of dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda each: (each[1], each[0])):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _key(number: int) -> str:

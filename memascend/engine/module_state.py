@@ -21,7 +21,7 @@ class ModuleState:
     def __init__(self, modules: list[nn.Module]) -> None:
         self._attributes = [(owner, dict(owner)) for module in modules for owner in (vars(module), module._buffers)]
         buffers = {buffer for module in modules for buffer in module._buffers.values() if buffer is not None}
-        self._buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in buffers if _counts(buffer)]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
 
     def keep_changes(self) -> bool:
         """Forget what is still as it was; whether anything is not."""
@@ -33,40 +33,39 @@ class ModuleState:
             )
             if before
         ]
-        self._buffers = [each for each in self._buffers if each[0]._version != each[1]]
+        # By value: an operator may change running averages without a word to autograd.
+        self._buffers = [(buffer, values) for buffer, values in self._buffers if not torch.equal(buffer, values)]
         return bool(self._attributes or self._buffers)
 
-    def restore(self, *, all_buffers: bool = False) -> None:
-        """Undo what has changed since; `all_buffers`: whether or not they say that they have changed."""
+    def restore(self) -> None:
+        """Undo what has changed since."""
         for owner, before in self._attributes:
             for key in _different(owner, before):
-                if before.get(key, _ABSENT) is _ABSENT:
-                    owner.pop(key, None)
-                else:
-                    owner[key] = before[key]
-        for buffer, version, values in self._buffers:
-            if all_buffers or buffer._version != version:
-                buffer.data.copy_(values)  # `data`: whoever saved the buffer for backward has saved this value
+                _set(owner, key, before.get(key, _ABSENT))
+        self._restore_buffers()
 
     def put_back(self) -> None:
         """The values at that moment, of what `keep_changes` found changed."""
         for owner, before in self._attributes:
             for key, value in before.items():
-                if value is _ABSENT:
-                    owner.pop(key, None)
-                else:
-                    owner[key] = value
-        for buffer, _, values in self._buffers:
-            buffer.data.copy_(values)
+                _set(owner, key, value)
+        self._restore_buffers()
+
+    def _restore_buffers(self) -> None:
+        for buffer, values in self._buffers:
+            if not torch.equal(buffer, values):
+                buffer.data.copy_(values)  # `data`: autograd need not see it, whoever saved the buffer saved this value
+
+
+def _set(owner: dict[str, Any], key: str, value: Any) -> None:
+    if value is _ABSENT:
+        owner.pop(key, None)
+    else:
+        owner[key] = value
 
 
 def _different(owner: dict[str, Any], before: dict[str, Any]) -> list[str]:
     return [key for key in {**before, **owner} if owner.get(key, _ABSENT) is not before.get(key, _ABSENT)]
-
-
-def _counts(buffer: torch.Tensor) -> bool:
-    """Whether the buffer counts the changes of its values."""
-    return not buffer.is_inference()
 
 
 @contextmanager
@@ -78,4 +77,4 @@ def undisturbed(modules: list[nn.Module], entry: ModuleState | None = None) -> I
     try:
         yield
     finally:
-        before.restore(all_buffers=entry is not None)
+        before.restore()

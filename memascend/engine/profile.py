@@ -4,6 +4,7 @@ by phase, and what the path and AdamW reach."""
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -46,23 +47,14 @@ class StepProfile:
 
     # -- blocks and other modules --------------------------------------------------------------------------------------
 
-    def wants(self, unit: Unit) -> bool:
-        """Whether this block's own time is not known."""
-        return self._on and _alike(unit) not in self._block_seconds
-
     def took(self, unit: Unit, forward_s: float, backward_s: float) -> None:
-        """A pass through a block; the least counts."""
-        if not self._on:
-            return
-        known = self._block_seconds.get(_alike(unit))
-        if known is None:
-            self._clock.begin()  # what the profile took belongs to no phase
-            self._block_seconds[_alike(unit)] = forward_s, backward_s
-        else:
+        """A pass through a block, in one direction (inf: the other one); the least of blocks that are alike counts."""
+        if self._on:
+            known = self._block_seconds.get(_alike(unit), (math.inf, math.inf))
             self._block_seconds[_alike(unit)] = min(known[0], forward_s), min(known[1], backward_s)
 
     def blocks_s(self, *, backward: bool = False) -> float:
-        """Seconds of one pass through all blocks, as profiled; `backward` with what is computed again."""
+        """Seconds of one pass through all blocks, as measured; `backward` with what is computed again."""
         total = 0.0
         for unit in self._layout.units:
             if unit.kind is Kind.BLOCK:

@@ -24,13 +24,11 @@ from torch.autograd.function import BackwardCFunction
 
 from memascend.engine.arguments import Arguments, tensors_in
 from memascend.engine.blocks import NotStreamable, UnitWeights
-from memascend.engine.device import Generators, synchronize
+from memascend.engine.device import Generators
 from memascend.engine.layout import Unit
 from memascend.engine.module_state import ModuleState, undisturbed
 from memascend.engine.operators import Taken
 
-# What a block takes alone is the best of so many passes, or of two where they take longer than so many seconds.
-_PROFILED_PASSES, _PROFILED_S = 8, 0.5
 _CACHES = ("past_key_values", "past_key_value")  # transformers' names, of 5 and 4
 
 
@@ -55,19 +53,12 @@ class BlockRuntime:
     def require_not_updated(self, unit: Unit) -> None:
         """Raise where an update of the block's weights has begun, so that it cannot be computed again."""
 
-    def wants_profile(self, unit: Unit) -> bool:
-        """Whether this block's own time is not known."""
-        return False
-
-    def profiled(self, unit: Unit, forward_s: float, backward_s: float) -> None:
-        """Of one pass through the block in memory; the recomputation takes as long as forward. The least counts."""
-
     def passed(self, unit: Unit, forward_s: float, backward_s: float) -> None:
-        """As `profiled`, of a pass of training; on an accelerator until it has been handed over alone."""
+        """Seconds of a pass through the block in memory, in one direction (inf: the other one); the recomputation is in
+        neither. The least counts."""
 
     def now(self) -> float:
-        """Seconds, at a moment when the device has computed all that it was given."""
-        synchronize(self.weights.device)
+        """Seconds; where blocks are measured, when the device has computed all that it was given."""
         return time.perf_counter()
 
     def keep_input(self, tensor: torch.Tensor) -> Any:
@@ -207,6 +198,7 @@ class BlockPass:
         self._values: dict[int, torch.Tensor] = {}  # of the visit, by the number of their handle
         self._of_node: tuple[Any, dict[int, torch.Tensor]] = None, {}  # what the node at work has had already
         self._left = self._entered = False
+        self._in_forward = True
         self._computed_in = -1  # the backward pass in which the block was computed again last
         self.backward = -1  # autograd's number of the backward pass that the visit belongs to
         self._since = math.inf
@@ -221,20 +213,24 @@ class BlockPass:
             runtime.entered(unit)
             self._entered = True
             tensors = self._arguments.tensors
-            if runtime.wants_profile(unit):
-                runtime.profiled(unit, *self._profile(tensors))
+            self._needed, self._changed = [t.requires_grad for t in tensors], set(range(len(tensors)))
+            self._on_tier, self._products = None, 0
             before = ModuleState(self._streamed.modules)
             inputs = self._inputs_before(tensors)
-            began = time.perf_counter()
+            self._source = lambda: [kept for kept, _ in inputs]
+            self._entry, self._taken = None, Taken()
+            began = runtime.now()
             with runtime.taking(unit, tensors) as taken, torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 results = self._streamed.stock(*args, **kwargs)
-            runtime.passed(unit, time.perf_counter() - began, math.inf)
+            runtime.passed(unit, runtime.now() - began, math.inf)
         finally:
+            self._in_forward = False
             runtime.weights.give_back(unit)
         if self._autocast[0]:
             torch.clear_autocast_cache()  # of this block's weights: they would be in memory until autocast ends
         if self._handles:
             self._entry = before if before.keep_changes() else None
+            self._values = {}
             self._keep(self._inputs_after(tensors, inputs), taken)
             self._await_gradients(results, tensors)
         self._arguments.drop_tensors()
@@ -265,8 +261,7 @@ class BlockPass:
 
     def _keep(self, tensors: list[torch.Tensor], taken: Taken) -> None:
         """What the recomputation needs: inputs, the first of them on the tier where that is wanted, and products."""
-        self._needed = [t.requires_grad for t in self._arguments.tensors]
-        self._taken, self._on_tier = taken, None
+        self._taken = taken
         first = next((n for n, t in enumerate(tensors) if t.is_floating_point()), None)
         if first is not None:
             kept = self._runtime.keep_input(tensors[first])
@@ -275,7 +270,8 @@ class BlockPass:
                 tensors = [*tensors[:first], *tensors[first + 1 :]]
         products = taken.tensors()
         self._products = len(products)
-        self._saved = _saved([*tensors, *products])
+        node = _saved([*tensors, *products])
+        self._source = lambda: list(node.saved_tensors)
 
     def _await_gradients(self, results: Any, inputs: Sequence[torch.Tensor]) -> None:
         """The visit begins with the first gradient of a result: before a node of the block looks at a parameter."""
@@ -294,26 +290,6 @@ class BlockPass:
         self._handles.append(weakref.ref(handle))
         return handle
 
-    def _profile(self, tensors: Sequence[torch.Tensor]) -> tuple[float, float]:
-        """Seconds of forward and of backward, the best of a few passes that leave nothing behind."""
-        unit, runtime = self.unit, self._runtime
-        trained = [p for p in runtime.weights.units.parameters[unit.key] if p.requires_grad]
-        best, begin = [math.inf] * 2, time.perf_counter()
-        for number in range(_PROFILED_PASSES):
-            if number >= 2 and time.perf_counter() - begin > _PROFILED_S:
-                break
-            leaves = [t.detach().clone().requires_grad_(t.is_floating_point() or t.is_complex()) for t in tensors]
-            wanted = [*trained, *(t for t in leaves if t.requires_grad)]
-            with torch.enable_grad(), self._as_in_forward(), undisturbed(self._streamed.modules):
-                args, kwargs = self._arguments.rebuilt([t.clone() if t.requires_grad else t for t in leaves])
-                times = [runtime.now()]
-                results = [r for r in tensors_in(self._streamed.stock(*args, **kwargs)) if r.requires_grad]
-                times.append(runtime.now())
-                torch.autograd.grad(results, wanted, [torch.ones_like(r) for r in results], allow_unused=True)
-                times.append(runtime.now())
-            best = [min(b, after - before) for b, before, after in zip(best, times[:-1], times[1:], strict=True)]
-        return best[0], best[1]
-
     @contextlib.contextmanager
     def _as_in_forward(self) -> Iterator[None]:
         enabled, dtype = self._autocast
@@ -330,7 +306,7 @@ class BlockPass:
 
     def end_visit(self) -> None:
         if self._since != math.inf:
-            self._runtime.passed(self.unit, math.inf, time.perf_counter() - self._since)
+            self._runtime.passed(self.unit, math.inf, self._runtime.now() - self._since)
         self.forget_visit()
         try:
             self._runtime.visited(self.unit)
@@ -343,6 +319,10 @@ class BlockPass:
 
     def value(self, number: int) -> torch.Tensor:
         """What the forward pass saved as `number`; the recomputation's memory of it is let go of."""
+        if self._in_forward:  # the block takes a gradient in its forward pass: its weights are there
+            if number not in self._values:
+                self._recompute()
+            return self._values.pop(number)
         if torch.is_grad_enabled():
             raise NotStreamable(
                 f"a gradient of a gradient goes through {self.unit.key}, whose weights are there for one backward pass "
@@ -364,7 +344,7 @@ class BlockPass:
         return found
 
     def _recompute(self) -> None:
-        if self._computed_in == self.backward:
+        if not self._in_forward and self._computed_in == self.backward:
             self._runtime.require_not_updated(self.unit)
         self._computed_in, self._values = self.backward, {}
         last = max((n for n, each in enumerate(self._handles) if each() is not None), default=-1)
@@ -395,10 +375,10 @@ class BlockPass:
             raise self._differs(f"autograd saves {saved[0]} tensors of it, where it saved {len(self._handles)}")
         finally:
             self._taken.tensors()  # autograd has what it needs of them
-        self._since = time.perf_counter()
+        self._since = self._runtime.now()
 
     def _inputs_again(self) -> list[torch.Tensor]:
-        tensors = list(self._saved.saved_tensors)
+        tensors = self._source()
         if self._products:
             self._taken.bring_back(tensors[-self._products :])
             del tensors[-self._products :]

@@ -31,7 +31,7 @@ from memascend.engine.device import Copies, DeviceWeights, GradientCopies, devic
 from memascend.engine.gradient_views import StepGradients
 from memascend.engine.home import StateHome
 from memascend.engine.hooks import HookedRuntime, ModelHooks
-from memascend.engine.inputs import KeptInput, KeptInputs
+from memascend.engine.inputs import KeptInput, KeptInputs, is_dense
 from memascend.engine.layout import Kind, Layout, Part, Unit
 from memascend.engine.limit import Limit
 from memascend.engine.model_guards import left_empty
@@ -438,15 +438,8 @@ class StreamingEngine(HookedRuntime):
         self._pattern, self._visits = self._visits or [], None
         self._hooks.give_back_kept()
 
-    def wants_profile(self, unit: Unit) -> bool:
-        return self._profile.wants(unit)
-
-    def profiled(self, unit: Unit, forward_s: float, backward_s: float) -> None:
-        self._profile.took(unit, forward_s, backward_s)
-
     def passed(self, unit: Unit, forward_s: float, backward_s: float) -> None:
-        if self.units.device.type == "cpu":
-            self._profile.took(unit, forward_s, backward_s)
+        self._profile.took(unit, forward_s, backward_s)
 
     def now(self) -> float:
         return self._profile.now()
@@ -488,7 +481,8 @@ class StreamingEngine(HookedRuntime):
         self._uses[unit.key] = max(0, self._uses.get(unit.key, 0) - 1)
 
     def keep_input(self, tensor: torch.Tensor) -> Any:
-        return self._inputs.keep(tensor) if self.options.checkpoints == "tier" and tensor.numel() else tensor
+        goes = self.options.checkpoints == "tier" and tensor.numel() and is_dense(tensor)
+        return self._inputs.keep(tensor) if goes else tensor
 
     def bring_back(self, kept: Any) -> torch.Tensor:
         return kept.tensor() if isinstance(kept, KeptInput) else kept

@@ -1,0 +1,751 @@
+"""Shapes of module that people write, and that transformers' models do not have.
+
+Each is a class whose instance maps a batch to a scalar loss. `RAGGED` ones leave parameters without a gradient in some
+steps; `REFUSED` ones say in which words the streaming engine refuses them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH, WORDS, DEPTH, LENGTH = 16, 40, 4, 8
+SHAPES: dict[str, type[nn.Module]] = {}
+
+
+def shape(kind: type[nn.Module]) -> type[nn.Module]:
+    SHAPES[kind.__name__] = kind
+    return kind
+
+
+def batch(number: int) -> torch.Tensor:
+    """Token numbers (2, LENGTH)."""
+    return torch.randint(0, WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(number))
+
+
+class Mlp(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Embedding, `DEPTH` blocks, head."""
+
+    block: type[nn.Module] = Mlp
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(self.block() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def blocks(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def loss(self, x, ids):
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+    def forward(self, ids):
+        return self.loss(self.blocks(self.embed(ids)), ids)
+
+
+@shape
+class Plain(Stack):
+    pass
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+@shape
+class RootParameter(Stack):
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(LENGTH, WIDTH))
+
+    def forward(self, ids):
+        return self.loss(self.blocks(self.embed(ids) + self.position), ids)
+
+
+class Body(Stack):
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(LENGTH, WIDTH))
+
+    def forward(self, ids):
+        return self.blocks(self.embed(ids) + self.position)
+
+
+@shape
+class WrapperWithAChildCalledModel(Stack):
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.scale, self.model, self.head = nn.Parameter(torch.full((WIDTH,), 5.0)), Body(), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids):
+        return self.loss(self.model(ids) * self.scale, ids)
+
+
+class ZeroDimensional(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        return x + self.gate * super().forward(x)
+
+
+@shape
+class ZeroDimensionalParameters(Stack):
+    block = ZeroDimensional
+
+    def __init__(self):
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, ids):
+        return self.loss(self.blocks(self.embed(ids)) * self.logit_scale.exp(), ids)
+
+
+class WithEmpty(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.Parameter(torch.empty(0, WIDTH))
+
+    def forward(self, x):
+        return super().forward(x) + self.extra.sum()
+
+
+@shape
+class EmptyParameters(Stack):
+    block = WithEmpty
+
+
+@shape
+class TiedEmbedding(Stack):
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+@shape
+class HeadFromTheRootsForward(Stack):
+    def __init__(self):
+        super().__init__()
+        del self.head
+
+    def loss(self, x, ids):
+        return F.cross_entropy(F.linear(x, self.embed.weight).flatten(0, 1), ids.flatten())
+
+
+@shape
+class TiedAcrossBlocks(Stack):
+    def __init__(self):
+        super().__init__()
+        self.layers[2].up.weight = self.layers[0].up.weight
+
+
+@shape
+class FrozenEmbedding(Stack):
+    def __init__(self):
+        super().__init__()
+        self.embed.requires_grad_(False)
+
+
+@shape
+class FrozenBlocks(Stack):
+    def __init__(self):
+        super().__init__()
+        self.layers[:2].requires_grad_(False)
+
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base, self.a, self.b = Mlp(), nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        self.base.requires_grad_(False)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
+@shape
+class LowRankAdapters(Stack):
+    block = Adapted
+
+    def __init__(self):
+        super().__init__()
+        self.embed.requires_grad_(False)
+        self.head.requires_grad_(False)
+
+
+class Normed(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.utils.parametrizations.weight_norm(self.up)
+        self.down = nn.utils.parametrizations.spectral_norm(self.down)
+
+
+@shape
+class Parametrizations(Stack):
+    block = Normed
+
+
+class Registered(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(WIDTH) for _ in range(3))
+        self.rates = nn.ParameterDict({"in": torch.ones(WIDTH)})
+
+    def forward(self, x):
+        for scale in self.scales:
+            x = x * scale
+        return super().forward(x * self.rates["in"])
+
+
+@shape
+class ListsAndDictsOfParameters(Stack):
+    block = Registered
+
+
+# -- buffers and random numbers ----------------------------------------------------------------------------------------
+
+
+class BatchNormed(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return super().forward(self.batch_norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+@shape
+class BatchNormInBlocks(Stack):
+    block = BatchNormed
+
+
+class Quantised(Mlp):
+    """A code book that follows what is looked up in it; computed from before it is changed."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.randn(6, WIDTH))
+        self.register_buffer("used", torch.zeros(6))
+
+    def forward(self, x):
+        x = super().forward(x)
+        nearest = torch.cdist(x, self.codes[None]).argmin(-1)
+        found = self.codes[nearest]
+        if self.training:
+            with torch.no_grad():
+                self.used.index_add_(0, nearest.flatten(), torch.ones(nearest.numel()))
+                self.codes = self.codes.index_add(0, nearest.flatten(), 0.1 * (x - found).detach().flatten(0, 1))
+        return x + (found - x).detach() * 0.5 + (x - found).square().mean()
+
+
+@shape
+class CodeBookInBlocks(Stack):
+    block = Quantised
+
+
+class Unsaved(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(WIDTH, WIDTH).tril(), persistent=False)
+
+    def forward(self, x):
+        return super().forward(x @ self.mask)
+
+
+@shape
+class UnsavedBuffers(Stack):
+    block = Unsaved
+
+
+class Dropping(Mlp):
+    def forward(self, x):
+        return x + F.dropout(super().forward(x), 0.3, self.training) * torch.rand(())
+
+
+@shape
+class RandomNumbers(Stack):
+    block = Dropping
+
+
+class Counting(Mlp):
+    """An attribute of the module, changed in forward, that forward depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * (1 + 0.1 * self.calls)
+
+
+@shape
+class CountersInBlocks(Stack):
+    block = Counting
+
+
+# -- what goes in and comes out ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class State:
+    hidden: torch.Tensor
+    trail: list = field(default_factory=list)
+
+
+class OnAState(Mlp):
+    def forward(self, state):
+        state.hidden = super().forward(state.hidden)
+        state.trail = [*state.trail, state.hidden.square().mean()]
+        return state
+
+
+@shape
+class ADataclassInAndOut(Stack):
+    block = OnAState
+
+    def forward(self, ids):
+        state = self.blocks(State(self.embed(ids)))
+        return self.loss(state.hidden, ids) + 0.1 * sum(state.trail)
+
+
+class OnADict(Mlp):
+    def forward(self, x):
+        x["hidden"] = super().forward(x["hidden"])
+        return {**x, "norm": x["hidden"].norm(), "nothing": None, "name": "block"}
+
+
+@shape
+class DictsInAndOut(Stack):
+    block = OnADict
+
+    def forward(self, ids):
+        out = self.blocks({"hidden": self.embed(ids), "mask": None})
+        return self.loss(out["hidden"], ids) + 0.01 * out["norm"]
+
+
+class WithAuxiliary(Mlp):
+    def forward(self, x):
+        x = super().forward(x)
+        self.auxiliary = x.square().mean() * self.up.weight.abs().mean()
+        return x
+
+
+@shape
+class AuxiliaryLossOfAnAttribute(Stack):
+    block = WithAuxiliary
+
+    def forward(self, ids):
+        return super().forward(ids) + 0.1 * sum(layer.auxiliary for layer in self.layers)
+
+
+class Router(nn.Module):
+    def __init__(self, idle=False):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(Mlp() for _ in range(3))
+        self.idle = idle
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(-1)
+        chosen = range(2) if self.idle else range(3)
+        return x + sum(weights[..., n, None] * self.experts[n](x) for n in chosen)
+
+
+@shape
+class AuxiliaryLossByHooks(Stack):
+    """As transformers collects router logits."""
+
+    block = Router
+
+    def forward(self, ids):
+        logits = []
+        with contextlib.ExitStack() as stack:
+            for layer in self.layers:
+                handle = layer.gate.register_forward_hook(lambda _, __, out: logits.append(out))
+                stack.callback(handle.remove)
+            loss = super().forward(ids)
+        return loss + 0.1 * torch.cat(logits).softmax(-1).square().mean()
+
+
+@shape
+class IdleExperts(Stack):
+    @staticmethod
+    def block():
+        return Router(idle=True)
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.filter, self.mlp = nn.Parameter(torch.randn(LENGTH // 2 + 1, WIDTH, 2)), Mlp()
+
+    def forward(self, x):
+        spectrum = torch.fft.rfft(x, dim=1).conj() * torch.view_as_complex(self.filter)
+        return self.mlp(torch.fft.irfft(spectrum.conj(), n=x.shape[1], dim=1))
+
+
+@shape
+class SpectralMixing(Stack):
+    block = Complex
+
+
+class ChangesItsInput(Mlp):
+    def forward(self, x):
+        x.mul_(0.5)
+        y = self.norm(x).mul_(2.0)
+        return x + self.down(F.relu_(self.up(y)))
+
+
+@shape
+class InPlaceChanges(Stack):
+    block = ChangesItsInput
+
+
+class HandsOn(Mlp):
+    def forward(self, x, norm):
+        return super().forward(norm(x))
+
+
+@shape
+class ANormHandedIn(Stack):
+    block = HandsOn
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def blocks(self, x):
+        for layer in self.layers:
+            x = layer(x, self.norm)
+        return x
+
+
+@shape
+class ResidualOfTheFirstBlock(Stack):
+    """A value of the first block that all others use."""
+
+    class Valued(Mlp):
+        def forward(self, x, first=None):
+            value = self.up(x).tanh()
+            return super().forward(x + (0 if first is None else self.down(first))), value
+
+    block = Valued
+
+    def blocks(self, x):
+        x, first = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x, _ = layer(x, first)
+        return x
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+@shape
+class BlocksCalledTwice(Stack):
+    def blocks(self, x):
+        return super().blocks(super().blocks(x))
+
+
+@shape
+class AnotherOrderEachStep(Stack):
+    steps = 0
+
+    def blocks(self, x):
+        order = [self.layers[(n * 3 + self.steps) % DEPTH] for n in range(DEPTH)]
+        self.steps += self.training
+        for layer in order:
+            x = layer(x)
+        return x
+
+
+@shape
+class StochasticDepth(Stack):
+    steps = 0
+
+    def blocks(self, x):
+        left_out = self.steps % DEPTH
+        self.steps += self.training
+        for number, layer in enumerate(self.layers):
+            x = x if number == left_out else layer(x)
+        return x
+
+
+@shape
+class ParallelBranches(Stack):
+    def blocks(self, x):
+        return sum(layer(x) for layer in self.layers)
+
+
+@shape
+class SkipConnections(Stack):
+    """As a UNet's: the way up meets the way down."""
+
+    def blocks(self, x):
+        down = [x]
+        for layer in self.layers[: DEPTH // 2]:
+            down.append(layer(down[-1]))
+        x = down.pop()
+        for layer in self.layers[DEPTH // 2 :]:
+            x = layer(x) + down.pop()
+        return x
+
+
+# -- recurrence, images ------------------------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, x):
+        state, out = x.new_zeros(len(x), WIDTH), []
+        for step in range(x.shape[1]):
+            state = self.cell(x[:, step], state)
+            out.append(state)
+        return x + torch.stack(out, dim=1)
+
+
+@shape
+class RecurrenceOverSlices(Stack):
+    block = Recurrent
+
+
+class LongShort(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return x + self.lstm(x)[0]
+
+
+@shape
+class LstmInBlocks(Stack):
+    block = LongShort
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.mlp = nn.MultiheadAttention(WIDTH, 2, batch_first=True), Mlp()
+
+    def forward(self, x, condition=None):
+        found, _ = self.attention(x, x, x, need_weights=False)
+        x = self.mlp(x + found)
+        return x if condition is None else x * (1 + condition[:, None])
+
+
+@shape
+class VisionTransformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, 2, 2)
+        self.cls_token, self.pos_embed = nn.Parameter(torch.zeros(1, 1, WIDTH)), nn.Parameter(torch.randn(1, 17, WIDTH))
+        self.layers = nn.ModuleList(Attention() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def image(self, ids):
+        return ids.float().repeat(1, 24).view(2, 3, 8, 8).sin()
+
+    def features(self, ids, condition=None):
+        x = self.patches(self.image(ids)).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls_token.expand(2, -1, -1), x], 1) + self.pos_embed
+        for layer in self.layers:
+            x = layer(x, condition)
+        return x
+
+    def forward(self, ids):
+        return F.cross_entropy(self.head(self.features(ids)[:, 0]), ids[:, 0] % 5)
+
+
+@shape
+class DiffusionTransformer(VisionTransformer):
+    def __init__(self):
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(1, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
+        self.out = nn.Linear(WIDTH, WIDTH)
+        del self.head
+
+    def forward(self, ids):
+        condition = self.time(ids[:, :1].float() / WORDS)
+        x = self.features(ids, condition)
+        return (self.out(x) - torch.randn_like(x)).square().mean()
+
+
+# -- checkpoints, autocast, wrappers -----------------------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    reentrant = False
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Mlp(), Mlp()
+
+    def forward(self, x):
+        if not torch.is_grad_enabled():
+            return self.second(self.first(self.first(x)))
+        x = checkpoint(self.first, x, use_reentrant=self.reentrant)
+        return checkpoint(lambda y: self.second(self.first(y)), x, use_reentrant=self.reentrant)
+
+
+class NestedReentrant(Nested):
+    reentrant = True
+
+
+@shape
+class CheckpointsInBlocks(Stack):
+    block = Nested
+
+
+@shape
+class ReentrantCheckpointsInBlocks(Stack):
+    block = NestedReentrant
+
+
+@shape
+class CheckpointsAroundGroups(Stack):
+    reentrant = False
+
+    def blocks(self, x):
+        if not torch.is_grad_enabled():
+            return super().blocks(x)
+        for begin in range(0, DEPTH, 2):
+            group = self.layers[begin : begin + 2]
+            x = checkpoint(lambda y, group=group: group[1](group[0](y)), x, use_reentrant=self.reentrant)
+        return x
+
+
+@shape
+class ReentrantCheckpointsAroundGroups(CheckpointsAroundGroups):
+    reentrant = True
+
+
+@shape
+class Autocast(Stack):
+    def forward(self, ids):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(ids).float()
+
+
+@shape
+class Wrapped(nn.Module):
+    """As nn.DataParallel without devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.DataParallel(Plain(), device_ids=[])
+
+    def forward(self, ids):
+        return self.module(ids)
+
+
+@shape
+class ChunkedLoss(Stack):
+    def loss(self, x, ids):
+        chunks = zip(x.split(3, dim=1), ids.split(3, dim=1), strict=True)
+        return sum(F.cross_entropy(self.head(c).flatten(0, 1), i.flatten(), reduction="sum") for c, i in chunks)
+
+
+@shape
+class MicroBatches(Stack):
+    def blocks(self, x):
+        return torch.cat([super(MicroBatches, self).blocks(x[n : n + 1]) for n in range(len(x))])
+
+
+class StoresOnTheContext(torch.autograd.Function):
+    """Saves as tensors and looks at them twice."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors[0], ctx.saved_tensors[1]
+        return grad * weight, (grad * x).sum((0, 1))
+
+
+class CustomFunction(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return super().forward(StoresOnTheContext.apply(x, self.scale))
+
+
+@shape
+class CustomFunctionsInBlocks(Stack):
+    block = CustomFunction
+
+
+class Energy(Mlp):
+    """A gradient inside of forward, as of a force field."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(super().forward(y).square().sum(), y)
+        return super().forward(x) + 0.01 * force
+
+
+@shape
+class AGradientInForward(Stack):
+    block = Energy
+
+
+@shape
+class GradientPenalty(Stack):
+    def forward(self, ids):
+        x = self.embed(ids)
+        loss = self.loss(self.blocks(x), ids)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum()
+
+
+@shape
+class ConvolutionsOfSeveralSizes(nn.Module):
+    """A Sequential of children of one type and other shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 4)
+        self.stages = nn.Sequential(*[nn.Conv1d(4 + 2 * n, 6 + 2 * n, 3, padding=1) for n in range(4)])
+        self.head = nn.Linear(12, WORDS)
+
+    def forward(self, ids):
+        x = self.stages(self.embed(ids).transpose(1, 2)).transpose(1, 2)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+# In which words the engine refuses a shape, before anything has moved or in the first backward pass.
+# What differs from training in memory by the order of a sum: partial gradients that torch adds one by one to `.grad`.
+OTHER_ORDER = {("ReentrantCheckpointsInBlocks", "accumulated")}
+REFUSED = {
+    "TiedAcrossBlocks": "shared by the blocks",
+    "HeadFromTheRootsForward": "embed.weight is used outside of the forward pass of its module",
+    "GradientPenalty": "create_graph=True",
+}

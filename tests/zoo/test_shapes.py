@@ -1,0 +1,209 @@
+"""Shapes of module that people write train as in memory, to the bit, or are refused in one line."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from memascend import offload_activations
+from memascend.engine.blocks import NotStreamable
+from memascend.engine.options import EngineOptions
+from memascend.engine.streaming import streaming
+from memascend.memory.ledger import Ledger
+from memascend.memory.pinned import PageAlignedPinnedAllocator
+from memascend.ops.adamw import AdamW
+from tests.zoo.shapes import OTHER_ORDER, REFUSED, SHAPES, batch
+
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+
+
+def made(name):
+    torch.manual_seed(0)
+    return SHAPES[name]()
+
+
+def step_in_memory(model, optimizer, data):
+    losses = []
+    optimizer.zero_grad()
+    for ids in data:
+        losses.append(model(ids))
+        losses[-1].backward()
+    optimizer.step()
+    return [loss.item() for loss in losses]
+
+
+def step_streamed(model, optimizer, data):
+    losses = []
+    for ids in data:
+        losses.append(model(ids))
+        losses[-1].backward()
+    optimizer.step()
+    return [loss.item() for loss in losses]
+
+
+def evaluated(model):
+    model.eval()
+    with torch.no_grad():
+        loss = model(batch(99)).item()
+    model.train()
+    return loss
+
+
+def begin(model, folder, *, accumulate, resume=False, **options):
+    home = streaming(folder, resume=resume, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
+    home.hook(model)
+    chosen = EngineOptions(zero_missing=False, **options)
+    return home, home.optimizer(torch.optim.AdamW, accumulate=accumulate, options=chosen, **SETTINGS)
+
+
+def weights_of(home):
+    return {name: values.clone() for name, values in home.engine.read_weights()}
+
+
+def trained_in_memory(name, accumulate):
+    model = made(name)
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], **SETTINGS)
+    torch.manual_seed(7)
+    found = []
+    for step in range(3):
+        data = [batch(step * accumulate + n) for n in range(accumulate)]
+        found += step_in_memory(model, optimizer, data)
+        found.append(evaluated(model))
+    return model, found, torch.rand(3)
+
+
+def trained_streamed(name, folder, accumulate, **options):
+    model = made(name)
+    home, optimizer = begin(model, folder, accumulate=accumulate, **options)
+    torch.manual_seed(7)
+    found = []
+    for step in range(3):
+        if step == 2:  # another process goes on
+            numbers = torch.get_rng_state()
+            home.close()
+            model, before = made(name), model
+            for now, then in zip(model.buffers(), before.buffers(), strict=True):
+                now.copy_(then)
+            for now, then in zip(model.modules(), before.modules(), strict=True):
+                vars(now).update({k: v for k, v in vars(then).items() if k in ("calls", "steps")})
+            home, optimizer = begin(model, folder, accumulate=accumulate, resume=True, **options)
+            torch.set_rng_state(numbers)
+        data = [batch(step * accumulate + n) for n in range(accumulate)]
+        found += step_streamed(model, optimizer, data)
+        found.append(evaluated(model))
+    numbers = torch.rand(3)
+    weights = weights_of(home)
+    home.close()
+    return model, found, numbers, weights
+
+
+OPTIONS = {
+    "as they come": {"accumulate": 1},
+    "inputs in memory": {"accumulate": 1, "checkpoints": "device"},
+    "accumulated": {"accumulate": 2},
+    "measured": {"accumulate": 1, "measure": True},
+}
+
+
+SLOW = ("inputs in memory", "measured")
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way in SLOW)) for way in OPTIONS])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_streamed_shape_trains_as_in_memory(tmp_path, name, way):
+    options = OPTIONS[way]
+    if name in REFUSED:
+        with pytest.raises(NotStreamable, match=REFUSED[name]) as refused:
+            trained_streamed(name, tmp_path / "run", **options)
+        assert "\n" not in str(refused.value)
+        return
+    model, losses, numbers, weights = trained_streamed(name, tmp_path / "run", **options)
+    expected, expected_losses, expected_numbers = trained_in_memory(name, options["accumulate"])
+    if (name, way) in OTHER_ORDER:
+        torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=0)
+        return
+    assert losses == expected_losses
+    for key, values in expected.named_parameters():
+        assert not values.numel() or torch.equal(weights[key], values), key
+    for (key, found), values in zip(model.named_buffers(), expected.buffers(), strict=True):
+        assert torch.equal(found, values), key
+    assert torch.equal(numbers, expected_numbers)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_s_gradients_are_equal_when_its_activations_wait_on_the_ssd(tmp_path, name):
+    ours, theirs = made(name), made(name)
+    cache = {"amount": "all", "minimum_bytes": 512, "reserve_bytes": 0, "device": "cpu"}
+    for step in range(2):
+        torch.manual_seed(step)
+        with offload_activations(tmp_path, **cache):
+            ours(batch(step)).backward()
+        torch.manual_seed(step)
+        theirs(batch(step)).backward()
+    for (key, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert (found.grad is None) == (expected.grad is None), key
+        assert found.grad is None or torch.equal(found.grad, expected.grad), key
+    for (key, found), expected in zip(ours.named_buffers(), theirs.buffers(), strict=True):
+        assert torch.equal(found, expected), key
+
+
+def test_every_shape_can_be_copied_and_trains():
+    for name in SHAPES:
+        model = copy.deepcopy(made(name))
+        model(batch(0)).backward()
+        assert any(p.grad is not None for p in model.parameters())
+
+
+class Experts(nn.Module):
+    """Of several pieces, the first and the last without a gradient."""
+
+    def __init__(self, idle):
+        super().__init__()
+        self.idle = idle
+        self.experts = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        for number, expert in enumerate(self.experts):
+            x = x if number in self.idle else x + expert(x).tanh()
+        return x
+
+
+class OfExperts(nn.Module):
+    def __init__(self, idle):
+        super().__init__()
+        self.layers = nn.ModuleList(Experts(idle) for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("zero_missing", [False, True], ids=["left as they are", "updated with zeros"])
+@pytest.mark.parametrize("idle", [(0, 3), (1,), (3,)])
+def test_idle_experts_of_blocks_of_several_pieces_hold_no_slot(tmp_path, idle, zero_missing):
+    torch.manual_seed(0)
+    ours, theirs = OfExperts(idle), OfExperts(idle)
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = AdamW(theirs.parameters(), **SETTINGS)
+    home = streaming(tmp_path / "run", allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
+    home.hook(ours)
+    streamed = home.optimizer(
+        torch.optim.AdamW, options=EngineOptions(zero_missing=zero_missing, piece_elements=1 << 16), **SETTINGS
+    )
+    assert all(len(unit.pieces) == 4 for unit in home.engine.layout.units)
+    for step in range(2):
+        x = torch.randn(4, 256, generator=torch.Generator().manual_seed(step))
+        ours(x).backward()
+        streamed.step()
+        theirs(x).backward()
+        for parameter in theirs.parameters():
+            if zero_missing and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = weights_of(home)
+    for key, values in theirs.named_parameters():
+        assert torch.equal(found[key], values), key
+    home.close()
