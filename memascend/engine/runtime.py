@@ -121,6 +121,7 @@ class StreamingEngine(HookedRuntime):
         self._pattern: list[str] = []
         self._clip = options.clip  # of this step
         self.gradients = StepGradients()
+        self._frozen = {p: name for p, name in units.names.items() if name not in self.steps}
         self._passes = 0  # backward passes of this step that have ended
         self._backward_begun = False
         self._profile = StepProfile(
@@ -340,6 +341,11 @@ class StreamingEngine(HookedRuntime):
         self._begin_pass()
 
     def _begin_pass(self) -> None:
+        if (unfrozen := next((name for p, name in self._frozen.items() if p.requires_grad), None)) is not None:
+            raise NotStreamable(
+                f"{unfrozen} was frozen when the optimizer was made, and is to be trained now: take the model's "
+                "state_dict(), and begin in a new folder with all that is trained from there on"
+            )
         self._visits = []
         self._profile.begin_forward()
         self._stream.read_ahead(self._pattern)
@@ -436,7 +442,8 @@ class StreamingEngine(HookedRuntime):
         self._backward_begun = False
         self._passes += 1
         self._pattern, self._visits = self._visits or [], None
-        self._hooks.give_back_kept()
+        if self._passes >= self.options.accumulate:  # until then another pass's graph may need them
+            self._hooks.give_back_kept()
 
     def passed(self, unit: Unit, forward_s: float, backward_s: float) -> None:
         self._profile.took(unit, forward_s, backward_s)
@@ -540,6 +547,7 @@ class StreamingEngine(HookedRuntime):
             if self._backward_begun:
                 raise RuntimeError("the last backward pass ended in an error: its step cannot be finished, do it again")
             norm = self._finish(facts or {}) if self.updates.pending else 0.0
+            self._passes = 0  # also of passes that no parameter got a gradient of
             self._hooks.give_back_kept()
             if keep:
                 self.keep(facts or {})
@@ -619,7 +627,7 @@ class StreamingEngine(HookedRuntime):
     def forget_gradients(self) -> None:
         """As `zero_grad` of all parameters."""
         self.gradients.spent = frozenset()
-        if self.updates.pending:
+        if self.updates.pending or self._passes:
             self.give_up()
 
     def _finish(self, facts: dict[str, Any]) -> float | None:

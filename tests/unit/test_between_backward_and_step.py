@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from memascend.engine.blocks import NotStreamable
 from memascend.engine.options import EngineOptions
 from memascend.ops.adamw import AdamW
 from tests.unit.test_streaming_engine import SETTINGS, batches, model
@@ -172,4 +173,54 @@ def test_the_option_of_a_loop_without_step_is_a_field_too(tmp_path):
     for ids in data:
         ours(ids).backward()
     assert home.steps == 1
+    home.close()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("way", ["two graphs", "one graph twice"])
+def test_two_passes_of_a_step_may_begin_before_the_first_one_s_backward(tmp_path, way, tied):
+    """What the second backward pass needs of the modules outside of the blocks is still there."""
+    ours, theirs, data = model(tied=tied), model(tied=tied), batches(4)
+    home, optimizer = begin(ours, tmp_path / "run", accumulate=2)
+    for of, made in ((theirs, AdamW(theirs.parameters(), **SETTINGS)), (ours, optimizer)):
+        for number in (0, 2):
+            made.zero_grad()
+            first = of(data[number])
+            second = of(data[number + 1]) if way == "two graphs" else first
+            first.backward(retain_graph=way != "two graphs")
+            second.backward()
+            made.step()
+    assert_equal(home, theirs)
+    home.close()
+
+
+@pytest.mark.parametrize("end", ["step", "zero_grad"])
+def test_a_backward_pass_without_gradients_of_parameters_is_forgotten_with_its_step(tmp_path, end):
+    ours, theirs, data = model(), model(), batches(2)
+    home, optimizer = begin(ours, tmp_path / "run")
+    torch.autograd.grad(ours(data[0]), [ours.norm.weight])
+    getattr(optimizer, end)()
+    loop(ours, optimizer, data)
+    loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
+    assert_equal(home, theirs)
+    home.close()
+
+
+def test_what_is_unfrozen_after_the_optimizer_was_made_is_refused_and_what_is_frozen_stays_as_it_is(tmp_path):
+    ours, theirs, data = model(), model(), batches(3)
+    for of in (ours, theirs):
+        of.layers[1].requires_grad_(False)
+    home, optimizer = begin(ours, tmp_path / "run")
+    loop(ours, optimizer, data[:1])
+    ours.layers[1].up.weight.requires_grad_(True)
+    with pytest.raises(NotStreamable, match=r"layers\.1\.up\.weight was frozen when the optimizer was made"):
+        ours(data[1])
+    ours.layers[1].up.weight.requires_grad_(False)
+    made = AdamW([p for p in theirs.parameters() if p.requires_grad], **SETTINGS)
+    loop(theirs, made, data[:1])
+    for of in (ours, theirs):
+        of.layers[2].requires_grad_(False)
+    loop(ours, optimizer, data[1:])
+    loop(theirs, made, data[1:])
+    assert_equal(home, theirs)
     home.close()
