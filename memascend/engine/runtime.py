@@ -121,7 +121,7 @@ class StreamingEngine(HookedRuntime):
         self._pattern: list[str] = []
         self._clip = options.clip  # of this step
         self.gradients = StepGradients()
-        self._frozen = {p: name for p, name in units.names.items() if name not in self.steps}
+        self._frozen = {p: name for p, name in units.names.items() if name not in self.steps and p.numel()}
         self._passes = 0  # backward passes of this step that have ended
         self._backward_begun = False
         self._profile = StepProfile(
