@@ -12,6 +12,8 @@ from transformers import (
     LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
 )
 
 from memascend import streaming
@@ -124,3 +126,59 @@ def test_generate_and_save_pretrained_between_backward_and_step_are_refused_and_
         optimizer.step()
         assert ours.generate(ids[:, :4], max_new_tokens=2).shape == (2, 6)
         assert home.steps == 1
+
+
+def trained_by_trainer(of, optimizer, folder, **options):
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        num_train_epochs=1,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        seed=3,
+        **options,
+    )
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    examples = [{"input_ids": ids[0], "labels": ids[0]} for ids in data(8)]
+    trainer = Trainer(of, arguments, train_dataset=examples, eval_dataset=examples, optimizers=(optimizer, schedule))
+    trainer.train()
+    logged = [(each["loss"], each["grad_norm"]) for each in trainer.state.log_history if "loss" in each]
+    return [number for each in logged for number in each] + [trainer.evaluate()["eval_loss"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [({}, {"eval_strategy": "steps", "eval_steps": 2}), ({"accumulate": 2}, {"gradient_accumulation_steps": 2})],
+    ids=["evaluation", "accumulation"],
+)
+def test_the_trainer_of_transformers_clips_logs_and_evaluates_as_in_memory(tmp_path, options, arguments):
+    ours, theirs = made(llama), made(llama)
+    with streaming(tmp_path / "run") as home:
+        home.hook(ours)
+        optimizer = home.optimizer(torch.optim.AdamW, wait=True, **SETTINGS, **options)
+        found = trained_by_trainer(ours, optimizer, tmp_path / "ours", **arguments)
+        other = AdamW(theirs.parameters(), **SETTINGS)
+        expected = trained_by_trainer(theirs, other, tmp_path / "theirs", **arguments)
+        assert home.steps == 4 // options.get("accumulate", 1)
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "message"),
+    [({}, {}, "wait=True"), ({"wait": True}, {"gradient_accumulation_steps": 2}, "accumulate=")],
+    ids=["clipping", "accumulation"],
+)
+def test_what_the_trainer_of_transformers_needs_and_was_not_announced_is_one_line(
+    tmp_path, options, arguments, message
+):
+    ours = made(llama)
+    with streaming(tmp_path / "run") as home:
+        home.hook(ours)
+        optimizer = home.optimizer(torch.optim.AdamW, **SETTINGS, **options)
+        with pytest.raises(RuntimeError, match=message) as refusal:
+            trained_by_trainer(ours, optimizer, tmp_path / "ours", **arguments)
+        assert "\n" not in str(refusal.value)
+        assert home.steps == 0
