@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from memascend.engine.blocks import UnitWeights
-from memascend.engine.layout import Kind, Layout, Run, Unit
+from memascend.engine.layout import Kind, Layout, Piece, Run, Unit
 from memascend.engine.mapped import TensorFile
 from memascend.engine.weights import WeightStream
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+StatesOf = Callable[[str], Mapping[str, torch.Tensor] | None]
 
 
 class TierContents:
@@ -45,42 +46,67 @@ class TierContents:
             found[key][begin : begin + run.numel].copy_(values)
         return found
 
-    def write_states(self, name: str, states: dict[str, torch.Tensor]) -> None:
-        """The reverse; weights follow their master. Raises ValueError for a state that there is not."""
-        changed: set[str] = set()
-        for values, run, key in self._state_runs(name, write=True):
-            if key in states:
-                begin = run.part.offset + run.begin
-                values.copy_(states[key].reshape(-1)[begin : begin + run.numel])
-                changed.add(key)
-        if missing := sorted(set(states) - changed):
-            raise ValueError(f"{name} has no state {missing[0]!r}")
+    def write_states(self, states_of: StatesOf, written: Callable[[], None]) -> None:
+        """Put states in; weights follow their masters. `states_of(name)`: some of a parameter's states, flat, or None
+        to leave them. It is asked in the order of the tier, one parameter after the other, and what it gave is let go
+        of before the next one is asked for. Each tensor of the tier is written once; `written` is called after each
+        unit.
+        """
+        name, states = None, None
+        for unit in self._layout.units:
+            changed, slot = False, None
+            for piece in unit.pieces:
+                slots = None
+                for run in piece.runs:
+                    if run.part.name != name:
+                        name, states = run.part.name, None
+                        states = states_of(name)
+                    if not states:
+                        continue
+                    slot = self._weights.stream.fetch([unit.key])[0] if slot is None else slot
+                    slots = self._states.fetch([piece.key])[0] if slots is None else slots
+                    begin = run.part.offset + run.begin
+                    for values, key in self._places(run, piece, slot, slots):
+                        if key in states:
+                            values.copy_(states[key].reshape(-1)[begin : begin + run.numel])
+                    if "master" in states and not self._layout.own_masters:
+                        first = run.part.first + run.begin
+                        slot[first : first + run.numel].copy_(
+                            states["master"].reshape(-1)[begin : begin + run.numel].to(slot.dtype)
+                        )
+                    changed = True
+                if slots is not None:
+                    self._states.write(piece.key).wait()
+                    self._states.release(piece.key)
+            if slot is not None:
+                self._weights.stream.write(unit.key).wait()
+                self._weights.stream.release(unit.key)
+            if changed:
+                written()
 
-    def _state_runs(self, name: str, *, write: bool = False) -> Iterator[tuple[torch.Tensor, Run, str]]:
-        """(values, run, state) of a parameter; with `write` they are written back, masters to the weights, too."""
-        layout, masters = self._layout, ("master",) if self._layout.own_masters else ()
-        for unit in layout.units:
+    def _places(
+        self, run: Run, piece: Piece, slot: torch.Tensor, states: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, str]]:
+        """(elements of a run, state) of each of its states."""
+        layout, first = self._layout, run.part.first + run.begin
+        if layout.own_masters:
+            yield slot[first : first + run.numel], "master"
+        for number, key in enumerate(layout.state_names):
+            begin = number * layout.state_numel(piece) + first - piece.first
+            yield states[begin : begin + run.numel], key
+
+    def _state_runs(self, name: str) -> Iterator[tuple[torch.Tensor, Run, str]]:
+        """(values, run, state) of a parameter."""
+        for unit in self._layout.units:
             pieces = [(piece, run) for piece in unit.pieces for run in piece.runs if run.part.name == name]
             if not pieces:
                 continue
             (slot,) = self._weights.stream.fetch([unit.key])
             for piece, run in pieces:
                 (states,) = self._states.fetch([piece.key])
-                first = run.part.first + run.begin
-                weights = slot[first : first + run.numel]
-                for key in masters:
-                    yield weights, run, key
-                for number, key in enumerate(layout.state_names):
-                    begin = number * layout.state_numel(piece) + first - piece.first
-                    values = states[begin : begin + run.numel]
+                for values, key in self._places(run, piece, slot, states):
                     yield values, run, key
-                    if write and key == "master":
-                        weights.copy_(values)
-                if write:
-                    self._states.write(piece.key).wait()
                 self._states.release(piece.key)
-            if write:
-                self._weights.stream.write(unit.key).wait()
             self._weights.stream.release(unit.key)
 
     def read_weights(self, order: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:

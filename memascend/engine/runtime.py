@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from memascend.engine.arguments import tensors_in
 from memascend.engine.beside import WAIT_S, TiersBeside
 from memascend.engine.blocks import ModelUnits, NotStreamable, UnitWeights, largest_list
 from memascend.engine.buffers import EngineBuffers
-from memascend.engine.contents import TierContents
+from memascend.engine.contents import StatesOf, TierContents
 from memascend.engine.device import Copies, DeviceWeights, GradientCopies, device_of, synchronize
 from memascend.engine.gradient_views import StepGradients
 from memascend.engine.home import StateHome
@@ -112,6 +112,7 @@ class StreamingEngine(HookedRuntime):
         )
         # Steps of each trained parameter by its name, as torch.optim counts them: none where it got no gradient.
         self.steps = dict.fromkeys(self.layout.order, 0)
+        self._kept_steps = dict(self.steps)  # with the last completed step
         # What the loss is multiplied by before backward, to be set before that: updates and norms divide by it.
         self.scale = 1.0
         self._inputs = KeptInputs(self.buffers, self._beside.scratch, WAIT_S, inputs)
@@ -229,6 +230,7 @@ class StreamingEngine(HookedRuntime):
             home.close()
             raise
         engine.steps = dict(zip(engine.layout.order, kept["steps"], strict=True))
+        engine._kept_steps = dict(engine.steps)
         engine.weights.empty_all()
         facts = kept["facts"]
         if (record := kept.get("redo")) is not None:
@@ -280,6 +282,7 @@ class StreamingEngine(HookedRuntime):
 
     def _commit(self, facts: dict[str, Any], redo: Redo | None = None) -> None:
         self.home.commit(self._record(facts, redo.record if redo is not None else None))
+        self._kept_steps = dict(self.steps)
 
     def _record(self, facts: dict[str, Any], redo: dict[str, Any] | None = None, *, ahead: int = 0) -> dict[str, Any]:
         """What a commit keeps beside the states, `ahead` steps from now."""
@@ -549,18 +552,22 @@ class StreamingEngine(HookedRuntime):
             norm = self._finish(facts or {}) if self.updates.pending else 0.0
             self._passes = 0  # also of passes that no parameter got a gradient of
             self._hooks.give_back_kept()
-            if keep:
-                self.keep(facts or {})
         except BaseException as error:
             self._give_up_after(error)
             raise
+        if keep:
+            self.keep(facts or {})
         return norm
 
     def keep(self, facts: dict[str, Any]) -> None:
         """The finished step outlives the process from here on, with `facts` for `resume`: JSON, in all less than 1 MiB
-        (ValueError). After a StorageError the completed step is still the one before; `give_up` goes back to it."""
+        (ValueError). After an error the weights, states and counts are those of the completed step before."""
         self._require_whole()
-        self._commit(facts)
+        try:
+            self._commit(facts)
+        except BaseException as error:
+            self._give_up_after(error)
+            raise
         self._restored = False
         if self.home.all_compared:
             self._close_streams()
@@ -727,6 +734,7 @@ class StreamingEngine(HookedRuntime):
                 raise
             self._beside.home_was_opened_again()
         self._passes, self._clip = 0, self.options.clip
+        self.steps = dict(self._kept_steps)
 
     def _close_streams(self) -> None:
         """Every slot is free, and nothing is under way; all of them can be used again. Raises the first failure."""
@@ -787,18 +795,24 @@ class StreamingEngine(HookedRuntime):
         `require_completed_step`."""
         return self._contents.read_states(name)
 
-    def write_states(self, name: str, states: dict[str, torch.Tensor], *, step: int) -> None:
-        """The reverse, after `step` steps of this parameter; `keep` completes it. With one version of the states there
-        is no completed step from the first of them until then. RuntimeError where a gradient has come since the last
-        step."""
+    def write_states(self, states_of: StatesOf, steps: Mapping[str, int]) -> None:
+        """Put states in, see `TierContents`, which are those after so many `steps` of each parameter named; `keep`
+        completes it. With one version of the states there is no completed step from the first unit on until then.
+        RuntimeError where a gradient has come since the last step; ValueError for a parameter that is not trained."""
         self.require_no_gradients()
-        if self.options.versions == 1 and not self._restored:
+        if unknown := sorted(set(steps) - set(self.steps)):
+            raise ValueError(f"{unknown[0]} is no trained parameter of this model")
+        one = self.options.versions == 1
+        if one and not self._restored:
             self._restored = True
             self.home.forget_step()
-        self._contents.write_states(name, states)
-        self.steps[name] = step
-        if self.options.versions == 1:
-            self.home.commit_parts()
+        written = self.home.commit_parts if one else lambda: None
+        try:
+            self._contents.write_states(lambda name: states_of(name) if name in steps else None, written)
+        except BaseException as error:
+            self._give_up_after(error)
+            raise
+        self.steps.update(steps)
 
 
 def _units(model: nn.Module, blocks: Sequence[nn.Module] | None, options: EngineOptions) -> ModelUnits:

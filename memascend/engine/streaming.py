@@ -331,22 +331,42 @@ class StreamedAdamW(torch.optim.Optimizer):
             self._home = home
         engine = self.engine
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        given: dict[str, dict[str, torch.Tensor]] = {}
+        steps: dict[str, int] = {}
+        sizes = {name: parameter.numel() for parameter, name in self._names().items()}
         for number, (parameter, name) in zip(numbers, self._names().items(), strict=True):
             saved = state_dict["state"].get(number)
             if name not in engine.steps:
                 if saved is not None:
                     log.warning("memascend: %s is frozen: its states are not loaded", name)
             elif saved is not None:
-                states = {key: saved[key] for key in ("master", *_MOMENTS) if key in saved}
-                engine.write_states(name, states, step=int(saved["step"]))
+                given[name], steps[name] = _checked(name, parameter, saved, engine), int(saved["step"])
             elif engine.steps[name]:
-                zeros = torch.zeros(parameter.numel(), dtype=engine.layout.states)
-                engine.write_states(name, dict.fromkeys(_MOMENTS, zeros), step=0)
+                given[name], steps[name] = {}, 0
+        engine.write_states(lambda name: given[name] or _no_moments(sizes[name], engine.layout.states), steps)
         engine.keep({"note": home.note, "groups": [_plain(group) for group in self.param_groups]})
 
     def _names(self) -> dict[torch.Tensor, str]:
         names = self.engine.units.names
         return {p: names[p] for group in self.param_groups for p in group["params"]}
+
+
+def _checked(
+    name: str, parameter: torch.Tensor, saved: dict[str, Any], engine: StreamingEngine
+) -> dict[str, torch.Tensor]:
+    """The states of one parameter. Raises ValueError for one that there is not here, or of another size."""
+    known = ("master", *_MOMENTS)
+    if missing := [key for key in _MOMENTS if key not in saved]:
+        raise ValueError(f"{name}: {missing[0]} is missing in the state that is loaded")
+    states = {key: saved[key] for key in known if key in saved}
+    if wrong := [key for key, values in states.items() if values.numel() != parameter.numel()]:
+        found = tuple(states[wrong[0]].shape)
+        raise ValueError(f"{name}: {wrong[0]} has shape {found}, and the parameter {tuple(parameter.shape)}")
+    return states
+
+
+def _no_moments(numel: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return dict.fromkeys(_MOMENTS, torch.zeros(numel, dtype=dtype))
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:

@@ -232,7 +232,7 @@ def test_states_that_are_put_back_are_no_completed_step_until_they_all_are(tmp_p
     engine = begin(ours, tmp_path / "ours")
     train(ours, engine, range(2))
     names, states = engine.layout.order, contents(engine)
-    engine.write_states(names[0], states[1][names[0]], step=2)
+    engine.write_states(states[1].get, {names[0]: 2})
     engine.close()
     assert homes.kept_facts(tmp_path / "ours") == {}
     with pytest.raises(NotThisModel, match="holds no completed step"):
@@ -240,8 +240,7 @@ def test_states_that_are_put_back_are_no_completed_step_until_they_all_are(tmp_p
     shutil.rmtree(tmp_path / "ours")
     ours = model()
     engine = begin(ours, tmp_path / "ours")
-    for name in names:
-        engine.write_states(name, states[1][name], step=states[2][name])
+    engine.write_states(states[1].get, states[2])
     engine.keep({"step": 2})
     assert_same(contents(engine), states)
     train(ours, engine, range(2, 3))

@@ -224,8 +224,7 @@ else:
     engine = begin(of, folder)
     if checkpoint is not None:
         done = checkpoint["step"]
-        for name, states in checkpoint["states"].items():
-            engine.write_states(name, states, step=checkpoint["steps"][name])
+        engine.write_states(checkpoint["states"].get, checkpoint["steps"])
     engine.keep({"step": done})
 print("ready", done, how, flush=True)
 for step in range(done, steps):

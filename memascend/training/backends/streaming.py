@@ -302,6 +302,9 @@ class StreamingBackend:
 
     def restore(self, reader: TensorFileReader, facts: dict[str, Any]) -> None:
         self._take_over(facts)
-        for index, name in enumerate(self._sizes()):
-            states = {state: reader.read(f"{index}.{state}") for state in self._state_names()}
-            self.engine.write_states(name, states, step=self._steps)
+        numbers = {name: index for index, name in enumerate(self._sizes())}
+
+        def states_of(name: str) -> dict[str, torch.Tensor]:
+            return {state: reader.read(f"{numbers[name]}.{state}") for state in self._state_names()}
+
+        self.engine.write_states(states_of, dict.fromkeys(numbers, self._steps))
