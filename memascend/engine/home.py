@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from memascend.engine.mapped import collect_tensor_files
 from memascend.storage.completion import Completion
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.engine_tiers import DirectTier
@@ -331,6 +332,7 @@ def remove(folder: str | os.PathLike[str]) -> None:
     folder = Path(folder)
     for path in [folder / _FILE, *folder.glob("memascend-*")]:
         path.unlink(missing_ok=True)
+    collect_tensor_files(folder)
     with contextlib.suppress(OSError):
         folder.rmdir()
 

@@ -10,6 +10,13 @@ from pathlib import Path
 import torch
 
 _ALIGNMENT = 64
+_PREFIX = "state-dict-"
+
+
+def collect_tensor_files(folder: str | os.PathLike[str]) -> None:
+    """Remove what a killed process of an earlier version, whose files had names, has left in `folder`."""
+    for path in Path(folder).glob(f"{_PREFIX}*"):
+        path.unlink(missing_ok=True)
 
 
 class TensorFile:
@@ -20,7 +27,7 @@ class TensorFile:
 
     def __init__(self, folder: Path, sizes: list[int]) -> None:
         self._place, size = 0, max(1, sum(-(-each // _ALIGNMENT) * _ALIGNMENT for each in sizes))
-        with tempfile.TemporaryFile(dir=folder, prefix="state-dict-") as file:  # without a name: a kill leaves nothing
+        with tempfile.TemporaryFile(dir=folder, prefix=_PREFIX) as file:  # without a name: a kill leaves nothing
             os.posix_fallocate(file.fileno(), 0, size)
             self._bytes = torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=size, dtype=torch.uint8)
 

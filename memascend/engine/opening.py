@@ -9,6 +9,7 @@ from typing import Any
 
 from memascend.engine.home import NotThisModel, StateHome, owner_of
 from memascend.engine.layout import Layout
+from memascend.engine.mapped import collect_tensor_files
 from memascend.engine.one_version import beside, versions_for
 from memascend.engine.options import EngineOptions
 from memascend.storage.direct_engine import DirectEngineConfig
@@ -62,6 +63,7 @@ def kept_home(
         kept = home.completed()
         if kept is None:
             raise NotThisModel(f"{folder} holds no completed step: remove it and start anew")
+        collect_tensor_files(folder)
     except BaseException:
         home.close()
         raise

@@ -190,3 +190,17 @@ def test_a_file_of_tensors_never_has_a_name_that_a_kill_could_leave(tmp_path, mo
     assert torch.equal(copied, torch.arange(4.0))
     assert seen == [[]]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("end", ["resume", "remove"])
+def test_a_file_of_tensors_that_a_killed_process_of_an_earlier_version_left_is_collected(tmp_path, end):
+    home, _, ours, theirs = trained(tmp_path / "run")
+    home.close()
+    left = tmp_path / "run" / "state-dict-abc"
+    left.write_bytes(bytes(100))
+    if end == "resume":
+        home, _ = begin(ours, tmp_path / "run", resume=True)
+        assert not left.exists()
+        assert_same(ours.state_dict(), theirs.state_dict())
+    home.remove()
+    assert list(tmp_path.iterdir()) == []
