@@ -15,7 +15,7 @@ class Calibration:
         value: in `unit`.
         reason: why the value is this one, with its source (paper and place, data sheet, benchmark record).
         reach: where it may be used (testbeds, models); what lies outside is an extrapolation that a page has to name.
-        solved_from: ids of the published rows (exhibit:series:x:metric) that were used to find the value.
+        solved_from: ids of the published rows (exhibit:series:model:x:metric) that were used to find the value.
     """
 
     name: str
@@ -30,11 +30,25 @@ class CircularClaim(ValueError):
     """A claim is judged by a number that its own expectation was used to find."""
 
 
+def same_row(one: str, other: str) -> bool:
+    """Whether two ids name one published number.
+
+    Exhibit, x and metric are equal. A series may carry a reading after its name ("LoHan (Eqs. 1 to 5)"), and either id
+    may leave out series or model, as rows of an exhibit with a single model do.
+    """
+    (exhibit, *name, x, metric), (other_exhibit, *other_name, other_x, other_metric) = one.split(":"), other.split(":")
+    if (exhibit, x, metric) != (other_exhibit, other_x, other_metric):
+        return False
+    (series, model), (other_series, other_model) = name, other_name
+    longer, shorter = (series, other_series) if len(series) > len(other_series) else (other_series, series)
+    return longer.startswith(shorter) and (model == other_model or not model or not other_model)
+
+
 def require_held_out(claim: str, expected_rows: Iterable[str], calibrations: Iterable[Calibration]) -> None:
     """Raises CircularClaim where a row that a claim expects was used to solve a constant behind the claim's value."""
     rows = set(expected_rows)
     for calibration in calibrations:
-        both = sorted(rows.intersection(calibration.solved_from))
+        both = sorted(row for row in rows if any(same_row(row, used) for used in calibration.solved_from))
         if both:
             raise CircularClaim(
                 f"claim {claim}: its expectation {both[0]} was used to find {calibration.name} "

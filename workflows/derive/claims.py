@@ -20,7 +20,7 @@ from typing import Any
 import pandas as pd
 
 from memascend.planner.machine import CALIBRATIONS, PROCESS_OVERHEAD
-from memascend.simulator.calibration import CircularClaim, require_held_out
+from memascend.simulator.calibration import Calibration, CircularClaim, require_held_out
 from workflows import registry, tidy
 from workflows.derive import pages
 from workflows.derive.errata import errata_of
@@ -229,6 +229,36 @@ def basis_of(claim: dict[str, Any], lane: str) -> str:
     return claim["basis"] if isinstance(claim["basis"], str) else claim["basis"][lane]
 
 
+def rests_on(claim: dict[str, Any], lane: str) -> str:
+    """What a verdict presupposes: the claim's own words, or the constants behind its exhibit in the modelled lane."""
+    own = claim.get("rests_on", "")
+    if basis_of(claim, lane) != HELD_OUT:
+        return own
+    if lane != "modelled":  # a run takes no constant of the model
+        return ""
+    return own if basis_of(claim, "measured") == HELD_OUT and own else constants_behind(claim["exhibit_id"])
+
+
+def constants_behind(exhibit: str) -> str:
+    """The constants that calibrations.yaml lists for an exhibit, each with how it was found."""
+    paper = paper_of(exhibit)
+    if paper not in registry.PAPERS:
+        return ""
+    groups = (registry.read(registry.file_of(paper, "calibrations.yaml")) or {}).get("behind", [])
+    known = constants(paper)
+    names = [
+        n for group in groups if exhibit.removeprefix(f"{paper}-") in group["exhibits"] for n in group["constants"]
+    ]
+    return "; ".join(f"{name.replace('_', ' ')} ({found_how(known[name])})" for name in dict.fromkeys(names))
+
+
+def found_how(each: Calibration) -> str:
+    if each.solved_from:
+        places = dict.fromkeys(row.partition(":")[0].partition("-")[2] for row in each.solved_from)
+        return f"solved from {', '.join(places)}"
+    return "assumed" if each.reason.startswith("assumed") else "from a source"
+
+
 def rows_expected(claim: dict[str, Any]) -> list[str]:
     """Ids of the published rows that a claim's expectation is made of, as in `Calibration.solved_from`: exhibit (with
     its subfigure, where the claim names one), series, model, x and metric."""
@@ -273,7 +303,7 @@ def decide(claim: dict[str, Any], lane_name: str, table: pd.DataFrame) -> Verdic
     common = {name: claim[name] for name in ("exhibit_id", "unit", "sentence")}
     common |= {"claim_id": claim["id"], "lane": lane_name, "history": history(claim)}
     basis = basis_of(claim, lane_name)
-    common |= {"basis": basis, "rests_on": "" if basis == HELD_OUT else claim["rests_on"]}
+    common |= {"basis": basis, "rests_on": rests_on(claim, lane_name)}
     texts = low, high, claim["unit"], lane.get("tolerance")
     common |= {"expected": expected_text(*texts), "tolerance": tolerance_text(*texts)}
     undecided = {**common, "verdict": NOT_CHECKABLE, "value": "", "testbed": ""}
