@@ -364,6 +364,14 @@ py::list as_list(const std::vector<EndedRequest>& ended) {
   return out;
 }
 
+// Ctrl-C and other signals that Python handles end a wait for a drive that hangs.
+void raise_pending_signals() {
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) {
+    throw py::error_already_set();
+  }
+}
+
 template <typename Engine>
 py::object wait_for_request(Engine& engine, std::uint64_t request, double seconds) {
   std::optional<RequestOutcome> outcome;
@@ -829,6 +837,7 @@ void translate(std::exception_ptr pointer) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "Native parts of memascend; use the Python modules that wrap them.";
   py::register_exception_translator(&translate);
+  set_poll_while_waiting(&raise_pending_signals);
 
   module.def("pinned_empty", &pinned_empty, py::arg("numel"), py::arg("dtype"), py::arg("reserved_bytes"),
              py::arg("lock"), py::arg("require_lock"), py::arg("pages") = "small", py::arg("placement") = py::none());

@@ -99,7 +99,7 @@ class StateHome:
         folder, sizes = Path(folder), list(sizes)
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty: name another folder for the states, or remove it")
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path, log = folder / _FILE, _log_bytes(len(sizes) + len(beside))
         try:
             _allocate(path, store_bytes(sizes, versions=versions, beside=beside, slack=slack), versions)
@@ -363,7 +363,8 @@ def _allocate(path: Path, size: int, versions: int) -> None:
     if size > free:
         what = "two versions of all states" if versions == 2 else "one version of all states and what is beside it"
         raise StorageError("allocation", str(path), 0, size, free, errno.ENOSPC, f"{what} do not fit")
-    with path.open("wb") as file:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o600), "wb") as file:  # all weights and moments: nobody else's to read
         try:
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:

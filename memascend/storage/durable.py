@@ -18,7 +18,9 @@ def sync(path: Path) -> None:
 def write_atomically(path: Path, text: str) -> None:
     """`path` holds the old text or the new one, at any instant and after a power cut."""
     temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("w", encoding="utf-8") as file:
+    temporary.unlink(missing_ok=True)  # a kill's, or a link that somebody put there
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(temporary, flags, 0o644), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

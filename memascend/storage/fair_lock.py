@@ -8,10 +8,12 @@ lock or waited for it; and nobody can be overtaken, because numbers only grow.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
 import struct
+import time
 import weakref
 
 __all__ = ["FairLock", "name_of_place"]
@@ -19,6 +21,8 @@ __all__ = ["FairLock", "name_of_place"]
 _COUNTER = struct.Struct("<q")
 _DESK = 8  # the byte that is locked while a number is taken; the counter lies before it
 _FIRST = 16  # the byte of number 0
+_LAST = 1 << 60  # no honest counter gets there; anybody may write the file
+_DESK_S = 2.0  # a number is taken in microseconds: who holds the desk for longer does so to stop others
 FOLDER = "/dev/shm"
 
 _locks: weakref.WeakSet[FairLock] = weakref.WeakSet()
@@ -98,15 +102,30 @@ class FairLock:
     def _take_number(self) -> int:
         if self._fd < 0:
             raise RuntimeError(f"the lock {self.path} is closed")
-        self._lock(fcntl.F_OFD_SETLKW, fcntl.F_WRLCK, _DESK, 1)
+        self._reach_desk()
         try:
             stored = os.pread(self._fd, _COUNTER.size, 0)
             number = _COUNTER.unpack(stored)[0] if len(stored) == _COUNTER.size else 0
+            if not 0 <= number < _LAST:
+                raise OSError(
+                    errno.EINVAL, f"{self.path} holds the number {number}, which no process has written there"
+                )
             self._lock(fcntl.F_OFD_SETLK, fcntl.F_WRLCK, _FIRST + number, 1)  # nobody else can have this byte
             os.pwrite(self._fd, _COUNTER.pack(number + 1), 0)
         finally:
             self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, _DESK, 1)
         return number
+
+    def _reach_desk(self) -> None:
+        """OSError where somebody holds it for longer than it takes to get a number."""
+        end = time.monotonic() + _DESK_S
+        while True:
+            try:
+                return self._lock(fcntl.F_OFD_SETLK, fcntl.F_WRLCK, _DESK, 1)
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() > end:
+                    raise OSError(errno.EBUSY, f"another process keeps {self.path} locked") from None
+                time.sleep(0.0005)
 
     def _lock(self, command: int, kind: int, begin: int, length: int) -> None:
         if length:

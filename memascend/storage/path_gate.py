@@ -68,8 +68,12 @@ class PathGate:
             self._waiting.append(begin)
             new_turn = False
             if self._lock is not None and not self._has_turn and self._thread is None:
-                new_turn = self._lock.try_acquire()
-                self._took(new_turn)
+                try:
+                    new_turn = self._lock.try_acquire()
+                except (OSError, RuntimeError) as error:
+                    self._go_on_without(self._lock, error)
+                else:
+                    self._took(new_turn)
             ready = self._admit(new_turn)
         _run(ready)
 
@@ -115,13 +119,11 @@ class PathGate:
     def _wait(self, lock: FairLock) -> None:
         try:
             lock.acquire()
-        except (OSError, RuntimeError) as error:  # without a lock the transfers are right, only slower
-            log.warning("memascend: %s: transfers go on without the lock between processes: %s", lock.path, error)
+        except (OSError, RuntimeError) as error:
             with self._state:
                 self._thread = None
-                self._lock = None
+                self._go_on_without(lock, error)
                 ready = self._admit()
-            lock.close()
             _run(ready)
             return
         with self._state:
@@ -134,6 +136,12 @@ class PathGate:
             if not ready and self._inside == 0:
                 self._give_up_turn(lock)
         _run(ready)
+
+    def _go_on_without(self, lock: FairLock, error: Exception) -> None:
+        """With the state held. Without a lock the transfers are right, only slower."""
+        log.warning("memascend: %s: transfers go on without the lock between processes: %s", lock.path, error)
+        self._lock = None
+        lock.close()
 
     def _give_up_turn(self, lock: FairLock) -> None:
         """With the state held. What waits is for the next one."""

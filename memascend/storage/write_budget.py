@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memascend.memory.budget import parse_bytes
+from memascend.storage.durable import write_atomically
 
 __all__ = ["FILE", "WriteBudget", "WriteBudgetExceeded", "count_written", "written"]
 
@@ -67,31 +68,44 @@ class WriteBudget:
 
 
 def written(path: str) -> dict[str, object]:
-    """{"total": bytes, "days": {date: bytes}}; nothing yet where there is no count."""
+    """{"total": bytes, "days": {date: bytes}}; nothing yet where there is no count. ValueError for one that cannot be
+    read: a drive whose count is lost has no budget left that could be told."""
+    file = Path(path, FILE)
     try:
-        return _valid(json.loads(Path(path, FILE).read_text()))
-    except (OSError, ValueError):
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
         return {"total": 0, "days": {}}
+    except OSError as error:
+        raise _unreadable(file, error.strerror) from None
+    try:
+        return _valid(json.loads(os.pread(fd, 1 << 16, 0)))
+    except ValueError:
+        raise _unreadable(file, "it is no count") from None
+    finally:
+        os.close(fd)
+
+
+def _unreadable(file: Path, why: str) -> ValueError:
+    return ValueError(
+        f"what was written to the drive is counted in {file}, which cannot be read ({why}): put the file back from a "
+        "copy, or remove it to begin at 0"
+    )
 
 
 def count_written(path: str, nbytes: int, today: str | None = None) -> None:
-    """Add to the count in the folder `path`, under a lock: several processes write there. OSError."""
+    """Add to the count in the folder `path`, under a lock on the folder: several processes write there. OSError;
+    ValueError for a count that cannot be read."""
     if nbytes <= 0 or not os.path.isdir(path):
         return
-    fd = os.open(os.path.join(path, FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        try:
-            counted = _valid(json.loads(os.pread(fd, 1 << 16, 0) or b"{}"))
-        except ValueError:  # cut short by a kill
-            counted = {"total": 0, "days": {}}
+        counted = written(path)
         day = today or _today()
         counted["total"] += nbytes
         counted["days"][day] = counted["days"].get(day, 0) + nbytes
         counted["days"] = dict(sorted(counted["days"].items())[-_DAYS_KEPT:])
-        data = json.dumps(counted).encode()
-        os.pwrite(fd, data, 0)
-        os.ftruncate(fd, len(data))
+        write_atomically(Path(path, FILE), json.dumps(counted))
     finally:
         os.close(fd)
 

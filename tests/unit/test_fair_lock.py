@@ -258,3 +258,30 @@ def test_two_folders_on_one_drive_are_used_side_by_side_within_a_process(tmp_pat
         for write in writes:
             write.wait(MAX_S)
         assert {tier.path_of(str(n)) for n in range(4)} == set(folders)
+
+
+@pytest.mark.parametrize("counter", [(1 << 63) - 1, -5, 1 << 61])
+def test_a_counter_that_nobody_has_written_stops_no_transfer(tmp_path, counter, caplog):
+    """Every user may write the file."""
+    lock = FairLock("t", tmp_path)
+    Path(lock.path).write_bytes(counter.to_bytes(8, "little", signed=True))
+    gate, begun = PathGate(lock), []
+    for number in range(3):
+        gate.enter(lambda number=number: begun.append(number))
+        gate.leave()
+    gate.close()
+    assert begun == [0, 1, 2]
+    assert caplog.text.count("go on without the lock") == 1
+
+
+def test_a_process_that_keeps_the_desk_stops_no_transfer(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("memascend.storage.fair_lock._DESK_S", 0.05)
+    other, lock = FairLock("t", tmp_path), FairLock("t", tmp_path)
+    other._reach_desk()
+    gate, begun = PathGate(lock), []
+    gate.enter(lambda: begun.append(1))
+    gate.leave()
+    gate.close()
+    other.close()
+    assert begun == [1]
+    assert "another process keeps" in caplog.text

@@ -63,13 +63,32 @@ def test_a_device_is_counted_for_the_run(tmp_path):
     assert "today, 90%" in meter.count([(device, 900)])[0]
 
 
-def test_processes_add_to_one_count_and_a_torn_one_begins_again(tmp_path):
+def test_processes_add_to_one_count(tmp_path):
     program = "from memascend.storage.write_budget import count_written\n" + "count_written('.', 3)\n" * 50
     environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
     children = [subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=environment) for _ in range(3)]
     assert [child.wait() for child in children] == [0, 0, 0]
     assert written(str(tmp_path))["total"] == 450
-    (tmp_path / FILE).write_text('{"total": 4')
-    assert written(str(tmp_path))["total"] == 0
-    count_written(str(tmp_path), 5)
-    assert written(str(tmp_path))["total"] == 5
+
+
+def test_a_count_that_cannot_be_read_is_refused_and_not_begun_anew(tmp_path):
+    count_written(str(tmp_path), 10**15)
+    (tmp_path / FILE).write_text('{"total": 10000')
+    for use in (lambda: written(str(tmp_path)), lambda: count_written(str(tmp_path), 5)):
+        with pytest.raises(ValueError, match=r"cannot be read .*put the file back from a copy, or remove it"):
+            use()
+    assert (tmp_path / FILE).read_text() == '{"total": 10000'
+
+
+def test_the_count_follows_no_link(tmp_path):
+    victim, folder = tmp_path / "victim", tmp_path / "ssd"
+    victim.write_text("keep me")
+    folder.mkdir()
+    (folder / FILE).symlink_to(victim)
+    with pytest.raises(ValueError, match="cannot be read"):
+        count_written(str(folder), 5)
+    (folder / FILE).unlink()
+    (folder / f".{FILE}.partial").symlink_to(victim)
+    count_written(str(folder), 5)
+    assert victim.read_text() == "keep me"
+    assert written(str(folder))["total"] == 5

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -13,19 +14,47 @@
 namespace memascend {
 namespace {
 
-// False: the time is up.
+constexpr std::chrono::milliseconds kPollEvery{200};
+std::atomic<void (*)()> poll_while_waiting{nullptr};
+
+// False: the time is up. Throws what `poll_while_waiting` throws.
 template <typename Done>
 bool wait_on(std::condition_variable& condition, std::unique_lock<std::mutex>& lock, double seconds, Done done) {
-  if (seconds < 0) {
-    condition.wait(lock, done);
-    return true;
+  using Clock = std::chrono::steady_clock;
+  const bool limited = seconds >= 0;
+  const auto limit = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, 1e6)));
+  const auto end = Clock::now() + (limited ? limit : Clock::duration::zero());
+  while (!done()) {
+    const auto now = Clock::now();
+    if (limited && now >= end) {
+      return false;
+    }
+    auto next = now + kPollEvery;
+    if (limited && end < next) {
+      next = end;
+    }
+    if (condition.wait_until(lock, next, done)) {
+      return true;
+    }
+    if (auto* const poll = poll_while_waiting.load(); poll != nullptr) {
+      lock.unlock();
+      try {
+        poll();
+      } catch (...) {
+        lock.lock();
+        throw;
+      }
+      lock.lock();
+    }
   }
-  return condition.wait_for(lock, std::chrono::duration<double>(std::min(seconds, 1e6)), done);
+  return true;
 }
 
 void signal(int fd, std::uint64_t count) { (void)!::write(fd, &count, sizeof(count)); }
 
 }  // namespace
+
+void set_poll_while_waiting(void (*poll)()) noexcept { poll_while_waiting = poll; }
 
 Completions::~Completions() {
   if (fd_ >= 0) {
@@ -45,7 +74,13 @@ void Completions::end(std::uint64_t request, RequestOutcome outcome) {
 std::optional<RequestOutcome> Completions::wait_for(std::unique_lock<std::mutex>& lock, std::uint64_t request,
                                                     double seconds) {
   const auto claim = awaited_.insert(request);
-  const bool ended = wait_on(*ended_, lock, seconds, [&] { return !live_.contains(request); });
+  bool ended = false;
+  try {
+    ended = wait_on(*ended_, lock, seconds, [&] { return !live_.contains(request); });
+  } catch (...) {
+    awaited_.erase(claim);
+    throw;
+  }
   awaited_.erase(claim);
   if (!ended) {
     return std::nullopt;

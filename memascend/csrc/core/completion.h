@@ -33,6 +33,10 @@ struct RequestOutcome {
 };
 using EndedRequest = std::pair<std::uint64_t, RequestOutcome>;
 
+// What every wait for a request calls some times a second, with no lock held; what it throws ends the wait. For the
+// whole process; nullptr: nothing.
+void set_poll_while_waiting(void (*poll)()) noexcept;
+
 // The requests of an engine that have not ended, and the outcomes that have not been reported. An outcome goes to
 // whoever asks first (`wait_for`, `wait` or `take`), except that one which a thread waits for by number is that thread's.
 // All of it with the engine's mutex held; the waits take it as a lock, and release it while they block.

@@ -37,6 +37,15 @@ int set_lock(int fd, int command, short type, off_t byte) {
   return result;
 }
 
+// posix_fallocate, repeated where a signal cut it off; its error.
+int allocate(int fd, std::int64_t bytes) {
+  int error = 0;
+  do {
+    error = posix_fallocate(fd, 0, bytes);
+  } while (error == EINTR);
+  return error;
+}
+
 }  // namespace
 
 struct Control::Header {
@@ -103,7 +112,7 @@ void Control::attach(const std::string& path, const std::array<std::uint8_t, 16>
     throw StorageFailure("share", path, 0, bytes_, status.st_size, 0, "made by another version of memascend");
   }
   if (alone_) {  // allocated now: a full /dev/shm is an error here, not a SIGBUS later
-    if (const int error = posix_fallocate(fd_, 0, bytes_); error != 0 && error != EOPNOTSUPP) {
+    if (const int error = allocate(fd_, bytes_); error != 0 && error != EOPNOTSUPP) {
       throw StorageFailure("share", path, 0, bytes_, 0, error, std::strerror(error));
     }
   }
@@ -277,7 +286,7 @@ std::int64_t Control::max_chunks() const noexcept { return (mapped_ - bitmap_off
 
 void Control::grow(std::int64_t chunks) {
   const std::int64_t bytes = bitmap_offsets_.back() + sector_up((chunks + 63) / 64 * 8);
-  if (const int error = posix_fallocate(fd_, 0, bytes); error != 0) {
+  if (const int error = allocate(fd_, bytes); error != 0) {
     throw StorageFailure("share", path_, 0, bytes, bytes_, error, std::strerror(error));
   }
   bytes_ = bytes;

@@ -279,7 +279,7 @@ class FileEngine::Worker {
       }
       const int access = request.op == IoOp::kRead ? O_RDONLY : O_WRONLY | O_CREAT;
       do {
-        fd = engine_.calls_.open(request.path.c_str(), access | O_CLOEXEC | (direct ? O_DIRECT : 0), 0644);
+        fd = engine_.calls_.open(request.path.c_str(), access | O_CLOEXEC | (direct ? O_DIRECT : 0), 0600);
       } while (fd < 0 && errno == EINTR);
       if (fd >= 0 && (!direct || can_go_directly(request, fd))) {
         return fd;
