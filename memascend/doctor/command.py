@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,8 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 
         checks += check_tiers(options.tiers, needs, try_speed=not options.no_speed)
     checks.append(check_gpu(needs, cuda(), probe.gpus()))
-    checks += check_packages()
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed says there what it thinks of the machine
+        checks += check_packages()
     status = 1 if any(check.status == FAIL for check in checks) else 0
     if options.json:
         made = {"plan": needs.label if needs else None, "checks": [dataclasses.asdict(check) for check in checks]}
