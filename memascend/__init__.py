@@ -55,18 +55,18 @@ __all__ = [
 ]
 
 _WHERE = {
-    "EngineOptions": "memascend.engine.options",
-    "NotStreamable": "memascend.engine.blocks",
-    "StorageError": "memascend.storage.errors",
-    "TornStates": "memascend.engine.home",
-    "streaming": "memascend.engine.streaming",
+    "EngineOptions": ".engine.options",
+    "NotStreamable": ".engine.blocks",
+    "StorageError": ".storage.errors",
+    "TornStates": ".engine.home",
+    "streaming": ".engine.streaming",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(_WHERE[name]), name)
+    found = getattr(importlib.import_module(_WHERE[name], __name__), name)
     globals()[name] = found
     return found
 

@@ -29,6 +29,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
 DYNAMIC: dict[str, tuple[str, ...]] = {
     "baselines.protocol": (),
     "baselines.protocol.described": (),
+    "memascend": (),  # names of a user's loop; what measures imports their modules itself
     "memascend.integrations.deepspeed.signatures": (),
     "memascend.systems": ("baselines.protocol",),
     # The interpreter imports it when it starts (memascend.pth), and it waits for DeepSpeed to be imported.

@@ -11,6 +11,8 @@
 #include <omp.h>
 #endif
 
+#include <unistd.h>
+
 #include <exception>
 #include <map>
 #include <memory>
@@ -364,8 +366,12 @@ py::list as_list(const std::vector<EndedRequest>& ended) {
   return out;
 }
 
-// Ctrl-C and other signals that Python handles end a wait for a drive that hangs.
+// Ctrl-C and other signals that Python handles end a wait for a drive that hangs. Python runs their handlers in the main
+// thread alone; another one may still wait when the interpreter has ended.
 void raise_pending_signals() {
+  if (gettid() != getpid()) {
+    return;
+  }
   py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) {
     throw py::error_already_set();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from memascend.storage.path_rates import measure
 from memascend.storage.tier import Tier
 
 __all__ = ["open_paths"]
+
+log = logging.getLogger("memascend")
 
 
 def open_paths(
@@ -60,9 +63,14 @@ def open_paths(
 
 @contextlib.contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """No other process transfers on the drive, and no other tier of this one."""
-    with contextlib.closing(FairLock(name)) as lock:
-        lock.acquire()
+    """No other process transfers on the drive, and no other tier of this one; with a warning where the lock file, which
+    every user may write, cannot be used."""
+    with contextlib.ExitStack() as held:
+        try:
+            lock = held.enter_context(contextlib.closing(FairLock(name)))
+            lock.acquire()
+        except OSError as error:
+            log.warning("memascend: drive %s is measured without the lock between processes: %s", name, error)
         yield
 
 

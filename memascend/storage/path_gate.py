@@ -26,13 +26,21 @@ _gates_lock = threading.Lock()
 
 
 def gate_of(name: str) -> PathGate:
-    """This process's gate before the lock called `name`, which it opens (`FairLock`: ValueError, OSError) where nobody
-    here has it yet. Every caller closes it; the last one gives the lock up."""
+    """This process's gate before the lock called `name`, which it opens where nobody here has it yet; without a lock,
+    and with a warning, where that cannot be opened. Every caller closes it; the last one gives the lock up."""
     with _gates_lock:
         gate = _gates.get(name)
         if gate is None or not gate._join():
-            gate = _gates[name] = PathGate(FairLock(name))
+            gate = _gates[name] = PathGate(_lock_of(name))
         return gate
+
+
+def _lock_of(name: str) -> FairLock | None:
+    try:
+        return FairLock(name)
+    except OSError as error:
+        log.warning("memascend: drive %s: transfers go on without the lock between processes: %s", name, error)
+        return None
 
 
 def _forget_in_child() -> None:

@@ -5,6 +5,7 @@ An optimizer on an SSD writes 12 bytes a parameter and step; consumer drives are
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
 import json
@@ -99,7 +100,8 @@ def count_written(path: str, nbytes: int, today: str | None = None) -> None:
         return
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # NFS locks no folder
+            fcntl.flock(fd, fcntl.LOCK_EX)
         counted = written(path)
         day = today or _today()
         counted["total"] += nbytes

@@ -285,3 +285,24 @@ def test_a_process_that_keeps_the_desk_stops_no_transfer(tmp_path, monkeypatch, 
     other.close()
     assert begun == [1]
     assert "another process keeps" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["a link", "a folder", "a wrong counter"])
+def test_paths_open_whatever_is_in_the_place_of_the_lock_file(tmp_path, monkeypatch, caplog, what):
+    monkeypatch.setattr(FairLock.__init__, "__defaults__", (str(tmp_path),))
+    place = tmp_path / "memascend-path-t"
+    if what == "a link":
+        place.symlink_to(tmp_path / "victim")
+    elif what == "a folder":
+        place.mkdir()
+    else:
+        place.write_bytes(((1 << 63) - 1).to_bytes(8, "little"))
+    with open_paths._alone("t"):
+        pass
+    gate, begun = gate_of("t"), []
+    gate.enter(lambda: begun.append(1))
+    gate.leave()
+    gate.close()
+    assert begun == [1]
+    assert "without the lock between processes" in caplog.text
+    assert not (tmp_path / "victim").exists()
