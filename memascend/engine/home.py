@@ -152,6 +152,10 @@ class StateHome:
 
     # -- storage -------------------------------------------------------------------------------------------------------
 
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether the tensor was written, committed or not."""
+        return self._tier.size_of(str(key)) is not None
+
     def read(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
         self._unread.discard(str(key))
         return self._tier.read(str(key), tensor, priority=priority)

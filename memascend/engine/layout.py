@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -132,6 +133,7 @@ class Layout:
     weights: torch.dtype
     states: torch.dtype
     order: tuple[str, ...] = field(default=())  # trained parameters in the model's order
+    splits: bool = True  # False: as homes of earlier versions are, where a unit's weights are always one tensor
 
     @property
     def own_masters(self) -> bool:
@@ -149,6 +151,12 @@ class Layout:
         """Elements of the unit's weights on the tier."""
         return padded(unit.numel, self.weights)
 
+    def step_numel(self, unit: Unit) -> int:
+        """Elements of the unit's weights that a step writes: the trained ones, in whole units of direct I/O. What
+        follows them is frozen, and is a tensor of its own on the tier. A unit that is frozen as a whole is one."""
+        trained = sum(piece.numel for piece in unit.pieces)
+        return padded(trained, self.weights) if trained and self.splits else self.unit_numel(unit)
+
     def state_numel(self, piece: Piece) -> int:
         """Elements of each of a piece's states on the tier."""
         return padded(piece.numel, self.states)
@@ -160,7 +168,9 @@ class Layout:
     @property
     def nbytes(self) -> list[int]:
         """Bytes of each tensor on the tier, one version."""
-        weights = [self.unit_numel(unit) * self.weights.itemsize for unit in self.units]
+        trained = [self.step_numel(unit) for unit in self.units]
+        frozen = [self.unit_numel(unit) - numel for unit, numel in zip(self.units, trained, strict=True)]
+        weights = [numel * self.weights.itemsize for numel in trained + frozen if numel]
         return weights + [self.states_numel(piece) * self.states.itemsize for piece in self.pieces]
 
     @property
@@ -173,6 +183,8 @@ class Layout:
     def digest(self) -> str:
         """The same for two layouts that can read each other's tier."""
         what = [str(self.weights), str(self.states)]
+        if any(self.step_numel(unit) < self.unit_numel(unit) for unit in self.units):
+            what.append("frozen elements apart")
         for unit in self.units:
             what.append([unit.key, [(part.name, part.shape, part.trained) for part in unit.parts]])
             what.append([[(run.part.name, run.begin, run.end) for run in piece.runs] for piece in unit.pieces])
@@ -194,7 +206,8 @@ def make_layout(
     piece_elements: int | None = None,
 ) -> Layout:
     """`order`: (name, elements) of all trained parameters in the model's order. `piece_elements`: of a piece at most,
-    in whole steps of sums (default: the largest block as one piece, but no more than `PIECE_ELEMENTS`)."""
+    in whole steps of sums (default: the largest block as one piece, but no more than `PIECE_ELEMENTS`). Raises
+    ValueError where two units or pieces would have one key."""
     units = list(units)
     first, place = {}, 0
     for name, numel in order:
@@ -205,7 +218,17 @@ def make_layout(
         piece_elements = min(PIECE_ELEMENTS, max(blocks, default=PIECE_ELEMENTS) + SUM_ELEMENTS - 1)
     limit = max(SUM_ELEMENTS, piece_elements // SUM_ELEMENTS * SUM_ELEMENTS)
     made = tuple(each for unit in units for each in _cut_by_rows(unit, first, limit))
+    _require_different_keys(made)
     return Layout(units=made, weights=weights, states=states, order=tuple(name for name, _ in order))
+
+
+def _require_different_keys(units: Iterable[Unit]) -> None:
+    """Two tensors of one key would overwrite each other on the tier."""
+    counts = Counter(key for unit in units for key in (unit.key, *(piece.key for piece in unit.pieces)))
+    if twice := [key for key, count in counts.items() if count > 1]:
+        raise ValueError(
+            f"two parts of the model would both be {twice[0]!r} on the tier: give one of these modules another name"
+        )
 
 
 def rows_of_a_slice(width: int, limit: int) -> int:

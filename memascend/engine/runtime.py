@@ -28,6 +28,7 @@ from memascend.engine.blocks import ModelUnits, NotStreamable, UnitWeights, larg
 from memascend.engine.buffers import EngineBuffers
 from memascend.engine.contents import StatesOf, TierContents
 from memascend.engine.device import Copies, DeviceWeights, GradientCopies, device_of, synchronize
+from memascend.engine.frozen import FrozenApart
 from memascend.engine.gradient_views import StepGradients
 from memascend.engine.home import StateHome
 from memascend.engine.hooks import HookedRuntime, ModelHooks
@@ -86,7 +87,8 @@ class StreamingEngine(HookedRuntime):
         if device.type != "cpu":  # each kind of copies on a stream of its own
             on_device, inputs = DeviceWeights(self.layout, Copies(device)), Copies(device)
             gradients = GradientCopies(self.buffers.need_arrivals(), Copies(device))
-        self._stream = WeightStream(home, pool=self.buffers.weights, wait_s=WAIT_S)
+        parts = FrozenApart(home, self.layout)
+        self._stream = WeightStream(parts, pool=self.buffers.weights, wait_s=WAIT_S)
         self._states: WeightStream | None = None
         if self.buffers.states is not None:
             self._states = WeightStream(home, pool=self.buffers.states, wait_s=WAIT_S)
@@ -844,9 +846,10 @@ def _kept_whole(layout: Layout) -> str:
 def _kept_units(
     model: nn.Module, blocks: Sequence[nn.Module] | None, options: EngineOptions, is_kept: Callable[[Layout], bool]
 ) -> ModelUnits:
-    """As the home has them, which may be cut as by an earlier version of this library, or have another's blocks."""
+    """As the home has them, which may be cut as by an earlier version of this library, or have another's blocks, or
+    weights with the frozen ones among them."""
     units = _units(model, blocks, options)
-    if is_kept(units.layout):
+    if _is_or_was(units, is_kept):
         return units
     for chosen in [blocks] if blocks is not None else [None, largest_list(model)]:
         by_blocks = _units(model, chosen, options)
@@ -855,6 +858,15 @@ def _kept_units(
             cut.append(by_blocks.layout.earlier_piece_elements)
         for elements in cut:
             found = _units(model, chosen, replace(options, piece_elements=elements))
-            if is_kept(found.layout):
+            if _is_or_was(found, is_kept):
                 return found
     return units
+
+
+def _is_or_was(units: ModelUnits, is_kept: Callable[[Layout], bool]) -> bool:
+    """Whether a home has these units, which then get the layout that it has."""
+    for layout in (units.layout, replace(units.layout, splits=False)):
+        if is_kept(layout):
+            units.layout = layout
+            return True
+    return False

@@ -1,0 +1,62 @@
+"""Frozen weights of a unit that also trains some, such as adapters: on the tier in a tensor of their own, written once.
+
+In memory a unit is one buffer, its trained elements first. A step writes these alone: with LoRA, kilobytes in place of
+the whole block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+
+from memascend.engine.home import StateHome
+from memascend.engine.layout import Layout
+from memascend.storage.completion import Completion, Promise, all_of
+
+
+class FrozenApart:
+    """Storage of units' weights in a home. Thread-safe, as that is."""
+
+    def __init__(self, home: StateHome, layout: Layout) -> None:
+        self._home = home
+        self._trained = {  # elements of each unit that has frozen ones behind them
+            unit.key: layout.step_numel(unit)
+            for unit in layout.units
+            if layout.step_numel(unit) < layout.unit_numel(unit)
+        }
+
+    def read(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
+        if key not in self._trained:
+            return self._home.read(key, tensor, priority=priority)
+        numel = self._trained[key]
+        return _both(
+            lambda: self._home.read(key, tensor[:numel], priority=priority),
+            lambda: self._home.read(frozen_key(key), tensor[numel:], priority=priority),
+        )
+
+    def write(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
+        """Frozen elements with the first write alone: nothing changes them."""
+        if key not in self._trained:
+            return self._home.write(key, tensor, priority=priority)
+        numel, frozen = self._trained[key], frozen_key(key)
+        if frozen in self._home:
+            return self._home.write(key, tensor[:numel], priority=priority)
+        return _both(
+            lambda: self._home.write(key, tensor[:numel], priority=priority),
+            lambda: self._home.write(frozen, tensor[numel:], priority=priority),
+        )
+
+
+def frozen_key(key: Hashable) -> str:
+    return f"frozen of {key}"
+
+
+def _both(first: Callable[[], Completion], second: Callable[[], Completion]) -> Completion:
+    begun = first()
+    try:
+        return all_of([begun, second()])
+    except Exception as error:  # the buffer belongs to the first one until that has ended
+        refused = Promise("the frozen part of a unit")
+        refused.set_error(error)
+        return all_of([begun, refused])
