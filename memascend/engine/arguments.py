@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils._pytree import SUPPORTED_NODES
+
+_LEAVES = (str, bytes, int, float, complex, type, enum.Enum, torch.nn.Module, torch.optim.Optimizer)
+_PYTHON_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +26,9 @@ class _Place:
 class Arguments:
     """`args` and `kwargs` taken apart: their structure, and each tensor once.
 
-    Containers that torch's pytree knows, dataclasses and namespaces are copied, so that a block may change them; any
-    other object is the caller's own.
+    Containers that torch's pytree knows, dataclasses and namespaces are copied, and so is every other object of a
+    Python class with tensors in its attributes or items, so that a block may change them. An object without tensors is
+    the caller's own. TypeError for one with tensors that cannot be copied.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -36,11 +41,11 @@ class Arguments:
                 self.tensors.append(tensor)
             return numbers[id(tensor)]
 
-        self._args, self._kwargs = _map((args, kwargs), torch.Tensor, place, {})
+        self._args, self._kwargs = _Mapping(torch.Tensor, place)((args, kwargs))
 
     def rebuilt(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same arguments with `tensors` in the places of theirs."""
-        return _map((self._args, self._kwargs), _Place, lambda place: tensors[place.number], {})
+        return _Mapping(_Place, lambda place: tensors[place.number])((self._args, self._kwargs))
 
     def drop_tensors(self) -> list[torch.Tensor]:
         """Hand the tensors over to the caller; the structure stays."""
@@ -50,27 +55,123 @@ class Arguments:
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     """Every tensor of a structure, once."""
-    yield from Arguments((tree,), {}).tensors
+    seen: dict[int, Any] = {}
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen or isinstance(node, _LEAVES):
+            continue
+        seen[id(node)] = node
+        if isinstance(node, torch.Tensor):
+            yield node
+        else:
+            waiting += reversed(_children(node))
 
 
-def _map(node: Any, kind: type, change: Callable[[Any], Any], seen: dict[int, Any]) -> Any:
-    if isinstance(node, kind):
-        return change(node)
-    if isinstance(node, torch.Tensor | torch.nn.Module | type) or node is None:
-        return node
-    if id(node) in seen:  # the same object twice, or a circle
-        return seen[id(node)]
-    known = SUPPORTED_NODES.get(type(node))
-    if known is None and isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*[_map(each, kind, change, seen) for each in node])
-    if known is not None:
-        children, context = known.flatten_fn(node)
-        return known.unflatten_fn([_map(each, kind, change, seen) for each in children], context)
-    if dataclasses.is_dataclass(node) or type(node) is SimpleNamespace:
-        made = seen[id(node)] = copy.copy(node)
-        names = [field.name for field in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
-        for name in {*names, *getattr(made, "__dict__", ())}:
-            if hasattr(made, name):
-                object.__setattr__(made, name, _map(getattr(made, name), kind, change, seen))
+class _Mapping:
+    """Copies a structure with every node of one kind changed. Objects that occur twice stay one."""
+
+    def __init__(self, kind: type, change: Callable[[Any], Any]) -> None:
+        self._kind, self._change = kind, change
+        self._made: dict[int, Any] = {}
+        self._originals: list[Any] = []  # kept, so that no other object gets the number of one of them
+        self._has_some: dict[int, bool] = {}
+
+    def __call__(self, node: Any) -> Any:
+        if isinstance(node, self._kind):
+            return self._change(node)
+        if node is None or isinstance(node, (*_LEAVES, torch.Tensor)):
+            return node
+        if id(node) in self._made:  # the same object twice, or a circle
+            return self._made[id(node)]
+        if (known := SUPPORTED_NODES.get(type(node))) is not None:
+            children, context = known.flatten_fn(node)
+            return known.unflatten_fn([self(each) for each in children], context)
+        if isinstance(node, tuple) and hasattr(node, "_fields"):
+            return type(node)(*[self(each) for each in node])
+        if not _is_value(node) and not (_is_of_python(node) and self._has(node)):
+            return node
+        made = self._made[id(node)] = _shallow(node)
+        self._originals.append(node)
+        for name, value in _attributes(made).items():
+            object.__setattr__(made, name, self(value))
+        if isinstance(made, dict):
+            for key, value in list(dict.items(made)):
+                dict.__setitem__(made, key, self(value))
+        elif isinstance(made, list):
+            list.__setitem__(made, slice(None), [self(each) for each in list.__iter__(made)])
         return made
-    return node
+
+    def _has(self, root: Any) -> bool:
+        """Whether a node of the kind can be reached from `root`; parameters of the model do not count."""
+        if id(root) not in self._has_some:
+            self._look_at(root)
+        return self._has_some[id(root)]
+
+    def _look_at(self, root: Any) -> None:
+        parents: dict[int, list[int]] = {id(root): []}
+        nodes, waiting, found = [root], [root], []
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, self._kind) and not isinstance(node, torch.nn.Parameter):
+                found.append(id(node))
+            if isinstance(node, (self._kind, torch.Tensor, *_LEAVES)):
+                continue
+            for child in _children(node):
+                if id(child) not in parents:
+                    parents[id(child)] = []
+                    nodes.append(child)
+                    waiting.append(child)
+                parents[id(child)].append(id(node))
+        self._originals += nodes
+        self._has_some.update(dict.fromkeys(parents, False))
+        while found:
+            reached = found.pop()
+            if not self._has_some[reached]:
+                self._has_some[reached] = True
+                found += parents[reached]
+
+
+def _children(node: Any) -> list[Any]:
+    if (known := SUPPORTED_NODES.get(type(node))) is not None:
+        return list(known.flatten_fn(node)[0])
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return list(node)
+    if not _is_value(node) and not _is_of_python(node):
+        return []
+    children = list(_attributes(node).values())
+    if isinstance(node, dict):
+        children += dict.values(node)
+    elif isinstance(node, list):
+        children += list.__iter__(node)
+    return children
+
+
+def _is_value(node: Any) -> bool:
+    return (dataclasses.is_dataclass(node) and not isinstance(node, type)) or type(node) is SimpleNamespace
+
+
+def _is_of_python(node: Any) -> bool:
+    return bool(type(node).__flags__ & _PYTHON_CLASS)
+
+
+def _attributes(node: Any) -> dict[str, Any]:
+    """Values by name, those in slots among them."""
+    found = dict(getattr(node, "__dict__", {}))
+    for kind in type(node).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            name = f"_{kind.__name__.lstrip('_')}{name}" if private else name
+            if name not in ("__dict__", "__weakref__") and hasattr(node, name):
+                found[name] = getattr(node, name)
+    return found
+
+
+def _shallow(node: Any) -> Any:
+    if hasattr(type(node), "__del__"):
+        raise TypeError(f"an argument of type {type(node).__name__} holds tensors, and has a __del__ of its own")
+    try:
+        return copy.copy(node)
+    except Exception as error:
+        raise TypeError(f"an argument of type {type(node).__name__} holds tensors, and copy.copy: {error}") from error

@@ -6,6 +6,7 @@ Between its uses a parameter is a shape over one NaN, so that whatever touches i
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import weakref
 from collections import Counter
@@ -14,6 +15,7 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.engine.device import DeviceWeights
 from memascend.engine.layout import Kind, Part, Unit, UnitParameters, make_layout
@@ -22,6 +24,7 @@ from memascend.engine.weights import WeightStream
 from memascend.ops.rows import can_be_sliced
 
 _CPU = torch.device("cpu")
+_WITH_DLPACK = ("cpu", "cuda", "xpu")
 
 
 class NotStreamable(ValueError):
@@ -295,6 +298,8 @@ class UnitWeights:
         self._pid = os.getpid()
         self._all.add(self)
         self._uses: dict[str, int] = {}
+        self._storages: dict[str, list[StorageWeakRef]] = {}  # of a unit's uses, by its key
+        self._lent: dict[str, Unit] = {}  # with one use each, and empty parameters
         self.require_usable: Callable[[], None] = lambda: None  # raises where the values are of a step half done
         self.nothing = torch.full((), torch.nan, dtype=units.layout.weights, device=units.device)
         self._empty = {p: self.nothing.expand(p.shape) for p in units.names}
@@ -324,6 +329,21 @@ class UnitWeights:
         says so (`require_usable`)."""
         self.require_own_process()
         self.require_usable()
+        self._end_loans(unit)
+        if unit.key in self._lent:
+            del self._lent[unit.key]
+        else:
+            self._fetch(unit)
+            self._uses[unit.key] = self._uses.get(unit.key, 0) + 1
+        if self._uses[unit.key] == 1:
+            values = self.values(unit)
+            if self.device.type in _WITH_DLPACK:  # the same memory, as a storage of this use's own
+                values = torch.from_dlpack(values)
+                self._storages.setdefault(unit.key, []).append(StorageWeakRef(values.untyped_storage()))
+            for part, parameter in self.units.pairs(unit):
+                parameter.data = values[part.first : part.first + part.numel].view(part.shape)
+
+    def _fetch(self, unit: Unit) -> None:
         (slot,) = self.stream.fetch([unit.key])
         if self._on_device is not None and not self.is_held(unit):
             try:
@@ -331,24 +351,43 @@ class UnitWeights:
             except BaseException:
                 self.stream.release(unit.key)
                 raise
-        self._uses[unit.key] = self._uses.get(unit.key, 0) + 1
-        if self._uses[unit.key] == 1:
-            values = self.values(unit)
-            for part, parameter in self.units.pairs(unit):
-                parameter.data = values[part.first : part.first + part.numel].view(part.shape)
 
     def values(self, unit: Unit) -> torch.Tensor:
         """All of a unit that is held, flat, on the device."""
         stream = self.stream if self._on_device is None else self._on_device
         return stream.tensor(unit.key)
 
-    def give_back(self, unit: Unit) -> None:
+    def give_back(self, unit: Unit, *, lend: bool = False) -> None:
+        """One use ends. With `lend` the last one's memory stays as it is while a tensor outside refers to it, such as
+        a module's result that is a view of its parameter; the unit must have a slot of its own."""
         self._uses[unit.key] -= 1
         if not self._uses[unit.key]:
             self.empty(unit)
+            if lend and self._views(unit):
+                self._uses[unit.key], self._lent[unit.key] = 1, unit
+                return
             if self._on_device is not None:
                 self._on_device.give_back(unit.key)
         self.stream.release(unit.key)
+
+    def is_referred_to(self, unit: Unit) -> bool:
+        """Whether a tensor outside refers to the memory in which the unit's weights were, though nobody holds them.
+        Unknown, and False, on devices without DLPack."""
+        if self.is_held(unit) or not self._views(unit):
+            return False
+        gc.collect()  # what a circle of Python objects has kept
+        return bool(self._views(unit))
+
+    def _views(self, unit: Unit) -> list[StorageWeakRef]:
+        """Storages of the unit's uses to which something refers."""
+        storages = self._storages.setdefault(unit.key, [])
+        storages[:] = [each for each in storages if not each.expired()]
+        return storages
+
+    def _end_loans(self, but: Unit) -> None:
+        for unit in [unit for unit in self._lent.values() if unit.key != but.key and not self._views(unit)]:
+            del self._lent[unit.key]
+            self.give_back(unit)
 
     def is_held(self, unit: Unit) -> bool:
         return bool(self._uses.get(unit.key))
@@ -366,6 +405,7 @@ class UnitWeights:
 
     def abandon(self) -> None:
         """After an error: nobody needs anything. The stream's buffers go back by themselves."""
+        self._lent.clear()
         for unit in self.units.layout.units:
             while self._uses.get(unit.key):
                 with contextlib.suppress(ValueError, KeyError):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class ModelHooks:
     ) -> None:
         self._weights, self._profile, self._units = weights, profile, units
         self._kept: dict[str, Unit] = {}  # held units whose backward has not come
+        self._inside: list[Unit] = []  # whose modules' forward passes are under way, outermost first
         self._undo: list[Callable[[], None]] = []
         self.matrices: list[StreamedRows] = []
         for key, slices in units.matrices.items():
@@ -102,7 +104,7 @@ class ModelHooks:
     def give_back_kept(self) -> None:
         """Units that were held for a backward pass, which has come or will not."""
         while self._kept:
-            self._weights.give_back(self._kept.popitem()[1])
+            self._weights.give_back(self._kept.popitem()[1], lend=True)
 
     def forget(self) -> None:
         """The step under way is given up."""
@@ -115,27 +117,44 @@ class ModelHooks:
     def forget_kept(self) -> None:
         """Somebody else gives them back."""
         self._kept.clear()
+        self._inside.clear()
 
     def _fetcher(self, unit: Unit) -> Callable[..., None]:
         def fetch(*_: Any) -> None:
             self._weights.take(unit)
+            self._inside.append(unit)
             self._profile.enters(unit)
 
         return fetch
 
     def _releaser(self, unit: Unit) -> Callable[..., None]:
-        """Held units stay for their backward pass, where there will be one."""
-
         def release(*_: Any) -> None:
-            if not self._weights.is_held(unit):  # its fetch has failed
-                return
-            self._profile.leaves(unit)
-            if unit.kind is Kind.HELD and torch.is_grad_enabled() and unit.key not in self._kept:
-                self._kept[unit.key] = unit
-            else:
-                self._weights.give_back(unit)
+            if self._inside and self._inside[-1] is unit:  # or its fetch has failed
+                self._inside.pop()
+                self._profile.leaves(unit)
+                self._release(unit)
 
         return release
+
+    def _release(self, unit: Unit) -> None:
+        """A forward pass has ended. Held units stay for their backward pass, where there will be one."""
+        if unit.kind is Kind.HELD and torch.is_grad_enabled() and unit.key not in self._kept:
+            self._kept[unit.key] = unit
+        else:
+            self._weights.give_back(unit, lend=unit.kind is Kind.HELD)
+
+    @contextlib.contextmanager
+    def left_by(self, stop: type[BaseException]) -> Iterator[None]:
+        """Around what may be cut off by `stop` in the middle of modules' forward passes: they end with it."""
+        depth = len(self._inside)
+        try:
+            yield
+        except stop:
+            while len(self._inside) > depth:
+                unit = self._inside.pop()
+                self._profile.leaves(unit)
+                self._release(unit)
+            raise
 
 
 def _collector(engine: weakref.ref[HookedRuntime], unit: Unit, part: Part) -> Callable[[nn.Parameter], None]:

@@ -40,8 +40,8 @@ class KeptInputs:
             self._write(key)
         else:  # the device goes on computing: it is written when the next one comes, or is asked for
             self._write_what_came()
-            version = tensor._version
-            self._coming = key, tensor, version, self._copies.to_host(tensor.detach(), slot, self._copies.mark())
+            copied = self._copies.to_host(tensor.detach(), slot, self._copies.mark())
+            self._coming = key, tensor, _version(tensor), copied
         self._next += 1
         self._live += 1
         return KeptInput(self, number, tensor)
@@ -54,7 +54,7 @@ class KeptInputs:
         if self._coming is not None:
             (key, tensor, version, copied), self._coming = self._coming, None
             copied.synchronize()
-            if tensor._version != version:  # while it was copied, perhaps
+            if _version(tensor) != version:  # while it was copied, perhaps
                 raise NotStreamable(
                     "the input of a block was changed in place while it was copied to host memory: use the operation "
                     "that is not in place, or checkpoints='device'"
@@ -129,6 +129,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it has been changed in place, as far as torch counts that."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _key(number: int) -> str:

@@ -56,7 +56,8 @@ class _Result:
     changed: bool = False  # in place, later on in the block
 
     def rebuilt(self) -> Any:
-        given = iter([each.clone() for each in self.tensors] if self.changed else self.tensors)
+        # New tensors: autograd makes what it gets here the result of a node of its graph.
+        given = iter([each.clone() if self.changed else each.detach() for each in self.tensors])
         return tree_unflatten([next(given) if leaf is None else leaf for leaf in self.leaves], self.spec)
 
 

@@ -15,12 +15,13 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memascend.engine.arguments import Arguments, tensors_in
 from memascend.engine.blocks import NotStreamable, UnitWeights
@@ -67,6 +68,10 @@ class BlockRuntime:
 
     def bring_back(self, kept: Any) -> torch.Tensor:
         return kept
+
+    def left_by(self, stop: type[BaseException]) -> contextlib.AbstractContextManager[Any]:
+        """Around a recomputation, which `stop` may end in the middle of modules that are not the block's own."""
+        return contextlib.nullcontext()
 
     def taking(self, unit: Unit, inputs: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Taken]:
         """Around a forward pass: results of its products that wait for backward."""
@@ -116,7 +121,8 @@ class StreamedForward:
     def __init__(self, block: nn.Module, unit: Unit, runtime: BlockRuntime) -> None:
         self.stock = block.forward
         self._block, self.unit, self.runtime = weakref.ref(block), unit, runtime
-        self.changed_inputs: set[int] | None = None  # numbers of those that the block changes in place, once known
+        # Numbers of the tensors that the block changes in place, by the kind of call, once that has been seen.
+        self.changed_inputs: dict[Hashable, set[int]] = {}
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -129,13 +135,25 @@ class StreamedForward:
                 f"gradient checkpointing of transformers is on in {self.unit.key}: it would recompute around the "
                 "engine, which does so by itself; switch it off (model.gradient_checkpointing_disable())"
             )
-        if torch.is_grad_enabled() and (self.unit.trained or any(t.requires_grad for t in tensors_in((args, kwargs)))):
-            return BlockPass(self).forward(args, self._without_cache(kwargs))
+        if torch.is_grad_enabled():  # a frozen block, too: a gradient may reach it by an attribute
+            if self.unit.trained or any(t.requires_grad for t in tensors_in((args, kwargs))):
+                kwargs = self._without_cache(kwargs)
+            return BlockPass(self).forward(args, kwargs)
         self.runtime.weights.take(self.unit)
         try:
-            return self.stock(*args, **kwargs)
+            results = self.stock(*args, **kwargs)
         finally:
             self.runtime.weights.give_back(self.unit)
+        self.require_no_view()
+        return results
+
+    def require_no_view(self) -> None:
+        """NotStreamable where something that is left of a forward pass uses memory of the block's weights."""
+        if self.runtime.weights.is_referred_to(self.unit):
+            raise NotStreamable(
+                f"{self.unit.key} returns or keeps a view of its own weights, whose memory other blocks use from here "
+                "on: make it a copy (.clone()), or in an autograd.Function use ctx.save_for_backward"
+            )
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """What is computed twice would add its keys and values twice; transformers' models hand out a cache in
@@ -160,6 +178,11 @@ class _Handle:
 
     def __init__(self, owner: BlockPass, number: int, tensor: torch.Tensor) -> None:
         self.owner, self.number, self.meta = owner, number, _meta(tensor)
+
+
+def _memory(tensor: torch.Tensor) -> Hashable:
+    """What two tensors have in common that are views of one memory."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided and tensor.numel() else id(tensor)
 
 
 def _meta(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -188,6 +211,8 @@ def _saved(tensors: Sequence[torch.Tensor]) -> Any:
 class BlockPass:
     """One forward pass of a block with a graph, and its visit in backward. Lives as long as one of its handles does."""
 
+    _left = _entered = False
+
     def __init__(self, streamed: StreamedForward) -> None:
         self._streamed, self.unit, self._runtime = streamed, streamed.unit, streamed.runtime
         self._device = self._runtime.weights.device
@@ -197,7 +222,6 @@ class BlockPass:
         self._handles: list[weakref.ref[_Handle]] = []
         self._values: dict[int, torch.Tensor] = {}  # of the visit, by the number of their handle
         self._of_node: tuple[Any, dict[int, torch.Tensor]] = None, {}  # what the node at work has had already
-        self._left = self._entered = False
         self._in_forward = True
         self._computed_in = -1  # the backward pass in which the block was computed again last
         self.backward = -1  # autograd's number of the backward pass that the visit belongs to
@@ -207,12 +231,16 @@ class BlockPass:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime, unit = self._runtime, self.unit
-        self._arguments = Arguments(args, kwargs)
+        try:
+            self._arguments = Arguments(args, kwargs)
+        except TypeError as error:
+            raise NotStreamable(f"{unit.key}: {error}: hand over a dataclass, a dict or a list") from error
         runtime.weights.take(unit)
         try:
             runtime.entered(unit)
             self._entered = True
             tensors = self._arguments.tensors
+            self._call = self._kind_of_call(tensors)
             self._needed, self._changed = [t.requires_grad for t in tensors], set(range(len(tensors)))
             self._on_tier, self._products = None, 0
             before = ModuleState(self._streamed.modules)
@@ -226,20 +254,29 @@ class BlockPass:
         finally:
             self._in_forward = False
             runtime.weights.give_back(unit)
-        if self._autocast[0]:
-            torch.clear_autocast_cache()  # of this block's weights: they would be in memory until autocast ends
+        self._forget_casts()
+        self._values, self._source = {}, list
         if self._handles:
             self._entry = before if before.keep_changes() else None
-            self._values = {}
             self._keep(self._inputs_after(tensors, inputs), taken)
             self._await_gradients(results, tensors)
         self._arguments.drop_tensors()
+        self._streamed.require_no_view()
         return results
+
+    def _kind_of_call(self, tensors: Sequence[torch.Tensor]) -> Hashable:
+        """Calls that are alike change the same of their arguments."""
+        modes = tuple(module.training for module in self._streamed.modules)
+        return modes, tuple((t.dtype, t.dim(), t.requires_grad) for t in tensors)
+
+    def _forget_casts(self) -> None:
+        """Autocast's copies of this block's weights would be in memory until the outermost autocast ends."""
+        if self._autocast[0]:
+            torch.clear_autocast_cache()
 
     def _inputs_before(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int | None]]:
         """(what backward will begin with, version) of each: copies of those that the block may change in place."""
-        known = self._streamed.changed_inputs
-        copied = range(len(tensors)) if known is None else known
+        copied = self._streamed.changed_inputs.get(self._call, range(len(tensors)))
         return [
             (t.detach().clone() if n in copied else t.detach(), None if t.is_inference() else t._version)
             for n, t in enumerate(tensors)
@@ -249,13 +286,18 @@ class BlockPass:
         self, tensors: Sequence[torch.Tensor], inputs: Sequence[tuple[torch.Tensor, int | None]]
     ) -> list[torch.Tensor]:
         changed = {n for n, (_, version) in enumerate(inputs) if version is not None and tensors[n]._version != version}
-        known = self._streamed.changed_inputs
-        if known is not None and not changed <= known:
+        known = self._streamed.changed_inputs.setdefault(self._call, changed)
+        if not changed <= known:
             raise NotStreamable(
-                f"{self.unit.key} changes an argument in place in this pass and did not in its first one, and backward "
-                "would compute it again from the changed one: use the operation that is not in place"
+                f"{self.unit.key} changes an argument in place in this pass and did not in the first one like it, and "
+                "backward would compute it again from the changed one: use the operation that is not in place"
             )
-        self._streamed.changed_inputs = changed | (known or set())
+        memory = [_memory(t) for t in tensors]
+        if any(memory.count(memory[n]) > 1 for n in changed):
+            raise NotStreamable(
+                f"{self.unit.key} changes an argument in place that shares its memory with another one: hand over a "
+                "copy of one of them (.clone()), or use the operation that is not in place"
+            )
         self._changed = changed
         return [kept if n in changed else tensors[n].detach() for n, (kept, _) in enumerate(inputs)]
 
@@ -364,16 +406,19 @@ class BlockPass:
             return tensor
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        unseen = _disable_current_modes() if self._in_forward else contextlib.nullcontext()
         again = undisturbed(self._streamed.modules, self._entry)
-        replaying = self._runtime.replaying(self.unit, self._taken)
+        replaying = self._runtime.replaying(self.unit, self._taken)  # of no products, in forward
         try:
-            with torch.enable_grad(), self._as_in_forward(), again, replaying, hooks:
+            left = self._runtime.left_by(_Complete)
+            with unseen, torch.enable_grad(), self._as_in_forward(), again, replaying, left, hooks:
                 self._streamed.stock(*args, **kwargs)
         except _Complete:
             pass
         else:
             raise self._differs(f"autograd saves {saved[0]} tensors of it, where it saved {len(self._handles)}")
         finally:
+            self._forget_casts()
             self._taken.tensors()  # autograd has what it needs of them
         self._since = self._runtime.now()
 

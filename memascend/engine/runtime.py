@@ -462,6 +462,8 @@ class StreamingEngine(HookedRuntime):
 
     def entered(self, unit: Unit) -> None:
         self._uses[unit.key] = self._uses.get(unit.key, 0) + 1
+        if torch._C._current_graph_task_id() != -1:  # in a reentrant checkpoint's part of the user's backward pass
+            self.backward_begins()
         if self._visits is None:  # a part of the model is called alone
             self._begin_pass()
         self._visits.append(unit.key)
@@ -508,6 +510,9 @@ class StreamingEngine(HookedRuntime):
         if self._swapping is None:
             return super().replaying(unit, taken)
         return self._swapping.backward(unit.key, taken)
+
+    def left_by(self, stop: type[BaseException]) -> contextlib.AbstractContextManager[Any]:
+        return self._hooks.left_by(stop)
 
     def _decide_on_swapping(self) -> None:
         """Once, when the first step's profile is complete."""

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 WIDTH, WORDS, DEPTH, LENGTH = 16, 40, 4, 8
 SHAPES: dict[str, type[nn.Module]] = {}
+WAYS = ("as they come", "inputs in memory", "accumulated", "measured", "swapped")  # of the streaming engine
 
 
 def shape(kind: type[nn.Module]) -> type[nn.Module]:
@@ -439,6 +440,18 @@ class ANormHandedIn(Stack):
         return x
 
 
+class HandsOnLast(Mlp):
+    """Backward needs nothing of what comes after the norm: computed again, the block ends inside of it."""
+
+    def forward(self, x, norm):
+        return norm(super().forward(x))
+
+
+@shape
+class ANormHandedInThatComesLast(ANormHandedIn):
+    block = HandsOnLast
+
+
 @shape
 class ResidualOfTheFirstBlock(Stack):
     """A value of the first block that all others use."""
@@ -650,6 +663,13 @@ class Autocast(Stack):
 
 
 @shape
+class AutocastOverBlocksCalledTwice(BlocksCalledTwice):
+    def forward(self, ids):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(ids).float()
+
+
+@shape
 class Wrapped(nn.Module):
     """As nn.DataParallel without devices."""
 
@@ -726,6 +746,182 @@ class GradientPenalty(Stack):
         return loss + gradient.square().sum()
 
 
+# -- objects, attributes, memory that is shared ------------------------------------------------------------------------
+
+
+class Bag:
+    """What pytree does not know, and no dataclass."""
+
+    def __init__(self, hidden):
+        self.hidden, self.trail, self.calls = hidden, [], 0
+
+
+class OnABag(Mlp):
+    def forward(self, bag):
+        bag.calls += 1
+        bag.hidden = super().forward(bag.hidden) * (1 + 0.1 * bag.calls)
+        bag.trail.append(bag.hidden.square().mean())
+        return bag
+
+
+@shape
+class APlainObjectInAndOut(Stack):
+    block = OnABag
+
+    def forward(self, ids):
+        bag = self.blocks(Bag(self.embed(ids)))
+        return self.loss(bag.hidden, ids) + 0.1 * sum(bag.trail)
+
+
+class Slotted:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+class OnSlots(Mlp):
+    def forward(self, state):
+        state.hidden = super().forward(state.hidden)
+
+
+@shape
+class AnObjectWithSlotsIsChanged(Stack):
+    block = OnSlots
+
+    def blocks(self, x):
+        state = Slotted(x)
+        for layer in self.layers:
+            layer(state)
+        return state.hidden
+
+
+@shape
+class FrozenBlocksOnAnObject(AnObjectWithSlotsIsChanged):
+    def __init__(self):
+        super().__init__()
+        self.layers[1:3].requires_grad_(False)
+
+
+class Remembering(Mlp):
+    """Tensors in plain attributes, changed in place and in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.history, self.by_name = torch.zeros(WIDTH), [], {"count": 0}
+
+    def forward(self, x):
+        x = super().forward(x) + 0.01 * self.seen + 0.001 * len(self.history) + 0.001 * self.by_name["count"]
+        if self.training:
+            self.seen.add_(x.detach().mean((0, 1)))
+            self.history.append(x.detach().mean().item())
+            self.by_name["count"] += 1
+        return x
+
+
+@shape
+class TensorsAndListsInAttributes(Stack):
+    block = Remembering
+
+
+class ReturnsItsWeight(Mlp):
+    def forward(self, x):
+        return super().forward(x), self.up.weight[:WIDTH]
+
+
+@shape
+class ABlockThatReturnsItsParameter(Stack):
+    block = ReturnsItsWeight
+
+    def blocks(self, x):
+        penalty = 0.0
+        for layer in self.layers:
+            x, weight = layer(x)
+            penalty = penalty + weight.square().mean()
+        return x + penalty
+
+
+class KeepsAView(torch.autograd.Function):
+    """Keeps what it needs as an attribute of its context, where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.x, ctx.weight = x, weight.t()
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.weight.t(), grad.flatten(0, 1).t() @ ctx.x.flatten(0, 1)
+
+
+class WithOwnProduct(Mlp):
+    def forward(self, x):
+        return x + self.down(F.gelu(KeepsAView.apply(self.norm(x), self.up.weight)))
+
+
+@shape
+class AFunctionThatKeepsAViewOfItsWeight(Stack):
+    block = WithOwnProduct
+
+
+class Position(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2 * LENGTH, WIDTH))
+
+    def forward(self, length):
+        return self.table[:length]
+
+
+@shape
+class AModuleThatReturnsItsParameter(Stack):
+    def __init__(self):
+        super().__init__()
+        self.position, self.other = Position(), Position()
+
+    def forward(self, ids):
+        position = self.position(ids.shape[1])
+        other = self.other(ids.shape[1])
+        return self.loss(self.blocks(self.embed(ids) + position) + other + position, ids)
+
+
+class OnTwoViews(Mlp):
+    def forward(self, x, part):
+        x.mul_(0.5)
+        return super().forward(x) + part.square().mean()
+
+
+@shape
+class TwoViewsOfOneTensorOfWhichOneIsChanged(Stack):
+    block = OnTwoViews
+
+    def blocks(self, x):
+        for layer in self.layers:
+            x = x * 1.0
+            x = layer(x, x[:, :3])
+        return x
+
+
+class ChangesAtTimes(Mlp):
+    def forward(self, x, other=None):
+        if other is not None:
+            other.mul_(0.5)
+            x = x + other
+        return super().forward(x)
+
+
+@shape
+class AnotherArgumentIsChangedLater(Stack):
+    block = ChangesAtTimes
+    steps = 0
+
+    def blocks(self, x):
+        self.steps += self.training
+        for layer in self.layers:
+            x = layer(x) if self.steps % 2 else layer(x, x * 0.5)
+        return x
+
+
 @shape
 class ConvolutionsOfSeveralSizes(nn.Module):
     """A Sequential of children of one type and other shapes."""
@@ -741,11 +937,19 @@ class ConvolutionsOfSeveralSizes(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-# In which words the engine refuses a shape, before anything has moved or in the first backward pass.
-# What differs from training in memory by the order of a sum: partial gradients that torch adds one by one to `.grad`.
-OTHER_ORDER = {("ReentrantCheckpointsInBlocks", "accumulated")}
+# Relative difference of the losses from those of training in memory, where sums are taken in another order or type.
+CLOSE = {
+    # Partial gradients, which torch adds one by one to `.grad`.
+    ("ReentrantCheckpointsInBlocks", "accumulated"): 1e-5,
+    # Gradients of a weight's uses: each is float32 here; torch casts the weight once, and adds them up in bfloat16.
+    **{("AutocastOverBlocksCalledTwice", way): 1e-3 for way in WAYS},
+}
+# In which words the engine refuses a shape, in the first forward or backward pass at the latest.
 REFUSED = {
     "TiedAcrossBlocks": "shared by the blocks",
     "HeadFromTheRootsForward": "embed.weight is used outside of the forward pass of its module",
     "GradientPenalty": "create_graph=True",
+    "ABlockThatReturnsItsParameter": "layers.0 returns or keeps a view of its own weights",
+    "AFunctionThatKeepsAViewOfItsWeight": "layers.0 returns or keeps a view of its own weights",
+    "TwoViewsOfOneTensorOfWhichOneIsChanged": "shares its memory with another one",
 }
