@@ -13,10 +13,8 @@ waits where more gradients would lie around than may. What comes after backward 
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +22,16 @@ import torch
 
 from memascend.engine.blocks import UnitWeights
 from memascend.engine.device import GradientCopies
+from memascend.engine.job_thread import JobThread
 from memascend.engine.layout import SUM_ELEMENTS, Layout, Part, Piece, Run, Unit, padded
+from memascend.engine.pieces import Gradients, PieceState, StepPieces
+from memascend.engine.square_sums import SquareSums
 from memascend.engine.weights import WeightStream
 from memascend.ops.adamw import adamw_
 from memascend.ops.threads import compute_alone
-from memascend.ops.unscale import unscale_norm_overflow_
 
 ARMS = ("optimized", "naive", "none")
 ROUNDING_SEED = 0x4D656D41  # of bf16 states, as in every other system here
-
-_Gradients = dict[tuple[str, int], torch.Tensor]  # flat, by the key of the part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,47 +44,6 @@ class AdamSettings:
     eps: float
     weight_decay: float
     grad_factor: float = 1.0  # that the loop has multiplied its gradient by, as clipping does
-
-
-class SquareSums:
-    """Sums of squares of gradients by parameter, in the order that one pass over the whole of each takes."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._reached: dict[str, int] = {}
-        self.finite = True
-
-    def add(self, part: Part, begin: int, gradient: torch.Tensor) -> None:
-        """Of the part's elements from `begin` on, which follow those that were added before."""
-        place = part.offset + begin
-        if self._reached.get(part.name, 0) != place:
-            raise AssertionError(f"{part.name}: gradients from element {place} on are summed out of turn")
-        if place == 0 and gradient.numel() == part.numel:
-            self._count(part, unscale_norm_overflow_(gradient, 1.0))
-        else:
-            for first in range(0, gradient.numel(), SUM_ELEMENTS):
-                self._count(part, unscale_norm_overflow_(gradient[first : first + SUM_ELEMENTS], 1.0))
-        self._reached[part.name] = place + gradient.numel()
-
-    def _count(self, part: Part, result: Any) -> None:
-        self._sums[part.name] = self._sums.get(part.name, 0.0) + float(result.sum_squares)
-        self.finite = self.finite and not bool(result.overflow)
-
-    def of(self, name: str) -> float:
-        """Sum of the squares of a parameter's gradient."""
-        return self._sums.get(name, 0.0)
-
-    def __contains__(self, part: Part) -> bool:
-        return self._reached.get(part.name, 0) > part.offset
-
-    def norm(self, order: Iterable[str]) -> torch.Tensor:
-        """Of all gradients: fp32, 0-d, as ZeRO-3 takes it; infinite where an element is infinite or NaN."""
-        total: Any = 0.0
-        for name in order:
-            if name in self._sums:
-                total = total + torch.tensor(self._sums[name], dtype=torch.float64).sqrt() ** 2
-        combined = torch.linalg.vector_norm(torch.stack([torch.tensor([float(total)])[0] ** 0.5]))
-        return torch.where(torch.isfinite(combined), combined, torch.inf)
 
 
 class Updates:
@@ -123,26 +80,18 @@ class Updates:
         trained = [sum(p.numel for p in unit.pieces) for unit in layout.units]
         self.most_waiting_bytes = 2 * max(trained, default=0) * layout.weights.itemsize
         self._expected: list[str] = []  # pieces in the order in which they came last time
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()
-        self._queued = 0
-        self._waiting_bytes = 0
-        self._failure: BaseException | None = None
-        self._told = False
+        self._thread = JobThread(
+            "memascend-updates", compute_alone, self._close_without_writing, self.most_waiting_bytes
+        )
         self.fastest = 0.0  # elements a second that AdamW has reached
         self._begin()
 
     def _begin(self) -> None:
         self.sums = SquareSums()
         self.scale = 1.0  # what the gradients carry; the loss scale, and in the end clipping
-        self._here: dict[str, _Gradients] = {}  # of this pass, by piece
-        self._spilled: set[str] = set()  # pieces with gradients on the tier
-        self._summed: set[str] = set()  # pieces of them that are in `sums`
-        self._arrived: set[tuple[str, int]] = set()  # parts
-        self._updated: set[str] = set()  # pieces, or on their way
-        self._open: dict[str, int] = {}  # units whose weights are held for updates: pieces still to come
-        self._order: list[str] = []
+        self._pieces = StepPieces(self.layout)
+        self._arrived: set[tuple[str, int]] = set()  # parts that got a gradient
+        self._order: list[str] = []  # pieces, as their updates began
         self._of_step: dict[str, AdamSettings] = {}  # of a step that is done again
         self._replaced: set[str] = set()  # units of which no element stays: their weights need not be read
 
@@ -156,7 +105,7 @@ class Updates:
     @property
     def touched(self) -> bool:
         """Whether an update of this step has begun: weights and states may be neither those before it nor after it."""
-        return bool(self._updated)
+        return self._pieces.any_begun
 
     @property
     def arrived(self) -> set[str]:
@@ -166,104 +115,96 @@ class Updates:
     @property
     def failure_was_told(self) -> bool:
         """Whether an update has failed and the training thread has had its error."""
-        return self._told
+        return self._thread.failure_was_raised
 
     def expect(self) -> None:
         """Backward is about to begin: the states that it will need first are read."""
-        if self.arm == "optimized" and self._states is not None and self._expected and not self._updated:
+        if self.arm == "optimized" and self._states is not None and self._expected and not self.touched:
             self._states.read_ahead(self._expected)
 
     def arrive(self, part: Part, gradient: torch.Tensor, *, wait: bool, last: bool) -> None:
         """`gradient` is the updates' own from now on. `wait`: it goes to the tier; else it is used at once. `last`: of
         this parameter in this step."""
         self.raise_failure()
-        if part.key in self._arrived and not wait and self._updated & {p.key for p, _ in self._places[part.key]}:
+        begun = any(self._pieces.has_begun(piece) for piece, _ in self._places[part.key])
+        if begun and part.key in self._arrived and not wait:
             raise RuntimeError(
                 f"a second gradient of {part.name} came after the first one had been used: call optimizer.step() after "
                 "each backward pass, or say how many there are in a step (accumulate=)"
             )
         self._arrived.add(part.key)
         flat = gradient.detach().reshape(-1)
-        self._hold_back(flat.nbytes)
+        self._thread.hold_back(flat.nbytes)
         for piece, _ in self._places[part.key]:
-            here = self._here.setdefault(piece.key, {})
-            if part.key in here:
-                raise AssertionError(f"{part.name}: two gradients in one pass, and neither is whole")
-            here[part.key] = flat
-            if len(here) == len(piece.runs):
+            if self._pieces.add(piece, part.key, flat):
                 self._complete(piece, wait=wait, last=last)
 
     def _complete(self, piece: Piece, *, wait: bool, last: bool) -> None:
-        gradients = self._here.pop(piece.key, {})
+        gradients = self._pieces.take(piece)
         ready = self._copies.mark() if self._copies is not None else None
         if wait:
-            first = piece.key not in self._spilled
-            self._spilled.add(piece.key)
-            if last:
-                self._summed.add(piece.key)
-            self._submit(lambda: self._spill(piece, gradients, ready, first=first, last=last), gradients)
+            first = not self._pieces.is_on_tier(piece)
+            self._pieces.move(piece, PieceState.SUMMED if last else PieceState.SPILLED)
+            self._thread.submit(lambda: self._spill(piece, gradients, ready, first=first, last=last))
         else:
             self._hold_open(piece)
-            self._submit(lambda: self._update_arrived(piece, gradients, ready), gradients)
+            self._thread.submit(lambda: self._update_arrived(piece, gradients, ready))
 
     def _hold_open(self, piece: Piece) -> None:
         """The unit's weights stay where they are until all of its pieces are updated."""
-        self._updated.add(piece.key)
+        self._pieces.move(piece, PieceState.UPDATED)
         self._order.append(piece.key)
-        unit = self._units[piece.unit]
-        if piece.unit not in self._open and self._weights.is_held(unit):
-            self._weights.stream.fetch([piece.unit])
-            self._open[piece.unit] = len(unit.pieces)
+        if self._weights.is_held(self._units[piece.unit]):
+            self._open_unit(piece.unit)
 
     def has_begun(self, unit: Unit) -> bool:
         """Whether an update of the unit's weights has begun in this step."""
-        return any(piece.key in self._updated for piece in unit.pieces)
+        return any(map(self._pieces.has_begun, unit.pieces))
 
     def end_unit(self, unit: Unit, *, wait: bool, last: bool) -> None:
         """Backward has gone through the unit: what came of pieces that are not complete goes the way of the others, and
         pieces of which nothing came wait for nothing any more, so that the unit's slot is free."""
-        left = [piece for piece in unit.pieces if piece.key not in self._updated]
-        came = [piece for piece in left if self._here.get(piece.key)]
+        left = [piece for piece in unit.pieces if not self._pieces.has_begun(piece)]
+        came = [piece for piece in left if self._has_come(piece)]
         if not wait:
-            came += [p for p in left if p not in came and (self._zero_missing or p.key in self._spilled)]
+            came += [p for p in left if p not in came and (self._zero_missing or self._pieces.is_on_tier(p))]
         for piece in came:
             self._complete(piece, wait=wait, last=last)
         for piece in left:
             if not wait and piece not in came:
                 self._idle(piece)
 
+    def _has_come(self, piece: Piece) -> bool:
+        return self._pieces.state(piece) is PieceState.ARRIVED
+
     def _idle(self, piece: Piece) -> None:
         """Nothing came of the piece, and nothing will."""
-        if piece.unit in self._open:
-            self._updated.add(piece.key)
-            self._submit(lambda: self._piece_done(piece), {})
+        if self._pieces.is_open(piece.unit):
+            self._pieces.move(piece, PieceState.UPDATED)
+            self._thread.submit(lambda: self._piece_done(piece))
 
     def end_pass(self, *, wait: bool, last: bool) -> None:
         """A backward pass has ended: what came of pieces that are not complete goes the way of the others."""
         if wait or self._zero_missing is False:
-            for piece in self.layout.pieces:
-                if self._here.get(piece.key):
-                    self._complete(piece, wait=wait, last=last)
+            for piece in filter(self._has_come, self.layout.pieces):
+                self._complete(piece, wait=wait, last=last)
 
     def finish_direct(self) -> None:
         """After the last pass without waiting: what got no gradient, then until all is updated and written."""
         for piece in self.layout.pieces:
-            wanted = self._zero_missing or self._here.get(piece.key) or piece.key in self._spilled
-            if piece.key not in self._updated and wanted:
+            wanted = self._zero_missing or self._has_come(piece) or self._pieces.is_on_tier(piece)
+            if wanted and not self._pieces.has_begun(piece):
                 self._complete(piece, wait=False, last=True)
-        self._drain()
-        for key, left in list(self._open.items()):
-            if left > 0:  # pieces that nothing came for
-                self._do(lambda key=key: self._close_unit(key))
+        self._close_all()  # units with pieces that nothing came for
         self._expected = list(self._order)
 
     def sum_waiting(self) -> None:
         """Until the sums of squares of all that waits on the tier are there."""
         for piece in self.layout.pieces:
-            if piece.key in self._spilled and piece.key not in self._summed:
-                self._summed.add(piece.key)
-                self._do(lambda piece=piece: self._sum(piece))
-        self._drain()
+            if self._pieces.state(piece) is PieceState.SPILLED:
+                self._pieces.move(piece, PieceState.SUMMED)
+                self._thread.run(lambda piece=piece: self._sum(piece))
+        self._thread.drain()
 
     def waiting_facts(self) -> dict[str, Any]:
         """What `take_up` needs beside the gradients on the tier (JSON)."""
@@ -271,7 +212,7 @@ class Updates:
         arrived = [
             [numbers[u.key], n] for u in self.layout.units for n, p in enumerate(u.parts) if p.key in self._arrived
         ]
-        spilled = [number for number, piece in enumerate(self.layout.pieces) if piece.key in self._spilled]
+        spilled = [number for number, piece in enumerate(self.layout.pieces) if self._pieces.is_on_tier(piece)]
         return {"scale": self.scale, "arrived": arrived, "spilled": spilled}
 
     def take_up(self, facts: Mapping[str, Any], settings: Mapping[str, AdamSettings]) -> None:
@@ -279,7 +220,7 @@ class Updates:
         units, pieces = self.layout.units, self.layout.pieces
         self.scale = facts["scale"]
         self._arrived = {units[unit].parts[part].key for unit, part in facts["arrived"]}
-        self._spilled = {pieces[number].key for number in facts["spilled"]}
+        self._pieces.set_on_tier(pieces[number] for number in facts["spilled"])
         self._of_step = dict(settings)
 
     def finish_waiting(
@@ -289,18 +230,18 @@ class Updates:
         forward pass will not need them: the last ones first). `after`: is called when a unit's update is submitted to
         the tier, before any other is."""
         by_unit = {
-            unit.key: [piece for piece in unit.pieces if self._zero_missing or piece.key in self._spilled]
+            unit.key: [piece for piece in unit.pieces if self._zero_missing or self._pieces.is_on_tier(piece)]
             for unit in (reversed(self.layout.units) if units is None else units)
         }
         chosen = [piece for pieces in by_unit.values() for piece in pieces]
         self._replaced = {key for key, pieces in by_unit.items() if self._replaces(self._units[key], pieces)}
         if self.arm == "optimized" and self._states is not None:
             self._states.read_ahead([piece.key for piece in chosen])
-            self._gradients().read_ahead([gradient_key(piece) for piece in chosen if piece.key in self._spilled])
+            self._gradients().read_ahead([gradient_key(piece) for piece in chosen if self._pieces.is_on_tier(piece)])
         for key, pieces in by_unit.items():
             for piece in pieces:
-                self._updated.add(piece.key)
-                self._do(lambda piece=piece: self._update_waiting(piece))
+                self._pieces.move(piece, PieceState.UPDATED)
+                self._thread.run(lambda piece=piece: self._update_waiting(piece))
             if after is not None and pieces:
                 self._close_all()
                 after(self._units[key])
@@ -312,8 +253,14 @@ class Updates:
         return whole and (self._zero_missing or all(part.key in self._arrived for part in unit.parts))
 
     def _close_all(self) -> None:
-        for key in list(self._open):
-            self._do(lambda key=key: self._close_unit(key))
+        self._thread.drain()
+        for key in self._pieces.open_units:
+            self._thread.run(lambda key=key: self._close_unit(key))
+
+    def _close_without_writing(self) -> None:
+        """After an error: backward may be waiting for one of these slots."""
+        for key in self._pieces.open_units:
+            self._close_unit(key, write=False)
 
     def end_step(self) -> None:
         """All is written; begin the next one."""
@@ -325,98 +272,26 @@ class Updates:
 
     def abandon(self) -> None:
         """Forget the step: nothing is raised, and nothing runs any more when this returns."""
-        with self._changed:
-            self._failure = self._failure or RuntimeError("the step was given up")
-        self._drain(raising=False)
-        self._failure, self._told = None, False
-        for key in list(self._open):
-            if self._open.pop(key) is not None:
-                self._weights.stream.release(key)
+        self._thread.abandon()
+        self._close_without_writing()
         self._begin()
-        self._waiting_bytes = 0
 
     def raise_failure(self) -> None:
-        if self._failure is not None:
-            self._told = True
-            raise self._failure
+        """The error of an update that has failed."""
+        self._thread.raise_failure()
 
     def close(self) -> None:
         """End the thread. Idempotent."""
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join()
-            self._thread = None
-
-    # -- hand-over -----------------------------------------------------------------------------------------------------
-
-    def _submit(self, job: Callable[[], None], gradients: _Gradients) -> None:
-        self.raise_failure()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="memascend-updates", daemon=True)
-            self._thread.start()
-        with self._changed:
-            self._queued += 1
-        self._jobs.put(job)
-
-    def _hold_back(self, more_bytes: int) -> None:
-        """Backward stalls here (Fig. 3a) while gradients lie around that the updates are behind with."""
-        with self._changed:
-            while self._waiting_bytes > self.most_waiting_bytes and self._queued and self._failure is None:
-                self._changed.wait()
-            self._waiting_bytes += more_bytes
-        self.raise_failure()
-
-    def _let_go(self, gradients: _Gradients, piece: Piece) -> None:
-        """A gradient counts until its last piece is done with it."""
-        gone = [g.nbytes for n, g in gradients.items() if self._places[n][-1][0] is piece]
-        with self._changed:
-            self._waiting_bytes -= sum(gone)
-            self._changed.notify_all()
-
-    def _drain(self, *, raising: bool = True) -> None:
-        with self._changed:
-            while self._queued:
-                self._changed.wait()
-        if raising:
-            self.raise_failure()
-
-    def _do(self, job: Callable[[], None]) -> None:
-        """In this thread, when all that was submitted is done."""
-        self._drain()
-        error = self._tried(job)
-        self._failure = self._failure or error
-        self.raise_failure()
-
-    def _work(self) -> None:
-        error = self._tried(compute_alone)
-        with self._changed:
-            self._failure = self._failure or error
-        while (job := self._jobs.get()) is not None:
-            error = self._tried(job) if self._failure is None else None
-            del job
-            with self._changed:
-                self._failure = self._failure or error
-                self._queued -= 1
-                self._changed.notify_all()
-
-    def _tried(self, job: Callable[[], None]) -> BaseException | None:
-        """What it raised, for the training thread to raise."""
-        try:
-            job()
-        except BaseException as error:
-            for key in list(self._open):  # backward may be waiting for one of these slots
-                self._close_unit(key, write=False)
-            return error
-        return None
+        self._thread.close()
 
     # -- in the updates' thread, or in the training's after backward ---------------------------------------------------
 
-    def _of_piece(self, piece: Piece, gradients: _Gradients, ready: Any) -> _Gradients:
+    def _of_piece(self, piece: Piece, gradients: Gradients, ready: Any) -> Gradients:
         """Of each run's elements alone, in host memory; those of an accelerator are there when `ready` is reached."""
         own = {r.part.key: gradients[r.part.key][r.begin : r.end] for r in piece.runs if r.part.key in gradients}
         return own if self._copies is None else self._copies.on_host(own, ready)
 
-    def _sum_beyond(self, piece: Piece, arrived: _Gradients, ready: Any) -> None:
+    def _sum_beyond(self, piece: Piece, arrived: Gradients, ready: Any) -> None:
         """Of parts that go on in other pieces, which may come before the parts' first ones do."""
         for run in piece.runs:
             if run.numel == run.part.numel or run.part.key not in arrived or run.part in self.sums:
@@ -427,7 +302,7 @@ class Updates:
                 for begin, values in self._copies.in_turn(arrived[run.part.key], ready, SUM_ELEMENTS):
                     self.sums.add(run.part, begin, values)
 
-    def _spill(self, piece: Piece, arrived: _Gradients, ready: Any, *, first: bool, last: bool) -> None:
+    def _spill(self, piece: Piece, arrived: Gradients, ready: Any, *, first: bool, last: bool) -> None:
         """Add a pass's gradients to those on the tier."""
         stream, key = self._gradients(), gradient_key(piece)
         gradients = self._of_piece(piece, arrived, ready)
@@ -463,7 +338,7 @@ class Updates:
 
     def _update_waiting(self, piece: Piece) -> None:
         key = gradient_key(piece)
-        if piece.key not in self._spilled:
+        if not self._pieces.is_on_tier(piece):
             self._update(piece, {})
             return
         slot = self._gradients().fetch([key])[0]
@@ -475,9 +350,9 @@ class Updates:
         self._update(piece, gradients)
         self._gradients().release(key)
 
-    def _update_arrived(self, piece: Piece, arrived: _Gradients, ready: Any) -> None:
+    def _update_arrived(self, piece: Piece, arrived: Gradients, ready: Any) -> None:
         stream, key = None, gradient_key(piece)
-        spilled = piece.key in self._spilled
+        spilled = self._pieces.is_on_tier(piece)
         if not spilled:
             self._sum_beyond(piece, arrived, ready)
         gradients = self._of_piece(piece, arrived, ready)
@@ -504,7 +379,7 @@ class Updates:
         if stream is not None:
             stream.release(key)
 
-    def _update(self, piece: Piece, gradients: _Gradients) -> None:
+    def _update(self, piece: Piece, gradients: Gradients) -> None:
         """Read states, update, write. `gradients`: of each run's elements alone."""
         assert self._states is not None
         weights = self._weights_of(piece)
@@ -550,32 +425,40 @@ class Updates:
     def _weights_of(self, piece: Piece) -> torch.Tensor:
         """The piece's elements in its unit's slot, which is held until the unit is done."""
         unit = self._units[piece.unit]
-        if piece.unit not in self._open:
-            if piece.unit in self._replaced and not self._weights.is_held(unit):
-                self._weights.stream.put(piece.unit)[unit.numel :].zero_()
-            else:
-                self._weights.stream.fetch([piece.unit])
-            self._open[piece.unit] = len(unit.pieces)
+        self._open_unit(piece.unit, replaced=piece.unit in self._replaced and not self._weights.is_held(unit))
         self._weights.stream.await_copies(piece.unit)
         slot = self._weights.stream.tensor(piece.unit)
         return slot[piece.first : piece.first + piece.numel]
 
-    def _piece_done(self, piece: Piece, *, write: bool = True) -> None:
-        if piece.unit not in self._open:
+    def _let_go(self, gradients: Gradients, piece: Piece) -> None:
+        """A gradient counts until its last piece is done with it."""
+        self._thread.let_go(sum(g.nbytes for n, g in gradients.items() if self._places[n][-1][0] is piece))
+
+    def _open_unit(self, key: str, *, replaced: bool = False) -> None:
+        """Its weights stay in memory until `_close_unit`."""
+        if not self._pieces.open(key):
             return
-        self._open[piece.unit] -= 1
-        if self._open[piece.unit] == 0:
+        try:
+            if replaced:
+                self._weights.stream.put(key)[self._units[key].numel :].zero_()
+            else:
+                self._weights.stream.fetch([key])
+        except BaseException:
+            self._pieces.close(key)
+            raise
+
+    def _piece_done(self, piece: Piece, *, write: bool = True) -> None:
+        self._pieces.move(piece, PieceState.WRITTEN)
+        if self._pieces.is_written(self._units[piece.unit]):
             self._close_unit(piece.unit, write=write)
 
     def _close_unit(self, key: str, *, write: bool = True) -> None:
-        if self._open.pop(key, None) is None:
+        if not self._pieces.close(key):
             return
-        if not write:
-            self._weights.stream.release(key)
-            return
-        written = self._weights.stream.write(key)
-        if self.arm != "optimized":
-            written.wait()
+        if write:
+            written = self._weights.stream.write(key)
+            if self.arm != "optimized":
+                written.wait()
         self._weights.stream.release(key)
 
 

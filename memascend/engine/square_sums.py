@@ -1,0 +1,52 @@
+"""Norms of gradients that come piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from memascend.engine.layout import SUM_ELEMENTS, Part
+from memascend.ops.unscale import unscale_norm_overflow_
+
+
+class SquareSums:
+    """Sums of squares of gradients by parameter, in the order that one pass over the whole of each takes."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._reached: dict[str, int] = {}
+        self.finite = True
+
+    def add(self, part: Part, begin: int, gradient: torch.Tensor) -> None:
+        """Of the part's elements from `begin` on, which follow those that were added before."""
+        place = part.offset + begin
+        if self._reached.get(part.name, 0) != place:
+            raise AssertionError(f"{part.name}: gradients from element {place} on are summed out of turn")
+        if place == 0 and gradient.numel() == part.numel:
+            self._count(part, unscale_norm_overflow_(gradient, 1.0))
+        else:
+            for first in range(0, gradient.numel(), SUM_ELEMENTS):
+                self._count(part, unscale_norm_overflow_(gradient[first : first + SUM_ELEMENTS], 1.0))
+        self._reached[part.name] = place + gradient.numel()
+
+    def _count(self, part: Part, result: Any) -> None:
+        self._sums[part.name] = self._sums.get(part.name, 0.0) + float(result.sum_squares)
+        self.finite = self.finite and not bool(result.overflow)
+
+    def of(self, name: str) -> float:
+        """Sum of the squares of a parameter's gradient."""
+        return self._sums.get(name, 0.0)
+
+    def __contains__(self, part: Part) -> bool:
+        return self._reached.get(part.name, 0) > part.offset
+
+    def norm(self, order: Iterable[str]) -> torch.Tensor:
+        """Of all gradients: fp32, 0-d, as ZeRO-3 takes it; infinite where an element is infinite or NaN."""
+        total: Any = 0.0
+        for name in order:
+            if name in self._sums:
+                total = total + torch.tensor(self._sums[name], dtype=torch.float64).sqrt() ** 2
+        combined = torch.linalg.vector_norm(torch.stack([torch.tensor([float(total)])[0] ** 0.5]))
+        return torch.where(torch.isfinite(combined), combined, torch.inf)
