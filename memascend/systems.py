@@ -87,6 +87,22 @@ def require_versions(name: str, versions: str) -> None:
         )
 
 
+def require_kept_states(name: str, checkpoints: str, versions: str) -> None:
+    """ValueError, in one line, where a run with less than full checkpoints could not go on."""
+    if checkpoints == "full":
+        return
+    if not hasattr(load(name), "stored_in"):
+        raise ValueError(
+            f"checkpoints {checkpoints!r}: the states of system {name!r} end with the run, and only a full checkpoint "
+            "outlives it: leave it out, or use --system lohan"
+        )
+    if versions == "checkpoint":
+        raise ValueError(
+            f"checkpoints {checkpoints!r} and state_versions 'checkpoint' exclude one another: after a kill in the "
+            "middle of a step that goes on from a full checkpoint; leave one of them out"
+        )
+
+
 def default_arm(name: str) -> str:
     return next(iter(load(name).arms))
 

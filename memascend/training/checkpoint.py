@@ -2,7 +2,8 @@
 
     checkpoints/step-00000500/
         model/        weights in safetensors, configuration and tokenizer: what from_pretrained loads
-        state/        rank*.safetensors (master weights, moments, random state) and trainer.json
+        state/        rank*.safetensors (master weights, moments, random state) and trainer.json; not in one of
+                      weights alone
         manifest.json every file with its size and checksum
 
 It is built under another name, synced, and renamed: a crash while saving leaves the ones before as they were.
@@ -18,11 +19,15 @@ import shutil
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memascend.storage.durable import sync, write_atomically
 
+if TYPE_CHECKING:
+    from memascend.training.backends.protocol import Backend
+
 MANIFEST = "manifest.json"
+WEIGHTS = "model.safetensors"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8})")
 _CHUNK_BYTES = 16 << 20
@@ -45,6 +50,11 @@ class Checkpoint:
     path: Path
     step: int
     manifest: dict[str, Any]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a run can go on from it."""
+        return self.manifest.get("holds", "full") == "full"
 
     @property
     def model(self) -> Path:
@@ -90,14 +100,25 @@ def clean(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def begin(folder: Path, step: int) -> Path:
+def begin(folder: Path, step: int, *, full: bool = True) -> Path:
     """An empty folder to build the checkpoint of `step` in; only one process calls it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{_PARTIAL}step-{step:08d}"
     shutil.rmtree(path, ignore_errors=True)
     (path / "model").mkdir(parents=True)
-    (path / "state").mkdir()
+    if full:
+        (path / "state").mkdir()
     return path
+
+
+def write_weights(folder: Path, backend: Backend) -> int:
+    """Weights and buffers of a backend's model in one safetensors file, tensor by tensor; its crc32."""
+    from memascend.storage.tensor_file import TensorFileWriter
+
+    with TensorFileWriter(folder / WEIGHTS, backend.weight_layouts(), {"format": "pt"}) as writer:
+        for key, tensor in backend.weights():
+            writer.write(key, tensor)
+    return writer.checksum
 
 
 def commit(partial: Path, step: int, checksums: dict[str, int], facts: dict[str, Any]) -> Path:
@@ -116,7 +137,8 @@ def commit(partial: Path, step: int, checksums: dict[str, int], facts: dict[str,
     manifest = {"format": FORMAT, "step": step, **facts, "files": files}
     write_atomically(partial / MANIFEST, json.dumps(manifest, indent=1))
     for folder in (partial / "model", partial / "state"):
-        sync(folder)
+        if folder.is_dir():
+            sync(folder)
     final = partial.with_name(f"step-{step:08d}")
     if final.exists():  # of the same step, incomplete, or it would have been resumed from
         _remove(final)

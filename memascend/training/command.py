@@ -25,6 +25,19 @@ def add_train(commands: Any) -> None:
     parser.set_defaults(run=_train)
 
 
+def add_export(commands: Any) -> None:
+    """Registers `export`."""
+    parser = commands.add_parser(
+        "export",
+        help="the weights of a run, stopped or finished, as a folder that from_pretrained loads",
+        description="Write a run's newest weights into a new folder, with configuration and tokenizer: of its states "
+        "on the SSD, tensor by tensor, or of its newest checkpoint, whichever is later.",
+    )
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run (--output of train)")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to make")
+    parser.set_defaults(run=_export)
+
+
 def add_verify(commands: Any) -> None:
     """Registers `verify` with the argparse subparsers `commands`."""
     parser = commands.add_parser(
@@ -75,6 +88,12 @@ def _train(options: argparse.Namespace) -> NoReturn:
 
     start = join if "RANK" in os.environ and "WORLD_SIZE" in os.environ else launch
     raise SystemExit(start(config, resume=resume, wanted=wanted))
+
+
+def _export(options: argparse.Namespace) -> str:
+    from memascend.training.export import export
+
+    return export(options.run_folder.absolute(), options.folder.absolute())
 
 
 def _verify(options: argparse.Namespace) -> tuple[str, int]:

@@ -18,6 +18,7 @@ from memascend.planner.options import MODEL_OPTIONS, STATE_VERSIONS
 from memascend.storage.write_budget import WriteBudget
 
 SAVED_AS = "config.yaml"
+CHECKPOINTS = ("full", "weights", "none")
 # Keys of runs that this command does not do: refused by name, since a silent full fine-tuning would be a surprise.
 OUT_OF_SCOPE = dict.fromkeys(
     ("lora", "lora_r", "lora_alpha", "lora_rank", "qlora", "peft", "adapter", "load_in_4bit", "load_in_8bit"),
@@ -26,7 +27,7 @@ OUT_OF_SCOPE = dict.fromkeys(
 # What may differ when a run goes on: none of it changes a loss before the new end. All else must stay as it was.
 MAY_CHANGE_ON_RESUME = (
     "steps", "epochs", "nvme", "devices", "tiers", "write_budget", "host_memory", "save_every", "eval_every",
-    "log_every", "keep", "eval_sequences", "trace",
+    "log_every", "keep", "checkpoints", "eval_sequences", "trace",
 )  # fmt: skip
 
 
@@ -139,6 +140,12 @@ class TrainConfig:
     eval_every: int = _option(0, "steps between two evaluations; 0: at the end alone", least=0)
     eval_sequences: int = _option(64, "at most so many sequences an evaluation; 0: none", least=0)
     save_every: int = _option(500, "steps between two checkpoints; 0: at the end alone", least=0)
+    checkpoints: str = _option(
+        "full",
+        "what a checkpoint holds: all; or the weights alone, or none is written, where the states on the SSD outlive "
+        "the run (system lohan): --resume goes on from them, and memascend export makes a model folder of them",
+        choices=CHECKPOINTS,
+    )
     keep: int = _option(2, "checkpoints that are kept, the newest", least=1)
     trace: str | None = _option(
         None,

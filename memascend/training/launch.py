@@ -28,7 +28,7 @@ from memascend.training.folder import Lock, RunFolder, SwapFolder, collect_dead,
 from memascend.training.processes import PARENT, free_port, remove_shared_buffers
 from memascend.training.progress import byte_count
 
-STOPPED = 143  # 128 + SIGTERM: stopped before its end, with a checkpoint
+STOPPED = 143  # 128 + SIGTERM: stopped before its end, with all that --resume needs
 
 SetupOf = Callable[[TrainConfig, dict[str, Any], str, str], backends.Setup]
 
@@ -55,6 +55,7 @@ class Stopping:
     def __init__(self) -> None:
         self.asked = 0
         self.children: list[subprocess.Popen[bytes]] = []
+        self.saves = True  # a checkpoint, when it is asked to stop
 
     def install(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -65,7 +66,8 @@ class Stopping:
         self.asked += 1
         if self.asked == 1:
             clear = "\r\x1b[K" if sys.stdout.isatty() else ""  # a passing line of rank 0 may stand there
-            say(f"{clear}stopping: a checkpoint follows after this step (once more leaves at once)")
+            after = "a checkpoint follows after this step" if self.saves else "after this step"
+            say(f"{clear}stopping: {after} (once more leaves at once)")
         for child in self.children:
             if child.poll() is None:
                 child.send_signal(signal.SIGTERM if self.asked == 1 else signal.SIGKILL)
@@ -80,6 +82,7 @@ def launch(config: TrainConfig, *, resume: bool, wanted: dict[str, Any], setup_o
     folder = RunFolder(config.output_folder)
     stopping = Stopping()
     with _opened(folder, config, resume, wanted) as (config, lock):
+        stopping.saves = config.checkpoints != "none"
         stopping.install()
         prepared = _prepare(folder, stopping)
         if stopping.asked:
@@ -161,7 +164,7 @@ def _opened(
 
 
 def _prepare(folder: RunFolder, stopping: Stopping) -> dict[str, Any]:
-    prepared = _read_prepared(folder)
+    prepared = read_prepared(folder)
     if prepared is None:
         say("reading model and text ...")
         folder.logs.mkdir(exist_ok=True)
@@ -181,7 +184,7 @@ def _prepare(folder: RunFolder, stopping: Stopping) -> dict[str, Any]:
             if result.is_file():
                 log.unlink()
                 raise ValueError(json.loads(result.read_text())["error"])
-            prepared = _read_prepared(folder)
+            prepared = read_prepared(folder)
             if prepared is None and not stopping.asked:
                 raise ValueError(f"the preparation failed (exit {child.returncode}): {_last_line(log)}; see {log}")
             if not log.stat().st_size:
@@ -192,7 +195,7 @@ def _prepare(folder: RunFolder, stopping: Stopping) -> dict[str, Any]:
     return prepared
 
 
-def _read_prepared(folder: RunFolder) -> dict[str, Any] | None:
+def read_prepared(folder: RunFolder) -> dict[str, Any] | None:
     """What the preparation left, or None where it has not come to its end."""
     return json.loads(folder.prepared.read_text()) if folder.prepared.is_file() else None
 
@@ -248,9 +251,10 @@ def _composed(
             setup = setup_of(config, prepared, folder.root.name, str(swap.path))
         preflight.check(config, prepared, folder.root, swap.path if swap else _states_to_come(setup))
         job = _job(config, folder, prepared, setup, steps)
-        job["checkpoint"] = str(found[-1].path) if found else None
+        full = [each for each in found if each.is_full]
+        job["checkpoint"] = str(full[-1].path) if full else None
         job["swap"] = str(swap.path) if swap else None
-        _announce(config, prepared, job, found)
+        _announce(config, prepared, job, full)
         yield job
     except BaseException:
         unused += [*made, *(swap.made if swap is not None else [])]
@@ -347,7 +351,8 @@ def _run_ranks(job: dict[str, Any], folder: RunFolder, stopping: Stopping, lock:
                 child.wait()
             remove_shared_buffers(port)
             lock.say(f"pid {os.getpid()}")
-        return _outcome(Path(work), folder, stopping)
+        after = "completed step, which the SSD has kept" if job["settings"].get("redo") else "checkpoint"
+        return _outcome(Path(work), folder, stopping, after)
 
 
 def _start(rank: int, ranks: int, port: int, threads: int, job: Path, folder: RunFolder) -> subprocess.Popen[bytes]:
@@ -396,13 +401,13 @@ def _wait(stopping: Stopping) -> None:
                 waiting.remove(child)
 
 
-def _outcome(work: Path, folder: RunFolder, stopping: Stopping) -> int:
+def _outcome(work: Path, folder: RunFolder, stopping: Stopping, after: str) -> int:
     results = [json.loads(path.read_text()) for path in sorted(work.glob("result*.json"))]
     errors = [result["error"] for result in results if "error" in result]
     if errors:
         raise ValueError(errors[0])
     if stopping.asked > 1:
-        say("left at once; --resume goes on from the last checkpoint")
+        say(f"left at once; --resume goes on from the last {after}" if _has_trained(folder) else "left at once")
         return STOPPED
     codes = {rank: child.returncode for rank, child in enumerate(stopping.children)}
     bad = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}

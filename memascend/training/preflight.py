@@ -19,6 +19,7 @@ SWAP_BYTES = 20
 SWAP_SLACK, SWAP_INDEX_BYTES = 1.02, 1 << 20  # what a swap file takes beside its tensors
 # In a checkpoint: 2 weights, and master and moments in 4 or 2 bytes each.
 CHECKPOINT_BYTES = {"fp32": 14, "bf16": 8}
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Path | None) -> None:
@@ -41,14 +42,7 @@ def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Pat
             f"{byte_count(largest[1])}. {_less_memory(config)}"
         )
     parameters = prepared["parameters"]
-    wants = [
-        (
-            output,
-            (config.keep + 1) * CHECKPOINT_BYTES[config.states] * parameters,
-            "checkpoints",
-            "--output, or --keep 1",
-        )
-    ]
+    wants = [(output, _checkpoint_bytes(config) * parameters, "checkpoints", _fewer_checkpoints(config))]
     planned = prepared.get("planned_swap_bytes")  # a run of an earlier version has not noted it
     swapped = SWAP_BYTES * parameters if planned is None else round(SWAP_SLACK * planned)
     if swap is not None and config.tiers:
@@ -74,6 +68,21 @@ def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Pat
                 f"{group[0][0]} has {byte_count(free)} free and this run writes {what}: "
                 f"{byte_count(need - free)} are missing; free space, or name another folder ({ways})"
             )
+
+
+def _checkpoint_bytes(config: TrainConfig) -> int:
+    """A parameter, of all checkpoints that are there at a time."""
+    each = {"full": CHECKPOINT_BYTES[config.states], "weights": WEIGHT_BYTES[config.dtype], "none": 0}
+    return (config.keep + 1) * each[config.checkpoints]
+
+
+def _fewer_checkpoints(config: TrainConfig) -> str:
+    ways = ["--output"]
+    if config.checkpoints != "none" and config.keep > 1:
+        ways.append("--keep 1")
+    if config.checkpoints != "none" and config.system == "lohan" and config.state_versions != "checkpoint":
+        ways.append("--checkpoints none")
+    return ", or ".join(ways)
 
 
 def _check_tiers(tiers: list[str], needed: int) -> None:

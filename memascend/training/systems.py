@@ -36,6 +36,7 @@ def check(config: Any) -> None:
         raise ValueError(f"{what} is planned and simulated alone: train with one of {', '.join(runs)}")
     system.refuse(config)
     systems.require_versions(config.system, config.state_versions)
+    systems.require_kept_states(config.system, config.checkpoints, config.state_versions)
     for device in config.devices:
         if not os.path.exists(device):
             raise ValueError(f"there is no device {device}; 'memascend storage format' makes one ready")

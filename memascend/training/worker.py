@@ -136,10 +136,22 @@ class Worker:
         if kept is not None and kept >= (source.step if source else 1):
             self._go_on(source)
         else:
+            self._require_states(source, kept)
             self._build(source)
         self.saved = source.step if source else 0
         if self.rank == 0:
             rewind_metrics(self.folder.metrics, self.step)
+
+    def _require_states(self, source: checkpoint.Checkpoint | None, kept: int | None) -> None:
+        """ValueError where a run that has no checkpoint to go on from has lost its states."""
+        if self.config.checkpoints == "full" or source is not None:
+            return
+        made = max((row["step"] for row in read_metrics(self.folder.metrics)), default=0)
+        if made > 1 + (kept or 0):  # the last one may have been cut off before it was kept
+            raise ValueError(
+                f"this run has made {made} steps, and {self.job['settings']['folder']} does not hold its states; there "
+                "is no full checkpoint either: bring the states back, or begin anew in another --output"
+            )
 
     def _kept_step(self, source: checkpoint.Checkpoint | None) -> int | None:
         try:
@@ -199,6 +211,8 @@ class Worker:
 
     def _train(self) -> str:
         config = self.config
+        if self.step == self.steps and config.checkpoints == "none":
+            self.progress.say(f"nothing to do: the states are at step {self.step} of {self.steps}; raise --steps")
         if self.step > self.saved and self._is_due(config.save_every, self.step == self.steps):
             self._save()  # of a step that was kept, and was cut off before this
         while self.step < self.steps:
@@ -318,7 +332,8 @@ class Worker:
     def _save(self) -> None:
         """A checkpoint of this step. ValueError where the disk is full: what it takes, and how to go on."""
         try:
-            self._write_checkpoint()
+            if self.config.checkpoints != "none":
+                self._write_checkpoint()
             self.saved = self.step
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -328,7 +343,9 @@ class Worker:
     def _no_room(self, error: OSError) -> str:
         folder = self.folder.checkpoints
         checkpoint.clean(folder)  # half a checkpoint is of no use, and room
-        layouts = self.backend.weight_layouts() + self.ranks * self.backend.state_layouts()
+        layouts = self.backend.weight_layouts()
+        if self.config.checkpoints == "full":
+            layouts = layouts + self.ranks * self.backend.state_layouts()
         needed, free = sum(layout.nbytes for layout in layouts), shutil.disk_usage(folder).free
         before = checkpoint.listed(folder)[0]
         go_on = f"goes on after step {before[-1].step}" if before else "begins again, since none was saved before"
@@ -343,15 +360,18 @@ class Worker:
         self.progress.passing("saving a checkpoint ...")
         folder = self.folder.checkpoints
         partial = folder / f".partial-step-{self.step:08d}"
+        full = self.config.checkpoints == "full"
         if self.rank == 0:
-            checkpoint.begin(folder, self.step)
+            checkpoint.begin(folder, self.step, full=full)
         self._barrier()
-        name = f"state/rank{self.rank}.safetensors"
-        states, facts = self._save_states(partial / name), self.backend.state_facts() | random_state.facts()
-        checksums = self._save_weights(partial / "model")
-        if states.checksum is not None:
-            checksums[name] = states.checksum
-        mine = {"shared": states.shared_bytes, "written": written_bytes() - before}
+        name, checksums, facts, shared = f"state/rank{self.rank}.safetensors", {}, {}, 0
+        if full:
+            states, facts = self._save_states(partial / name), self.backend.state_facts() | random_state.facts()
+            shared = states.shared_bytes
+            if states.checksum is not None:
+                checksums[name] = states.checksum
+        checksums |= self._save_weights(partial / "model")
+        mine = {"shared": shared, "written": written_bytes() - before}
         everything = self._gather({"checksums": checksums, "facts": facts, **mine})
         if self.rank == 0:
             self._commit(partial, everything)
@@ -381,25 +401,23 @@ class Worker:
         from memascend.integrations.pretrained import save_configuration
 
         save_configuration(self.backend.model, partial / "model", self.folder.tokenizer)
-        facts = {str(rank): entry["facts"] for rank, entry in enumerate(everything)}
-        (partial / "state" / "trainer.json").write_text(json.dumps(facts))
+        if self.config.checkpoints == "full":
+            facts = {str(rank): entry["facts"] for rank, entry in enumerate(everything)}
+            (partial / "state" / "trainer.json").write_text(json.dumps(facts))
         checksums = {name: crc for entry in everything for name, crc in entry["checksums"].items()}
-        final = checkpoint.commit(partial, self.step, checksums, {"ranks": self.ranks})
+        final = checkpoint.commit(
+            partial, self.step, checksums, {"ranks": self.ranks, "holds": self.config.checkpoints}
+        )
         checkpoint.point(self.folder.model, final / "model")
         checkpoint.prune(self.folder.checkpoints, self.config.keep)
 
     def _save_weights(self, folder: Path) -> dict[str, int]:
         """Weights in one safetensors file, gathered tensor by tensor by all ranks, written by rank 0."""
-        name = "model.safetensors"
         if self.rank:
             for _ in self.backend.weights():
                 pass
             return {}
-        layouts = self.backend.weight_layouts()
-        with TensorFileWriter(folder / name, layouts, {"format": "pt"}) as writer:
-            for key, tensor in self.backend.weights():
-                writer.write(key, tensor)
-        return {f"model/{name}": writer.checksum}
+        return {f"model/{checkpoint.WEIGHTS}": checkpoint.write_weights(folder, self.backend)}
 
     def _barrier(self) -> None:
         if self.ranks > 1:
@@ -447,6 +465,11 @@ class Worker:
         if outcome == STOPPED:
             self.progress.say(f"stopped after step {self.step} of {self.steps}; go on with:")
             self.progress.say(f"  memascend train --output {root} --resume")
+        elif self.config.checkpoints == "none":
+            self.progress.say(
+                f"done: the states are kept, report in {root / 'report.md'}; weights for from_pretrained:"
+            )
+            self.progress.say(f"  memascend export {root} NEW_FOLDER")
         else:
             self.progress.say(
                 f"done: weights for from_pretrained in {self.folder.model}, report in {root / 'report.md'}"

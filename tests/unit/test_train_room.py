@@ -34,6 +34,7 @@ def full_disk(worker):
 def test_a_checkpoint_onto_a_full_disk_says_path_bytes_and_how_to_go_on(tmp_path):
     worker = Worker.__new__(Worker)
     worker.folder, worker.step, worker.ranks = RunFolder(tmp_path / "run"), 7, 2
+    worker.config = SimpleNamespace(checkpoints="full")
     layouts = [TensorLayout("a", torch.float32, (1 << 18,))]
     worker.backend = SimpleNamespace(weight_layouts=lambda: layouts, state_layouts=lambda: layouts)
     with pytest.raises(ValueError, match=r"cannot save the checkpoint of step 7 in .*/run/checkpoints") as refused:
@@ -47,6 +48,7 @@ def test_a_checkpoint_onto_a_full_disk_says_path_bytes_and_how_to_go_on(tmp_path
 
 def test_another_error_of_the_disk_stays_what_it_is(tmp_path):
     worker = Worker.__new__(Worker)
+    worker.config = SimpleNamespace(checkpoints="full")
 
     def write():
         raise OSError(errno.EIO, "Input/output error")

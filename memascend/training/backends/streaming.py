@@ -144,16 +144,24 @@ class StreamingBackend:
     def kept_step(self) -> int | None:
         """Only looks: what else is wrong with the states is said by `go_on`."""
         try:
-            return homes.kept_facts(self._folder).get("step") if homes.is_home(self._folder) else None
+            return homes.kept_facts(self._folder).get("step", 0) if homes.is_home(self._folder) else None
         except homes.TornStates as error:
             raise KeptIsTorn("the states on the tier were left in the middle of a step (state_versions)") from error
 
     def go_on(self, source: Path | dict[str, Any]) -> dict[str, Any]:
+        facts = self._resume(source, self._engine_options())
+        self._take_over(facts["backend"])
+        return facts
+
+    def open_kept(self, source: Path | dict[str, Any]) -> int:
+        """As `go_on`, to read weights alone: nothing is measured or made. Returns the step that they are of."""
+        return self._resume(source, dataclasses.replace(self._engine_options(), measure=False, swap=None))["step"]
+
+    def _resume(self, source: Path | dict[str, Any], options: EngineOptions) -> dict[str, Any]:
         self._make_model(source, values=False)
         self.engine, facts = StreamingEngine.resume(
-            self.model, self._folder, self._groups, self._engine_options(), allocator=self._allocator()
+            self.model, self._folder, self._groups, options, allocator=self._allocator()
         )
-        self._take_over(facts["backend"])
         return facts
 
     def keep(self, facts: dict[str, Any]) -> None:
@@ -259,8 +267,8 @@ class StreamingBackend:
         return facts | ({"activation_swapping": dataclasses.asdict(decision)} if decision is not None else {})
 
     def close(self) -> None:
-        """A run that ends by itself has left a checkpoint of its last step."""
-        self.engine.close(destroy=True)
+        """A run that ends by itself has left a checkpoint of its last step, or its states are that."""
+        self.engine.close(destroy=self._config.checkpoints == "full")
         self._undo.close()
 
     # -- weights and states --------------------------------------------------------------------------------------------

@@ -1,0 +1,172 @@
+"""A run whose states on the SSD are its checkpoint: it stops, goes on, and is exported, and writes no other copy."""
+
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from memascend.cli import main
+from tests.train_runs import command, environment, losses, text_folder, train
+
+OPTIONS = ["--model", "llama3.2-1b", "--twin", "32", "--context", "32", "--files", "*.py", "--system", "lohan"]
+OPTIONS += ["--accumulate", "1", "--eval-sequences", "0", "--save-every", "2", "--seed", "1", "--schedule", "constant"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """One of six steps with full checkpoints, and one of four without any."""
+    parent = tmp_path_factory.mktemp("runs")
+    text = text_folder(parent)
+    for name, steps, checkpoints in (("full", "6", "full"), ("none", "4", "none")):
+        done = train(parent / name, *OPTIONS, "--data", str(text), "--steps", steps, "--checkpoints", checkpoints)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (parent / f"{name}.said").write_text(done.stdout)
+    return parent
+
+
+def resume(folder, *options):
+    return train(folder, "--resume", *options)
+
+
+def exported(folder, target):
+    assert main(["export", str(folder), str(target)]) == 0
+    return AutoModelForCausalLM.from_pretrained(target)
+
+
+def assert_same_weights(model, other):
+    for (name, values), expected in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(values, expected), name
+
+
+def test_a_finished_run_without_checkpoints_has_its_states_and_says_how_to_get_its_weights(runs):
+    said = (runs / "none.said").read_text()
+    assert f"memascend export {runs / 'none'} NEW_FOLDER" in said
+    assert "checkpoint" not in said.replace("--checkpoints", "")
+    assert not list((runs / "none").glob("checkpoints/*"))
+    assert len(list((runs / "none").glob("memascend-states-*"))) == 1
+    assert not list((runs / "full").glob("memascend-states-*"))
+
+
+def test_its_losses_are_those_of_a_run_with_checkpoints(runs):
+    found, expected = losses(runs / "none"), losses(runs / "full")
+    assert found == {step: expected[step] for step in range(1, 5)}
+
+
+def test_it_goes_on_to_more_steps_and_its_export_is_the_other_s_model(runs, capsys):
+    folder = runs / "none"
+    done = resume(folder, "--steps", "6")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resume  from step 4, which the tier has kept" in done.stdout
+    assert losses(folder) == losses(runs / "full")
+    model = exported(folder, runs / "exported")
+    assert f"step 6 of {folder}" in capsys.readouterr().out
+    assert_same_weights(model, AutoModelForCausalLM.from_pretrained(runs / "full" / "model"))
+    assert AutoTokenizer.from_pretrained(runs / "exported").vocab_size
+    again = resume(folder)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "nothing to do: the states are at step 6 of 6; raise --steps" in again.stdout
+    assert not list(runs.glob(".exported*"))
+
+
+def test_a_run_with_full_checkpoints_is_exported_from_the_newest(runs, tmp_path, capsys):
+    model = exported(runs / "full", tmp_path / "model")
+    assert f"step 6 of {runs / 'full'}" in capsys.readouterr().out
+    assert_same_weights(model, AutoModelForCausalLM.from_pretrained(runs / "full" / "model"))
+
+
+def test_a_run_that_was_killed_is_exported_and_goes_on(runs, tmp_path):
+    folder, text = tmp_path / "killed", runs / "text"
+    child = subprocess.Popen(
+        command(folder, *OPTIONS, "--data", str(text), "--steps", "6", "--checkpoints", "weights"),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("checkpoints/step-*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    (first,) = folder.glob("checkpoints/step-*")
+    assert sorted(path.name for path in first.iterdir()) == ["manifest.json", "model"]
+    exported(folder, tmp_path / "model")
+    done = resume(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert losses(folder) == losses(runs / "full")
+    assert_same_weights(
+        AutoModelForCausalLM.from_pretrained(folder / "model"),
+        AutoModelForCausalLM.from_pretrained(runs / "full" / "model"),
+    )
+
+
+def test_states_that_are_gone_are_an_error_and_no_new_beginning(runs, tmp_path):
+    folder = tmp_path / "lost"
+    done = train(folder, *OPTIONS, "--data", str(runs / "text"), "--steps", "3", "--checkpoints", "none")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (states,) = folder.glob("memascend-states-*")
+    states.rename(tmp_path / "elsewhere")
+    done = resume(folder, "--steps", "4")
+    assert done.returncode == 2
+    assert "has made 3 steps, and" in done.stderr
+    assert "does not hold its states" in done.stderr
+    assert main(["export", str(folder), str(tmp_path / "model")]) == 2
+    (tmp_path / "elsewhere").rename(states)
+    done = resume(folder, "--steps", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def refusal(capsys, *arguments):
+    assert main(list(map(str, arguments))) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_what_cannot_be_exported_is_one_line(runs, tmp_path, capsys):
+    assert "holds no run: name the folder" in refusal(capsys, "export", tmp_path, tmp_path / "model")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    assert "exists and is not an empty folder" in refusal(capsys, "export", runs / "full", tmp_path / "there")
+    from memascend.training.folder import RunFolder
+
+    with RunFolder(runs / "full").held(resume=True):
+        assert "is in use by" in refusal(capsys, "export", runs / "full", tmp_path / "model")
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--system", "memascend", "--checkpoints", "none"], "the states of system 'memascend' end with the run"),
+        (["--state-versions", "checkpoint", "--checkpoints", "weights"], "exclude one another"),
+        (["--checkpoints", "some"], "must be one of full, weights, none"),
+    ],
+)
+def test_a_run_that_could_not_go_on_is_refused(runs, tmp_path, capsys, options, message):
+    arguments = ["train", "--output", tmp_path / "run", *OPTIONS, "--data", runs / "text", *options]
+    assert message in refusal(capsys, *arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_room_is_asked_for_what_is_written(tmp_path):
+    from memascend.training import preflight
+    from memascend.training.config import TrainConfig
+
+    disk = shutil.disk_usage(tmp_path)
+    parameters = disk.free // 20  # a full checkpoint alone is more than is free
+    prepared = {"planned_host_bytes": None, "parameters": parameters, "planned_swap_bytes": parameters}
+
+    def missing(checkpoints):
+        config = TrainConfig(model="m", data=["d"], system="lohan", checkpoints=checkpoints)
+        try:
+            preflight.check(config, prepared, tmp_path, tmp_path)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    assert "of checkpoints" in missing("full")
+    assert "--checkpoints none" in missing("full")
+    assert missing("weights") is None
+    assert missing("none") is None
