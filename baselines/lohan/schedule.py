@@ -40,11 +40,17 @@ def schedule(step: Step) -> None:
     done = forward(step, stores_checkpoints=True)
     if step.work.arm_name == "none":
         done = backward(step, after=done, stores_checkpoints=True, arrived=gradients_to_ssd(step))
-        swapping_optimizer(step, after=done)
+        swapping_optimizer(step, after=done, state_tensors=state_tensors(step))
     else:
         backward(step, after=done, stores_checkpoints=True, arrived=active_gradients(step, done))
     for what in ("weights", "master weights and moments"):
         step.store(what, (VERSIONS - 1) * step.stored_bytes[what])
+
+
+def state_tensors(step: Step) -> int:
+    """Beside the weights: master and two moments, or the moments alone where the weights are of the states' type and
+    so their own master (`memascend.engine.layout.Layout.own_masters`)."""
+    return 2 if step.work.dtype == step.work.kept_states else 3
 
 
 def swap_activations(step: Step) -> None:
@@ -80,11 +86,12 @@ def active_gradients(step: Step, begin: str) -> Arrived:
     """
     overlapped = step.work.arm_name != "naive"
     pieces = step.pieces[::-1]
-    states = step.divide(3 * step.swapped_states_bytes, pieces)
+    on_ssd = state_tensors(step) * step.swapped_states_bytes
+    states = step.divide(on_ssd, pieces)
     of_piece = dict(zip(pieces, states, strict=True))
     weights_of = dict(zip(pieces, step.divide(step.swapped_weight_bytes, pieces), strict=True))
     step.store("weights", step.swapped_weight_bytes)
-    step.store("master weights and moments", 3 * step.swapped_states_bytes)
+    step.store("master weights and moments", on_ssd)
     step.pool(STATE_SLOTS, _SLOTS if overlapped else 1)
     last = {"read": begin, "write": begin}
 

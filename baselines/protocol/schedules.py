@@ -145,16 +145,16 @@ def overflow_check(step: Step, *, after: str, chain: bool) -> str:
     return step.add("overflow check", "overflow check", {"cpu": step.check_s(chain=chain)}, after=(after,))
 
 
-def swapping_optimizer(step: Step, *, after: str) -> str:
+def swapping_optimizer(step: Step, *, after: str, state_tensors: int = 3) -> str:
     """Sub-group by sub-group: read states, update, write them and the new weights, one after the other (DeepSpeed's
     defaults `pipeline_read` and `pipeline_write` false), or, `pipelined`, of three sub-groups side by side. Gradients
-    come along unless the arm keeps them in memory.
+    come along unless the arm keeps them in memory. `state_tensors`: master and moments, or moments alone.
     """
     work, states = step.work, step.swapped_states_bytes
     gradients = states if work.arrangement.swaps_gradients else 0
     weights = step.swapped_weight_bytes
     step.store("weights", weights)
-    step.store("master weights and moments", 3 * states)
+    step.store("master weights and moments", state_tensors * states)
     step.store("gradients", gradients)
     count = min(len(work.sub_groups()), _MOST_GROUPS)
     update_s = step.adamw_s(work.spec.parameters) / count
@@ -162,11 +162,11 @@ def swapping_optimizer(step: Step, *, after: str) -> str:
     one = {step.pool(_GROUPS, 3): 1} if pipelined else {}
     read = update = written = after
     for group in range(count):
-        needs = {"ssd.read": _share(3 * states + gradients, group, count)}
+        needs = {"ssd.read": _share(state_tensors * states + gradients, group, count)}
         before = read if pipelined else written
         read = step.add(f"read states {group}", "optimizer", needs, after=(before,), takes=one)
         update = step.add(f"AdamW {group}", "optimizer", {"cpu": update_s}, after=(read, update))
-        needs = {"ssd.write": _share(3 * states + weights, group, count)}
+        needs = {"ssd.write": _share(state_tensors * states + weights, group, count)}
         written = step.add(f"write states {group}", "optimizer", needs, after=(update, written), gives=one)
     return written
 
