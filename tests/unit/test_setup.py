@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import memascend
+
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = ROOT / "workflows/setup/setup.sh"
 CONSTRAINTS = ["constraints.txt", "constraints-deepspeed-0.16.txt", "constraints-cuda.txt"]
@@ -145,3 +147,8 @@ def test_a_failed_step_shows_its_error_and_leaves_no_stamp(tmp_path):
 def test_a_read_only_checkout_ends_in_one_line(tmp_path):
     (tmp_path / "pins.txt").touch()
     assert "not writable (/proc)" in one_line(run_setup(Path("/proc"), ".venv", str(tmp_path / "pins.txt"), "test"))
+
+
+def test_the_commands_run_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "memascend", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["memascend", memascend.__version__]
