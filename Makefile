@@ -22,7 +22,7 @@ IN_VENV := export PATH="$(CURDIR)/$(VENV)/bin:$$PATH";
 SNAKEMAKE := $(IN_VENV) snakemake --cores $(CORES)
 export PYTHON MAX_JOBS MEMASCEND_CACHE NO_SYSTEM_PACKAGES
 
-.PHONY: help setup figures smoke test lint native-tests numa-guest numa-test ops docs clean deepspeed_016
+.PHONY: help setup figures smoke test zoo lint native-tests numa-guest numa-test ops docs clean deepspeed_016
 
 help: ## list the targets
 	@grep -hE '^[a-z_0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z_0-9-]+):.*## (.*)/make \1|\2/' | column -t -s '|'
@@ -39,6 +39,11 @@ smoke: setup ## the same in minutes, on the smallest twins
 
 test: setup native-tests ## all tests but those that are slow or need what this machine lacks
 	@$(IN_VENV) pytest $(WORKERS) $(PYTEST)
+
+zoo: setup ## every architecture of transformers through cache and engine, and the page of outcomes: 10 minutes
+	@rm -rf .cache/zoo && mkdir -p .cache/zoo
+	@$(IN_VENV) MEMASCEND_ZOO_OUTCOMES=$(CURDIR)/.cache/zoo pytest $(WORKERS) --run-slow tests/zoo/test_architectures.py $(PYTEST)
+	@$(IN_VENV) python -m tests.zoo.page .cache/zoo
 
 native-tests: setup ## the C++ core without Python, under AddressSanitizer and ThreadSanitizer
 	@$(MAKE) -s -j $$(nproc) -C tests/native

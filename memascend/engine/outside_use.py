@@ -2,7 +2,7 @@
 
 A streamed parameter has its values while its module runs. A model that takes another module's weight (a tied head as
 `F.linear(x, self.embedding.weight)` in the model's own forward) would compute with the NaN that stands there. The first
-forward pass with a graph is watched, operator by operator; later ones cost nothing.
+forward pass with a graph and the first one without are watched, operator by operator; later ones cost nothing.
 """
 
 from __future__ import annotations
@@ -57,18 +57,22 @@ def _looks_at_no_value(func: Any) -> bool:
 
 
 def watch_first_pass(model: nn.Module, names: Mapping[nn.Parameter, str], nothing: torch.Tensor) -> Callable[[], None]:
-    """Raise NotStreamable where the first forward pass with a graph uses an empty parameter; returns the undo."""
+    """Raise NotStreamable where the first forward pass, with a graph or without, uses an empty parameter; returns the
+    undo."""
     modes: list[_Watching] = []
+    to_come = {True, False}
 
     def begin(*_: Any) -> None:
-        if torch.is_grad_enabled() and not modes:
+        if torch.is_grad_enabled() in to_come and not modes:
+            to_come.discard(torch.is_grad_enabled())
             modes.append(_Watching(names, nothing))
             modes[0].__enter__()
 
     def end(*_: Any) -> None:
         if modes:
             modes.pop().__exit__(None, None, None)
-            undo()
+            if not to_come:
+                undo()
 
     before = model.register_forward_pre_hook(begin)
     after = model.register_forward_hook(end, always_call=True)

@@ -12,6 +12,7 @@ this differs in what a visit owns: the weights' slot, inputs that wait on a tier
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import time
 import weakref
@@ -29,8 +30,6 @@ from memascend.engine.device import Generators
 from memascend.engine.layout import Unit
 from memascend.engine.module_state import ModuleState, undisturbed
 from memascend.engine.operators import Taken
-
-_CACHES = ("past_key_values", "past_key_value")  # transformers' names, of 5 and 4
 
 
 class BlockRuntime:
@@ -137,7 +136,8 @@ class StreamedForward:
             )
         if torch.is_grad_enabled():  # a frozen block, too: a gradient may reach it by an attribute
             if self.unit.trained or any(t.requires_grad for t in tensors_in((args, kwargs))):
-                kwargs = self._without_cache(kwargs)
+                args = tuple(map(self._with_own_cache, args))
+                kwargs = {name: self._with_own_cache(value) for name, value in kwargs.items()}
             return BlockPass(self).forward(args, kwargs)
         self.runtime.weights.take(self.unit)
         try:
@@ -147,6 +147,11 @@ class StreamedForward:
         self.require_no_view()
         return results
 
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's own forward."""
+        made = {name: each.made() if isinstance(each, _EmptyCache) else each for name, each in kwargs.items()}
+        return self.stock(*(each.made() if isinstance(each, _EmptyCache) else each for each in args), **made)
+
     def require_no_view(self) -> None:
         """NotStreamable where something that is left of a forward pass uses memory of the block's weights."""
         if self.runtime.weights.is_referred_to(self.unit):
@@ -155,16 +160,28 @@ class StreamedForward:
                 "on: make it a copy (.clone()), or in an autograd.Function use ctx.save_for_backward"
             )
 
-    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What is computed twice would add its keys and values twice; transformers' models hand out a cache in
-        training, too, where nobody reads it."""
-        found = {name: cache for name in _CACHES if (cache := kwargs.get(name)) is not None}
-        if any(cache.get_seq_length() for cache in found.values() if hasattr(cache, "get_seq_length")):
+    def _with_own_cache(self, value: Any) -> Any:
+        """A cache of keys and values, as transformers' models hand out in training, too, where nobody reads it: the
+        block gets a copy that goes with its forward pass, as the recomputation will. Without any it would compute the
+        same from other memory layouts, in another order of sums."""
+        if not callable(getattr(value, "get_seq_length", None)):
+            return value
+        if value.get_seq_length():
             raise NotStreamable(
                 f"{self.unit.key} gets a cache of keys and values that is filled, and backward would compute it again: "
                 "leave past_key_values out in training"
             )
-        return {**kwargs, **dict.fromkeys(found)} if found else kwargs
+        return _EmptyCache(value)
+
+
+class _EmptyCache:
+    """Stands for a cache among a block's arguments, which stays empty: each pass has a copy of its own."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def made(self) -> Any:
+        return copy.deepcopy(self._cache)
 
 
 class _Complete(BaseException):
@@ -249,7 +266,7 @@ class BlockPass:
             self._entry, self._taken = None, Taken()
             began = runtime.now()
             with runtime.taking(unit, tensors) as taken, torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
-                results = self._streamed.stock(*args, **kwargs)
+                results = self._streamed.call(args, kwargs)
             runtime.passed(unit, runtime.now() - began, math.inf)
         finally:
             self._in_forward = False
@@ -412,7 +429,7 @@ class BlockPass:
         try:
             left = self._runtime.left_by(_Complete)
             with unseen, torch.enable_grad(), self._as_in_forward(), again, replaying, left, hooks:
-                self._streamed.stock(*args, **kwargs)
+                self._streamed.call(args, kwargs)
         except _Complete:
             pass
         else:
