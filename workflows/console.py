@@ -53,8 +53,8 @@ class Console(logging.Filter):
 
     def attach(self) -> None:
         """In place of the pages of job text; nothing where the terminal is somebody else's (another log handler).
-        What failed the last time is forgotten, so that it is tried again."""
-        if self.quiet:
+        With `--config retry=1` what failed earlier is forgotten, so that it is tried again."""
+        if self.quiet and self.known.config.get("retry", 0):
             no_result.forget_failures(Path(self.known.raw))
         for handler in logging.getLogger("snakemake.logging").handlers if self.quiet else ():
             if handler.name == "DefaultStreamHandler":
@@ -114,6 +114,8 @@ class Console(logging.Filter):
         lines[0] += f" (all claims: {Path(self.known.figures, 'claims.html')})."
         lines += [f"  {where}: {text}" for where, text in score(Path(self.known.derived, "claims.csv")).items()]
         lines += self.without
+        if failed := no_result.failures(Path(self.known.raw)):
+            lines.append(f"{len(failed)} runs have failed, and are not tried again unless asked: --config retry=1")
         waiting = len(entries) - len(built)
         if waiting:
             lines.append(f"{len(built)} of {len(entries)} are built; what {waiting} wait for: snakemake exhibits")

@@ -52,8 +52,9 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(project: Path, *words: str) -> subprocess.Popen[str]:
+def start(project: Path, *words: str, retry: bool = False) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "snakemake", "--cores", "1", *words, "--config", "profile=smoke"]
+    command += ["retry=1"] * retry
     environment = {**os.environ, "HOME": str(project), "XDG_CACHE_HOME": str(project / "cache")}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(command, cwd=project, text=True, env=environment, start_new_session=True, **pipes)
@@ -110,4 +111,8 @@ def test_a_run_that_crashes_stops_no_other_is_told_of_and_is_tried_again(project
     second = start(project, "memascend-fig11")
     text, _ = second.communicate(timeout=120)
     assert second.returncode == 0, text
+    assert "Nothing to be done" in text
+    third = start(project, "memascend-fig11", retry=True)
+    text, _ = third.communicate(timeout=120)
+    assert third.returncode == 0, text
     assert json.loads((project / f"results/raw/{bad}.json").read_text())["status"] == "ok"

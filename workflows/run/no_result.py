@@ -1,8 +1,8 @@
 """The record of a run that left none: its time was up, it crashed, it was killed, or it refused. The rule of records
 starts this then, and the other runs go on; claims that wanted the run get the verdict `no result`.
 
-A run that a person ended (SIGINT, SIGTERM) leaves nothing. A failure is tried again by the next call of Snakemake
-(`forget_failures`); a time-out under the stated limit is a result, and is not.
+A run that a person ended (SIGINT, SIGTERM) leaves nothing. A failure is tried again by a call of Snakemake that asks
+for it (`--config retry=1`); a time-out under the stated limit is a result, and is not.
 """
 
 from __future__ import annotations
@@ -50,9 +50,13 @@ def reason(record: Path) -> str:
 
 def forget_failures(raw: Path) -> None:
     """Remove the records of failures below `raw`, so that those runs are made again."""
-    for path in raw.glob("*.json"):
-        if reason(path).startswith("failed"):
-            path.unlink()
+    for path in failures(raw):
+        path.unlink()
+
+
+def failures(raw: Path) -> list[Path]:
+    """Records of failures below `raw`."""
+    return [path for path in sorted(raw.glob("*.json")) if reason(path).startswith("failed")]
 
 
 if __name__ == "__main__":
