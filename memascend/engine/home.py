@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -34,6 +34,7 @@ from memascend.storage.tier import Transferred
 
 _FILE, _META = "states", "completed step"
 _TORN = "torn"  # among the facts
+_ZEROS_BYTES = 8 << 20
 _CHUNK_BYTES = 16 << 10  # unit of space: half of it is lost with each tensor, on average
 _FIXED_BYTES = 1 << 20  # superblocks, and what the store rounds up
 _LOG_BYTES_A_KEY = 1024  # of each half: a record takes some 150, and a step writes all of them
@@ -99,6 +100,7 @@ class StateHome:
         folder, sizes = Path(folder), list(sizes)
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty: name another folder for the states, or remove it")
+        was_there = folder.is_dir()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path, log = folder / _FILE, _log_bytes(len(sizes) + len(beside))
         try:
@@ -106,7 +108,7 @@ class StateHome:
             _C.storage_format([str(path)], owner, [], _CHUNK_BYTES, log)
             return cls(folder, owner, _config(folder, config), faults, new=True)
         except BaseException:
-            remove(folder)
+            remove(folder, keep_folder=was_there)
             raise
 
     @classmethod
@@ -331,14 +333,15 @@ def kept_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
         home.close()
 
 
-def remove(folder: str | os.PathLike[str]) -> None:
+def remove(folder: str | os.PathLike[str], *, keep_folder: bool = False) -> None:
     """Remove a home's files, and the folder where nothing else is in it."""
     folder = Path(folder)
     for path in [folder / _FILE, *folder.glob("memascend-*")]:
         path.unlink(missing_ok=True)
     collect_tensor_files(folder)
-    with contextlib.suppress(OSError):
-        folder.rmdir()
+    if not keep_folder:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _config(folder: Path, config: DirectEngineConfig | None) -> DirectEngineConfig:
@@ -362,6 +365,16 @@ def _log_bytes(keys: int) -> int:
     return max(1 << 20, _LOG_BYTES_A_KEY * (keys + 1))
 
 
+def _fill_with_zeros(file: BinaryIO, path: Path, size: int) -> None:
+    zeros = bytes(_ZEROS_BYTES)
+    try:
+        for begin in range(0, size, len(zeros)):
+            file.write(zeros[: size - begin])
+        file.flush()
+    except OSError as error:
+        raise StorageError("allocation", str(path), 0, size, 0, error.errno, error.strerror) from error
+
+
 def _allocate(path: Path, size: int, versions: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if size > free:
@@ -374,4 +387,4 @@ def _allocate(path: Path, size: int, versions: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise StorageError("allocation", str(path), 0, size, 0, error.errno, error.strerror) from error
-            file.truncate(size)
+            _fill_with_zeros(file, path, size)  # a file system that takes no space beforehand

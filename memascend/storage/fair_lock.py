@@ -22,6 +22,7 @@ _COUNTER = struct.Struct("<q")
 _DESK = 8  # the byte that is locked while a number is taken; the counter lies before it
 _FIRST = 16  # the byte of number 0
 _LAST = 1 << 60  # no honest counter gets there; anybody may write the file
+_TURN_S = 120.0  # a process gives its turn up within a second or two where others wait: so long, nobody's turn is
 _DESK_S = 2.0  # a number is taken in microseconds: who holds the desk for longer does so to stop others
 FOLDER = "/dev/shm"
 
@@ -59,22 +60,34 @@ class FairLock:
         _locks.add(self)
 
     def acquire(self) -> None:
-        """Block until it is this process's turn. Other threads run meanwhile."""
+        """Block until it is this process's turn. Other threads run meanwhile. OSError where somebody before it, who
+        need not be one of ours, keeps the lock for longer than any turn takes."""
         number = self._take_number()
-        self._lock(fcntl.F_OFD_SETLKW, fcntl.F_RDLCK, _FIRST, number)
-        self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, _FIRST, number)
+        end, pause = time.monotonic() + _TURN_S, 0.0005
+        while not self._is_first(number):
+            if time.monotonic() > end:
+                self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, _FIRST + number, 1)
+                raise OSError(errno.EBUSY, f"another process keeps {self.path} locked")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.005)
         self._number = number
 
     def try_acquire(self) -> bool:
         """False: somebody has it, or is before us."""
         number = self._take_number()
-        try:
-            self._lock(fcntl.F_OFD_SETLK, fcntl.F_RDLCK, _FIRST, number)
-        except BlockingIOError:
+        if not self._is_first(number):
             self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, _FIRST + number, 1)
             return False
-        self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, _FIRST, number)
         self._number = number
+        return True
+
+    def _is_first(self, number: int) -> bool:
+        """Whether no lower byte is locked by another process."""
+        try:
+            self._lock(fcntl.F_OFD_SETLK, fcntl.F_RDLCK, _FIRST, number)
+        except (BlockingIOError, PermissionError):
+            return False
+        self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, _FIRST, number)
         return True
 
     def release(self) -> None:

@@ -75,7 +75,8 @@ class TensorFileWriter:
         text += b" " * (-(8 + len(text)) % (BLOCK_BYTES if aligned else 8))
         self.checksum: int | None = 0
         self.size = self.shared_bytes = 0
-        self._file = path.open("wb")
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.fdopen(os.open(path, flags, 0o666), "wb")  # a checkpoint's: the folder says who may read it
         self._put(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:

@@ -128,7 +128,11 @@ def _today() -> str:
 class WriteMeter:
     """Counts what this process writes to each path, and holds it against a budget."""
 
-    def __init__(self, budget: WriteBudget) -> None:
+    def __init__(self, budget: WriteBudget, paths: Iterable[str] = ()) -> None:
+        """ValueError where a count in one of `paths` cannot be read."""
+        for path in paths:
+            if os.path.isdir(path):  # a device keeps no count
+                written(path)
         self._budget = budget
         self._seen: dict[str, int] = {}
         self._warned: set[tuple[str, bool]] = set()

@@ -107,7 +107,7 @@ def begin(folder: Path, step: int, *, full: bool = True) -> Path:
     shutil.rmtree(path, ignore_errors=True)
     (path / "model").mkdir(parents=True)
     if full:
-        (path / "state").mkdir()
+        (path / "state").mkdir(mode=0o700)  # masters and moments are nobody else's to read
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -306,3 +307,41 @@ def test_paths_open_whatever_is_in_the_place_of_the_lock_file(tmp_path, monkeypa
     assert begun == [1]
     assert "without the lock between processes" in caplog.text
     assert not (tmp_path / "victim").exists()
+
+
+def test_whoever_keeps_a_low_number_s_byte_locked_stops_nobody_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr("memascend.storage.fair_lock._TURN_S", 0.2)
+    mine = FairLock("t", tmp_path)
+    Path(mine.path).write_bytes((3).to_bytes(8, "little"))
+    with open(mine.path, "r+b") as foreign:
+        fcntl.lockf(foreign, fcntl.LOCK_EX, 1, 16)  # the byte of number 0
+        with pytest.raises(OSError, match=r"another process keeps .*memascend-path-t locked"):
+            mine.acquire()
+    assert mine.try_acquire()
+
+
+def test_transfers_go_on_without_a_lock_that_somebody_keeps(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("memascend.storage.fair_lock._TURN_S", 0.2)
+    lock = FairLock("t", tmp_path)
+    gate, begun = PathGate(lock), threading.Event()
+    Path(lock.path).write_bytes((3).to_bytes(8, "little"))
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import fcntl, sys, time; f = open(sys.argv[1], 'r+b'); fcntl.lockf(f, fcntl.LOCK_EX, 1, 16); "
+            "print('has', flush=True); time.sleep(60)",
+            lock.path,
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout.readline().strip() == "has"
+        gate.enter(begun.set)
+        assert begun.wait(MAX_S)
+        assert "transfers go on without the lock" in caplog.text
+    finally:
+        holder.kill()
+        holder.communicate()
+        gate.close()

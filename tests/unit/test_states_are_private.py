@@ -1,5 +1,6 @@
 """Files of states can be read by their owner alone, and a wait for a drive that hangs can be ended by Ctrl-C."""
 
+import errno
 import os
 import signal
 import stat
@@ -9,11 +10,16 @@ import time
 import pytest
 import torch
 
+from memascend.engine import home as homes
 from memascend.engine.streaming import streaming
+from memascend.integrations.deepspeed import swapped_states
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.storage.engine_tiers import FileTier
+from memascend.storage.errors import StorageError
 from memascend.storage.file_engine import FileEngine
+from memascend.storage.tensor_file import TensorFileWriter, TensorLayout
+from memascend.training import checkpoint
 from tests.unit.test_streaming_engine import SETTINGS, batches, model
 
 
@@ -81,3 +87,55 @@ def test_ctrl_c_ends_a_wait_for_a_path_that_hangs(tmp_path, limit_s):
         engine.wait(request)
     engine.close()
     os.close(writer)
+
+
+def test_a_link_in_the_place_of_a_file_of_tensors_is_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("keep me")
+    (tmp_path / "file").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        TensorFileWriter(tmp_path / "file", [TensorLayout("a", torch.float32, (4,))])
+    with pytest.raises(OSError, match="symbolic links"):
+        swapped_states._write_file(tmp_path / "file", torch.zeros(4))
+    assert victim.read_text() == "keep me"
+    swapped_states._write_file(tmp_path / "states", torch.zeros(4))
+    assert stat.S_IMODE((tmp_path / "states").stat().st_mode) == 0o600
+
+
+def test_the_native_engine_writes_through_no_link(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("keep me")
+    (tmp_path / "file").symlink_to(victim)
+    with FileEngine() as engine:
+        engine.async_write(torch.zeros(1024), tmp_path / "file")
+        with pytest.raises(StorageError, match="open"):
+            engine.wait()
+    assert victim.read_text() == "keep me"
+
+
+def test_states_of_a_checkpoint_are_in_a_folder_of_their_owner_s(tmp_path):
+    partial = checkpoint.begin(tmp_path / "checkpoints", 3)
+    assert stat.S_IMODE((partial / "state").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_states_that_have_no_room_leave_the_folder_as_it_was(tmp_path, monkeypatch, was_there):
+    def refused(*_):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    def full(*_):
+        raise StorageError("allocation", "states", 0, 1, 0, errno.ENOSPC, "no space left")
+
+    folder = tmp_path / "run"
+    if was_there:
+        folder.mkdir()
+    monkeypatch.setattr(os, "posix_fallocate", refused)
+    home = homes.StateHome.create(folder, "t", [1 << 20])
+    path = next(folder.glob("states*"))
+    assert path.stat().st_blocks * 512 >= path.stat().st_size  # all space is taken, also where it has to be written
+    home.close()
+    homes.remove(folder, keep_folder=was_there)
+    monkeypatch.setattr(homes, "_fill_with_zeros", full)
+    with pytest.raises(StorageError, match="no space left"):
+        homes.StateHome.create(folder, "t", [1 << 20])
+    assert folder.exists() == was_there

@@ -92,3 +92,10 @@ def test_the_count_follows_no_link(tmp_path):
     count_written(str(folder), 5)
     assert victim.read_text() == "keep me"
     assert written(str(folder))["total"] == 5
+
+
+def test_a_count_that_cannot_be_read_is_refused_before_anything_is_written(tmp_path):
+    (tmp_path / FILE).write_text("torn")
+    with pytest.raises(ValueError, match=r"cannot be read .*: put the file back from a copy, or remove it"):
+        WriteMeter(WriteBudget.parse("1TB"), [str(tmp_path)])
+    WriteMeter(WriteBudget.parse("1TB"), [str(tmp_path / "missing")])

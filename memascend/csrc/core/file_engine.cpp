@@ -277,7 +277,7 @@ class FileEngine::Worker {
       if (fd >= 0) {
         return fd;
       }
-      const int access = request.op == IoOp::kRead ? O_RDONLY : O_WRONLY | O_CREAT;
+      const int access = request.op == IoOp::kRead ? O_RDONLY : O_WRONLY | O_CREAT | O_NOFOLLOW;
       do {
         fd = engine_.calls_.open(request.path.c_str(), access | O_CLOEXEC | (direct ? O_DIRECT : 0), 0600);
       } while (fd < 0 && errno == EINTR);

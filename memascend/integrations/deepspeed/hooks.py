@@ -261,7 +261,7 @@ def _around_update(state: Enabled, paths: TierOptions) -> dict[str, Callable[[],
     Training stops before the next update, when DeepSpeed's counters and scheduler have the last one behind them.
     """
     budget = paths.budget()
-    meter = None if budget is None else WriteMeter(budget)
+    meter = None if budget is None else WriteMeter(budget, paths.tiers)
 
     def end_of_update() -> None:
         if state.store is None:

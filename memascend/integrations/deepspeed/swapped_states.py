@@ -268,7 +268,8 @@ def _swap_buffer(swapper: Any, info: Any) -> Iterator[torch.Tensor]:
 
 def _write_file(path: Path, tensor: torch.Tensor) -> dict[str, int]:
     data = byte_view(tensor)
-    with path.open("wb") as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
