@@ -9,6 +9,7 @@ from memascend.memory.ledger import Ledger
 from memascend.memory.topology import Node, Topology
 from memascend.ops.adamw import divided_work
 from memascend.training import worker as worker_module
+from memascend.training.config import complete
 from memascend.training.folder import RunFolder
 from memascend.training.worker import FINISHED, Worker
 from workflows.run import training
@@ -33,7 +34,8 @@ def reported(tmp_path, monkeypatch):
         made.backend = SimpleNamespace(ledger=Ledger(), facts=dict)
         made.progress = SimpleNamespace(say=lambda text: None)
         prepared = {"parameters": 1, "planned_host_bytes": None}
-        made.job = {"config": {"model": "m", "system": "in_memory"}, "prepared": prepared}
+        made.job = {"config": {"model": "m", "system": "in_memory", "data": ["d"]}, "prepared": prepared}
+        made.config = complete(made.job["config"])
         made.folder = RunFolder(tmp_path)
         made.folder.metrics.parent.mkdir(parents=True, exist_ok=True)
         made.folder.metrics.write_text(json.dumps(STEP | {"read_bytes": 0, "written_bytes": 0}) + "\n")

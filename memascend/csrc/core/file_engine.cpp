@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <string_view>
 #include <utility>
 
 #include "clock.h"
@@ -267,6 +268,12 @@ class FileEngine::Worker {
     return true;
   }
 
+  // A file is never written through a symbolic link, but for the names of the process's own descriptors.
+  static int write_access(const std::string& path) {
+    constexpr std::string_view kDescriptors = "/proc/self/fd/";
+    return path.compare(0, kDescriptors.size(), kDescriptors) == 0 ? O_WRONLY : O_WRONLY | O_CREAT | O_NOFOLLOW;
+  }
+
   // Opens on first use. kTryBuffered: O_DIRECT was refused, choose again.
   static constexpr int kTryBuffered = -2;
   int descriptor(Request& request, const Piece& piece, std::int64_t done, bool direct) {
@@ -277,7 +284,7 @@ class FileEngine::Worker {
       if (fd >= 0) {
         return fd;
       }
-      const int access = request.op == IoOp::kRead ? O_RDONLY : O_WRONLY | O_CREAT | O_NOFOLLOW;
+      const int access = request.op == IoOp::kRead ? O_RDONLY : write_access(request.path);
       do {
         fd = engine_.calls_.open(request.path.c_str(), access | O_CLOEXEC | (direct ? O_DIRECT : 0), 0600);
       } while (fd < 0 && errno == EINTR);
