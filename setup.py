@@ -16,7 +16,7 @@ os.environ.setdefault("MAX_JOBS", "2")
 extension = CppExtension(
     name="memascend._C",
     sources=["memascend/csrc/bindings.cpp", *sorted(glob("memascend/csrc/core/*.cpp"))],
-    depends=sorted(glob("memascend/csrc/core/*.h")),
+    depends=sorted([*glob("memascend/csrc/*.h"), *glob("memascend/csrc/core/*.h")]),
     # Without contraction a*b+c is what it says, so that every instruction set gives the same bits.
     extra_compile_args=["-O3", "-g0", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-Wall"],
     extra_link_args=["-fopenmp"],

@@ -39,12 +39,15 @@
 #include "core/store.h"
 #include "core/tracking.h"
 #include "core/unscale.h"
+#include "released_gil.h"
 
 namespace py = pybind11;
 
 namespace {
 
 using namespace memascend;
+
+using NoGil = py::call_guard<ReleasedGil>;
 
 // ---------------------------------------------------------------------------------------------- pinned memory
 
@@ -126,7 +129,7 @@ std::map<int, std::int64_t> named_pages_by_node(std::uintptr_t address, std::int
 
 void named_move_pages(std::uintptr_t address, std::int64_t bytes, const NamedPlacement& named) {
   const Placement placement = placement_of(named);
-  py::gil_scoped_release no_gil;
+  const ReleasedGil no_gil;
   move_pages_to(reinterpret_cast<void*>(address), bytes, placement);
 }
 
@@ -142,7 +145,7 @@ std::pair<at::Tensor, py::dict> pinned_empty(std::int64_t numel, const py::objec
   const Placement placement = placement_of(named);
   PinnedBlock block;
   {
-    py::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     block = PinnedRegistry::instance().allocate(numel * item_bytes, reserved_bytes, lock, require_lock, kind,
                                                 placement);
   }
@@ -343,8 +346,6 @@ void adamw_meta(at::Tensor& param, const at::Tensor& grad, at::Tensor& exp_avg, 
 
 // --------------------------------------------------------------------------------------- what both engines share
 
-using NoGil = py::call_guard<py::gil_scoped_release>;
-
 // (cancelled, failure or None)
 py::tuple as_tuple(const RequestOutcome& outcome) {
   if (!outcome.failure) {
@@ -382,7 +383,7 @@ template <typename Engine>
 py::object wait_for_request(Engine& engine, std::uint64_t request, double seconds) {
   std::optional<RequestOutcome> outcome;
   {
-    py::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     outcome = engine.wait_for(request, seconds);
   }
   return outcome ? py::object(as_tuple(*outcome)) : py::object(py::none());
@@ -392,7 +393,7 @@ template <typename Engine>
 py::object wait_for_all(Engine& engine, double seconds) {
   std::optional<std::vector<EndedRequest>> ended;
   {
-    py::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     ended = engine.wait(seconds);
   }
   return ended ? py::object(as_list(*ended)) : py::object(py::none());
@@ -435,7 +436,7 @@ template <typename Engine>
 struct EndingDeleter {
   void operator()(Engine* engine) const {
     {
-      py::gil_scoped_release no_gil;
+      const ReleasedGil no_gil;
       engine->shutdown();
     }
     delete engine;  // drops the references to tensors, with the GIL
@@ -558,7 +559,7 @@ template <typename Index>
 py::list list_records(Index& index) {
   std::vector<std::pair<std::string, RecordPointer>> found;
   {
-    py::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     found = index.list();
   }
   py::list out;
@@ -572,7 +573,7 @@ template <typename Index>
 py::object find_record(Index& index, const std::string& key) {
   RecordPointer record;
   {
-    py::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     record = index.find(key);
   }
   return as_object(record);
@@ -653,7 +654,7 @@ std::uint64_t direct_write(DirectEngine& engine, const std::string& key, const a
   record.dtype = dtype;
   record.shape = tensor.sizes().vec();
   auto keep_alive = std::make_shared<at::Tensor>(tensor);
-  py::gil_scoped_release no_gil;
+  const ReleasedGil no_gil;
   return engine.write(key, data, std::move(record), priority, std::move(keep_alive));
 }
 
@@ -661,7 +662,7 @@ std::uint64_t direct_write_part(DirectEngine& engine, const std::string& key, co
                                 std::int64_t offset, int priority) {
   const void* data = require_plain(key, tensor).const_data_ptr();
   auto keep_alive = std::make_shared<at::Tensor>(tensor);
-  py::gil_scoped_release no_gil;
+  const ReleasedGil no_gil;
   return engine.write_part(key, data, static_cast<std::int64_t>(tensor.nbytes()), offset, priority,
                            std::move(keep_alive));
 }
@@ -670,7 +671,7 @@ std::uint64_t direct_read(DirectEngine& engine, const std::string& key, const at
                           int priority) {
   void* data = require_plain(key, tensor).mutable_data_ptr();
   auto keep_alive = std::make_shared<at::Tensor>(tensor);
-  py::gil_scoped_release no_gil;
+  const ReleasedGil no_gil;
   return engine.read(key, data, static_cast<std::int64_t>(tensor.nbytes()), offset, priority, std::move(keep_alive));
 }
 
@@ -708,12 +709,12 @@ void bind_direct_engine(py::module_& module) {
       .def("register_buffer", [](DirectEngine& self, const at::Tensor& tensor) {
         auto keep_alive = std::make_shared<at::Tensor>(tensor);
         void* data = require_plain("buffer", tensor).mutable_data_ptr();
-        py::gil_scoped_release no_gil;
+        const ReleasedGil no_gil;
         return self.register_buffer(data, static_cast<std::int64_t>(tensor.nbytes()), std::move(keep_alive));
       })
       .def("unregister_buffer", [](DirectEngine& self, const at::Tensor& tensor) {
         std::shared_ptr<void> owner;  // released with the GIL
-        py::gil_scoped_release no_gil;
+        const ReleasedGil no_gil;
         owner = self.unregister_buffer(const_cast<void*>(tensor.const_data_ptr()));
         return owner != nullptr;
       })
@@ -848,7 +849,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("pinned_empty", &pinned_empty, py::arg("numel"), py::arg("dtype"), py::arg("reserved_bytes"),
              py::arg("lock"), py::arg("require_lock"), py::arg("pages") = "small", py::arg("placement") = py::none());
   module.def("pages_by_node", &named_pages_by_node, py::arg("address"), py::arg("bytes"),
-             py::call_guard<py::gil_scoped_release>());
+             NoGil());
   module.def("compute_alone", [] {
     (void)at::get_num_threads();  // the first call of a thread sets what it may use
 #if defined(_OPENMP)
@@ -866,7 +867,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         return load_latency_ns(reinterpret_cast<void*>(address), bytes, hops, seed);
       },
       py::arg("address"), py::arg("bytes"), py::arg("hops"), py::arg("seed") = 0,
-      py::call_guard<py::gil_scoped_release>());
+      NoGil());
   module.def("pinned_contains", [](std::uintptr_t address, std::int64_t bytes) {
     return PinnedRegistry::instance().contains(address, bytes);
   });
@@ -878,8 +879,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("PAGE_BYTES") = kPageBytes;
   module.attr("HUGE_PAGE_BYTES") = kHugePageBytes;
 
-  module.def("has_overflow", &tensor_has_overflow, py::call_guard<py::gil_scoped_release>());
-  module.def("read_all", &read_all_bytes, py::call_guard<py::gil_scoped_release>());
+  module.def("has_overflow", &tensor_has_overflow, NoGil());
+  module.def("read_all", &read_all_bytes, NoGil());
   module.def("simd_level", [] { return simd_level_name(best_simd_level()); });
 
   bind_faults(module);

@@ -35,6 +35,7 @@ class _Idle:
     wait: int = 2  # in the first one what it kept is still read there
     in_use: int = 0  # passes since it was last idle
     measuring: threading.Thread | None = None
+    blocked: bool = False  # what measures waits for a transfer that hangs, or for its turn
 
 
 class IdlePaths:
@@ -44,6 +45,7 @@ class IdlePaths:
         """`hang_s`: seconds after which a transfer that has not ended is given up."""
         self._measured, self._hang_s = measured, hang_s
         self._idle: dict[Path, _Idle] = {}
+        self._stopped = threading.Event()
 
     def pass_over(self, idle: Mapping[Path, int]) -> None:
         """A pass has ended in which these paths kept no group, or were out, each with the bytes that must be free."""
@@ -55,9 +57,9 @@ class IdlePaths:
             state = self._idle.setdefault(path, _Idle())
             state.passes += 1
             if state.passes >= state.wait and not self.measuring(path):
-                state.passes, state.wait = 0, min(2 * state.wait, _MOST_PASSES)
-                state.measuring = threading.Thread(target=self._measure, args=(path, room_bytes), daemon=True)
-                state.measuring.name = f"memascend-measure-{path.name}"
+                state.passes, state.wait, state.blocked = 0, min(2 * state.wait, _MOST_PASSES), False
+                state.measuring = threading.Thread(target=self._measure, args=(path, room_bytes, state))
+                state.measuring.name, state.measuring.daemon = f"memascend-measure-{path.name}", True
                 state.measuring.start()
 
     def measuring(self, path: Path) -> bool:
@@ -72,25 +74,39 @@ class IdlePaths:
             if state.measuring is not None:
                 state.measuring.join(max(0.0, deadline - time.monotonic()))
 
-    def _measure(self, path: Path, room_bytes: int) -> None:
-        probed = _Probed(path, self._hang_s)
+    def stop(self) -> None:
+        """Begin nothing more, before the paths are closed and the interpreter may end: what measures goes no further
+        than the transfers that it has begun, and is waited for, `hang_s` at most, until nothing but one that hangs, or
+        another process's turn, keeps it."""
+        self._stopped.set()
+        deadline = time.monotonic() + self._hang_s
+        for state in list(self._idle.values()):
+            while state.measuring is not None and state.measuring.is_alive() and not state.blocked:
+                if time.monotonic() > deadline:
+                    return
+                state.measuring.join(0.01)
+
+    def _measure(self, path: Path, room_bytes: int, state: _Idle) -> None:
+        probed = _Probed(path, self._hang_s, self._stopped)
         try:
             if path.tier.free_bytes < room_bytes:
                 return
-            if (rates := self._measured_alone(path, probed)) is not None:
+            if (rates := self._measured_alone(path, probed, state)) is not None:
                 self._measured(path, rates)
         except (OSError, RuntimeError) as error:  # it goes on without; or the tier was closed meanwhile
             log.debug("memascend: path %s: %s", path.name, error)
+        state.blocked = True
         while any(not each.is_set() for each in probed.under_way):
             time.sleep(0.1)
 
-    @staticmethod
-    def _measured_alone(path: Path, probed: _Probed) -> Rates | None:
+    def _measured_alone(self, path: Path, probed: _Probed, state: _Idle) -> Rates | None:
         turn = threading.Event()
         path.gate.enter(turn.set)
+        state.blocked = True
         turn.wait()
+        state.blocked = False
         try:
-            return measure(probed)
+            return None if self._stopped.is_set() else measure(probed)
         finally:
             path.gate.leave()
 
@@ -99,8 +115,8 @@ class _Probed:
     """A path's tier, where no wait is longer than `hang_s`, nor in the engine's code: an interpreter that ends would be
     aborted there."""
 
-    def __init__(self, path: Path, hang_s: float) -> None:
-        self._path, self._hang_s = path, hang_s
+    def __init__(self, path: Path, hang_s: float, stopped: threading.Event) -> None:
+        self._path, self._hang_s, self._stopped = path, hang_s, stopped
         self.under_way: list[threading.Event] = []
 
     @property
@@ -112,23 +128,25 @@ class _Probed:
         return [self._path.name]
 
     def write(self, key: str, tensor: torch.Tensor) -> _Begun:
-        return self._begun(self._path.tier.write(key, tensor))
+        return self._begun(self._path.tier.write, key, tensor)
 
     def read(self, key: str, tensor: torch.Tensor) -> _Begun:
-        return self._begun(self._path.tier.read(key, tensor))
+        return self._begun(self._path.tier.read, key, tensor)
 
     def erase(self, key: str) -> bool:
         return self._path.tier.erase(key)
 
-    def _begun(self, transfer: Completion) -> _Begun:
-        begun = _Begun(transfer, self._path, self._hang_s)
+    def _begun(self, transfer: Callable[[str, torch.Tensor], Completion], key: str, tensor: torch.Tensor) -> _Begun:
+        if self._stopped.is_set():
+            raise RuntimeError("the tier is closed")
+        begun = _Begun(transfer(key, tensor), self._path, self._hang_s, self._stopped)
         self.under_way.append(begun.ended)
         return begun
 
 
 class _Begun:
-    def __init__(self, transfer: Completion, path: Path, hang_s: float) -> None:
-        self._path, self._hang_s = path, hang_s
+    def __init__(self, transfer: Completion, path: Path, hang_s: float, stopped: threading.Event) -> None:
+        self._path, self._hang_s, self._stopped = path, hang_s, stopped
         self._error: BaseException | None = None
         self.ended = threading.Event()
         transfer.add_done_callback(self._end)
@@ -138,7 +156,9 @@ class _Begun:
         self.ended.set()
 
     def wait(self) -> None:
-        if not self.ended.wait(self._hang_s):
-            raise hang_error(self._path, self._hang_s)
+        deadline = time.monotonic() + self._hang_s
+        while not self.ended.wait(0.05):
+            if self._stopped.is_set() or time.monotonic() > deadline:
+                raise hang_error(self._path, self._hang_s)
         if self._error is not None:
             raise self._error

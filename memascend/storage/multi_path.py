@@ -192,7 +192,7 @@ class MultiPathTier(TierBase):
 
     def _release(self) -> None:
         if not completions.in_dispatcher():
-            self._idle.wait(self._failures.hang_s)
+            self._idle.stop()
         self._failures.stop()
         for path in self._paths:
             path.gate.close()

@@ -1,6 +1,6 @@
-"""A process that ends while a path of its tier hangs ends as its script does.
+"""A process that ends while a path of its tier hangs, or a thread is in the core, ends as its script does.
 
-An interpreter that ends stops its threads by an exception, which aborts (status 134) where it meets the engine's code.
+An interpreter that ends stops its threads by an exception, which aborts (status 134) where it meets C++.
 """
 
 import subprocess
@@ -67,3 +67,29 @@ def test_the_status_is_the_scripts(tmp_path, end, kind):
     assert done.returncode == status, done.stderr
     assert said in done.stderr
     assert not any(word in done.stderr for word in ("terminate called", "Aborted", "Fatal Python error")), done.stderr
+
+
+IN_THE_CORE = """
+import threading
+import time
+import torch
+from memascend import _C
+
+def wander():
+    while True:  # for as long as the interpreter ends: the core comes back to Python all the time
+        _C.load_latency_ns(memory.data_ptr(), memory.nbytes, 100_000)
+
+class Late:
+    def __del__(self):  # the modules go last, when threads may no longer run Python
+        sleep(0.5)
+
+memory, sleep = torch.zeros(1 << 16, dtype=torch.uint8), time.sleep
+threading.Thread(target=wander, daemon=True).start()
+torch.late = Late()
+"""
+
+
+def test_a_thread_that_comes_back_from_the_core_when_the_interpreter_has_ended_does_not_abort():
+    command = [sys.executable, "-c", IN_THE_CORE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
