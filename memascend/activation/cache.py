@@ -269,9 +269,15 @@ class ActivationCache:
         for begin, nbytes in {(0, storage.nbytes()), span_of(tensor, storage)}:
             found = self._regions.get((number, tensor._version, begin, nbytes))
             saved = found() if found is not None else None
-            if saved is not None and saved.error is None:
+            if saved is not None and saved.error is None and self._may_share(saved, tensor):
                 return saved
         return None
+
+    def _may_share(self, saved: Region, tensor: torch.Tensor) -> bool:
+        """Data of the user's may be changed where torch sees no new version (NumPy's memory, a loader's buffer that is
+        filled again): what was written to the tier is shared within a forward pass alone."""
+        same_pass = self._recording() and saved.sweep is self._local.sweep
+        return tensor.requires_grad or not saved.on_tier or same_pass
 
     def _recording(self) -> bool:
         return bool(getattr(self._local, "stack", None))

@@ -3,6 +3,7 @@
 import threading
 import time
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -224,3 +225,26 @@ def test_a_region_whose_write_ends_during_backward_is_read_ahead():
     assert x.grad is not None
     assert cache.statistics.read
     cache.close()
+
+
+@pytest.mark.parametrize("in_modules", [False, True], ids=["in a function", "in a module"])
+def test_a_buffer_that_is_filled_again_without_a_new_version_is_not_taken_for_what_it_was(in_modules):
+    """A loader's memory, say, while the graph of an earlier loss, which is only logged, is alive."""
+    weight = torch.ones(32, 32, requires_grad=True)
+    layer = nn.Linear(32, 32, bias=False)
+    layer.weight = nn.Parameter(weight.detach().clone())
+    array = numpy.zeros((32, 32), numpy.float32)
+    batch = torch.from_numpy(array)
+    cache = offloading(tier := MemoryTier(), minimum_bytes=512, amount="all")
+    with cache.active():
+        array[:] = 1.0
+        logged = (layer(batch) if in_modules else batch @ weight).sum()
+        end = time.monotonic() + 20
+        while cache.statistics.resident and time.monotonic() < end:
+            time.sleep(0.001)
+        array[:] = 2.0
+        (layer(batch) if in_modules else batch @ weight).sum().backward()
+    gradient = layer.weight.grad if in_modules else weight.grad
+    assert torch.equal(gradient, torch.full((32, 32), 64.0))
+    del logged
+    assert drained(cache, tier)
