@@ -1,87 +1,144 @@
-"""What a forward pass changes of its modules beside parameters: buffers and attributes, as before and after it."""
+"""What a forward pass depends on and changes beside parameters: its modules' buffers and attributes, and the generators
+of random numbers that are not torch's own (Python's, NumPy's, a torch.Generator in an attribute)."""
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
 _ABSENT = object()
-_OWN = frozenset(vars(nn.Module()))  # attributes of every module: parameters, hooks, ...
+_OWN = frozenset(vars(nn.Module())) - {"training"}  # attributes of every module: parameters, hooks, ...
+
+
+class ValuesAreGone(RuntimeError):
+    """A tensor has been changed in place since, and its values of that moment were not kept."""
 
 
 class ModuleState:
     """Of a module and all modules in it, at one moment: buffers and tensors in attributes (by value), attributes (by
-    reference), and lists, dicts, sets and deques in attributes (by their items).
+    reference), lists, dicts, sets and deques in attributes (by their items), and generators of random numbers.
 
     Other objects that an attribute refers to are not copied: what a forward pass changes of them stays changed.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self._attributes = [(owner, dict(owner)) for module in modules for owner in (vars(module), module._buffers)]
+        self._attributes = [
+            (owner, _without_own(owner)) for module in modules for owner in (vars(module), module._buffers)
+        ]
         tensors: dict[int, torch.Tensor] = {}
         containers: dict[int, Any] = {}
+        self._generators: list[_Generator] = [_PythonGenerator(), _NumpyGenerator()]
         for module in modules:
             for buffer in module._buffers.values():
                 if buffer is not None:
                     tensors[id(buffer)] = buffer
             for name, value in vars(module).items():
                 if name not in _OWN:
-                    _collect(value, tensors, containers)
-        self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
+                    _collect(value, tensors, containers, self._generators)
+        # (tensor, its values, or None and the version that it had with them)
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor | None, int]] = [
+            (tensor, tensor.detach().clone(), 0) for tensor in tensors.values()
+        ]
         self._containers = [(each, _items(each)) for each in containers.values()]
 
-    def keep_changes(self) -> bool:
-        """Forget what is still as it was; whether anything is not."""
-        self._attributes = [
-            (owner, before)
-            for owner, before in (
-                (owner, {key: before.get(key, _ABSENT) for key in _different(owner, before)})
-                for owner, before in self._attributes
-            )
-            if before
-        ]
+    def forget_unchanged(self) -> None:
+        """Values of tensors, and states of generators, that are now as they were then, need not be kept."""
         # By value: an operator may change running averages without a word to autograd.
-        self._tensors = [(tensor, values) for tensor, values in self._tensors if not _equal(tensor, values)]
-        self._containers = [(each, items) for each, items in self._containers if not _has_items(each, items)]
-        return bool(self._attributes or self._tensors or self._containers)
+        self._tensors = [
+            (tensor, None, _version(tensor)) if values is None or _equal(tensor, values) else (tensor, values, 0)
+            for tensor, values, _ in self._tensors
+        ]
+        self._generators = [each for each in self._generators if each.has_drawn()]
 
     def restore(self) -> None:
-        """Undo what has changed since."""
+        """Everything is as at that moment. Raises ValuesAreGone where `forget_unchanged` has forgotten what has changed
+        since."""
         for owner, before in self._attributes:
             for key in _different(owner, before):
                 _set(owner, key, before.get(key, _ABSENT))
-        self._restore_values()
-
-    def put_back(self) -> None:
-        """The values at that moment, of what `keep_changes` found changed."""
-        for owner, before in self._attributes:
-            for key, value in before.items():
-                _set(owner, key, value)
-        self._restore_values()
-
-    def _restore_values(self) -> None:
-        for tensor, values in self._tensors:
-            if not _equal(tensor, values):
+        for tensor, values, version in self._tensors:
+            if values is None:
+                if _version(tensor) != version:
+                    raise ValuesAreGone(f"of {_words(tensor)}")
+            elif not _equal(tensor, values):
                 tensor.data.copy_(values)  # `data`: autograd need not see it, whoever saved the tensor saved this value
         for each, items in self._containers:
             if not _has_items(each, items):
                 each.clear()
                 each.extend(items) if isinstance(each, list | deque) else each.update(items)
+        for generator in self._generators:
+            generator.restore()
 
 
-def _collect(value: Any, tensors: dict[int, torch.Tensor], containers: dict[int, Any]) -> None:
+class _Generator:
+    """Of random numbers, and its state at one moment."""
+
+    def __init__(self) -> None:
+        self._then = self.state()
+
+    def state(self) -> Any:
+        raise NotImplementedError
+
+    def set_state(self, state: Any) -> None:
+        raise NotImplementedError
+
+    def has_drawn(self) -> bool:
+        return self.state() != self._then
+
+    def restore(self) -> None:
+        if self.has_drawn():
+            self.set_state(self._then)
+
+
+class _PythonGenerator(_Generator):
+    def state(self) -> Any:
+        return random.getstate()
+
+    def set_state(self, state: Any) -> None:
+        random.setstate(state)
+
+
+class _NumpyGenerator(_Generator):
+    def state(self) -> Any:
+        name, key, *rest = numpy.random.get_state()
+        return name, key.tobytes(), *rest
+
+    def set_state(self, state: Any) -> None:
+        name, key, *rest = state
+        numpy.random.set_state((name, numpy.frombuffer(key, dtype=numpy.uint32), *rest))
+
+
+class _TorchGenerator(_Generator):
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        super().__init__()
+
+    def state(self) -> Any:
+        return self._generator.get_state().numpy().tobytes()
+
+    def set_state(self, state: Any) -> None:
+        self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _collect(
+    value: Any, tensors: dict[int, torch.Tensor], containers: dict[int, Any], generators: list[_Generator]
+) -> None:
     if isinstance(value, torch.Tensor):
         if value.layout == torch.strided and not isinstance(value, nn.Parameter):
             tensors[id(value)] = value
+    elif isinstance(value, torch.Generator):
+        generators.append(_TorchGenerator(value))
     elif type(value) in (list, dict, set, deque) and id(value) not in containers:
         containers[id(value)] = value
         for each in value.values() if isinstance(value, dict) else value:
-            _collect(each, tensors, containers)
+            _collect(each, tensors, containers, generators)
 
 
 def _items(container: Any) -> Any:
@@ -110,17 +167,29 @@ def _set(owner: dict[str, Any], key: str, value: Any) -> None:
         owner[key] = value
 
 
+def _without_own(owner: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in owner.items() if key not in _OWN}
+
+
 def _different(owner: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    return [key for key in {**before, **owner} if owner.get(key, _ABSENT) is not before.get(key, _ABSENT)]
+    now = _without_own(owner)
+    return [key for key in {**before, **now} if now.get(key, _ABSENT) is not before.get(key, _ABSENT)]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _words(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 @contextmanager
-def undisturbed(modules: list[nn.Module], entry: ModuleState | None = None) -> Iterator[None]:
-    """What runs inside leaves buffers and attributes as they were. It finds them as at `entry`, if given."""
+def undisturbed(modules: list[nn.Module], entry: ModuleState) -> Iterator[None]:
+    """What runs inside finds everything as at `entry`, and leaves it as it was. Raises ValuesAreGone."""
     before = ModuleState(modules)
-    if entry is not None:
-        entry.put_back()
     try:
+        entry.restore()
         yield
     finally:
         before.restore()

@@ -28,7 +28,7 @@ from memascend.engine.arguments import Arguments, tensors_in
 from memascend.engine.blocks import NotStreamable, UnitWeights
 from memascend.engine.device import Generators
 from memascend.engine.layout import Unit
-from memascend.engine.module_state import ModuleState, undisturbed
+from memascend.engine.module_state import ModuleState, ValuesAreGone, undisturbed
 from memascend.engine.operators import Taken
 
 
@@ -263,7 +263,7 @@ class BlockPass:
             before = ModuleState(self._streamed.modules)
             inputs = self._inputs_before(tensors)
             self._source = lambda: [kept for kept, _ in inputs]
-            self._entry, self._taken = None, Taken()
+            self._entry, self._taken = before, Taken()
             began = runtime.now()
             with runtime.taking(unit, tensors) as taken, torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 results = self._streamed.call(args, kwargs)
@@ -274,7 +274,7 @@ class BlockPass:
         self._forget_casts()
         self._values, self._source = {}, list
         if self._handles:
-            self._entry = before if before.keep_changes() else None
+            before.forget_unchanged()
             self._keep(self._inputs_after(tensors, inputs), taken)
             self._await_gradients(results, tensors)
         self._arguments.drop_tensors()
@@ -432,6 +432,12 @@ class BlockPass:
                 self._streamed.call(args, kwargs)
         except _Complete:
             pass
+        except ValuesAreGone as gone:
+            raise NotStreamable(
+                f"{self.unit.key} has a buffer, or a tensor in an attribute, {gone}, that was changed in place between "
+                "the forward pass and backward, which would compute the block again with the new values: change it "
+                "after backward()"
+            ) from gone
         else:
             raise self._differs(f"autograd saves {saved[0]} tensors of it, where it saved {len(self._handles)}")
         finally:

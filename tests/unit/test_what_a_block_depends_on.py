@@ -1,0 +1,134 @@
+"""Backward computes a block again with all that its forward pass depended on, or says what is gone."""
+
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from memascend import streaming
+from memascend.engine.blocks import NotStreamable
+from memascend.engine.module_state import ModuleState, ValuesAreGone
+from memascend.ops.adamw import AdamW
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """Two experts, of which `kind` chooses one, or mixes them."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.chosen, self.temperature = kind, 0, 1.0
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+        self.generator = torch.Generator().manual_seed(3)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("unused", torch.ones(()))
+
+    def forward(self, x):
+        if self.kind == "python":
+            h = self.experts[random.random() < 0.5](x)
+        elif self.kind == "numpy":
+            h = self.experts[0](x) * torch.tensor(numpy.random.rand(WIDTH)).float()
+        elif self.kind == "generator":
+            h = self.experts[0](x) * torch.rand(WIDTH, generator=self.generator)
+        else:
+            h = nn.functional.dropout(self.experts[self.chosen](x), 0.2, self.training)
+        return x + (h * self.scale * self.temperature).tanh()
+
+
+def blocks(kind=""):
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block(kind) for _ in range(3)])
+
+
+def drawn(of, optimizer):
+    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = of(torch.randn(4, WIDTH)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [*losses, random.random(), numpy.random.rand(), torch.rand(()).item()]
+
+
+@pytest.mark.parametrize("kind", ["python", "numpy", "generator"])
+def test_random_numbers_of_any_generator_come_again(tmp_path, kind):
+    ours, theirs = blocks(kind), blocks(kind)
+    with streaming(tmp_path / "run") as home:
+        home.hook(ours)
+        assert drawn(ours, home.optimizer(torch.optim.AdamW, lr=0.1)) == drawn(
+            theirs, AdamW(theirs.parameters(), lr=0.1)
+        )
+
+
+def attribute(block, value):
+    block.temperature = value
+
+
+def new_buffer(block, value):
+    block.scale = torch.tensor(value)
+
+
+def expert(block, value):
+    block.chosen = int(value > 1)
+
+
+def mode(block, value):
+    block.train(value > 1)
+
+
+def two_views(of, optimizer, change):
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        x, parts = torch.randn(4, WIDTH), []
+        for value in (1.0, 3.0):
+            for block in of:
+                change(block, value)
+            parts.append(of(x))
+        loss = (parts[0] - 0.5 * parts[1]).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append((loss.item(), of[0].temperature, of[0].scale.item(), of[0].chosen, of[0].training))
+    return losses
+
+
+@pytest.mark.parametrize("change", [attribute, new_buffer, expert, mode], ids=lambda change: change.__name__)
+def test_what_the_loop_changes_between_two_passes_and_their_backward_is_each_pass_s_own(tmp_path, change):
+    ours, theirs = blocks(), blocks()
+    with streaming(tmp_path / "run") as home:
+        home.hook(ours)
+        found = two_views(ours, home.optimizer(torch.optim.AdamW, lr=0.1), change)
+        assert found == two_views(theirs, AdamW(theirs.parameters(), lr=0.1), change)
+
+
+def test_a_buffer_that_the_loop_changes_in_place_before_backward_is_one_line(tmp_path):
+    ours = blocks()
+    with streaming(tmp_path / "run") as home:
+        home.hook(ours)
+        home.optimizer(torch.optim.AdamW, lr=0.1)
+        loss = ours(torch.ones(4, WIDTH)).sum()
+        ours[1].scale.fill_(2.0)
+        with pytest.raises(
+            NotStreamable, match=r"1 has a buffer.*changed in place between the forward pass and backward"
+        ):
+            loss.backward()
+
+
+def test_a_state_keeps_values_of_what_changed_alone_and_says_what_is_gone():
+    module = Block("")
+    state = ModuleState([module])
+    module.scale.fill_(5.0)
+    module.temperature = 2.0
+    state.forget_unchanged()
+    module.scale.fill_(7.0)
+    state.restore()
+    assert (module.scale.item(), module.temperature) == (1.0, 1.0)
+    module.unused.fill_(3.0)
+    with pytest.raises(ValuesAreGone, match="float32"):
+        state.restore()
