@@ -37,6 +37,7 @@ class BlockRuntime:
 
     weights: UnitWeights
     visits: Visits
+    generation = 0  # of weights: another one after a step, and after one that was given up
 
     def entered(self, unit: Unit) -> None:
         """A forward pass through the block, with a graph, begins."""
@@ -184,6 +185,16 @@ class _EmptyCache:
         return copy.deepcopy(self._cache)
 
 
+class OldGraph(RuntimeError):
+    """Backward goes over a graph whose weights are gone."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"backward goes through {where} over a graph from before the last optimizer.step() or zero_grad(), whose "
+            "weights are gone: compute the loss anew after it, or call both backward() before step() (accumulate=2)"
+        )
+
+
 class _Complete(BaseException):
     """The recomputation has saved all that backward needs. No Exception: the block's own handlers let it pass."""
 
@@ -248,6 +259,7 @@ class BlockPass:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime, unit = self._runtime, self.unit
+        self._generation = runtime.generation
         try:
             self._arguments = Arguments(args, kwargs)
         except TypeError as error:
@@ -359,6 +371,8 @@ class BlockPass:
 
     def begin_visit(self) -> None:
         """Fetch the weights. The tensors that backward needs are computed when the first of them is asked for."""
+        if self._generation != self._runtime.generation:
+            raise OldGraph(self.unit.key)
         self._runtime.recomputes(self.unit)
         self._runtime.weights.take(self.unit)
         self.backward = torch._C._current_graph_task_id()

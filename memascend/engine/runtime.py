@@ -41,7 +41,7 @@ from memascend.engine.opening import kept_home, lies_as, new_home
 from memascend.engine.operators import Taken
 from memascend.engine.options import EngineOptions
 from memascend.engine.profile import StepProfile
-from memascend.engine.recompute import Visits
+from memascend.engine.recompute import OldGraph, Visits
 from memascend.engine.swap import Decision, Swapping, link_rate
 from memascend.engine.updates import AdamSettings, Updates
 from memascend.engine.weights import WeightStream
@@ -404,10 +404,10 @@ class StreamingEngine(HookedRuntime):
             self._stream.release_idle()
             return
         # A backward pass begins here, and not inside of one that a checkpoint around several blocks runs.
-        engine = weakref.ref(self)
+        engine, generation = weakref.ref(self), self.generation
         for result in tensors_in(results):
             if result.requires_grad:
-                result.register_hook(lambda _: engine().backward_begins())
+                result.register_hook(lambda _: engine().backward_begins(generation))
         self._profile.end_forward()
         if not self.options.waits and self._passes + 1 == self.options.accumulate:
             self.updates.expect()
@@ -424,8 +424,11 @@ class StreamingEngine(HookedRuntime):
         last = self._passes + 1 >= self.options.accumulate
         self.updates.arrive(part, gradient, wait=self.options.waits or not last, last=last)
 
-    def backward_begins(self) -> None:
-        """In the user's backward pass, not in a block's own: `_backward_ends` follows, if no error does."""
+    def backward_begins(self, generation: int | None = None) -> None:
+        """In the user's backward pass, not in a block's own: `_backward_ends` follows, if no error does.
+        `generation`: of the weights that its graph was made with."""
+        if generation not in (None, self.generation):
+            raise OldGraph("the model")
         if not self._backward_begun:
             if self._passes >= self.options.accumulate:
                 raise RuntimeError(
@@ -673,6 +676,7 @@ class StreamingEngine(HookedRuntime):
         step = max(self.steps.values(), default=0)
         self._profile.end_step(step, "optimizer" if waited else "backward", self.home.since_opened, updates.fastest)
         self._decide_on_swapping()
+        self.generation += 1
         updates.end_step()
         self._passes, self._clip = 0, options.clip
         return float(norm / self.scale)
@@ -729,6 +733,7 @@ class StreamingEngine(HookedRuntime):
         synchronize(self.units.device)
         self.visits.forget()
         self.updates.abandon()
+        self.generation += 1
         self._hooks.forget_kept()
         self.weights.abandon()
         with contextlib.suppress(OSError):
@@ -823,6 +828,7 @@ class StreamingEngine(HookedRuntime):
 
 
 def _units(model: nn.Module, blocks: Sequence[nn.Module] | None, options: EngineOptions) -> ModelUnits:
+        self.generation += 1
     device = device_of(model.parameters(), options.device)
     units = ModelUnits(model, blocks, states=options.states, piece_elements=options.piece_elements, device=device)
     for buffer in model.buffers():  # small, and no unit's
