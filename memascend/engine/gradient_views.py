@@ -15,7 +15,7 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -207,6 +207,14 @@ class StepGradients:
         self.factors: dict[str, float] = {}  # of the step under way
         self.whole: frozenset[str] = frozenset()  # names of those that came in the passes that have ended
         self.spent: frozenset[str] = frozenset()  # used by the last step, and not forgotten by zero_grad
+        self.zeroed: frozenset[str] = frozenset()  # what zero_grad(set_to_none=False) has left zeros of
+
+    def forget(self, arrived: Collection[str], *, set_to_none: bool, of: Collection[str] | None = None) -> None:
+        """As `zero_grad`; `arrived`: names of those of the step under way. `of`: of these parameters alone."""
+        had = self.spent | frozenset(arrived) | self.zeroed
+        names = had if of is None else had & frozenset(of)
+        self.spent -= names
+        self.zeroed = self.zeroed - names if set_to_none else self.zeroed | names
 
     def begin_pass(self, *, first: bool) -> None:
         self.spent = frozenset()

@@ -29,7 +29,7 @@ _CLOSED = "_memascend_closed"  # of a model whose engine is closed: takes the re
 class GradientHolder(Protocol):
     """The engine, as `zero_grad` asks for it."""
 
-    def forget_gradients_of(self, names: set[str]) -> None:
+    def forget_gradients_of(self, names: set[str], *, set_to_none: bool) -> None:
         """Of the step under way. RuntimeError where only some of those that came are named."""
 
 
@@ -59,13 +59,19 @@ class ModelGuards:
         for name, method in (
             ("state_dict", self._state_dict(module, module.state_dict)),
             ("_apply", self._apply(module, module._apply)),
-            ("zero_grad", lambda set_to_none=True: self._holder.forget_gradients_of(set(self._below(module).values()))),
+            ("zero_grad", self._zero_grad(module)),
             ("__deepcopy__", _refuse_copies),
             ("__reduce_ex__", _refuse_copies),
         ):
             self._undo.append(_put(module, name, method))
 
     def _below(self, module: nn.Module) -> dict[nn.Parameter, str]:
+    def _zero_grad(self, module: nn.Module) -> Callable[..., None]:
+        def zero_grad(set_to_none: bool = True) -> None:
+            self._holder.forget_gradients_of(set(self._below(module).values()), set_to_none=set_to_none)
+
+        return zero_grad
+
         return {parameter: self._names[parameter] for parameter in module.parameters() if parameter in self._names}
 
     def _state_dict(self, module: nn.Module, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,10 +50,11 @@ def _is_empty_like(parameter: nn.Parameter, tensor: torch.Tensor, nothing: int) 
 
 
 def _looks_at_no_value(func: Any) -> bool:
-    """`x.new_zeros(...)` and `torch.empty_like(x)` take a tensor for its type and shape; views and `detach` only move
-    the question to whoever uses the result."""
+    """`x.new_zeros(...)` and `torch.empty_like(x)` take a tensor for its type and shape, and so does an assignment to
+    `x.data` in inference mode; views and `detach` only move the question to whoever uses the result."""
     name = func._overloadpacket.__name__
-    return name.startswith("new_") or name.endswith("_like") or name == "detach" or func.is_view
+    of_type = name.startswith("new_") or name.endswith("_like") or name == "_has_compatible_shallow_copy_type"
+    return of_type or name == "detach" or func.is_view
 
 
 def watch_first_pass(model: nn.Module, names: Mapping[nn.Parameter, str], nothing: torch.Tensor) -> Callable[[], None]:

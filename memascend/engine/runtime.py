@@ -437,6 +437,7 @@ class StreamingEngine(HookedRuntime):
                 )
             self._backward_begun = True
             self.gradients.begin_pass(first=self._passes == 0)
+            self.updates.zeroed = self.gradients.zeroed
             self.updates.scale = self.scale
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
@@ -630,20 +631,20 @@ class StreamingEngine(HookedRuntime):
             )
         self.gradients.spent -= {name}
 
-    def forget_gradients_of(self, names: set[str]) -> None:
+    def forget_gradients_of(self, names: set[str], *, set_to_none: bool) -> None:
         arrived = set(self._arrived)
         if arrived & names and arrived - names:
             raise RuntimeError(
                 f"the gradient of {min(arrived & names)} cannot be forgotten without that of {min(arrived - names)}: "
                 "optimizer.zero_grad() forgets all of them"
             )
+        self.gradients.forget(arrived, set_to_none=set_to_none, of=names)
         if arrived & names:
-            self.forget_gradients()
-        self.gradients.spent -= names
+            self.give_up()
 
-    def forget_gradients(self) -> None:
+    def forget_gradients(self, *, set_to_none: bool = True) -> None:
         """As `zero_grad` of all parameters."""
-        self.gradients.spent = frozenset()
+        self.gradients.forget(self._arrived, set_to_none=set_to_none)
         if self.updates.pending or self._passes:
             self.give_up()
 
@@ -655,6 +656,8 @@ class StreamingEngine(HookedRuntime):
             updates.sum_waiting()
         else:
             updates.finish_direct()
+            if not options.implicit_step:  # a scheduler's step comes before the forward pass that ends this one
+                updates.require_same_settings()
         norm = updates.sums.norm(self.layout.order)
         if not bool(torch.isfinite(norm)):
             try:
@@ -673,17 +676,17 @@ class StreamingEngine(HookedRuntime):
             updates.finish_waiting()
         self._flush()
         self._count_step()
+        self.generation += 1
         step = max(self.steps.values(), default=0)
         self._profile.end_step(step, "optimizer" if waited else "backward", self.home.since_opened, updates.fastest)
         self._decide_on_swapping()
-        self.generation += 1
         updates.end_step()
         self._passes, self._clip = 0, options.clip
         return float(norm / self.scale)
 
     def _count_step(self) -> None:
         for name in self.steps:
-            if self.options.zero_missing or name in self.updates.arrived:
+            if self.options.zero_missing or name in self.updates.arrived or name in self.updates.zeroed:
                 self.steps[name] += 1
 
     def _require_whole(self) -> None:
@@ -730,10 +733,10 @@ class StreamingEngine(HookedRuntime):
 
     def _take_back(self, *, written: bool) -> None:
         """Nothing of this step stays: what is in memory or written may be half of it."""
+        self.generation += 1
         synchronize(self.units.device)
         self.visits.forget()
         self.updates.abandon()
-        self.generation += 1
         self._hooks.forget_kept()
         self.weights.abandon()
         with contextlib.suppress(OSError):
@@ -825,10 +828,10 @@ class StreamingEngine(HookedRuntime):
             self._give_up_after(error)
             raise
         self.steps.update(steps)
+        self.generation += 1
 
 
 def _units(model: nn.Module, blocks: Sequence[nn.Module] | None, options: EngineOptions) -> ModelUnits:
-        self.generation += 1
     device = device_of(model.parameters(), options.device)
     units = ModelUnits(model, blocks, states=options.states, piece_elements=options.piece_elements, device=device)
     for buffer in model.buffers():  # small, and no unit's

@@ -287,9 +287,13 @@ class StreamedAdamW(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that came since the last step, and what was updated with them."""
+        """Forget gradients that came since the last step, and what was updated with them.
+
+        With `set_to_none=False` parameters that have had a gradient are updated in the next step whether they get one
+        or not, with zeros, as by torch.optim.
+        """
         if self._home is not None:
-            self.engine.forget_gradients()
+            self.engine.forget_gradients(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._home is not None:

@@ -93,6 +93,11 @@ class Updates:
         self._arrived: set[tuple[str, int]] = set()  # parts that got a gradient
         self._order: list[str] = []  # pieces, as their updates began
         self._of_step: dict[str, AdamSettings] = {}  # of a step that is done again
+        self._used: dict[str, AdamSettings] = {}  # of parameters whose updates have begun
+        self._used_others: set[str] = (
+            set()
+        )  # parameters of which a piece was updated with other settings than the first
+        self.zeroed: frozenset[str] = frozenset()  # parameters that are updated with zeros if they get no gradient
         self._replaced: set[str] = set()  # units of which no element stays: their weights need not be read
 
     # -- from the training thread --------------------------------------------------------------------------------------
@@ -116,6 +121,16 @@ class Updates:
     def failure_was_told(self) -> bool:
         """Whether an update has failed and the training thread has had its error."""
         return self._thread.failure_was_raised
+
+    def require_same_settings(self) -> None:
+        """RuntimeError where a parameter was updated with other settings than it has now."""
+        for name, used in self._used.items():
+            if name in self._used_others or used != self._settings(name):
+                raise RuntimeError(
+                    f"the settings of {name} (lr, betas, eps, weight_decay) were changed between backward() and "
+                    "optimizer.step(), and a part of the updates was done with the earlier ones: change them, or call "
+                    "scheduler.step(), after optimizer.step() or before backward(), or let gradients wait (wait=True)"
+                )
 
     def expect(self) -> None:
         """Backward is about to begin: the states that it will need first are read."""
@@ -167,12 +182,19 @@ class Updates:
         left = [piece for piece in unit.pieces if not self._pieces.has_begun(piece)]
         came = [piece for piece in left if self._has_come(piece)]
         if not wait:
-            came += [p for p in left if p not in came and (self._zero_missing or self._pieces.is_on_tier(p))]
+            came += [p for p in left if p not in came and (self._has_zeros(p) or self._pieces.is_on_tier(p))]
         for piece in came:
             self._complete(piece, wait=wait, last=last)
         for piece in left:
             if not wait and piece not in came:
                 self._idle(piece)
+
+    def _zeroes(self, part: Part) -> bool:
+        """Whether a part that got no gradient is updated with zeros."""
+        return self._zero_missing or part.name in self.zeroed
+
+    def _has_zeros(self, piece: Piece) -> bool:
+        return self._zero_missing or (bool(self.zeroed) and any(run.part.name in self.zeroed for run in piece.runs))
 
     def _has_come(self, piece: Piece) -> bool:
         return self._pieces.state(piece) is PieceState.ARRIVED
@@ -192,7 +214,7 @@ class Updates:
     def finish_direct(self) -> None:
         """After the last pass without waiting: what got no gradient, then until all is updated and written."""
         for piece in self.layout.pieces:
-            wanted = self._zero_missing or self._has_come(piece) or self._pieces.is_on_tier(piece)
+            wanted = self._has_zeros(piece) or self._has_come(piece) or self._pieces.is_on_tier(piece)
             if wanted and not self._pieces.has_begun(piece):
                 self._complete(piece, wait=False, last=True)
         self._close_all()  # units with pieces that nothing came for
@@ -213,7 +235,7 @@ class Updates:
             [numbers[u.key], n] for u in self.layout.units for n, p in enumerate(u.parts) if p.key in self._arrived
         ]
         spilled = [number for number, piece in enumerate(self.layout.pieces) if self._pieces.is_on_tier(piece)]
-        return {"scale": self.scale, "arrived": arrived, "spilled": spilled}
+        return {"scale": self.scale, "arrived": arrived, "spilled": spilled, "zeroed": sorted(self.zeroed)}
 
     def take_up(self, facts: Mapping[str, Any], settings: Mapping[str, AdamSettings]) -> None:
         """The gradients on the tier are those of a step that an earlier process has begun to use."""
@@ -221,6 +243,7 @@ class Updates:
         self.scale = facts["scale"]
         self._arrived = {units[unit].parts[part].key for unit, part in facts["arrived"]}
         self._pieces.set_on_tier(pieces[number] for number in facts["spilled"])
+        self.zeroed = frozenset(facts.get("zeroed", ()))
         self._of_step = dict(settings)
 
     def finish_waiting(
@@ -230,7 +253,7 @@ class Updates:
         forward pass will not need them: the last ones first). `after`: is called when a unit's update is submitted to
         the tier, before any other is."""
         by_unit = {
-            unit.key: [piece for piece in unit.pieces if self._zero_missing or self._pieces.is_on_tier(piece)]
+            unit.key: [piece for piece in unit.pieces if self._has_zeros(piece) or self._pieces.is_on_tier(piece)]
             for unit in (reversed(self.layout.units) if units is None else units)
         }
         chosen = [piece for pieces in by_unit.values() for piece in pieces]
@@ -250,7 +273,7 @@ class Updates:
     def _replaces(self, unit: Unit, pieces: Sequence[Piece]) -> bool:
         """Whether updating `pieces` leaves nothing of the unit's weights, which come from masters of their own."""
         whole = len(pieces) == len(unit.pieces) and not unit.frozen_numel and not self.layout.own_masters
-        return whole and (self._zero_missing or all(part.key in self._arrived for part in unit.parts))
+        return whole and all(part.key in self._arrived or self._zeroes(part) for part in unit.parts)
 
     def _close_all(self) -> None:
         self._thread.drain()
@@ -344,7 +367,7 @@ class Updates:
         slot = self._gradients().fetch([key])[0]
         place, gradients = 0, {}
         for run in piece.runs:
-            if self._zero_missing or run.part.key in self._arrived:
+            if run.part.key in self._arrived or self._zeroes(run.part):
                 gradients[run.part.key] = slot[place : place + run.numel]
             place += run.numel
         self._update(piece, gradients)
@@ -389,7 +412,7 @@ class Updates:
         place = 0
         for run in piece.runs:
             gradient = gradients.get(run.part.key)
-            if gradient is None and self._zero_missing:
+            if gradient is None and self._zeroes(run.part):
                 gradient = torch.zeros(run.numel, dtype=self.layout.states)
             if gradient is not None:
                 span = slice(place, place + run.numel)
@@ -402,7 +425,10 @@ class Updates:
         self._piece_done(piece)
 
     def _step(self, run: Run, weights: torch.Tensor, gradient: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        settings = self._of_step.get(run.part.name) or self._settings(run.part.name)
+        name = run.part.name
+        settings = self._of_step.get(name) or self._settings(name)
+        if settings != self._used.setdefault(name, settings):
+            self._used_others.add(name)
         master, exp_avg, exp_avg_sq = (weights, *states) if self.layout.own_masters else states
         before = time.perf_counter()
         adamw_(

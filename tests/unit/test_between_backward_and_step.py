@@ -224,3 +224,90 @@ def test_what_is_unfrozen_after_the_optimizer_was_made_is_refused_and_what_is_fr
     loop(theirs, made, data[1:])
     assert_equal(home, theirs)
     home.close()
+
+
+def test_a_graph_from_before_the_last_step_is_one_line(tmp_path):
+    """torch finds that the weights were changed in place."""
+    ours, data = model(), batches(2)
+    home, optimizer = begin(ours, tmp_path / "run")
+    first, second = ours(data[0]), ours(data[1])
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"graph from before the last optimizer\.step\(\)"):
+        second.backward()
+    loop(ours, optimizer, data[1:])
+    theirs = model()
+    loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
+    assert_equal(home, theirs)
+    home.close()
+
+
+def test_a_part_s_graph_from_before_the_last_step_is_one_line(tmp_path):
+    ours, data = model(), batches(1)
+    home, optimizer = begin(ours, tmp_path / "run")
+    kept = ours.layers[0](torch.ones(1, 2, 32), scale=torch.tensor(0.5)).sum()
+    loop(ours, optimizer, data)
+    with pytest.raises(RuntimeError, match=r"graph from before the last optimizer\.step\(\)"):
+        kept.backward()
+    home.close()
+
+
+def test_a_graph_from_before_a_step_that_was_given_up_is_one_line(tmp_path):
+    """Weights of modules outside of blocks are gone then; a zero_grad() before backward() gives nothing up."""
+    ours, theirs, data = model(), model(), batches(2)
+    home, optimizer = begin(ours, tmp_path / "run")
+    first, second = ours(data[0]), ours(data[1])
+    first.backward()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"graph from before the last optimizer\.step\(\) or zero_grad\(\)"):
+        second.backward()
+    other = AdamW(theirs.parameters(), **SETTINGS)
+    for of, updates in ((ours, optimizer), (theirs, other)):
+        for ids in data:
+            loss = of(ids)
+            updates.zero_grad()
+            loss.backward()
+            updates.step()
+    assert_equal(home, theirs)
+    home.close()
+
+
+def test_settings_changed_between_backward_and_step_are_one_line_where_updates_had_begun(tmp_path):
+    ours, theirs, data = model(), model(), batches(3)
+    home, optimizer = begin(ours, tmp_path / "run")
+    loop(ours, optimizer, data[:1])
+    ours(data[1]).backward()
+    optimizer.param_groups[0]["lr"] *= 0.5
+    with pytest.raises(RuntimeError, match=r"settings of .* were changed between backward\(\) and optimizer\.step\(\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    loop(ours, optimizer, data[1:])
+    other = AdamW(theirs.parameters(), **SETTINGS)
+    loop(theirs, other, data[:1])
+    other.param_groups[0]["lr"] *= 0.5
+    loop(theirs, other, data[1:])
+    assert_equal(home, theirs)
+    home.close()
+
+
+def test_settings_changed_before_step_are_used_where_gradients_wait(tmp_path):
+    ours, theirs, data = model(), model(), batches(2)
+    home, optimizer = begin(ours, tmp_path / "run", wait=True)
+    other = AdamW(theirs.parameters(), **SETTINGS)
+    for ids in data:
+        for of, updates in ((ours, optimizer), (theirs, other)):
+            updates.zero_grad()
+            of(ids).backward()
+            updates.param_groups[0]["lr"] *= 0.5
+            updates.step()
+    assert_equal(home, theirs)
+    home.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": 1e9}, {"accumulate": 2}], ids=str)
+def test_evaluation_in_inference_mode_is_that_of_no_grad(tmp_path, options):
+    ours, theirs, data = model(), model(), batches(1)
+    home, _ = begin(ours, tmp_path / "run", **options)
+    with torch.inference_mode():
+        assert ours(data[0]).item() == theirs(data[0]).item()
+    home.close()

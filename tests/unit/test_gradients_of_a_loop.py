@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils import (  # bound before any model is streamed, as most scripts do
     clip_grad_norm_,
     clip_grad_value_,
@@ -11,6 +12,7 @@ from torch.nn.utils import (  # bound before any model is streamed, as most scri
     get_total_norm,
 )
 
+from memascend import EngineOptions, streaming
 from memascend.engine.blocks import NotStreamable
 from memascend.engine.gradient_views import stored_gradient
 from memascend.engine.one_version import Redo
@@ -237,3 +239,46 @@ def test_a_step_that_is_done_again_has_the_loop_s_factors():
     for each in record["settings"]:  # of an earlier version
         each.pop()
     assert Redo(record).settings(["a", "b"])["b"].grad_factor == 1.0
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts, self.chosen = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)]), 0
+
+    def forward(self, x):
+        return x + self.experts[self.chosen](x)
+
+
+@pytest.mark.parametrize("zeroes", ["optimizer", "model"])
+@pytest.mark.parametrize(
+    "options", [{}, {"wait": True}, {"options": EngineOptions(versions=1)}], ids=["direct", "waiting", "one version"]
+)
+def test_a_gradient_that_was_set_to_zero_updates_as_in_torch_and_one_that_never_came_does_not(
+    tmp_path, options, zeroes
+):
+    """zero_grad(set_to_none=False): moments decay and weights too, of those that had a gradient before."""
+
+    def made():
+        torch.manual_seed(0)
+        return nn.Sequential(Experts(), Experts(), Experts())
+
+    def train(of, optimizer):
+        torch.manual_seed(1)
+        for number in range(5):
+            for block in of:
+                block.chosen = number % 2
+            (optimizer if zeroes == "optimizer" else of).zero_grad(set_to_none=number == 3)
+            of(torch.randn(4, 8)).pow(2).mean().backward()
+            optimizer.step()
+
+    ours, theirs = made(), made()
+    with streaming(tmp_path / "run") as home:
+        home.hook(ours)
+        train(ours, optimizer := home.optimizer(torch.optim.AdamW, lr=0.1, **options))
+        train(theirs, other := AdamW(theirs.parameters(), lr=0.1))
+        assert all(
+            torch.equal(values, dict(theirs.named_parameters())[name]) for name, values in ours.state_dict().items()
+        )
+        steps = {number: int(state["step"]) for number, state in optimizer.state_dict()["state"].items()}
+        assert steps == {number: int(state["step"]) for number, state in other.state_dict()["state"].items()}
