@@ -11,6 +11,7 @@ that holds streamed parameters, or has one below it, gets these methods in the p
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -65,13 +66,13 @@ class ModelGuards:
         ):
             self._undo.append(_put(module, name, method))
 
-    def _below(self, module: nn.Module) -> dict[nn.Parameter, str]:
     def _zero_grad(self, module: nn.Module) -> Callable[..., None]:
         def zero_grad(set_to_none: bool = True) -> None:
             self._holder.forget_gradients_of(set(self._below(module).values()), set_to_none=set_to_none)
 
         return zero_grad
 
+    def _below(self, module: nn.Module) -> dict[nn.Parameter, str]:
         return {parameter: self._names[parameter] for parameter in module.parameters() if parameter in self._names}
 
     def _state_dict(self, module: nn.Module, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,9 +142,14 @@ def _put(module: nn.Module, name: str, method: Any) -> Callable[[], None]:
     return undo
 
 
+def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """`copy.deepcopy` of a module whose refusals have just been taken away."""
+    return copy.deepcopy(module, memo)
+
+
 def left_empty(model: nn.Module, nothing: torch.Tensor, folder: Path) -> None:
-    """The engine is closed and the model's parameters stay empty: saving or calling it is refused, as long as one of
-    them is (its memory is that of `nothing`)."""
+    """The engine is closed and the model's parameters stay empty: saving, calling, converting or copying it or a part
+    of it is refused, as long as one of them is (its memory is that of `nothing`)."""
 
     def refuse(*_: Any) -> None:
         place = nothing.untyped_storage().data_ptr()
@@ -155,12 +161,26 @@ def left_empty(model: nn.Module, nothing: torch.Tensor, folder: Path) -> None:
             "resume=True)), or load others (load_state_dict(..., assign=True))"
         )
 
-    hooks = [module.register_state_dict_pre_hook(refuse) for module in model.modules()]
-    hooks.append(model.register_forward_pre_hook(refuse))
+    def guarded(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def method(*args: Any, **options: Any) -> Any:
+            refuse()
+            return stock(*args, **options)
+
+        return method
+
+    undo: list[Callable[[], None]] = []
+    for module in model.modules():
+        undo += [module.register_state_dict_pre_hook(refuse).remove, module.register_forward_pre_hook(refuse).remove]
+        for name, stock in (
+            ("_apply", module._apply),
+            ("__deepcopy__", getattr(module, "__deepcopy__", None) or functools.partial(_copied, module)),
+            ("__reduce_ex__", module.__reduce_ex__),
+        ):
+            undo.append(_put(module, name, guarded(stock)))
 
     def take_away() -> None:
-        for hook in hooks:
-            hook.remove()
+        while undo:
+            undo.pop()()
 
     vars(model)[_CLOSED] = take_away
 

@@ -64,7 +64,8 @@ class streaming:
     def __init__(
         self, folder: str | os.PathLike[str], *, resume: bool = False, allocator: Allocator | None = None
     ) -> None:
-        self.folder, self._allocator = Path(folder), allocator
+        # Absolute: the loop may change its directory, and its states stay where they are.
+        self.folder, self._allocator = Path(folder).absolute(), allocator
         if homes.is_home(self.folder) and not resume:
             raise ValueError(
                 f"{self.folder} holds the states of an earlier training: go on with it (resume=True), or remove it"
@@ -228,7 +229,9 @@ class StreamedAdamW(torch.optim.Optimizer):
     ) -> None:
         if kind not in (torch.optim.AdamW, torch.optim.Adam):
             raise NotStreamable(f"{kind.__name__} cannot be streamed: use torch.optim.AdamW or Adam")
-        defaults = {**kind([torch.zeros(1)]).defaults, **settings}
+        if unknown := sorted(set(settings) - set(kind([torch.zeros(1)]).defaults)):
+            raise ValueError(f"{kind.__name__} has no setting {unknown[0]!r}")
+        defaults = _accepted(kind, settings)
         decoupled = kind is torch.optim.AdamW or defaults.get("decoupled_weight_decay")
         given = [p for p in model.parameters() if p.requires_grad] if params is None else params
         self._home: streaming | None = None
@@ -238,6 +241,7 @@ class StreamedAdamW(torch.optim.Optimizer):
                 raise NotStreamable(f"{kind.__name__} with {asked[0]} cannot be streamed: leave it out")
             if not decoupled and group["weight_decay"]:
                 raise NotStreamable("Adam with weight decay in the gradient cannot be streamed: use torch.optim.AdamW")
+            _accepted(kind, {key: group[key] for key in _SUPPORTED})
         of_model = set(model.parameters())
         for number, group in enumerate(self.param_groups):
             if foreign := [p for p in group["params"] if p not in of_model]:
@@ -245,8 +249,6 @@ class StreamedAdamW(torch.optim.Optimizer):
                     f"a parameter of shape {tuple(foreign[0].shape)} in group {number} of params= is none of the "
                     "model's"
                 )
-        if unknown := sorted(set(settings) - set(kind([torch.zeros(1)]).defaults)):
-            raise ValueError(f"{kind.__name__} has no setting {unknown[0]!r}")
 
     def attach(self, home: streaming) -> None:
         self._home = home
@@ -353,6 +355,15 @@ class StreamedAdamW(torch.optim.Optimizer):
     def _names(self) -> dict[torch.Tensor, str]:
         names = self.engine.units.names
         return {p: names[p] for group in self.param_groups for p in group["params"]}
+
+
+def _accepted(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> dict[str, Any]:
+    """Defaults of torch's optimizer with these settings. Raises ValueError for values that it refuses."""
+    try:
+        return kind([torch.zeros(1)], **settings).defaults
+    except (TypeError, IndexError) as error:
+        said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        raise ValueError(f"{kind.__name__} does not take {said}: {error}") from error
 
 
 def _checked(

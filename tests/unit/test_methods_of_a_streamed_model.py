@@ -151,10 +151,21 @@ def test_zero_grad_of_the_model_forgets_the_step_as_the_optimizer_s_does(tmp_pat
     home.close()
 
 
-def test_after_the_end_an_empty_model_is_neither_saved_nor_called(tmp_path):
+def test_after_the_end_an_empty_model_is_neither_saved_called_converted_nor_copied(tmp_path):
     home, _, ours, theirs = trained(tmp_path / "run")
     home.close()
-    for use in (ours.state_dict, ours.layers[0].state_dict, lambda: ours(batches(1)[0])):
+    for use in (
+        ours.state_dict,
+        ours.layers[0].state_dict,
+        lambda: ours(batches(1)[0]),
+        lambda: ours.layers[0].up(torch.ones(1, 32)),
+        ours.half,
+        ours.layers[0].up.double,
+        lambda: ours.to(torch.bfloat16),
+        lambda: copy.deepcopy(ours),
+        lambda: torch.save(ours, io.BytesIO()),
+        lambda: torch.save(ours.head, io.BytesIO()),
+    ):
         with pytest.raises(RuntimeError, match=r"resume=True"):
             use()
     again = streaming(tmp_path / "run", resume=True)
@@ -165,8 +176,28 @@ def test_after_the_end_an_empty_model_is_neither_saved_nor_called(tmp_path):
     ours.load_state_dict(theirs.state_dict(), assign=True)
     assert_same(ours.state_dict(), theirs.state_dict())
     assert ours(batches(1)[0]) == theirs(batches(1)[0])
-    assert all(not set(vars(m)) & {"state_dict", "_apply", "zero_grad", "__deepcopy__"} for m in ours.modules())
-    copy.deepcopy(ours)
+    guards = {"state_dict", "_apply", "zero_grad", "__deepcopy__", "__reduce_ex__"}
+    assert all(not set(vars(m)) & guards for m in ours.modules())
+    assert_same(copy.deepcopy(ours).half().state_dict(), theirs.half().state_dict())
+
+
+def test_a_copy_of_a_model_whose_weights_were_loaded_after_the_end_is_whole(tmp_path):
+    home, _, ours, theirs = trained(tmp_path / "run")
+    home.close()
+    ours.load_state_dict(theirs.state_dict(), assign=True)
+    assert_same(copy.deepcopy(ours).state_dict(), theirs.state_dict())
+
+
+def test_states_stay_where_they_are_when_the_loop_changes_its_directory(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere" / "run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    home, optimizer, ours, theirs = trained("run")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert_same(ours.state_dict(), theirs.state_dict())
+    assert optimizer.state_dict()["state"]
+    home.remove()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["elsewhere"]
+    assert (tmp_path / "elsewhere" / "run").is_dir()
 
 
 def test_remove_after_the_end_deletes_the_states(tmp_path):

@@ -1,6 +1,7 @@
 """What `params=`, `EngineOptions` and a step's note may be: what torch takes, or one line before anything moves."""
 
 import itertools
+import math
 import subprocess
 import sys
 
@@ -166,3 +167,30 @@ def test_named_parameters_train_as_in_memory_to_the_bit(tmp_path):
     loop(theirs, AdamW(theirs.named_parameters(), **SETTINGS), batches(2))
     assert_equal(home, theirs)
     home.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": -1.0},
+        {"lr": "x"},
+        {"lr": math.nan},
+        {"betas": (1.0, 0.9)},
+        {"betas": (0.9,)},
+        {"eps": -1},
+        {"weight_decay": -1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("of_group", [False, True], ids=["of all", "of a group"])
+def test_settings_that_torch_refuses_are_refused_before_anything_has_moved(tmp_path, settings, of_group):
+    ours = model()
+    before = {name: values.clone() for name, values in ours.state_dict().items()}
+    params = [{"params": list(ours.parameters()), **settings}] if of_group else None
+    with streaming(tmp_path / "run") as home:
+        home.hook(ours)
+        with pytest.raises(ValueError) as refusal:
+            home.optimizer(torch.optim.AdamW, params, **({} if of_group else settings))
+        assert "\n" not in str(refusal.value)
+    assert all(torch.equal(values, before[name]) for name, values in ours.state_dict().items())
+    assert list(tmp_path.iterdir()) == []
