@@ -213,10 +213,13 @@ class Updates:
 
     def finish_direct(self) -> None:
         """After the last pass without waiting: what got no gradient, then until all is updated and written."""
-        for piece in self.layout.pieces:
-            wanted = self._has_zeros(piece) or self._has_come(piece) or self._pieces.is_on_tier(piece)
-            if wanted and not self._pieces.has_begun(piece):
+        for unit in self.layout.units:
+            left = [piece for piece in unit.pieces if not self._pieces.has_begun(piece)]
+            wanted = [p for p in left if self._has_zeros(p) or self._has_come(p) or self._pieces.is_on_tier(p)]
+            for piece in wanted:
                 self._complete(piece, wait=False, last=True)
+            if wanted:  # the unit's slot is free, whether or not the other pieces got a gradient
+                self._thread.submit(lambda key=unit.key: self._close_unit(key))
         self._close_all()  # units with pieces that nothing came for
         self._expected = list(self._order)
 
@@ -265,10 +268,10 @@ class Updates:
             for piece in pieces:
                 self._pieces.move(piece, PieceState.UPDATED)
                 self._thread.run(lambda piece=piece: self._update_waiting(piece))
-            if after is not None and pieces:
-                self._close_all()
-                after(self._units[key])
-        self._close_all()
+            if pieces:
+                self._close_all()  # also where a piece without a gradient is left as it is
+                if after is not None:
+                    after(self._units[key])
 
     def _replaces(self, unit: Unit, pieces: Sequence[Piece]) -> bool:
         """Whether updating `pieces` leaves nothing of the unit's weights, which come from masters of their own."""

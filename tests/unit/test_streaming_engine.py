@@ -327,6 +327,103 @@ def test_a_parameter_without_a_gradient_is_left_alone_as_torch_does(tmp_path):
     engine.close()
 
 
+class Experts(nn.Module):
+    """Two experts of several pieces each, of which one is idle."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(300, 300) for _ in range(2))
+
+    def forward(self, x):
+        return x + torch.tanh(self.experts[1](x))
+
+
+def mixture():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Experts() for _ in range(5)))  # more than there are slots for
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"arm": "none"}, {"arm": "naive"}, {"wait": True}, {"clip": 1e9}, {"versions": 1}], ids=str
+)
+def test_pieces_that_get_no_gradient_hold_no_slot_of_their_unit_s(tmp_path, monkeypatch, options):
+    monkeypatch.setattr("memascend.engine.runtime.WAIT_S", 20.0)
+    ours, theirs = mixture(), mixture()
+    engine = streamed(ours, tmp_path, piece_elements=1 << 16, **options)
+    assert min(len(unit.pieces) for unit in engine.layout.units) > 2
+    data = torch.randn(8, 300)
+    optimizer = AdamW(theirs.parameters(), **SETTINGS)
+    for _ in range(2):
+        ours(data).square().sum().backward()
+        engine.finish_step()
+        theirs(data).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal(engine, theirs)
+    engine.close()
+
+
+def test_blocks_that_only_an_earlier_pass_of_the_step_went_through_hold_no_slot(tmp_path, monkeypatch):
+    monkeypatch.setattr("memascend.engine.runtime.WAIT_S", 20.0)
+    ours, theirs = mixture(), mixture()
+    engine = streamed(ours, tmp_path, piece_elements=1 << 16, accumulate=2)
+    data = torch.randn(8, 300)
+    optimizer = AdamW(theirs.parameters(), **SETTINGS)
+    for _ in range(2):
+        for each in (ours, theirs):
+            each(data).square().sum().backward()
+            each[0](data).square().sum().backward()
+        engine.finish_step()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal(engine, theirs)
+    engine.close()
+
+
+class Growing(nn.Module):
+    """A decoder's longer inputs come after the encoder's, which wait on the tier; `sixteen`: some are of another type."""
+
+    def __init__(self, sixteen=False):
+        super().__init__()
+        self.encoder = nn.ModuleList(Block(256) for _ in range(2))
+        self.decoder = nn.ModuleList(Block(256) for _ in range(2))
+        self.sixteen = sixteen
+
+    def forward(self, x, y):
+        scale = torch.tensor(0.5)
+        for layer in self.encoder:
+            x = layer(x, scale=scale)
+        y = y + x.mean()
+        for layer in self.decoder:
+            y = layer(y.to(torch.bfloat16) if self.sixteen else y, scale=scale)
+        return y.square().mean()
+
+
+@pytest.mark.parametrize("sixteen", [False, True], ids=["larger", "of another type"])
+def test_inputs_of_blocks_may_grow_in_a_pass_and_wait_on_the_tier_from_the_next_one_on(tmp_path, sixteen):
+    torch.manual_seed(0)
+    ours = Growing(sixteen)
+    theirs = copy.deepcopy(ours)
+    engine = streamed(ours, tmp_path)
+    optimizer = AdamW(theirs.parameters(), **SETTINGS)
+    x, moved = torch.randn(2, 8, 256), []
+    for length in (32, 32, 16):
+        y = torch.randn(2, length, 256)
+        with torch.autocast("cpu", torch.bfloat16, enabled=sixteen):
+            losses = [each(x, y) for each in (ours, theirs)]
+        moved.append(engine._beside.transferred[1])
+        for loss in losses:
+            loss.backward()
+        engine.finish_step()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert losses[0].item() == losses[1].item()
+    assert_equal(engine, theirs)
+    if not sixteen:
+        assert moved[0] < moved[1] - moved[0]
+    engine.close()
+
+
 def test_blocks_are_found_or_named():
     found = model(depth=3)
     assert find_blocks(found) == list(found.layers)
