@@ -1,6 +1,8 @@
 """Inputs of blocks between forward and backward: on a tier, through a few slots, so that depth costs no memory.
 
-Backward meets them in the reverse order; the one before the one that is used is on its way meanwhile.
+Backward meets them in the reverse order; the one before the one that is used is on its way meanwhile. The slots are as
+large as the inputs that have come so far, and of one type. A larger one that comes while others are on the tier, as the
+first of a decoder may, waits in memory once; the next pass has slots for it.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ class KeptInputs:
         self._stream: WeightStream | None = None
         self._coming: tuple[str, torch.Tensor, int, Any] | None = None  # key, input, version, event of its copy
         self._live = self._next = 0
+        self._largest: dict[torch.dtype, int] = {}  # elements
 
-    def keep(self, tensor: torch.Tensor) -> KeptInput:
-        """A copy goes to the tier. Raises NotStreamable for one that is larger than those it lives beside."""
-        stream, number = self._stream_for(tensor), self._next
+    def keep(self, tensor: torch.Tensor) -> KeptInput | None:
+        """A copy goes to the tier; None where it has to wait in memory."""
+        if (stream := self._stream_for(tensor)) is None:
+            return None
+        number = self._next
         key = _key(number)
         stream.register(key, padded(tensor.numel(), tensor.dtype))
         slot = stream.put(key)[: tensor.numel()].as_strided(tensor.shape, tensor.stride())
@@ -61,17 +66,15 @@ class KeptInputs:
                 )
             self._write(key)
 
-    def _stream_for(self, tensor: torch.Tensor) -> WeightStream:
+    def _stream_for(self, tensor: torch.Tensor) -> WeightStream | None:
+        largest = self._largest[tensor.dtype] = max(tensor.numel(), self._largest.get(tensor.dtype, 0))
         pool = self._buffers.checkpoints
-        fits = pool is not None and pool.dtype == tensor.dtype and pool.largest_numel >= tensor.numel()
-        if self._stream is None or not fits:
-            if self._live:
-                raise NotStreamable(
-                    f"the input of a block is {tensor.numel()} elements of {tensor.dtype}, larger than those of the "
-                    "blocks before it in this pass: use checkpoints='device'"
-                )
+        if self._live:  # in slots that cannot be replaced now
+            fits = pool.dtype == tensor.dtype and pool.largest_numel >= tensor.numel()
+            return self._stream if fits else None
+        if self._stream is None or pool.dtype != tensor.dtype or pool.largest_numel < largest:
             self.give_back()
-            pool = self._buffers.need_checkpoints(tensor.numel(), tensor.dtype)
+            pool = self._buffers.need_checkpoints(largest, tensor.dtype)
             self._stream = WeightStream(self._tier(), pool=pool, wait_s=self._wait_s)
         return self._stream
 

@@ -500,7 +500,8 @@ class StreamingEngine(HookedRuntime):
 
     def keep_input(self, tensor: torch.Tensor) -> Any:
         goes = self.options.checkpoints == "tier" and tensor.numel() and is_dense(tensor)
-        return self._inputs.keep(tensor) if goes else tensor
+        kept = self._inputs.keep(tensor) if goes else None
+        return tensor if kept is None else kept
 
     def bring_back(self, kept: Any) -> torch.Tensor:
         return kept.tensor() if isinstance(kept, KeptInput) else kept

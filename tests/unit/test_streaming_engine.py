@@ -381,7 +381,7 @@ def test_blocks_that_only_an_earlier_pass_of_the_step_went_through_hold_no_slot(
 
 
 class Growing(nn.Module):
-    """A decoder's longer inputs come after the encoder's, which wait on the tier; `sixteen`: some are of another type."""
+    """A decoder's longer inputs come after the encoder's, which wait on the tier; `sixteen`: of another type, too."""
 
     def __init__(self, sixteen=False):
         super().__init__()
