@@ -16,7 +16,7 @@ from memascend.engine.gradient_views import forget_gradient, stored_gradient, wa
 from memascend.engine.layout import Kind, Part, Unit
 from memascend.engine.matrices import StreamedRows
 from memascend.engine.model_guards import ModelGuards
-from memascend.engine.outside_use import watch_first_pass
+from memascend.engine.outside_use import OutsideUse
 from memascend.engine.profile import StepProfile
 from memascend.engine.recompute import BlockRuntime, stream_block
 from memascend.ops.rows import slice_module
@@ -79,9 +79,9 @@ class ModelHooks:
         self._undo.append(watch_gradients(units.names, runtime))
         before = model.register_forward_pre_hook(runtime.model_begins)
         after = model.register_forward_hook(runtime.model_ends)
-        self._undo.append(watch_first_pass(model, units.names, weights.nothing))
+        outside = OutsideUse(model, weights, self)
         guards = ModelGuards(model, units.names, contents, runtime)
-        self._undo += [before.remove, after.remove, guards.close]
+        self._undo += [before.remove, after.remove, outside.close, guards.close]
 
     def remove(self) -> None:
         """Idempotent."""
@@ -138,10 +138,17 @@ class ModelHooks:
 
     def _release(self, unit: Unit) -> None:
         """A forward pass has ended. Held units stay for their backward pass, where there will be one."""
-        if unit.kind is Kind.HELD and torch.is_grad_enabled() and unit.key not in self._kept:
-            self._kept[unit.key] = unit
+        if unit.kind is Kind.HELD and torch.is_grad_enabled():
+            self.keep(unit)
         else:
             self._weights.give_back(unit, lend=unit.kind is Kind.HELD)
+
+    def keep(self, unit: Unit) -> None:
+        """A use of the unit lasts until backward has ended."""
+        if unit.key in self._kept:
+            self._weights.give_back(unit, lend=True)
+        else:
+            self._kept[unit.key] = unit
 
     @contextlib.contextmanager
     def left_by(self, stop: type[BaseException]) -> Iterator[None]:

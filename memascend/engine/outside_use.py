@@ -1,85 +1,131 @@
-"""Finds parameters that a model uses outside of the forward pass of the module that owns them.
+"""Parameters that a model uses outside of the forward pass of the module that owns them.
 
 A streamed parameter has its values while its module runs. A model that takes another module's weight (a tied head as
 `F.linear(x, self.embedding.weight)` in the model's own forward) would compute with the NaN that stands there. The first
-forward pass with a graph and the first one without are watched, operator by operator; later ones cost nothing.
+forward pass with a graph and the first one without are watched, operator by operator; later ones cost nothing. What is
+found in use belongs to the model's forward from there on: its unit is in memory for the whole pass, and until backward
+has ended. A block's weights, and a matrix that comes by slices, cannot be, and are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memascend.engine.arguments import tensors_in
-from memascend.engine.blocks import NotStreamable
+from memascend.engine.blocks import NotStreamable, UnitWeights
+from memascend.engine.layout import Kind, Unit
+
+
+class KeptForBackward(Protocol):
+    """Where units go that a backward pass needs, as `ModelHooks` has them."""
+
+    def keep(self, unit: Unit) -> None:
+        """A use of the unit lasts until backward has ended."""
+
+
+class OutsideUse:
+    """Of one engine on its model: what is found, and from then on taken with each forward pass. Not thread-safe."""
+
+    def __init__(self, model: nn.Module, weights: UnitWeights, kept: KeptForBackward) -> None:
+        self._weights, self._kept = weights, kept
+        self._units = {
+            parameter: unit
+            for unit in weights.units.layout.units
+            if unit.kind in (Kind.HELD, Kind.LOOKED_UP)
+            for _, parameter in weights.units.pairs(unit)
+        }
+        self._found: dict[bool, dict[str, Unit]] = {True: {}, False: {}}  # in passes with a graph, and without
+        self._passes: list[list[Unit] | None] = []  # under way: without a graph what they hold; None: with one
+        self._to_come = {True, False}
+        self._watch: _Watching | None = None
+        self._watched = 0  # the depth of the pass that is watched
+        before = model.register_forward_pre_hook(self._begin)
+        after = model.register_forward_hook(self._end, always_call=True)
+        self._hooks = before, after
+
+    def close(self) -> None:
+        """Take the hooks away. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, *_: Any) -> None:
+        with_graph = torch.is_grad_enabled()
+        self._passes.append(None if with_graph else [])
+        for unit in self._found[with_graph].values():
+            self._take(unit)
+        if with_graph in self._to_come and self._watch is None:
+            self._to_come.discard(with_graph)
+            self._watch, self._watched = _Watching(self._weights, self._hold), len(self._passes)
+            self._watch.__enter__()
+
+    def _end(self, *_: Any) -> None:
+        if not self._passes:  # another hook's error came before `_begin`
+            return
+        if self._watch is not None and self._watched == len(self._passes):
+            watch, self._watch = self._watch, None
+            watch.__exit__(None, None, None)
+        for unit in self._passes.pop() or ():
+            self._weights.give_back(unit, lend=True)
+        if not self._to_come and not self._passes and not any(self._found.values()):
+            self.close()
+
+    def _take(self, unit: Unit) -> None:
+        self._weights.take(unit)
+        if self._passes[-1] is None:
+            self._kept.keep(unit)
+        else:
+            self._passes[-1].append(unit)
+
+    def _hold(self, parameter: nn.Parameter) -> bool:
+        """Values for a parameter that is in use in this pass; False where there cannot be any."""
+        unit = self._units.get(parameter)
+        if unit is None:
+            return False
+        self._found[self._passes[-1] is None][unit.key] = unit
+        self._take(unit)
+        return True
 
 
 class _Watching(TorchDispatchMode):
-    def __init__(self, names: Mapping[nn.Parameter, str], nothing: torch.Tensor) -> None:
+    def __init__(self, weights: UnitWeights, hold: Callable[[nn.Parameter], bool]) -> None:
         super().__init__()
-        self._names, self._nothing = names, nothing.untyped_storage()._cdata
+        self._names: Mapping[nn.Parameter, str] = weights.units.names
+        self._nothing = weights.nothing.untyped_storage()._cdata
+        self._hold = hold
+        self._viewed: dict[str, None] = {}  # parameters of which a view was made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _looks_at_no_value(func):
             for tensor in tensors_in((args, kwargs or {})):
-                if (
-                    tensor.numel()
-                    and tensor.layout == torch.strided
-                    and tensor.untyped_storage()._cdata == self._nothing
-                ):
-                    raise self._refusal(tensor)
+                if self._is_empty(tensor) and not (tensor in self._names and self._hold(tensor)):
+                    self._refuse(func, tensor)
         return func(*args, **(kwargs or {}))
 
-    def _refusal(self, tensor: torch.Tensor) -> NotStreamable:
-        alike = [name for parameter, name in self._names.items() if _is_empty_like(parameter, tensor, self._nothing)]
-        which = " or ".join(alike[:3]) or "a parameter"
-        return NotStreamable(
-            f"{which} is used outside of the forward pass of its module, where a streamed model has no values of it: "
-            "call the module there (a tied head as an nn.Linear with the same weight), or name a block that holds both "
-            "(blocks=[...])"
+    def _is_empty(self, tensor: torch.Tensor) -> bool:
+        if not tensor.numel() or tensor.layout != torch.strided:
+            return False
+        return tensor.untyped_storage()._cdata == self._nothing
+
+    def _refuse(self, func: Any, tensor: torch.Tensor) -> None:
+        name = self._names.get(tensor)
+        if func.is_view or func._overloadpacket.__name__ == "detach":  # whoever uses the result is refused
+            self._viewed.update({} if name is None else {name: None})
+            return
+        which = name or " or ".join(list(self._viewed)[-3:]) or "a parameter"
+        raise NotStreamable(
+            f"{which} is used outside of the forward pass of its module, where a streamed model has no values of it, "
+            "since it is a block's, or comes by slices: call the module there (a tied head as an nn.Linear with the "
+            "same weight), or name a block that holds both (blocks=[...])"
         )
-
-
-def _is_empty_like(parameter: nn.Parameter, tensor: torch.Tensor, nothing: int) -> bool:
-    same = parameter.shape == tensor.shape or parameter.shape == tensor.shape[::-1]
-    return same and parameter.untyped_storage()._cdata == nothing
 
 
 def _looks_at_no_value(func: Any) -> bool:
     """`x.new_zeros(...)` and `torch.empty_like(x)` take a tensor for its type and shape, and so does an assignment to
-    `x.data` in inference mode; views and `detach` only move the question to whoever uses the result."""
+    `x.data` in inference mode."""
     name = func._overloadpacket.__name__
-    of_type = name.startswith("new_") or name.endswith("_like") or name == "_has_compatible_shallow_copy_type"
-    return of_type or name == "detach" or func.is_view
-
-
-def watch_first_pass(model: nn.Module, names: Mapping[nn.Parameter, str], nothing: torch.Tensor) -> Callable[[], None]:
-    """Raise NotStreamable where the first forward pass, with a graph or without, uses an empty parameter; returns the
-    undo."""
-    modes: list[_Watching] = []
-    to_come = {True, False}
-
-    def begin(*_: Any) -> None:
-        if torch.is_grad_enabled() in to_come and not modes:
-            to_come.discard(torch.is_grad_enabled())
-            modes.append(_Watching(names, nothing))
-            modes[0].__enter__()
-
-    def end(*_: Any) -> None:
-        if modes:
-            modes.pop().__exit__(None, None, None)
-            if not to_come:
-                undo()
-
-    before = model.register_forward_pre_hook(begin)
-    after = model.register_forward_hook(end, always_call=True)
-
-    def undo() -> None:
-        before.remove()
-        after.remove()
-
-    return undo
+    return name.startswith("new_") or name.endswith("_like") or name == "_has_compatible_shallow_copy_type"

@@ -937,6 +937,22 @@ class ConvolutionsOfSeveralSizes(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+@shape
+class OthersWeightsInTheRootsForward(Stack):
+    """A row of an embedding for what is not there, and all rows of one that is not called at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.streams, self.scale = nn.Embedding(3, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids):
+        x = torch.where((ids % 3 == 0)[..., None], self.embed.weight[1], self.embed(ids))
+        x = self.blocks(x + self.streams.weight[2]) + self.streams.weight.mean(0)
+        if not self.training:
+            x = x * self.scale.bias
+        return self.loss(self.scale(x), ids)
+
+
 # Relative difference of the losses from those of training in memory, where sums are taken in another order or type.
 CLOSE = {
     # Partial gradients, which torch adds one by one to `.grad`.
@@ -947,7 +963,6 @@ CLOSE = {
 # In which words the engine refuses a shape, in the first forward or backward pass at the latest.
 REFUSED = {
     "TiedAcrossBlocks": "shared by the blocks",
-    "HeadFromTheRootsForward": "embed.weight is used outside of the forward pass of its module",
     "GradientPenalty": "create_graph=True",
     "ABlockThatReturnsItsParameter": "layers.0 returns or keeps a view of its own weights",
     "AFunctionThatKeepsAViewOfItsWeight": "layers.0 returns or keeps a view of its own weights",
