@@ -953,6 +953,19 @@ class OthersWeightsInTheRootsForward(Stack):
         return self.loss(self.scale(x), ids)
 
 
+@shape
+class InputsThatGrow(Stack):
+    """The last blocks get more positions than the first ones."""
+
+    def blocks(self, x):
+        for layer in self.layers[:2]:
+            x = layer(x)
+        x = torch.cat([x, 0.5 * x, x - 1.0, x, x], 1)
+        for layer in self.layers[2:]:
+            x = layer(x)
+        return x[:, :LENGTH] + x[:, LENGTH : 2 * LENGTH]
+
+
 # Relative difference of the losses from those of training in memory, where sums are taken in another order or type.
 CLOSE = {
     # Partial gradients, which torch adds one by one to `.grad`.
