@@ -137,8 +137,8 @@ class StreamedForward:
             )
         if torch.is_grad_enabled():  # a frozen block, too: a gradient may reach it by an attribute
             if self.unit.trained or any(t.requires_grad for t in tensors_in((args, kwargs))):
-                args = tuple(map(self._with_own_cache, args))
-                kwargs = {name: self._with_own_cache(value) for name, value in kwargs.items()}
+                args = tuple(map(_with_own_cache, args))
+                kwargs = {name: _with_own_cache(value) for name, value in kwargs.items()}
             return BlockPass(self).forward(args, kwargs)
         self.runtime.weights.take(self.unit)
         try:
@@ -150,8 +150,21 @@ class StreamedForward:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's own forward."""
-        made = {name: each.made() if isinstance(each, _EmptyCache) else each for name, each in kwargs.items()}
-        return self.stock(*(each.made() if isinstance(each, _EmptyCache) else each for each in args), **made)
+        caches: list[tuple[_OwnCache, Any]] = []
+
+        def own(value: Any) -> Any:
+            if not isinstance(value, _OwnCache):
+                return value
+            caches.append((value, value.made()))
+            return caches[-1][1]
+
+        results = self.stock(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
+        if any(before.is_missing_in(cache) for before, cache in caches):
+            raise NotStreamable(
+                f"{self.unit.key} adds to the keys and values in a cache that is filled, where nobody would find them: "
+                "leave past_key_values out in training"
+            )
+        return results
 
     def require_no_view(self) -> None:
         """NotStreamable where something that is left of a forward pass uses memory of the block's weights."""
@@ -161,28 +174,44 @@ class StreamedForward:
                 "on: make it a copy (.clone()), or in an autograd.Function use ctx.save_for_backward"
             )
 
-    def _with_own_cache(self, value: Any) -> Any:
-        """A cache of keys and values, as transformers' models hand out in training, too, where nobody reads it: the
-        block gets a copy that goes with its forward pass, as the recomputation will. Without any it would compute the
-        same from other memory layouts, in another order of sums."""
-        if not callable(getattr(value, "get_seq_length", None)):
-            return value
-        if value.get_seq_length():
-            raise NotStreamable(
-                f"{self.unit.key} gets a cache of keys and values that is filled, and backward would compute it again: "
-                "leave past_key_values out in training"
-            )
-        return _EmptyCache(value)
+
+def _with_own_cache(value: Any) -> Any:
+    """A cache of keys and values, as transformers' models hand out in training, too, where nobody reads what a block
+    adds to it: the block gets a copy that goes with its forward pass, as the recomputation will. Without any it would
+    compute the same from other memory layouts, in another order of sums."""
+    if not callable(getattr(value, "get_seq_length", None)):
+        return value
+    if value.get_seq_length():  # by passes without a graph: the block has slots of its own in it
+        return _OwnCache(_copy_around_tensors(value), filled=True)
+    empty = _while_empty.get(value)
+    if empty is None:
+        empty = _while_empty[value] = copy.deepcopy(value)
+    return _OwnCache(empty, filled=False)
 
 
-class _EmptyCache:
-    """Stands for a cache among a block's arguments, which stays empty: each pass has a copy of its own."""
+# Copies of caches that were empty when a block got them: passes without a graph may fill them before backward comes.
+_while_empty: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
+
+def _copy_around_tensors(cache: Any) -> Any:
+    """Its objects are new ones, and its tensors the same: arguments of the block as others are."""
+    return copy.deepcopy(cache, {id(tensor): tensor for tensor in tensors_in(cache)})
+
+
+class _OwnCache:
+    """Stands for a cache among a block's arguments, as it was before the block's forward pass: that, and each
+    recomputation, has a copy of its own."""
+
+    def __init__(self, cache: Any, *, filled: bool) -> None:
+        self._cache, self._filled = cache, filled
 
     def made(self) -> Any:
-        return copy.deepcopy(self._cache)
+        return _copy_around_tensors(self._cache) if self._filled else copy.deepcopy(self._cache)
+
+    def is_missing_in(self, made: Any) -> bool:
+        """Whether anything that the cache is filled with is no longer in the copy."""
+        there = {id(tensor) for tensor in tensors_in(made)} if self._filled else set()
+        return self._filled and any(id(tensor) not in there for tensor in tensors_in(self._cache))
 
 
 class OldGraph(RuntimeError):

@@ -966,6 +966,53 @@ class InputsThatGrow(Stack):
         return x[:, :LENGTH] + x[:, LENGTH : 2 * LENGTH]
 
 
+class Cache:
+    """Of keys, by slot, as transformers' are asked for their length."""
+
+    def __init__(self):
+        self.keys = {}
+
+    def get_seq_length(self):
+        return max((each.shape[1] for each in self.keys.values()), default=0)
+
+    def update(self, slot, keys):
+        self.keys[slot] = torch.cat([*([self.keys[slot]] if slot in self.keys else []), keys], 1)
+        return self.keys[slot]
+
+
+class WithCache(Mlp):
+    def forward(self, x, cache, slot):
+        return super().forward(x) + cache.update(slot, self.up(x)).mean(1, keepdim=True)[..., :WIDTH]
+
+
+@shape
+class CyclesWithoutAGraphFillACache(Stack):
+    """Each layer is called again and again with a slot of the cache for each call; the first calls have no graph."""
+
+    block = WithCache
+
+    def blocks(self, x):
+        cache = Cache()
+        for cycle in range(4):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and cycle % 2 == 1):
+                for number, layer in enumerate(self.layers):
+                    x = layer(x, cache, (cycle, number))
+        return x
+
+
+@shape
+class APrefixInTheCache(Stack):
+    block = WithCache
+
+    def blocks(self, x):
+        cache = Cache()
+        for graph in (False, True):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and graph):
+                for number, layer in enumerate(self.layers):
+                    x = layer(x, cache, number)
+        return x
+
+
 # Relative difference of the losses from those of training in memory, where sums are taken in another order or type.
 CLOSE = {
     # Partial gradients, which torch adds one by one to `.grad`.
@@ -977,6 +1024,7 @@ CLOSE = {
 REFUSED = {
     "TiedAcrossBlocks": "shared by the blocks",
     "GradientPenalty": "create_graph=True",
+    "APrefixInTheCache": "layers.0 adds to the keys and values in a cache that is filled",
     "ABlockThatReturnsItsParameter": "layers.0 returns or keeps a view of its own weights",
     "AFunctionThatKeepsAViewOfItsWeight": "layers.0 returns or keeps a view of its own weights",
     "TwoViewsOfOneTensorOfWhichOneIsChanged": "shares its memory with another one",
