@@ -133,6 +133,7 @@ class ModelUnits:
         *,
         states: torch.dtype = torch.float32,
         piece_elements: int | None = None,
+        aligned: bool = True,
         device: torch.device = _CPU,
     ) -> None:
         self.model, self.device = model, device
@@ -168,6 +169,7 @@ class ModelUnits:
             weights=dtype,
             states=states,
             piece_elements=piece_elements,
+            aligned=aligned,
         )
         by_name = {name: parameter for parameter, name in self.names.items()}
         whole = [unit for unit in self.layout.units if unit.kind is not Kind.SLICE]

@@ -57,7 +57,7 @@ class TierContents:
             changed, slot = False, None
             for piece in unit.pieces:
                 slots = None
-                for run in piece.runs:
+                for run, place in piece.places:
                     if run.part.name != name:
                         name, states = run.part.name, None
                         states = states_of(name)
@@ -66,14 +66,11 @@ class TierContents:
                     slot = self._weights.stream.fetch([unit.key])[0] if slot is None else slot
                     slots = self._states.fetch([piece.key])[0] if slots is None else slots
                     begin = run.part.offset + run.begin
-                    for values, key in self._places(run, piece, slot, slots):
+                    for values, key in self._places(run, piece, place, slot, slots):
                         if key in states:
                             values.copy_(states[key].reshape(-1)[begin : begin + run.numel])
                     if "master" in states and not self._layout.own_masters:
-                        first = run.part.first + run.begin
-                        slot[first : first + run.numel].copy_(
-                            states["master"].reshape(-1)[begin : begin + run.numel].to(slot.dtype)
-                        )
+                        run.of(slot).copy_(states["master"].reshape(-1)[begin : begin + run.numel].to(slot.dtype))
                     changed = True
                 if slots is not None:
                     self._states.write(piece.key).wait()
@@ -85,26 +82,26 @@ class TierContents:
                 written()
 
     def _places(
-        self, run: Run, piece: Piece, slot: torch.Tensor, states: torch.Tensor
+        self, run: Run, piece: Piece, place: int, slot: torch.Tensor, states: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, str]]:
         """(elements of a run, state) of each of its states."""
-        layout, first = self._layout, run.part.first + run.begin
+        layout = self._layout
         if layout.own_masters:
-            yield slot[first : first + run.numel], "master"
+            yield run.of(slot), "master"
         for number, key in enumerate(layout.state_names):
-            begin = number * layout.state_numel(piece) + first - piece.first
+            begin = number * layout.state_numel(piece) + place
             yield states[begin : begin + run.numel], key
 
     def _state_runs(self, name: str) -> Iterator[tuple[torch.Tensor, Run, str]]:
         """(values, run, state) of a parameter."""
         for unit in self._layout.units:
-            pieces = [(piece, run) for piece in unit.pieces for run in piece.runs if run.part.name == name]
+            pieces = [(piece, *each) for piece in unit.pieces for each in piece.places if each[0].part.name == name]
             if not pieces:
                 continue
             (slot,) = self._weights.stream.fetch([unit.key])
-            for piece, run in pieces:
+            for piece, run, place in pieces:
                 (states,) = self._states.fetch([piece.key])
-                for values, key in self._places(run, piece, slot, states):
+                for values, key in self._places(run, piece, place, slot, states):
                     yield values, run, key
                 self._states.release(piece.key)
             self._weights.stream.release(unit.key)

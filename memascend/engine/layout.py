@@ -23,6 +23,8 @@ import torch
 UNIT_BYTES = 4096
 # Elements of a piece at most: 192 MiB of fp32 states with a master, which any SSD streams at its full rate.
 PIECE_ELEMENTS = 1 << 24
+# A parameter begins where its memory would in torch: kernels choose by that, and another one has other last digits.
+ALIGNED_BYTES = 64
 # The fixed steps of the native sum of squares (unscale.cpp): cuts lie on them, so that norms keep their order of sums.
 SUM_ELEMENTS = 1 << 16
 
@@ -73,10 +75,14 @@ class Run:
     def numel(self) -> int:
         return self.end - self.begin
 
+    def of(self, unit: torch.Tensor) -> torch.Tensor:
+        """These elements of the unit's weights."""
+        return unit[self.part.first + self.begin : self.part.first + self.end]
+
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """`runs` follow one another in the unit and in the states; `first` is the first element in the unit."""
+    """`runs` follow one another in the states, and in the unit up to gaps; `first` is the first element in the unit."""
 
     key: str
     unit: str
@@ -87,10 +93,19 @@ class Piece:
     def numel(self) -> int:
         return sum(run.numel for run in self.runs)
 
+    @property
+    def places(self) -> Iterator[tuple[Run, int]]:
+        """Each run, and the first of its elements in each of the states."""
+        place = 0
+        for run in self.runs:
+            yield run, place
+            place += run.numel
+
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Trained parts come first. `matrix`: of a slice, the key of what it was cut from."""
+    """Trained parts come first; each begins on `ALIGNED_BYTES`, so there may be gaps. `matrix`: of a slice, the key of
+    what it was cut from."""
 
     key: str
     kind: Kind
@@ -101,6 +116,16 @@ class Unit:
     @property
     def numel(self) -> int:
         return sum(part.numel for part in self.parts)
+
+    @property
+    def end(self) -> int:
+        """Elements from the first one to the last, gaps among them."""
+        return max((part.first + part.numel for part in self.parts), default=0)
+
+    @property
+    def trained_end(self) -> int:
+        """The same of those that train."""
+        return max((part.first + part.numel for part in self.parts if part.trained), default=0)
 
     @property
     def trained(self) -> bool:
@@ -149,13 +174,12 @@ class Layout:
 
     def unit_numel(self, unit: Unit) -> int:
         """Elements of the unit's weights on the tier."""
-        return padded(unit.numel, self.weights)
+        return padded(unit.end, self.weights)
 
     def step_numel(self, unit: Unit) -> int:
         """Elements of the unit's weights that a step writes: the trained ones, in whole units of direct I/O. What
         follows them is frozen, and is a tensor of its own on the tier. A unit that is frozen as a whole is one."""
-        trained = sum(piece.numel for piece in unit.pieces)
-        return padded(trained, self.weights) if trained and self.splits else self.unit_numel(unit)
+        return padded(unit.trained_end, self.weights) if unit.trained and self.splits else self.unit_numel(unit)
 
     def state_numel(self, piece: Piece) -> int:
         """Elements of each of a piece's states on the tier."""
@@ -185,6 +209,8 @@ class Layout:
         what = [str(self.weights), str(self.states)]
         if any(self.step_numel(unit) < self.unit_numel(unit) for unit in self.units):
             what.append("frozen elements apart")
+        if any(unit.end > unit.numel for unit in self.units):
+            what.append(f"parts on {ALIGNED_BYTES} bytes")
         for unit in self.units:
             what.append([unit.key, [(part.name, part.shape, part.trained) for part in unit.parts]])
             what.append([[(run.part.name, run.begin, run.end) for run in piece.runs] for piece in unit.pieces])
@@ -204,10 +230,12 @@ def make_layout(
     weights: torch.dtype,
     states: torch.dtype = torch.float32,
     piece_elements: int | None = None,
+    aligned: bool = True,
 ) -> Layout:
     """`order`: (name, elements) of all trained parameters in the model's order. `piece_elements`: of a piece at most,
-    in whole steps of sums (default: the largest block as one piece, but no more than `PIECE_ELEMENTS`). Raises
-    ValueError where two units or pieces would have one key."""
+    in whole steps of sums (default: the largest block as one piece, but no more than `PIECE_ELEMENTS`).
+    `aligned`: False as homes of earlier versions are, where parts follow one another without gaps. Raises ValueError
+    where two units or pieces would have one key."""
     units = list(units)
     first, place = {}, 0
     for name, numel in order:
@@ -217,7 +245,8 @@ def make_layout(
         blocks = [sum(torch.Size(shape).numel() for _, shape, _ in u.parameters) for u in units if u.kind is Kind.BLOCK]
         piece_elements = min(PIECE_ELEMENTS, max(blocks, default=PIECE_ELEMENTS) + SUM_ELEMENTS - 1)
     limit = max(SUM_ELEMENTS, piece_elements // SUM_ELEMENTS * SUM_ELEMENTS)
-    made = tuple(each for unit in units for each in _cut_by_rows(unit, first, limit))
+    step = ALIGNED_BYTES // weights.itemsize if aligned else 1
+    made = tuple(each for unit in units for each in _cut_by_rows(unit, first, limit, step))
     _require_different_keys(made)
     return Layout(units=made, weights=weights, states=states, order=tuple(name for name, _ in order))
 
@@ -238,16 +267,16 @@ def rows_of_a_slice(width: int, limit: int) -> int:
     return max(1, limit // (step * width)) * step
 
 
-def _cut_by_rows(unit: UnitParameters, first: dict[str, int], limit: int) -> Iterator[Unit]:
+def _cut_by_rows(unit: UnitParameters, first: dict[str, int], limit: int, step: int) -> Iterator[Unit]:
     """A unit for each slice of its matrix, if that is larger than one, and one for what else is in it."""
     matrix = next((each for each in unit.parameters if each[0] == unit.rows_of), None)
     if matrix is None or matrix[1][0] <= (rows := rows_of_a_slice(matrix[1][1], limit)):
-        yield _unit(unit, first, limit)
+        yield _unit(unit, first, limit, step)
         return
     name, (height, width), trained = matrix
     rest = [each for each in unit.parameters if each is not matrix]
     if rest:
-        yield _unit(UnitParameters(key=unit.key, kind=Kind.HELD, parameters=rest), first, limit)
+        yield _unit(UnitParameters(key=unit.key, kind=Kind.HELD, parameters=rest), first, limit, step)
     for begin in range(0, height, rows):
         end, offset = min(begin + rows, height), begin * width
         part = Part(name, (end - begin, width), 0, first[name] + offset if trained else -1, offset)
@@ -255,9 +284,10 @@ def _cut_by_rows(unit: UnitParameters, first: dict[str, int], limit: int) -> Ite
         yield Unit(key, Kind.SLICE, (part,), _pieces(key, [part] if trained else [], limit), unit.key)
 
 
-def _unit(unit: UnitParameters, first: dict[str, int], limit: int) -> Unit:
+def _unit(unit: UnitParameters, first: dict[str, int], limit: int, step: int) -> Unit:
     parts, place = [], 0
     for name, shape, trained in sorted(unit.parameters, key=lambda each: not each[2]):
+        place = -(-place // step) * step
         parts.append(Part(name, tuple(shape), place, first[name] if trained else -1))
         place += parts[-1].numel
     trained = [part for part in parts if part.trained and part.numel]

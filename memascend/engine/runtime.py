@@ -11,6 +11,7 @@ training in memory, to the bit where every sum is taken in the same order.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import weakref
@@ -260,7 +261,8 @@ class StreamingEngine(HookedRuntime):
                 states = self._states.put(piece.key)
                 states.zero_()
                 if not layout.own_masters:
-                    states[: piece.numel].copy_(slot[piece.first : piece.first + piece.numel])
+                    for run, place in piece.places:
+                        states[place : place + run.numel].copy_(run.of(slot))
                 self._states.write(piece.key)
                 self._states.release(piece.key)
             self._stream.write(unit.key)
@@ -832,9 +834,11 @@ class StreamingEngine(HookedRuntime):
         self.generation += 1
 
 
-def _units(model: nn.Module, blocks: Sequence[nn.Module] | None, options: EngineOptions) -> ModelUnits:
-    device = device_of(model.parameters(), options.device)
-    units = ModelUnits(model, blocks, states=options.states, piece_elements=options.piece_elements, device=device)
+def _units(
+    model: nn.Module, blocks: Sequence[nn.Module] | None, options: EngineOptions, aligned: bool = True
+) -> ModelUnits:
+    device, elements = device_of(model.parameters(), options.device), options.piece_elements
+    units = ModelUnits(model, blocks, states=options.states, piece_elements=elements, aligned=aligned, device=device)
     for buffer in model.buffers():  # small, and no unit's
         buffer.data = buffer.data.to(device)
     return units
@@ -862,7 +866,7 @@ def _kept_units(
     model: nn.Module, blocks: Sequence[nn.Module] | None, options: EngineOptions, is_kept: Callable[[Layout], bool]
 ) -> ModelUnits:
     """As the home has them, which may be cut as by an earlier version of this library, or have another's blocks, or
-    weights with the frozen ones among them."""
+    weights with the frozen ones among them, or without gaps."""
     units = _units(model, blocks, options)
     if _is_or_was(units, is_kept):
         return units
@@ -871,8 +875,8 @@ def _kept_units(
         cut = [options.piece_elements]
         if options.piece_elements is None:
             cut.append(by_blocks.layout.earlier_piece_elements)
-        for elements in cut:
-            found = _units(model, chosen, replace(options, piece_elements=elements))
+        for elements, aligned in itertools.product(cut, (True, False)):
+            found = _units(model, chosen, replace(options, piece_elements=elements), aligned)
             if _is_or_was(found, is_kept):
                 return found
     return units

@@ -412,15 +412,13 @@ class Updates:
         states = self._states.fetch([piece.key])[0]
         each, numel = len(self.layout.state_names), self.layout.state_numel(piece)
         parts = [states[n * numel : n * numel + piece.numel] for n in range(each)]
-        place = 0
-        for run in piece.runs:
+        for run, place in piece.places:
             gradient = gradients.get(run.part.key)
             if gradient is None and self._zeroes(run.part):
                 gradient = torch.zeros(run.numel, dtype=self.layout.states)
             if gradient is not None:
-                span = slice(place, place + run.numel)
-                self._step(run, weights[span], gradient, [state[span] for state in parts])
-            place += run.numel
+                of_run = [state[place : place + run.numel] for state in parts]
+                self._step(run, run.of(weights), gradient, of_run)
         written = self._states.write(piece.key)
         if self.arm != "optimized":
             written.wait()
@@ -452,12 +450,11 @@ class Updates:
         self.fastest = max(self.fastest, run.numel / (time.perf_counter() - before))
 
     def _weights_of(self, piece: Piece) -> torch.Tensor:
-        """The piece's elements in its unit's slot, which is held until the unit is done."""
+        """Its unit's slot, which is held until the unit is done."""
         unit = self._units[piece.unit]
         self._open_unit(piece.unit, replaced=piece.unit in self._replaced and not self._weights.is_held(unit))
         self._weights.stream.await_copies(piece.unit)
-        slot = self._weights.stream.tensor(piece.unit)
-        return slot[piece.first : piece.first + piece.numel]
+        return self._weights.stream.tensor(piece.unit)
 
     def _let_go(self, gradients: Gradients, piece: Piece) -> None:
         """A gradient counts until its last piece is done with it."""
@@ -469,7 +466,8 @@ class Updates:
             return
         try:
             if replaced:
-                self._weights.stream.put(key)[self._units[key].numel :].zero_()
+                slot, unit = self._weights.stream.put(key), self._units[key]
+                slot[unit.end if unit.end == unit.numel else 0 :].zero_()  # gaps, too
             else:
                 self._weights.stream.fetch([key])
         except BaseException:
