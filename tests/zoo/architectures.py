@@ -61,15 +61,52 @@ _RULES = [(re.compile(pattern), value) for pattern, value in _SIZES]
 
 # What a handful of sizes does not say.
 _HEADS = ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash")
+_ROPE_BY_KIND = {
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")
+    }
+}
 _MORE: dict[str, dict[str, Any]] = {
     **{name: {"decoder_start_token_id": 0} for name in ("t5", "mt5", "umt5", "longt5", "switch_transformers")},
     **{name: {"use_cache": False} for name in ("bamba", "jamba", "granitemoehybrid", "kimi_linear", "bailing_hybrid")},
     **{name: {"num_key_value_heads": 4} for name in (*_HEADS, "minicpm3", "nemotron", "youtu")},
+    **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    "dots3_note_text": {"num_key_value_heads": 4, "use_sliding_window": False},
+    "esmc": {"num_key_value_heads": 4},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "big_bird": {"attention_type": "original_full"},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, **_ROPE_BY_KIND},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2, "n_routed_experts": 4},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "esm": {"vocab_size": WORDS},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3n_text": {
+        "intermediate_size": [64] * 4,
+        "activation_sparsity_pattern": [0.95, 0.0] * 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"num_key_value_heads": 4, "qk_head_dim": 16},
     "mamba2": {"num_heads": 8},
+    "neomme": {"head_dim": 16},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 8,
+        "ngram_vocab_size_base": 64,
+    },
+    "zamba": {"num_hidden_layers": 6, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
     "xmod": {"default_language": "en_XX", "languages": ["en_XX", "de_DE"]},
 }
 
@@ -94,7 +131,9 @@ class Architecture:
         with _quiet():
             try:
                 of = getattr(transformers, name)
-                config = small(configuration_auto.CONFIG_MAPPING[self.name])
+                config = configuration_auto.CONFIG_MAPPING[self.name]
+                # A model of images or sounds, too, may have a causal one of its text alone.
+                config = small(config if issubclass(config, of.config_class) else of.config_class)
                 with torch.device("meta"):
                     numel = sum(p.numel() for p in of(config).parameters())
                 if numel <= MOST_PARAMETERS:
