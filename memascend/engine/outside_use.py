@@ -4,12 +4,13 @@ A streamed parameter has its values while its module runs. A model that takes an
 `F.linear(x, self.embedding.weight)` in the model's own forward) would compute with the NaN that stands there. The first
 forward pass with a graph and the first one without are watched, operator by operator; later ones cost nothing. What is
 found in use belongs to the model's forward from there on: its unit is in memory for the whole pass, and until backward
-has ended. A block's weights, and a matrix that comes by slices, cannot be, and are refused.
+has ended. A block's weights, and a matrix that comes by slices, cannot be, and are refused; so is a change in place,
+which would not last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -98,30 +99,59 @@ class _Watching(TorchDispatchMode):
         self._nothing = weights.nothing.untyped_storage()._cdata
         self._hold = hold
         self._viewed: dict[str, None] = {}  # parameters of which a view was made
+        self._filled: dict[int, str] = {}  # names of those that got values, by their storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            for tensor in _written(func, args, kwargs or {}):
+                self._require_no_parameter(tensor)
         if not _looks_at_no_value(func):
             for tensor in tensors_in((args, kwargs or {})):
-                if self._is_empty(tensor) and not (tensor in self._names and self._hold(tensor)):
+                if _storage(tensor) == self._nothing and not self._fill(tensor):
                     self._refuse(func, tensor)
         return func(*args, **(kwargs or {}))
 
-    def _is_empty(self, tensor: torch.Tensor) -> bool:
-        if not tensor.numel() or tensor.layout != torch.strided:
+    def _fill(self, tensor: torch.Tensor) -> bool:
+        if tensor not in self._names or not self._hold(tensor):
             return False
-        return tensor.untyped_storage()._cdata == self._nothing
+        self._filled[_storage(tensor)] = self._names[tensor]
+        return True
+
+    def _require_no_parameter(self, tensor: torch.Tensor) -> None:
+        storage = _storage(tensor)
+        if storage == self._nothing or storage in self._filled:
+            which = self._names.get(tensor) or self._filled.get(storage) or self._some_viewed()
+            raise NotStreamable(
+                f"{which} is changed in place outside of the forward pass of its module, and the weights of a streamed "
+                "model change with the optimizer's step alone: leave that out, or compute with a changed copy"
+            )
+
+    def _some_viewed(self) -> str:
+        return " or ".join(list(self._viewed)[-3:]) or "a parameter"
 
     def _refuse(self, func: Any, tensor: torch.Tensor) -> None:
         name = self._names.get(tensor)
         if func.is_view or func._overloadpacket.__name__ == "detach":  # whoever uses the result is refused
             self._viewed.update({} if name is None else {name: None})
             return
-        which = name or " or ".join(list(self._viewed)[-3:]) or "a parameter"
+        which = name or self._some_viewed()
         raise NotStreamable(
             f"{which} is used outside of the forward pass of its module, where a streamed model has no values of it, "
             "since it is a block's, or comes by slices: call the module there (a tied head as an nn.Linear with the "
             "same weight), or name a block that holds both (blocks=[...])"
         )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Another one for each memory; 0: there is none."""
+    return tensor.untyped_storage()._cdata if tensor.numel() and tensor.layout == torch.strided else 0
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """What an operator changes in place."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(args[number] if number < len(args) else kwargs.get(argument.name))
 
 
 def _looks_at_no_value(func: Any) -> bool:

@@ -954,6 +954,25 @@ class OthersWeightsInTheRootsForward(Stack):
 
 
 @shape
+class AWeightThatTheRootsForwardChanges(Stack):
+    def forward(self, ids):
+        with torch.no_grad():
+            self.embed.weight[3:5].mul_(0.5)
+        return super().forward(ids)
+
+
+@shape
+class AWeightOfABlockThatTheRootsForwardChanges(Stack):
+    """As rwkv's between training and evaluation."""
+
+    def forward(self, ids):
+        if not self.training:
+            with torch.no_grad():
+                self.layers[1].up.weight.mul_(0.5)
+        return super().forward(ids)
+
+
+@shape
 class InputsThatGrow(Stack):
     """The last blocks get more positions than the first ones."""
 
@@ -1023,6 +1042,8 @@ CLOSE = {
 # In which words the engine refuses a shape, in the first forward or backward pass at the latest.
 REFUSED = {
     "TiedAcrossBlocks": "shared by the blocks",
+    "AWeightThatTheRootsForwardChanges": "embed.weight is changed in place outside of the forward pass",
+    "AWeightOfABlockThatTheRootsForwardChanges": "layers.1.up.weight is changed in place outside of the forward pass",
     "GradientPenalty": "create_graph=True",
     "APrefixInTheCache": "layers.0 adds to the keys and values in a cache that is filled",
     "ABlockThatReturnsItsParameter": "layers.0 returns or keeps a view of its own weights",
