@@ -89,6 +89,11 @@ class StepPieces:
             record.gradients[part] = gradient
             return len(record.gradients) == len(piece.runs)
 
+    def takes_no_more(self, piece: Piece, part: tuple[str, int]) -> bool:
+        """Whether a gradient of that part would come too late, or beside another one of this pass."""
+        record = self._records[piece.key]
+        return PieceState.ARRIVED not in {record.state, *_NEXT[record.state]} or part in record.gradients
+
     def take(self, piece: Piece) -> Gradients:
         """Those of this pass; the record has none afterwards."""
         record = self._records[piece.key]

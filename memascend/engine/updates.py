@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from memascend.engine.blocks import UnitWeights
+from memascend.engine.blocks import NotStreamable, UnitWeights
 from memascend.engine.device import GradientCopies
 from memascend.engine.job_thread import JobThread
 from memascend.engine.layout import SUM_ELEMENTS, Layout, Part, Piece, Run, Unit, padded
@@ -141,11 +141,11 @@ class Updates:
         """`gradient` is the updates' own from now on. `wait`: it goes to the tier; else it is used at once. `last`: of
         this parameter in this step."""
         self.raise_failure()
-        begun = any(self._pieces.has_begun(piece) for piece, _ in self._places[part.key])
-        if begun and part.key in self._arrived and not wait:
-            raise RuntimeError(
-                f"a second gradient of {part.name} came after the first one had been used: call optimizer.step() after "
-                "each backward pass, or say how many there are in a step (accumulate=)"
+        if any(self._pieces.takes_no_more(piece, part.key) for piece, _ in self._places[part.key]):
+            raise NotStreamable(
+                f"{part.name} gets a second gradient in one backward pass, after the first one was used: around blocks "
+                "that are used more than once in a step, checkpoints have to be those with use_reentrant=False, or none "
+                "(the engine computes blocks again by itself)"
             )
         self._arrived.add(part.key)
         flat = gradient.detach().reshape(-1)

@@ -656,6 +656,14 @@ class ReentrantCheckpointsAroundGroups(CheckpointsAroundGroups):
 
 
 @shape
+class ReentrantCheckpointsAroundBlocksCalledTwice(ReentrantCheckpointsAroundGroups):
+    """How often a block comes is known in backward alone, where its gradient is made of parts."""
+
+    def blocks(self, x):
+        return super().blocks(super().blocks(x))
+
+
+@shape
 class Autocast(Stack):
     def forward(self, ids):
         with torch.autocast("cpu", torch.bfloat16):
@@ -1049,4 +1057,5 @@ REFUSED = {
     "ABlockThatReturnsItsParameter": "layers.0 returns or keeps a view of its own weights",
     "AFunctionThatKeepsAViewOfItsWeight": "layers.0 returns or keeps a view of its own weights",
     "TwoViewsOfOneTensorOfWhichOneIsChanged": "shares its memory with another one",
+    "ReentrantCheckpointsAroundBlocksCalledTwice": "gets a second gradient in one backward pass",
 }
