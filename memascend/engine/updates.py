@@ -144,8 +144,8 @@ class Updates:
         if any(self._pieces.takes_no_more(piece, part.key) for piece, _ in self._places[part.key]):
             raise NotStreamable(
                 f"{part.name} gets a second gradient in one backward pass, after the first one was used: around blocks "
-                "that are used more than once in a step, checkpoints have to be those with use_reentrant=False, or none "
-                "(the engine computes blocks again by itself)"
+                "that come more than once a step, checkpoints have to be those with use_reentrant=False, or none (the "
+                "engine computes blocks again by itself)"
             )
         self._arrived.add(part.key)
         flat = gradient.detach().reshape(-1)

@@ -40,6 +40,28 @@ def clone_after_gather() -> Undo:
     return undo
 
 
+def keep_asked_dtype() -> Undo:
+    """Where a CPU has no fp16, ``Init(dtype=...)`` takes bfloat16 whatever is asked for: its
+    ``dtype or fp16 if ... else bf16`` binds otherwise than it reads. Swapped float32 weights were rounded by that,
+    without an error.
+    """
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    stock = Init._set_dtype
+
+    def set_dtype(self: Any, ds_config: Any, dtype: torch.dtype | None) -> None:
+        stock(self, ds_config, dtype)
+        if dtype is not None:
+            self.dtype = dtype
+
+    Init._set_dtype = set_dtype
+
+    def undo() -> None:
+        Init._set_dtype = stock
+
+    return undo
+
+
 def allow_fp16_on_cpu(accelerator_class: type) -> Undo:
     """DeepSpeed refuses fp16 on a CPU without AVX512-FP16; storage and semantics work all the same."""
     stock = accelerator_class.is_fp16_supported

@@ -238,6 +238,8 @@ def _install_cpu_shims(state: Enabled, ds_config: dict[str, Any], gather_clone: 
     if gather_clone:
         state._undo.append(cpu_shims.clone_after_gather())
         state.shims.append("gather-clone")
+    state._undo.append(cpu_shims.keep_asked_dtype())
+    state.shims.append("dtype-as-asked")
     if (ds_config.get("fp16") or {}).get("enabled"):
         state._undo.append(cpu_shims.allow_fp16_on_cpu(type(get_accelerator())))
         state._undo.append(fp16_products_in_fp32())

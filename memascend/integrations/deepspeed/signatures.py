@@ -100,6 +100,7 @@ HOOKS: tuple[Hook, ...] = (
 CPU_HOOKS: tuple[Hook, ...] = (
     Hook("gather on the CPU", f"{_ZERO}.partition_parameters", "NoGatherHandle.__init__", ("self", "param")),
     Hook("gather on the CPU", f"{_ZERO}.partition_parameters", "NoGatherCoalescedHandle.__init__", ("self", "params")),
+    Hook("types on the CPU", f"{_ZERO}.partition_parameters", "Init._set_dtype", ("self", "ds_config", "dtype")),
 )
 
 
