@@ -87,6 +87,40 @@ def test_schedulers_and_groups_are_torch_s(tmp_path):
     home.close()
 
 
+def test_a_scheduler_goes_on_after_a_resume_as_the_how_to_says(tmp_path):
+    """One that computes each rate from the last; rates are kept as the last completed step had them."""
+
+    def scheduled(of):
+        return torch.optim.lr_scheduler.CosineAnnealingLR(of, T_max=5)
+
+    def step(of, optimizer, scheduler, ids, home=None):
+        of(ids).backward()
+        if home is not None:
+            home.note = {"schedule": scheduler.state_dict()}
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    theirs = model()
+    other = AdamW(theirs.parameters(), **SETTINGS)
+    schedule = scheduled(other)
+    for ids in batches(4):
+        step(theirs, other, schedule, ids)
+    for resume in (False, True):
+        ours = model()
+        home, optimizer = begin(ours, tmp_path / "run", resume=resume)
+        scheduler = scheduled(optimizer)
+        if resume:
+            scheduler.load_state_dict(home.note["schedule"])
+            scheduler.step()
+        for ids in batches(4)[2 * resume : 2 + 2 * resume]:
+            step(ours, optimizer, scheduler, ids, home)
+        if not resume:
+            home.close()
+    assert_equal(home, theirs)
+    home.close()
+
+
 def test_clipping_by_torch_s_own_function_waits_for_the_norm(tmp_path):
     stock, ours, theirs = torch.nn.utils.clip_grad_norm_, model(), model()
     home, optimizer = begin(ours, tmp_path / "run", wait=True)
