@@ -59,3 +59,9 @@ def test_float32_weights_are_swapped_as_float32(programs):
     """DeepSpeed's Init took them for bfloat16 on a CPU without fp16."""
     found = programs.outcome("seq2seq-t5", ["fp32"])
     assert found["outcome"] == "equal", f"{found['why']}\n{found['trace']}"
+
+
+def test_an_evaluation_may_use_other_parameters_than_training(programs):
+    """RWKV's scales weights of its blocks: DeepSpeed's trace of the training did not know them."""
+    found = programs.outcome("causal-rwkv")
+    assert found["outcome"] == "equal", f"{found['why']}\n{found['trace']}"

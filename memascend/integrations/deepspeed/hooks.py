@@ -186,6 +186,7 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
     from .accelerator import pinning_accelerator
     from .gathers import watch_gathers
     from .param_swapper import pooled_swapper_class
+    from .traces import give_up_outdated_traces
 
     swapper = (
         _scaled_swapper_class(partition_parameters, minimum_swap_bytes)
@@ -194,7 +195,7 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
     )
     _replace(state, partition_parameters, "AsyncPartitionedParameterSwapper", swapper)
     if parts.pool != "stock":
-        state._undo.append(watch_gathers())
+        state._undo += [watch_gathers(), give_up_outdated_traces()]
     state.store = _swap_store(state, ds_config, derived, options)
     if options.paths:
         _install_held_swapper(state, stage3, options.paths)

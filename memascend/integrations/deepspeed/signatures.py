@@ -41,6 +41,11 @@ def _swapper(method: str, *arguments: str) -> Hook:
     return Hook("parameter pool", f"{_SWAP}.partitioned_param_swapper", path, ("self", *arguments))
 
 
+def _trace(method: str, *arguments: str) -> Hook:
+    path = f"PartitionedParameterCoordinator.{method}"
+    return Hook("parameter pool", f"{_ZERO}.partitioned_param_coordinator", path, ("self", *arguments))
+
+
 def _stage3(part: str, method: str, *arguments: str, named: tuple[str, ...] = ()) -> Hook:
     path = f"DeepSpeedZeroOptimizer_Stage3.{method}"
     return Hook(part, f"{_ZERO}.stage3", path, ("self", *arguments), named)
@@ -74,6 +79,12 @@ HOOKS: tuple[Hook, ...] = (
     _swapper("_get_swap_paths", "params", "must_exist"),
     _swapper("get_path", "param", "must_exist"),
     _swapper("_io_aligned_numel", "numel"),
+    _trace("trace_prologue", "sub_module"),
+    _trace("record_parameters", "sub_module"),
+    _trace("_invalidate_trace"),
+    _trace("is_complete_trace"),
+    Hook("parameter pool", f"{_ZERO}.partitioned_param_coordinator", "iter_params", ("module", "recurse")),
+    Hook("parameter pool", f"{_ZERO}.partitioned_param_coordinator", "z3_leaf_module", ("model",)),
     _stage3("parameter pool", "_partition_all_parameters"),
     _stage3("parameter pool", "initialize_ds_offload", "module"),
     Hook(

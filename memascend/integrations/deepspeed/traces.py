@@ -1,0 +1,50 @@
+"""DeepSpeed's trace of a step: what modules fetch, in which order, recorded once and then taken for the prefetch.
+
+A parameter that is used outside of its module becomes one of the module's that uses it, when that first happens: in the
+first evaluation, perhaps (RWKV scales its blocks' weights there). The trace does not know it. With CPU offload nothing
+is missed, since all parameters have been prefetched by then; with NVMe the prefetch waits for the drive, and DeepSpeed
+ends with "tracing error". Here such a trace is given up, as DeepSpeed does where another module comes than was
+expected, and recorded anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.runtime.zero.partitioned_param_coordinator import (
+    PartitionedParameterCoordinator,
+    iter_params,
+    z3_leaf_module,
+)
+
+_TRACED = "parameters_traced_by_memascend"  # of a coordinator: numbers of each module's
+
+
+def give_up_outdated_traces() -> Callable[[], None]:
+    """Returns what undoes it."""
+    stock_record = PartitionedParameterCoordinator.record_parameters
+    stock_prologue = PartitionedParameterCoordinator.trace_prologue
+
+    def record_parameters(self: Any, sub_module: Any) -> None:
+        stock_record(self, sub_module)
+        vars(self).setdefault(_TRACED, {})[sub_module] = _parameters_of(sub_module)
+
+    def trace_prologue(self: Any, sub_module: Any) -> None:
+        stock_prologue(self, sub_module)
+        traced = vars(self).get(_TRACED, {}).get(sub_module)
+        if traced is not None and self.is_complete_trace() and traced != _parameters_of(sub_module):
+            self._invalidate_trace()
+
+    PartitionedParameterCoordinator.record_parameters = record_parameters
+    PartitionedParameterCoordinator.trace_prologue = trace_prologue
+
+    def undo() -> None:
+        PartitionedParameterCoordinator.record_parameters = stock_record
+        PartitionedParameterCoordinator.trace_prologue = stock_prologue
+
+    return undo
+
+
+def _parameters_of(module: Any) -> frozenset[int]:
+    return frozenset(parameter.ds_id for parameter in iter_params(module, recurse=z3_leaf_module(module)))
