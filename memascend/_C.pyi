@@ -61,8 +61,18 @@ class FileEngine(_Engine):
 class FaultLayer:
     def __init__(self) -> None: ...
     def add(
-        self, op: str, *, after: int = 0, times: int = -1, error: int = 0, at_most: int = -1, delay_us: int = 0
+        self,
+        op: str,
+        *,
+        after: int = 0,
+        times: int = -1,
+        error: int = 0,
+        at_most: int = -1,
+        delay_us: int = 0,
+        signal: int = 0,
     ) -> None: ...
+    def calls(self, op: str) -> int: ...
+    def log_writes(self, path: str) -> None: ...
     def demand_alignment(self, bytes: int, told: bool = True) -> None: ...
     def clear(self) -> None: ...
     @property

@@ -461,10 +461,12 @@ void bind_faults(py::module_& module) {
   py::class_<FaultLayer, IoSyscalls>(module, "FaultLayer")
       .def(py::init<>())
       .def("add", [](FaultLayer& self, std::string op, std::int64_t after, std::int64_t times, int error,
-                     std::int64_t at_most, std::int64_t delay_us) {
-        self.add({std::move(op), after, times, error, at_most, delay_us});
+                     std::int64_t at_most, std::int64_t delay_us, int signal) {
+        self.add({std::move(op), after, times, error, at_most, delay_us, signal});
       }, py::arg("op"), py::kw_only(), py::arg("after") = 0, py::arg("times") = -1, py::arg("error") = 0,
-           py::arg("at_most") = -1, py::arg("delay_us") = 0)
+           py::arg("at_most") = -1, py::arg("delay_us") = 0, py::arg("signal") = 0)
+      .def("calls", &FaultLayer::calls, py::arg("op"))
+      .def("log_writes", &FaultLayer::log_writes, py::arg("path"))
       .def("demand_alignment", &FaultLayer::demand_alignment, py::arg("bytes"), py::arg("told") = true)
       .def("clear", &FaultLayer::clear)
       .def_property_readonly("injected", &FaultLayer::injected);

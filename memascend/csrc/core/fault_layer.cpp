@@ -1,10 +1,13 @@
 #include "fault_layer.h"
 
 #include <fcntl.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <csignal>
+#include <cstring>
 #include <iterator>
 #include <string_view>
 #include <system_error>
@@ -22,7 +25,48 @@ bool matches(const std::string& wanted, const std::string& op) {
   return wanted == op || (wanted == "any" && (op == "read" || op == "write" || op == "flush"));
 }
 
+void send(int signal) {
+  if (signal != 0) {
+    (void)::kill(getpid(), signal);
+  }
+}
+
 }  // namespace
+
+FaultLayer::~FaultLayer() {
+  if (const int fd = log_.load(); fd >= 0) {
+    ::close(fd);
+  }
+}
+
+void FaultLayer::log_writes(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  if (fd < 0) {
+    throw Error(ErrorKind::kInvalidArgument, "fault layer: cannot make the log " + path + ": " + std::strerror(errno));
+  }
+  const int before = log_.exchange(fd);
+  if (before >= 0) {
+    ::close(before);
+  }
+}
+
+void FaultLayer::log(LoggedCall call, const void* data) {
+  if (log_.load() < 0) {
+    return;
+  }
+  std::lock_guard<std::mutex> guard(log_mutex_);
+  std::string out(reinterpret_cast<const char*>(&call), sizeof(call));
+  if (data != nullptr) {
+    out.append(static_cast<const char*>(data), static_cast<std::size_t>(call.bytes));
+  }
+  for (std::size_t done = 0; done < out.size();) {
+    const ssize_t moved = ::write(log_.load(), out.data() + done, out.size() - done);
+    if (moved < 0 && errno != EINTR) {
+      std::abort();  // a log with a hole would say of a good store that it lost something
+    }
+    done += moved > 0 ? static_cast<std::size_t>(moved) : 0;
+  }
+}
 
 void FaultLayer::add(Fault fault) {
   if (std::find(std::begin(kOps), std::end(kOps), fault.op) == std::end(kOps)) {
@@ -36,6 +80,12 @@ void FaultLayer::add(Fault fault) {
 void FaultLayer::clear() {
   std::lock_guard<std::mutex> guard(mutex_);
   faults_.clear();
+}
+
+std::int64_t FaultLayer::calls(const std::string& op) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  const auto found = calls_.find(op);
+  return found == calls_.end() ? 0 : found->second;
 }
 
 void FaultLayer::demand_alignment(std::uint32_t bytes, bool told) {
@@ -55,10 +105,19 @@ DirectLimits FaultLayer::direct_limits(int fd) {
   return IoSyscalls::direct_limits(fd);
 }
 
-int FaultLayer::inject(const std::string& op, std::size_t& bytes) {
+int FaultLayer::inject(const std::string& op) {
+  std::size_t bytes = 0;
+  int signal = 0;
+  const int error = inject(op, bytes, signal);
+  send(signal);
+  return error;
+}
+
+int FaultLayer::inject(const std::string& op, std::size_t& bytes, int& signal) {
   Fault chosen;
   {
     std::lock_guard<std::mutex> guard(mutex_);
+    ++calls_[op];
     for (Fault& fault : faults_) {
       if (!matches(fault.op, op) || fault.times == 0 || fault.after-- > 0) {
         continue;
@@ -76,13 +135,15 @@ int FaultLayer::inject(const std::string& op, std::size_t& bytes) {
   if (chosen.at_most >= 0) {
     constexpr std::size_t kUnit = 512;
     bytes = std::min(bytes, (static_cast<std::size_t>(chosen.at_most) + kUnit - 1) / kUnit * kUnit);
+    signal = chosen.signal;
+  } else {
+    send(chosen.signal);
   }
   return chosen.error;
 }
 
 int FaultLayer::open(const char* path, int flags, mode_t mode) {
-  std::size_t bytes = 0;
-  if (const int error = inject("open", bytes); error != 0) {
+  if (const int error = inject("open"); error != 0) {
     errno = error;
     return -1;
   }
@@ -90,8 +151,7 @@ int FaultLayer::open(const char* path, int flags, mode_t mode) {
 }
 
 int FaultLayer::close(int fd) {
-  std::size_t bytes = 0;
-  const int error = inject("close", bytes);
+  const int error = inject("close");
   const int result = IoSyscalls::close(fd);
   errno = error != 0 ? error : errno;
   return error != 0 ? -1 : result;
@@ -99,29 +159,47 @@ int FaultLayer::close(int fd) {
 
 ssize_t FaultLayer::pread(int fd, void* data, std::size_t bytes, off_t offset) {
   const bool refused = refuses(data) && (fcntl(fd, F_GETFL) & O_DIRECT) != 0;
-  if (const int error = refused ? EINVAL : inject("read", bytes); error != 0) {
+  int signal = 0;
+  if (const int error = refused ? EINVAL : inject("read", bytes, signal); error != 0) {
     errno = error;
     return -1;
   }
-  return IoSyscalls::pread(fd, data, bytes, offset);
+  const ssize_t moved = IoSyscalls::pread(fd, data, bytes, offset);
+  send(signal);
+  return moved;
 }
 
 ssize_t FaultLayer::pwrite(int fd, const void* data, std::size_t bytes, off_t offset) {
   const bool refused = refuses(data) && (fcntl(fd, F_GETFL) & O_DIRECT) != 0;
-  if (const int error = refused ? EINVAL : inject("write", bytes); error != 0) {
+  int signal = 0;
+  if (const int error = refused ? EINVAL : inject("write", bytes, signal); error != 0) {
     errno = error;
     return -1;
   }
-  return IoSyscalls::pwrite(fd, data, bytes, offset);
+  const std::uint64_t token = next_token_.fetch_add(1);
+  log({LoggedCall::kWrite, 0, token, offset, static_cast<std::int64_t>(bytes)}, data);
+  const ssize_t moved = IoSyscalls::pwrite(fd, data, bytes, offset);
+  const int error = errno;
+  log({LoggedCall::kWritten, 0, token, 0, moved < 0 ? -error : moved});
+  send(signal);
+  errno = error;
+  return moved;
 }
 
 int FaultLayer::fdatasync(int fd) {
-  std::size_t bytes = 0;
-  if (const int error = inject("flush", bytes); error != 0) {
+  if (const int error = inject("flush"); error != 0) {
     errno = error;
     return -1;
   }
-  return IoSyscalls::fdatasync(fd);
+  const std::uint64_t token = next_token_.fetch_add(1);
+  log({LoggedCall::kFlush, 0, token, 0, 0});
+  const int result = IoSyscalls::fdatasync(fd);
+  const int error = errno;
+  if (result == 0) {
+    log({LoggedCall::kFlushed, 0, token, 0, 0});
+  }
+  errno = error;
+  return result;
 }
 
 int FaultLayer::prepare(AioCommand& command) {
@@ -129,14 +207,35 @@ int FaultLayer::prepare(AioCommand& command) {
   if (refuses(command.data)) {
     return -EINVAL;
   }
-  const int error = inject(command.write ? "write" : "read", bytes);
+  int signal = 0;
+  const int error = inject(command.write ? "write" : "read", bytes, signal);
   command.bytes = static_cast<std::uint32_t>(bytes);
+  if (signal != 0) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    signals_[command.token] = signal;
+  }
+  if (error == 0 && command.write) {
+    log({LoggedCall::kWrite, 0, command.token, command.offset, command.bytes}, command.data);
+  }
   return -error;
 }
 
+int FaultLayer::complete(std::uint64_t token, int result) {
+  log({LoggedCall::kWritten, 0, token, 0, result});  // of a read too, which no write of the log has the token of
+  int signal = 0;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    if (const auto found = signals_.find(token); found != signals_.end()) {
+      signal = found->second;
+      signals_.erase(found);
+    }
+  }
+  send(signal);
+  return result;
+}
+
 std::thread FaultLayer::start_thread(std::function<void()> body) {
-  std::size_t bytes = 0;
-  if (const int error = inject("thread", bytes); error != 0) {
+  if (const int error = inject("thread"); error != 0) {
     throw std::system_error(error, std::generic_category());
   }
   return IoSyscalls::start_thread(std::move(body));
