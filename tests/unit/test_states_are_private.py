@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import signal
 import stat
 import threading
@@ -10,11 +11,13 @@ import time
 import pytest
 import torch
 
+from memascend import _C
 from memascend.engine import home as homes
 from memascend.engine.streaming import streaming
 from memascend.integrations.deepspeed import swapped_states
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
+from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig
 from memascend.storage.engine_tiers import FileTier
 from memascend.storage.errors import StorageError
 from memascend.storage.file_engine import FileEngine
@@ -139,3 +142,18 @@ def test_states_that_have_no_room_leave_the_folder_as_it_was(tmp_path, monkeypat
     with pytest.raises(StorageError, match="no space left"):
         homes.StateHome.create(folder, "t", [1 << 20])
     assert folder.exists() == was_there
+
+
+def test_a_store_that_finds_no_room_for_what_its_processes_share_leaves_nothing(tmp_path):
+    path = tmp_path / "device"
+    with path.open("wb") as file:
+        file.truncate(8 << 20)
+    _C.storage_format([str(path)], "tests", [], 4096, 0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(OSError, match="share of"):
+            DirectEngine([path], "tests", DirectEngineConfig(control_folder=str(tmp_path)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [each.name for each in tmp_path.iterdir()] == ["device"]

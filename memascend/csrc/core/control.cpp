@@ -91,6 +91,9 @@ Control::Control(const std::string& path, const std::array<std::uint8_t, 16>& uu
       munmap(data_, static_cast<std::size_t>(mapped_));
     }
     if (fd_ >= 0) {
+      if (alone_) {  // nobody else has it, or can get it while we hold the locks
+        ::unlink(path.c_str());
+      }
       ::close(fd_);
     }
     throw;
