@@ -56,6 +56,13 @@ class TornStates(ValueError):
         )
 
 
+class KeptAfterAll(TornStates):
+    """A step that could not be completed was."""
+
+    def __init__(self, text: str) -> None:
+        ValueError.__init__(self, text)
+
+
 class StateHome:
     """A folder with one store. Thread-safe, but for `commit`, `roll_back` and `close`, which nothing may run beside.
 
@@ -71,6 +78,7 @@ class StateHome:
         self._compares = not new  # reads with their checksums
         self._registered: list[torch.Tensor] = []
         self._tier = self._open()
+        self._is_open = True  # not where it could not be opened again
         self._unread = {key for key, _ in self._tier.engine.items()} - {_META}  # of an earlier process
         self._moved_before = Transferred(0, 0, 0.0, 0.0)
         self._room_bytes: int | None = None
@@ -132,25 +140,28 @@ class StateHome:
         chosen = {} if self._compares or self._config.checksums != "auto" else {"checksums": "write"}
         config = dataclasses.replace(self._config, **chosen)
         tier = DirectTier.on_devices([self.folder / _FILE], self._owner, config, self._faults)
-        deadline = time.monotonic() + _DEAD_S
-        while tier.engine.space().processes > 1:
-            if time.monotonic() > deadline:
-                tier.close()
-                raise ValueError(f"{self.folder} is in use by another process: wait for it, or name another folder")
-            time.sleep(0.02)
-        tier.engine.collect()
-        for tensor in self._registered:
-            tier.register(tensor)
+        try:
+            deadline = time.monotonic() + _DEAD_S
+            while tier.engine.space().processes > 1:
+                if time.monotonic() > deadline:
+                    raise ValueError(f"{self.folder} is in use by another process: wait for it, or name another folder")
+                time.sleep(0.02)
+            tier.engine.collect()
+            for tensor in self._registered:
+                tier.register(tensor)
+        except BaseException:
+            tier.close()
+            raise
         return tier
 
     def _reopen(self) -> None:
         """What was not committed is forgotten."""
-        now, before = self._tier.transferred, self._moved_before
-        self._moved_before = Transferred(
-            now.bytes_read + before.bytes_read, now.bytes_written + before.bytes_written, 0.0, 0.0
-        )
-        self._tier.close()
+        if self._is_open:
+            self._moved_before = Transferred(*self.transferred, 0.0, 0.0)
+            self._is_open = False
+            self._tier.close()
         self._tier = self._open()
+        self._is_open = True
 
     # -- storage -------------------------------------------------------------------------------------------------------
 
@@ -208,7 +219,10 @@ class StateHome:
     @property
     def transferred(self) -> tuple[int, int]:
         """Bytes read and written since the home was opened."""
-        now, before = self._tier.transferred, self._moved_before
+        before = self._moved_before
+        if not self._is_open:
+            return before.bytes_read, before.bytes_written
+        now = self._tier.transferred
         return now.bytes_read + before.bytes_read, now.bytes_written + before.bytes_written
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -222,7 +236,7 @@ class StateHome:
         self._write_meta(facts)
         self._tier.commit()
         self._replaced.clear()
-        self._facts, self._torn = facts, False
+        self._facts, self._torn = json.loads(_as_json(facts)), False
 
     @property
     def all_compared(self) -> bool:
@@ -272,11 +286,17 @@ class StateHome:
 
     def roll_back(self) -> None:
         """Forget what was not committed. Nothing may be under way. Raises TornStates where that is not the whole of
-        a step."""
+        a step, or where the drive has kept a commit that it had said to have failed in."""
         if self._torn and self._room_bytes is not None:
             raise TornStates(self.folder)
         self._replaced.clear()
+        facts, torn = self._facts, self._torn
         self._reopen()
+        if not torn and (self.completed() or {}) != facts:
+            raise KeptAfterAll(
+                f"{self.folder}: the drive failed while a step was completed, and has kept it all the same: close the "
+                "engine, and resume, which goes on from there"
+            )
 
     # -- end -----------------------------------------------------------------------------------------------------------
 

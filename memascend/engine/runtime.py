@@ -137,6 +137,7 @@ class StreamingEngine(HookedRuntime):
                 model, units.blocks, options.swap, self._beside.swap_tier, options.swap_room, allocator, device
             )
         self._unfinished: str | None = None  # what is to be done about an update that is half on the tier
+        self._half_taken_back = False  # a step that failed, on a tier that failed again
         self._restored = False
         self.versions_why = "as an earlier run began it"  # so many of the states
         self._closed, self._pid = False, os.getpid()
@@ -696,6 +697,8 @@ class StreamingEngine(HookedRuntime):
         self.weights.require_own_process()
         if self._unfinished is not None:
             raise RuntimeError(self._unfinished)
+        if self._half_taken_back:
+            self._take_back(written=True)
 
     def _update_in_parts(self, redo: Redo) -> None:
         """Each unit's weights and states with one commit, that says so; gradients go with the step's own."""
@@ -735,8 +738,10 @@ class StreamingEngine(HookedRuntime):
         return redo.facts
 
     def _take_back(self, *, written: bool) -> None:
-        """Nothing of this step stays: what is in memory or written may be half of it."""
+        """Nothing of this step stays: what is in memory or written may be half of it. Where the tier does not open
+        again, whoever needs the engine next tries once more."""
         self.generation += 1
+        self._half_taken_back = self._half_taken_back or written
         synchronize(self.units.device)
         self.visits.forget()
         self.updates.abandon()
@@ -744,15 +749,16 @@ class StreamingEngine(HookedRuntime):
         self.weights.abandon()
         with contextlib.suppress(OSError):
             self._close_streams()
-        if written:
+        self._passes, self._clip = 0, self.options.clip
+        self.steps = dict(self._kept_steps)
+        if self._half_taken_back:
             try:
                 self.home.roll_back()
             except homes.TornStates as error:
                 self._unfinished = str(error)
                 raise
             self._beside.home_was_opened_again()
-        self._passes, self._clip = 0, self.options.clip
-        self.steps = dict(self._kept_steps)
+        self._half_taken_back = False
 
     def _close_streams(self) -> None:
         """Every slot is free, and nothing is under way; all of them can be used again. Raises the first failure."""

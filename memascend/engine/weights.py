@@ -310,12 +310,18 @@ class WeightStream:
             return entry is not None
 
     def flush(self) -> None:
-        """Until every write has ended. Raises the first failure."""
+        """Until every write has ended. Raises the first failure; none of them is left for a later step."""
         with self._lock:
             keys = [entry.key for entry in (*self._entries.values(), *self._retiring) if entry.writes]
             keys += list(self._failed_writes)
+        failures = []
         for key in dict.fromkeys(keys):
-            self._await_writes(key)
+            try:
+                self._await_writes(key)
+            except Exception as failure:
+                failures.append(failure)
+        if failures:
+            raise failures[0]
 
     def close(self) -> None:
         """Give all buffers back, when everything on its way has ended. Raises the first failed write."""

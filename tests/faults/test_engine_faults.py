@@ -11,6 +11,7 @@ from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
+from memascend.storage.engine_tiers import DirectTier
 from memascend.storage.errors import StorageError
 from memascend.storage.native import _C
 from tests.unit.test_streaming_engine import assert_equal, batches, groups, model, train, train_in_memory
@@ -72,4 +73,87 @@ def test_a_disk_that_fails_while_the_model_moves_in_leaves_the_model_and_no_file
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), before, strict=True))
     ours(batches(1)[0]).backward()  # and it has its own forward again
     assert all(parameter.grad is not None for parameter in ours.parameters())
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_a_step_whose_commit_could_not_be_flushed_is_not_there_when_it_is_done_again(tmp_path, after):
+    """The first flush of a commit is that of the states, the second that of the index, which says that they are it."""
+    data, ours, theirs, faults = batches(4), model(), model(), _C.FaultLayer()
+    engine = streamed(ours, tmp_path, faults)
+    losses = train(ours, engine, data[:1])
+    faults.add("flush", after=after, times=1, error=errno.EIO)
+    failed = []
+    while len(losses) < len(data):
+        try:
+            losses += train(ours, engine, data[len(losses) :][:1])
+        except StorageError as error:
+            failed.append(error.op)
+    assert failed == ["flush"]
+    assert losses == train_in_memory(theirs, data)
+    assert_equal(engine, theirs)
+    engine.close()
+
+
+def test_a_commit_that_the_drive_has_kept_against_its_word_is_gone_on_from_by_resume_alone(tmp_path, monkeypatch):
+    data, ours, theirs = batches(3), model(), model()
+    engine = streamed(ours, tmp_path, _C.FaultLayer())
+    losses = train(ours, engine, data[:1])
+    stock = DirectTier.commit
+
+    def kept_all_the_same(tier):
+        stock(tier)
+        raise StorageError("flush", "states", 0, 0, 0, errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as during:
+        during.setattr(DirectTier, "commit", kept_all_the_same)
+        with pytest.raises(StorageError) as failed:
+            step(ours, engine, data[1])
+    assert "close the engine, and resume, which goes on from there" in failed.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="close the engine, and resume, which goes on from there"):
+        ours(data[1])
+    engine.close()
+    again = model(seed=4)
+    engine, _ = StreamingEngine.resume(again, tmp_path / "home", groups(again))
+    assert engine.steps["head.weight"] == 2
+    losses += train(again, engine, data[2:])
+    expected = train_in_memory(theirs, data)
+    assert losses == [expected[0], expected[2]]
+    engine.close()
+
+
+@pytest.mark.parametrize("times", [2, 3, 5])
+def test_several_writes_of_a_step_that_fail_are_one_error_and_none_comes_up_in_the_next(tmp_path, times):
+    data, ours, theirs, faults = batches(3), model(), model(), _C.FaultLayer()
+    engine = streamed(ours, tmp_path, faults)
+    losses = train(ours, engine, data[:1])
+    faults.add("write", after=1, times=times, error=errno.EIO)
+    with pytest.raises(StorageError, match="check the device"):
+        step(ours, engine, data[1])
+    faults.clear()
+    losses += train(ours, engine, data[1:])
+    assert losses == train_in_memory(theirs, data)
+    engine.close()
+
+
+@pytest.mark.parametrize("versions", [2, 1])
+@pytest.mark.parametrize("operation", ["write", "flush"])
+def test_a_disk_that_fails_while_a_step_is_taken_back_too_serves_again_when_it_is_well(tmp_path, operation, versions):
+    data, ours, theirs, faults = batches(3), model(), model(), _C.FaultLayer()
+    engine = streamed(ours, tmp_path, faults, versions=versions)
+    losses = train(ours, engine, data[:1])
+    faults.add(operation, error=errno.EIO)
+    with pytest.raises(StorageError):
+        step(ours, engine, data[1])
+    with pytest.raises((StorageError, RuntimeError), match=r"check the device|close the engine, and resume"):
+        step(ours, engine, data[1])
+    faults.clear()
+    if versions == 1:  # a step that is to be done again from its gradients
+        engine.close()
+        ours = model(seed=4)
+        engine, _ = StreamingEngine.resume(ours, tmp_path / "home", groups(ours), EngineOptions(versions=1))
+    losses += train(ours, engine, data[engine.steps["head.weight"] :])
+    assert losses == train_in_memory(theirs, data)
+    assert_equal(engine, theirs)
+    engine.close(destroy=True)
     assert os.listdir(tmp_path) == []

@@ -5,6 +5,9 @@ reads, writes and flushes of its index go through it as well.
 """
 
 import errno
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -153,6 +156,63 @@ def test_an_index_that_cannot_be_flushed_stops_the_store_and_the_committed_tenso
     with DirectEngine(paths, "tests", DirectEngineConfig(control_folder=str(tmp_path))) as again:
         assert again.verify() == {}
         assert torch.equal(again.read_new("old"), numbers(1))
+
+
+@pytest.mark.parametrize("after", [0, 1])  # the data's flush, the index's
+@pytest.mark.parametrize("commits", [1, 40])  # 40: the log is moved to its other half
+def test_a_commit_that_could_not_be_flushed_is_not_found_by_the_next_reader(
+    engine, layer, volatile, tmp_path, after, commits
+):
+    if volatile:
+        pytest.skip("a volatile engine writes no index")
+    for number in range(commits):
+        engine.write("old", numbers(number, 100))
+        engine.wait()
+        engine.commit()
+    engine.write("old", numbers(99))
+    engine.wait()
+    layer.add("flush", after=after, times=1, error=errno.EIO)
+    with pytest.raises(StorageError, match=r"flush of .*Input/output error"):
+        engine.commit()
+    paths = engine.paths
+    engine.close()
+    with DirectEngine(paths, "tests", DirectEngineConfig(control_folder=str(tmp_path))) as again:
+        assert again.verify() == {}
+        assert torch.equal(again.read_new("old"), numbers(commits - 1, 100))
+
+
+def test_a_process_that_a_call_kills_has_done_what_came_before_it(layer, tmp_path, backend, volatile):
+    """Torn writes and kills at a system call, for the tests that need them (`_C.FaultLayer.add`)."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), backend, str(volatile)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    whole = bytes(numbers(2, 8192))
+    found = (tmp_path / "device").read_bytes()
+    assert whole[:1024] in found
+    assert whole[:1536] not in found
+
+
+KILLED = """
+import signal, sys, torch
+from pathlib import Path
+from memascend import _C
+from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig
+folder, backend, volatile = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
+with (folder / "device").open("wb") as file:
+    file.truncate(8 << 20)
+_C.storage_format([str(folder / "device")], "tests", [], 4096, 0)
+layer = _C.FaultLayer()
+config = DirectEngineConfig(control_folder=str(folder), backend=backend, volatile=volatile)
+engine = DirectEngine([folder / "device"], "tests", config, faults=layer)
+layer.add("write", times=1, at_most=1024, signal=signal.SIGKILL)
+values = torch.randint(0, 256, (8192,), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+engine.write("new", values)
+engine.wait()
+"""
 
 
 def test_short_and_interrupted_index_writes_are_continued(engine, layer, volatile, tmp_path):

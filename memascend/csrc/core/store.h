@@ -116,7 +116,8 @@ class Store {
   [[nodiscard]] std::vector<std::pair<std::string, RecordPointer>> list();
 
   // All changes of this process become durable and visible to others: all of them or, after a crash, none.
-  // Returns how many there were. After a failed flush the store refuses further changes: reopen and verify.
+  // Returns how many there were. After a failed write or flush the store refuses further changes: reopen and verify.
+  // Then the changes are not there, unless the device has kept them and refused to have them taken back.
   std::int64_t commit();
   [[nodiscard]] std::int64_t uncommitted();
 
@@ -156,6 +157,7 @@ class Store {
   void catch_up();
   void write_batch(const Changes& changes);
   void compact(const Changes& changes);
+  void unwrite(std::int64_t offset) const noexcept;
   void apply(Changes& changes);
   void require_sound() const;
   [[noreturn]] void throw_no_space(std::int64_t bytes) const;

@@ -43,11 +43,28 @@ void Store::write_batch(const Changes& changes) {
     compact(changes);
     return;
   }
-  devices_[0]->write(batch.data(), batch.bytes(), half_offset(state.half) + static_cast<std::int64_t>(state.tail));
-  devices_[0]->flush();
+  const std::int64_t place = half_offset(state.half) + static_cast<std::int64_t>(state.tail);
+  try {
+    devices_[0]->write(batch.data(), batch.bytes(), place);
+    devices_[0]->flush();
+  } catch (...) {
+    unwrite(place);
+    throw;
+  }
   state.sequence += 1;
   state.tail += static_cast<std::uint64_t>(batch.bytes());
   control_->set_log(state);
+}
+
+// The caller is told that its changes are not kept: whoever opens the store next must not find them all the same. Where
+// this fails too, it may; `commit` says so.
+void Store::unwrite(std::int64_t offset) const noexcept {
+  try {
+    const SectorBuffer zeros(kSectorBytes);
+    devices_[0]->write(zeros.data(), zeros.bytes(), offset);
+    devices_[0]->flush();
+  } catch (...) {
+  }
 }
 
 void Store::compact(const Changes& changes) {
@@ -78,8 +95,13 @@ void Store::compact(const Changes& changes) {
   block.generation = old.superblock + 1;
   devices_[0]->write(batch.data(), batch.bytes(), half_offset(block.half));
   devices_[0]->flush();
-  write_superblock(*devices_[0], block);
-  devices_[0]->flush();
+  try {
+    write_superblock(*devices_[0], block);
+    devices_[0]->flush();
+  } catch (...) {
+    unwrite(static_cast<std::int64_t>(block.generation % 2) * kSectorBytes);
+    throw;
+  }
   superblocks_[0] = block;
   control_->set_log({block.epoch, block.first_sequence, static_cast<std::uint64_t>(batch.bytes()), block.generation,
                      block.half});
