@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 from collections.abc import Sequence
@@ -20,16 +21,17 @@ def collect_tensor_files(folder: str | os.PathLike[str]) -> None:
 
 
 class TensorFile:
-    """Room for copies of tensors of `sizes` bytes, in a file in `folder` that goes with the last view of it.
+    """Room for copies of tensors of `sizes` bytes, in a file in `folder` that goes with the last of them.
 
-    Raises OSError where the disk has no room.
+    Each tensor has a storage of its own, so that what is saved of one is that one. Raises OSError where the disk has no
+    room.
     """
 
     def __init__(self, folder: Path, sizes: list[int]) -> None:
         self._place, size = 0, max(1, sum(-(-each // _ALIGNMENT) * _ALIGNMENT for each in sizes))
         with tempfile.TemporaryFile(dir=folder, prefix=_PREFIX) as file:  # without a name: a kill leaves nothing
             os.posix_fallocate(file.fileno(), 0, size)
-            self._bytes = torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=size, dtype=torch.uint8)
+            self._bytes = mmap.mmap(file.fileno(), size)
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
         """A copy, of the same shape. ValueError where there is no room left for it."""
@@ -39,8 +41,10 @@ class TensorFile:
         """For values of the caller's. ValueError where there is none left."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         end = self._place + nbytes
-        if end > self._bytes.numel():
+        if end > len(self._bytes):
             raise ValueError(f"{nbytes} bytes are more than what is left of the file")
-        view = self._bytes[self._place : end].view(dtype).view(shape)
+        if not nbytes:
+            return torch.empty(shape, dtype=dtype)
+        made = torch.frombuffer(self._bytes, dtype=torch.uint8, count=nbytes, offset=self._place)
         self._place = -(-end // _ALIGNMENT) * _ALIGNMENT
-        return view
+        return made.view(dtype).view(shape)

@@ -13,9 +13,10 @@ The optimizer is a `torch.optim.Optimizer`: parameter groups, schedulers, closur
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -66,6 +67,9 @@ class streaming:
     ) -> None:
         # Absolute: the loop may change its directory, and its states stay where they are.
         self.folder, self._allocator = Path(folder).absolute(), allocator
+        if not self.folder.is_dir() and os.path.lexists(self.folder):
+            kind = "a link to nowhere" if self.folder.is_symlink() and not self.folder.exists() else "a file"
+            raise ValueError(f"{self.folder} is {kind}: name a folder, or what may become one")
         if homes.is_home(self.folder) and not resume:
             raise ValueError(
                 f"{self.folder} holds the states of an earlier training: go on with it (resume=True), or remove it"
@@ -168,9 +172,13 @@ class streaming:
             self._model, self.folder, made.param_groups, chosen, blocks=self._blocks, allocator=self._allocator
         )
         if self._resume:
-            self.engine, facts = found
-            self.note = facts.get("note", {})
-            made.take_over(facts)
+            engine, facts = found
+            try:
+                made.take_over(facts, engine.units.names)
+            except BaseException:
+                engine.close()
+                raise
+            self.engine, self.note = engine, facts.get("note", {})
         else:
             self.engine = found
         made.attach(self)
@@ -235,6 +243,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         decoupled = kind is torch.optim.AdamW or defaults.get("decoupled_weight_decay")
         given = [p for p in model.parameters() if p.requires_grad] if params is None else params
         self._home: streaming | None = None
+        self._kept_members: list[str] | None = None
         super().__init__(given, {key: defaults[key] for key in sorted(_SUPPORTED)})
         for group in [defaults, *self.param_groups]:
             if asked := [name for name in _REFUSED if group.get(name)]:
@@ -253,10 +262,29 @@ class StreamedAdamW(torch.optim.Optimizer):
     def attach(self, home: streaming) -> None:
         self._home = home
 
-    def take_over(self, facts: dict[str, Any]) -> None:
-        """Settings of the groups as they were kept with the last step."""
-        for group, kept in zip(self.param_groups, facts.get("groups", []), strict=False):
-            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()})
+    def take_over(self, facts: dict[str, Any], names: Mapping[torch.Tensor, str]) -> None:
+        """Settings of the groups as they were kept with the last step. ValueError where the groups are others."""
+        kept = facts.get("groups", [])
+        if len(kept) not in (0, len(self.param_groups)):
+            raise ValueError(f"{len(self.param_groups)} groups in params=, and the run had {len(kept)}: name the same")
+        for number, (group, before) in enumerate(zip(self.param_groups, kept, strict=False)):
+            settings = {key: tuple(value) if isinstance(value, list) else value for key, value in before.items()}
+            if settings.pop("members", None) not in (None, _members(group, names)):
+                raise ValueError(
+                    f"group {number} of params= has other parameters than it had in this run: name the same groups in "
+                    "the same order"
+                )
+            for key in sorted(_SUPPORTED & set(settings)):
+                if settings[key] != group[key]:
+                    log.info(
+                        "memascend: group %d goes on with %s=%s of the last step (%s was asked for; change it in "
+                        "optimizer.param_groups)",
+                        number,
+                        key,
+                        settings[key],
+                        group[key],
+                    )
+            group.update(settings)
 
     @property
     def engine(self) -> StreamingEngine:
@@ -279,7 +307,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        facts = {"note": self._home.note, "groups": [_plain(group) for group in self.param_groups]}
+        facts = self._facts()
         arrived = frozenset(self.engine.updates.arrived)
         self.norm = self.engine.finish_step(keep=False, facts=facts)
         self.engine.gradients.spent = arrived
@@ -350,7 +378,17 @@ class StreamedAdamW(torch.optim.Optimizer):
             elif engine.steps[name]:
                 given[name], steps[name] = {}, 0
         engine.write_states(lambda name: given[name] or _no_moments(sizes[name], engine.layout.states), steps)
-        engine.keep({"note": home.note, "groups": [_plain(group) for group in self.param_groups]})
+        engine.keep(self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        """Kept with each step."""
+        if self._kept_members is None:
+            self._kept_members = [_members(group, self.engine.units.names) for group in self.param_groups]
+        groups = [
+            {**_plain(group), "members": members}
+            for group, members in zip(self.param_groups, self._kept_members, strict=True)
+        ]
+        return {"note": self._home.note, "groups": groups}
 
     def _names(self) -> dict[torch.Tensor, str]:
         names = self.engine.units.names
@@ -382,6 +420,11 @@ def _checked(
 
 def _no_moments(numel: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return dict.fromkeys(_MOMENTS, torch.zeros(numel, dtype=dtype))
+
+
+def _members(group: dict[str, Any], names: Mapping[torch.Tensor, str]) -> str:
+    """Short for the names of a group's parameters."""
+    return hashlib.sha256("\n".join(sorted(names[p] for p in group["params"])).encode()).hexdigest()[:16]
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_model, save_model
 from torch import nn
 
 from memascend.engine.blocks import NotStreamable
@@ -235,3 +236,51 @@ def test_a_file_of_tensors_that_a_killed_process_of_an_earlier_version_left_is_c
         assert_same(ours.state_dict(), theirs.state_dict())
     home.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+WRITES = {
+    "init": lambda p: nn.init.zeros_(p),
+    "fill": lambda p: p.detach().fill_(1.0),
+    "data": lambda p: setattr(p, "data", torch.ones(p.shape)),
+    "in the data": lambda p: p.data.zero_(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_parameter_that_the_loop_writes_to_between_steps_is_one_line_and_nothing_of_it_stays(tmp_path, write):
+    home, optimizer, ours, theirs = trained(tmp_path / "run")
+    write(ours.layers[1].up.weight)
+    with pytest.raises(NotStreamable, match=r"was written to, and a streamed model's weights are on the SSD"):
+        ours(batches(1)[0])
+    assert torch.isnan(ours.layers[1].up.weight).all()
+    assert torch.isnan(ours.head.weight).all()
+    other = AdamW(theirs.parameters(), **SETTINGS)
+    other.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+    assert loop(ours, optimizer, batches(2)) == loop(theirs, other, batches(2))
+    assert_equal(home, theirs)
+    home.close()
+
+
+def test_a_part_of_a_state_dict_is_saved_alone_and_safetensors_saves_the_model(tmp_path):
+    home, optimizer, ours, theirs = trained(tmp_path / "run")
+    whole = ours.state_dict()
+    torch.save({"bias": whole["layers.0.up.bias"]}, tmp_path / "part")
+    assert (tmp_path / "part").stat().st_size < 4096
+    assert torch.equal(torch.load(tmp_path / "part")["bias"], theirs.state_dict()["layers.0.up.bias"])
+    torch.save(optimizer.state_dict()["state"][1]["exp_avg"], tmp_path / "moment")
+    assert (tmp_path / "moment").stat().st_size < 4096
+    save_model(ours, tmp_path / "model.safetensors")
+    home.close()
+    again = model(seed=3)
+    load_model(again, tmp_path / "model.safetensors")
+    assert_same(again.state_dict(), theirs.state_dict())
+    assert_same(whole, theirs.state_dict())  # also after the end
+
+
+@pytest.mark.parametrize("wrong", ["a file", "a link to nowhere"])
+def test_what_cannot_become_a_folder_is_one_line(tmp_path, wrong):
+    place = tmp_path / "run"
+    place.touch() if wrong == "a file" else place.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=f"run is {wrong}"):
+        streaming(place)

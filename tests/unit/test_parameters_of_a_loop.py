@@ -194,3 +194,30 @@ def test_settings_that_torch_refuses_are_refused_before_anything_has_moved(tmp_p
         assert "\n" not in str(refusal.value)
     assert all(torch.equal(values, before[name]) for name, values in ours.state_dict().items())
     assert list(tmp_path.iterdir()) == []
+
+
+def matrices_and_others(of):
+    return [
+        {"params": [p for p in of.parameters() if p.dim() > 1], "weight_decay": 0.5},
+        {"params": [p for p in of.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    "groups", [lambda of: matrices_and_others(of)[::-1], lambda of: list(of.parameters())], ids=["order", "number"]
+)
+def test_a_resume_with_other_groups_is_refused_and_one_with_the_same_goes_on_with_their_settings(
+    tmp_path, caplog, groups
+):
+    ours = model()
+    home, optimizer = begin(ours, tmp_path / "run", params=matrices_and_others(ours), lr=0.01)
+    loop(ours, optimizer, batches(1))
+    home.close()
+    with pytest.raises(ValueError, match="params="):
+        begin(other := model(), tmp_path / "run", resume=True, params=groups(other))
+    again = model()
+    with caplog.at_level("INFO", "memascend"):
+        home, optimizer = begin(again, tmp_path / "run", resume=True, params=matrices_and_others(again), lr=0.07)
+    assert [(group["weight_decay"], group["lr"]) for group in optimizer.param_groups] == [(0.5, 0.01), (0.0, 0.01)]
+    assert "group 1 goes on with lr=0.01 of the last step (0.07 was asked for" in caplog.text
+    home.close()
