@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
+import numpy
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -305,6 +306,10 @@ class UnitWeights:
         self.require_usable: Callable[[], None] = lambda: None  # raises where the values are of a step half done
         self.nothing = torch.full((), torch.nan, dtype=units.layout.weights, device=units.device)
         self._empty = {p: self.nothing.expand(p.shape) for p in units.names}
+        self._versions: dict[nn.Parameter, int] = {}  # autograd's, of parameters that are empty
+        # Its bits, which whoever writes to an empty parameter's `data` changes; not looked at on a device.
+        self._bits = self.nothing.reshape(1).view(torch.uint8).numpy() if units.device.type == "cpu" else None
+        self._bits_of_nothing = None if self._bits is None else self._bits.tobytes()
 
     @classmethod
     def leave_children_none(cls) -> None:
@@ -335,6 +340,8 @@ class UnitWeights:
         if unit.key in self._lent:
             del self._lent[unit.key]
         else:
+            if not self.is_held(unit):
+                self._require_untouched(unit)
             self._fetch(unit)
             self._uses[unit.key] = self._uses.get(unit.key, 0) + 1
         if self._uses[unit.key] == 1:
@@ -344,6 +351,30 @@ class UnitWeights:
                 self._storages.setdefault(unit.key, []).append(StorageWeakRef(values.untyped_storage()))
             for part, parameter in self.units.pairs(unit):
                 parameter.data = values[part.first : part.first + part.numel].view(part.shape)
+
+    def _require_untouched(self, unit: Unit) -> None:
+        """NotStreamable where a parameter was written to while it was empty, which reaches none of its values."""
+        touched = self._touched([parameter for _, parameter in self.units.pairs(unit)])
+        if self._bits is not None and self._bits.tobytes() != self._bits_of_nothing:
+            self._bits[:] = numpy.frombuffer(self._bits_of_nothing, dtype=numpy.uint8)
+            touched += self._touched(self._versions)
+            touched = touched or ["a parameter of the model"]
+        if touched:
+            raise NotStreamable(
+                f"{touched[0]} was written to, and a streamed model's weights are on the SSD, where that does not "
+                "reach them: nothing of it was kept; initialise, clamp or load weights before the optimizer is made"
+            )
+
+    def _touched(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+        """Names of those that are not as they were left; they are from here on."""
+        place = self.nothing.data_ptr()
+        touched = []
+        for parameter in parameters:
+            version = self._versions.get(parameter)
+            if version is not None and (version != parameter._version or place != parameter.data_ptr()):
+                touched.append(self.units.names[parameter])
+                self._leave(parameter)
+        return touched
 
     def _fetch(self, unit: Unit) -> None:
         (slot,) = self.stream.fetch([unit.key])
@@ -397,12 +428,16 @@ class UnitWeights:
     def empty(self, unit: Unit) -> None:
         """Let go of the memory: shape and type stay, and all elements are one NaN."""
         for _, parameter in self.units.pairs(unit):
-            parameter.data = self._empty[parameter]
+            self._leave(parameter)
+
+    def _leave(self, parameter: nn.Parameter) -> None:
+        parameter.data = self._empty[parameter]
+        self._versions[parameter] = parameter._version
 
     def empty_all(self) -> None:
         """Of the whole model, sliced parameters among them."""
-        for parameter, nothing in self._empty.items():
-            parameter.data = nothing
+        for parameter in self._empty:
+            self._leave(parameter)
             forget(parameter)
 
     def abandon(self) -> None:

@@ -4,6 +4,7 @@ of random numbers that are not torch's own (Python's, NumPy's, a torch.Generator
 from __future__ import annotations
 
 import random
+import types
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,9 +24,8 @@ class ValuesAreGone(RuntimeError):
 
 class ModuleState:
     """Of a module and all modules in it, at one moment: buffers and tensors in attributes (by value), attributes (by
-    reference), lists, dicts, sets and deques in attributes (by their items), and generators of random numbers.
-
-    Other objects that an attribute refers to are not copied: what a forward pass changes of them stays changed.
+    reference), what the attributes refer to (lists, dicts, sets and deques by their items, objects by their own
+    attributes), and generators of random numbers. What these refer to in their turn is looked at in containers alone.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -34,6 +34,7 @@ class ModuleState:
         ]
         tensors: dict[int, torch.Tensor] = {}
         containers: dict[int, Any] = {}
+        objects: dict[int, dict[str, Any]] = {}
         self._generators: list[_Generator] = [_PythonGenerator(), _NumpyGenerator()]
         for module in modules:
             for buffer in module._buffers.values():
@@ -42,6 +43,9 @@ class ModuleState:
             for name, value in vars(module).items():
                 if name not in _OWN:
                     _collect(value, tensors, containers, self._generators)
+                    if _is_plain(value) and id(value) not in objects:
+                        objects[id(value)] = vars(value)
+        self._attributes += [(owner, dict(owner)) for owner in objects.values()]
         # (tensor, its values, or None and the version that it had with them)
         self._tensors: list[tuple[torch.Tensor, torch.Tensor | None, int]] = [
             (tensor, tensor.detach().clone(), 0) for tensor in tensors.values()
@@ -139,6 +143,15 @@ def _collect(
         containers[id(value)] = value
         for each in value.values() if isinstance(value, dict) else value:
             _collect(each, tensors, containers, generators)
+
+
+def _is_plain(value: Any) -> bool:
+    """An object that holds values, such as a namespace or a configuration; no module, class or function."""
+    return (
+        isinstance(getattr(value, "__dict__", None), dict)
+        and not callable(value)
+        and not isinstance(value, torch.Tensor | types.ModuleType)
+    )
 
 
 def _items(container: Any) -> Any:

@@ -489,7 +489,13 @@ class BlockPass:
         self._since = self._runtime.now()
 
     def _inputs_again(self) -> list[torch.Tensor]:
-        tensors = self._source()
+        try:
+            tensors = self._source()
+        except RuntimeError as error:
+            raise NotStreamable(
+                f"an input of {self.unit.key} that waits in memory was changed in place after the block had it: use "
+                f"the operation that is not in place, or let inputs wait on the SSD (checkpoints='tier'): {error}"
+            ) from error
         if self._products:
             self._taken.bring_back(tensors[-self._products :])
             del tensors[-self._products :]

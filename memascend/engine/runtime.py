@@ -127,7 +127,7 @@ class StreamingEngine(HookedRuntime):
         self.gradients = StepGradients()
         self._frozen = {p: name for p, name in units.names.items() if name not in self.steps and p.numel()}
         self._passes = 0  # backward passes of this step that have ended
-        self._backward_begun = False
+        self._backward_begun = self._got_gradients = False
         self._profile = StepProfile(
             self.layout, options.profiles, lambda: self.transferred, self._computed_again, units.device
         )
@@ -424,6 +424,7 @@ class StreamingEngine(HookedRuntime):
         """A gradient of this pass, whole."""
         if gradient.layout != torch.strided:
             raise NotStreamable(f"the gradient of {part.name} is sparse: use a dense one (sparse=False)")
+        self._got_gradients = True
         last = self._passes + 1 >= self.options.accumulate
         self.updates.arrive(part, gradient, wait=self.options.waits or not last, last=last)
 
@@ -438,7 +439,7 @@ class StreamingEngine(HookedRuntime):
                     f"backward pass {self._passes + 1} of a step that was to have {self.options.accumulate}: call "
                     "optimizer.step() before it, or say how many there are in a step (accumulate=)"
                 )
-            self._backward_begun = True
+            self._backward_begun, self._got_gradients = True, False
             self.gradients.begin_pass(first=self._passes == 0)
             self.updates.zeroed = self.gradients.zeroed
             self.updates.scale = self.scale
@@ -448,6 +449,9 @@ class StreamingEngine(HookedRuntime):
         self.visits.end()
         self._hooks.left_over(self)
         self._profile.end_backward()
+        if not self._got_gradients:  # torch.autograd.grad of inputs or activations is no pass of the step
+            self._backward_begun, self._visits = False, None
+            return
         last = self._passes + 1 >= self.options.accumulate
         self.updates.end_pass(wait=self.options.waits or not last, last=last)
         self.gradients.whole = frozenset(self.updates.arrived)

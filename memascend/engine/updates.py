@@ -181,7 +181,7 @@ class Updates:
         pieces of which nothing came wait for nothing any more, so that the unit's slot is free."""
         left = [piece for piece in unit.pieces if not self._pieces.has_begun(piece)]
         came = [piece for piece in left if self._has_come(piece)]
-        if not wait:
+        if not wait and (came or self._pieces.is_open(unit.key) or any(map(self._pieces.is_on_tier, left))):
             came += [p for p in left if p not in came and (self._has_zeros(p) or self._pieces.is_on_tier(p))]
         for piece in came:
             self._complete(piece, wait=wait, last=last)

@@ -311,3 +311,25 @@ def test_evaluation_in_inference_mode_is_that_of_no_grad(tmp_path, options):
     with torch.inference_mode():
         assert ours(data[0]).item() == theirs(data[0]).item()
     home.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"wait": True}, {"options": EngineOptions(zero_missing=True)}], ids=str)
+def test_a_gradient_of_activations_alone_is_no_pass_of_the_step(tmp_path, options):
+    """Saliency, adversarial examples."""
+    ours, theirs, data = model(), model(), batches(3)
+    home, optimizer = begin(ours, tmp_path / "run", **options)
+    other = AdamW(theirs.parameters(), **SETTINGS)
+    for of, updates in ((ours, optimizer), (theirs, other)):
+        for ids in data:
+            updates.zero_grad()
+            kept = []
+            hook = of.layers[0].register_forward_hook(lambda _, __, result, kept=kept: kept.append(result))
+            loss = of(ids)
+            hook.remove()
+            (found,) = torch.autograd.grad(loss, kept)
+            of.last = found
+            (of(ids) * (1 + found.square().sum())).backward()
+            updates.step()
+    assert torch.equal(ours.last, theirs.last)
+    assert_equal(home, theirs)
+    home.close()

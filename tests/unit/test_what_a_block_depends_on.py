@@ -1,13 +1,14 @@
 """Backward computes a block again with all that its forward pass depended on, or says what is gone."""
 
 import random
+import types
 
 import numpy
 import pytest
 import torch
 from torch import nn
 
-from memascend import streaming
+from memascend import EngineOptions, streaming
 from memascend.engine.blocks import NotStreamable
 from memascend.engine.module_state import ModuleState, ValuesAreGone
 from memascend.ops.adamw import AdamW
@@ -132,3 +133,86 @@ def test_a_state_keeps_values_of_what_changed_alone_and_says_what_is_gone():
     module.unused.fill_(3.0)
     with pytest.raises(ValuesAreGone, match="float32"):
         state.restore()
+
+
+class Told(nn.Module):
+    """Its blocks are told by an object of the model's which one they are."""
+
+    def __init__(self, told):
+        super().__init__()
+        self.told, self.layers = told, nn.ModuleList(Listener(told) for _ in range(3))
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            if isinstance(self.told, dict):
+                self.told["number"] = number
+            else:
+                self.told.number = number
+            x = layer(x)
+        return x
+
+
+class Listener(nn.Module):
+    def __init__(self, told):
+        super().__init__()
+        self.told, self.even, self.odd = told, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        number = self.told["number"] if isinstance(self.told, dict) else self.told.number
+        return x + (self.odd if number % 2 else self.even)(x).tanh()
+
+
+@pytest.mark.parametrize("told", [dict, types.SimpleNamespace], ids=["a dict", "an object"])
+def test_what_the_model_s_forward_tells_its_blocks_is_each_block_s_own(tmp_path, told):
+    torch.manual_seed(0)
+    ours = Told(told())
+    torch.manual_seed(0)
+    theirs = Told(told())
+    with streaming(tmp_path / "run") as home:
+        home.hook(ours)
+        assert drawn(ours, home.optimizer(torch.optim.AdamW, lr=0.1)) == drawn(
+            theirs, AdamW(theirs.parameters(), lr=0.1)
+        )
+
+
+class AddsInPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Shift() for _ in range(3))
+
+    def forward(self, x):
+        stream = self.first(x)
+        for layer in self.layers:
+            stream += layer(stream)
+        return stream
+
+
+class Shift(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift, self.linear = nn.Parameter(torch.zeros(WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear((x + self.shift).tanh())
+
+
+def test_an_input_that_waits_in_memory_and_is_changed_in_place_is_one_line_and_on_the_tier_it_is_as_in_memory(tmp_path):
+    torch.manual_seed(0)
+    ours, theirs = AddsInPlace(), AddsInPlace()
+    theirs.load_state_dict(ours.state_dict())
+    with streaming(tmp_path / "device") as home:
+        home.hook(ours)
+        optimizer = home.optimizer(torch.optim.AdamW, lr=0.1, options=EngineOptions(checkpoints="device"))
+        with pytest.raises(
+            NotStreamable, match=r"layers\.\d that waits in memory was changed in place.*checkpoints='tier'"
+        ):
+            ours(torch.ones(4, WIDTH)).sum().backward()
+        optimizer.zero_grad()
+        saved = ours.state_dict()
+    assert all(torch.equal(values, saved[name]) for name, values in theirs.state_dict().items())
+    again = AddsInPlace()
+    again.load_state_dict(theirs.state_dict())
+    with streaming(tmp_path / "tier") as home:
+        home.hook(again)
+        found = drawn(again, home.optimizer(torch.optim.AdamW, lr=0.1))
+        assert found == drawn(theirs, AdamW(theirs.parameters(), lr=0.1))
