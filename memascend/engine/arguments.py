@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+from collections import UserDict, UserList
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +27,9 @@ class _Place:
 class Arguments:
     """`args` and `kwargs` taken apart: their structure, and each tensor once.
 
-    Containers that torch's pytree knows, dataclasses and namespaces are copied, and so is every other object of a
-    Python class with tensors in its attributes or items, so that a block may change them. An object without tensors is
-    the caller's own. TypeError for one with tensors that cannot be copied.
+    Containers that torch's pytree knows, classes derived from dict and list, dataclasses and namespaces are copied, and
+    so is every other object of a Python class with tensors in its attributes or items, so that a block may change them.
+    Another object without tensors is the caller's own. TypeError for one with tensors that cannot be copied.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -148,6 +149,9 @@ def _children(node: Any) -> list[Any]:
 
 
 def _is_value(node: Any) -> bool:
+    """Whether it is copied without a tensor in it, too: a block may put one there."""
+    if isinstance(node, dict | list | UserDict | UserList):
+        return _is_of_python(node)
     return (dataclasses.is_dataclass(node) and not isinstance(node, type)) or type(node) is SimpleNamespace
 
 

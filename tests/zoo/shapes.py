@@ -7,6 +7,7 @@ steps; `REFUSED` ones say in which words the streaming engine refuses them.
 from __future__ import annotations
 
 import contextlib
+from collections import UserDict
 from dataclasses import dataclass, field
 
 import torch
@@ -991,6 +992,30 @@ class InputsThatGrow(Stack):
         for layer in self.layers[2:]:
             x = layer(x)
         return x[:, :LENGTH] + x[:, LENGTH : 2 * LENGTH]
+
+
+class Handed(UserDict):
+    """From block to block."""
+
+
+class TakesWhatTheFirstBlocksHand(Mlp):
+    def forward(self, x, handed):
+        if len(handed) < 2:
+            handed[len(handed)] = self.up(x).mean(1, keepdim=True)[..., :WIDTH]
+        return super().forward(x) + handed[len(handed) - 1]
+
+
+@shape
+class BlocksFillAMapping(Stack):
+    """It is empty when the first block gets it."""
+
+    block = TakesWhatTheFirstBlocksHand
+
+    def blocks(self, x):
+        handed = Handed()
+        for layer in self.layers:
+            x = layer(x, handed=handed)
+        return x
 
 
 class Cache:
