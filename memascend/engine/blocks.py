@@ -144,7 +144,8 @@ class ModelUnits:
         if len(dtypes) != 1:
             found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "none"
             raise NotStreamable(
-                f"the parameters are of several types ({found}): convert the model to one, model.to(...)"
+                f"the parameters are of several types ({found}): convert the model to one, model.to(...); adapters of "
+                "peft have the model's with get_peft_model(..., autocast_adapter_dtype=False)"
             )
         (dtype,) = dtypes
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
