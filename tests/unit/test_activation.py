@@ -9,6 +9,7 @@ import torch
 import torch.utils.checkpoint
 
 from memascend.activation import CheckpointStore, OffloadedCheckpoint, offload_checkpoints
+from memascend.activation.saved import ActivationError
 from memascend.activation.transfer import Arrival, PlainTransfer, StreamTransfer
 from memascend.memory.ledger import Ledger, verify_by_address
 from memascend.memory.pinned import CountingAllocator, PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator
@@ -325,6 +326,22 @@ def test_copies_are_ordered_by_events_on_a_stream_of_their_own():
     log.clear()
     assert torch.equal(transfer.finish(arrival), source)
     assert log == [("wait", "compute", 2), ("keep", "compute")]
+
+
+def test_a_checkpoint_that_is_changed_in_place_while_a_device_copies_it_is_refused(monkeypatch):
+    streams = Streams()
+    monkeypatch.setattr("memascend.activation.checkpointing.transfer_for", lambda device: StreamTransfer(streams))
+    store = CheckpointStore(PageAlignedPinnedAllocator(lock=False), blocks=1)
+    for change in (False, True):
+        hidden = torch.randn(5, 2, requires_grad=True) * 1
+        result = OffloadedCheckpoint(store)(torch.exp, hidden)
+        if change:
+            with torch.no_grad():
+                hidden.add_(1)
+            with pytest.raises(ActivationError, match=r"the checkpoint of a block, \(5, 2\) .* modified in place"):
+                result.sum().backward()
+        else:
+            result.sum().backward()
 
 
 def test_another_device_waits_for_the_last_copy_of_a_slot_and_freeing_waits_for_all():
