@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
-import numpy
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.engine.device import DeviceWeights
 from memascend.engine.layout import Kind, Part, Unit, UnitParameters, make_layout
+from memascend.engine.resting import at_rest
 from memascend.engine.spilled import flat_values, forget, let_go
 from memascend.engine.weights import WeightStream
 from memascend.ops.rows import can_be_sliced
@@ -307,10 +307,19 @@ class UnitWeights:
         self.require_usable: Callable[[], None] = lambda: None  # raises where the values are of a step half done
         self.nothing = torch.full((), torch.nan, dtype=units.layout.weights, device=units.device)
         self._empty = {p: self.nothing.expand(p.shape) for p in units.names}
-        self._versions: dict[nn.Parameter, int] = {}  # autograd's, of parameters that are empty
-        # Its bits, which whoever writes to an empty parameter's `data` changes; not looked at on a device.
-        self._bits = self.nothing.reshape(1).view(torch.uint8).numpy() if units.device.type == "cpu" else None
-        self._bits_of_nothing = None if self._bits is None else self._bits.tobytes()
+        self._classes: dict[nn.Parameter, tuple[type, type]] = {}  # at work, and at rest
+
+    def watch_rest(self) -> Callable[[], None]:
+        """Parameters refuse from here on to be looked at while they are empty; returns the undo. Their classes are not
+        to be changed meanwhile."""
+        self._classes = {p: (type(p), at_rest(type(p))) for p in self._empty if p.numel()}
+
+        def undo() -> None:
+            for parameter, (at_work, _) in self._classes.items():
+                parameter.__class__ = at_work
+            self._classes = {}
+
+        return undo
 
     @classmethod
     def leave_children_none(cls) -> None:
@@ -341,8 +350,6 @@ class UnitWeights:
         if unit.key in self._lent:
             del self._lent[unit.key]
         else:
-            if not self.is_held(unit):
-                self._require_untouched(unit)
             self._fetch(unit)
             self._uses[unit.key] = self._uses.get(unit.key, 0) + 1
         if self._uses[unit.key] == 1:
@@ -351,31 +358,9 @@ class UnitWeights:
                 values = torch.from_dlpack(values)
                 self._storages.setdefault(unit.key, []).append(StorageWeakRef(values.untyped_storage()))
             for part, parameter in self.units.pairs(unit):
+                if parameter in self._classes:
+                    parameter.__class__ = self._classes[parameter][0]
                 parameter.data = values[part.first : part.first + part.numel].view(part.shape)
-
-    def _require_untouched(self, unit: Unit) -> None:
-        """NotStreamable where a parameter was written to while it was empty, which reaches none of its values."""
-        touched = self._touched([parameter for _, parameter in self.units.pairs(unit)])
-        if self._bits is not None and self._bits.tobytes() != self._bits_of_nothing:
-            self._bits[:] = numpy.frombuffer(self._bits_of_nothing, dtype=numpy.uint8)
-            touched += self._touched(self._versions)
-            touched = touched or ["a parameter of the model"]
-        if touched:
-            raise NotStreamable(
-                f"{touched[0]} was written to, and a streamed model's weights are on the SSD, where that does not "
-                "reach them: nothing of it was kept; initialise, clamp or load weights before the optimizer is made"
-            )
-
-    def _touched(self, parameters: Iterable[nn.Parameter]) -> list[str]:
-        """Names of those that are not as they were left; they are from here on."""
-        place = self.nothing.data_ptr()
-        touched = []
-        for parameter in parameters:
-            version = self._versions.get(parameter)
-            if version is not None and (version != parameter._version or place != parameter.data_ptr()):
-                touched.append(self.units.names[parameter])
-                self._leave(parameter)
-        return touched
 
     def _fetch(self, unit: Unit) -> None:
         (slot,) = self.stream.fetch([unit.key])
@@ -429,17 +414,21 @@ class UnitWeights:
     def empty(self, unit: Unit) -> None:
         """Let go of the memory: shape and type stay, and all elements are one NaN."""
         for _, parameter in self.units.pairs(unit):
-            self._leave(parameter)
+            self._empty_one(parameter, self._empty[parameter])
 
-    def _leave(self, parameter: nn.Parameter) -> None:
-        parameter.data = self._empty[parameter]
-        self._versions[parameter] = parameter._version
+    def _empty_one(self, parameter: nn.Parameter, nothing: torch.Tensor) -> None:
+        at_work, rests = self._classes.get(parameter, (None, None))
+        if at_work is None:
+            parameter.data = nothing
+        elif type(parameter) is not rests:  # else it is empty already
+            parameter.data = nothing
+            parameter.__class__ = rests
 
     def empty_all(self) -> None:
         """Of the whole model, sliced parameters among them."""
-        for parameter in self._empty:
-            self._leave(parameter)
+        for parameter, nothing in self._empty.items():
             forget(parameter)
+            self._empty_one(parameter, nothing)
 
     def abandon(self) -> None:
         """After an error: nobody needs anything. The stream's buffers go back by themselves."""

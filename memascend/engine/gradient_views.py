@@ -16,13 +16,13 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from memascend.engine.blocks import NotStreamable
+from memascend.engine.resting import nobody_looks
 
 _SOURCE = "_memascend_gradient"  # of a parameter: where its gradient is
 _STOCK = torch.Tensor.grad
@@ -54,17 +54,14 @@ def forget_gradient(parameter: nn.Parameter) -> None:
     _STOCK.__set__(parameter, None)
 
 
-_nobody_looks = ContextVar("_nobody_looks", default=False)
-
-
 @contextlib.contextmanager
 def stored_gradients_alone() -> Iterator[None]:
     """Around a function of torch's that passes by each parameter's `grad`, and does not ask for a streamed one's."""
-    token = _nobody_looks.set(True)
+    token = nobody_looks.set(True)
     try:
         yield
     finally:
-        _nobody_looks.reset(token)
+        nobody_looks.reset(token)
 
 
 class WaitingGradient(torch.Tensor):
@@ -142,7 +139,7 @@ class _OfAStreamedModel:
     def grad(self) -> torch.Tensor | None:
         stored, (source, name) = stored_gradient(self), getattr(self, _SOURCE, (None, ""))
         engine = source() if source is not None else None
-        if stored is not None or engine is None or _nobody_looks.get() or not engine.gradient_waits(name):
+        if stored is not None or engine is None or nobody_looks.get() or not engine.gradient_waits(name):
             return stored
         return WaitingGradient(self.detach(), name, engine)
 
@@ -163,6 +160,14 @@ class _OfAStreamedModel:
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def _refuse(self, what: str) -> NotStreamable:
+        """Of a parameter at rest (`resting`)."""
+        return NotStreamable(
+            f"{what} of {getattr(self, _SOURCE, (None, 'a parameter'))[1]} outside of its module's forward pass: its "
+            "values are on the SSD then: take them from state_dict(), the model's or the module's, or from "
+            "home.engine.read_weights()"
+        )
 
     def __deepcopy__(self, _: Any) -> Any:
         raise no_copy()

@@ -77,6 +77,7 @@ class ModelHooks:
                     collect = _collector(weakref.ref(runtime), unit, part)
                     self._undo.append(parameter.register_post_accumulate_grad_hook(collect).remove)
         self._undo.append(watch_gradients(units.names, runtime))
+        self._undo.append(weights.watch_rest())
         before = model.register_forward_pre_hook(runtime.model_begins)
         after = model.register_forward_hook(runtime.model_ends)
         outside = OutsideUse(model, weights, self)
@@ -96,8 +97,9 @@ class ModelHooks:
 
     def left_over(self, runtime: HookedRuntime) -> None:
         """At the end of backward: gradients that no hook has handed over."""
-        for unit in self._units.layout.units:
-            self.left_over_of(runtime, unit)
+        with torch._C.DisableTorchFunctionSubclass():  # parameters at rest have nobody to ask
+            for unit in self._units.layout.units:
+                self.left_over_of(runtime, unit)
         for rows in self.matrices:
             rows.end_of_backward()
 

@@ -93,6 +93,8 @@ class OutsideUse:
 
 
 class _Watching(TorchDispatchMode):
+    gives_values = True  # to parameters at rest, see `resting`
+
     def __init__(self, weights: UnitWeights, hold: Callable[[nn.Parameter], bool]) -> None:
         super().__init__()
         self._names: Mapping[nn.Parameter, str] = weights.units.names

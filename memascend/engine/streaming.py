@@ -56,8 +56,9 @@ class streaming:
     and clip_grads_with_norm_ under any name; all else raises NotStreamable. After an error in a backward pass or an
     update, each of these gives the step up first, and sees the last completed one.
 
-    **The model's parameters** hold one NaN while they are not at work: their values are in `state_dict()`, the model's
-    or any part's, and in `engine.read_weights()`. `to`, `half`, `cuda` and the like raise NotStreamable where they
+    **The model's parameters** hold one NaN while they are not at work, and what looks at it (`p.norm()`, `p.data` in a
+    sum) raises NotStreamable: their values are in `state_dict()`, the model's or any part's, and in
+    `engine.read_weights()`. `to`, `half`, `cuda` and the like raise NotStreamable where they
     would change something, and so do `load_state_dict`, copies and pickles: convert and load before the optimizer is
     made. After `close` the model stays empty, and calling or saving it raises RuntimeError.
     """

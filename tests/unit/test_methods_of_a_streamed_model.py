@@ -243,20 +243,17 @@ WRITES = {
     "fill": lambda p: p.detach().fill_(1.0),
     "data": lambda p: setattr(p, "data", torch.ones(p.shape)),
     "in the data": lambda p: p.data.zero_(),
+    "NumPy": lambda p: p.detach().numpy().fill(0),
 }
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_a_parameter_that_the_loop_writes_to_between_steps_is_one_line_and_nothing_of_it_stays(tmp_path, write):
     home, optimizer, ours, theirs = trained(tmp_path / "run")
-    write(ours.layers[1].up.weight)
-    with pytest.raises(NotStreamable, match=r"was written to, and a streamed model's weights are on the SSD"):
-        ours(batches(1)[0])
-    assert torch.isnan(ours.layers[1].up.weight).all()
-    assert torch.isnan(ours.head.weight).all()
+    with pytest.raises(NotStreamable, match=r"layers\.1\.up\.weight"):
+        write(ours.layers[1].up.weight)
     other = AdamW(theirs.parameters(), **SETTINGS)
     other.load_state_dict(optimizer.state_dict())
-    optimizer.zero_grad()
     assert loop(ours, optimizer, batches(2)) == loop(theirs, other, batches(2))
     assert_equal(home, theirs)
     home.close()

@@ -1,0 +1,91 @@
+"""A streamed parameter while it is not at work: what looks at its values is refused in one line.
+
+Its memory is one NaN then, and `p.norm()`, an average over `p.data` or `parameters_to_vector(...)` would be NaN without
+a word. So its class is another one while it rests, whom torch asks about every function that gets it
+(`__torch_function__`). At work it has a class of which torch asks nothing: forward and backward passes cost nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+_OF_TYPE_AND_SHAPE = {
+    *("__hash__", "_is_view", "_is_zerotensor", "data_ptr", "dim", "element_size", "get_device", "has_names"),
+    *("ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"),
+    *("retain_grad", "size", "storage_offset", "stride", "untyped_storage"),
+}
+_SET_DATA = torch.Tensor.data.__set__
+_PROPERTIES = ("__get__", "__set__", "__delete__")
+
+# Inside of functions of torch's that pass by each parameter, and whose results are looked after.
+nobody_looks = ContextVar("nobody_looks", default=False)
+
+
+class ValuesAreElsewhere:
+    """Mixed into the class of a tensor over the NaN. `_refuse` makes the error, with the tensor's name."""
+
+    _refuse: Callable[..., Exception]
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = function.__name__
+        if function == _SET_DATA and not nobody_looks.get():
+            raise args[0]._refuse("an assignment to data")
+        moves = name in _PROPERTIES or name == "detach"  # whoever uses the result is refused
+        if not (moves or _takes_no_value(name, args) or nobody_looks.get() or _is_watched()):
+            tensors = [
+                each for each in _flat([*args, *(kwargs or {}).values()]) if isinstance(each, ValuesAreElsewhere)
+            ]
+            raise tensors[0]._refuse(name)
+        with torch._C.DisableTorchFunctionSubclass():
+            found = function(*args, **(kwargs or {}))
+            if moves and name != "__set__" and type(found) is torch.Tensor and _is_the_same(found, args[0]):
+                found = found.as_subclass(_View)
+                found._of = args[0]
+        return found
+
+    def __repr__(self, **_: Any) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, on the SSD)"
+
+
+class _View(ValuesAreElsewhere, torch.Tensor):
+    """`p.data` or `p.detach()` of a parameter at rest."""
+
+    def _refuse(self, what: str) -> Exception:
+        return self._of._refuse(what)
+
+
+def _takes_no_value(name: str, args: tuple[Any, ...]) -> bool:
+    if name in _OF_TYPE_AND_SHAPE or name.startswith(("is_", "new_")) or name.endswith("_like"):
+        return True
+    return name == "type" and len(args) == 1
+
+
+def _is_watched() -> bool:
+    """Whether a first forward pass is (`outside_use`), which gives values to what is used outside of its module."""
+    return any(getattr(mode, "gives_values", False) for mode in _get_current_dispatch_mode_stack())
+
+
+def _is_the_same(found: torch.Tensor, tensor: torch.Tensor) -> bool:
+    strided = found.layout == tensor.layout == torch.strided
+    return strided and found.numel() and found.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+
+
+def _flat(args: Any) -> list[Any]:
+    return [each for arg in args for each in (_flat(arg) if isinstance(arg, list | tuple) else [arg])]
+
+
+@functools.cache
+def at_rest(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class that a parameter of class `kind` has while it rests."""
+    return type(kind.__name__, (ValuesAreElsewhere, kind), {"__module__": kind.__module__})
