@@ -449,7 +449,10 @@ void bind_completions(Class& type) {
       .def("wait", &wait_for_all<Engine>)
       .def("take_ended", [](Engine& self) { return as_list(self.take_ended()); })
       .def("cancel", &Engine::cancel, NoGil())
+      .def("refuse", &Engine::refuse, NoGil())
       .def("shutdown", &Engine::shutdown, NoGil())
+      // For good: nothing of it is freed, nor its faults, since a worker may be in the kernel, or come back from there.
+      .def("leave", [](const py::object& self) { self.inc_ref(); })
       .def("statistics", [](const Engine& self) { return as_dict(self.statistics()); })
       .def_property_readonly("buffered_path", &Engine::buffered_path)
       .def_property_readonly("completion_fd", &Engine::completion_fd)
@@ -497,6 +500,7 @@ void bind_file_engine(py::module_& module) {
                       std::int64_t offset) { return submit(self, IoOp::kRead, tensor, std::move(path), offset); })
       .def("write", [](FileEngine& self, const at::Tensor& tensor, std::string path,
                        std::int64_t offset) { return submit(self, IoOp::kWrite, tensor, std::move(path), offset); })
+      .def_property_readonly("pending_path", &FileEngine::pending_path)
       .def_property_readonly("bounce_buffer_bytes", &FileEngine::bounce_buffer_bytes);
   bind_completions<FileEngine>(type);
 }

@@ -160,6 +160,8 @@ class StateHome:
             self._moved_before = Transferred(*self.transferred, 0.0, 0.0)
             self._is_open = False
             self._tier.close()
+        if self._tier.left is not None:  # it still has the store
+            raise self._tier.left
         self._tier = self._open()
         self._is_open = True
 

@@ -47,6 +47,7 @@ from memascend.engine.swap import Decision, Swapping, link_rate
 from memascend.engine.updates import AdamSettings, Updates
 from memascend.engine.weights import WeightStream
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
+from memascend.storage import leaving
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.swapping import Rates as SwapRates
 
@@ -319,6 +320,7 @@ class StreamingEngine(HookedRuntime):
             self.home.close()
 
     def _stop(self) -> None:
+        leaving.begin_if_asked()
         synchronize(self.units.device)  # copies that are under way use memory that goes now
         if self._swapping is not None:
             with contextlib.suppress(OSError):
@@ -762,7 +764,14 @@ class StreamingEngine(HookedRuntime):
                 self._unfinished = str(error)
                 raise
             self._beside.home_was_opened_again()
+            self._look_at_kept_steps()
+            self.steps = dict(self._kept_steps)
         self._half_taken_back = False
+
+    def _look_at_kept_steps(self) -> None:
+        """A commit that Ctrl-C fell into may have been done all the same."""
+        if (kept := self.home.completed()) is not None:
+            self._kept_steps = dict(zip(self.layout.order, kept["steps"], strict=True))
 
     def _close_streams(self) -> None:
         """Every slot is free, and nothing is under way; all of them can be used again. Raises the first failure."""
@@ -783,6 +792,7 @@ class StreamingEngine(HookedRuntime):
         if self._closed:
             return
         self.weights.require_own_process()
+        leaving.begin_if_asked()
         self._backward_begun = False
         self._hooks.forget()
         with contextlib.suppress(OSError):

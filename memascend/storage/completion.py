@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from typing import Any
 
+from memascend.storage import leaving
 from memascend.storage.engine import RequestCancelled
 
 __all__ = ["Completion", "Promise", "RequestCancelled", "all_of", "when"]
@@ -121,7 +122,13 @@ class Completion:
                 return
             self._ended = self._ended or threading.Event()
             self._watched()
-        if not self._ended.wait(timeout_s):
+        leaving.begin_if_asked()
+        try:
+            ended = self._ended.wait(timeout_s)
+        except BaseException:  # of a signal's handler, Ctrl-C's for instance
+            leaving.begin()
+            raise
+        if not ended:
             raise TimeoutError(f"{self._what} has not ended after {timeout_s} s")
 
     def _settle(self, value: Any = None, error: BaseException | None = None) -> bool:
@@ -136,6 +143,11 @@ class Completion:
         for function in callbacks:
             _dispatcher.call(lambda function=function: self._call(function))
         return True
+
+    def _give_up(self, error: BaseException) -> None:
+        """End it with an error that has been told, though what it stands for may still be under way."""
+        self._observed = True
+        self._settle(error=error)
 
     def _call(self, function: Callable[[Completion], None]) -> None:
         try:

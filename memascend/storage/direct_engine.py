@@ -28,6 +28,7 @@ from memascend import _C
 from memascend.storage.devices import require_usable
 from memascend.storage.engine import EngineStatistics, RequestCancelled, StorageEngine, quantile_us
 from memascend.storage.errors import StorageError
+from memascend.storage.leaving import end_engine
 from memascend.storage.scratch import (
     ScratchFile,
     collect_scratch_files,
@@ -177,8 +178,9 @@ class DirectEngine(StorageEngine):
         )
         self._tell_if_buffered()
         self._scratch: ScratchFile | None = None
+        self._pid = os.getpid()
         # Also at interpreter exit: what was submitted is written; what was not committed is forgotten.
-        self._finalizer = weakref.finalize(self, self._native.shutdown)
+        self._finalizer = weakref.finalize(self, _end, self._native, self._store, self._pid, None)
 
     @classmethod
     def create_file_store(
@@ -205,7 +207,7 @@ class DirectEngine(StorageEngine):
             scratch.remove()
             raise
         engine._finalizer.detach()
-        engine._finalizer = weakref.finalize(engine, _end, engine._native, scratch)
+        engine._finalizer = weakref.finalize(engine, _end, engine._native, engine._store, engine._pid, scratch)
         engine._scratch = scratch
         try:
             engine.grow(size_bytes, preallocate)
@@ -334,7 +336,11 @@ class DirectEngine(StorageEngine):
         return len(rows)
 
     def close(self) -> None:
-        """End all requests and the threads, and leave the store. What was not committed is forgotten. Idempotent."""
+        """End all requests and the threads, and leave the store. What was not committed is forgotten. Idempotent.
+
+        After Ctrl-C, what hangs is left to the end of the process, with a warning that names the device or file: the
+        memory of its transfers must not be used again.
+        """
         self._finalizer()
         self._native = self._store = None
 
@@ -352,6 +358,9 @@ class DirectEngine(StorageEngine):
     def _where(self) -> str:
         return f": {', '.join(self.paths)}"
 
+    def _place(self) -> str:
+        return ", ".join(self.paths)
+
     @property
     def backend(self) -> str:
         """io_uring or libaio."""
@@ -366,6 +375,6 @@ class DirectEngine(StorageEngine):
         return self._native.bounce_buffers
 
 
-def _end(native: Any, scratch: ScratchFile) -> None:
-    native.shutdown()
-    scratch.remove()
+def _end(native: Any, store: Any, pid: int, scratch: ScratchFile | None) -> None:
+    if end_engine(native, lambda: ", ".join(store.paths()), pid) and scratch is not None:
+        scratch.remove()

@@ -12,11 +12,13 @@ from __future__ import annotations
 import logging
 import math
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from memascend.storage.errors import Failure, StorageError, raise_first
+from memascend.storage.leaving import end_engine, moved_by
 
 __all__ = ["EngineStatistics", "Outcome", "RequestCancelled", "StorageEngine", "quantile_us"]
 
@@ -79,6 +81,8 @@ class StorageEngine:
     """Base of the engines. Thread-safe; not usable in a forked child."""
 
     _native: Any
+    _finalizer: weakref.finalize
+    _pid: int
     _told = False
 
     def wait(self, request: int | None = None, timeout_s: float | None = None) -> int:
@@ -131,9 +135,20 @@ class StorageEngine:
     def end(self) -> None:
         """End all requests, then the threads; submissions raise RuntimeError. What has ended can still be taken.
 
-        Idempotent; `close` does it too.
+        Idempotent; `close` does it too. After Ctrl-C it leaves what hangs, as `close`.
         """
-        self._native.shutdown()
+        if not end_engine(self._native, self._place, self._pid):
+            self._finalizer.detach()
+
+    def leave(self) -> None:
+        """Let it be: requests that hang, threads, and the memory of both stay until the process has ended, which does
+        not wait for them. Nothing may be submitted or waited for any more."""
+        self._finalizer.detach()
+        self._native.leave()
+
+    def progress(self) -> object:
+        """Equal as long as nothing moves."""
+        return moved_by(self._native)
 
     @property
     def pending(self) -> int:
@@ -168,6 +183,9 @@ class StorageEngine:
 
     def _where(self) -> str:
         return ""
+
+    def _place(self) -> str:
+        raise NotImplementedError
 
 
 def _error_of(failure: Failure | None) -> StorageError | None:

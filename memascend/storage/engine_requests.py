@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 
 from memascend.storage import completion as completions
+from memascend.storage import leaving
 from memascend.storage.completion import Completion, RequestCancelled
 from memascend.storage.engine import StorageEngine
 from memascend.storage.errors import StorageError
+
+_SLICE_S = 0.5  # of a wait, after which it looks whether the engine was left
 
 
 class Transfer(Completion):
@@ -66,7 +70,7 @@ class Requests:
         self._live: dict[int, Transfer] = {}
         self._fd = -1
         self._submitted = 0
-        self._closed = False
+        self._closed = self._left = False
 
     def submit(self, transfer: Transfer, submit: Callable[[], int]) -> None:
         with self._lock:  # so that nobody takes the outcome before its transfer is known
@@ -93,16 +97,26 @@ class Requests:
     def wait_for(self, number: int, timeout_s: float | None, what: str) -> bool:
         """Block until the request has ended, and report it. False: somebody else is about to."""
         error: BaseException | None = None
-        try:
-            self.engine.wait(number, timeout_s)
-        except TimeoutError:
-            raise TimeoutError(f"{what} has not ended after {timeout_s} s") from None
-        except (StorageError, RequestCancelled) as caught:
-            error = caught
-        except (ValueError, AttributeError):  # its outcome was taken; or the engine has been closed meanwhile
-            return False
-        self._ended(number, error)
-        return True
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        leaving.begin_if_asked()
+        while not self._left:
+            left_s = _SLICE_S if deadline is None else min(_SLICE_S, max(0.0, deadline - time.monotonic()))
+            try:
+                self.engine.wait(number, left_s)
+            except TimeoutError:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError(f"{what} has not ended after {timeout_s} s") from None
+                continue
+            except (StorageError, RequestCancelled) as caught:
+                error = caught
+            except (ValueError, AttributeError):  # its outcome was taken; or the engine has been closed meanwhile
+                return False
+            except BaseException:  # of a signal's handler, Ctrl-C's for instance
+                leaving.begin()
+                raise
+            self._ended(number, error)
+            return True
+        return False
 
     def collect(self) -> None:
         """Report what has ended, where the dispatcher does not. Does not block."""
@@ -121,10 +135,27 @@ class Requests:
     def _ended(self, number: int, error: BaseException | None) -> None:
         with self._lock:
             transfer = self._live.pop(number)
-        transfer.end(error)
+        if not self._left:
+            transfer.end(error)
+
+    def progress(self) -> object:
+        """Equal as long as nothing moves."""
+        engine = self.engine
+        return None if engine is None else engine.progress()
+
+    def leave(self) -> None:
+        """The engine stays as it is until the process ends, and nobody is told any more of what ends there."""
+        self._left = self._closed = True  # without the lock: a call that holds it may hang
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            completions.unwatch(fd)
+        if self.engine is not None:
+            self.engine.leave()
 
     def close(self) -> None:
-        """End the requests, then the engine."""
+        """End the requests, then the engine; not one that was left."""
+        if self._left:
+            return
         with self._lock:
             self._closed = True
             fd, self._fd = self._fd, -1

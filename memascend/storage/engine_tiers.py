@@ -6,15 +6,17 @@ import contextlib
 import errno
 import hashlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import torch
 
 from memascend import _C
-from memascend.storage.completion import Completion
+from memascend.storage.completion import Completion, Promise
 from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig, room_for
 from memascend.storage.engine import StorageEngine
 from memascend.storage.engine_requests import Requests, Transfer
@@ -91,6 +93,8 @@ class _EngineTier(TierBase):
 
     def erase(self, key: str) -> bool:
         with self._lock:
+            if self._left is not None:
+                return False
             self._require_open()
             if key not in self._sizes:
                 return False
@@ -145,6 +149,13 @@ class _EngineTier(TierBase):
     def _release(self) -> None:
         for requests in self._all:
             requests.close()
+
+    def progress(self) -> object:
+        return [requests.progress() for requests in self._all]
+
+    def _leave(self) -> None:
+        for requests in self._all:
+            requests.leave()
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -246,9 +257,32 @@ class DirectTier(_EngineTier):
         return [] if self._closed else self.engine.paths
 
     def commit(self) -> int:
-        """Make what was waited for durable; returns the number of changes. Raises StorageError, RuntimeError."""
+        """Make what was waited for durable; returns the number of changes. Raises StorageError, RuntimeError.
+
+        In the main thread Ctrl-C ends the wait for a device that hangs: whether it was committed is then known when
+        the tier has been closed and opened again.
+        """
         self._require_open()
-        return self.engine.commit()
+        return self._beside(f"commit of {self._place}", self.engine.commit)
+
+    def _beside(self, what: str, function: Callable[[], Any]) -> Any:
+        """What the kernel may keep for as long as a device hangs: in the main thread it is waited for as a transfer."""
+        if threading.current_thread() is not threading.main_thread():
+            return function()
+        done = Promise(what)
+
+        def run() -> None:
+            value, failure = None, None
+            try:
+                value = function()
+            except BaseException as error:
+                failure = error
+            done._settle(value, failure)
+            self._pending.discard(done)
+
+        self._pending.add(done)
+        threading.Thread(target=run, name="memascend-beside", daemon=True).start()
+        return done.wait()
 
     def reserve(self, more_bytes: int) -> None:
         with self._lock:
@@ -304,7 +338,7 @@ class DirectTier(_EngineTier):
 
     def _grow(self, size_bytes: int) -> None:
         if self._in_file and size_bytes > self._grown_bytes:
-            self.engine.grow(size_bytes)
+            self._beside(f"growth of {self._place}", lambda: self.engine.grow(size_bytes))
             self._grown_bytes = size_bytes
 
     def _free_room(self, nbytes: int) -> None:
@@ -425,4 +459,9 @@ class FileTier(_EngineTier):
     def _release(self) -> None:
         super()._release()
         del self._reading, self._writing
-        self._finalizer()
+        if self._left is None:
+            self._finalizer()
+
+    def _leave(self) -> None:
+        super()._leave()
+        self._finalizer.detach()  # the next process that uses the folder removes it

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 
 import torch
 
 from memascend import _C
 from memascend.storage.engine import StorageEngine
 from memascend.storage.errors import StorageError
+from memascend.storage.leaving import end_engine
 
 __all__ = ["FileEngine", "StorageError"]
 
@@ -40,8 +42,9 @@ class FileEngine(StorageEngine):
         self.threads = threads
         self.block_bytes = block_bytes
         self._native = _C.FileEngine(threads, block_bytes, require_direct, faults)
+        self._pid = os.getpid()
         # Also at interpreter exit: what was submitted is written out.
-        self._finalizer = weakref.finalize(self, self._native.shutdown)
+        self._finalizer = weakref.finalize(self, end_engine, self._native, _place_of(self._native), self._pid)
 
     def async_read(self, tensor: torch.Tensor, path: str | os.PathLike[str], file_offset: int = 0) -> int:
         """Fill the contiguous CPU `tensor` from `path`; returns the request's number. Raises ValueError."""
@@ -52,8 +55,15 @@ class FileEngine(StorageEngine):
         return self._native.write(tensor, os.fspath(path), file_offset)
 
     def close(self) -> None:
-        """End all requests and the threads; a later submission raises RuntimeError. `wait` still reports."""
+        """End all requests and the threads; a later submission raises RuntimeError. `wait` still reports.
+
+        After Ctrl-C, what hangs is left to the end of the process, with a warning that names the file: the memory of
+        its transfers must not be used again.
+        """
         self._finalizer()
+
+    def _place(self) -> str:
+        return self._native.pending_path
 
     def __enter__(self) -> FileEngine:
         return self
@@ -65,3 +75,7 @@ class FileEngine(StorageEngine):
     def bounce_buffer_bytes(self) -> int:
         """Host memory held for bouncing: 256 KiB a thread that has needed it."""
         return self._native.bounce_buffer_bytes
+
+
+def _place_of(native: _C.FileEngine) -> Callable[[], str]:
+    return lambda: native.pending_path

@@ -203,6 +203,10 @@ class MultiPathTier(TierBase):
             else:
                 path.tier.close()
 
+    def under_way(self) -> int:
+        """Where nothing is under way on a path: those that wait for their turn there."""
+        return 0 if any(path.under_way for path in self._paths) else super().under_way()
+
     def _close_late(self, path: Path) -> None:
         """Not in the engine's code as long as it hangs: an interpreter that ends meanwhile would be aborted there."""
         while path.under_way or self._idle.measuring(path):

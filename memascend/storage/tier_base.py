@@ -14,6 +14,7 @@ from typing import Self
 import torch
 
 from memascend.storage import completion as completions
+from memascend.storage import leaving
 from memascend.storage.completion import Completion, RequestCancelled
 from memascend.storage.errors import StorageError
 
@@ -22,6 +23,7 @@ _open_tiers: list[weakref.ref[TierBase]] = []  # in the order in which they were
 
 @atexit.register
 def _close_all() -> None:
+    leaving.begin_if_asked()
     for reference in list(reversed(_open_tiers)):  # a tier over others before those
         tier = reference()
         if tier is not None:
@@ -40,7 +42,9 @@ class TierBase:
         self._pending: set[Completion] = set()
         self._failed: list[Completion] = []
         self._closed = False
+        self._left: StorageError | None = None  # given up: what hung there, which may still be under way
         self._pid = os.getpid()
+        leaving.register(self)
         _open_tiers.append(weakref.ref(self, _open_tiers.remove))
 
     def size_of(self, key: str) -> int | None:
@@ -74,15 +78,59 @@ class TierBase:
             self._closed = True
         if self._pid != os.getpid():
             return
-        if not completions.in_dispatcher():  # transfers that wait for their turn, too
-            for transfer in list(self._pending):
-                if not transfer._done:
-                    transfer._block(None)
+        interrupt = None if completions.in_dispatcher() else self._await_transfers()
         self._release()
+        if interrupt is not None:
+            raise interrupt
+
+    def _await_transfers(self) -> BaseException | None:
+        """Those that wait for their turn, too; what a signal's handler has raised meanwhile. After Ctrl-C, what hangs
+        is given up; after another one, at once."""
+        interrupt: BaseException | None = None
+        for transfer in list(self._pending):
+            while not transfer._done:
+                try:
+                    transfer._block(None)
+                except Exception:
+                    raise
+                except BaseException as raised:
+                    leaving.begin(leaving.PATIENCE_S if interrupt is None else 0.0)
+                    interrupt = interrupt or raised
+        return interrupt
 
     def _release(self) -> None:
-        """Once, after all transfers have ended: memory, threads, descriptors, files."""
+        """Once, after all transfers have ended, or were given up: memory, threads, descriptors, files."""
         raise NotImplementedError
+
+    # -- leaving while it hangs (`memascend.storage.leaving`) ----------------------------------------------------------
+
+    @property
+    def left(self) -> StorageError | None:
+        """Why the tier was given up, where it was: what hung may still be under way, and the device is not free."""
+        return self._left
+
+    @property
+    def place(self) -> str:
+        return self._place
+
+    def under_way(self) -> int:
+        """Transfers of this tier itself, not of those below."""
+        return len(self._pending) if self._pid == os.getpid() else 0
+
+    def progress(self) -> object:
+        return len(self._pending)
+
+    def give_up(self, error: StorageError) -> None:
+        """Every transfer ends with `error`, and so does whatever is asked of the tier from here on; their memory must
+        not be used again. Without any lock: who holds it may hang. Any thread."""
+        self._left = self._left or error
+        self._leave()
+        for transfer in list(self._pending):
+            transfer._give_up(error)
+        self._pending.clear()
+
+    def _leave(self) -> None:
+        """Nothing of what the transfers use is freed from here on."""
 
     def __enter__(self) -> Self:
         return self
@@ -99,6 +147,8 @@ class TierBase:
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError(f"the tier in {self._place} is closed")
+        if self._left is not None:
+            raise self._left
         if self._pid != os.getpid():
             raise RuntimeError(f"the tier in {self._place} was opened before the fork: open one in each process")
 

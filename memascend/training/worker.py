@@ -29,6 +29,7 @@ from memascend.memory.topology import Topology
 from memascend.ops.adamw import chunk_counts, divided_work
 from memascend.simulator.recorder import Recorder, from_zero
 from memascend.simulator.trace import write_trace
+from memascend.storage import leaving
 from memascend.storage.scratch import require_room
 from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout
 from memascend.training import backends, checkpoint, random_state, report
@@ -42,11 +43,13 @@ from memascend.training.schedule import learning_rate, sequence_numbers
 
 FINISHED, STOPPED = "finished", "stopped"
 EXIT_STOPPED = 143
+_PATIENCE_S = 5.0  # without a byte from a drive, for a step that is to be finished
 STEP_IN_TRACE = "{step}"  # in the name of --trace: its number
 
 
 class Stop:
-    """SIGTERM and SIGINT: the first asks for a checkpoint after this step, the second leaves at once."""
+    """SIGTERM and SIGINT: the first asks for a checkpoint after this step, the second leaves at once. From the first on
+    a drive that hangs ends the run, with the error of its transfers: the step would never end."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -60,6 +63,7 @@ class Stop:
         if self.asked or not self.training:  # before the first step there is nothing to save
             os._exit(EXIT_STOPPED)
         self.asked = True
+        leaving.begin(_PATIENCE_S, math.inf)
 
 
 class Worker:

@@ -85,7 +85,8 @@ void DirectEngine::start_threads() {
 
 DirectEngine::~DirectEngine() { shutdown(); }
 
-void DirectEngine::stop_threads() {
+void DirectEngine::refuse() {
+  require_own_process();
   {
     std::lock_guard<std::mutex> guard(mutex_);
     stopping_ = true;
@@ -93,6 +94,10 @@ void DirectEngine::stop_threads() {
   }
   work_ready_->notify_all();
   answered_->notify_all();
+}
+
+void DirectEngine::stop_threads() {
+  refuse();
   for (std::thread& thread : *threads_) {
     thread.join();
   }

@@ -107,6 +107,8 @@ class DirectEngine {
   // that are under way end as they are.
   std::shared_ptr<void> unregister_buffer(void* data);
 
+  // From here on submissions fail; what was submitted goes on.
+  void refuse();
   // Ends all requests, then the workers. Idempotent. In a forked child it only lets go of them.
   void shutdown();
 

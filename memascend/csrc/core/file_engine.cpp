@@ -363,16 +363,21 @@ void FileEngine::shutdown() {
     completions_.abandon_waiters();
     return;
   }
-  {
-    std::lock_guard<std::mutex> guard(mutex_);
-    stopping_ = true;
-  }
-  work_ready_->notify_all();
+  refuse();
   std::lock_guard<std::mutex> guard(shutdown_mutex_);
   for (std::thread& worker : *workers_) {
     worker.join();
   }
   workers_->clear();
+}
+
+void FileEngine::refuse() {
+  require_own_process();
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    stopping_ = true;
+  }
+  work_ready_->notify_all();
 }
 
 void FileEngine::require_own_process() const {
@@ -521,6 +526,11 @@ int FileEngine::completion_fd() {
 std::int64_t FileEngine::pending() const {
   std::lock_guard<std::mutex> guard(mutex_);
   return static_cast<std::int64_t>(live_.size());
+}
+
+std::string FileEngine::pending_path() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return live_.empty() ? "" : live_.begin()->second->path;
 }
 
 std::string FileEngine::buffered_path() const {

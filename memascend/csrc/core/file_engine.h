@@ -58,11 +58,15 @@ class FileEngine {
   [[nodiscard]] std::vector<EndedRequest> take_ended();
   [[nodiscard]] int completion_fd();
 
+  // From here on submissions fail; what was submitted goes on.
+  void refuse();
   // Ends all submitted requests, then the workers. Later submissions fail; what has ended can still be waited for.
   // Idempotent. In a forked child, which has no workers, it only lets go of them.
   void shutdown();
 
   [[nodiscard]] std::int64_t pending() const;
+  // Of the oldest request that has not ended; or none.
+  [[nodiscard]] std::string pending_path() const;
   [[nodiscard]] IoStatistics statistics() const;
   [[nodiscard]] int threads() const noexcept { return threads_; }
   [[nodiscard]] std::int64_t block_bytes() const noexcept { return block_bytes_; }
