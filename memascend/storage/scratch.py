@@ -1,15 +1,19 @@
 """Files for volatile engines: locked while their process lives, removed with the engine, collected after a kill.
 
 A scratch file says in its superblock whose it is (owner and process). Whether that process lives is told by a lock on
-the open file, never by its number: a number can be another process's by now, or of another container.
+the open file, never by its number: a number can be another process's by now, or of another container. Where locks are
+local to a node (BeeGFS, Lustre with localflock, NFS with nolock) that says nothing about processes of other hosts: the
+name carries marks of the kernel's boot and of the host, and what has neither of ours is left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
+import platform
 import secrets
 import shutil
 import stat
@@ -22,6 +26,7 @@ from memascend.storage.locks import try_lock
 from memascend.storage.names import SCRATCH_PREFIX
 from memascend.storage.native import _C
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _UNIT = 4096
 _UNITS_AT_MOST = 8 << 20  # so that the map of them takes at most 1 MiB of memory; larger files have larger units
 _LOG_BYTES = 4096  # nothing is ever committed to it
@@ -44,6 +49,55 @@ def _unit_bytes(size_bytes: int) -> int:
     return unit
 
 
+def _mark(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _marks() -> tuple[str, str]:
+    """Of this boot of the kernel, which tells whose locks it knows, in any container; and of the host's name."""
+    try:
+        boot = _BOOT_ID.read_text().strip()
+    except OSError:
+        boot = ""
+    return _mark(f"boot {boot or platform.node()}"), _mark(f"host {platform.node()}")
+
+
+def _new_path(folder: str | os.PathLike[str]) -> str:
+    name = f"{SCRATCH_PREFIX}{os.getpid()}-{'-'.join(_marks())}-{secrets.token_hex(4)}"
+    return os.path.join(os.path.realpath(folder), name)
+
+
+def _is_of_another_host(path: Path) -> bool:
+    """Neither of this boot nor of an earlier one of this host. Names of earlier versions have no marks."""
+    marks = path.name.removeprefix(SCRATCH_PREFIX).split("-")[1:-1]
+    return len(marks) == 2 and not set(marks) & set(_marks())
+
+
+def _is_locked(fd: int, path: str) -> bool:
+    """The lock that says that we live. Raises StorageError, with the file gone, where there are no locks."""
+    try:
+        return try_lock(fd, _LIVE_BYTE)
+    except OSError as error:
+        os.close(fd)
+        Path(path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where it was the owner file of a folder
+            if os.path.basename(path) == _OWNER:
+                os.rmdir(os.path.dirname(path))
+        reason = (
+            f"{error.strerror}: the file system keeps no locks on files, which tell living processes from dead ones: "
+            "name a folder on a local drive, or mount it with locks (NFS without nolock, Lustre with flock)"
+        )
+        raise StorageError("lock", path, 0, 0, 0, error.errno, reason) from error
+
+
+def _is_dead(fd: int) -> bool:
+    """Nobody has the lock; not where there are none, which says nothing."""
+    try:
+        return try_lock(fd, _LIVE_BYTE)
+    except OSError:
+        return False
+
+
 @dataclass
 class ScratchFile:
     """A formatted file, empty but for its index, locked by `fd` in process `pid`."""
@@ -63,14 +117,14 @@ class ScratchFile:
 def create_scratch_file(folder: str | os.PathLike[str], size_bytes: int, owner: str) -> ScratchFile:
     """A file that is to hold `size_bytes`, which it is still to be grown to. Raises StorageError."""
     while True:
-        path = os.path.join(os.path.realpath(folder), f"{SCRATCH_PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
+        path = _new_path(folder)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
             continue
         except OSError as error:
             raise StorageError("create", path, 0, size_bytes, 0, error.errno, error.strerror) from error
-        if try_lock(fd, _LIVE_BYTE) and os.fstat(fd).st_nlink > 0:  # else somebody who collects leftovers was faster
+        if _is_locked(fd, path) and os.fstat(fd).st_nlink > 0:  # else somebody who collects leftovers was faster
             break
         os.close(fd)
     scratch = ScratchFile(path, fd, os.getpid())
@@ -107,7 +161,7 @@ class ScratchFolder:
 def create_scratch_folder(folder: str | os.PathLike[str], owner: str) -> ScratchFolder:
     """A folder of its own in `folder`, which must be there. Raises StorageError."""
     while True:
-        path = os.path.join(os.path.realpath(folder), f"{SCRATCH_PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
+        path = _new_path(folder)
         try:
             os.mkdir(path, 0o700)
             fd = os.open(os.path.join(path, _OWNER), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -119,7 +173,7 @@ def create_scratch_folder(folder: str | os.PathLike[str], owner: str) -> Scratch
             raise StorageError("create", path, 0, 0, 0, error.errno, error.strerror) from error
         except OSError as error:
             raise StorageError("create", path, 0, 0, 0, error.errno, error.strerror) from error
-        if try_lock(fd, _LIVE_BYTE) and os.fstat(fd).st_nlink > 0:
+        if _is_locked(fd, os.path.join(path, _OWNER)) and os.fstat(fd).st_nlink > 0:
             os.write(fd, json.dumps({"owner": owner, "pid": os.getpid()}).encode())
             return ScratchFolder(path, fd, os.getpid())
         os.close(fd)
@@ -157,9 +211,12 @@ class RemovedScratch:
 
 
 def collect_scratch_files(folder: str | os.PathLike[str], control_folder: str) -> list[RemovedScratch]:
-    """Removes the files and folders in `folder` whose processes are dead, and their stores' control files."""
+    """Removes the files and folders in `folder` whose processes are dead, and their stores' control files. What another
+    host has made is left, since its locks may be its own."""
     removed = []
     for path in sorted(Path(folder).glob(f"{SCRATCH_PREFIX}*")):
+        if _is_of_another_host(path):
+            continue
         if path.is_dir() and not path.is_symlink():
             removed += _collect_scratch_folder(path)
             continue
@@ -192,7 +249,7 @@ def _collect_scratch_folder(path: Path) -> list[RemovedScratch]:
     except OSError:
         return []
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode) or not try_lock(fd, _LIVE_BYTE):
+        if not stat.S_ISREG(os.fstat(fd).st_mode) or not _is_dead(fd):
             return []
         try:
             said = json.loads(os.pread(fd, 4096, 0) or b'{"owner": "", "pid": 0}')
@@ -211,7 +268,7 @@ def _dead_owner(path: str, fd: int) -> tuple[str, str, int] | None:
 
     None: the owner lives (it holds the lock), or the file is not ours.
     """
-    if not try_lock(fd, _LIVE_BYTE):
+    if not _is_dead(fd):
         return None
     try:
         block = _C.storage_superblock(path)
