@@ -19,9 +19,10 @@ def swap_folder(folder: str | os.PathLike[str], named_by: str) -> Path:
     """The absolute path of ``folder``, in which a file can be written; made where only its last part is missing.
 
     DeepSpeed makes every folder on the way, so that a typo, or an SSD that is not mounted, fills the root disk. Here
-    the parent must exist. Several processes may call this at once. ``named_by``: the key or option, for the message.
+    the parent must exist, and be another than /. Several processes may call this at once. ``named_by``: the key or
+    option, for the message.
 
-    Raises ValueError, in one line, where the parent is missing, or the folder is a file or cannot be written.
+    Raises ValueError, in one line, where the parent is missing or /, or the folder is a file or cannot be written.
     """
     path = Path(folder).absolute()
     if not path.exists() and not path.parent.is_dir():
@@ -30,6 +31,11 @@ def swap_folder(folder: str | os.PathLike[str], named_by: str) -> Path:
         raise ValueError(
             f"{named_by}: {path} cannot be made, since {missing} {what}; check the spelling and that the SSD is "
             f"mounted, or make it: mkdir -p {path}"
+        )
+    if not os.path.lexists(path) and path.parent.samefile("/"):  # nobody's mount
+        raise ValueError(
+            f"{named_by}: {path} does not exist, and would be made on the system's disk; check the spelling and that "
+            f"the SSD is mounted, or make it: mkdir {path}"
         )
     try:
         path.mkdir(exist_ok=True)

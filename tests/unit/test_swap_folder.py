@@ -25,6 +25,14 @@ def test_a_missing_parent_is_named_and_nothing_is_made(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_missing_folder_in_the_root_folder_is_a_typo_and_is_not_made():
+    with pytest.raises(ValueError, match=r"^--nvme: /memascend-nowhere does not exist, and would be made on the syst"):
+        swap_folder("/memascend-nowhere", "--nvme")
+    assert not os.path.exists("/memascend-nowhere")
+    with pytest.raises(ValueError, match="does not exist"):
+        swap_folder("/tmp/../memascend-nowhere/", "--nvme")
+
+
 def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"file/x cannot be made, since .*/file is not a folder"):
