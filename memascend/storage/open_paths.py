@@ -44,13 +44,21 @@ def open_paths(
     with nothing left open.
     """
     with contextlib.ExitStack() as opened:
-        ways = []
+        ways: list[Way] = []
+        on_drive: dict[str, str] = {}
         for path in paths:
             tier = _open(path, owner, kind, config)
             if around is not None:
                 tier = around(path, tier)
             opened.callback(tier.close)
             name = getattr(tier, "drive_name", None) or name_of_place(path)
+            if (first := on_drive.setdefault(name, os.fspath(path))) != os.fspath(path):
+                log.warning(
+                    "memascend: %s and %s are on one drive: they share its bandwidth and its turns, so that two paths "
+                    "are no faster than one; name folders on different drives",
+                    first,
+                    path,
+                )
             with _alone(name) if exclusive else contextlib.nullcontext():
                 rates = measure(tier)
             gate = gate_of(name) if exclusive else PathGate(None)

@@ -111,3 +111,21 @@ def test_deepnvmes_handle_waits_for_its_turn(tmp_path):
     assert handle.wait() == 2
     assert time.monotonic() - begin >= 3_200_000 / READ
     assert handle.get_block_size() == 4096
+
+
+def test_two_folders_on_one_drive_take_turns_together_and_one_line_says_so(tmp_path, caplog):
+    folders = [str(tmp_path / name) for name in "ab"]
+    config = DirectEngineConfig(control_folder=str(tmp_path), volatile=True)
+    with open_paths.open_paths(folders, "tests", config=config, exclusive=True, placement=[1, 1]) as tier:
+        written = {key: torch.full((5000,), float(ord(key))) for key in "klmn"}
+        for key, tensor in written.items():
+            tier.write(key, tensor)
+        tier.wait()
+        assert {tier.path_of(key) for key in written} == set(folders)
+        for key, tensor in written.items():
+            found = torch.empty_like(tensor)
+            tier.read(key, found).wait()
+            assert torch.equal(found, tensor)
+    said = [record.getMessage() for record in caplog.records if "are on one drive" in record.getMessage()]
+    assert len(said) == 1
+    assert all(folder in said[0] for folder in folders)
