@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
-import platform
 import secrets
 import shutil
 import stat
@@ -22,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memascend.storage.errors import StorageError
+from memascend.storage.hosts import is_of_another_host, marks
 from memascend.storage.locks import try_lock
 from memascend.storage.names import SCRATCH_PREFIX
 from memascend.storage.native import _C
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _UNIT = 4096
 _UNITS_AT_MOST = 8 << 20  # so that the map of them takes at most 1 MiB of memory; larger files have larger units
 _LOG_BYTES = 4096  # nothing is ever committed to it
@@ -49,28 +47,9 @@ def _unit_bytes(size_bytes: int) -> int:
     return unit
 
 
-def _mark(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def _marks() -> tuple[str, str]:
-    """Of this boot of the kernel, which tells whose locks it knows, in any container; and of the host's name."""
-    try:
-        boot = _BOOT_ID.read_text().strip()
-    except OSError:
-        boot = ""
-    return _mark(f"boot {boot or platform.node()}"), _mark(f"host {platform.node()}")
-
-
 def _new_path(folder: str | os.PathLike[str]) -> str:
-    name = f"{SCRATCH_PREFIX}{os.getpid()}-{'-'.join(_marks())}-{secrets.token_hex(4)}"
+    name = f"{SCRATCH_PREFIX}{os.getpid()}-{'-'.join(marks())}-{secrets.token_hex(4)}"
     return os.path.join(os.path.realpath(folder), name)
-
-
-def _is_of_another_host(path: Path) -> bool:
-    """Neither of this boot nor of an earlier one of this host. Names of earlier versions have no marks."""
-    marks = path.name.removeprefix(SCRATCH_PREFIX).split("-")[1:-1]
-    return len(marks) == 2 and not set(marks) & set(_marks())
 
 
 def _is_locked(fd: int, path: str) -> bool:
@@ -215,7 +194,7 @@ def collect_scratch_files(folder: str | os.PathLike[str], control_folder: str) -
     host has made is left, since its locks may be its own."""
     removed = []
     for path in sorted(Path(folder).glob(f"{SCRATCH_PREFIX}*")):
-        if _is_of_another_host(path):
+        if is_of_another_host(path.name.removeprefix(SCRATCH_PREFIX).split("-")[1:-1]):  # earlier versions: no marks
             continue
         if path.is_dir() and not path.is_symlink():
             removed += _collect_scratch_folder(path)

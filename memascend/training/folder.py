@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memascend.storage.hosts import is_of_another_host, marks
 from memascend.storage.names import SCRATCH_PREFIX
 from memascend.training.config import SAVED_AS
 
@@ -197,9 +198,10 @@ class SwapFolder:
     def make(cls, parent: Path, output: Path) -> SwapFolder:
         made = missing_folders(parent)
         path = parent / f"{SWAP_PREFIX}{uuid.uuid4().hex[:12]}"
-        path.mkdir(parents=True)
+        parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700)
         lock = Lock(path, alone=False)
-        (path / OWNER).write_text(json.dumps({"pid": os.getpid(), "output": str(output)}))
+        (path / OWNER).write_text(json.dumps({"pid": os.getpid(), "output": str(output), "marks": marks()}))
         return cls(path, lock, made)
 
     def remove(self) -> None:
@@ -224,7 +226,10 @@ def collect_dead(parent: Path, mine: Path | None = None, patience: float = 60) -
     for folder in sorted(parent.glob(f"{SWAP_PREFIX}*")) if parent.is_dir() else []:
         if folder.is_symlink() or not (folder / OWNER).is_file() or not (folder / LOCK).is_file():
             continue
-        is_mine = mine is not None and _owner(folder).get("output") == str(mine)
+        owner = _owner(folder)
+        if is_of_another_host(owner.get("marks", ())):  # whose locks need not be seen here
+            continue
+        is_mine = mine is not None and owner.get("output") == str(mine)
         try:
             lock = _lock_by(folder, deadline if is_mine else 0)
         except (InUse, OSError):

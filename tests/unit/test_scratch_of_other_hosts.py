@@ -4,16 +4,18 @@ import errno
 import fcntl
 import os
 import platform
+import stat
 from pathlib import Path
 
 import pytest
 import torch
 
-from memascend.storage import scratch
+from memascend.storage import hosts, scratch
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.engine_tiers import DirectTier, FileTier
 from memascend.storage.errors import StorageError
 from memascend.storage.scratch import collect_scratch_files
+from memascend.training.folder import SwapFolder, collect_dead
 
 
 def opened(kind, folder):
@@ -29,7 +31,7 @@ def left(tmp_path, monkeypatch):
     def leave(kind, boot, host):
         boot_id = tmp_path / "boot_id"
         boot_id.write_text(boot)
-        monkeypatch.setattr(scratch, "_BOOT_ID", boot_id)
+        monkeypatch.setattr(hosts, "_BOOT_ID", boot_id)
         monkeypatch.setattr(platform, "node", lambda: host)
         folder = tmp_path / "shared"
         folder.mkdir(exist_ok=True)
@@ -61,6 +63,18 @@ def test_what_another_host_has_made_is_not_collected(tmp_path, monkeypatch, left
     removed = collect_scratch_files(path.parent, str(tmp_path))
     assert path.exists() == stays
     assert [each.path for each in removed] == ([] if stays else [str(path)])
+
+
+@pytest.mark.parametrize(("boot", "host", "stays"), [("2", "a", False), ("2", "b", True)], ids=["same", "another"])
+def test_nor_are_the_swap_folders_of_its_runs(tmp_path, monkeypatch, boot, host, stays):
+    monkeypatch.setattr(hosts, "_BOOT_ID", tmp_path / "boot_id")
+    be(monkeypatch, tmp_path, "1", "a")
+    theirs = SwapFolder.make(tmp_path / "shared", tmp_path / "run")
+    theirs.lock.close()  # as it looks from where the lock is not seen
+    assert stat.S_IMODE(theirs.path.stat().st_mode) == 0o700
+    be(monkeypatch, tmp_path, boot, host)
+    assert bool(collect_dead(tmp_path / "shared")) != stays
+    assert theirs.path.exists() == stays
 
 
 @pytest.mark.parametrize("kind", ["direct", "files"])
