@@ -20,12 +20,15 @@ def export(run: Path, target: Path) -> str:
     """Write them into `target`, which is made and appears whole; returns a line that says which step they are of.
 
     Raises ValueError, in one line, where `run` is no run, trains at the moment or has no weights yet, and where
-    `target` is there already; OSError where it cannot be written. A step whose update was cut off is completed first.
+    `target` is there already, or in the run's folder; OSError where it cannot be written. A step whose update was cut off is completed first.
     """
     folder = RunFolder(run)
     if not folder.config.is_file():
         raise ValueError(f"{run} holds no run: name the folder that memascend train wrote to (--output)")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    target = Path(os.path.abspath(target))
+    if target.resolve().is_relative_to(run.resolve()):
+        raise ValueError(f"{target} is in the run's own folder: name one outside of {run}")
+    if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not an empty folder: name a new one")
     partial = target.with_name(f".{target.name}.partial")
     with folder.held(resume=True):

@@ -1,0 +1,32 @@
+"""Where `memascend export` may not write is said before anything is read."""
+
+import pytest
+
+from memascend.training.export import export
+from memascend.training.folder import RunFolder
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.root.mkdir()
+    folder.config.touch()
+    return folder.root
+
+
+@pytest.mark.parametrize("inside", [".", "model", "checkpoints/mine"])
+def test_a_folder_of_the_run_is_refused(run, inside):
+    with pytest.raises(ValueError, match="is in the run's own folder: name one outside of"):
+        export(run, run / inside)
+    assert [path.name for path in run.iterdir()] == [RunFolder(run).config.name]
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["to an empty folder", "to nowhere"])
+def test_a_link_is_refused_and_stays(run, tmp_path, there):
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    if there:
+        (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(ValueError, match="link exists and is not an empty folder: name a new one"):
+        export(run, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert not (tmp_path / ".link.partial").exists()
