@@ -20,7 +20,8 @@ def export(run: Path, target: Path) -> str:
     """Write them into `target`, which is made and appears whole; returns a line that says which step they are of.
 
     Raises ValueError, in one line, where `run` is no run, trains at the moment or has no weights yet, and where
-    `target` is there already, or in the run's folder; OSError where it cannot be written. A step whose update was cut off is completed first.
+    `target` is there already, or in the run's folder; OSError where it cannot be written. A step whose update was cut
+    off is completed first.
     """
     folder = RunFolder(run)
     if not folder.config.is_file():
