@@ -77,11 +77,14 @@ class AddressCheck:
         )
 
 
+_MOST_DEAD = 10_000  # closed entries beyond those of the peaks
+
+
 class Ledger:
     """Thread-safe list of entries.
 
     A source of events (`attach`) is asked to report before every question, so that answers include frees that happened
-    on other threads or in C++ since the last one. With a `budget`, an entry of the host's beyond it is refused.
+    on other threads or in C++ since the last one. Of what is gone it forgets, now and then, what was in no peak. With a `budget`, an entry of the host's beyond it is refused.
     """
 
     def __init__(self, budget: HostBudget | None = None) -> None:
@@ -90,6 +93,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._entries: dict[int, LedgerEntry] = {}
         self._next_id = 1
+        self._dead, self._most_dead = 0, _MOST_DEAD  # closed entries
         self._sources: list[Callable[[], None]] = []
 
     def attach(self, source: Callable[[], None]) -> None:
@@ -163,6 +167,25 @@ class Ledger:
             entry = self._open(entry_id)
             self._count(entry, -1)
             self._entries[entry_id] = dataclasses.replace(entry, died_s=max(died, entry.born_s))
+            self._dead += 1
+            if self._dead >= self._most_dead:
+                self._forget()
+
+    def _forget(self) -> None:
+        """Of the dead, all that no peak is made of; every peak stays what it was. The caller holds the lock."""
+        every = list(self._entries.values())
+        instants = {
+            (role, _peak([e for e in every if e.role == role], measure)[0])
+            for role in {e.role for e in every}
+            for measure in MEASURES
+        }
+        self._entries = {
+            number: e
+            for number, e in self._entries.items()
+            if e.died_s is None or any(e.role == role and e.alive_at(instant) for role, instant in instants)
+        }
+        self._dead = sum(e.died_s is not None for e in self._entries.values())
+        self._most_dead = self._dead + _MOST_DEAD
 
     def in_use(self) -> dict[str, int]:
         """Reserved bytes of what the host holds now, by owner: what a budget is set against."""
@@ -188,7 +211,7 @@ class Ledger:
         self._in_use[entry.owner] = self._in_use.get(entry.owner, 0) + sign * entry.reserved_bytes
 
     def entries(self) -> list[LedgerEntry]:
-        """All entries, in the order of their booking."""
+        """In the order of their booking: all that live, and of the closed ones the newest and those of each peak."""
         self._sync()
         with self._lock:
             return list(self._entries.values())
@@ -202,13 +225,7 @@ class Ledger:
         if measure not in MEASURES:
             raise ValueError(f"unknown measure {measure!r}: use one of {', '.join(MEASURES)}")
         chosen = [e for e in self.entries() if e.role == role]
-        changes = [(e.born_s, 1, getattr(e, measure)) for e in chosen]
-        changes += [(e.died_s, 0, -getattr(e, measure)) for e in chosen if e.died_s is not None]
-        level, best, instant = 0, 0, 0.0
-        for when, _, change in sorted(changes):  # at one instant deaths (0) come before births (1)
-            level += change
-            if level > best:
-                best, instant = level, when
+        instant, best = _peak(chosen, measure)
         return Peak(instant, best, tuple(e for e in chosen if e.alive_at(instant)) if best else ())
 
     def peak_bytes(self, role: str = HOST, measure: str = "touched_bytes") -> int:
@@ -228,6 +245,18 @@ class Ledger:
             sources = list(self._sources)
         for source in sources:
             source()
+
+
+def _peak(entries: Sequence[LedgerEntry], measure: str) -> tuple[float, int]:
+    """The instant, and the bytes."""
+    changes = [(e.born_s, 1, getattr(e, measure)) for e in entries]
+    changes += [(e.died_s, 0, -getattr(e, measure)) for e in entries if e.died_s is not None]
+    level, best, instant = 0, 0, 0.0
+    for when, _, change in sorted(changes):  # at one instant deaths (0) come before births (1)
+        level += change
+        if level > best:
+            best, instant = level, when
+    return instant, best
 
 
 def verify_by_address(entries: Iterable[LedgerEntry]) -> list[AddressCheck]:

@@ -2,6 +2,7 @@
 
 import math
 import mmap
+import random
 import threading
 
 import pytest
@@ -178,3 +179,30 @@ def test_verification_counts_only_touched_pages():
         assert check.mapped
         assert check.resident_bytes == 2 * 4096
         assert not check.agrees
+
+
+def test_closed_entries_are_forgotten_but_for_those_of_the_peaks(monkeypatch):
+    drawn, whole = random.Random(1), Ledger()
+    monkeypatch.setattr("memascend.memory.ledger._MOST_DEAD", 50)
+    ledger, alive = Ledger(), []
+
+    def close(number, now):
+        for each, entry_id in zip((whole, ledger), alive.pop(number), strict=True):
+            each.close(entry_id, died_s=now)
+
+    for number in range(3000):
+        if alive and drawn.random() < 0.5:
+            close(drawn.randrange(len(alive)), float(number))
+        asked, role = drawn.randrange(1, 10_000), drawn.choice(["host", "device"])
+        sizes = {"reserved_bytes": asked + drawn.randrange(9000), "touched_bytes": drawn.randrange(asked + 1)}
+        alive.append(
+            [each.record(str(number), "t", asked, role=role, born_s=number, **sizes) for each in (whole, ledger)]
+        )
+        if len(alive) > 40:
+            close(0, float(number))
+    for role in ("host", "device"):
+        assert ledger.live(role) == whole.live(role)
+        for measure in ("requested_bytes", "reserved_bytes", "touched_bytes"):
+            assert ledger.peak(role, measure) == whole.peak(role, measure)
+    assert len(whole.entries()) == 3000
+    assert len(ledger.entries()) < 500
