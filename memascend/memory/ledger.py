@@ -84,7 +84,8 @@ class Ledger:
     """Thread-safe list of entries.
 
     A source of events (`attach`) is asked to report before every question, so that answers include frees that happened
-    on other threads or in C++ since the last one. Of what is gone it forgets, now and then, what was in no peak. With a `budget`, an entry of the host's beyond it is refused.
+    on other threads or in C++ since the last one. Of what is gone it forgets, now and then, what was in no peak. With
+    a `budget`, an entry of the host's beyond it is refused.
     """
 
     def __init__(self, budget: HostBudget | None = None) -> None:
