@@ -215,7 +215,12 @@ class DirectTier(_EngineTier):
     """
 
     def __init__(self, engine: DirectEngine) -> None:
-        """Takes the engine over, and closes it."""
+        """
+        Args:
+            engine: taken over, and closed with the tier. A volatile one orders the transfers of a key itself; in one
+                that is not, a key's transfers go by the tier's own turns, and what a process before has committed is
+                there.
+        """
         self.engine = engine
         self._in_file = engine._scratch is not None
         super().__init__(", ".join(engine.paths), [engine], ordered=engine.config.volatile)
@@ -231,7 +236,17 @@ class DirectTier(_EngineTier):
         config: DirectEngineConfig | None = None,
         faults: _C.FaultLayer | None = None,
     ) -> DirectTier:
-        """In a new file in `folder`, which grows with its tensors and is removed at the end. Raises StorageError."""
+        """In a new file, which grows with its tensors and is removed at the end.
+
+        Args:
+            folder: is there, on the SSD; what killed processes have left in it is removed first.
+            owner: named to whoever finds the file, in 1 to 256 bytes.
+            config: default: a volatile engine with one worker.
+            faults: for tests.
+
+        Raises:
+            StorageError: no room (ENOSPC), no such folder, or a file system that keeps no locks.
+        """
         return cls(DirectEngine.create_file_store(folder, 0, owner, config, faults=faults))
 
     @classmethod
@@ -242,7 +257,18 @@ class DirectTier(_EngineTier):
         config: DirectEngineConfig | None = None,
         faults: _C.FaultLayer | None = None,
     ) -> DirectTier:
-        """On all devices of a formatted store. Raises as DirectEngine does."""
+        """On a formatted store.
+
+        Args:
+            devices: all of them, in any order.
+            owner: as when it was formatted.
+            config: default: one worker; tensors last as far as they are committed.
+            faults: for tests.
+
+        Raises:
+            ValueError, StorageError, DeviceRefused: for a device that cannot be opened, or is somebody else's.
+            RuntimeError: a foreign, incomplete or damaged store.
+        """
         return cls(DirectEngine(devices, owner, config, faults))
 
     @property
@@ -372,11 +398,21 @@ class FileTier(_EngineTier):
         faults: _C.FaultLayer | None = None,
         require_direct: bool = False,
     ) -> None:
-        """`threads`: native threads in each direction, so 2 * threads in all, and as many transfers at once in each;
-        `block_bytes`: of one request. `owner` is named to whoever finds the folder. Raises StorageError, ValueError.
+        """What killed processes have left in `folder` is removed first.
 
-        What killed processes have left in `folder` is removed first. With `require_direct`, transfers fail where the
-        file system refuses O_DIRECT. `faults` is for tests.
+        Args:
+            folder: is there, on the SSD; the tier makes a folder of its own in it.
+            owner: named to whoever finds that folder.
+            threads: native threads in each direction, so 2 * threads in all, and as many transfers at once in each; 1
+                to 256.
+            block_bytes: of one system call; a multiple of 4096.
+            faults: for tests.
+            require_direct: transfers fail where the file system refuses O_DIRECT; else the page cache serves them.
+
+        Raises:
+            StorageError: the folder cannot be made, or its file system keeps no locks.
+            ValueError: for `threads` or `block_bytes`.
+            RuntimeError: the system has no more threads.
         """
         collect_scratch_files(folder, CONTROL_FOLDER)
         self._scratch = create_scratch_folder(folder, owner)

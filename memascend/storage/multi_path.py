@@ -79,11 +79,17 @@ class MultiPathTier(TierBase):
         group_of: Callable[[str], str] = lambda key: key,
         hang_s: float = HANG_S,
     ) -> None:
-        """Takes the paths over, and closes their tiers and gates.
+        """
+        Args:
+            paths: each with a name of its own; taken over, their tiers and gates are closed with this one.
+            placement: `balanced`, `as_published` (Eq. 1), or shares of the paths by hand.
+            rehome: groups follow the rates as they are observed, pass by pass.
+            group_of: a key's group: what lies together.
+            hang_s: seconds with work under way on a path and no end there, after which it is taken out, writes go
+                elsewhere and reads end with ETIMEDOUT. After Ctrl-C three seconds are enough.
 
-        `placement`: `balanced`, `as_published` (Eq. 1) or a ratio by hand; `rehome`: groups follow the rates as they
-        are observed, pass by pass; `group_of` a key: what lies together; `hang_s`: seconds without any end after which
-        a path with work under way is taken out. Raises ValueError.
+        Raises:
+            ValueError: no paths, two of one name, or a placement that is none.
         """
         if not paths or len({path.name for path in paths}) < len(paths):
             raise ValueError(f"a tier needs paths, each named once, got {[path.name for path in paths]}")
