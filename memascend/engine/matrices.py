@@ -51,9 +51,14 @@ class StreamedRows:
         self.width, self.dtype = parameter.shape[1], parameter.dtype
         begins = [unit.parts[0].offset // self.width for unit in slices]
         self.bounds = list(zip(begins, [*begins[1:], parameter.shape[0]], strict=True))
-        self.anchor = torch.zeros((), requires_grad=parameter.requires_grad)
+        self._parameter, self._trained = parameter, slices[0].trained
         self._passes = 0  # forward passes whose backward has not ended
         self._waiting: set[int] = set()  # slices with a gradient on the tier
+
+    @property
+    def anchor(self) -> torch.Tensor:
+        """Requires a gradient where the matrix does now: what is frozen later is not trained."""
+        return torch.zeros((), requires_grad=self._trained and self._parameter.requires_grad)
 
     @contextmanager
     def open(self, number: int, ahead: Sequence[int] = ()) -> Iterator[torch.Tensor]:

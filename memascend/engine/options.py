@@ -47,6 +47,8 @@ class EngineOptions:
             the model's parameters are.
         implicit_step: each forward pass with a graph completes the step before it (LoHan, Fig. 4b: a loop without
             `optimizer.step()`). Without it such a pass is refused where the step's updates have begun.
+        unfreezes: parameters in the optimizer's groups that are frozen when it is made may be trained later: they get
+            states, and a step writes them with what else of their block it trains (see `streaming.optimizer`).
 
     Raises:
         ValueError: an unknown word, a number out of range, a dtype that is not named above.
@@ -72,6 +74,7 @@ class EngineOptions:
     redo: bool = True
     device: torch.device | str | None = None
     implicit_step: bool = False
+    unfreezes: bool = False
 
     def __post_init__(self) -> None:
         if self.arm not in ARMS:

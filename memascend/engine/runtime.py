@@ -353,8 +353,8 @@ class StreamingEngine(HookedRuntime):
     def _begin_pass(self) -> None:
         if (unfrozen := next((name for p, name in self._frozen.items() if p.requires_grad), None)) is not None:
             raise NotStreamable(
-                f"{unfrozen} was frozen when the optimizer was made, and is to be trained now: take the model's "
-                "state_dict(), and begin in a new folder with all that is trained from there on"
+                f"{unfrozen} was frozen when the optimizer was made, and is to be trained now: say so when it is made "
+                "(unfreezes=True), in a new folder with the model's state_dict()"
             )
         self._visits = []
         self._profile.begin_forward()

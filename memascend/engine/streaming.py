@@ -12,11 +12,12 @@ The optimizer is a `torch.optim.Optimizer`: parameter groups, schedulers, closur
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -124,6 +125,7 @@ class streaming:
         clip: float | None = None,
         wait: bool | None = None,
         implicit_step: bool | None = None,
+        unfreezes: bool | None = None,
         options: EngineOptions | None = None,
         **settings: Any,
     ) -> StreamedAdamW:
@@ -138,7 +140,9 @@ class streaming:
                 these three, gradients wait on the SSD for one more pass; without, `parameter.grad` raises.
             implicit_step: the loop has no `optimizer.step()` (LoHan, Fig. 4b); each forward pass completes the step
                 before it.
-            options: all the rest, and of these four what is not named here.
+            unfreezes: what is frozen now and in `params` (default: all of the model) may be trained later
+                (`requires_grad_(True)` between two steps): it gets states, zeros until then. Also for a resume.
+            options: all the rest, and of these five what is not named here.
             settings: the optimizer's own (lr, betas, eps, weight_decay).
 
         Raises:
@@ -164,14 +168,18 @@ class streaming:
             "clip": clip,
             "wait": wait,
             "implicit_step": implicit_step,
+            "unfreezes": unfreezes,
             "device": self._device,
         }
         chosen = dataclasses.replace(options, **{name: value for name, value in named.items() if value is not None})
+        if chosen.unfreezes and params is None:
+            params = self._model.parameters()
         made = StreamedAdamW(kind, self._model, params, settings)
         start: Callable[..., Any] = StreamingEngine.resume if self._resume else StreamingEngine.start
-        found = start(
-            self._model, self.folder, made.param_groups, chosen, blocks=self._blocks, allocator=self._allocator
-        )
+        with _all_trained(made.param_groups) if chosen.unfreezes else contextlib.nullcontext():
+            found = start(
+                self._model, self.folder, made.param_groups, chosen, blocks=self._blocks, allocator=self._allocator
+            )
         if self._resume:
             engine, facts = found
             try:
@@ -403,6 +411,19 @@ def _accepted(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> di
     except (TypeError, IndexError) as error:
         said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         raise ValueError(f"{kind.__name__} does not take {said}: {error}") from error
+
+
+@contextlib.contextmanager
+def _all_trained(groups: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """While the engine looks at what is trained."""
+    frozen = [p for group in groups for p in group["params"] if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _checked(

@@ -1,0 +1,114 @@
+"""Gradual unfreezing trains as in memory, to the bit; what is frozen after the optimizer was made stays as it is."""
+
+import pytest
+import torch
+from torch import nn
+
+from memascend import EngineOptions, NotStreamable, streaming
+from memascend.ops.adamw import AdamW
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, WIDTH), nn.Linear(WIDTH, vocabulary, bias=False)
+        self.layers, self.norm = nn.ModuleList(Block() for _ in range(3)), nn.LayerNorm(WIDTH)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids.flatten())
+
+
+def made(dtype=torch.float32, vocabulary=50):
+    torch.manual_seed(0)
+    model = Model(vocabulary).to(dtype)
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    return model
+
+
+def train(model, optimizer, steps):
+    """From the last layer to the first, a part more in each step."""
+    parts = [model.norm, model.layers[2], model.layers[1].down, model.layers, model.embed]
+    losses = []
+    for step in steps:
+        for part in parts[:step]:
+            part.requires_grad_(True)
+        ids = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(step))
+        loss = model(ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_equal(found, expected):
+    for name, values in expected.items():
+        assert torch.equal(found[name], values), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("options", [{}, {"wait": True}, {"versions": 1}, {"arm": "none"}], ids=str)
+def test_what_is_unfrozen_later_trains_as_in_memory_also_after_a_resume(tmp_path, options, dtype):
+    ours, theirs, again = made(dtype), made(dtype), made(dtype)
+    plain = AdamW(theirs.parameters(), lr=1e-2)
+    expected = train(theirs, plain, range(6))
+    chosen = EngineOptions(unfreezes=True, **options)
+    with streaming(tmp_path / "states") as home:
+        home.hook(ours)
+        found = train(ours, home.optimizer(torch.optim.AdamW, lr=1e-2, options=chosen), range(3))
+        assert not any(parameter.requires_grad for parameter in ours.embed.parameters())
+    with streaming(tmp_path / "states", resume=True) as home:
+        home.hook(again)
+        optimizer = home.optimizer(torch.optim.AdamW, again.parameters(), lr=1e-2, options=chosen)
+        assert found + train(again, optimizer, range(3, 6)) == expected
+        assert_equal(again.state_dict(), theirs.state_dict())
+        kept, steps = (
+            {number: int(state["step"]) for number, state in each.state_dict()["state"].items()}
+            for each in (optimizer, plain)
+        )
+        assert kept == steps
+        assert {1, 2, 3, 4, 5, 6} == set(steps.values())
+
+
+def test_a_sliced_matrix_is_left_alone_as_long_as_it_is_frozen(tmp_path):
+    """Slices are summed up in another order than in memory, so nothing is compared with that."""
+    ours = made(vocabulary=5000)
+    before = {name: values.clone() for name, values in ours.state_dict().items()}
+    ours.head.requires_grad_(False)
+    with streaming(tmp_path / "states") as home:
+        home.hook(ours)
+        optimizer = home.optimizer(torch.optim.AdamW, lr=1e-2, unfreezes=True)
+        assert {"embed", "head"} <= set(home.engine.units.matrices)
+        train(ours, optimizer, range(1, 5))
+        found = ours.state_dict()
+        assert not torch.equal(found["norm.weight"], before["norm.weight"])
+        assert torch.equal(found["embed.weight"], before["embed.weight"])
+        assert torch.equal(found["head.weight"], before["head.weight"])
+        ours.head.requires_grad_(True)
+        train(ours, optimizer, [5])
+        assert (home.engine.steps["head.weight"], home.engine.steps["norm.weight"]) == (1, 5)
+        assert not torch.equal(ours.state_dict()["embed.weight"], before["embed.weight"])
+
+
+def test_unfreezing_that_was_not_announced_names_the_option(tmp_path):
+    ours = made()
+    with streaming(tmp_path / "states") as home:
+        home.hook(ours)
+        optimizer = home.optimizer(torch.optim.AdamW, lr=1e-2)
+        with pytest.raises(NotStreamable, match=r"norm\.weight was frozen when .*\(unfreezes=True\)"):
+            train(ours, optimizer, range(2))
