@@ -69,7 +69,7 @@ class ModelHooks:
                 if unit.kind is Kind.BLOCK:
                     self._undo.append(stream_block(module, unit, runtime))
                 else:
-                    before = module.register_forward_pre_hook(self._fetcher(unit))
+                    before = module.register_forward_pre_hook(self._fetcher(unit, weakref.ref(runtime)))
                     after = module.register_forward_hook(self._releaser(unit), always_call=True)
                     self._undo += [before.remove, after.remove]
             for part, parameter in units.pairs(unit):
@@ -121,8 +121,10 @@ class ModelHooks:
         self._kept.clear()
         self._inside.clear()
 
-    def _fetcher(self, unit: Unit) -> Callable[..., None]:
+    def _fetcher(self, unit: Unit, runtime: weakref.ref[HookedRuntime]) -> Callable[..., None]:
         def fetch(*_: Any) -> None:
+            if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+                runtime().backward_begins()  # not in the reentrant checkpoint's own one, which comes next
             self._weights.take(unit)
             self._inside.append(unit)
             self._profile.enters(unit)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from memascend import offload_activations
 from memascend.engine.blocks import NotStreamable
@@ -13,7 +14,7 @@ from memascend.engine.streaming import streaming
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.ops.adamw import AdamW
-from tests.zoo.shapes import CLOSE, REFUSED, SHAPES, WAYS, batch
+from tests.zoo.shapes import CLOSE, REFUSED, SHAPES, WAYS, Mlp, batch
 
 # Attributes that are no buffers, which another process would have from a checkpoint of its own.
 PLAIN_STATE = ("calls", "steps", "seen", "history", "by_name")
@@ -186,6 +187,44 @@ def test_parts_of_a_model_called_by_the_loop_count_passes(tmp_path, name, frozen
     home.close()
     for key, values in theirs.named_parameters():
         assert torch.equal(found[key], values), key
+
+
+class ReentrantCheckpointAtTheEnd(SHAPES["Plain"]):
+    """Around a module that is no block, whose gradients come in the checkpoint's own backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = Mlp()
+
+    def blocks(self, x):
+        return checkpoint(self.last, super().blocks(x), use_reentrant=True)
+
+
+def test_a_backward_pass_that_begins_in_a_reentrant_checkpoint_is_one_pass(tmp_path):
+    """The head's gradient, of an early exit too, comes after the checkpoint's."""
+
+    def step(model, number):
+        ids = batch(number)
+        x = model.embed(ids)
+        early = model.loss(x, ids)
+        loss = model.loss(model.blocks(x), ids) + early
+        loss.backward()
+        return loss.item()
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(ReentrantCheckpointAtTheEnd())
+    ours, theirs = models
+    optimizer = AdamW(theirs.parameters(), **SETTINGS)
+    home, streamed = begin(ours, tmp_path / "run", accumulate=2)
+    for number in range(4):
+        assert step(ours, number) == step(theirs, number)
+        if number % 2:
+            streamed.step()
+            optimizer.step()
+            optimizer.zero_grad()
+    home.close()
 
 
 @pytest.mark.parametrize("compiled", ["model", "blocks"])
