@@ -22,7 +22,7 @@ IN_VENV := export PATH="$(CURDIR)/$(VENV)/bin:$$PATH";
 SNAKEMAKE := $(IN_VENV) snakemake --cores $(CORES)
 export PYTHON MAX_JOBS MEMASCEND_CACHE NO_SYSTEM_PACKAGES
 
-.PHONY: help setup figures smoke test zoo lint native-tests numa-guest numa-test ops docs clean deepspeed_016
+.PHONY: help setup figures smoke test zoo zoo-drop-in zoo-night lint native-tests numa-guest numa-test ops docs clean deepspeed_016
 
 help: ## list the targets
 	@grep -hE '^[a-z_0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z_0-9-]+):.*## (.*)/make \1|\2/' | column -t -s '|'
@@ -44,6 +44,14 @@ zoo: setup ## every architecture of transformers through cache and engine, and t
 	@rm -rf .cache/zoo && mkdir -p .cache/zoo
 	@$(IN_VENV) MEMASCEND_ZOO_OUTCOMES=$(CURDIR)/.cache/zoo pytest $(WORKERS) --run-slow tests/zoo/test_architectures.py $(PYTEST)
 	@$(IN_VENV) python -m tests.zoo.page .cache/zoo
+
+zoo-drop-in: setup ## every architecture through the drop-in on DeepSpeed, and its column of that page: 30 minutes
+	@rm -rf .cache/zoo-drop-in && mkdir -p .cache/zoo-drop-in
+	@$(IN_VENV) MEMASCEND_ZOO_DROP_IN=all MEMASCEND_ZOO_OUTCOMES=$(CURDIR)/.cache/zoo-drop-in pytest --run-slow tests/zoo/test_drop_in.py $(PYTEST)
+	@$(IN_VENV) python -m tests.zoo.page .cache/zoo-drop-in
+
+zoo-night: setup ## the zoo's part of a night: 20 architectures through the drop-in, 1,000 random programs, by the date
+	@$(IN_VENV) pytest $(WORKERS) --run-slow tests/zoo/test_drop_in.py tests/zoo/test_random_programs.py $(PYTEST)
 
 native-tests: setup ## the C++ core without Python, under AddressSanitizer and ThreadSanitizer
 	@$(MAKE) -s -j $$(nproc) -C tests/native

@@ -6,10 +6,11 @@ from tests.zoo import page
 from tests.zoo.architectures import ARCHITECTURES
 
 FOUND = json.loads(page.RECORD.read_text())
+DROP_IN = json.loads(page.DROP_IN_RECORD.read_text())
 
 
-def test_the_page_is_made_from_the_record():
-    assert page.PAGE.read_text() == page.page(FOUND)
+def test_the_page_is_made_from_the_records():
+    assert page.PAGE.read_text() == page.page(FOUND, DROP_IN)
 
 
 def test_every_architecture_has_a_row():
@@ -28,3 +29,8 @@ def test_what_builds_is_equal_or_refused():
         of_column = [row[column]["outcome"] for row in FOUND["architectures"].values()]
         built = [outcome for outcome in of_column if outcome != "not built"]
         assert built.count("equal") >= 0.99 * len(built), column
+
+
+def test_what_deepspeed_trains_is_equal_through_the_drop_in_or_refused():
+    outcomes = {entry["outcome"] for entry in DROP_IN["architectures"].values()}
+    assert outcomes <= {"equal", "refused", "stock fails", "not built"}
