@@ -76,6 +76,7 @@ class Program:
     accumulate: int = 1
     forwards: int = 1  # of one loss
     clip: bool = False
+    apart: bool = False  # the loop calls the model's parts, and computes the loss
     evaluate: str = "never"
     spoilt: bool = False  # a backward pass that is thrown away
     schedule: bool = False
@@ -92,7 +93,7 @@ class Program:
         """Allowed for losses, where sums are taken in another order or type than in memory; 0: equal to the bit."""
         adds_up = max(self.accumulate, self.forwards) > 1 or self.order == "twice"
         if self.autocast and (adds_up or self.tied):
-            return 1e-2  # gradients of a weight's uses are float32 here, and added up in bfloat16 there
+            return 5e-2  # gradients of a weight's uses are float32 here, and added up in bfloat16 there
         reentrant = self.groups == "reentrant" or "reentrant checkpoints" in self.blocks
         return 1e-3 if reentrant and adds_up else 0.0  # partial gradients, which torch adds to `.grad` one by one
 
@@ -123,6 +124,7 @@ def programs() -> st.SearchStrategy[Program]:
         accumulate=st.integers(1, 3),
         forwards=st.sampled_from((1, 1, 2)),
         clip=st.booleans(),
+        apart=rarely,
         evaluate=st.sampled_from(("never", "after steps", "between passes")),
         spoilt=rarely,
         schedule=st.booleans(),
@@ -267,10 +269,14 @@ class Model(nn.Module):
             self.model.position.requires_grad_(False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.scored(ids, self.scale if self.program.scale else None)
+
+    def scored(self, ids: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """The loss, by the parts alone."""
         with torch.autocast("cpu", torch.bfloat16, enabled=self.program.autocast):
             x, beside = self.model(ids)
-            if self.program.scale:
-                x = x * self.scale
+            if scale is not None:
+                x = x * scale
             pieces = zip(x.split(3, dim=1), ids.split(3, dim=1)) if self.program.chunks else [(x, ids)]
             losses = [F.cross_entropy(self.head(p).flatten(0, 1), i.flatten(), reduction="sum") for p, i in pieces]
             return (sum(losses) / ids.numel() + beside).float()
@@ -331,7 +337,8 @@ def scheduled(program: Program, optimizer: torch.optim.Optimizer) -> torch.optim
 
 
 def loss_of(program: Program, model: nn.Module, number: int) -> torch.Tensor:
-    return sum(model(batch(number + n)) for n in range(program.forwards))
+    score = model.scored if program.apart else model
+    return sum(score(batch(number + n)) for n in range(program.forwards))
 
 
 def evaluated(model: nn.Module) -> float:

@@ -59,12 +59,11 @@ def in_memory(program, **looked_at):
     optimizer = AdamW(trained(model), **SETTINGS)
     scheduler = scheduled(program, optimizer)
     torch.manual_seed(7)
+    arguments = {name: of(model) for name, of in looked_at.items()}
     try:
-        losses = train(
-            program, model, optimizer, range(STEPS), scheduler, **{k: v(model) for k, v in looked_at.items()}
-        )
-    except RuntimeError as error:  # nothing trains, or what was saved for backward is changed in place
-        assume(not any(words in str(error) for words in ("does not require grad", "modified by an inplace operation")))
+        losses = train(program, model, optimizer, range(STEPS), scheduler, **arguments)
+    except RuntimeError as error:
+        assume(not any(words in str(error) for words in NO_PROGRAMS))
         raise
     return model, losses, torch.rand(())
 
@@ -142,7 +141,8 @@ def check_engine(program):
             return
     if program.rtol:
         event("close")
-        torch.testing.assert_close(losses, losses_expected, rtol=program.rtol, atol=0)
+        assert losses[0] == losses_expected[0] or losses_expected[0] != losses_expected[0]
+        torch.testing.assert_close(losses, losses_expected, rtol=program.rtol, atol=0, equal_nan=True)
         return
     event("equal")
     assert same(torch.tensor(losses), torch.tensor(losses_expected)), (losses, losses_expected)
