@@ -592,7 +592,14 @@ class StreamingEngine(HookedRuntime):
         self._restored = False
         if self.home.all_compared:
             self._close_streams()
-            self.home.compare_no_more()
+            try:
+                self.home.compare_no_more()
+            except OSError as error:  # the step is kept: who is told of an error would do it twice
+                log.warning(
+                    "memascend: the step is completed; opening its states anew failed, and is tried again: %s", error
+                )
+                self._half_taken_back = True
+                return
             self._beside.home_was_opened_again()
 
     # -- gradients of the step under way, for whoever reads `parameter.grad` (`gradient_views`) ------------------------

@@ -14,6 +14,7 @@ from memascend.storage.engine import StorageEngine
 from memascend.storage.errors import StorageError
 
 _SLICE_S = 0.5  # of a wait, after which it looks whether the engine was left
+_LOST_S = 0.5  # after which an outcome that nobody reports is looked for
 
 
 class Transfer(Completion):
@@ -55,8 +56,25 @@ class Transfer(Completion):
     def _block(self, timeout_s: float | None) -> None:
         """Without the dispatcher, as long as nobody needs it: then no other thread has to run for this one's end."""
         own = self._number is not None and self._pid == os.getpid() and not completions.in_dispatcher()
-        if not own or not self._requests.wait_for(self._number, timeout_s, self._what):
+        if not own:
             super()._block(timeout_s)
+        elif not self._requests.wait_for(self._number, timeout_s, self._what):
+            self._await_report(timeout_s)
+
+    def _await_report(self, timeout_s: float | None) -> None:
+        """By the thread that has taken the outcome; Ctrl-C may have come between its taking it and its telling."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = _LOST_S if deadline is None else min(_LOST_S, max(0.0, deadline - time.monotonic()))
+            try:
+                super()._block(left)
+                return
+            except TimeoutError:
+                if self._requests.lost(self._number):
+                    self.end(RequestCancelled(f"{self._what}: an interrupt came when it had ended: do it again"))
+                    return
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError(f"{self._what} has not ended after {timeout_s} s") from None
 
 
 class Requests:
@@ -71,6 +89,7 @@ class Requests:
         self._fd = -1
         self._submitted = 0
         self._closed = self._left = False
+        self._reporting: set[int] = set()  # threads that may have taken an outcome and not yet told of it
 
     def submit(self, transfer: Transfer, submit: Callable[[], int]) -> None:
         with self._lock:  # so that nobody takes the outcome before its transfer is known
@@ -99,24 +118,37 @@ class Requests:
         error: BaseException | None = None
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         leaving.begin_if_asked()
-        while not self._left:
-            left_s = _SLICE_S if deadline is None else min(_SLICE_S, max(0.0, deadline - time.monotonic()))
-            try:
-                self.engine.wait(number, left_s)
-            except TimeoutError:
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise TimeoutError(f"{what} has not ended after {timeout_s} s") from None
-                continue
-            except (StorageError, RequestCancelled) as caught:
-                error = caught
-            except (ValueError, AttributeError):  # its outcome was taken; or the engine has been closed meanwhile
-                return False
-            except BaseException:  # of a signal's handler, Ctrl-C's for instance
-                leaving.begin()
-                raise
-            self._ended(number, error)
-            return True
-        return False
+        this_thread = threading.get_ident()
+        self._reporting.add(this_thread)
+        try:
+            while not self._left:
+                left_s = _SLICE_S if deadline is None else min(_SLICE_S, max(0.0, deadline - time.monotonic()))
+                try:
+                    self.engine.wait(number, left_s)
+                except TimeoutError:
+                    if deadline is not None and time.monotonic() >= deadline:
+                        raise TimeoutError(f"{what} has not ended after {timeout_s} s") from None
+                    continue
+                except (StorageError, RequestCancelled) as caught:
+                    error = caught
+                except (ValueError, AttributeError):  # its outcome was taken; or the engine has been closed meanwhile
+                    return False
+                except BaseException:  # of a signal's handler, Ctrl-C's for instance
+                    leaving.begin()
+                    raise
+                self._ended(number, error)
+                return True
+            return False
+        finally:
+            self._reporting.discard(this_thread)
+
+    def lost(self, number: int) -> bool:
+        """Whether nobody is going to report a request whose outcome was taken; then it is forgotten."""
+        if self._left:  # whoever left the engine ends its transfers
+            return False
+        with self._lock:
+            others = self._reporting - {threading.get_ident()}
+            return not others and self._live.pop(number, None) is not None
 
     def collect(self) -> None:
         """Report what has ended, where the dispatcher does not. Does not block."""
@@ -126,16 +158,22 @@ class Requests:
             self.take()
 
     def take(self) -> None:
-        for outcome in self.engine.take_ended():
-            error: BaseException | None = outcome.failure
-            if error is None and outcome.cancelled:
-                error = RequestCancelled(f"request {outcome.request} was cancelled")
-            self._ended(outcome.request, error)
+        this_thread = threading.get_ident()
+        self._reporting.add(this_thread)
+        try:
+            for outcome in self.engine.take_ended():
+                error: BaseException | None = outcome.failure
+                if error is None and outcome.cancelled:
+                    error = RequestCancelled(f"request {outcome.request} was cancelled")
+                self._ended(outcome.request, error)
+        finally:
+            self._reporting.discard(this_thread)
 
     def _ended(self, number: int, error: BaseException | None) -> None:
         with self._lock:
-            transfer = self._live.pop(number)
-        if not self._left:
+            transfer = self._live.pop(number, None)
+        # None: Ctrl-C came when it had been submitted, and whoever asked for it never got it.
+        if transfer is not None and not self._left:
             transfer.end(error)
 
     def progress(self) -> object:

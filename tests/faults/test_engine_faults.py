@@ -122,6 +122,27 @@ def test_a_commit_that_the_drive_has_kept_against_its_word_is_gone_on_from_by_re
     engine.close()
 
 
+def test_a_step_that_is_completed_is_no_error_where_its_states_cannot_be_opened_anew(tmp_path):
+    """After the first step of a resumed training all has been compared with its checksums, and no more needs to be."""
+    data, ours, theirs, faults = batches(3), model(), model(), _C.FaultLayer()
+    engine = streamed(ours, tmp_path, _C.FaultLayer())
+    losses = train(ours, engine, data[:1])
+    engine.close()
+    again = model(seed=4)
+    allocator = PageAlignedPinnedAllocator(Ledger(), lock=False)
+    engine, _ = StreamingEngine.resume(again, tmp_path / "home", groups(again), allocator=allocator, faults=faults)
+    faults.add("open", times=2, error=errno.ENOSPC)
+    losses += train(again, engine, data[1:2])
+    with pytest.raises(StorageError, match="free space"):  # before anything of the next step
+        again(data[2])
+    losses += train(again, engine, data[2:])
+    assert faults.injected == 2
+    assert losses == train_in_memory(theirs, data)
+    assert_equal(engine, theirs)
+    engine.close(destroy=True)
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("times", [2, 3, 5])
 def test_several_writes_of_a_step_that_fail_are_one_error_and_none_comes_up_in_the_next(tmp_path, times):
     data, ours, theirs, faults = batches(3), model(), model(), _C.FaultLayer()

@@ -1,0 +1,90 @@
+"""Ctrl-C between the end of a transfer and the note of it: nobody waits for it for ever, and closing is no error."""
+
+import threading
+
+import pytest
+import torch
+
+from memascend.storage import engine_requests
+from memascend.storage.completion import RequestCancelled
+from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.engine_tiers import DirectTier
+
+
+class Interrupting:
+    """An engine of which one call is interrupted as it returns."""
+
+    def __init__(self, engine, name):
+        self._engine, self._name = engine, name
+
+    def __getattr__(self, name):
+        found = getattr(self._engine, name)
+        if name != self._name:
+            return found
+
+        def call(*arguments):
+            result = found(*arguments)
+            if name == "take_ended" and not result:
+                return result
+            self._name = None
+            raise KeyboardInterrupt
+
+        return call
+
+
+@pytest.fixture
+def tier(tmp_path):
+    tier = DirectTier.in_file(tmp_path, "tests", DirectEngineConfig(control_folder=str(tmp_path)))
+    yield tier
+    tier.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["wait", "take_ended"])
+def test_a_transfer_whose_outcome_was_taken_and_not_told_ends_as_cancelled(tier, monkeypatch, name):
+    tier.write("a", torch.ones(5000)).wait()
+    requests = tier._all[0]
+    out = torch.zeros(5000)
+    read = tier.read("a", out)
+    with monkeypatch.context() as during:
+        during.setattr(requests, "engine", Interrupting(requests.engine, name))
+        with pytest.raises(KeyboardInterrupt):
+            while not (read.done() if name == "take_ended" else read.wait()):
+                pass
+    with pytest.raises(RequestCancelled, match="an interrupt came"):
+        read.wait()
+    tier.read("a", out).wait()
+    assert torch.equal(out, torch.ones(5000))
+
+
+@pytest.mark.timeout(60)
+def test_another_thread_that_waits_for_it_is_told_too(tier, monkeypatch):
+    monkeypatch.setattr(engine_requests, "_LOST_S", 0.05)
+    tier.write("a", torch.ones(5000)).wait()
+    requests, read, told = tier._all[0], tier.read("a", torch.zeros(5000)), []
+    with monkeypatch.context() as during:
+        during.setattr(requests, "engine", Interrupting(requests.engine, "wait"))
+        with pytest.raises(KeyboardInterrupt):
+            read.wait()
+
+    def wait():
+        try:
+            read.wait()
+        except RequestCancelled as error:
+            told.append(error)
+
+    other = threading.Thread(target=wait)
+    other.start()
+    other.join()
+    assert len(told) == 1
+
+
+@pytest.mark.timeout(60)
+def test_a_transfer_that_was_submitted_and_not_noted_is_no_error_at_the_end(tier, monkeypatch):
+    with monkeypatch.context() as during:
+        during.setattr(tier._all[0], "engine", Interrupting(tier._all[0].engine, "take_ended"))
+        during.setattr(tier, "engine", Interrupting(tier.engine, "write"))
+        with pytest.raises(KeyboardInterrupt):
+            tier.write("a", torch.ones(5000))
+    tier.write("b", torch.ones(100)).wait()
