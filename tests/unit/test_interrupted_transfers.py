@@ -32,6 +32,14 @@ class Interrupting:
         return call
 
 
+def done(read):
+    while not read.done():
+        pass
+
+
+ASKED = {"wait": lambda read: read.wait(), "take_ended": done}
+
+
 @pytest.fixture
 def tier(tmp_path):
     tier = DirectTier.in_file(tmp_path, "tests", DirectEngineConfig(control_folder=str(tmp_path)))
@@ -41,7 +49,7 @@ def tier(tmp_path):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ["wait", "take_ended"])
+@pytest.mark.parametrize("name", ASKED)
 def test_a_transfer_whose_outcome_was_taken_and_not_told_ends_as_cancelled(tier, monkeypatch, name):
     tier.write("a", torch.ones(5000)).wait()
     requests = tier._all[0]
@@ -50,8 +58,7 @@ def test_a_transfer_whose_outcome_was_taken_and_not_told_ends_as_cancelled(tier,
     with monkeypatch.context() as during:
         during.setattr(requests, "engine", Interrupting(requests.engine, name))
         with pytest.raises(KeyboardInterrupt):
-            while not (read.done() if name == "take_ended" else read.wait()):
-                pass
+            ASKED[name](read)
     with pytest.raises(RequestCancelled, match="an interrupt came"):
         read.wait()
     tier.read("a", out).wait()
