@@ -22,7 +22,7 @@ IN_VENV := export PATH="$(CURDIR)/$(VENV)/bin:$$PATH";
 SNAKEMAKE := $(IN_VENV) snakemake --cores $(CORES)
 export PYTHON MAX_JOBS MEMASCEND_CACHE NO_SYSTEM_PACKAGES
 
-.PHONY: help setup figures smoke test zoo zoo-drop-in zoo-night lint native-tests numa-guest numa-test ops docs clean deepspeed_016
+.PHONY: help setup figures smoke test zoo zoo-drop-in zoo-night chaos lint native-tests numa-guest numa-test ops docs clean deepspeed_016
 
 help: ## list the targets
 	@grep -hE '^[a-z_0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z_0-9-]+):.*## (.*)/make \1|\2/' | column -t -s '|'
@@ -52,6 +52,11 @@ zoo-drop-in: setup ## every architecture through the drop-in on DeepSpeed, and i
 
 zoo-night: setup ## the zoo's part of a night: 20 architectures through the drop-in, 1,000 random programs, by the date
 	@$(IN_VENV) pytest $(WORKERS) --run-slow tests/zoo/test_drop_in.py tests/zoo/test_random_programs.py $(PYTEST)
+
+CHAOS ?= --seeds 0:1000 --minutes 60
+chaos: setup ## seeded faults on everything that trains, and the page of what became of them: an hour; goes on where it ended
+	@$(IN_VENV) nice -n 10 python -m tests.chaos $(CHAOS) --out results/chaos/$${MEMASCEND_HOST:-local}.json
+	@$(IN_VENV) python -m tests.chaos.page
 
 native-tests: setup ## the C++ core without Python, under AddressSanitizer and ThreadSanitizer
 	@$(MAKE) -s -j $$(nproc) -C tests/native

@@ -1,0 +1,361 @@
+"""Trainings as users write them, each of which may be cut off anywhere and begun again in the same folder.
+
+A loop says what it does through `say`: `begun`, `resumed` (from which step, and what the states are there), `step`
+(done, with its loss), `error` (what it was told), `done` (what it reached). It goes on from what is there: the states
+on the tier, or a checkpoint of its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import gc
+import hashlib
+import importlib
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memascend.activation.offload import offload_activations
+from memascend.engine import home as homes
+from memascend.engine import swap
+from memascend.engine.home import NotThisModel, TornStates
+from memascend.engine.options import EngineOptions
+from memascend.engine.streaming import streaming
+from memascend.memory.ledger import Ledger
+from memascend.memory.pinned import PageAlignedPinnedAllocator
+from memascend.ops.adamw import AdamW
+from tests.chaos.draws import STEPS
+from tests.chaos.sandbox import forked
+from tests.zoo.shapes import CLOSE, REFUSED, SHAPES, batch
+
+PLAIN_STATE = ("calls", "steps", "seen", "history", "by_name")  # what the zoo's modules have that is no buffer
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+SHAPES_DRAWN = sorted(set(SHAPES) - set(REFUSED) - {name for name, _ in CLOSE})
+Say = Callable[..., None]
+_GONE_S = 5.0
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return SHAPES[name]()
+
+
+class BesideWeights:
+    """Buffers and plain attributes of a model: small, and the loop's to keep."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def taken(self) -> str:
+        buffers = [buffer.clone() for buffer in self._model.buffers()]
+        plain = [{k: v for k, v in vars(m).items() if k in PLAIN_STATE} for m in self._model.modules()]
+        return base64.b64encode(pickle.dumps((buffers, plain))).decode()
+
+    @torch.no_grad()
+    def put_back(self, taken: str) -> None:
+        buffers, plain = pickle.loads(base64.b64decode(taken))
+        for now, then in zip(self._model.buffers(), buffers, strict=True):
+            now.copy_(then)
+        for module, attributes in zip(self._model.modules(), plain, strict=True):
+            vars(module).update(attributes)
+
+
+def write_durably(path: Path, values: Any) -> None:
+    """As a careful user saves: all of it or none."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            torch.save(values, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException as error:
+        partial.unlink(missing_ok=True)
+        if isinstance(error, (OSError, RuntimeError)):  # as torch.save says that it could not write
+            raise OSError(f"{path}: the loop's own checkpoint could not be written: free space ({error})") from error
+        raise
+
+
+class Loop:
+    """What all of them have in common."""
+
+    def __init__(
+        self,
+        training: dict[str, Any],
+        folder: Path,
+        say: Say,
+        on_error: Callable[[], bool],
+        *,
+        until: int = STEPS,
+        calls: Callable[[], dict[str, int]] | None = None,
+    ) -> None:
+        """`on_error`: called after an error in a step; whether the user does the step again in this process.
+        `until`: the step to stop after. `calls`: system calls so far; with it the states are looked at after each step,
+        and what that takes is told apart."""
+        self.training, self.folder, self.say, self.on_error = training, folder, say, on_error
+        self.until, self._calls, self._looking = until, calls, {"seconds": 0.0}
+        self.saved = folder / "saved.pt"
+
+    def look(self, step: int, digest: Callable[[], str]) -> None:
+        if self._calls is None:
+            return
+        before, begun = self._calls(), time.monotonic()
+        self.say("digest", step=step, digest=digest())
+        self._looking["seconds"] += time.monotonic() - begun
+        for op, count in self._calls().items():
+            self._looking[op] = self._looking.get(op, 0) + count - before[op]
+
+    def run(self) -> None:
+        held = open_descriptors()
+        running = len(os.listdir("/proc/self/task"))
+        self.say("begun")
+        try:
+            self.train()
+        except BaseException as error:
+            name = f"{type(error).__name__}: {error}"
+            error.__traceback__ = None  # whose frames hold what is looked for
+            del error
+            self._look_for_leaks(held, running, name)
+            raise
+        self._look_for_leaks(held, running, None)
+        if self._calls is not None:
+            counted = {op: count - self._looking.get(op, 0) for op, count in self._calls().items()}
+            self.say("counted", calls=counted, looking_s=self._looking["seconds"])
+        if self.until == STEPS:
+            self.end()
+
+    def train(self) -> None:
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """After the last step, and everything is closed."""
+
+    def data(self, step: int) -> list[torch.Tensor]:
+        passes = self.training["accumulate"]
+        return [batch(step * passes + number) for number in range(passes)]
+
+    def bytes_on_disk(self) -> int:
+        return sum(path.stat().st_blocks * 512 for path in self.folder.rglob("*") if path.is_file())
+
+    def _look_for_leaks(self, held: set[str], running: int, error: str | None) -> None:
+        gc.collect()
+        deadline = time.monotonic() + _GONE_S  # the kernel takes rings down after `close` has returned
+        while (
+            (more := sorted(open_descriptors() - held)) or (len(os.listdir("/proc/self/task")) > running)
+        ) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        threads = len(os.listdir("/proc/self/task")) - running
+        left = sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file())
+        names = [thread.name for thread in threading.enumerate()]
+        self.say("closed", descriptors=more, threads=max(0, threads), names=names, files=left, error=error)
+
+
+def open_descriptors() -> set[str]:
+    """What they are of: numbers are used again."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+        except OSError:
+            continue
+    return found
+
+
+class EngineLoop(Loop):
+    """The streaming engine on one of the zoo's shapes, for `STEPS` steps, with an evaluation after each."""
+
+    def train(self) -> None:
+        swap._LEAST_BYTES = 256  # the shapes are small
+        self.tears = self.training["states"] == "one version, torn"
+        home_folder = self.folder / "home"
+        model, saved = made(self.training["shape"]), None
+        try:
+            home, optimizer = self._begin(model, home_folder, resume=homes.is_home(home_folder))
+        except (NotThisModel, TornStates) as error:  # both say what to do
+            self.say("told", error=f"{type(error).__name__}: {error}")
+            homes.remove(home_folder)
+            shutil.rmtree(home_folder, ignore_errors=True)
+            model = made(self.training["shape"])
+            if self.saved.exists():
+                saved = torch.load(self.saved, weights_only=False)
+                model.load_state_dict(saved["model"])
+            home, optimizer = self._begin(model, home_folder, resume=False)
+        try:
+            if saved is not None:
+                optimizer.load_state_dict(saved["optimizer"])
+                home.note = saved["note"]
+            self._steps(model, home, optimizer)
+        finally:
+            home.close()
+
+    def _begin(self, model: nn.Module, folder: Path, *, resume: bool) -> tuple[streaming, Any]:
+        home = streaming(folder, resume=resume, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
+        home.hook(model)
+        chosen = self.training
+        options = EngineOptions(
+            arm=chosen["arm"],
+            accumulate=chosen["accumulate"],
+            clip=chosen["clip"],
+            checkpoints=chosen["checkpoints"],
+            swap=chosen["swap"],
+            versions=2 if chosen["states"] == "two versions" else 1,
+            redo=not self.tears,
+        )
+        return home, home.optimizer(torch.optim.AdamW, options=options, **SETTINGS)
+
+    def _steps(self, model: nn.Module, home: streaming, optimizer: Any) -> None:
+        beside = BesideWeights(model)
+        if home.note:
+            beside.put_back(home.note["beside"])
+        first = home.note.get("step", 0)
+        self.say("resumed", step=first, digest=digest_of(home, beside))
+        self.look(first, lambda: digest_of(home, beside))
+        for step in range(first, self.until):
+            before = beside.taken()
+            while True:
+                try:
+                    loss = self._step(model, home, optimizer, beside, step)
+                    break
+                except (Exception, KeyboardInterrupt) as error:
+                    self.say("error", step=step, error=f"{type(error).__name__}: {error}")
+                    if not self.on_error():
+                        raise
+                    beside.put_back(before)
+                    optimizer.zero_grad()
+            self.say("step", step=step + 1, loss=loss)
+            self.look(step + 1, lambda: digest_of(home, beside))
+        if self.until == STEPS:
+            self.say("done", digest=digest_of(home, beside), bytes_on_disk=self.bytes_on_disk())
+
+    def _step(self, model: nn.Module, home: streaming, optimizer: Any, beside: BesideWeights, step: int) -> list[str]:
+        torch.manual_seed(step)
+        losses = []
+        for ids in self.data(step):
+            loss = model(ids) / self.training["accumulate"]
+            losses.append(float(loss.detach()).hex())
+            loss.backward()
+        home.note = {"step": step + 1, "beside": beside.taken()}
+        optimizer.step()
+        if self.tears and step % 2 == 1:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "note": home.note}
+            write_durably(self.saved, state)
+        return losses
+
+    def end(self) -> None:
+        homes.remove(self.folder / "home")
+        self.saved.unlink(missing_ok=True)
+        self.say("removed", files=sorted(path.name for path in self.folder.iterdir()))
+
+
+def digest_of(home: streaming, beside: BesideWeights) -> str:
+    engine = home.engine
+    digest = hashlib.sha256(str(sorted(engine.steps.items())).encode())
+    for name, values in engine.read_weights():
+        digest.update(name.encode() + values.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    for name in engine.layout.order:
+        for key, values in sorted(engine.read_states(name).items()):
+            digest.update(key.encode() + values.numpy().tobytes())
+    for buffer in beside._model.buffers():
+        digest.update(buffer.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class ActivationsLoop(Loop):
+    """A model in memory whose activations wait on the SSD; the loop saves everything after each step."""
+
+    def train(self) -> None:
+        model = made(self.training["shape"])
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer, beside, first = AdamW(trained, **SETTINGS), BesideWeights(model), 0
+        if self.saved.exists():
+            saved = torch.load(self.saved, weights_only=False)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            beside.put_back(saved["beside"])
+            first = saved["step"]
+        self.say("resumed", step=first, digest=self._digest(model, optimizer))
+        self.look(first, lambda: self._digest(model, optimizer))
+        where = self.folder / "activations"
+        where.mkdir(exist_ok=True)
+        options = {"amount": "all", "minimum_bytes": 512, "reserve_bytes": 0, "device": "cpu"}
+        for step in range(first, self.until):
+            before = beside.taken()
+            while True:
+                try:
+                    torch.manual_seed(step)
+                    losses = []
+                    with offload_activations(where, **options):
+                        for ids in self.data(step):
+                            loss = model(ids) / self.training["accumulate"]
+                            losses.append(float(loss.detach()).hex())
+                            loss.backward()
+                    optimizer.step()
+                    break
+                except (Exception, KeyboardInterrupt) as error:
+                    self.say("error", step=step, error=f"{type(error).__name__}: {error}")
+                    # An interrupt in the optimizer's own step leaves it half done, in memory: nobody can go on there.
+                    if isinstance(error, KeyboardInterrupt) or not self.on_error():
+                        raise
+                    beside.put_back(before)
+                    optimizer.zero_grad()
+            optimizer.zero_grad()
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            write_durably(self.saved, {**state, "beside": beside.taken(), "step": step + 1})
+            self.say("step", step=step + 1, loss=losses)
+            self.look(step + 1, lambda: self._digest(model, optimizer))
+        if self.until == STEPS:
+            self.say("done", digest=self._digest(model, optimizer), bytes_on_disk=self.bytes_on_disk())
+
+    def end(self) -> None:
+        self.saved.unlink(missing_ok=True)
+        left = sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file())
+        self.say("removed", files=left)
+
+    @staticmethod
+    def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+        digest = hashlib.sha256()
+        for values in (*model.parameters(), *model.buffers()):
+            digest.update(values.detach().contiguous().numpy().tobytes())
+        for parameter in model.parameters():
+            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                digest.update(
+                    f"{key} {hashlib.sha256(pickle.dumps(torch.as_tensor(value).tolist())).hexdigest()}".encode()
+                )
+        return digest.hexdigest()
+
+
+def import_what_trainings_import() -> None:
+    """In this process, so that its forks do not: a training of each kind in a fork says what that is."""
+
+    def program(say: Say) -> None:
+        before = set(sys.modules)
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("CheckpointsInBlocks", "Autocast", "Parametrizations"):
+                training = {"shape": name, "states": "two versions", "arm": "optimized", "accumulate": 1, "clip": 0.5}
+                training |= {"checkpoints": "tier", "swap": "all"}
+                for kind, loop in LOOPS.items():
+                    own = Path(folder) / kind / name
+                    own.mkdir(parents=True)
+                    loop(training, own, lambda *_, **__: None, lambda: False).run()
+        say("imported", names=sorted(set(sys.modules) - before))
+
+    phase = forked(program, Path(os.devnull), limit_s=600)
+    for name in (phase.last("imported") or {"names": ()})["names"]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a fork then leaves the shared pages alone
+
+
+LOOPS = {"engine": EngineLoop, "activations": ActivationsLoop}

@@ -1,0 +1,97 @@
+"""A few seeds of the chaos runs; more with --run-slow. `make chaos` runs all of them."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import power
+from tests.chaos.draws import FAULTS, SHARES, draw
+from tests.chaos.verdicts import FAILURES
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = ["Plain", "TiedEmbedding"]
+
+
+def outcomes(folder, *options):
+    """Of `python -m tests.chaos`, by seed; in a process of its own, since OpenMP's threads do not outlive a fork."""
+    out = folder / "chaos.json"
+    command = [sys.executable, "-m", "tests.chaos", "--out", str(out), "--targets", "engine", "activations", *options]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text())["seeds"]
+
+
+def seeds_of_each_fault(target, number):
+    """The first `number` seeds of each fault of the target."""
+    from tests.chaos.loops import SHAPES_DRAWN
+
+    found: dict[str, list[int]] = {}
+    for seed in range(2000):
+        drawn = draw(seed, SHAPES_DRAWN)
+        if drawn.target == target and not drawn.how.get("interrupted"):
+            found.setdefault(drawn.fault, []).append(seed)
+    return {fault: seeds[:number] for fault, seeds in found.items()}
+
+
+@pytest.mark.timeout(300)
+def test_what_befalls_a_training_leaves_the_bits_of_the_undisturbed_one(tmp_path):
+    engine = seeds_of_each_fault("engine", 1)
+    seeds = [engine[fault][0] for fault in ("kill", "power cut", "ENOSPC", "EIO", "Ctrl-C")]
+    seeds.append(seeds_of_each_fault("activations", 1)["EIO"][0])
+    found = outcomes(tmp_path, "--seeds", ",".join(map(str, seeds)))
+    assert len(found) == len(seeds)
+    assert {seed: row for seed, row in found.items() if row["verdict"] in FAILURES} == {}
+    assert sum(row["struck"] for row in found.values()) >= 3
+    again = outcomes(tmp_path, "--seeds", ",".join(map(str, seeds)))
+    assert again == found  # a seed of the record is not run again
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("target", ["engine", "activations"])
+def test_what_befalls_a_training_leaves_the_bits_of_the_undisturbed_one_for_several_seeds_a_fault(tmp_path, target):
+    seeds = [seed for each in seeds_of_each_fault(target, 2).values() for seed in each]
+    found = outcomes(tmp_path, "--seeds", ",".join(map(str, seeds)), "--minutes", "25")
+    assert {seed: row for seed, row in found.items() if row["verdict"] in FAILURES} == {}
+
+
+def test_a_seed_is_drawn_alike_each_time_and_every_fault_is_drawn():
+    drawn = [draw(seed, SHAPES) for seed in range(1000)]
+    assert drawn == [draw(seed, SHAPES) for seed in range(1000)]
+    assert {each.fault for each in drawn} == set(FAULTS)
+    for target, faults in SHARES.items():
+        assert {each.fault for each in drawn if each.target == target} == set(faults)
+
+
+def logged(kind, token, offset=0, data=b"", size=None):
+    return power._HEADER.pack(kind, 0, token, offset, len(data) if size is None else size) + data
+
+
+def test_what_was_flushed_outlasts_a_power_cut_and_nothing_else_has_to():
+    sector = power.SECTOR
+    durable, lost = b"a" * sector, b"b" * (4 * sector)
+    log = logged(power.WRITE, 1, 0, durable) + logged(power.WRITTEN, 1, size=sector) + logged(power.FLUSH, 2)
+    under_way = logged(power.WRITE, 1, sector, lost)  # begun before the flush has returned: none of its business
+    log += under_way + logged(power.WRITTEN, 1, size=len(lost))
+    before = bytes(5 * sector)
+    for place in (len(log), len(log) - 1):  # the flush has not returned
+        assert power.after_a_cut(before, log[:place], 0.0, random.Random(0)) == before
+    log += logged(power.FLUSHED, 2)
+    assert power.after_a_cut(before, log, 0.0, random.Random(0)) == durable + bytes(4 * sector)
+    torn = {power.after_a_cut(before, log, 1.0, random.Random(seed)) for seed in range(40)}
+    assert durable + lost in torn
+    assert len(torn) > 8  # sectors of one write come and go by themselves
+    assert {each[:sector] for each in torn} == {durable}
+
+
+def test_a_record_that_is_cut_off_at_the_end_of_the_log_is_none():
+    log = logged(power.WRITE, 1, 0, b"a" * 512)
+    assert power.replayed(log[:-1]) == []
+    assert len(power.replayed(log)) == 1

@@ -1,0 +1,29 @@
+"""The page of chaos runs says what its records do, and the records have what a record needs."""
+
+import pytest
+
+from tests.chaos import page
+from tests.chaos.draws import DRAWN_AS, draw
+from tests.chaos.verdicts import FAILURES, VERDICTS
+
+FOUND = page.records()
+
+
+def test_the_page_is_made_from_the_records():
+    assert page.PAGE.read_text() == page.page(FOUND)
+
+
+@pytest.mark.parametrize(("name", "record"), FOUND, ids=[name for name, _ in FOUND])
+def test_a_record_has_the_draw_and_the_verdict_of_each_seed(name, record):
+    from tests.chaos.loops import SHAPES_DRAWN
+
+    assert record["drawn_as"] == DRAWN_AS
+    assert record["host"]["name"] in name
+    for seed, row in record["seeds"].items():
+        drawn = draw(int(seed), SHAPES_DRAWN)
+        assert (row["fault"], row["how"]) == (drawn.fault, drawn.how)
+        if row["target"] != "stock":
+            assert (row["target"], row["training"]) == (drawn.target, drawn.training)
+        assert row["verdict"] in VERDICTS
+        assert row["seconds"] >= 0
+        assert row.get("why") or row["verdict"] not in FAILURES
