@@ -38,7 +38,8 @@ class Transfer(Completion):
 
     def end(self, error: BaseException | None) -> None:
         at_end, self._at_end = self._at_end, None  # which holds this transfer and its tier
-        at_end(error)  # first: whoever waits sees what it has changed
+        if at_end is not None:  # else it has begun to end, and was interrupted
+            at_end(error)  # first: whoever waits sees what it has changed
         self._settle(error=error)
 
     def done(self) -> bool:
@@ -143,12 +144,14 @@ class Requests:
             self._reporting.discard(this_thread)
 
     def lost(self, number: int) -> bool:
-        """Whether nobody is going to report a request whose outcome was taken; then it is forgotten."""
+        """Whether nobody is about to report a request whose outcome was taken; then it is forgotten."""
         if self._left:  # whoever left the engine ends its transfers
             return False
         with self._lock:
-            others = self._reporting - {threading.get_ident()}
-            return not others and self._live.pop(number, None) is not None
+            if self._reporting - {threading.get_ident()}:
+                return False
+            self._live.pop(number, None)
+            return True
 
     def collect(self) -> None:
         """Report what has ended, where the dispatcher does not. Does not block."""

@@ -95,3 +95,18 @@ def test_a_transfer_that_was_submitted_and_not_noted_is_no_error_at_the_end(tier
         with pytest.raises(KeyboardInterrupt):
             tier.write("a", torch.ones(5000))
     tier.write("b", torch.ones(100)).wait()
+
+
+@pytest.mark.timeout(60)
+def test_a_transfer_that_was_told_by_half_ends_as_cancelled(tier, monkeypatch):
+    written = tier.write("a", torch.ones(5000))
+    with monkeypatch.context() as during:
+        during.setattr(type(written), "_settle", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            written.wait()
+    with pytest.raises(RequestCancelled, match="an interrupt came"):
+        written.wait()
+
+
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
