@@ -32,14 +32,15 @@ class TiersBeside:
         self._home, self._layout, self._buffers, self._redoes = home, layout, buffers, redoes
         self._scratch: DirectTier | None = None
         self.gradients: WeightStream | None = None  # once there is one
-        self._making = threading.Lock()
+        self._making = threading.RLock()  # gradients may wait in the scratch tier
         self._booked: list[int] = []
         self._of_home = self._book(home.bounce_buffers)
 
     def scratch(self) -> DirectTier:
-        if self._scratch is None:
-            self._scratch = self._in_file("gradients and activations")
-        return self._scratch
+        with self._making:
+            if self._scratch is None:
+                self._scratch = self._in_file("gradients and activations")
+            return self._scratch
 
     def swap_tier(self) -> DirectTier:
         """A new one, for whoever asks to close."""

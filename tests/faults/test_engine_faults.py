@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -176,5 +177,25 @@ def test_a_disk_that_fails_while_a_step_is_taken_back_too_serves_again_when_it_i
     losses += train(ours, engine, data[engine.steps["head.weight"] :])
     assert losses == train_in_memory(theirs, data)
     assert_equal(engine, theirs)
+    engine.close(destroy=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_file_beside_the_states_is_made_once_whichever_threads_ask_for_it(tmp_path, monkeypatch):
+    """A second one would stay open, with its threads, when the engine is closed."""
+    engine, stock, made = streamed(model(), tmp_path, _C.FaultLayer()), DirectTier.in_file, []
+
+    def slowly(*arguments):
+        time.sleep(0.1)
+        made.append(stock(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(DirectTier, "in_file", slowly)
+    asking = [threading.Thread(target=ask) for ask in (engine._beside.scratch, engine._beside.gradient_stream) * 2]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert len(made) == 1
     engine.close(destroy=True)
     assert os.listdir(tmp_path) == []
