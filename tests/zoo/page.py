@@ -86,7 +86,9 @@ def page(found: dict[str, Any], drop_in: dict[str, Any]) -> str:
         "| | " + " | ".join((*ORDER, *OUTSIDE)) + " |",
         "|---|" + "---|" * len((*ORDER, *OUTSIDE)),
     ]
-    of_drop_in = {name: drop_in["architectures"].get(name, {"outcome": "not run", "why": ""}) for name in built}
+    not_run = {"outcome": "not run", "why": ""}
+    run = {name: entry for name, entry in drop_in["architectures"].items() if entry["outcome"] != "not built"}
+    of_drop_in = {name: run.get(name, not_run) for name in built}
     counts = {title: Counter(row[column]["outcome"] for row in built.values()) for column, title in COLUMNS.items()}
     counts[DROP_IN] = Counter(entry["outcome"] for entry in of_drop_in.values())
     for title, count in counts.items():
