@@ -1,0 +1,77 @@
+"""SIGTERM to `memascend train` while the drive of its states hangs ends it, and --resume goes on after it."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.train_runs import command, environment, losses, text_folder, train
+
+OPTIONS = ["--model", "llama3.2-1b", "--twin", "32", "--context", "32", "--files", "*.py", "--system", "lohan"]
+OPTIONS += ["--accumulate", "1", "--eval-sequences", "0", "--seed", "1", "--schedule", "constant"]
+OPTIONS += ["--steps", "4", "--checkpoints", "none"]
+# In the worker: from the second step on every command to the drive takes five minutes.
+HANGS = """
+import importlib.abc, importlib.util, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "memascend.engine.runtime":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            patch(module.StreamingEngine)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+def patch(engine):
+    from memascend import _C
+
+    faults, start, keep = _C.FaultLayer(), engine.start.__func__, engine.keep
+    engine.start = classmethod(lambda cls, *args, **named: start(cls, *args, faults=faults, **named))
+
+    def kept(self, facts):
+        keep(self, facts)
+        if facts.get("step") == 2:
+            faults.add("any", delay_us=300_000_000)
+
+    engine.keep = kept
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_drive_hangs_ends_when_it_is_asked_to_and_goes_on(tmp_path):
+    text, run = text_folder(tmp_path), tmp_path / "run"
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(HANGS)
+    paths = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
+    started = subprocess.Popen(
+        command(run, *OPTIONS, "--data", str(text)),
+        env=environment() | {"PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        while " 2/4 " not in (line := started.stdout.readline()):
+            assert line, "it ended before the second step"
+        time.sleep(1)  # it is in the third step
+        started.send_signal(signal.SIGTERM)
+        said, _ = started.communicate(timeout=120)
+    finally:
+        started.kill()
+    assert started.returncode == 2
+    assert "memascend-states" in said.splitlines()[-1]
+    assert "the drive or the mount hangs" in said.splitlines()[-1]
+    resumed = train(run, "--resume")
+    assert "resume  from step 2, which the tier has kept" in resumed.stdout, resumed.stdout + resumed.stderr
+    assert sorted(losses(run)) == [1, 2, 3, 4]
