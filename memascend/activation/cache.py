@@ -44,12 +44,27 @@ REFUSES_COMPILE = (
 
 
 class ActivationCache:
-    """Offloads what forward passes save while :meth:`active` is entered. Thread-safe.
+    """Offloads what forward passes save while :meth:`active` is entered.
 
-    Tensors of a device with streams go through page-locked memory of `allocator` (default: exact, no ledger).
-    `fates`: what the modules of fate OFFLOAD save goes to the tier, all else stays, and `amount` does not count. Owns
-    `tier` from now on: :meth:`close` closes it. An I/O error is raised as ActivationError, with the tensor's name, by
-    the backward pass that needs the tensor.
+    Thread-safe: forward passes of several threads may go through one cache. The hooks by which it knows where a pass is
+    are torch's global ones, put on by each `active`: every module's forward in the process calls them meanwhile, and
+    they look at those of threads alone that have entered it. An I/O error is raised as ActivationError, with the
+    tensor's name, by the backward pass that needs the tensor.
+
+    Args:
+        tier: owned from now on: :meth:`close` closes it.
+        options: what is offloaded; immutable.
+        fates: what the modules of fate OFFLOAD save goes to the tier, all else stays, and `amount` does not count.
+        allocator: of page-locked memory for tensors of a device with streams (default: exact, no ledger).
+
+    Attributes:
+        plan: how many bytes of the next forward pass are offloaded, and why; with `amount="auto"` made anew at the end
+            of each pass of any thread, else what was asked for.
+        record: what the last forward pass that has ended saved: names, bytes, seconds since its begin; None before the
+            first. Of whichever thread ended last, so one object is whole, and may be another's.
+
+    Raises:
+        ValueError: activations of this device cannot be offloaded.
     """
 
     def __init__(
@@ -96,7 +111,10 @@ class ActivationCache:
 
     @contextmanager
     def active(self) -> Iterator[ActivationCache]:
-        """Forward passes of this thread are offloaded inside. Contexts nest; the innermost cache gets the tensors."""
+        """Forward passes of this thread are offloaded inside. Contexts nest; the innermost cache gets the tensors.
+
+        Module hooks are global meanwhile (see the class). Raises RuntimeError for a closed cache.
+        """
         if self._closing:
             raise RuntimeError("this activation cache is closed: make another one")
         outer, self._local.stack = getattr(self._local, "stack", None), []

@@ -582,7 +582,8 @@ class StreamingEngine(HookedRuntime):
 
     def keep(self, facts: dict[str, Any]) -> None:
         """The finished step outlives the process from here on, with `facts` for `resume`: JSON, in all less than 1 MiB
-        (ValueError). After an error the weights, states and counts are those of the completed step before."""
+        (ValueError). After an error the weights, states and counts are those of the completed step before, and the step
+        is to be done again."""
         self._require_whole()
         try:
             self._commit(facts)
