@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -227,18 +228,27 @@ def test_a_backward_pass_that_begins_in_a_reentrant_checkpoint_is_one_pass(tmp_p
     home.close()
 
 
-@pytest.mark.parametrize("compiled", ["model", "blocks"])
-def test_a_compiled_model_trains_as_in_memory(tmp_path, compiled):
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # it looks into this library, too
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("compiled", ["model", "blocks", "blocks before the optimizer is made"])
+def test_a_compiled_model_trains_as_in_memory(tmp_path, monkeypatch, capfd, compiled, backend):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")  # the other tests' setting compiles nothing
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     ours = made("RandomNumbers")
+    for layer in ours.layers if compiled == "blocks before the optimizer is made" else ():
+        layer.compile(backend=backend)
     home, streamed = begin(ours, tmp_path / "run", accumulate=1)
-    called = torch.compile(ours, backend="eager") if compiled == "model" else ours
+    called = torch.compile(ours, backend=backend) if compiled == "model" else ours
     for layer in ours.layers if compiled == "blocks" else ():
-        layer.compile(backend="eager")
+        layer.compile(backend=backend)
     torch.manual_seed(7)
     for number in range(2):
         step_streamed(called, streamed, [batch(number)])
     found = weights_of(home)
     home.close()
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+    assert capfd.readouterr().err == ""
     theirs = made("RandomNumbers")
     optimizer = AdamW(theirs.parameters(), **SETTINGS)
     torch.manual_seed(7)
@@ -246,6 +256,7 @@ def test_a_compiled_model_trains_as_in_memory(tmp_path, compiled):
         step_in_memory(theirs, optimizer, [batch(number)])
     for key, values in theirs.named_parameters():
         assert torch.equal(found[key], values), key
+    torch._dynamo.reset()
 
 
 class Experts(nn.Module):
