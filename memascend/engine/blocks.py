@@ -408,6 +408,12 @@ class UnitWeights:
             del self._lent[unit.key]
             self.give_back(unit)
 
+    def end_loans(self) -> None:
+        """Before the stream is closed: what somebody still refers to of weights without a use is theirs no more."""
+        for unit in list(self._lent.values()):
+            del self._lent[unit.key]
+            self.give_back(unit)
+
     def is_held(self, unit: Unit) -> bool:
         return bool(self._uses.get(unit.key))
 

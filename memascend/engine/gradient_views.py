@@ -43,6 +43,9 @@ class GradientSource(Protocol):
     def forget_gradient(self, name: str) -> None:
         """As setting `.grad` to None."""
 
+    def give_values(self, parameter: nn.Parameter) -> bool:
+        """To a parameter that the model's forward uses outside of its own module's; False: there cannot be any."""
+
 
 def stored_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """What autograd has put there."""
@@ -161,8 +164,13 @@ class _OfAStreamedModel:
     def grad(self) -> None:
         self.grad = None
 
-    def _refuse(self, what: str) -> NotStreamable:
+    def _gets_values(self) -> bool:
         """Of a parameter at rest (`resting`)."""
+        source, _ = getattr(self, _SOURCE, (None, ""))
+        engine = source() if source is not None else None
+        return engine is not None and engine.give_values(self)
+
+    def _refuse(self, what: str) -> NotStreamable:
         return NotStreamable(
             f"{what} of {getattr(self, _SOURCE, (None, 'a parameter'))[1]} outside of its module's forward pass: its "
             "values are on the SSD then: take them from state_dict(), the model's or the module's, or from "

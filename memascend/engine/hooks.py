@@ -80,9 +80,9 @@ class ModelHooks:
         self._undo.append(weights.watch_rest())
         before = model.register_forward_pre_hook(runtime.model_begins)
         after = model.register_forward_hook(runtime.model_ends)
-        outside = OutsideUse(model, weights, self)
+        self.outside = OutsideUse(model, weights, self)
         guards = ModelGuards(model, units.names, contents, runtime)
-        self._undo += [before.remove, after.remove, outside.close, guards.close]
+        self._undo += [before.remove, after.remove, self.outside.close, guards.close]
 
     def remove(self) -> None:
         """Idempotent."""

@@ -2,10 +2,10 @@
 
 A streamed parameter has its values while its module runs. A model that takes another module's weight (a tied head as
 `F.linear(x, self.embedding.weight)` in the model's own forward) would compute with the NaN that stands there. The first
-forward pass with a graph and the first one without are watched, operator by operator; later ones cost nothing. What is
-found in use belongs to the model's forward from there on: its unit is in memory for the whole pass, and until backward
-has ended. A block's weights, and a matrix that comes by slices, cannot be, and are refused; so is a change in place,
-which would not last.
+forward pass with a graph and the first one without are watched, operator by operator; in later ones a parameter at rest
+asks by itself (`resting`), which costs those that do not nothing. What is found in use belongs to the model's forward
+from there on: its unit is in memory for the whole pass, and until backward has ended. A block's weights, and a matrix
+that comes by slices, cannot be, and are refused; so is a change in place, which would not last.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class OutsideUse:
             self._take(unit)
         if with_graph in self._to_come and self._watch is None:
             self._to_come.discard(with_graph)
-            self._watch, self._watched = _Watching(self._weights, self._hold), len(self._passes)
+            self._watch, self._watched = _Watching(self._weights, self.hold), len(self._passes)
             self._watch.__enter__()
 
     def _end(self, *_: Any) -> None:
@@ -72,8 +72,6 @@ class OutsideUse:
             watch.__exit__(None, None, None)
         for unit in self._passes.pop() or ():
             self._weights.give_back(unit, lend=True)
-        if not self._to_come and not self._passes and not any(self._found.values()):
-            self.close()
 
     def _take(self, unit: Unit) -> None:
         self._weights.take(unit)
@@ -82,10 +80,10 @@ class OutsideUse:
         else:
             self._passes[-1].append(unit)
 
-    def _hold(self, parameter: nn.Parameter) -> bool:
-        """Values for a parameter that is in use in this pass; False where there cannot be any."""
+    def hold(self, parameter: nn.Parameter) -> bool:
+        """Values for a parameter that is in use in a forward pass of the model; False where there cannot be any."""
         unit = self._units.get(parameter)
-        if unit is None:
+        if unit is None or not self._passes:
             return False
         self._found[self._passes[-1] is None][unit.key] = unit
         self._take(unit)

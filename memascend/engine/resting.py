@@ -29,9 +29,11 @@ nobody_looks = ContextVar("nobody_looks", default=False)
 
 
 class ValuesAreElsewhere:
-    """Mixed into the class of a tensor over the NaN. `_refuse` makes the error, with the tensor's name."""
+    """Mixed into the class of a tensor over the NaN. `_refuse` makes the error, with the tensor's name; `_gets_values`
+    says whether it is at work from now on, in a forward pass of the model that uses it outside of its module's."""
 
     _refuse: Callable[..., Exception]
+    _gets_values: Callable[[], bool]
 
     @classmethod
     def __torch_function__(
@@ -45,7 +47,8 @@ class ValuesAreElsewhere:
             tensors = [
                 each for each in _flat([*args, *(kwargs or {}).values()]) if isinstance(each, ValuesAreElsewhere)
             ]
-            raise tensors[0]._refuse(name)
+            if _changes(name) or not all(each._gets_values() for each in tensors):
+                raise tensors[0]._refuse(name)
         with torch._C.DisableTorchFunctionSubclass():
             found = function(*args, **(kwargs or {}))
             if moves and name != "__set__" and type(found) is torch.Tensor and _is_the_same(found, args[0]):
@@ -61,6 +64,9 @@ class ValuesAreElsewhere:
 class _View(ValuesAreElsewhere, torch.Tensor):
     """`p.data` or `p.detach()` of a parameter at rest."""
 
+    def _gets_values(self) -> bool:
+        return False
+
     def _refuse(self, what: str) -> Exception:
         return self._of._refuse(what)
 
@@ -69,6 +75,12 @@ def _takes_no_value(name: str, args: tuple[Any, ...]) -> bool:
     if name in _OF_TYPE_AND_SHAPE or name.startswith(("is_", "new_")) or name.endswith("_like"):
         return True
     return name == "type" and len(args) == 1
+
+
+def _changes(name: str) -> bool:
+    """In place: it would not last."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__index__"))
 
 
 def _is_watched() -> bool:

@@ -592,6 +592,7 @@ class StreamingEngine(HookedRuntime):
             raise
         self._restored = False
         if self.home.all_compared:
+            self.weights.end_loans()
             self._close_streams()
             try:
                 self.home.compare_no_more()
@@ -631,6 +632,9 @@ class StreamingEngine(HookedRuntime):
         if self._backward_begun:
             return self.updates.arrived
         return self.gradients.whole if self.updates.pending else ()
+
+    def give_values(self, parameter: nn.Parameter) -> bool:
+        return self._hooks.outside.hold(parameter)
 
     def gradient_norm(self, name: str) -> float:
         self.updates.raise_failure()

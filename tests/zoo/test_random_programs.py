@@ -15,7 +15,7 @@ from memascend import EngineOptions, NotStreamable, offload_activations, streami
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.ops.adamw import AdamW
-from tests.zoo.programs import STEPS, made, programs, scheduled, take_over, train
+from tests.zoo.programs import STEPS, Program, made, programs, scheduled, take_over, train
 from tests.zoo.seeds import GIVEN, SEED
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -172,6 +172,34 @@ def check_cache(program):
         assert not [name for name in theirs if not same(ours[name], theirs[name])]
     assert_buffers_are_equal(model, reference)
     assert torch.equal(number, number_expected)
+
+
+FAILED_ONCE = {
+    "a view of weights is left by the first step after a resume": Program(
+        blocks=("auxiliary",) * 3,
+        lists=2,
+        carrier="dataclass",
+        groups="plain",
+        evaluate="between passes",
+        resume="in place",
+    ),
+    "the first pass leaves out what uses a weight outside of its module": Program(
+        blocks=("auxiliary", "code book", "lists of parameters"),
+        lists=2,
+        order="one left out",
+        tied=True,
+        frozen=frozenset({"embed", "position", "head"}),
+        without_grad=1,
+        chunks=True,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using `assume` outside:hypothesis.errors.HypothesisDeprecationWarning")
+@pytest.mark.parametrize("program", FAILED_ONCE.values(), ids=FAILED_ONCE)
+def test_a_program_that_failed_once_trains_as_in_memory(monkeypatch, program):
+    monkeypatch.setattr("tests.zoo.test_random_programs.event", lambda _: None)
+    check_engine(program)
 
 
 @drawn(15, int(GIVEN or 0))
