@@ -107,6 +107,16 @@ class Judge:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    def control(self) -> Outcome:
+        """DeepSpeed as it is, stopped after two steps and gone on with, and nothing befalls it."""
+        training = {"paths": 1, "accumulate": 1, "clip": 0.0}
+        draw = Draw(-1, "stock", training, "kill", 0.0, {"after_steps": 2})
+        folder, log = self._fresh("control"), self._work / "log-control"
+        phases = [self._phase(draw, folder, log, until=2), self._phase(draw, folder, log)]
+        outcome = self._verdict(draw, self.undisturbed(draw, lines=False), phases, struck=False)
+        shutil.rmtree(folder)
+        return outcome
+
     # -- undisturbed ---------------------------------------------------------------------------------------------------
 
     def undisturbed(self, draw: Draw, *, lines: bool) -> Undisturbed:
@@ -133,6 +143,8 @@ class Judge:
             if said.startswith(("NotStreamable", "ValueError")) and "\n" not in said:
                 return Undisturbed({}, {}, {}, 0.0, 0, "", refused=said)
             raise UndisturbedFailed(said)
+        if draw.target not in _ON_DEEPSPEED and (closed["descriptors"] or closed["threads"]):
+            raise UndisturbedFailed(f"it leaves {closed['threads']} threads and descriptors: {closed['descriptors']}")
         return Undisturbed(
             digests={event["step"]: event["digest"] for event in phase.all_of("digest")},
             losses={event["step"]: event["loss"] for event in phase.all_of("step")},

@@ -99,8 +99,12 @@ def _of_record(name: str, record: dict[str, Any]) -> list[str]:
         f"{sum(row['struck'] for row in rows.values())}; else the training had ended before, or only took longer.",
         "",
     ]
-    if record.get("note"):
-        text += [record["note"], ""]
+    if "control" in record:
+        text += [
+            f"Control: stopped after two steps and resumed from DeepSpeed's own checkpoint, with no fault at all: "
+            f"*{record['control']}*. Wrong bits below are where it went on from a checkpoint.",
+            "",
+        ]
     if left := [row["left_bytes"] for row in rows.values() if row.get("left_bytes")]:
         text += [f"Swap files that stayed after the end: {sum(left) / 2**20:.0f} MiB, of {len(left)} seeds.", ""]
     text += _table("fault", list(FAULTS), rows, "fault")

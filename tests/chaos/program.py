@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.draws import DRAWN_AS, Draw, as_stock, draw
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -68,6 +71,8 @@ def run(options: argparse.Namespace, *, isolated: bool) -> int:
         commands = Commands(work, isolated=isolated, known_processes=own)
         judge = Judge(work, isolated=isolated, known_processes=own)
         assert not isolated or not left_processes(own)
+        if options.stock and "control" not in record:
+            record["control"] = asdict(judge.control())["verdict"]
         for seed in seeds_of(options.seeds):
             drawn = draw(seed, loops.SHAPES_DRAWN)
             drawn = as_stock(drawn) if options.stock else drawn
@@ -83,7 +88,8 @@ def run(options: argparse.Namespace, *, isolated: bool) -> int:
                 logs = options.out.with_suffix(".logs")
                 logs.mkdir(parents=True, exist_ok=True)
                 (logs / f"{seed}.txt").write_text(outcome.output)
-            record["seeds"][str(seed)] = row(drawn, asdict(outcome), time.monotonic() - at)
+            seconds = time.monotonic() - at
+            record["seeds"][str(seed)] = {**row(drawn, asdict(outcome), seconds), "commit": record["commits"][-1][:7]}
             save(options.out, record)
             if options.verbose or outcome.verdict in FAILURES:
                 print(
@@ -124,6 +130,7 @@ def opened(path: Path) -> dict[str, Any]:
             raise ValueError(
                 f"{path}: its seeds were drawn otherwise ({record['drawn_as']}, now {DRAWN_AS}): remove it"
             )
+        record["commits"] = list(dict.fromkeys([*record["commits"], commit()]))
         return record
     return {
         "schema_version": 1,
@@ -131,8 +138,14 @@ def opened(path: Path) -> dict[str, Any]:
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "host": host(),
         "versions": versions(),
+        "commits": [commit()],  # of the runs that it was made in
         "seeds": {},
     }
+
+
+def commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def save(path: Path, record: dict[str, Any]) -> None:
