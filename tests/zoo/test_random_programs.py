@@ -198,7 +198,7 @@ FAILED_ONCE = {
 @pytest.mark.filterwarnings("ignore:Using `assume` outside:hypothesis.errors.HypothesisDeprecationWarning")
 @pytest.mark.parametrize("program", FAILED_ONCE.values(), ids=FAILED_ONCE)
 def test_a_program_that_failed_once_trains_as_in_memory(monkeypatch, program):
-    monkeypatch.setattr("tests.zoo.test_random_programs.event", lambda _: None)
+    monkeypatch.setitem(globals(), "event", lambda _: None)
     check_engine(program)
 
 
