@@ -16,23 +16,23 @@ from memascend.ops.adamw import AdamW
 from tests.late_device import late_device
 
 
-class HostAdamW:
+class HostAdamW(AdamW):
     """AdamW of copies in host memory, as the engine has them, for parameters on the device."""
 
     def __init__(self, parameters: Any, **settings: Any) -> None:
         self._parameters = list(parameters)
         self._copies = [torch.nn.Parameter(each.detach().cpu().clone()) for each in self._parameters]
-        self._optimizer = AdamW(self._copies, **settings)
+        super().__init__(self._copies, **settings)
 
-    def step(self) -> None:
+    def step(self, closure: None = None) -> None:
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
             copy.grad = parameter.grad.cpu() if parameter.grad is not None else None
-        self._optimizer.step()
+        super().step(closure)
         with torch.no_grad():
             for parameter, copy in zip(self._parameters, self._copies, strict=True):
                 parameter.copy_(copy)
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
