@@ -192,12 +192,27 @@ def _prepare(folder: RunFolder, stopping: Stopping) -> dict[str, Any]:
             prepared = prepared or {}
         for note in prepared.get("notes", []):
             say(f"note: {note}")
+    else:
+        _require_tokens(folder)
     return prepared
 
 
 def read_prepared(folder: RunFolder) -> dict[str, Any] | None:
-    """What the preparation left, or None where it has not come to its end."""
-    return json.loads(folder.prepared.read_text()) if folder.prepared.is_file() else None
+    """What the preparation left, or None where it has not come to its end. ValueError where it cannot be read."""
+    try:
+        return json.loads(folder.prepared.read_text()) if folder.prepared.is_file() else None
+    except ValueError as error:
+        raise ValueError(f"{folder.prepared} is damaged ({error}): {_prepares_again(folder)}") from error
+
+
+def _require_tokens(folder: RunFolder) -> None:
+    for tokens in ("train.tokens", "eval.tokens"):
+        if not (folder.data / tokens).is_file():
+            raise ValueError(f"{folder.data / tokens} is gone: bring it back, or {_prepares_again(folder)}")
+
+
+def _prepares_again(folder: RunFolder) -> str:
+    return f"remove {folder.prepared}, and --resume prepares the run's text again"
 
 
 def _has_trained(folder: RunFolder) -> bool:

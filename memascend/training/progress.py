@@ -160,9 +160,13 @@ class Progress:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole rows; a last line that a kill cut short is left out."""
+    """All whole rows; a last line that a kill cut short is left out. ValueError for a file that is no text."""
     rows = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}): remove it; the losses that it had are lost") from error
+    for text in texts:
         try:
             rows.append(json.loads(text))
         except ValueError:

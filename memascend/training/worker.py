@@ -141,6 +141,9 @@ class Worker:
             self._go_on(source)
         else:
             self._require_states(source, kept)
+            if self.rank == 0 and source is None and (made := self._steps_made()):
+                anew = f"from the start: there is no checkpoint in {self.folder.checkpoints}"
+                print(f"resume  {anew}, and the {made} steps that were made are lost", file=self.out, flush=True)
             self._build(source)
         self.saved = source.step if source else 0
         if self.rank == 0:
@@ -150,12 +153,15 @@ class Worker:
         """ValueError where a run that has no checkpoint to go on from has lost its states."""
         if self.config.checkpoints == "full" or source is not None:
             return
-        made = max((row["step"] for row in read_metrics(self.folder.metrics)), default=0)
+        made = self._steps_made()
         if made > 1 + (kept or 0):  # the last one may have been cut off before it was kept
             raise ValueError(
                 f"this run has made {made} steps, and {self.job['settings']['folder']} does not hold its states; there "
                 "is no full checkpoint either: bring the states back, or begin anew in another --output"
             )
+
+    def _steps_made(self) -> int:
+        return max((row["step"] for row in read_metrics(self.folder.metrics)), default=0)
 
     def _kept_step(self, source: checkpoint.Checkpoint | None) -> int | None:
         try:

@@ -401,3 +401,15 @@ def test_a_preparation_that_crashes_is_one_line_with_its_log(tmp_path):
     assert done.stderr == f"memascend: error: {said}\n"
     assert "Traceback" in log.read_text()
     assert {path.name for path in (tmp_path / "run").glob("*")} == {"logs"}
+
+
+@pytest.mark.slow
+def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_from_the_start(tmp_path):
+    text = text_folder(tmp_path)
+    options = [*options_for(text, "in_memory"), "--eval-sequences", "0"]
+    assert train(tmp_path / "run", *options, "--steps", "2").returncode == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    done = train(tmp_path / "run", "--resume", "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert "resume  from the start: there is no checkpoint in" in done.stdout
+    assert sorted(losses(tmp_path / "run")) == [1, 2, 3]

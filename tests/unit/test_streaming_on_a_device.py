@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CASES = "tests/late_device/cases.py"
 WRITTEN_FOR_THE_CPU = ("test_streaming_engine", "test_sliced_matrices", "test_streaming_loop", "test_engine_swapping")
 MORE_OF_THEM = ("test_one_version", "test_torn_states", "test_streamed_blocks")
-# They count the CPU's own products, add modules on the CPU, go on with torch's AdamW, or need an Optimizer of torch's.
+# They count the CPU's own products, add modules on the CPU, or go on with torch's AdamW there.
 NOT_THERE = (
     "swapping_everything",
     "only_the_chosen_products",
@@ -24,7 +24,6 @@ NOT_THERE = (
     "computes_otherwise",
     "schedulers_and_groups",
     "goes_on_in_another_folder_and_in_torch",
-    "scheduler_goes_on_after_a_resume",
 )
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout, tensor_spans
-from memascend.training import checkpoint
+from memascend.training import checkpoint, launch
 from memascend.training.folder import OWNER, Lock, RunFolder, SwapFolder, collect_dead
 from memascend.training.progress import read_metrics, rewind_metrics
 
@@ -360,3 +360,19 @@ def test_metrics_go_back_to_the_checkpoint_and_a_cut_line_is_left_out(tmp_path):
     assert read_metrics(path) == rows
     assert rewind_metrics(path, 1) == 2
     assert read_metrics(path) == rows[:1]
+
+
+def test_what_a_run_needs_and_lacks_is_named_with_the_way_to_have_it_again(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.data.mkdir()
+    folder.prepared.write_text("{}")
+    (folder.data / "train.tokens").touch()
+    with pytest.raises(ValueError, match=r"eval\.tokens is gone: bring it back, or remove .*prepared\.json"):
+        launch._prepare(folder, launch.Stopping())
+    for damaged in (b"", b'{"context": ', b"\xff\xfe"):
+        folder.prepared.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"prepared\.json is damaged .*--resume prepares"):
+            launch.read_prepared(folder)
+    folder.metrics.write_bytes(b'{"step": 1}\n\xff\xfe')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged"):
+        read_metrics(folder.metrics)
