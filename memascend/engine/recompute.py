@@ -37,6 +37,7 @@ class BlockRuntime:
 
     weights: UnitWeights
     visits: Visits
+    passes_begun = 0  # forward passes with a graph
     generation = 0  # of weights: another one after a step, and after one that was given up
 
     def entered(self, unit: Unit) -> None:
@@ -137,8 +138,8 @@ class StreamedForward:
             )
         if torch.is_grad_enabled():  # a frozen block, too: a gradient may reach it by an attribute
             if self.unit.trained or any(t.requires_grad for t in tensors_in((args, kwargs))):
-                args = tuple(map(_with_own_cache, args))
-                kwargs = {name: _with_own_cache(value) for name, value in kwargs.items()}
+                args = tuple(map(self._with_own_cache, args))
+                kwargs = {name: self._with_own_cache(value) for name, value in kwargs.items()}
             return BlockPass(self).forward(args, kwargs)
         self.runtime.weights.take(self.unit)
         try:
@@ -166,6 +167,25 @@ class StreamedForward:
             )
         return results
 
+    def _with_own_cache(self, value: Any) -> Any:
+        """A cache of keys and values, as transformers' models hand out in training, too, where nobody reads what a
+        block adds to it: the block gets a copy that goes with its forward pass, as the recomputation will. Without any
+        it would compute the same from other memory layouts, in another order of sums."""
+        if not callable(getattr(value, "get_seq_length", None)):
+            return value
+        if value.get_seq_length():  # by passes without a graph: the block has slots of its own in it
+            return _OwnCache(_copy_around_tensors(value), filled=True)
+        empty, of_pass = _while_empty.get(value, (None, self.runtime.passes_begun))
+        if of_pass != self.runtime.passes_begun:
+            raise NotStreamable(
+                f"{self.unit.key} gets a cache of keys and values of an earlier pass, and a pass with a graph keeps "
+                "nothing in it: leave past_key_values out in training"
+            )
+        if empty is None:
+            empty = copy.deepcopy(value)
+            _while_empty[value] = empty, of_pass
+        return _OwnCache(empty, filled=False)
+
     def require_no_view(self) -> None:
         """NotStreamable where something that is left of a forward pass uses memory of the block's weights."""
         if self.runtime.weights.is_referred_to(self.unit):
@@ -175,22 +195,9 @@ class StreamedForward:
             )
 
 
-def _with_own_cache(value: Any) -> Any:
-    """A cache of keys and values, as transformers' models hand out in training, too, where nobody reads what a block
-    adds to it: the block gets a copy that goes with its forward pass, as the recomputation will. Without any it would
-    compute the same from other memory layouts, in another order of sums."""
-    if not callable(getattr(value, "get_seq_length", None)):
-        return value
-    if value.get_seq_length():  # by passes without a graph: the block has slots of its own in it
-        return _OwnCache(_copy_around_tensors(value), filled=True)
-    empty = _while_empty.get(value)
-    if empty is None:
-        empty = _while_empty[value] = copy.deepcopy(value)
-    return _OwnCache(empty, filled=False)
-
-
-# Copies of caches that were empty when a block got them: passes without a graph may fill them before backward comes.
-_while_empty: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+# Of caches that were empty when a block got them: copies, since passes without a graph may fill them before backward
+# comes, and the pass with a graph that had them first.
+_while_empty: weakref.WeakKeyDictionary[Any, tuple[Any, int]] = weakref.WeakKeyDictionary()
 
 
 def _copy_around_tensors(cache: Any) -> Any:

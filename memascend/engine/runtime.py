@@ -357,6 +357,7 @@ class StreamingEngine(HookedRuntime):
                 "(unfreezes=True), in a new folder with the model's state_dict()"
             )
         self._visits = []
+        self.passes_begun += 1
         self._profile.begin_forward()
         self._stream.read_ahead(self._pattern)
 

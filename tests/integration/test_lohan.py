@@ -321,6 +321,9 @@ def test_a_model_that_fills_a_cache_of_keys_trains_as_in_memory(tmp_path, option
         assert isinstance(filled, DynamicCache)
         with pytest.raises(NotStreamable, match="keys and values in a cache that is filled"):
             ours(input_ids=BATCHES[0], labels=BATCHES[0], past_key_values=filled)
+        carried = ours(input_ids=BATCHES[0]).past_key_values  # a pass with a graph: empty here, and not in memory
+        with pytest.raises(NotStreamable, match="keys and values of an earlier pass"):
+            ours(input_ids=BATCHES[0], labels=BATCHES[0], past_key_values=carried)
 
 
 @pytest.mark.parametrize(("arm", "swap"), [("optimized", None), ("naive", None), ("optimized", "all")])
