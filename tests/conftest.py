@@ -2,12 +2,17 @@
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.numa_vm import in_guest
+
+# A shell's background job ignores Ctrl-C, and so would the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test downloads anything: configurations are committed, weights are initialised, text is the standard library.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
