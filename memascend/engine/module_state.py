@@ -28,21 +28,22 @@ class ModuleState:
     attributes), and generators of random numbers. What these refer to in their turn is looked at in containers alone.
     """
 
-    def __init__(self, modules: list[nn.Module]) -> None:
+    def __init__(self, modules: list[nn.Module], *, generators: bool = True) -> None:
+        """`generators`: whether those of random numbers are asked for their states (most of what this takes)."""
         self._attributes = [
             (owner, _without_own(owner)) for module in modules for owner in (vars(module), module._buffers)
         ]
         tensors: dict[int, torch.Tensor] = {}
         containers: dict[int, Any] = {}
         objects: dict[int, dict[str, Any]] = {}
-        self._generators: list[_Generator] = [_PythonGenerator(), _NumpyGenerator()]
+        self._generators: list[_Generator] = [_PythonGenerator(), _NumpyGenerator()] if generators else []
         for module in modules:
             for buffer in module._buffers.values():
                 if buffer is not None:
                     tensors[id(buffer)] = buffer
             for name, value in vars(module).items():
                 if name not in _OWN:
-                    _collect(value, tensors, containers, self._generators)
+                    _collect(value, tensors, containers, self._generators if generators else [])
                     if _is_plain(value) and id(value) not in objects:
                         objects[id(value)] = vars(value)
         self._attributes += [(owner, dict(owner)) for owner in objects.values()]
@@ -60,6 +61,11 @@ class ModuleState:
             for tensor, values, _ in self._tensors
         ]
         self._generators = [each for each in self._generators if each.has_drawn()]
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the state of a generator is kept."""
+        return bool(self._generators)
 
     def restore(self) -> None:
         """Everything is as at that moment. Raises ValuesAreGone where `forget_unchanged` has forgotten what has changed
@@ -200,7 +206,7 @@ def _words(tensor: torch.Tensor) -> str:
 @contextmanager
 def undisturbed(modules: list[nn.Module], entry: ModuleState) -> Iterator[None]:
     """What runs inside finds everything as at `entry`, and leaves it as it was. Raises ValuesAreGone."""
-    before = ModuleState(modules)
+    before = ModuleState(modules, generators=entry.has_drawn)  # a pass that drew no numbers draws none again
     try:
         entry.restore()
         yield

@@ -122,15 +122,18 @@ def assert_left_with_one_line(done, path):
     assert not any(word in done.stderr for word in ("terminate called", "Aborted", "Fatal Python error")), done.stderr
 
 
-@pytest.mark.parametrize("kind", ["direct", "files"])
-@pytest.mark.parametrize("end", ENDS)
+ALWAYS = (("a context", "direct"), ("close", "files"), ("the activation cache", "direct"))  # some seconds each
+EACH = [(end, kind) for end in ENDS for kind in ("direct", "files") if (end, kind) != ("the file engine", "direct")]
+
+
+@pytest.mark.parametrize(
+    ("end", "kind"), [pytest.param(*each, marks=[] if each in ALWAYS else pytest.mark.slow) for each in EACH]
+)
 def test_the_process_ends_and_says_which_path_hangs(tmp_path, end, kind):
-    if end == "the file engine" and kind == "direct":
-        pytest.skip("the same")
     assert_left_with_one_line(ended(tmp_path, ENDS[end], kind), tmp_path)
 
 
-@pytest.mark.parametrize("op", ["read", "write", "flush"])
+@pytest.mark.parametrize("op", ["read", *(pytest.param(op, marks=pytest.mark.slow) for op in ("write", "flush"))])
 def test_so_does_a_streamed_training(tmp_path, op):
     assert_left_with_one_line(ended(tmp_path, STREAMED, op), tmp_path / "run")
 

@@ -57,7 +57,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["direct", "files"])
+@pytest.mark.parametrize("kind", ["direct", pytest.param("files", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("end", ENDS)
 def test_the_status_is_the_scripts(tmp_path, end, kind):
     code, status, said = ENDS[end]
