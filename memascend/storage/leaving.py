@@ -73,22 +73,24 @@ class _Watch:
     def _run(self) -> None:
         moved: dict[Leavable, tuple[object, float]] = {}  # what it had moved, and when that was first seen
         while True:
-            now, busy = time.monotonic(), []
-            for leavable in [each for reference in list(self._there) if (each := reference()) is not None]:
-                if leavable.under_way():
-                    busy.append(leavable)
-                    progress = leavable.progress()
-                    if leavable not in moved or moved[leavable][0] != progress:
-                        moved[leavable] = progress, now
-            moved = {leavable: moved[leavable] for leavable in busy}
-            hang = [leavable for leavable, (_, since) in moved.items() if now - since >= self._patience_s]
-            self._give_up(hang)
+            now = time.monotonic()
+            moved = self._look(moved, now)
             with self._lock:
-                if now > self._until or (not busy and self._until < float("inf")):
+                if now > self._until or (not moved and self._until < float("inf")):
                     self._thread = None
                     return
-            del leavable, busy, hang
             time.sleep(_TICK_S)
+
+    def _look(self, before: dict[Leavable, tuple[object, float]], now: float) -> dict[Leavable, tuple[object, float]]:
+        """Give up what has not moved for long enough; of all that has transfers under way what they had moved."""
+        moved = {}
+        for leavable in [each for reference in list(self._there) if (each := reference()) is not None]:
+            if leavable.under_way():
+                progress = leavable.progress()
+                known = before.get(leavable)
+                moved[leavable] = known if known is not None and known[0] == progress else (progress, now)
+        self._give_up([leavable for leavable, (_, since) in moved.items() if now - since >= self._patience_s])
+        return moved
 
     def _give_up(self, hang: Iterable[Leavable]) -> None:
         told: dict[str, int] = {}
