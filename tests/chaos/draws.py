@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-DRAWN_AS = 1
+DRAWN_AS = 2
 STEPS = 4  # of the loops
 
 # What befalls a training; what a user would call it.
@@ -28,7 +28,7 @@ FAULTS = {
     "clock jump": "the clock of the process jumps by hours to years, forwards or back; files are dated elsewhere",
 }
 # Shares of the targets, and of the faults in each.
-TARGETS = {"engine": 74, "activations": 12, "drop-in": 6, "train": 8}
+TARGETS = {"engine": 74, "activations": 12, "drop-in": 5, "train": 9}
 _EVERYWHERE = {"kill": 6, "SIGTERM": 2, "ENOSPC": 3, "EIO": 4, "full file system": 3, "clock jump": 2}
 _IN_PROCESS = {**_EVERYWHERE, "Ctrl-C": 6, "a path that hangs": 3, "memory limit": 2}
 SHARES = {
@@ -42,6 +42,9 @@ SYSTEMS = (
     "memascend, two paths",
     "lohan",
     "lohan, one version",
+    "mlp_offload",
+    "ssdtrain",
+    "cxl",
     "zero_infinity",
     "zero_offload",
     "in_memory",

@@ -23,8 +23,8 @@ TARGETS = {
     "drop-in": "DeepSpeed ZeRO-3 with weights and states on the SSD through `memascend.enable`, one path or two; "
     "the engine's own checkpoint after every second step",
     "train": "`memascend train` as a process with its ranks: memascend on one path and two, lohan with two versions "
-    "of the "
-    "states and one, zero_infinity, zero_offload, in_memory; a checkpoint after every second step",
+    "of the states and one, mlp_offload on two paths, ssdtrain, cxl, zero_infinity, zero_offload, in_memory; a "
+    "checkpoint after every second step",
     "stock": "the script of drop-in on DeepSpeed as it is, with NVMe offload",
 }
 _SAID = {
