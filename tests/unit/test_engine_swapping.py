@@ -1,10 +1,14 @@
 """Activations that are swapped rather than computed again: the same bits, decided by LoHan's model of an iteration."""
 
+import errno
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from memascend import _C
+from memascend.activation.saved import ActivationError
 from memascend.engine.operators import Measuring, Replaying, Taking
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
@@ -12,6 +16,7 @@ from memascend.engine.swap import Iteration, decide
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.ops.adamw import AdamW
+from memascend.storage.direct_engine import DirectEngine
 from memascend.swapping import Operator, Rates, algorithm_1, best, is_convex, iteration_s, prefixes, released
 
 HIDDEN = 64
@@ -102,6 +107,26 @@ def test_swapping_everything_changes_no_bit_and_leaves_nothing_behind(tmp_path, 
     assert (in_host > 0) == (room > 0)
     engine.close(destroy=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_swapped_activation_that_is_lost_is_said_to_be_lost_where_inputs_wait_in_memory(tmp_path, monkeypatch):
+    faults, opened = _C.FaultLayer(), DirectEngine.__init__
+
+    def with_faults(engine, devices, owner, config=None, own_faults=None):
+        volatile = config is not None and config.volatile
+        opened(engine, devices, owner, config, faults if volatile else own_faults)
+
+    monkeypatch.setattr(DirectEngine, "__init__", with_faults)
+    ours, data = model(), batches(3)
+    engine = streamed(ours, tmp_path, checkpoints="device", swap="all", swap_room=0)
+    train(ours, engine.finish_step, data[:2])
+    loss = ours(data[2])
+    faults.add("read", error=errno.EIO)
+    with pytest.raises(ActivationError, match=r"activation layers\.3\S* \(\d+ bytes\) is lost"):
+        loss.backward()
+    faults.clear()
+    del loss
+    engine.close(destroy=True)
 
 
 @pytest.mark.parametrize("rule", ["best", "algorithm 1", "released", "20000"])
