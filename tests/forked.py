@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,7 +126,8 @@ FORKING = types.SimpleNamespace(**vars(subprocess) | {"Popen": Popen, "run": _ru
 @contextlib.contextmanager
 def serving() -> Iterator[None]:
     """A server, and its address for this process and those that it starts."""
-    with tempfile.TemporaryDirectory(prefix="memascend-tests-") as folder:
+    folder = tempfile.mkdtemp(prefix="memascend-tests-")  # a TemporaryDirectory would go with the first fork that exits
+    try:
         address = Path(folder) / "socket"
         settings = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))}
         settings |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -139,6 +141,8 @@ def serving() -> Iterator[None]:
             with mock.patch.dict(os.environ, {ADDRESS: str(address)}):
                 yield
             server.kill()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 IMPORTED = (
