@@ -72,13 +72,14 @@ class TiersBeside:
         self._of_home = self._book(self._home.bounce_buffers)
 
     def close(self) -> None:
-        """The end, once: the buffers' memory goes with whoever else holds it."""
+        """The end: the buffers' memory goes with whoever else holds it. Idempotent."""
         if self._scratch is not None:
             with contextlib.suppress(OSError):
                 self._scratch.close()
         while self._booked:
             self._buffers.allocator.ledger.close(self._booked.pop())
-        del self._buffers, self.gradients
+        for name in ("_buffers", "gradients"):
+            vars(self).pop(name, None)
 
     def _in_file(self, what: str) -> DirectTier:
         config = DirectEngineConfig(control_folder=os.fspath(self._home.folder))

@@ -286,6 +286,11 @@ class StateHome:
         self._facts = found
         return found
 
+    @property
+    def update_was_cut_off(self) -> bool:
+        """Whether the last commit is a part of a step's update, which `StreamingEngine.resume` completes."""
+        return "redo" in self._facts
+
     def roll_back(self) -> None:
         """Forget what was not committed. Nothing may be under way. Raises TornStates where that is not the whole of
         a step, or where the drive has kept a commit that it had said to have failed in."""

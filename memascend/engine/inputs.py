@@ -107,8 +107,9 @@ class KeptInputs:
             self._stream.close()
 
     def drop(self) -> None:
-        """The end: the slots' memory goes."""
-        del self._buffers, self._stream
+        """The end: the slots' memory goes. Idempotent."""
+        for name in ("_buffers", "_stream"):
+            vars(self).pop(name, None)
 
 
 class KeptInput:

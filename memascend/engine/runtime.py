@@ -15,6 +15,7 @@ import itertools
 import logging
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -52,6 +53,7 @@ from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.swapping import Rates as SwapRates
 
 log = logging.getLogger("memascend")
+_CUT_OFF = "a step's update was cut off: close the engine, and resume, which completes it"
 
 
 class StreamingEngine(HookedRuntime):
@@ -139,6 +141,7 @@ class StreamingEngine(HookedRuntime):
             )
         self._unfinished: str | None = None  # what is to be done about an update that is half on the tier
         self._half_taken_back = False  # a step that failed, on a tier that failed again
+        self._ends: deque[Callable[[], object]] = deque()  # what `close` has left to do
         self._restored = False
         self.versions_why = "as an earlier run began it"  # so many of the states
         self._closed, self._pid = False, os.getpid()
@@ -199,7 +202,8 @@ class StreamingEngine(HookedRuntime):
                 engine._move_in(facts or {})
             except BaseException:
                 engine._hooks.remove()
-                engine._stop()
+                engine._stop_work()
+                engine._let_go()
                 raise
             return engine
         except BaseException:
@@ -243,7 +247,8 @@ class StreamingEngine(HookedRuntime):
                 facts = engine._complete(Redo(record))
             except BaseException:
                 engine._hooks.remove()
-                engine._stop()
+                engine._stop_work()
+                engine._let_go()
                 home.close()
                 raise
         engine._be_ready()
@@ -304,22 +309,28 @@ class StreamingEngine(HookedRuntime):
         The home stays for `resume`, unless `destroy`. Parameters stay empty. Idempotent. In a forked child nothing of
         the parent's ends.
         """
-        if self._closed:
-            if destroy and self._pid == os.getpid():
-                homes.remove(self.home.folder)
-            return
-        self._closed = True
-        self._hooks.remove()
-        if not self.weights.is_own:  # a forked child's copy: the threads and the files are the parent's
-            return
-        left_empty(self.model, self.weights.nothing, self.home.folder)
-        self._stop()
-        if destroy:
-            self.home.destroy()
-        else:
-            self.home.close()
+        if not self._closed:
+            self._ends = deque([self._hooks.remove])
+            if self.weights.is_own:  # else a forked child's copy: the threads and the files are the parent's
+                self._ends += [self._leave_model_empty, self._stop_work, self._let_go, self.home.close]
+            self._closed = True
+        try:
+            self._end()
+        except KeyboardInterrupt:
+            self._end()  # the rest of it: who interrupts a program's end does not call `close` again
+            raise
+        if destroy and self._pid == os.getpid():
+            homes.remove(self.home.folder)
 
-    def _stop(self) -> None:
+    def _end(self) -> None:
+        while self._ends:
+            self._ends[0]()  # each can be begun again
+            self._ends.popleft()
+
+    def _leave_model_empty(self) -> None:
+        left_empty(self.model, self.weights.nothing, self.home.folder)
+
+    def _stop_work(self) -> None:
         leaving.begin_if_asked()
         synchronize(self.units.device)  # copies that are under way use memory that goes now
         if self._swapping is not None:
@@ -333,9 +344,11 @@ class StreamingEngine(HookedRuntime):
                 with contextlib.suppress(OSError, RuntimeError):
                     stream.close()
         self._beside.close()
-        # The buffers go with whoever holds them; the model's graphs may hold this object.
-        del self.buffers, self.updates, self.weights, self._contents, self._stream, self._states, self._beside
-        del self._hooks
+
+    def _let_go(self) -> None:
+        """The buffers go with whoever holds them; the model's graphs may hold this object."""
+        for name in ("buffers", "updates", "weights", "_contents", "_stream", "_states", "_beside", "_hooks"):
+            vars(self).pop(name, None)
         self._inputs.drop()
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
@@ -563,7 +576,8 @@ class StreamingEngine(HookedRuntime):
         completed; else the caller does that before the next one. `facts`: JSON that the step is kept with where a kill
         cuts it off and `resume` completes it (`keep` gets the same); with the engine's own (some digits a parameter)
         less than `META_BYTES`, 1 MiB, or ValueError before anything is updated. Raises what failed, StorageError,
-        TornStates and others; the step is then given up (see `give_up`).
+        TornStates and others; the step is then given up (see `give_up`). With one version of the states a step whose
+        update has begun cannot be: it waits for `resume`, which completes it, and until then every use says so.
         """
         self._require_whole()
         self.home.require_room_for(self._record(facts or {}, ahead=1))
@@ -574,23 +588,26 @@ class StreamingEngine(HookedRuntime):
             norm = self._finish(facts or {}) if self.updates.pending else 0.0
             self._passes = 0  # also of passes that no parameter got a gradient of
             self._hooks.give_back_kept()
+            if keep:  # in here, so that no interrupt finds the step updated and neither kept nor given up
+                self._keep(facts or {})
         except BaseException as error:
             self._give_up_after(error)
             raise
-        if keep:
-            self.keep(facts or {})
         return norm
 
     def keep(self, facts: dict[str, Any]) -> None:
         """The finished step outlives the process from here on, with `facts` for `resume`: JSON, in all less than 1 MiB
         (ValueError). After an error the weights, states and counts are those of the completed step before, and the step
-        is to be done again."""
+        is to be done again; but see `finish_step` for one version of the states."""
         self._require_whole()
         try:
-            self._commit(facts)
+            self._keep(facts)
         except BaseException as error:
             self._give_up_after(error)
             raise
+
+    def _keep(self, facts: dict[str, Any]) -> None:
+        self._commit(facts)
         self._restored = False
         if self.home.all_compared:
             self.weights.end_loans()
@@ -723,7 +740,7 @@ class StreamingEngine(HookedRuntime):
         """Each unit's weights and states with one commit, that says so; gradients go with the step's own."""
         all_done = {**redo.record, "done": [unit.key for unit in self.layout.units]}
         self.home.require_room_for(self._record({}, all_done))
-        self._unfinished = "a step's update was cut off: close the engine, and resume, which completes it"
+        self._unfinished = _CUT_OFF
         self._commit({}, redo)
 
         def after(unit: Unit) -> None:
@@ -779,6 +796,7 @@ class StreamingEngine(HookedRuntime):
             self._beside.home_was_opened_again()
             self._look_at_kept_steps()
             self.steps = dict(self._kept_steps)
+            self._unfinished = _CUT_OFF if self.home.update_was_cut_off else None
         self._half_taken_back = False
 
     def _look_at_kept_steps(self) -> None:
@@ -818,6 +836,9 @@ class StreamingEngine(HookedRuntime):
             self.give_up()
         except Exception as another:
             error.add_note(f"and what was written of the step could not be taken back: {another}")
+        else:
+            if self._unfinished is not None:
+                error.add_note(self._unfinished)
 
     def _settings(self, name: str) -> AdamSettings:
         group = self._group_of[name]

@@ -309,6 +309,8 @@ class StreamedAdamW(torch.optim.Optimizer):
 
         Raises:
             StorageError: and whatever else failed since the last step; the states are those of the step before it.
+                With one version of the states, once its update has begun, the step can only be completed: the error
+                says so, and so does every use until the home is closed and resumed.
             ValueError: `home.note` is no JSON or too large; nothing has changed then, and `step` can be called again.
             TornStates: with `redo=False`, where what was written cannot be taken back.
         """
@@ -318,11 +320,10 @@ class StreamedAdamW(torch.optim.Optimizer):
                 loss = closure()
         facts = self._facts()
         arrived = frozenset(self.engine.updates.arrived)
-        self.norm = self.engine.finish_step(keep=False, facts=facts)
+        self.norm = self.engine.finish_step(facts=facts)
         self.engine.gradients.spent = arrived
         if self.norm is None:
             log.warning("memascend: a gradient was infinite or NaN: the step was left out")
-        self.engine.keep(facts)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from memascend.engine import runtime
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.memory.ledger import Ledger
@@ -94,6 +95,59 @@ def test_a_step_whose_commit_could_not_be_flushed_is_not_there_when_it_is_done_a
     assert losses == train_in_memory(theirs, data)
     assert_equal(engine, theirs)
     engine.close()
+
+
+@pytest.mark.parametrize("last", [1, 2, 3, 4])
+def test_an_update_of_the_only_version_that_cannot_be_committed_is_completed_by_resume_and_not_done_twice(
+    tmp_path, last
+):
+    """The last two flushes of a step are those of its own commit: all units are updated then."""
+    data, ours, theirs, faults = batches(3), model(), model(), _C.FaultLayer()
+    engine = streamed(ours, tmp_path, faults, versions=1)
+    before = faults.calls("flush")
+    losses = train(ours, engine, data[:1])
+    faults.add("flush", after=faults.calls("flush") - before - last, times=1, error=errno.EIO)
+    with pytest.raises(StorageError) as failed:
+        step(ours, engine, data[1])
+    assert "close the engine, and resume, which" in failed.value.__notes__[0]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="close the engine, and resume, which"):
+            ours(data[1])
+    with pytest.raises(RuntimeError, match="close the engine, and resume, which"):
+        engine.finish_step()
+    engine.close()
+    again = model(seed=4)
+    engine, _ = StreamingEngine.resume(again, tmp_path / "home", groups(again))
+    assert engine.steps["head.weight"] == 2
+    losses += train(again, engine, data[2:])
+    expected = train_in_memory(theirs, data)
+    assert losses == [expected[0], expected[2]]
+    assert_equal(engine, theirs)
+    engine.close()
+
+
+@pytest.mark.parametrize("where", ["synchronize", "home"])
+def test_a_close_that_ctrl_c_falls_into_is_done_to_its_end(tmp_path, monkeypatch, where):
+    ours = model()
+    engine = streamed(ours, tmp_path, _C.FaultLayer())
+    train(ours, engine, batches(2))
+    held, pressed = len(os.listdir("/proc/self/fd")), []
+
+    def interrupted(*arguments):
+        if not pressed:
+            pressed.append(True)
+            raise KeyboardInterrupt
+        return stock(*arguments)
+
+    holder, name = (runtime, "synchronize") if where == "synchronize" else (engine.home, "close")
+    stock = getattr(holder, name)
+    monkeypatch.setattr(holder, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    del engine
+    assert "memascend-updates" not in {thread.name for thread in threading.enumerate()}
+    assert len(os.listdir("/proc/self/fd")) < held
+    assert os.listdir(tmp_path / "home") == ["states"]
 
 
 def test_a_commit_that_the_drive_has_kept_against_its_word_is_gone_on_from_by_resume_alone(tmp_path, monkeypatch):
