@@ -286,10 +286,23 @@ class EngineLoop(Loop):
                         raise
                     beside.put_back(before)
                     optimizer.zero_grad()
+            if self.tears and step % 2 == 1:
+                self._save(model, home, optimizer, step)
             self.say("step", step=step + 1, loss=loss)
             self.look(step + 1, lambda: digest_of(home, beside))
         if self.until == STEPS:
             self.say("done", digest=digest_of(home, beside), bytes_on_disk=self.bytes_on_disk())
+
+    def _save(self, model: nn.Module, home: streaming, optimizer: Any, step: int) -> None:
+        while True:  # an error here is no reason to do the step again
+            try:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "note": home.note}
+                write_durably(self.saved, state)
+                return
+            except (Exception, KeyboardInterrupt) as error:
+                self.say("error", step=step, error=f"{type(error).__name__}: {error}")
+                if not self.on_error():
+                    raise
 
     def _step(self, model: nn.Module, home: streaming, optimizer: Any, beside: BesideWeights, step: int) -> list[str]:
         torch.manual_seed(step)
@@ -300,9 +313,6 @@ class EngineLoop(Loop):
             loss.backward()
         home.note = {"step": step + 1, "beside": beside.taken()}
         optimizer.step()
-        if self.tears and step % 2 == 1:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "note": home.note}
-            write_durably(self.saved, state)
         return losses
 
     def end(self) -> None:
