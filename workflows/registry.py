@@ -59,7 +59,7 @@ def exhibits(root: Path = ROOT) -> list[dict[str, Any]]:
 
 
 def claims(root: Path = ROOT) -> list[dict[str, Any]]:
-    """Every claim, built or not: tolerances are committed before the first run."""
+    """Every claim, built or not: claims are committed before the first run."""
     return [claim for paper in PAPERS for claim in (read(file_of(paper, "claims.yaml", root)) or {}).get("claims", [])]
 
 

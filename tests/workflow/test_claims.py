@@ -14,6 +14,7 @@ from memascend.simulator.calibration import same_row
 from workflows import registry, tidy
 from workflows.derive import claims, report
 from workflows.derive import errata as errata_page
+from workflows.derive.tolerances import Tolerance
 
 ROOT = Path(__file__).resolve().parents[2]
 REGISTRY = registry.exhibits()
@@ -23,13 +24,11 @@ CLAIM = {
     "sentence": "The peak is 100 GiB.",
     "quote": "100 GiB",
     "unit": "GiB",
+    "quantity": "memory",
     "basis": "held out",
     "compute": {"operation": "value", "of": {"series": "A", "metric": "peak"}},
     "expected": 100,
-    "lanes": {
-        "modelled": {"tolerance": {"relative_percent": 1}},
-        "measured": {"tolerance": {"relative_percent": 1}, "scale": "twin"},
-    },
+    "lanes": {"modelled": {}, "measured": {"scale": "twin"}},
 }
 
 
@@ -47,7 +46,7 @@ def changed(**more: object) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("value", "verdict"), [("100.9", claims.REPRODUCED), ("99.0", claims.REPRODUCED), ("101.2", claims.DEVIATES)]
+    ("value", "verdict"), [("101.9", claims.REPRODUCED), ("98.0", claims.REPRODUCED), ("102.2", claims.DEVIATES)]
 )
 def test_within_the_tolerance_or_not(value: str, verdict: str) -> None:
     found = claims.decide(CLAIM, "modelled", table(("modelled", "A", value, "c1"), ("measured", "A", "1", "h/m-k8")))
@@ -259,7 +258,8 @@ def test_a_lane_may_expect_another_value() -> None:
 )
 def test_operations(operation: str, operands: tuple[str, str], value: float) -> None:
     first, second = ({"series": s, "metric": "peak"} for s in "AB")
-    claim = changed(compute={"operation": operation, operands[0]: first, operands[1]: second}, expected=value)
+    compute = {"operation": operation, operands[0]: first, operands[1]: second}
+    claim = changed(compute=compute, expected=value, quote=f"{value:g} times")
     found = claims.decide(claim, "modelled", table(("modelled", "A", "100", "c1"), ("modelled", "B", "25", "c1")))
     assert (found.verdict, float(found.value)) == (claims.REPRODUCED, value)
 
@@ -295,25 +295,28 @@ def test_ranges(ends: list, value: str, verdict: str) -> None:
 @pytest.mark.parametrize(
     ("ends", "unit", "tolerance", "texts"),
     [
-        ((100, 100), "GiB", {"relative_percent": 1}, ("100 GiB", "± 1 %")),
-        ((100, 100), "GiB", {"absolute": 0.5}, ("100 GiB", "± 0.5 GiB")),
-        ((50.9, 50.9), "%", {"relative_percent": 1}, ("50.9 %", "± 1 % of it")),
-        ((73, 73), "%", {"absolute": 1}, ("73 %", "± 1 point")),
-        ((73, 73), "%", {"absolute": 1.5}, ("73 %", "± 1.5 points")),
-        ((131072, 131072), "tokens", {"absolute": 0}, ("exactly 131,072 tokens", "")),
+        ((100, 100), "GiB", Tolerance(relative_percent=1), ("100 GiB", "± 1 %")),
+        ((100, 100), "GiB", Tolerance(absolute=0.5), ("100 GiB", "± 0.5 GiB")),
+        ((50.9, 50.9), "%", Tolerance(relative_percent=1), ("50.9 %", "± 1 % of it")),
+        ((73, 73), "%", Tolerance(absolute=1), ("73 %", "± 1 point")),
+        ((73, 73), "%", Tolerance(absolute=1.5), ("73 %", "± 1.5 points")),
+        ((131072, 131072), "tokens", Tolerance(absolute=0), ("exactly 131,072 tokens", "")),
         ((131072, 131072), "tokens", None, ("131,072 tokens", "")),
-        ((1, 1), "", {"absolute": 0.1}, ("1", "± 0.1")),
-        ((0.1, None), "%", {"absolute": 0}, ("at least 0.1 %", "")),
-        ((0, None), "%", {"absolute": 1}, ("at least 0 %", "or up to 1 point less")),
-        ((None, 128), "GiB", {"relative_percent": 2}, ("at most 128 GiB", "or up to 2 % more")),
-        ((1, 1.25), "x", {"absolute": 0}, ("1 to 1.25 x", "")),
-        ((1, 1.25), "x", {"absolute": 0.1}, ("1 to 1.25 x", "± 0.1 x at either end")),
+        ((1, 1), "", Tolerance(absolute=0.1), ("1", "± 0.1")),
+        ((2, 2), "x", Tolerance(relative_percent=10, absolute=0.5), ("2 x", "± 0.5 x")),
+        ((30, 30), "x", Tolerance(relative_percent=10, absolute=0.5), ("30 x", "± 10 %")),
+        ((40, None), "% faster", Tolerance(absolute=0.5), ("at least 40 % faster", "or up to 0.5 points less")),
+        ((0.1, None), "%", Tolerance(absolute=0), ("at least 0.1 %", "")),
+        ((0, None), "%", Tolerance(absolute=1), ("at least 0 %", "or up to 1 point less")),
+        ((None, 128), "GiB", Tolerance(relative_percent=2), ("at most 128 GiB", "or up to 2 % more")),
+        ((1, 1.25), "x", Tolerance(absolute=0), ("1 to 1.25 x", "")),
+        ((1, 1.25), "x", Tolerance(absolute=0.1), ("1 to 1.25 x", "± 0.1 x at either end")),
     ],
 )
 def test_an_expectation_reads_as_a_person_would_say_it(ends, unit, tolerance, texts) -> None:
     low, high = (math.inf * sign if end is None else end for sign, end in zip((-1, 1), ends, strict=True))
     assert claims.expected_text(low, high, unit, tolerance) == texts[0]
-    assert claims.tolerance_text(low, high, unit, tolerance) == texts[1]
+    assert tolerance is None or tolerance.text(low, high, unit) == texts[1]
 
 
 def test_every_committed_claim_has_an_expectation_that_reads_well(full: Path) -> None:
@@ -326,7 +329,7 @@ def test_every_committed_claim_has_an_expectation_that_reads_well(full: Path) ->
 
 def test_counts_are_whole_on_the_page() -> None:
     rows = table(("modelled", "A", "131072", "c1"))
-    text = claims.page([claims.decide(changed(unit="tokens", expected=131072), "modelled", rows)])
+    text = claims.page([claims.decide(changed(unit="tokens", quantity="exact", expected=131072), "modelled", rows)])
     assert ">131,072 tokens</td>" in text
     words = "1 of 1 held-out claim reproduced, 0 deviate; 0 more that do not count, 0 not checkable here"
     assert f"Modelled: {words}." in text
@@ -352,10 +355,19 @@ def test_a_row_that_is_missing_is_described(selector: dict, words: str) -> None:
     [
         {
             "lanes": {
-                "modelled": {"tolerance": {"relative_percent": 1, "absolute": 1}},
+                "modelled": {"tolerance": {"relative_percent": 1, "absolute": 1}, "tolerance_because": "it is " * 9},
                 "measured": {"not_checkable": "x"},
             }
         },
+        {"lanes": {"modelled": {"tolerance": {"absolute": 1}}, "measured": {}}},
+        {
+            "lanes": {
+                "modelled": {"tolerance_because": "of the rule " * 9},
+                "measured": {"not_checkable": "x", "why": ""},
+            }
+        },
+        {"printed": "about 3"},
+        {"changed": []},
         {"expected_range": [0, 1]},
         {"compute": {"operation": "median", "of": {"series": "A"}}},
         {"over": {"model": ["M"]}},

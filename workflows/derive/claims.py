@@ -22,9 +22,10 @@ import pandas as pd
 from memascend.planner.machine import CALIBRATIONS, PROCESS_OVERHEAD
 from memascend.simulator.calibration import Calibration, CircularClaim, require_held_out
 from workflows import registry, tidy
-from workflows.derive import pages
+from workflows.derive import pages, tolerances
 from workflows.derive.errata import errata_of
 from workflows.derive.table import paper_of, twin_k
+from workflows.derive.tolerances import Tolerance
 from workflows.played import constants
 
 LANES = ("modelled", "measured")
@@ -187,41 +188,14 @@ def with_unit(number: str, unit: str) -> str:
     return f"{number} {unit}".rstrip()
 
 
-def points(amount: float) -> str:
-    return f"{amount:g} {'point' if amount == 1 else 'points'}"
-
-
-def expected_text(low: float, high: float, unit: str, tolerance: dict[str, float] | None) -> str:
+def expected_text(low: float, high: float, unit: str, tolerance: Tolerance | None) -> str:
     """An expectation as a reader wants it, with its unit; a tolerance of 0 makes one value an exact one."""
     if low == high:
-        exactly = "exactly " if tolerance is not None and not any(tolerance.values()) else ""
+        exactly = "exactly " if tolerance is not None and not tolerance.margin(low) else ""
         return exactly + with_unit(f"{low:,.6g}", unit)
     if math.isinf(low):
         return with_unit(f"at most {high:,.6g}", unit)
     return with_unit(f"at least {low:,.6g}" if math.isinf(high) else f"{low:,.6g} to {high:,.6g}", unit)
-
-
-def widened(low: float, high: float, tolerance: dict[str, float]) -> tuple[float, float]:
-    """Both ends moved outwards by the tolerance."""
-    ((kind, amount),) = tolerance.items()
-    margins = [abs(end) * amount / 100 if kind == "relative_percent" else amount for end in (low, high)]
-    return low - margins[0], high + margins[1]
-
-
-def tolerance_text(low: float, high: float, unit: str, tolerance: dict[str, float] | None) -> str:
-    """What is accepted beside the expectation; empty where nothing is."""
-    ((kind, amount),) = (tolerance or {"absolute": 0}).items()
-    if amount == 0:
-        return ""
-    if kind == "relative_percent":
-        margin = f"{amount:g} % of it" if unit == "%" else f"{amount:g} %"
-    else:
-        margin = points(amount) if unit == "%" else with_unit(f"{amount:g}", unit)
-    if low == high:
-        return f"± {margin}"
-    if math.isinf(low) or math.isinf(high):
-        return f"or up to {margin} {'more' if math.isinf(low) else 'less'}"
-    return f"± {margin} at either end"
 
 
 def basis_of(claim: dict[str, Any], lane: str) -> str:
@@ -284,16 +258,17 @@ def refuse_circular(claim: dict[str, Any]) -> None:
             raise tidy.TableError(f"claims: {error}; its modelled basis is `calibrated`") from None
 
 
-def history(claim: dict[str, Any]) -> str:
-    """When a claim was committed, and what was changed when, in a sentence; empty where nothing was."""
-    if "changed" not in claim:
-        return ""
+def history(claim: dict[str, Any], lane: str) -> str:
+    """When a claim was committed, and what of it or of its tolerance was changed when; empty where nothing was."""
 
     def when(stamp: dict[str, str]) -> str:
         return stamp["at"] + (f" ({stamp['commit']})" if "commit" in stamp else "")
 
-    first = f"committed {when(claim['committed'])}, changed " if "committed" in claim else ""
-    return f"{first}{when(claim['changed'])}: {claim['changed']['what']}"
+    changes = claim.get("changed", [])
+    told = [f"{when(each)}: {each['what']}" for each in (changes if isinstance(changes, list) else [changes])]
+    if "committed" in claim:
+        told[0] = f"committed {when(claim['committed'])}, changed {told[0]}"
+    return "; ".join(filter(None, (*told, tolerances.history(claim["id"], lane))))
 
 
 def decide(claim: dict[str, Any], lane_name: str, table: pd.DataFrame) -> Verdict:
@@ -301,15 +276,16 @@ def decide(claim: dict[str, Any], lane_name: str, table: pd.DataFrame) -> Verdic
     lane = claim["lanes"][lane_name]
     low, high = expected_ends(claim, lane)
     common = {name: claim[name] for name in ("exhibit_id", "unit", "sentence")}
-    common |= {"claim_id": claim["id"], "lane": lane_name, "history": history(claim)}
+    common |= {"claim_id": claim["id"], "lane": lane_name, "history": history(claim, lane_name)}
     basis = basis_of(claim, lane_name)
     common |= {"basis": basis, "rests_on": rests_on(claim, lane_name)}
-    texts = low, high, claim["unit"], lane.get("tolerance")
-    common |= {"expected": expected_text(*texts), "tolerance": tolerance_text(*texts)}
+    tolerance = None if "not_checkable" in lane else tolerances.of(claim, lane_name, low, high)
+    common |= {"expected": expected_text(low, high, claim["unit"], tolerance)}
+    common |= {"tolerance": tolerance.text(low, high, claim["unit"]) if tolerance else ""}
     undecided = {**common, "verdict": NOT_CHECKABLE, "value": "", "testbed": ""}
-    if "not_checkable" in lane:
+    if tolerance is None:
         return Verdict(**undecided, reason=lane["not_checkable"])
-    low, high = widened(low, high, lane["tolerance"])
+    low, high = tolerance.widened(low, high)
     own = table[(table["lane"] == lane_name) & ~tidy.is_reference(table)]
     computation = Computation(own, claim, lane.get("scale") == "twin")
     try:
@@ -320,7 +296,8 @@ def decide(claim: dict[str, Any], lane_name: str, table: pd.DataFrame) -> Verdic
         return Verdict(**undecided, reason=f"not in this lane: {missing}")
     verdict = REPRODUCED if low - 1e-12 <= value <= high + 1e-12 else DEVIATES
     testbeds = " ".join(computation.testbeds)
-    return Verdict(**common, verdict=verdict, value=f"{value:.6g}", reason=lane.get("why", ""), testbed=testbeds)
+    reason = ". ".join(filter(None, (lane.get("why"), lane.get("tolerance_because"))))
+    return Verdict(**common, verdict=verdict, value=f"{value:.6g}", reason=reason, testbed=testbeds)
 
 
 def of_built(claims: list[dict[str, Any]], entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,6 +4,10 @@
 rule claims_table:
     input:
         said=KNOWN.said("claims.yaml", "errata.yaml"),
+        tolerances=[
+            "workflows/papers/tolerances.yaml",
+            "workflows/papers/tolerance-history.csv",
+        ],
         template=KNOWN.templates("claims"),
         tables=expand(f"{DERIVED}/exhibits/{{exhibit}}.csv", exhibit=KNOWN.claimed),
     output:

@@ -1,0 +1,120 @@
+"""The tolerance of a claim, from the one rule of docs/tolerances.md.
+
+The amount is that of the claim's kind of quantity and of the lane (workflows/papers/tolerances.yaml), and never less
+than half a unit of the last digit that the paper prints. A bound is allowed that half unit alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from workflows import registry, tidy
+
+RULE = registry.ROOT / "workflows/papers/tolerances.yaml"
+HISTORY = registry.ROOT / "workflows/papers/tolerance-history.csv"
+WITHOUT = ("order", "exact")  # kinds in which no digit is rounded
+IN_WORDS = "in words"
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The wider of a share of the expected value and an amount in the claim's unit (of shares: points)."""
+
+    relative_percent: float = 0
+    absolute: float = 0
+
+    def margin(self, end: float) -> float:
+        return 0 if math.isinf(end) else max(abs(end) * self.relative_percent / 100, self.absolute)
+
+    def widened(self, low: float, high: float) -> tuple[float, float]:
+        """Both ends moved outwards."""
+        return low - self.margin(low), high + self.margin(high)
+
+    def text(self, low: float, high: float, unit: str) -> str:
+        """What is accepted beside the expectation; empty where nothing is."""
+        finite = [end for end in (low, high) if not math.isinf(end)]
+        if not any(self.margin(end) for end in finite):
+            return ""
+        if all(abs(end) * self.relative_percent / 100 >= self.absolute for end in finite):
+            margin = f"{self.relative_percent:g} %" + (" of it" if unit.startswith("%") else "")
+        else:
+            margin = points(self.absolute) if unit.startswith("%") else f"{self.absolute:g} {unit}".rstrip()
+        if low == high:
+            return f"± {margin}"
+        if len(finite) == 1:
+            return f"or up to {margin} {'more' if math.isinf(low) else 'less'}"
+        return f"± {margin} at either end"
+
+
+def points(amount: float) -> str:
+    return f"{amount:g} {'point' if amount == 1 else 'points'}"
+
+
+def kinds() -> dict[str, dict[str, Any]]:
+    """Kind of quantity -> what it is, its amounts by lane and their reason."""
+    return registry.read(RULE)["kinds"]
+
+
+def of(claim: dict[str, Any], lane: str, low: float, high: float) -> Tolerance:
+    """What a lane may be off, where `low` and `high` are its expectation; its own amount, where it has one."""
+    kind = kinds().get(claim["quantity"])
+    if kind is None:
+        known = ", ".join(kinds())
+        raise tidy.TableError(
+            f"claims: {claim['id']}: quantity {claim['quantity']!r} is no kind of {RULE.name}: {known}"
+        )
+    half = half_unit(claim)
+    own = claim["lanes"][lane].get("tolerance")
+    is_bound = math.isinf(low) != math.isinf(high)
+    if own is None and is_bound and half:
+        return Tolerance(absolute=half)
+    amount = Tolerance(**(own or kind[lane]))
+    return Tolerance(amount.relative_percent, max(amount.absolute, half))
+
+
+def half_unit(claim: dict[str, Any]) -> float:
+    """Half a unit of the last digit of the number that the paper prints; 0 where it rounds none."""
+    if claim["quantity"] in WITHOUT or claim.get("printed") == IN_WORDS:
+        return 0
+    return max(0.5 * 10.0 ** -decimals(number) for number in printed(claim))
+
+
+def printed(claim: dict[str, Any]) -> list[str]:
+    """The expected number, or both ends of an interval, as the paper prints it: from the quote or from `printed`."""
+    if "printed" in claim:
+        return [claim["printed"]]
+    ends = [claim["expected"]] if "expected" in claim else [end for end in claim["expected_range"] if end is not None]
+    found = []
+    for end in ends:
+        same = [n for n in NUMBER.findall(claim["quote"]) if float(n.replace(",", "")) == abs(end)]
+        if not same:
+            raise tidy.TableError(
+                f"claims: {claim['id']}: {end:g} is not in the quote {claim['quote']!r}; give `printed`, the number as "
+                f"the paper prints it, or `printed: {IN_WORDS}`"
+            )
+        found.append(min(same, key=decimals))
+    return found
+
+
+def decimals(number: str) -> int:
+    return len(number.partition(".")[2])
+
+
+@cache
+def _moved() -> dict[tuple[str, str], str]:
+    with HISTORY.open(encoding="utf-8", newline="") as file:
+        return {
+            (row["claim_id"], row["lane"]): f"tolerance {row['before']} until {row['at']}, then {row['after']}"
+            for row in csv.DictReader(file)
+        }
+
+
+def history(claim_id: str, lane: str) -> str:
+    """How a tolerance was changed, in words; empty where it never was."""
+    return _moved().get((claim_id, lane), "")
