@@ -63,6 +63,11 @@ def claims(root: Path = ROOT) -> list[dict[str, Any]]:
     return [claim for paper in PAPERS for claim in (read(file_of(paper, "claims.yaml", root)) or {}).get("claims", [])]
 
 
+def tolerances(root: Path = ROOT) -> dict[str, dict[str, Any]]:
+    """Kind of quantity -> what it is, its amounts by lane and their reason (docs/tolerances.md)."""
+    return (read(root / "workflows/papers/tolerances.yaml") or {"kinds": {}})["kinds"]
+
+
 def caption(exhibit: str, root: Path = ROOT) -> str:
     """Prose under an exhibit. ValueError where there is none."""
     paper = exhibit.rpartition("-")[0]
@@ -95,6 +100,7 @@ def has_table(entry: dict[str, Any]) -> bool:
 def picture_digest(entry: dict[str, Any], root: Path = ROOT) -> str:
     """Of all that the folder says of one picture."""
     said = [entry, figures(entry["paper"], root)[entry["id"]], caption(entry["id"], root), validations(root)]
+    said.append(tolerances(root))
     said.append((root / "workflows/panels/look.mplstyle").read_text(encoding="utf-8"))
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -7,10 +7,13 @@ import math
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from workflows import registry, tidy
 from workflows.derive import claims, tolerances
+from workflows.panels import style
+from workflows.panels import table as table_panel
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = registry.claims()
@@ -24,16 +27,15 @@ def judged(low: float = -math.inf, high: float = math.inf, **more: object) -> tu
 
 
 def test_every_kind_of_every_claim_is_in_the_rule_and_no_kind_lacks_an_amount_or_a_reason() -> None:
-    assert {claim["quantity"] for claim in CLAIMS} <= set(tolerances.kinds())
-    for kind in tolerances.kinds().values():
+    assert {claim["quantity"] for claim in CLAIMS} <= set(registry.tolerances())
+    for kind in registry.tolerances().values():
         assert {"what", "reason", *claims.LANES} == set(kind)
         for lane in claims.LANES:
             ((form, amount),) = kind[lane].items()
             assert form in ("relative_percent", "absolute")
             assert amount >= 0
-    assert all(
-        not kind[lane]["absolute"] for kind in map(tolerances.kinds().get, tolerances.WITHOUT) for lane in claims.LANES
-    )
+    without = [registry.tolerances()[name] for name in tolerances.WITHOUT]
+    assert not any(kind[lane]["absolute"] for kind in without for lane in claims.LANES)
 
 
 def test_a_quantity_that_is_no_kind_is_one_line_with_the_kinds() -> None:
@@ -57,7 +59,7 @@ def test_claims_of_one_kind_are_judged_alike_in_every_paper() -> None:
         low, high = claims.expected_ends(claim, claim["lanes"][lane])
         if "tolerance" in claim["lanes"][lane]:
             continue
-        ((form, amount),) = tolerances.kinds()[claim["quantity"]][lane].items()
+        ((form, amount),) = registry.tolerances()[claim["quantity"]][lane].items()
         half = tolerances.half_unit(claim)
         for end, found in zip((low, high), tolerances.of(claim, lane, low, high).widened(low, high), strict=True):
             if math.isinf(end):
@@ -150,5 +152,22 @@ def test_the_page_has_the_amounts_of_the_rule() -> None:
         ((form, number),) = amount.items()
         return f"{number} %" if form == "relative_percent" else f"{number} points" if number else "0"
 
-    rule = tolerances.kinds()
+    rule = registry.tolerances()
     assert table == [(name, words(kind["modelled"]), words(kind["measured"])) for name, kind in rule.items()]
+
+
+@pytest.mark.parametrize(
+    ("quantity", "lane", "number", "colour"),
+    [
+        ("share", "modelled", "13.9", style.INK),
+        ("share", "modelled", "14.1", style.PALETTE["vermilion"]),
+        ("memory", "modelled", "12.3", style.PALETTE["vermilion"]),
+        ("memory", "measured", "12.3", style.INK),
+        ("memory", "published", "14.1", style.INK),
+    ],
+)
+def test_a_cell_of_a_table_is_coloured_by_the_rule(quantity: str, lane: str, number: str, colour: str) -> None:
+    printed = [("published", "printed", "12"), (lane, "ours", number)]
+    rows = pd.DataFrame([{"lane": a, "metric": m, "value": v, "number": float(v), "unit": ""} for a, m, v in printed])
+    column = {"select": {"metric": "ours"}, "against": {"metric": "printed"}, "quantity": quantity}
+    assert table_panel.cell(rows, column, {}).colour == colour

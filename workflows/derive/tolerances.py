@@ -15,7 +15,6 @@ from typing import Any
 
 from workflows import registry, tidy
 
-RULE = registry.ROOT / "workflows/papers/tolerances.yaml"
 HISTORY = registry.ROOT / "workflows/papers/tolerance-history.csv"
 WITHOUT = ("order", "exact")  # kinds in which no digit is rounded
 IN_WORDS = "in words"
@@ -56,19 +55,13 @@ def points(amount: float) -> str:
     return f"{amount:g} {'point' if amount == 1 else 'points'}"
 
 
-def kinds() -> dict[str, dict[str, Any]]:
-    """Kind of quantity -> what it is, its amounts by lane and their reason."""
-    return registry.read(RULE)["kinds"]
-
-
 def of(claim: dict[str, Any], lane: str, low: float, high: float) -> Tolerance:
     """What a lane may be off, where `low` and `high` are its expectation; its own amount, where it has one."""
-    kind = kinds().get(claim["quantity"])
+    kinds = registry.tolerances()
+    kind = kinds.get(claim["quantity"])
     if kind is None:
-        known = ", ".join(kinds())
-        raise tidy.TableError(
-            f"claims: {claim['id']}: quantity {claim['quantity']!r} is no kind of {RULE.name}: {known}"
-        )
+        what = f"quantity {claim['quantity']!r} is no kind of tolerances.yaml"
+        raise tidy.TableError(f"claims: {claim['id']}: {what}: {', '.join(kinds)}")
     half = half_unit(claim)
     own = claim["lanes"][lane].get("tolerance")
     is_bound = math.isinf(low) != math.isinf(high)

@@ -9,7 +9,7 @@ columns  [{head, width, wrap, and what is in its cells}], each one of
                     `unit: true` puts its unit behind
            each     like select with a line for every x value: form may name {x}, {value} and metrics under `also`
          with none  in place of a missing value;  against  {column: template}: coloured, and with `percent` the
-         deviation behind the value, where it is more than `tolerance` percent away;  minus  {lane: what the printed
+         deviation behind the value, where it is beyond the tolerance of its `quantity`;  minus  {lane: what the printed
          value holds more};  once  only in the first of rows with the same words there;  behind  [{select, form}]
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 
+from workflows import registry
 from workflows.panels import data as of
 from workflows.panels import style
 
@@ -88,15 +89,22 @@ def cell(table: pd.DataFrame, column: dict[str, Any], row: dict[str, Any]) -> Ce
     printed = of.first(table, filled(column["against"], row)) if "against" in column else None
     colour = style.INK
     if printed is not None:
-        off = 100 * (number / (printed - column.get("minus", {}).get(found.iloc[0]["lane"], 0.0)) - 1)
-        own = found.iloc[0]["lane"] == "published"
-        shown += f"  ({off:+.1f} %)" if column.get("percent") and not own else ""
-        colour = style.PALETTE["vermilion"] if abs(off) > column["tolerance"] else style.INK
+        lane = found.iloc[0]["lane"]
+        printed -= column.get("minus", {}).get(lane, 0.0)
+        own = lane == "published"
+        shown += f"  ({100 * (number / printed - 1):+.1f} %)" if column.get("percent") and not own else ""
+        colour = style.INK if own or within(number, printed, column["quantity"], lane) else style.PALETTE["vermilion"]
     return Cell(
         shown + behind(table, column, row),
         colour,
         bold=column.get("bold", found.iloc[0]["lane"] == "published" and "percent" in column),
     )
+
+
+def within(number: float, printed: float, quantity: str, lane: str) -> bool:
+    """Whether a number is as near the printed one as the tolerance of its kind asks."""
+    ((form, amount),) = registry.tolerances()[quantity][lane].items()
+    return abs(number - printed) <= (abs(printed) * amount / 100 if form == "relative_percent" else amount)
 
 
 def behind(table: pd.DataFrame, column: dict[str, Any], row: dict[str, Any]) -> str:
