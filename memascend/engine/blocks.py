@@ -304,7 +304,8 @@ class UnitWeights:
         self._uses: dict[str, int] = {}
         self._storages: dict[str, list[StorageWeakRef]] = {}  # of a unit's uses, by its key
         self._lent: dict[str, Unit] = {}  # with one use each, and empty parameters
-        self.require_usable: Callable[[], None] = lambda: None  # raises where the values are of a step half done
+        # Set by the engine: raises in a forked child, and where the values are of a step half done.
+        self.require_usable: Callable[[], None] = lambda: None
         self.nothing = torch.full((), torch.nan, dtype=units.layout.weights, device=units.device)
         self._empty = {p: self.nothing.expand(p.shape) for p in units.names}
         self._classes: dict[nn.Parameter, tuple[type, type]] = {}  # at work, and at rest
@@ -328,23 +329,16 @@ class UnitWeights:
             for held in [unit for unit in weights.units.layout.units if weights.is_held(unit)]:
                 weights.empty(held)
 
-    @property
-    def is_own(self) -> bool:
-        """Whether this is the process that trains the model, and no fork of it."""
-        return self._pid == os.getpid()
-
     def require_own_process(self) -> None:
-        """RuntimeError in a forked child."""
-        if not self.is_own:
+        """RuntimeError in a fork of the process that trains the model."""
+        if self._pid != os.getpid():
             raise RuntimeError(
                 f"the weights of a streamed model are with the process that trains it ({self._pid}), and this is a "
                 "fork of it, such as a DataLoader's worker: use the model in that process, or set num_workers=0"
             )
 
     def take(self, unit: Unit) -> None:
-        """The unit's weights are in its parameters on return. RuntimeError in a forked child, and where the engine
-        says so (`require_usable`)."""
-        self.require_own_process()
+        """The unit's weights are in its parameters on return. Raises what `require_usable` raises."""
         self.require_usable()
         self._end_loans(unit)
         if unit.key in self._lent:

@@ -21,8 +21,8 @@ StatesOf = Callable[[str], Mapping[str, torch.Tensor] | None]
 class TierContents:
     """Of one model, through the slots that training has. Not thread-safe.
 
-    `folder`: for files whose memory sliced parameters are read into. `require_completed_step`: is called before each
-    read, and raises where updates of the step under way have begun, or in a forked child."""
+    `folder`: for files whose memory sliced parameters are read into. `require_completed_step`: is called once before
+    each parameter that is read, and raises where updates of the step under way have begun, or in a forked child."""
 
     def __init__(
         self,
@@ -111,10 +111,6 @@ class TierContents:
 
         They are in host memory. The units' own order is the cheaper one: a unit is read when it is not the one before.
         """
-        self.require_completed_step()
-        return self._weights_in(order)
-
-    def _weights_in(self, order: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
         places: dict[str, list[tuple[Unit, int]]] = {}
         for unit in self._layout.units:
             for number, part in enumerate(unit.parts):
@@ -123,7 +119,7 @@ class TierContents:
         held: Unit | None = None
         try:
             for name in places if order is None else order:
-                self.require_completed_step()  # a step may have begun since the one before
+                self.require_completed_step()  # a step may have begun, or the process forked, since the one before
                 unit, number = places[name][0]
                 if unit.kind is Kind.SLICE:
                     yield name, self._joined([unit for unit, _ in places[name]])
@@ -144,8 +140,7 @@ class TierContents:
         self, module: nn.Module, state: dict[str, Any], prefix: str = "", *, recurse: bool = True
     ) -> None:
         """A module's state_dict() has its weights, in a file's memory; a tied one is one tensor under two names.
-        `module` is the model or any part of it; `recurse`: with its children's."""
-        self.require_completed_step()
+        `module` is the model or any part of it; `recurse`: with its children's. Raises as `read_weights`."""
         names = self._weights.units.names
         keys: dict[str, list[str]] = {}
         for name, parameter in module.named_parameters(recurse=recurse, remove_duplicate=False):
@@ -157,8 +152,9 @@ class TierContents:
         wanted = [name for name in dict.fromkeys(parts) if name in keys]
         shapes = {name: parameter.shape for parameter, name in names.items()}
         sizes = [shapes[name].numel() * self._layout.weights.itemsize for name in wanted]
-        file = TensorFile(self._folder, sizes)
+        file: TensorFile | None = None  # made when the first read was found to be allowed
         for name, values in self.read_weights(wanted):
+            file = file or TensorFile(self._folder, sizes)
             copy = file.put(values)
             for key in keys[name]:
                 state[key] = copy

@@ -309,9 +309,10 @@ class StreamingEngine(HookedRuntime):
         The home stays for `resume`, unless `destroy`. Parameters stay empty. Idempotent. In a forked child nothing of
         the parent's ends.
         """
+        own = self._pid == os.getpid()  # else a forked child's copy: the threads and the files are the parent's
         if not self._closed:
             self._ends = deque([self._hooks.remove])
-            if self.weights.is_own:  # else a forked child's copy: the threads and the files are the parent's
+            if own:
                 self._ends += [self._leave_model_empty, self._stop_work, self._let_go, self.home.close]
             self._closed = True
         try:
@@ -319,7 +320,7 @@ class StreamingEngine(HookedRuntime):
         except KeyboardInterrupt:
             self._end()  # the rest of it: who interrupts a program's end does not call `close` again
             raise
-        if destroy and self._pid == os.getpid():
+        if destroy and own:
             homes.remove(self.home.folder)
 
     def _end(self) -> None:
@@ -377,8 +378,9 @@ class StreamingEngine(HookedRuntime):
     def _require_usable(self) -> None:
         """For a forward pass: weights are those of the last completed step. What a backward pass takes is its own."""
         if torch._C._current_graph_task_id() != -1:
+            self.weights.require_own_process()
             return
-        self._forget_what_failed()
+        self._require_whole(gives_up=True)
         self.updates.raise_failure()
         ends_here = self.options.implicit_step and torch.is_grad_enabled() and self._passes >= self.options.accumulate
         if self.updates.touched and not ends_here:
@@ -391,9 +393,7 @@ class StreamingEngine(HookedRuntime):
     def require_completed_step(self) -> None:
         """Weights and states are those of the last completed step. RuntimeError where updates of the next one have
         begun; a step that ended in an error is given up. Raises the error of an update that has failed unseen."""
-        if torch._C._current_graph_task_id() == -1:
-            self._forget_what_failed()
-        self._require_whole()
+        self._require_whole(gives_up=torch._C._current_graph_task_id() == -1)
         self.updates.raise_failure()
         if self.updates.touched:
             raise RuntimeError(
@@ -409,14 +409,6 @@ class StreamingEngine(HookedRuntime):
                 "between backward() and step() states cannot be replaced: call optimizer.step() first, or "
                 "optimizer.zero_grad(), which forgets the step"
             )
-
-    def _forget_what_failed(self) -> None:
-        """A step whose backward pass or update ended in an error that the loop has seen."""
-        self.weights.require_own_process()
-        if self.updates.failure_was_told or self._backward_begun:
-            log.warning("memascend: the step under way was given up after an error; it begins anew from the one before")
-            self.give_up()
-        self._require_whole()
 
     def model_ends(self, _: nn.Module, __: Any, results: Any) -> None:
         if not torch.is_grad_enabled():
@@ -729,8 +721,13 @@ class StreamingEngine(HookedRuntime):
             if self.options.zero_missing or name in self.updates.arrived or name in self.updates.zeroed:
                 self.steps[name] += 1
 
-    def _require_whole(self) -> None:
+    def _require_whole(self, *, gives_up: bool = False) -> None:
+        """This is the process that trains, and the tier holds whole steps. With `gives_up` a step whose backward pass
+        or update ended in an error that the loop has seen is forgotten."""
         self.weights.require_own_process()
+        if gives_up and (self.updates.failure_was_told or self._backward_begun):
+            log.warning("memascend: the step under way was given up after an error; it begins anew from the one before")
+            self.give_up()
         if self._unfinished is not None:
             raise RuntimeError(self._unfinished)
         if self._half_taken_back:

@@ -161,6 +161,46 @@ assert int(pinned(1)[5]) == 7
 """)
 
 
+def test_each_read_of_a_streamed_model_checks_once_that_this_is_its_process_and_no_fork():
+    """Also where the process forks while weights are read."""
+    run_python(
+        STREAMED
+        + """
+ours(one).backward()
+optimizer.step()
+weights, checks = home.engine.weights, []
+check = weights.require_own_process
+weights.require_own_process = lambda: (checks.append(0), check())
+
+def count(use):
+    checks.clear()
+    use()
+    return len(checks)
+
+parameters = len(list(ours.parameters()))
+assert count(lambda: list(home.engine.read_weights())) == parameters
+assert count(ours.state_dict) == parameters
+assert count(lambda: home.engine.read_states("head.weight")) == 1
+unit = home.engine.layout.units[0]
+assert count(lambda: weights.take(unit)) == 1
+weights.give_back(unit)
+
+def read_on():
+    try:
+        next(reading)
+    except RuntimeError as error:
+        return 7 * ("is a fork of it" in str(error))
+
+reading = home.engine.read_weights()
+assert in_child(read_on) == 7
+next(reading)
+assert in_child(read_on) == 7
+reading.close()
+home.remove()
+"""
+    )
+
+
 def test_a_worker_of_a_dataloader_is_told_that_a_streamed_model_s_weights_are_elsewhere_and_training_goes_on():
     """Between steps, and in the middle of one, when slots are held."""
     run_python(
