@@ -25,10 +25,11 @@ from memascend.training import backends, checkpoint, preflight, systems
 from memascend.training import config as configs
 from memascend.training.config import TrainConfig
 from memascend.training.folder import Lock, RunFolder, SwapFolder, collect_dead, missing_folders, remove_empty
-from memascend.training.processes import PARENT, free_port, remove_shared_buffers
+from memascend.training.processes import PARENT, exit_status, free_port, remove_shared_buffers
 from memascend.training.progress import byte_count
 
-STOPPED = 143  # 128 + SIGTERM: stopped before its end, with all that --resume needs
+# A rank was stopped before its end, with all that --resume needs (128 + SIGTERM, which is what it gets of its parent).
+STOPPED = exit_status(signal.SIGTERM)
 
 SetupOf = Callable[[TrainConfig, dict[str, Any], str, str], backends.Setup]
 
@@ -54,6 +55,7 @@ class Stopping:
 
     def __init__(self) -> None:
         self.asked = 0
+        self.status = STOPPED  # the run's, where it is stopped: as the first signal says
         self.children: list[subprocess.Popen[bytes]] = []
         self.saves = True  # a checkpoint, when it is asked to stop
 
@@ -65,6 +67,7 @@ class Stopping:
     def _received(self, number: int, _: Any) -> None:
         self.asked += 1
         if self.asked == 1:
+            self.status = exit_status(number)
             clear = "\r\x1b[K" if sys.stdout.isatty() else ""  # a passing line of rank 0 may stand there
             after = "a checkpoint follows after this step" if self.saves else "after this step"
             say(f"{clear}stopping: {after} (once more leaves at once)")
@@ -74,7 +77,7 @@ class Stopping:
 
 
 def launch(config: TrainConfig, *, resume: bool, wanted: dict[str, Any], setup_of: SetupOf = systems.setup) -> int:
-    """Train in child processes. Returns the exit status: 0, or 143 where it was stopped with a checkpoint.
+    """Train in child processes. Returns the exit status: 0, or where it was stopped 130 (Ctrl-C) or 143.
 
     `wanted`: the keys that the caller set. `setup_of`: what its backend is told. Raises ValueError in one line for
     whatever the user can change.
@@ -87,7 +90,7 @@ def launch(config: TrainConfig, *, resume: bool, wanted: dict[str, Any], setup_o
         prepared = _prepare(folder, stopping)
         if stopping.asked:
             say("stopped before training began")
-            return STOPPED
+            return stopping.status
         with _composed(config, folder, prepared, setup_of) as job:
             return _run_ranks(job, folder, stopping, lock) if job else 0
 
@@ -126,9 +129,10 @@ def join(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
             if rank == 0:
                 raise ValueError(job["error"])
             return 2
-        outcome = Worker(job, sys.stdout).run()
+        worker = Worker(job, sys.stdout)
+        outcome = worker.run()
         torch.distributed.barrier()
-    return STOPPED if outcome == LEFT else 0
+    return worker.stop.status if outcome == LEFT else 0
 
 
 @contextlib.contextmanager
@@ -357,7 +361,7 @@ def _run_ranks(job: dict[str, Any], folder: RunFolder, stopping: Stopping, lock:
         try:
             stopping.children = [_start(rank, ranks, port, job["threads"], path, folder) for rank in range(ranks)]
             if stopping.asked:
-                return STOPPED
+                return stopping.status
             _wait(stopping)
         finally:
             for child in stopping.children:
@@ -411,9 +415,15 @@ def _wait(stopping: Stopping) -> None:
     while waiting:
         for child in list(waiting):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                if child.wait(timeout=0.2) not in (0, STOPPED):
+                if child.wait(timeout=0.2) not in _ends(stopping):
                     return
                 waiting.remove(child)
+
+
+def _ends(stopping: Stopping) -> tuple[int, ...]:
+    """With which a rank ends that did not fail: at its end, stopped, or by our signal before it could take that."""
+    stopped = (STOPPED, exit_status(signal.SIGINT))  # the latter where somebody has interrupted the rank itself
+    return (0, *stopped, -signal.SIGTERM) if stopping.asked else (0, *stopped)
 
 
 def _outcome(work: Path, folder: RunFolder, stopping: Stopping, after: str) -> int:
@@ -423,13 +433,15 @@ def _outcome(work: Path, folder: RunFolder, stopping: Stopping, after: str) -> i
         raise ValueError(errors[0])
     if stopping.asked > 1:
         say(f"left at once; --resume goes on from the last {after}" if _has_trained(folder) else "left at once")
-        return STOPPED
+        return stopping.status
     codes = {rank: child.returncode for rank, child in enumerate(stopping.children)}
-    bad = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
+    bad = {rank: code for rank, code in codes.items() if code not in _ends(stopping)}
     if not bad:
-        if STOPPED in codes.values() and not results:
-            say("stopped before a step was made; --resume begins anew")
-        return STOPPED if STOPPED in codes.values() else 0
+        stopped = any(codes.values())
+        if stopped and not results:
+            goes_on = f"goes on from the last {after}" if _has_trained(folder) else "begins anew"
+            say(f"stopped before a step was made; --resume {goes_on}")
+        return stopping.status if stopped else 0
     # The rank that fails first takes the others along (they are killed): name one that ended by itself.
     rank, code = next(((r, c) for r, c in bad.items() if c != -signal.SIGKILL), next(iter(bad.items())))
     log = folder.logs / f"rank{rank}.log"

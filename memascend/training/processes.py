@@ -19,6 +19,12 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
+def exit_status(number: int) -> int:
+    """Of a run that the signal `number` stopped: 130 after Ctrl-C, as shells have it, else 143, as after SIGTERM (also
+    where a terminal was closed)."""
+    return 128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+
 def free_port() -> int:
     """A port that nobody listens on now."""
     with socket.socket() as probe:

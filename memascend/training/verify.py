@@ -24,7 +24,7 @@ from memascend.training import systems
 from memascend.training.backends import IN_MEMORY, STREAMING, UPDATES, Setup
 from memascend.training.config import TrainConfig
 from memascend.training.folder import RunFolder
-from memascend.training.launch import STOPPED, launch
+from memascend.training.launch import launch
 from memascend.training.progress import read_metrics
 from memascend.training.schedule import learning_rate
 
@@ -132,8 +132,9 @@ def _run(config: TrainConfig, output: Path, name: str, setup_of: Any) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         config = dataclasses.replace(config, output=str(output))
         status = launch(config, resume=False, wanted={}, setup_of=setup_of)
-    if status == STOPPED:
-        raise ValueError(f"the {name} run was stopped; nothing was compared")
+    if status:
+        print(f"memascend: the {name} run was stopped; nothing was compared", file=sys.stderr)
+        raise SystemExit(status)
 
 
 def report(config: TrainConfig, theirs: TrainConfig, tested: Path, reference: Path) -> dict[str, Any]:

@@ -37,12 +37,11 @@ from memascend.training.backends.protocol import KeptIsTorn
 from memascend.training.config import TrainConfig, complete
 from memascend.training.data import Sequences
 from memascend.training.folder import Lock, RunFolder
-from memascend.training.processes import die_with_parent
+from memascend.training.processes import die_with_parent, exit_status
 from memascend.training.progress import Progress, StepRecord, byte_count, first_step_note, read_metrics, rewind_metrics
 from memascend.training.schedule import learning_rate, sequence_numbers
 
 FINISHED, STOPPED = "finished", "stopped"
-EXIT_STOPPED = 143
 _PATIENCE_S = 5.0  # without a byte from a drive, for a step that is to be finished
 STEP_IN_TRACE = "{step}"  # in the name of --trace: its number
 
@@ -53,15 +52,18 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = False
+        self.status = exit_status(signal.SIGTERM)  # also of a rank that stops since another was asked to
         self.training = False
 
     def install(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._received)
 
-    def _received(self, *_: Any) -> None:
+    def _received(self, number: int, _: Any) -> None:
+        if not self.asked:
+            self.status = exit_status(number)
         if self.asked or not self.training:  # before the first step there is nothing to save
-            os._exit(EXIT_STOPPED)
+            os._exit(self.status)
         self.asked = True
         leaving.begin(_PATIENCE_S, math.inf)
 
@@ -497,7 +499,8 @@ def main() -> int:
     job = json.loads(Path(sys.argv[1]).read_text())
     result = Path(job["results"]) / f"result{os.environ['RANK']}.json"
     try:
-        outcome = Worker(job, progress_output()).run()
+        worker = Worker(job, progress_output())
+        outcome = worker.run()
         result.write_text(json.dumps({"outcome": outcome}))
     except (ValueError, OSError, MemoryError) as error:
         with contextlib.suppress(OSError):
@@ -509,7 +512,7 @@ def main() -> int:
         sys.stderr.flush()
         os._exit(2)
     sys.stdout.flush()
-    os._exit(EXIT_STOPPED if outcome == STOPPED else 0)  # teardown would touch swap files that the parent removes
+    os._exit(worker.stop.status if outcome == STOPPED else 0)  # teardown would touch swap files that the parent removes
 
 
 if __name__ == "__main__":

@@ -1,0 +1,135 @@
+"""`memascend train` that is asked to stop: its exit status is the signal's, on any system."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from memascend import systems
+from memascend.training import launch
+from memascend.training.folder import RunFolder
+from tests.train_runs import STEPS, command, environment, options_for, text_folder
+
+STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
+MANY_PATHS = ("mlp_offload",)
+# What a rank does: it is still starting (no handler yet), or it finishes its step, as worker.py does, in `state`.
+RANKS = {
+    "starting": "import time; print(flush=True); time.sleep(60)",
+    "training": "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print(flush=True); "
+    "time.sleep(60)",
+    "at its end": "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print(flush=True); "
+    "time.sleep(60)",
+    "deaf": "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)",
+}
+
+
+@pytest.fixture
+def stopping():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    asked = launch.Stopping()
+    asked.install()
+    yield asked
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def run_ranks(folder, stopping, monkeypatch, rank, *numbers):
+    """The parent's part of a run of two ranks, which gets the signals when the ranks are up; its exit status."""
+    ranks = []
+
+    def start(*_):
+        ranks.append(subprocess.Popen([sys.executable, "-S", "-c", RANKS[rank]], stdout=subprocess.PIPE))
+        return ranks[-1]
+
+    def send():
+        while len(ranks) < 2:
+            pass
+        for each in ranks:
+            each.stdout.readline()
+        for count, number in enumerate(numbers, 1):
+            os.kill(os.getpid(), number)
+            while stopping.asked < count:
+                pass
+
+    monkeypatch.setattr(launch, "_start", start)
+    sender = threading.Thread(target=send)
+    sender.start()
+    job = {"config": {"ranks": 2}, "threads": 1, "settings": {}}
+    try:
+        return launch._run_ranks(job, RunFolder(folder), stopping, SimpleNamespace(say=lambda text: None))
+    finally:
+        sender.join()
+        for each in ranks:
+            each.stdout.close()
+            assert each.returncode is not None
+
+
+@pytest.mark.parametrize("number", STATUS, ids=lambda number: number.name)
+@pytest.mark.parametrize("rank", ["starting", "training"])
+def test_a_stopped_run_ends_with_the_status_of_the_signal(tmp_path, stopping, monkeypatch, capsys, rank, number):
+    assert run_ranks(tmp_path, stopping, monkeypatch, rank, number) == STATUS[number]
+    assert "stopped before a step was made; --resume begins anew" in capsys.readouterr().out
+
+
+def test_one_that_is_stopped_before_a_further_step_says_what_it_goes_on_from(tmp_path, stopping, monkeypatch, capsys):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert run_ranks(tmp_path, stopping, monkeypatch, "starting", signal.SIGINT) == 130
+    assert "--resume goes on from the last checkpoint" in capsys.readouterr().out
+
+
+def test_a_second_signal_leaves_at_once_with_the_status_of_the_first(tmp_path, stopping, monkeypatch, capsys):
+    assert run_ranks(tmp_path, stopping, monkeypatch, "deaf", signal.SIGINT, signal.SIGTERM) == 130
+    assert "left at once" in capsys.readouterr().out
+
+
+def test_a_run_that_was_at_its_end_anyway_has_succeeded(tmp_path, stopping, monkeypatch):
+    assert run_ranks(tmp_path, stopping, monkeypatch, "at its end", signal.SIGINT) == 0
+
+
+def test_a_rank_that_somebody_else_has_ended_is_an_error(tmp_path, stopping, monkeypatch):
+    ended = {"code": -signal.SIGTERM}
+    child = SimpleNamespace(returncode=ended["code"], poll=lambda: ended["code"], wait=lambda **_: ended["code"])
+    monkeypatch.setattr(launch, "_start", lambda *_: child)
+    (tmp_path / "logs").mkdir()
+    for rank in range(2):
+        (tmp_path / "logs" / f"rank{rank}.log").touch()
+    job = {"config": {"ranks": 2}, "threads": 1, "settings": {}}
+    with pytest.raises(ValueError, match=r"rank 0 failed \(exit -15\)"):
+        launch._run_ranks(job, RunFolder(tmp_path), stopping, SimpleNamespace(say=lambda text: None))
+
+
+TRAINED = [name for name in systems.names() if systems.arrangement(name).runs]
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", STATUS, ids=lambda number: number.name)
+@pytest.mark.parametrize("when", ["ranks start", "third step", "third step, twice"])
+@pytest.mark.parametrize("system", TRAINED)
+def test_every_system_ends_with_the_status_of_the_signal(tmp_path, system, when, number):
+    paths = []
+    if system in MANY_PATHS:
+        paths = ["--tiers", *(str(tmp_path / name) for name in "ab")]
+    options = [*options_for(text_folder(tmp_path), system), *paths]
+    sign = "output " if when == "ranks start" else f" 3/{STEPS} "
+    with subprocess.Popen(
+        command(tmp_path / "run", *options),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+    ) as run:
+        said = []
+        for line in run.stdout:
+            said.append(line)
+            if line.startswith(sign) or sign in line:
+                run.send_signal(number)
+            if when.endswith("twice") and line.startswith("stopping: "):
+                run.send_signal(number)
+    assert run.returncode == STATUS[number], "".join(said)
+    assert "error" not in "".join(said)
