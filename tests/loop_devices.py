@@ -1,4 +1,4 @@
-"""Raw devices for tests: loop devices on formatted files. Skipped where there can be none."""
+"""Raw devices and small file systems for tests: loop devices on files. Skipped where there can be none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memascend import _C
+from memascend.storage.native import _C
 
 
 def store(folder: Path, size_bytes: int = 64 << 20) -> str:
@@ -21,6 +21,38 @@ def store(folder: Path, size_bytes: int = 64 << 20) -> str:
         file.truncate(size_bytes)
     _C.storage_format([str(path)], "tests", [], 4096, 1 << 20)
     return str(path)
+
+
+@contextlib.contextmanager
+def small_file_system(folder: Path, size_bytes: int = 32 << 20) -> Iterator[Path]:
+    """An ext4 file system of its own on a loop device, mounted in the new `folder`."""
+    if os.geteuid() != 0 or not shutil.which("mkfs.ext4"):
+        pytest.skip("a file system on a loop device needs root and mkfs.ext4")
+    image = folder.with_name(f"{folder.name}.img")
+    with image.open("wb") as file:
+        file.truncate(size_bytes)
+    folder.mkdir()
+    for command in (["mkfs.ext4", "-q", "-m", "0", str(image)], ["mount", "-o", "loop", str(image), str(folder)]):
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+        if made.returncode != 0:
+            pytest.skip(f"no file system on a loop device: {command[0]}: {made.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=False)
+        image.unlink()
+
+
+@contextlib.contextmanager
+def frozen(folder: Path) -> Iterator[None]:
+    """Whatever writes to the file system mounted in `folder` waits meanwhile, and does not heed SIGKILL."""
+    made = subprocess.run(["fsfreeze", "--freeze", str(folder)], capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        pytest.skip(f"the file system cannot be frozen: {made.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", str(folder)], check=True)
 
 
 @contextlib.contextmanager

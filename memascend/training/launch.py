@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,14 @@ from memascend.training import backends, checkpoint, preflight, systems
 from memascend.training import config as configs
 from memascend.training.config import TrainConfig
 from memascend.training.folder import Lock, RunFolder, SwapFolder, collect_dead, missing_folders, remove_empty
-from memascend.training.processes import PARENT, exit_status, free_port, remove_shared_buffers
+from memascend.training.processes import PARENT, exit_status, free_port, remove_shared_buffers, waits_for
 from memascend.training.progress import byte_count
 
 # A rank was stopped before its end, with all that --resume needs (128 + SIGTERM, which is what it gets of its parent).
 STOPPED = exit_status(signal.SIGTERM)
+
+# For killed ranks to end: the kernel takes down their rings, and gives gigabytes of locked memory back.
+KILLED_S = 60.0
 
 SetupOf = Callable[[TrainConfig, dict[str, Any], str, str], backends.Setup]
 
@@ -48,6 +52,10 @@ def save_config(folder: RunFolder, config: TrainConfig) -> None:
 def say(text: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may be gone: training goes on
         print(text, flush=True)
+
+
+class Stuck(ValueError):
+    """Processes of the run were killed and have not ended: they may still use its files."""
 
 
 class Stopping:
@@ -184,7 +192,9 @@ def _prepare(folder: RunFolder, stopping: Stopping) -> dict[str, Any]:
                     env={**os.environ, PARENT: str(os.getpid())},
                 )
                 stopping.children = [child]
-                child.wait()
+                _wait(stopping)
+                if remaining := _kill({"the preparation": child}):
+                    raise Stuck(_stuck(remaining))
             if result.is_file():
                 log.unlink()
                 raise ValueError(json.loads(result.read_text())["error"])
@@ -275,6 +285,9 @@ def _composed(
         job["swap"] = str(swap.path) if swap else None
         _announce(config, prepared, job, full)
         yield job
+    except Stuck:  # a later call removes what they may still use
+        swap, unused = None, []
+        raise
     except BaseException:
         unused += [*made, *(swap.made if swap is not None else [])]
         raise
@@ -360,16 +373,17 @@ def _run_ranks(job: dict[str, Any], folder: RunFolder, stopping: Stopping, lock:
         path.write_text(json.dumps(job | {"results": work}))
         try:
             stopping.children = [_start(rank, ranks, port, job["threads"], path, folder) for rank in range(ranks)]
-            if stopping.asked:
-                return stopping.status
-            _wait(stopping)
+            at_once = stopping.asked > 0  # while they were being started
+            if not at_once:
+                _wait(stopping)
         finally:
-            for child in stopping.children:
-                if child.poll() is None:
-                    child.kill()
-                child.wait()
+            remaining = _kill({f"rank {rank}": child for rank, child in enumerate(stopping.children)})
             remove_shared_buffers(port)
             lock.say(f"pid {os.getpid()}")
+        if remaining:
+            raise Stuck(_stuck(remaining))
+        if at_once:
+            return stopping.status
         after = "completed step, which the SSD has kept" if job["settings"].get("redo") else "checkpoint"
         return _outcome(Path(work), folder, stopping, after)
 
@@ -410,14 +424,37 @@ def _start(rank: int, ranks: int, port: int, threads: int, job: Path, folder: Ru
 
 
 def _wait(stopping: Stopping) -> None:
-    """Until all ranks have ended, or one of them has failed."""
+    """Until all children have ended, one of them has failed, or they were killed."""
     waiting = list(stopping.children)
-    while waiting:
+    while waiting and stopping.asked < 2:
         for child in list(waiting):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 if child.wait(timeout=0.2) not in _ends(stopping):
                     return
                 waiting.remove(child)
+
+
+def _kill(children: dict[str, subprocess.Popen[bytes]]) -> dict[str, int]:
+    """Those that have not ended are killed, and waited for as long as `KILLED_S`; the pids of those that are left."""
+    for child in children.values():
+        if child.poll() is None:
+            child.kill()
+    deadline, remaining = time.monotonic() + KILLED_S, {}
+    for name, child in children.items():
+        try:
+            child.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            remaining[name] = child.pid
+    return remaining
+
+
+def _stuck(remaining: dict[str, int]) -> str:
+    whose = " and ".join(f"{name} (pid {pid}, {waits_for(pid)})" for name, pid in remaining.items())
+    have = "has" if len(remaining) == 1 else "have"
+    return (
+        f"{whose} {have} not ended {KILLED_S:g} s after being killed: check the drive or the mount (dmesg), and go on "
+        "with --resume once no such process is left"
+    )
 
 
 def _ends(stopping: Stopping) -> tuple[int, ...]:

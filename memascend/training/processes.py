@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import platform
+import re
 import signal
 import socket
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 PARENT = "MEMASCEND_PARENT_PID"
+# Calls of x86-64: read, write, close, pread64, pwrite64, readv, writev, fsync, fdatasync, ftruncate, fallocate.
+_ON_DESCRIPTORS = frozenset((0, 1, 3, 17, 18, 19, 20, 74, 75, 77, 285))
 
 
 def die_with_parent() -> None:
@@ -23,6 +28,28 @@ def exit_status(number: int) -> int:
     """Of a run that the signal `number` stopped: 130 after Ctrl-C, as shells have it, else 143, as after SIGTERM (also
     where a terminal was closed)."""
     return 128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+
+def waits_for(pid: int) -> str:
+    """What a process that does not end waits for, as far as the kernel tells: the function of the kernel that one of
+    its threads sleeps in without heeding signals, and the file or folder that it is about."""
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        with contextlib.suppress(OSError):
+            found = re.search(r"^State:\s+(\S.*)$", (task / "status").read_text(), re.MULTILINE)
+            if found and found.group(1).startswith("D"):
+                function = (task / "wchan").read_text().strip()
+                about = _file_of_call(task)
+                return f"state {found.group(1)}" + (f" in {function}" if function.strip("0") else "") + about
+    return "none of its threads waits for a device"
+
+
+def _file_of_call(task: Path) -> str:
+    """Of the system call that a thread is in, where its first argument is a descriptor; else nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        number, *arguments = (task / "syscall").read_text().split()
+        if platform.machine() == "x86_64" and int(number) in _ON_DESCRIPTORS:
+            return f" on {os.readlink(task / 'fd' / str(int(arguments[0], 16)))}"
+    return ""
 
 
 def free_port() -> int:

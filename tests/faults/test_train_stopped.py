@@ -1,17 +1,22 @@
 """`memascend train` that is asked to stop: its exit status is the signal's, on any system."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from memascend import systems
 from memascend.training import launch
+from memascend.training.config import complete
 from memascend.training.folder import RunFolder
+from memascend.training.processes import waits_for
+from tests.loop_devices import frozen, small_file_system
 from tests.train_runs import STEPS, command, environment, options_for, text_folder
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -100,6 +105,103 @@ def test_a_rank_that_somebody_else_has_ended_is_an_error(tmp_path, stopping, mon
     job = {"config": {"ranks": 2}, "threads": 1, "settings": {}}
     with pytest.raises(ValueError, match=r"rank 0 failed \(exit -15\)"):
         launch._run_ranks(job, RunFolder(tmp_path), stopping, SimpleNamespace(say=lambda text: None))
+
+
+STUCK = (
+    f"rank 1 (pid {os.getpid()}, none of its threads waits for a device) has not ended 0.3 s after being killed: check "
+)
+STUCK += "the drive or the mount (dmesg), and go on with --resume once no such process is left"
+
+
+class Unkillable:
+    """A child process that SIGKILL does not end; Ctrl-C is pressed so many times while it is waited for."""
+
+    def __init__(self, interrupts):
+        self.pid, self.returncode, self.signals, self.interrupts = os.getpid(), None, [], interrupts
+
+    def poll(self):
+        return None
+
+    def wait(self, timeout=None):
+        assert timeout is not None, "nobody waits for it without a limit"
+        if self.interrupts:
+            self.interrupts -= 1
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(timeout)
+        raise subprocess.TimeoutExpired("rank", timeout)
+
+    def send_signal(self, number):
+        self.signals.append(number)
+
+    def kill(self):
+        self.signals.append(signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("status", "interrupts"), [(1, 0), (0, 2)], ids=["the other rank fails", "Ctrl-C twice"])
+def test_a_killed_rank_that_does_not_end_is_named_and_not_waited_for(
+    tmp_path, stopping, monkeypatch, status, interrupts
+):
+    ended, stuck = (
+        subprocess.Popen([sys.executable, "-S", "-c", f"raise SystemExit({status})"]),
+        Unkillable(interrupts),
+    )
+    monkeypatch.setattr(launch, "KILLED_S", 0.3)
+    monkeypatch.setattr(launch, "_start", lambda rank, *_: (ended, stuck)[rank])
+    job = {"config": {"ranks": 2}, "threads": 1, "settings": {}}
+    with pytest.raises(launch.Stuck, match=re.escape(STUCK)):
+        launch._run_ranks(job, RunFolder(tmp_path), stopping, SimpleNamespace(say=lambda text: None))
+    assert stuck.signals[-1] == signal.SIGKILL
+
+
+def test_what_a_stuck_rank_may_still_use_stays_and_is_left_to_a_later_call(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch.preflight, "check", lambda *_: None)
+    monkeypatch.setattr(launch, "_announce", lambda *_: None)
+    config = complete({"model": "m", "data": ["d"], "steps": 1, "output": str(tmp_path / "run")})
+    (tmp_path / "run").mkdir()
+
+    def compose():
+        setup = SimpleNamespace(swaps=True, backend="x", settings={})
+        return launch._composed(config, RunFolder(tmp_path / "run"), {"context": 1}, lambda *_: setup)
+
+    made, make = [], launch._make_swap
+    monkeypatch.setattr(launch, "_make_swap", lambda *where: made.append(make(*where)) or made[-1])
+    composed = compose()
+    composed.__enter__()
+    swap = made[0].path
+    stuck = launch.Stuck("rank 0 hangs")
+    assert not composed.__exit__(launch.Stuck, stuck, None)
+    assert swap.is_dir()
+    made[0].lock.close()  # as the end of the process does
+    with compose() as job:
+        assert job["swap"] != str(swap)
+        assert not swap.exists()
+
+
+@pytest.mark.slow
+def test_it_says_in_which_call_of_the_kernel_and_on_which_file_the_rank_is_stuck(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "KILLED_S", 0.3)
+    with small_file_system(tmp_path / "mount") as folder:
+        code = (
+            f"import os; fd = os.open({str(folder / 'file')!r}, os.O_CREAT | os.O_WRONLY); print(flush=True); input()"
+        )
+        code += "; os.write(fd, bytes(4096))"
+        child = subprocess.Popen(
+            [sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        child.stdout.readline()
+        with frozen(folder):
+            child.stdin.write(b"\n")
+            deadline = time.monotonic() + 10
+            while "state D" not in (found := waits_for(child.pid)) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert launch._kill({"rank 0": child}) == {"rank 0": child.pid}
+            said = launch._stuck({"rank 0": child.pid})
+        assert found.startswith("state D (disk sleep) in ")
+        assert found.endswith(f" on {folder / 'file'}")
+        assert f"rank 0 (pid {child.pid}, {found}) has not ended" in said
+        assert child.wait(10) == -signal.SIGKILL
+        child.stdin.close()
+        child.stdout.close()
 
 
 TRAINED = [name for name in systems.names() if systems.arrangement(name).runs]
