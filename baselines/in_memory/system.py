@@ -23,7 +23,7 @@ class InMemory(PlannedSystem):
             raise ValueError(
                 f"system 'in_memory' is one process, not {config.ranks}: leave --ranks out, or use another"
             )
-        for name in ("devices", "nvme"):
+        for name in ("devices", "tiers", "nvme"):
             if getattr(config, name) and not (name == "nvme" and config.checkpointing == "ssd"):
                 raise ValueError(f"system 'in_memory' swaps nothing: leave --{name} out, or set --system memascend")
         if config.states == "bf16" and (config.arm in (None, "torch_adamw") or config.dtype != "bf16"):

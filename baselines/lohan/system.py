@@ -51,6 +51,8 @@ class LoHan(PlannedSystem):
             raise ValueError(f"system 'lohan' is one process, not {config.ranks}: leave --ranks out, or use another")
         if config.devices:
             raise ValueError("system 'lohan' keeps its states in a file so far: leave --devices out, and name --nvme")
+        if config.tiers:
+            raise ValueError("system 'lohan' keeps its states on one drive: leave --tiers out, and name --nvme")
         if config.checkpointing not in ("offloaded", "plain", "ssd"):
             raise ValueError(
                 f"system 'lohan' recomputes its blocks, and checkpointing {config.checkpointing!r} does not fit: set "

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from memascend import systems
 from memascend.memory.budget import parse_bytes
 from memascend.memory.cgroup import host_memory
 from memascend.training.config import TrainConfig
@@ -41,18 +42,24 @@ def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Pat
             f"{byte_count(needed - available)} are missing; largest part: {largest[0]}, "
             f"{byte_count(largest[1])}. {_less_memory(config)}"
         )
+    _check_disks(config, prepared, output, swap)
+
+
+def _check_disks(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Path | None) -> None:
+    """Each file system has room for all that is written there; several tiers have it together."""
     parameters = prepared["parameters"]
-    wants = [(output, _checkpoint_bytes(config) * parameters, "checkpoints", _fewer_checkpoints(config))]
+    checkpoints = _checkpoint_bytes(config) * parameters
+    wants = [(output, checkpoints, "checkpoints", _fewer_checkpoints(config))]
     planned = prepared.get("planned_swap_bytes")  # a run of an earlier version has not noted it
     swapped = SWAP_BYTES * parameters if planned is None else round(SWAP_SLACK * planned)
     if swap is not None and config.tiers:
-        _check_tiers(config.tiers, swapped)
+        _check_tiers(config, swapped, output, checkpoints)
     elif swap is not None and config.devices:
         _check_devices(config.devices, swapped)
     elif swap is not None:
         free = shutil.disk_usage(swap).free
         if os.stat(swap).st_dev == os.stat(output).st_dev:
-            free -= wants[0][1]
+            free -= checkpoints
         if swapped > free and (least := prepared.get("least_swap_bytes")) is not None:
             swapped = round(SWAP_SLACK * least)  # one version of the states, with what it takes to do a step again
         wants.append((swap, swapped + config.ranks * SWAP_INDEX_BYTES, "swap files", "--nvme"))
@@ -85,20 +92,42 @@ def _fewer_checkpoints(config: TrainConfig) -> str:
     return ", or ".join(ways)
 
 
-def _check_tiers(tiers: list[str], needed: int) -> None:
-    """All together: what has no room on its path goes to another."""
-    there = 0
-    for path in tiers:
+def _check_tiers(config: TrainConfig, needed: int, output: Path, checkpoints: int) -> None:
+    """All together: what has no room on its path goes to another. Folders on one file system share its room, with the
+    checkpoints where these are written there too; what is on a path too small for its own index is none."""
+    first = systems.arrangement(config.system, config.arm).first_path
+    used = config.tiers[:1] if first else config.tiers
+    disks: dict[tuple[str, int], list[str]] = {}
+    free: dict[tuple[str, int], int] = {}
+    for path in used:
         folder = Path(path) if Path(path).exists() else Path(path).parent
         try:
-            there += _size_of(path) if folder.is_block_device() else shutil.disk_usage(folder).free
+            if folder.is_block_device():
+                disk, room = ("device", os.stat(folder).st_rdev), _size_of(path)
+            else:
+                disk, room = ("file system", os.stat(folder).st_dev), shutil.disk_usage(folder).free
         except OSError as error:
             raise ValueError(f"cannot use {path} of the tiers: {error.strerror}") from None
-    if needed > there:
-        raise ValueError(
-            f"{', '.join(tiers)}: {byte_count(there)} in all, and this run swaps {byte_count(needed)}; free space, or "
-            "name more --tiers"
-        )
+        disks.setdefault(disk, []).append(path)
+        free[disk] = room
+    own = ("file system", os.stat(output).st_dev)
+    rooms = {}
+    for disk, paths in disks.items():
+        index = len(paths) * config.ranks * SWAP_INDEX_BYTES
+        rooms[disk] = max(0, free[disk] - index - (checkpoints if disk == own else 0))
+    if needed <= (there := sum(rooms.values())):
+        return
+    said = []
+    for disk, paths in disks.items():
+        one = " (one file system)" if len(paths) > 1 else ""
+        less = f" less {byte_count(checkpoints)} of checkpoints" if checkpoints and disk == own else ""
+        said.append(f"{' and '.join(paths)}{one}: {byte_count(free[disk])}{less}")
+    if len(config.tiers) > len(used):
+        said.append(f"not used by this arm: {' and '.join(config.tiers[len(used) :])}")
+    raise ValueError(
+        f"the tiers have {byte_count(there)} in all ({'; '.join(said)}), and this run swaps {byte_count(needed)}: "
+        f"{byte_count(needed - there)} are missing; free space, or name more --tiers, each on a drive of its own"
+    )
 
 
 def _size_of(device: str) -> int:

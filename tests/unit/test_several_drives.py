@@ -88,6 +88,10 @@ def test_what_train_plans_has_the_buffers_that_its_run_makes(system, arm, buffer
 def test_train_refuses_paths_where_nothing_uses_them():
     with pytest.raises(ValueError, match="set --system mlp_offload or memascend"):
         check(config_of(system="zero_infinity", arm="today", tiers=["/a"]))
+    with pytest.raises(ValueError, match="states on one drive: leave --tiers out, and name --nvme"):
+        check(config_of(system="lohan", tiers=["/a"]))
+    with pytest.raises(ValueError, match="swaps nothing: leave --tiers out"):
+        check(config_of(system="in_memory", tiers=["/a"]))
     with pytest.raises(ValueError, match="name the folders with --tiers"):
         config_of(write_budget="1TB")
     with pytest.raises(ValueError, match="exclude one another"):

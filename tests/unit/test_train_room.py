@@ -15,6 +15,7 @@ from memascend.training.config import TrainConfig, complete
 from memascend.training.folder import RunFolder
 from memascend.training.prepare import prepare
 from memascend.training.worker import Worker
+from tests.loop_devices import small_file_system
 from tests.train_runs import text_folder
 
 CONFIG = TrainConfig(model="m", data=["d"])
@@ -145,3 +146,50 @@ def test_data_that_is_binary_is_said_to_have_been_skipped(tmp_path):
     folder.root.mkdir()
     with pytest.raises(ValueError, match=r"1 files are not UTF-8 text and were skipped, such as .*image\.png"):
         prepare(complete(values), folder)
+
+
+def swaps(system="memascend", **options):
+    """A run that swaps 20 MiB, and whose checkpoints take nothing."""
+    prepared = {"planned_host_bytes": None, "parameters": 0, "planned_swap_bytes": 20 << 20}
+    return dataclasses.replace(CONFIG, system=system, **options), prepared
+
+
+def refusal(config, prepared, folder):
+    with pytest.raises(ValueError, match="are missing") as refused:
+        preflight.check(config, prepared, folder, folder)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_two_tiers_on_one_file_system_have_its_room_once(tmp_path):
+    with small_file_system(tmp_path / "small", 24 << 20) as small:
+        tiers = [str(small / "a"), str(small / "b")]
+        config, prepared = swaps(tiers=tiers)
+        said = refusal(config, prepared, tmp_path)
+        assert f"{tiers[0]} and {tiers[1]} (one file system): " in said
+        assert sorted(path.name for path in small.iterdir()) == ["lost+found"]
+        config, prepared = swaps(tiers=[*tiers, str(tmp_path)])
+        preflight.check(config, prepared, tmp_path, tmp_path)
+
+
+def test_a_smaller_second_disk_counts_for_what_it_has(tmp_path):
+    with (
+        small_file_system(tmp_path / "first", 20 << 20) as first,
+        small_file_system(tmp_path / "second", 4 << 20) as second,
+    ):
+        config, prepared = swaps(tiers=[str(first), str(second)])
+        said = refusal(config, prepared, tmp_path)
+        assert f"; {second}: " in said
+        fits = dict(prepared, planned_swap_bytes=12 << 20)
+        preflight.check(config, fits, tmp_path, tmp_path)
+        alone, _ = swaps(tiers=[str(second), str(first)], system="mlp_offload", arm="caching")
+        assert f"not used by this arm: {first}" in refusal(alone, fits, tmp_path)
+
+
+def test_checkpoints_take_their_room_of_the_tier_on_their_file_system(tmp_path):
+    with small_file_system(tmp_path / "small", 40 << 20) as small:
+        config, prepared = swaps(tiers=[str(small / "a")])
+        preflight.check(config, prepared, small, small)
+        three = dict(prepared, parameters=(16 << 20) // 3 // 14)  # two that are kept and the one that is being written
+        assert " less 16.0 MiB of checkpoints" in refusal(config, three, small)
+        preflight.check(config, three, tmp_path, small)

@@ -1,0 +1,31 @@
+"""`memascend train --tiers` over disks that are small: it trains as on large ones, or is refused before it begins."""
+
+import pytest
+
+from tests.loop_devices import small_file_system
+from tests.train_runs import finished_run, losses, options_for, train
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+
+
+def test_a_second_disk_that_has_no_room_for_its_share_leaves_it_to_the_first(tmp_path, tmp_path_factory):
+    reference = finished_run(tmp_path_factory)
+    (tmp_path / "first").mkdir()
+    with small_file_system(tmp_path / "second", 4 << 20) as second:
+        tiers = ["--tiers", str(tmp_path / "first"), str(second)]
+        done = train(tmp_path / "run", *options_for(reference.parent / "text"), *tiers)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert losses(tmp_path / "run") == losses(reference)
+
+
+def test_two_folders_on_a_disk_too_small_for_both_are_refused_and_nothing_is_written(tmp_path, tmp_path_factory):
+    text = finished_run(tmp_path_factory).parent / "text"
+    with small_file_system(tmp_path / "small", 24 << 20) as small:
+        tiers = ["--tiers", str(small / "a"), str(small / "b")]
+        done = train(tmp_path / "run", *options_for(text), *tiers)
+        assert sorted(path.name for path in small.iterdir()) == ["lost+found"]
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"({small / 'a'} and {small / 'b'} (one file system): " in line
+    assert "and this run swaps " in line
+    assert not (tmp_path / "run").exists()
