@@ -14,7 +14,6 @@ import dataclasses
 import errno
 import json
 import os
-import shutil
 import threading
 import time
 from collections import deque
@@ -29,6 +28,7 @@ from memascend.storage.completion import Completion
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.engine_tiers import DirectTier
 from memascend.storage.errors import StorageError
+from memascend.storage.freed_space import free_bytes, unlink
 from memascend.storage.native import _C
 from memascend.storage.tier import Transferred
 
@@ -363,7 +363,8 @@ def kept_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
 def remove(folder: str | os.PathLike[str], *, keep_folder: bool = False) -> None:
     """Remove a home's files, and the folder where nothing else is in it."""
     folder = Path(folder)
-    for path in [folder / _FILE, *folder.glob("memascend-*")]:
+    unlink(folder / _FILE)
+    for path in folder.glob("memascend-*"):
         path.unlink(missing_ok=True)
     collect_tensor_files(folder)
     if not keep_folder:
@@ -403,7 +404,7 @@ def _fill_with_zeros(file: BinaryIO, path: Path, size: int) -> None:
 
 
 def _allocate(path: Path, size: int, versions: int) -> None:
-    free = shutil.disk_usage(path.parent).free
+    free = free_bytes(path.parent, size)
     if size > free:
         what = "two versions of all states" if versions == 2 else "one version of all states and what is beside it"
         raise StorageError("allocation", str(path), 0, size, free, errno.ENOSPC, f"{what} do not fit")

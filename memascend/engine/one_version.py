@@ -12,7 +12,6 @@ A kill meanwhile leaves them torn, and training goes on from a checkpoint.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from memascend.engine.home import StateHome, in_chunks, store_bytes
 from memascend.engine.layout import Layout, Unit, padded
 from memascend.engine.protocols import Completion, Storage
 from memascend.engine.updates import AdamSettings, Updates, gradient_key
+from memascend.storage.freed_space import free_bytes
 
 _GIB = 1 << 30
 
@@ -53,7 +53,7 @@ def versions_for(
     parent = Path(folder)
     while not parent.exists():
         parent = parent.parent
-    free = shutil.disk_usage(parent).free
+    free = free_bytes(parent, two)
     if two <= free or one > free:
         return Versions(2, two, f"{free / _GIB:.2f} GiB are free")
     why = f"two take {two / _GIB:.2f} GiB and {free / _GIB:.2f} are free"

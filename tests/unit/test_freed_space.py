@@ -1,0 +1,62 @@
+"""A home on a nearly full disk finds the room of one that was removed just before, which the kernel gives back late."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from memascend.engine.home import StateHome, store_bytes
+from memascend.memory.pinned import PageAlignedPinnedAllocator
+from memascend.storage import freed_space
+from memascend.storage.errors import StorageError
+from tests.loop_devices import small_file_system
+
+SIZES = [4 << 20] * 4
+
+
+def trained_and_removed(folder):
+    """A home whose file was in io_uring's hands, with pinned memory."""
+    home = StateHome.create(folder, "tests", SIZES, versions=1)
+    allocator = PageAlignedPinnedAllocator(lock=False)
+    tensors = [allocator.allocate(1 << 20, torch.float32, name=str(key), owner="tests") for key in range(len(SIZES))]
+    for tensor in tensors:
+        home.register(tensor)
+    for written in [home.write(key, tensor) for key, tensor in enumerate(tensors)]:
+        written.wait()
+    home.commit({})
+    home.destroy()
+
+
+def test_a_home_in_the_place_of_a_removed_one_is_not_refused_for_room_that_comes_back(tmp_path):
+    size = store_bytes(SIZES, versions=1)
+    with small_file_system(tmp_path / "small", size + (12 << 20)) as small:
+        for _ in range(3):
+            trained_and_removed(small / "states")
+
+
+def test_nothing_is_waited_for_where_that_would_not_help(tmp_path, monkeypatch):
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: pytest.fail("it waits"))
+    monkeypatch.setattr(freed_space, "time", clock)
+    with small_file_system(tmp_path / "small", 16 << 20) as small:
+        (small / "file").write_bytes(bytes(1 << 20))
+        freed_space.unlink(small / "file")
+        freed_space.unlink(small / "file")  # which is gone
+        with pytest.raises(StorageError, match="one version of all states and what is beside it do not fit"):
+            StateHome.create(small / "states", "tests", SIZES, versions=1)
+        assert freed_space.free_bytes(small, 1 << 20) > 1 << 20
+
+
+def test_room_that_does_not_come_back_is_waited_for_with_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(freed_space, "_MOST_S", 0.2)
+    with small_file_system(tmp_path / "small", 16 << 20) as small:
+        held = (small / "file").open("wb")
+        held.write(bytes(8 << 20))
+        held.flush()
+        free = freed_space.free_bytes(small, 0)
+        freed_space.unlink(small / "file")
+        begin = time.monotonic()
+        assert freed_space.free_bytes(small, free + (4 << 20)) == free
+        assert 0.15 < time.monotonic() - begin < 5
+        held.close()
+        assert freed_space.free_bytes(small, free + (4 << 20)) > free
