@@ -315,13 +315,13 @@ class StreamingEngine(HookedRuntime):
             if own:
                 self._ends += [self._leave_model_empty, self._stop_work, self._let_go, self.home.close]
             self._closed = True
+        if destroy and own:
+            self._ends.append(lambda: homes.remove(self.home.folder))
         try:
             self._end()
         except KeyboardInterrupt:
             self._end()  # the rest of it: who interrupts a program's end does not call `close` again
             raise
-        if destroy and own:
-            homes.remove(self.home.folder)
 
     def _end(self) -> None:
         while self._ends:
