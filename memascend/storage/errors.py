@@ -41,6 +41,12 @@ class StorageError(OSError):
         return cls(op, path, offset, expected, got, errno or None, reason, others, key)
 
 
+def hang_error(place: str, seen: str) -> StorageError:
+    """Of transfers to `place` that are given up since they stand still; `seen`: what was looked at, and how long."""
+    reason = f"{seen}: the drive or the mount hangs: check it (dmesg)"
+    return StorageError("transfer", place, 0, 0, 0, codes.ETIMEDOUT, reason)
+
+
 Failure = tuple[str, str | None, str, int, int, int, int, str]  # op, key, path, offset, expected, got, errno, reason
 
 

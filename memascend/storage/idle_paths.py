@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from memascend.storage.completion import Completion
-from memascend.storage.path import Path, hang_error
+from memascend.storage.path import Path, nothing_ends
 from memascend.storage.path_rates import measure
 from memascend.storage.placement import Rates
 
@@ -159,6 +159,6 @@ class _Begun:
         deadline = time.monotonic() + self._hang_s
         while not self.ended.wait(0.05):
             if self._stopped.is_set() or time.monotonic() > deadline:
-                raise hang_error(self._path, self._hang_s)
+                raise nothing_ends(self._path, self._hang_s)
         if self._error is not None:
             raise self._error

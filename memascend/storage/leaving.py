@@ -10,7 +10,6 @@ slowly, is waited for all the same.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import sys
@@ -20,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from memascend.storage.errors import StorageError
+from memascend.storage.errors import StorageError, hang_error
 
 __all__ = ["PATIENCE_S", "begin", "begin_if_asked", "end_engine", "moved_by", "register"]
 
@@ -43,11 +42,10 @@ class Leavable(Protocol):
     def give_up(self, error: StorageError) -> None: ...
 
 
-def hang_error(place: str, under_way: int, waited_s: float) -> StorageError:
-    """Of the transfers of a tier that is given up."""
+def nothing_moves(place: str, under_way: int, waited_s: float) -> StorageError:
+    """Of a tier with transfers under way, of which not a byte has moved for so long."""
     what = f"{under_way} {'transfer is' if under_way == 1 else 'transfers are'} under way"
-    reason = f"{what}, of which nothing has moved for {waited_s:g} s: the drive or the mount hangs: check it (dmesg)"
-    return StorageError("transfer", place, 0, 0, 0, errno.ETIMEDOUT, reason)
+    return hang_error(place, f"{what}, of which nothing has moved for {waited_s:g} s")
 
 
 class _Watch:
@@ -99,7 +97,7 @@ class _Watch:
         if told:
             tell(told, self._patience_s)
         for leavable in hang:
-            leavable.give_up(hang_error(leavable.place, leavable.under_way(), self._patience_s))
+            leavable.give_up(nothing_moves(leavable.place, leavable.under_way(), self._patience_s))
 
 
 def tell(under_way: dict[str, int], waited_s: float) -> None:

@@ -41,7 +41,7 @@ from memascend.storage.errors import StorageError
 from memascend.storage.group_homes import GroupHomes
 from memascend.storage.idle_paths import IdlePaths
 from memascend.storage.key_queue import KeyQueue
-from memascend.storage.path import Attempt, Busy, Path, PathReport, hang_error, named, no_path_takes, observe
+from memascend.storage.path import Attempt, Busy, Path, PathReport, named, no_path_takes, nothing_ends, observe
 from memascend.storage.path_failures import HANG_S, PathFailures
 from memascend.storage.path_room import reserve
 from memascend.storage.placement import Rates
@@ -462,7 +462,7 @@ class MultiPathTier(TierBase):
                 if transfer._cancelled:
                     stopped = RequestCancelled(f"{transfer._what} was cancelled")
                 elif path.hanging:
-                    stopped = hang_error(path, self._failures.hang_s)
+                    stopped = nothing_ends(path, self._failures.hang_s)
                 else:
                     path.under_way[attempt] = time.monotonic()
                     self._busy.begin(write)

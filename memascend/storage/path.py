@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from memascend.storage.completion import Completion
-from memascend.storage.errors import StorageError
+from memascend.storage.errors import StorageError, hang_error
 from memascend.storage.path_gate import PathGate
 from memascend.storage.placement import Rates
 from memascend.storage.tier import Tier, Transferred
 
-__all__ = ["Attempt", "Busy", "Path", "PathReport", "hang_error", "named", "no_path_takes", "observe"]
+__all__ = ["Attempt", "Busy", "Path", "PathReport", "named", "no_path_takes", "nothing_ends", "observe"]
 
 _OLD_SHARE = 0.5  # of a rate that was known, in the mean with what was just observed
 _LEAST_OBSERVED_S = 0.02  # of transfers; less says nothing about a path
@@ -135,6 +135,6 @@ def _mean(old: float, observed: float | None) -> float:
     return old if not observed else _OLD_SHARE * old + (1 - _OLD_SHARE) * observed
 
 
-def hang_error(path: Path, hang_s: float) -> StorageError:
-    reason = f"nothing has ended there for {hang_s:g} s: the device or the mount hangs: check it (dmesg)"
-    return StorageError("transfer", path.name, 0, 0, 0, errno.ETIMEDOUT, reason)
+def nothing_ends(path: Path, hang_s: float) -> StorageError:
+    """Of a path on which something is under way, and nothing of it has ended for `hang_s`."""
+    return hang_error(path.name, f"nothing has ended there for {hang_s:g} s")

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 from memascend.storage.errors import StorageError
 from memascend.storage.group_homes import GroupHomes
-from memascend.storage.path import Attempt, Busy, Path, hang_error
+from memascend.storage.path import Attempt, Busy, Path, nothing_ends
 
 __all__ = ["HANG_S", "PathFailures"]
 
@@ -106,7 +106,7 @@ class PathFailures:
                     if not attempt.over:
                         attempt.over = True
                         self._busy.end(attempt.write, 0)
-                        given_up.append((attempt, hang_error(path, self.hang_s)))
+                        given_up.append((attempt, nothing_ends(path, self.hang_s)))
         for attempt, error in given_up:
             self.take_out(attempt.path, error, of_write=False)
             if attempt.inner is not None:

@@ -7,6 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from memascend import NotStreamable, streaming
 from memascend.engine.options import EngineOptions
 from memascend.ops.adamw import AdamW
+from tests import loops
+from tests.loops import assert_equal
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install -c constraints.txt '.[test]'")
 # peft asks transformers by the old name.
@@ -39,21 +41,11 @@ def batch(step):
 
 
 def train(model, optimizer, steps):
-    losses = []
-    for step in steps:
+    def loss_of(step):
         torch.manual_seed(step)
-        loss = model(input_ids=batch(step), labels=batch(step)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        return model(input_ids=batch(step), labels=batch(step)).loss
 
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        assert torch.equal(found[name], values), name
+    return loops.train(loss_of, optimizer, steps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -6,6 +6,7 @@ from torch import nn
 
 from memascend import EngineOptions, NotStreamable, streaming
 from memascend.ops.adamw import AdamW
+from tests import loops
 
 WIDTH = 32
 
@@ -43,22 +44,13 @@ def made(dtype=torch.float32, vocabulary=50):
 def train(model, optimizer, steps):
     """From the last layer to the first, a part more in each step."""
     parts = [model.norm, model.layers[2], model.layers[1].down, model.layers, model.embed]
-    losses = []
-    for step in steps:
+
+    def loss_of(step):
         for part in parts[:step]:
             part.requires_grad_(True)
-        ids = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(step))
-        loss = model(ids)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        return model(torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(step)))
 
-
-def assert_equal(found, expected):
-    for name, values in expected.items():
-        assert torch.equal(found[name], values), name
+    return loops.train(loss_of, optimizer, steps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -76,7 +68,7 @@ def test_what_is_unfrozen_later_trains_as_in_memory_also_after_a_resume(tmp_path
         home.hook(again)
         optimizer = home.optimizer(torch.optim.AdamW, again.parameters(), lr=1e-2, options=chosen)
         assert found + train(again, optimizer, range(3, 6)) == expected
-        assert_equal(again.state_dict(), theirs.state_dict())
+        loops.assert_equal(again.state_dict(), theirs.state_dict())
         kept, steps = (
             {number: int(state["step"]) for number, state in each.state_dict()["state"].items()}
             for each in (optimizer, plain)
