@@ -109,6 +109,32 @@ def test_states_that_the_tier_has_kept_are_gone_on_from_and_not_the_checkpoint(t
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("versions", ["two", "one"])
+@pytest.mark.parametrize("checkpoints", ["none", "weights", "full"])
+def test_after_a_kill_every_kind_of_states_and_checkpoints_goes_on_to_the_same_losses(
+    tmp_path, tmp_path_factory, versions, checkpoints
+):
+    """test_checkpoints_and_export.py has one of them among the default tests: weights, with two versions."""
+    reference = finished_run(tmp_path_factory, "lohan")
+    output, step = tmp_path / "run", random.SystemRandom().randrange(2, STEPS)
+    options = ["--state-versions", versions, "--checkpoints", checkpoints, "--save-every", "3"]
+    kill_at_step(output, step, *options_for(reference.parent / "text", "lohan"), *options)
+    said = resume_to_the_end(output)
+    (resumed,) = [line for line in said.splitlines() if line.startswith("resume  from step ") and "tier" in line]
+    assert resumed in [f"resume  from step {each}, which the tier has kept" for each in range(step - 1, STEPS)]
+    assert losses(output) == losses(reference)
+    assert evaluations(output)[STEPS] == evaluations(reference)[STEPS]
+    assert len(list(output.glob("memascend-states-*"))) == (0 if checkpoints == "full" else 1)
+    assert (output / "model").exists() == (checkpoints != "none")
+    assert [each.is_full for each in listed(output / "checkpoints")[0][-1:]] == {
+        "none": [],
+        "weights": [False],
+        "full": [True],
+    }[checkpoints]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_run_without_a_redo_goes_on_from_its_checkpoint_after_a_kill_in_a_step(tmp_path, tmp_path_factory):
     reference = finished_run(tmp_path_factory, "lohan", "--clip", "0")
     output, instants, lines = tmp_path / "run", random.SystemRandom(), []
