@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, NoReturn
 
+from memascend.memory.budget import parse_bytes
 from memascend.training import config as configs
 from memascend.training import systems
 
@@ -35,6 +36,11 @@ def add_export(commands: Any) -> None:
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run (--output of train)")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to make")
+    parser.add_argument(
+        "--shard-size",
+        metavar="BYTES",
+        help="at most so much in a file of weights, as 5GB; several files have an index; default 50GB",
+    )
     parser.set_defaults(run=_export)
 
 
@@ -91,9 +97,10 @@ def _train(options: argparse.Namespace) -> NoReturn:
 
 
 def _export(options: argparse.Namespace) -> str:
-    from memascend.training.export import export
+    from memascend.training.export import SHARD_BYTES, export
 
-    return export(options.run_folder.absolute(), options.folder.absolute())
+    size = SHARD_BYTES if options.shard_size is None else parse_bytes(options.shard_size, "--shard-size")
+    return export(options.run_folder.absolute(), options.folder.absolute(), size)
 
 
 def _verify(options: argparse.Namespace) -> tuple[str, int]:

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memascend.storage.durable import sync
 from memascend.training import backends, checkpoint, launch, systems
 from memascend.training.checkpoint import Checkpoint
-from memascend.training.folder import RunFolder
+from memascend.training.folder import RunFolder, missing_folders, remove_empty
 from memascend.training.progress import byte_count
 
 if TYPE_CHECKING:
+    import torch
+
+    from memascend.storage.tensor_file import TensorLayout
     from memascend.training.backends.streaming import StreamingBackend
 
+SHARD_BYTES = 50 * 10**9  # as transformers' save_pretrained
+INDEX = f"{checkpoint.WEIGHTS}.index.json"
 
-def export(run: Path, target: Path) -> str:
-    """Write them into `target`, which is made and appears whole; returns a line that says which step they are of.
 
-    Raises ValueError, in one line, where `run` is no run, trains at the moment or has no weights yet, and where
-    `target` is there already, or in the run's folder; OSError where it cannot be written. A step whose update was cut
-    off is completed first.
+def export(run: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> str:
+    """Write them into `target`, which is made and appears whole, also after a power cut; returns a line that says which
+    step they are of. In files of at most `shard_bytes` of tensors each, or of one tensor; several have an index.
+
+    Raises ValueError, in one line, where `run` is no run, trains at the moment or has no weights yet, where `target` is
+    there already, or in the run's folder, and where the disk is full; OSError where it cannot be written otherwise.
+    After an error nothing is left. A step whose update was cut off is completed first.
     """
     folder = RunFolder(run)
     if not folder.config.is_file():
@@ -32,26 +44,36 @@ def export(run: Path, target: Path) -> str:
     if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not an empty folder: name a new one")
     partial = target.with_name(f".{target.name}.partial")
+    made = missing_folders(target.parent)
     with folder.held(resume=True):
         found = [
             each for each in checkpoint.listed(folder.checkpoints)[0] if (each.model / checkpoint.WEIGHTS).exists()
         ]
         newest = found[-1] if found else None
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
         try:
-            step = _write(folder, newest, partial)
-            nbytes = sum(path.stat().st_size for path in partial.iterdir())
+            partial.mkdir(parents=True)
+            step = _write(folder, newest, partial, shard_bytes)
+            written = list(partial.iterdir())
+            nbytes = sum(path.stat().st_size for path in written)
+            for path in (*written, partial):
+                sync(path)
             if target.exists():
                 target.rmdir()
             os.rename(partial, target)
-        except BaseException:
+            sync(target.parent)
+        except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
+            remove_empty(made)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise ValueError(
+                    f"cannot write {target}: {error.strerror}; free space, or name a folder on another drive"
+                ) from error
             raise
     return f"step {step} of {run}: {byte_count(nbytes)} in {target}, for from_pretrained"
 
 
-def _write(folder: RunFolder, newest: Checkpoint | None, partial: Path) -> int:
+def _write(folder: RunFolder, newest: Checkpoint | None, partial: Path, shard_bytes: int) -> int:
     """The later of states and checkpoint; its step."""
     backend = _kept_backend(folder)
     kept = backend.kept_step() if backend is not None else None
@@ -59,11 +81,59 @@ def _write(folder: RunFolder, newest: Checkpoint | None, partial: Path) -> int:
         if newest is None:
             raise ValueError(f"{folder.root} has no weights yet: no step is kept, and there is no checkpoint")
         _require_room(partial, sum(path.stat().st_size for path in newest.model.iterdir()))
-        shutil.copytree(newest.model, partial, dirs_exist_ok=True)
+        _copy(newest.model, partial, shard_bytes)
         return newest.step
     if kept == 0:
         raise ValueError(f"{folder.root} has no weights yet: no step of it was completed")
-    return _from_states(backend, folder, partial)
+    return _from_states(backend, folder, partial, shard_bytes)
+
+
+def _copy(model: Path, partial: Path, shard_bytes: int) -> None:
+    """Of a checkpoint. The weights come last: a folder without them is refused by whoever loads it."""
+    from memascend.storage.tensor_file import TensorFileReader, TensorLayout, tensor_spans
+
+    weights = model / checkpoint.WEIGHTS
+    shutil.copytree(model, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(checkpoint.WEIGHTS))
+    layouts = [TensorLayout(name, dtype, shape) for name, (dtype, shape, _, _) in tensor_spans(weights).items()]
+    if len(_shards(layouts, shard_bytes)) == 1:
+        shutil.copy(weights, partial / checkpoint.WEIGHTS)
+        return
+    with TensorFileReader(weights) as reader:
+        _write_weights(partial, layouts, ((layout.name, reader.read(layout.name)) for layout in layouts), shard_bytes)
+
+
+def _shards(layouts: list[TensorLayout], shard_bytes: int) -> list[list[TensorLayout]]:
+    """Consecutive tensors, of at most so many bytes together; a larger one is alone."""
+    shards: list[list[TensorLayout]] = [[]]
+    size = 0
+    for layout in layouts:
+        if shards[-1] and size + layout.nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(layout)
+        size += layout.nbytes
+    return shards
+
+
+def _write_weights(
+    partial: Path, layouts: list[TensorLayout], tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int
+) -> None:
+    """`tensors` are those of `layouts`, in their order. The index of several files is the last that is written."""
+    from memascend.storage.tensor_file import TensorFileWriter
+
+    shards, following = _shards(layouts, shard_bytes), iter(tensors)
+    names = [checkpoint.WEIGHTS]
+    if len(shards) > 1:
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        with TensorFileWriter(partial / name, shard, {"format": "pt"}) as writer:
+            for _ in shard:
+                writer.write(*next(following))
+    assert next(following, None) is None
+    if len(shards) > 1:
+        whole = {"total_size": sum(layout.nbytes for layout in layouts)}
+        where = {layout.name: name for name, shard in zip(names, shards, strict=True) for layout in shard}
+        (partial / INDEX).write_text(json.dumps({"metadata": whole, "weight_map": where}, indent=2, sort_keys=True))
 
 
 def _kept_backend(folder: RunFolder) -> StreamingBackend | None:
@@ -79,7 +149,7 @@ def _kept_backend(folder: RunFolder) -> StreamingBackend | None:
     return backends.load(setup.backend)(config, setup.settings, Ledger())
 
 
-def _from_states(backend: StreamingBackend, folder: RunFolder, partial: Path) -> int:
+def _from_states(backend: StreamingBackend, folder: RunFolder, partial: Path, shard_bytes: int) -> int:
     from memascend.integrations.pretrained import save_configuration
 
     prepared = launch.read_prepared(folder)
@@ -87,8 +157,9 @@ def _from_states(backend: StreamingBackend, folder: RunFolder, partial: Path) ->
     step = backend.open_kept(source)
     try:
         _require_room(partial, sum(layout.nbytes for layout in backend.weight_layouts()))
-        checkpoint.write_weights(partial, backend)
         save_configuration(backend.model, partial, folder.tokenizer)
+        with contextlib.closing(backend.weights()) as weights:  # after an error, before the engine is
+            _write_weights(partial, backend.weight_layouts(), weights, shard_bytes)
     finally:
         backend.engine.close()
     return step

@@ -1,15 +1,22 @@
 """A run whose states on the SSD are its checkpoint: it stops, goes on, and is exported, and writes no other copy."""
 
+import json
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from memascend.cli import main
+from memascend.training import export, launch
+from memascend.training.folder import RunFolder
+from tests import forked
+from tests.loop_devices import small_file_system
 from tests.train_runs import command, environment, losses, text_folder, train
 
 OPTIONS = ["--model", "llama3.2-1b", "--twin", "32", "--context", "32", "--files", "*.py", "--system", "lohan"]
@@ -124,13 +131,109 @@ def refusal(capsys, *arguments):
     return line
 
 
+def logits_on_the_tier(folder, ids):
+    """Of the states that a run has left, streamed as in training."""
+    run = RunFolder(folder)
+    backend = export._kept_backend(run)
+    backend.open_kept(launch.read_prepared(run)["model_config"])
+    try:
+        with torch.no_grad():
+            return backend.model.eval()(input_ids=ids).logits
+    finally:
+        backend.engine.close()
+
+
+@pytest.mark.parametrize("name", ["none", "full"], ids=["states", "checkpoint"])
+def test_an_export_in_several_files_has_an_index_and_gives_the_logits_of_the_trained_model(runs, tmp_path, name):
+    target = tmp_path / "model"
+    assert main(["export", str(runs / name), str(target), "--shard-size", "1MB"]) == 0
+    files = sorted(path.name for path in target.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert sorted(set(index["weight_map"].values())) == files
+    assert index["metadata"]["total_size"] == sum(values.nbytes for values in load_all(target).values())
+    assert max((target / each).stat().st_size for each in files[1:]) < 1_100_000  # the first is of one large tensor
+    whole, parts = exported(runs / name, tmp_path / "whole"), AutoModelForCausalLM.from_pretrained(target)
+    assert_same_weights(parts, whole)
+    ids = torch.arange(64).view(2, 32)
+    with torch.no_grad():
+        found = parts.eval()(input_ids=ids).logits
+        assert torch.equal(found, whole.eval()(input_ids=ids).logits)
+        if name == "none":
+            assert torch.equal(found, logits_on_the_tier(runs / name, ids))
+
+
+def load_all(folder):
+    return {name: values for path in folder.glob("*.safetensors") for name, values in load_file(path).items()}
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from memascend.cli import main
+from memascend.storage import tensor_file
+from memascend.training import export
+
+def dies(owner, name, calls):
+    whole, left = getattr(owner, name), [calls]
+    def call(*args, **named):
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(*args, **named)
+    setattr(owner, name, call)
+
+where, run, target = sys.argv[1:]
+if where == "in the weights":
+    dies(tensor_file.TensorFileWriter, "write", 30)
+elif where == "before the index":
+    dies(pathlib.Path, "write_text", 1)
+else:
+    dies(export.os, "rename", 1)
+main(["export", run, target, "--shard-size", "1MB"])
+"""
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("in the weights", marks=pytest.mark.slow),
+        "before the index",
+        pytest.param("before the rename", marks=pytest.mark.slow),
+    ],
+)
+def test_an_export_that_was_killed_leaves_nothing_that_loads_and_the_next_one_succeeds(runs, tmp_path, where):
+    (tmp_path / "out").mkdir()
+    target = tmp_path / "out" / "model"
+    command = [sys.executable, "-c", KILLED, where, str(runs / "none"), str(target)]
+    assert forked.run(command, env=environment(), timeout=100).returncode == -signal.SIGKILL
+    assert not target.exists()
+    (partial,) = target.parent.iterdir()
+    assert partial.name == ".model.partial"
+    if where != "before the rename":
+        with pytest.raises((OSError, ValueError)):
+            AutoModelForCausalLM.from_pretrained(partial)
+    assert_same_weights(exported(runs / "none", target), exported(runs / "none", tmp_path / "undisturbed"))
+    assert list(target.parent.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("name", ["none", "full"], ids=["states", "checkpoint"])
+@pytest.mark.parametrize("asked", [True, False], ids=["before", "while it is written"])
+def test_an_export_onto_a_full_disk_is_one_line_and_leaves_nothing(runs, tmp_path, capsys, monkeypatch, name, asked):
+    if not asked:  # the room goes after it was asked for
+        monkeypatch.setattr(export, "_require_room", lambda *_: None)
+    with small_file_system(tmp_path / "small", 2 << 20) as small:
+        before = sorted(small.iterdir())
+        said = refusal(capsys, "export", runs / name, small / "new" / "model")
+        assert sorted(small.iterdir()) == before
+    assert ("are missing; name a folder on another drive" if asked else "No space left on device; free space") in said
+
+
 def test_what_cannot_be_exported_is_one_line(runs, tmp_path, capsys):
     assert "holds no run: name the folder" in refusal(capsys, "export", tmp_path, tmp_path / "model")
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").touch()
     assert "exists and is not an empty folder" in refusal(capsys, "export", runs / "full", tmp_path / "there")
-    from memascend.training.folder import RunFolder
-
     with RunFolder(runs / "full").held(resume=True):
         assert "is in use by" in refusal(capsys, "export", runs / "full", tmp_path / "model")
     assert not list(tmp_path.glob(".*"))
@@ -141,6 +244,7 @@ def test_what_cannot_be_exported_is_one_line(runs, tmp_path, capsys):
     [
         (["--system", "memascend", "--checkpoints", "none"], "the states of system 'memascend' end with the run"),
         (["--state-versions", "checkpoint", "--checkpoints", "weights"], "exclude one another"),
+        (["--state-versions", "checkpoint", "--checkpoints", "none"], "exclude one another"),
         (["--checkpoints", "some"], "must be one of full, weights, none"),
     ],
 )

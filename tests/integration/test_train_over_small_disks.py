@@ -3,7 +3,7 @@
 import pytest
 
 from tests.loop_devices import small_file_system
-from tests.train_runs import finished_run, losses, options_for, train
+from tests.train_runs import finished_run, losses, options_for, text_folder, train
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 
@@ -18,11 +18,10 @@ def test_a_second_disk_that_has_no_room_for_its_share_leaves_it_to_the_first(tmp
     assert losses(tmp_path / "run") == losses(reference)
 
 
-def test_two_folders_on_a_disk_too_small_for_both_are_refused_and_nothing_is_written(tmp_path, tmp_path_factory):
-    text = finished_run(tmp_path_factory).parent / "text"
-    with small_file_system(tmp_path / "small", 24 << 20) as small:
+def test_two_folders_on_a_disk_too_small_for_both_are_refused_and_nothing_is_written(tmp_path):
+    with small_file_system(tmp_path / "small", 16 << 20) as small:
         tiers = ["--tiers", str(small / "a"), str(small / "b")]
-        done = train(tmp_path / "run", *options_for(text), *tiers)
+        done = train(tmp_path / "run", *options_for(text_folder(tmp_path)), *tiers)
         assert sorted(path.name for path in small.iterdir()) == ["lost+found"]
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -279,7 +279,7 @@ class StreamingBackend:
         every = [*self.model.named_parameters(), *persistent_buffers(self.model)]
         return [TensorLayout(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in every]
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         from memascend.integrations.pretrained import persistent_buffers
 
         yield from self.engine.read_weights([name for name, _ in self.model.named_parameters()])
