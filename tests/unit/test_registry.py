@@ -123,7 +123,8 @@ def test_a_lane_is_checked_or_says_why_not(claim):
             assert set(lane) == {"not_checkable"}
             assert len(lane["not_checkable"]) > 20
             continue
-        assert set(lane) <= {"tolerance", "tolerance_because", "expected", "expected_range", "why", "scale"}
+        known = {"tolerance", "tolerance_because", "expected", "expected_range", "why", "scale", "deviates_because"}
+        assert set(lane) <= known
         assert ("expected" in lane or "expected_range" in lane) == ("why" in lane)
 
 

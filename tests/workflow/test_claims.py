@@ -14,6 +14,7 @@ from memascend.simulator.calibration import same_row
 from workflows import registry, tidy
 from workflows.derive import claims, report
 from workflows.derive import errata as errata_page
+from workflows.derive.table import paper_of
 from workflows.derive.tolerances import Tolerance
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -219,6 +220,51 @@ def test_the_score_in_the_readme_is_that_of_the_committed_record(paper: str) -> 
     assert {v.lane for v in verdicts} == {"modelled"}
     said = f"{registry.PAPERS[paper]}, modelled: {claims.score(verdicts, 'modelled')}"
     assert said in " ".join((ROOT / "README.md").read_text().split())
+
+
+BECAUSE = "The model has no such thing."
+PENDING = set(registry.PAPERS)  # papers whose deviations do not all have their cause yet
+RECORDED = [v for path in sorted(ROOT.glob("results/reference/*/*claims.csv")) for v in report.read_verdicts(path)]
+
+
+def causes(claim: dict) -> dict[str, str]:
+    """Lane -> why the claim deviates there, where somebody says so."""
+    return {lane: said["deviates_because"] for lane, said in claim["lanes"].items() if "deviates_because" in said}
+
+
+def test_the_cause_of_a_deviation_is_in_its_row_and_on_the_page_and_nowhere_else() -> None:
+    claim = changed()
+    claim["lanes"]["modelled"]["deviates_because"] = BECAUSE
+    off, on = (claims.decide(claim, "modelled", table(("modelled", "A", value, "c1"))) for value in ("120", "100"))
+    assert (off.verdict, off.deviates_because) == (claims.DEVIATES, BECAUSE)
+    assert (on.verdict, on.deviates_because) == (claims.REPRODUCED, "")
+    assert BECAUSE in claims.page([off])
+    assert BECAUSE not in claims.page([on])
+
+
+def test_a_committed_deviation_without_its_cause_is_refused() -> None:
+    said = {claim["id"]: causes(claim) for claim in CLAIMS}
+    silent = {
+        f"{v.claim_id}, {v.lane}"
+        for v in RECORDED
+        if v.verdict == claims.DEVIATES
+        and v.exhibit_id.rpartition("-")[0] not in PENDING
+        and not (v.deviates_because and said[v.claim_id].get(v.lane))
+    }
+    assert not silent, "lanes.<lane>.deviates_because in claims.yaml, then the record again"
+
+
+def test_a_cause_belongs_to_a_committed_deviation() -> None:
+    deviating = {(v.claim_id, v.lane) for v in RECORDED if v.verdict == claims.DEVIATES}
+    assert {(claim["id"], lane) for claim in CLAIMS for lane in causes(claim)} <= deviating
+
+
+def test_a_cause_is_one_or_two_sentences_and_names_errata_that_exist() -> None:
+    for claim in CLAIMS:
+        known = {each["id"] for each in errata_page.errata_of(paper_of(claim["exhibit_id"]))["errata"]}
+        for text in causes(claim).values():
+            assert len(re.findall(r"[.?!](?= [A-Z]|$)", text)) <= 2, claim["id"]
+            assert set(re.findall(r"errat(?:um|a) ([A-Z]\d+)", text)) <= known, claim["id"]
 
 
 def test_twin_scale_and_the_largest_twin_with_one_rank() -> None:

@@ -44,7 +44,8 @@ class NoResult(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A line of claims.csv. `history` is empty unless the claim was changed, or written, with a result at hand."""
+    """A line of claims.csv. `history` is empty unless the claim was changed, or written, with a result at hand;
+    `deviates_because` unless the verdict is *deviates* and somebody has found the cause."""
 
     claim_id: str
     exhibit_id: str
@@ -60,6 +61,7 @@ class Verdict:
     basis: str
     rests_on: str
     history: str
+    deviates_because: str = ""
 
     @property
     def shown(self) -> str:
@@ -295,9 +297,10 @@ def decide(claim: dict[str, Any], lane_name: str, table: pd.DataFrame) -> Verdic
     except Missing as missing:
         return Verdict(**undecided, reason=f"not in this lane: {missing}")
     verdict = REPRODUCED if low - 1e-12 <= value <= high + 1e-12 else DEVIATES
-    testbeds = " ".join(computation.testbeds)
+    because = lane.get("deviates_because", "") if verdict == DEVIATES else ""
     reason = ". ".join(filter(None, (lane.get("why"), lane.get("tolerance_because"))))
-    return Verdict(**common, verdict=verdict, value=f"{value:.6g}", reason=reason, testbed=testbeds)
+    common |= {"verdict": verdict, "reason": reason, "deviates_because": because}
+    return Verdict(**common, value=f"{value:.6g}", testbed=" ".join(computation.testbeds))
 
 
 def of_built(claims: list[dict[str, Any]], entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
