@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from baselines.lohan.equations import GIB, backward_terms, forward_terms
+from baselines.lohan.equations import GIB, algorithm_1, backward_terms, forward_terms, released
 from memascend.simulator import Played
 from memascend.simulator.trace import Event
 from workflows.cases import Row
@@ -40,6 +40,7 @@ def simulated(exhibit: str, series: str) -> Iterator[Row]:
         for server, name in SERVERS.items():
             busy = 100 * served.get(server, 0.0) / phase.seconds
             yield shown(exhibit, f"{name}_utilisation", busy, "%", f"{own.PLAYED}: busy over stage", **cells)
+            yield shown(exhibit, f"{name}_time", served.get(server, 0.0), "s", f"{own.PLAYED}: busy", **cells)
     lines = spans(made.played.events, lambda e: (LINES[e.resource], e.phase) if e.resource in LINES else None)
     yield from own.PAPER.bars(exhibit, lines, model=SIZE)
 
@@ -80,6 +81,8 @@ def formulas() -> Iterator[Row]:
         yield shown(exhibit, metric, *size, **cells, x=("batch_size", BATCH))
     both = backward_terms(n, r, n.between_blocks)["GPU"]
     yield shown(exhibit, "gpu_compute_time", both, "s", "(2 FLOP_f + FLOP_r) / THP_G", **cells, x=("stage", "backward"))
+    metric, alone = "gpu_compute_time, without recomputation", 2 * n.forward_flops / r.gpu
+    yield shown(exhibit, metric, alone, "s", "2 FLOP_f / THP_G", **cells, x=("stage", "backward"))
     for name, nbytes in (("PCIe_M2G", 2 * n.parameters), ("PCIe_G2M", n.between_blocks)):
         busy, source = 100 * nbytes / r.link / printed_s()["forward"], "bytes of Table II / BW_G / 14 s"
         metric = f"{name}_utilisation, of the printed time"
@@ -95,19 +98,27 @@ def printed_s() -> dict[str, float]:
 
 
 def g10() -> Iterator[Row]:
-    """G10 as the paper simulates it: everything overlaps within a stage, all activations are swapped."""
+    """G10 as the paper simulates it: everything overlaps within a stage, all activations are swapped.
+
+    The GPU's optimizer reads and writes each of 14 bytes a parameter once. Where it overlaps with the backward,
+    gradients stay on the GPU: 2 P of weights, 12 P of states and the activations go to it, 14 P come back.
+    """
     n, r = own.net(SIZE, BATCH), own.rates()
     states, weights = 14 * n.parameters, 2 * n.parameters
+    forward, update = n.forward_flops / r.gpu, 2 * states / (1e9 * own.PAPER.value("gpu_memory_gb_per_s"))
     moved = {  # stage -> (to the GPU, from it, seconds of the GPU)
-        "forward": (weights, n.all_activations, n.forward_flops / r.gpu),
-        "backward": (weights + n.all_activations, weights, 2 * n.forward_flops / r.gpu),
-        "optimizer": (states, states, 0.1),
+        "forward": (weights, n.all_activations, forward),
+        "backward": (weights + n.all_activations, weights, 2 * forward),
+        "optimizer": (states, states, update),
+        "backward and optimizer": (states + n.all_activations, states, 2 * forward + update),
     }
     for stage, (down, up, gpu) in moved.items():
         seconds = max(down / r.link, up / r.link, gpu)
-        cells = {"series": own.G10, "model": SIZE, "x": ("stage", stage)}
+        cells = {"series": own.G10, "model": SIZE, "x": ("stages in one" if " and " in stage else "stage", stage)}
         source = "longest of GPU and link, 21 GB/s each way"
         yield shown("lohan-fig01b", "stage_time", seconds, "s", source, **cells)
+        of_gpu = "FLOP / THP_G; 28 P bytes of the GPU's memory in the optimizer"
+        yield shown("lohan-fig01b", "gpu_compute_time", gpu, "s", of_gpu, **cells)
         for name, nbytes in (("PCIe_U2G", down), ("PCIe_G2U", up)):
             yield shown("lohan-fig01b", f"{name}_utilisation", 100 * nbytes / r.link / seconds, "%", source, **cells)
     cells, seconds = {"series": own.G10, "model": SIZE, "x": ("batch_size", BATCH)}, n.all_activations / r.link
@@ -131,5 +142,8 @@ def by_equations() -> Iterator[Row]:
     again = n.recomputed_flops(SWAPPED) / own.PAPER.value("gpu_throughput")
     yield shown("lohan-fig01c", "gpu_recompute_time", again, "s", "Eq. 7 at 34 GB / THP_G", **batch)
     yield shown("lohan-fig01c", "activation_offload_time", SWAPPED / r.link, "s", "34 GB / BW_G", **batch)
+    for ending, chosen in (("", algorithm_1(n, r)), (", released", released(n, r))):
+        source = "what the released code swaps (erratum L18)" if ending else "Algorithm 1"
+        yield shown("lohan-fig01c", f"activation_offloaded{ending}", chosen / 1e9, "GB", source, **batch)
     extra = 100 * again / (2 * n.forward_flops / r.gpu)
     yield shown("lohan-fig01c", "extra_gpu_compute", extra, "%", "FLOP_r / 2 FLOP_f", **batch)

@@ -25,6 +25,15 @@ ARMS = {
     ZERO: ("zero_infinity", "as_published"),
     OFFLOAD: ("zero_offload", "today"),
 }
+# Table VI: name -> layers, width.
+DITS = {
+    "0.67B": (28, 1152),
+    "0.90B": (30, 1280),
+    "1.4B": (32, 1536),
+    "10B": (28, 4096),
+    "20B": (40, 5120),
+    "40B": (48, 7168),
+}
 TABLE_IV = ("6B", "13B", "30B", "70B", "135B", "175B", "276B", "412B")
 EQUATIONS, PLAYED = "Eqs. 1 to 5", "memascend.planner.step_time"
 
@@ -35,6 +44,11 @@ def published(exhibit: str, metric: str) -> dict[tuple[str, str], str]:
     with (ROOT / "results/published/lohan.csv").open(newline="") as file:
         lines = [line for line in csv.DictReader(file) if (line["exhibit_id"], line["metric"]) == (exhibit, metric)]
     return {(line["series"], line["x_value"]): line["value"] for line in lines}
+
+
+def billions(model: str | None) -> float:
+    """As Table IV calls it; 0 where none fits."""
+    return float(model.removesuffix("B")) if model else 0.0
 
 
 @cache

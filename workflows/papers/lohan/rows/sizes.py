@@ -1,4 +1,4 @@
-"""Largest trainable models by main memory (Figs. 2a, 6, 8), sizes of Table IV, batches of Table V.
+"""Largest trainable models by main memory (Figs. 2a, 6, 8), sizes of Tables IV and VI, batches of Table V.
 
 A model of Table IV fits where the plan of the system's host buffers is within main memory and what it needs of the GPU
 within the GPU's; the largest is found by halving the list, which grows. SSDs hold them all.
@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import cache
 
-from baselines.lohan.equations import GIB
+from baselines.lohan.equations import GIB, POLICIES, DiT
 from memascend.planner import Workload, plan
 from memascend.planner.workload import papers
 from workflows.cases import Row
@@ -29,6 +29,10 @@ def rows() -> Iterator[Row]:
         n = own.net(model, 1)
         cells = {"model": model, "series": "12 L h² + V h"}
         yield shown("lohan-tab04", "parameters (10⁹)", n.parameters / 1e9, "", "12 L h^2 + V h", **cells)
+    for model, (layers, hidden) in own.DITS.items():
+        n = DiT(layers=layers, hidden=hidden, batch=1)
+        cells = {"model": model, "series": "18 L h²"}
+        yield shown("lohan-tab06", "parameters (10⁹)", n.parameters / 1e9, "", "18 L h^2", **cells)
     yield from by_memory("lohan-fig02a", (own.ZERO,), 24, own.T4090)
     n = 24 * GIB / 16 / 1e9
     for memory in MEMORY_GB:
@@ -37,15 +41,46 @@ def rows() -> Iterator[Row]:
     yield from by_memory("lohan-fig06a", (own.ZERO, own.OFFLOAD, own.LOHAN), 24, own.T4090)
     yield from by_memory("lohan-fig06b", (own.ZERO, own.OFFLOAD, own.LOHAN), 16, own.T4080)
     ratio = {"series": "LoHan / ZeRO-Infinity", "x": ("main_memory_GB", 768)}
-    sizes = [billions(largest(lambda m, s=s: fits(s, m, 768, 24))) for s in (own.LOHAN, own.ZERO)]
+    sizes = [own.billions(largest(lambda m, s=s: fits(s, m, 768, 24))) for s in (own.LOHAN, own.ZERO)]
     yield shown("lohan-fig06a", "model_size_ratio", sizes[0] / sizes[1], "x", PLANNED, **ratio)
     for exhibit, memory in (("lohan-fig08a", 128), ("lohan-fig08b", 256)):
         yield from with_activations(exhibit, memory)
-    most = own.most_on_gpu("70B", 24, tuple(range(1, 129)))
-    for memory in (128, 256, 512):
-        cells = {"series": "LoHan+Optimized", "model": "70B", "x": ("main_memory_GB", memory)}
-        source = "4 blocks and one block's activations within 24 GiB: an upper end, whatever the host has"
-        yield shown("lohan-tab05", "batch_size that the GPU holds", most, "", source, **cells)
+    yield from needed()
+    yield from batches_of_policies()
+
+
+def needed() -> Iterator[Row]:
+    """What the introduction says of 100B and 175B, and the largest model of ZeRO-Infinity on four GPUs."""
+    sixteen = "Table II: 4 P + 8 P + 2 P + 2 P"
+    for model, parameters in (("100B", 100e9), ("175B", own.net("175B", 1).parameters)):
+        cells = {"series": "Table II", "model": model}
+        yield shown("lohan-fig02a", "model states", 16 * parameters / 1e12, "TB", sixteen, **cells)
+    cells, source = {"series": own.ZERO, "model": "175B"}, "memascend.planner: host buffers, batch 1"
+    yield shown("lohan-fig02a", "main memory needed", host_bytes(own.ZERO, "175B") / 1e12, "TB", source, **cells)
+    found = largest(lambda model: fits(own.ZERO, model, 768, 24, gpus=4))
+    cells = {"series": own.ZERO, "testbed": own.T4X, "x": ("num_GPUs", 4)}
+    source = f"{PLANNED}, of four processes at batch 1 each, 768 GiB"
+    yield shown("lohan-fig11d", "max_trainable_model", own.billions(found), "B", source, **cells)
+
+
+def batches_of_policies() -> Iterator[Row]:
+    """Table V by plans: the largest multiple of 8 that the GPU holds and main memory has room for; 0: not even 8.
+
+    The engine's buffers are LoHan's. Policies that swap to main memory alone keep at least what lies between blocks.
+    """
+    for policy in POLICIES:
+        to_ssds = policy in ("LoHan+Optimized", "LoHan+G10")
+        for memory in (128, 256, 512):
+
+            def fitting(batch: int, to_ssds: bool = to_ssds, memory: int = memory) -> bool:
+                held = host_bytes(own.LOHAN, "70B", batch) + (0 if to_ssds else own.net("70B", batch).between_blocks)
+                return held <= memory * GIB and own.on_gpu("70B", batch, 24)
+
+            most = max((batch for batch in range(8, 129, 8) if fitting(batch)), default=0)
+            cells = {"series": policy.replace("LoHan+ZeRO", "LoHan+DS"), "model": "70B"}
+            where = "to SSDs" if to_ssds else "2 s b h L in main memory"
+            source = f"{PLANNED}; activations: {where}"
+            yield shown("lohan-tab05", "batch_size", most, "", source, **cells, x=("main_memory_GB", memory))
 
 
 def largest(fitting: Callable[[str], bool]) -> str | None:
@@ -54,21 +89,18 @@ def largest(fitting: Callable[[str], bool]) -> str | None:
     return own.TABLE_IV[count - 1] if count else None
 
 
-def billions(model: str | None) -> float:
-    """As Table IV calls it; 0 where none fits."""
-    return float(model.removesuffix("B")) if model else 0.0
-
-
 @cache
-def host_bytes(series: str, model: str, batch: int = 1) -> int:
+def host_bytes(series: str, model: str, batch: int = 1, gpus: int = 1) -> int:
     """Of the plan, with the activation checkpoints that the system keeps in host memory."""
     system, arm = own.ARMS[series]
-    work = Workload(spec=own.PAPER.spec(model), system=system, arm=arm, dtype="bf16", context=1024, batch=batch)
+    work = Workload(
+        spec=own.PAPER.spec(model), system=system, arm=arm, dtype="bf16", context=1024, batch=batch, ranks=gpus
+    )
     return plan(papers(work)).host_bytes
 
 
-def fits(series: str, model: str, memory_gb: int, gpu_gib: float, batch: int = 1) -> bool:
-    return host_bytes(series, model, batch) <= memory_gb * GIB and own.on_gpu(model, batch, gpu_gib)
+def fits(series: str, model: str, memory_gb: int, gpu_gib: float, batch: int = 1, gpus: int = 1) -> bool:
+    return host_bytes(series, model, batch, gpus) <= memory_gb * GIB and own.on_gpu(model, batch, gpu_gib)
 
 
 def by_memory(exhibit: str, systems: tuple[str, ...], gpu_gib: int, testbed: str) -> Iterator[Row]:
@@ -77,7 +109,7 @@ def by_memory(exhibit: str, systems: tuple[str, ...], gpu_gib: int, testbed: str
         for memory in MEMORY_GB:
             found = largest(lambda model, s=series, gb=memory: fits(s, model, gb, gpu_gib))
             cells = {"series": series, "x": ("main_memory_GB", memory), "testbed": testbed}
-            yield shown(exhibit, "max_trainable_model", billions(found), "B", PLANNED, **cells)
+            yield shown(exhibit, "max_trainable_model", own.billions(found), "B", PLANNED, **cells)
 
 
 def with_activations(exhibit: str, memory_gb: int) -> Iterator[Row]:
@@ -92,4 +124,4 @@ def with_activations(exhibit: str, memory_gb: int) -> Iterator[Row]:
 
             cells = {"series": series, "x": ("batch_size", batch)}
             source = f"{PLANNED}; LoHan+CpuAct: 2 s b h L within half of main memory"
-            yield shown(exhibit, "max_trainable_model", billions(largest(fitting)), "B", source, **cells)
+            yield shown(exhibit, "max_trainable_model", own.billions(largest(fitting)), "B", source, **cells)

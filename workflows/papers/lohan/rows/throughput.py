@@ -11,16 +11,9 @@ from workflows.papers.lohan.rows import settings as own
 shown = own.shown
 
 DRIVES = (1, 2, 3, 6, 12)
-# Table VI: name -> layers, width; and prices of Table VII in dollars.
-DITS = {
-    "0.67B": (28, 1152),
-    "0.90B": (30, 1280),
-    "1.4B": (32, 1536),
-    "10B": (28, 4096),
-    "20B": (40, 5120),
-    "40B": (48, 7168),
-}
+# Prices of Table VII in dollars, and the memory of one of the DGX's GPUs.
 SERVER, GPU_PRICE, SSD_PRICE, DGX = 14098, 1600, 308, 200000
+DGX_GPU_GIB = 80
 
 
 def rows() -> Iterator[Row]:
@@ -82,7 +75,7 @@ def best_of_sizes() -> Iterator[Row]:
     """Fig. 5c: at the largest batch that the GPU holds, by the paper's count of FLOP."""
     peak = own.net("13B", 32)
     whole = 2 * peak.forward_flops + peak.forward_flops + peak.block_flops
-    top = peak.reported_tflops(whole / own.PAPER.value("gpu_throughput"))
+    top, most = peak.reported_tflops(whole / own.PAPER.value("gpu_throughput")), 0.0
     for model in ("13B", "30B", "70B", "135B", "175B"):
         batch = own.most_on_gpu(model, 24, (8, 16, 32, 64, 128))
         n, r = own.net(model, batch), own.rates()
@@ -95,11 +88,17 @@ def best_of_sizes() -> Iterator[Row]:
             yield shown("lohan-fig05c", "throughput", value, "TFLOPS", source + more, series=series, **cells)
             yield shown("lohan-fig05c", "share_of_peak", 100 * value / top, "%", source, series=series, **cells)
         yield shown("lohan-fig05c", "throughput", top, "TFLOPS", "THP_G alone", series="peak of the GPU", **cells)
+        most = max(most, n.reported_tflops(both[own.ZERO]))
+    yield shown("lohan-fig05c", "most of any size", most, "TFLOPS", own.PLAYED, series=own.ZERO)
 
 
 def by_drives() -> Iterator[Row]:
     """Fig. 10: 135B at the largest batch, 13B at three."""
     batch = own.most_on_gpu("135B", 24, (8, 16, 32, 64))
+    for series in (own.LOHAN, own.ZERO):
+        few, many = (own.step(series, "135B", batch, ssds=n).tokens_per_second for n in (DRIVES[0], DRIVES[-1]))
+        cells = {"series": series, "model": "135B"}
+        yield shown("lohan-fig10a", "gain from 1 to 12 SSDs", many / few, "x", own.PLAYED, **cells)
     for drives in DRIVES:
         for series in (own.LOHAN, own.ZERO):
             tokens = own.step(series, "135B", batch, ssds=drives).tokens_per_second
@@ -117,7 +116,7 @@ def by_drives() -> Iterator[Row]:
 
 
 def dit(name: str, batch: int) -> DiT:
-    layers, hidden = DITS[name]
+    layers, hidden = own.DITS[name]
     return DiT(layers=layers, hidden=hidden, batch=batch, context=1024, vocab=0)
 
 
@@ -130,7 +129,10 @@ def most_in_memory(name: str) -> int:
 def diffusion() -> Iterator[Row]:
     """Fig. 12: LoHan by its equations, Fast-DiT by its products alone."""
     batch = int(own.PAPER.value("dit_batch"))
-    for name in DITS:
+    held = max((float(name.removesuffix("B")) for name in own.DITS if most_in_memory(name)), default=0.0)
+    source = "16 bytes a parameter and all activations of one image within 24 GiB"
+    yield shown("lohan-fig12", "max_trainable_model", held, "B", source, series="Fast-DiT")
+    for name in own.DITS:
         n, rates = dit(name, batch), own.rates()
         cells = {"model": name, "x": ("model_size_B", name.removesuffix("B"))}
         seconds = iteration_s(n, rates, best(n, rates))
@@ -147,6 +149,10 @@ def costs() -> Iterator[Row]:
     n = own.net("30B", batch)
     flops = 3 * n.forward_flops + n.block_flops
     megatron = n.tokens * own.PAPER.value("megatron_efficiency") * 8 * 312e12 / flops / (DGX / 1000)
+    holds = [own.billions(m) for m in own.TABLE_IV if 16 * own.net(m, 1).parameters <= 8 * DGX_GPU_GIB * GIB]
+    cells = {"series": "Megatron-LM on DGX-A100", "testbed": own.T4X}
+    source = "16 bytes a parameter (Table II) within eight GPUs of 80 GiB"
+    yield shown("lohan-fig13", "max_trainable_model", max(holds), "B", source, **cells)
     for drives in DRIVES:
         x = {"model": "30B", "x": ("num_SSDs", drives), "testbed": own.T4X}
         price = SERVER + 4 * GPU_PRICE + drives * SSD_PRICE

@@ -16,7 +16,7 @@ from memascend.simulator.trace import Event
 from workflows.cases import Row, of_record, ratio_by_rounds, step_seconds
 from workflows.papers.lohan.rows import settings as own
 from workflows.papers.lohan.rows.first_figure import LINES
-from workflows.papers.lohan.rows.throughput import DITS, DRIVES, most_in_memory
+from workflows.papers.lohan.rows.throughput import DRIVES, most_in_memory
 from workflows.played import spans
 
 OF_TWIN, SHARE = " of the twin", "swapped share (%)"
@@ -127,7 +127,7 @@ def arms(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
 def diffusion(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
     """Fast-DiT is the module in memory, at the batch that the GPU of the original holds."""
     layers, hidden = map(int, record["options"]["model"].removeprefix("dit:").split("x")[:2])
-    name = next((name for name, size in DITS.items() if size == (layers, hidden)), None)
+    name = next((name for name, size in own.DITS.items() if size == (layers, hidden)), None)
     if name is None:
         return
     place = f"{record['host']['name']}/DiT-k{record['options']['twin']}"

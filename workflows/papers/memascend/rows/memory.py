@@ -12,6 +12,7 @@ from statistics import median
 
 import pandas as pd
 
+from memascend.memory.pools import adaptive_pool_classes
 from memascend.planner.footprint import DEVICE_PEAK, GIB, OWNER_METRICS, PEAK, PINNED_OVERHEAD, overflow_timeline
 from workflows import tidy
 from workflows.cases import FOUR, Case, Planned, Row, failed, in_bytes, of_case, paper_plan, reductions
@@ -48,6 +49,7 @@ def planned() -> Iterator[Row]:
     yield from fig04(pairs(four[C2]))
     yield from planned_fig08()
     yield from fig11(four[C1])
+    yield from buffers(four[C1])
     yield from fig13(four[C1])
     yield from peaks("memascend-fig15", four[C2])
     yield from peaks("memascend-fig21", [each for model in DENSE for each in pair(model, C2, "bf16")])
@@ -108,6 +110,16 @@ def fig11(cases: Iterable[Case]) -> Iterator[Row]:
     for case in cases:
         yield from in_bytes("memascend-fig11", case, OWNER_METRICS["parameter_pool"], case.owned("parameter_pool"))
     yield from reductions("memascend-fig11", pairs(cases), lambda case: case.owned("parameter_pool"))
+
+
+def buffers(cases: Iterable[Planned]) -> Iterator[Row]:
+    """How many buffers MemAscend's pool has (IV-B): 2 + 7 N for a dense model with a head of its own."""
+    for case in (case for case in cases if case.series == MEMASCEND):
+        work = case.made.work
+        parts = work.streamed()
+        count = sum(each.count for each in adaptive_pool_classes(parts.blocks, parts.outside, work.blocks_in_flight))
+        formula = "memascend.memory.pools: classes of the adaptive pool"
+        yield of_case("memascend-fig11", case, "buffers in the pool", count, "", formula)
 
 
 def fig13(cases: Iterable[Case]) -> Iterator[Row]:

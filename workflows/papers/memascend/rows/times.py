@@ -6,6 +6,7 @@ and what they rest on are in memascend.planner.machine.CALIBRATIONS. Two are sol
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -79,15 +80,21 @@ def seconds(
 def throughput(
     exhibit: str, model: str, x_name: str, values: list[int], testbed: str, subfigure: str = ""
 ) -> Iterator[Row]:
-    """Tokens a second of both systems on two GPUs."""
+    """Tokens a second of both systems on two GPUs, and over batches the exponent with which they grow."""
     for system in ("zero_infinity", "memascend"):
-        label = arrangement(system).label
+        label, found = arrangement(system).label, {}
         for x in values:
             batch, context = (1, x) if x_name == own.AT_CONTEXT else (x, own.CONTEXT)
             step = seconds(model, testbed, own.GPUS, batch, context, system=system)
             source = f"memascend.planner.step_time: {step.seconds:.3g} s a step, mostly {step.bottleneck}"
             cells = {"series": label, "model": model_spec(model).display, "testbed": testbed, "subfigure": subfigure}
             yield shown(exhibit, "throughput", step.tokens_per_second, "tokens/s", source, **cells, x=(x_name, x))
+            found[x] = step.tokens_per_second
+        if x_name == own.AT_BATCH:
+            exponent = math.log(found[values[-1]] / found[values[0]]) / math.log(values[-1] / values[0])
+            source = f"logarithm of the gain over that of the batches, {values[0]} to {values[-1]}"
+            cells = {"series": label, "model": model_spec(model).display, "testbed": testbed, "subfigure": subfigure}
+            yield shown(exhibit, "growth exponent of throughput", exponent, "", source, **cells)
 
 
 def fig20() -> Iterator[Row]:
