@@ -223,7 +223,7 @@ def test_the_score_in_the_readme_is_that_of_the_committed_record(paper: str) -> 
 
 
 BECAUSE = "The model has no such thing."
-PENDING = set(registry.PAPERS)  # papers whose deviations do not all have their cause yet
+PENDING = set(registry.PAPERS) - {"lohan", "memascend"}  # papers whose deviations do not all have their cause yet
 RECORDED = [v for path in sorted(ROOT.glob("results/reference/*/*claims.csv")) for v in report.read_verdicts(path)]
 
 
