@@ -17,6 +17,8 @@ from baselines.mlp_offload.schedule import paths_of, schedule
 from baselines.mlp_offload.system import SYSTEM
 from memascend.planner import Workload
 from memascend.planner.derived_sizes import held_buffers
+from memascend.planner.footprint import plan
+from memascend.planner.gpu_memory import gpu_memory
 from memascend.planner.machine import Machine
 from memascend.planner.options import Stack
 from memascend.planner.step import Step
@@ -39,6 +41,7 @@ SERIES = (ZERO, OURS, ZERO + ALONE, OURS + ALONE)
 NAMES = {"forward": "forward", "backward": "backward", "optimizer": "update"}
 SOURCE = "memascend.planner.step_time: schedule of baselines/mlp_offload"
 SUB_GROUP, LEAST_HELD = 100_000_000, 3  # 4.1
+GPU_BYTES = 80e9  # Table 1
 
 
 def modelled() -> Iterator[Row]:
@@ -164,6 +167,27 @@ def shares_of_io() -> Iterator[Row]:
         {"series": "host memory (20B) vs SSD", "model": "40B"},
     )
     yield shown(exhibit, "update_speedup", updates["40B"][1] / alone, "x", source, **cells)
+    yield from twenty_billion(alone)
+
+
+def twenty_billion(update_in_host_memory: float) -> Iterator[Row]:
+    """Section 1: iterations of 20B with the states on the GPUs, in host memory and on the NVMe; and the two rates of an
+    update that Fig. 8 names, since both are of states that stay where the update is."""
+    spec, offloaded = PAPER.spec("20B"), step("zero3", "20B", LEAST_HELD)
+    resident = step("skip_gradients", "20B", LEAST_HELD)  # whose backward writes nothing
+    passes = phase(resident, "forward") + phase(resident, "backward")
+    source = "30 bytes a parameter, as in host memory, at the rate of four GPUs' memory"
+    on_gpus = 30 * spec.parameters / (4e9 * PAPER.value("gpu_memory_gb_per_s"))
+    states = {
+        "no offloading": (passes + on_gpus, f"passes of {SOURCE}; the update {source}"),
+        "host memory": (passes + update_in_host_memory, f"passes of {SOURCE}; AdamW at the rate of host memory"),
+        "NVMe": (offloaded.seconds, SOURCE),
+    }
+    for series, (seconds, how) in states.items():
+        yield shown("mlpoffload-fig03", "iteration_time", seconds, "s", how, series=series, model="20B")
+    for series, seconds in (("in GPU memory", on_gpus), ("in host memory", update_in_host_memory)):
+        rate, how = spec.parameters / seconds / 1e6, "30 bytes a parameter at the memory's rate"
+        yield shown("mlpoffload-fig08", "update_throughput", rate, "M params/s", how, series=series, model="20B")
 
 
 def raw_bandwidth() -> Iterator[Row]:
@@ -241,6 +265,26 @@ def placement() -> Iterator[Row]:
             yield shown(exhibit, metric, share, "%", "all of it is read and written", series=ZERO, model=model)
     for series, ratio in splits.items():
         yield shown(exhibit, "split", ratio, "to 1", "shares of the two paths", series=f"NVMe:PFS, {series}")
+    yield from sizes()
+
+
+def sizes() -> Iterator[Row]:
+    """4.2 and 4.3: what ZeRO-3 swaps, and what it has in host memory beside its swap buffers."""
+    exhibit, kinds = "mlpoffload-fig10", {ZERO: "", ZERO + ALONE: " as printed"}
+    for series, ending in kinds.items():
+        found = []
+        for model in MODELS:
+            mine, cells = work("zero3", model + ending, held=LEAST_HELD), {"series": series, "model": model}
+            swapped = 4 * mine.ranks * sum(map(sum, mine.sub_groups())) * 4
+            source = "masters, moments and gradients in fp32 of all sub-groups"
+            yield shown(exhibit, "optimizer state", swapped / 1e12, "TB", source, **cells)
+            yield shown(exhibit, "optimizer state (TiB)", swapped / 2**40, "TiB", source, **cells)
+            host = plan(mine)
+            found.append((host.host_bytes - host.requested_bytes("optimizer_buffers")) / 1e9)
+            source = "memascend.planner.footprint.plan: all but the buffers that sub-groups are swapped through"
+            yield shown(exhibit, "host memory of the runtime", found[-1], "GB", source, **cells)
+        for end, value in (("min", min(found)), ("max", max(found))):
+            yield shown(exhibit, f"host memory of the runtime, {end}", value, "GB", "over five models", series=series)
 
 
 SCALED = {"40B": 1, "70B": 2, "100B": 3, "130B": 4, "280B": 8}
@@ -289,6 +333,10 @@ def accumulation() -> Iterator[Row]:
             gains.append(100 * (seconds[0] / seconds[1] - 1))
         cells = {"series": f"{OURS} / ZeRO-3{ending}", "model": "40B"}
         yield shown(exhibit, "speedup_min", min(gains), "% faster", f"{SOURCE}: least of five batches", **cells)
+    for series, model in ((ZERO, "40B"), (ZERO + ALONE, "40B as printed")):
+        sizes = (gpu_memory(work("zero3", model, held=LEAST_HELD, batch=batch)).device_bytes for batch in range(1, 129))
+        most, source = sum(size <= GPU_BYTES for size in sizes), "memascend.planner.gpu_memory against 80 GB"
+        yield shown(exhibit, "largest mini-batch", most, "sequences", source, series=series, model="40B")
 
 
 def ablations() -> Iterator[Row]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -54,6 +55,7 @@ def modelled() -> Iterator[Row]:
     yield from scaled_up()
     yield from table_3()
     yield from growth("ssdtrain-fig01", 2024.0)
+    yield from exponent()
     yield from todays_tools()
     yield from PAPER.assumptions()
 
@@ -164,6 +166,17 @@ def by_sequence() -> Iterator[Row]:
     share = 100 * less["weights update"] / sum(less.values())
     cells = {"series": "No offloading", "model": f"batch {BATCHES[-1]}"}
     yield shown(exhibit, "share of the gain that is the update's", share, "%", PLAYED, **cells)
+    batches, stages = 32 / 4, PAPER.value("bloom_pipeline_stages")  # 32 samples a rank, four a micro-batch
+    bubble, source = 100 * (stages - 1) / (batches + stages - 1), "stages - 1 of as many turns and the micro-batches"
+    yield shown(exhibit, "ideal pipeline bubble", bubble, "%", source, series="BLOOM", model="micro-batch of 4")
+
+
+def exponent() -> Iterator[Row]:
+    """II-B: activations are N / h times the tokens of a batch, where N and the tokens are C^(1/2), and h is N^(1/3)."""
+    parameters = tokens = Fraction(1, 2)
+    value = float(parameters * (1 - Fraction(1, 3)) + tokens)
+    source = "N / h * tokens, with the powers of C of section II-B"
+    yield shown("ssdtrain-fig01", "exponent of activations", value, "", source, series="S_activations")
 
 
 SOURCE = "memascend.planner.endurance, as the authors' fork of llm-analysis (44495f6)"
@@ -185,8 +198,17 @@ def projected() -> Iterator[Row]:
     ends["all cases", "write_bandwidth_max"] = (max, "write bandwidth", "GiB/s")
     ends["max activations per GPU", "min"] = (min, "activations a step", "TiB")
     ends["max activations per GPU", "max"] = (max, "activations a step", "TiB")
+    ends["micro-batch size", "min"] = (min, "sequences a step", "sequences")
+    ends["micro-batch size", "max"] = (max, "sequences a step", "sequences")
     for (series, metric), (end, of, unit) in ends.items():
         yield shown(exhibit, metric, end(each[of] for each in found), unit, f"{SOURCE}: over 12 cases", series=series)
+    # Four series of three systems: each case beside the next larger system, and 175B beside 530B.
+    pairs = [(number, number + 1) for number in range(11) if number % 3 != 2]
+    pairs += [(number, number + 3) for number in (0, 1, 2, 6, 7, 8)]
+    for metric, end in (("write bandwidth", max), ("lifespan", min)):
+        worst = end(found[larger][metric] / found[smaller][metric] for smaller, larger in pairs)
+        of = "largest of 14 pairs" if end is max else "least of 14 pairs"
+        yield shown(exhibit, f"{metric} of a larger system or model", worst, "x", f"{SOURCE}: {of}", series="all cases")
 
 
 def scaled_up() -> Iterator[Row]:
