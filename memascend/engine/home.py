@@ -30,6 +30,7 @@ from memascend.storage.engine_tiers import DirectTier
 from memascend.storage.errors import StorageError
 from memascend.storage.freed_space import free_bytes, unlink
 from memascend.storage.native import _C
+from memascend.storage.shared_memory import control_file_bytes
 from memascend.storage.tier import Transferred
 
 _FILE, _META = "states", "completed step"
@@ -382,6 +383,11 @@ def store_bytes(sizes: Iterable[int], *, versions: int = 2, beside: Sequence[int
     whole, others = ([in_chunks(size) for size in each] for each in (sizes, beside))
     log = _log_bytes(len(whole) + len(others))
     return _FIXED_BYTES + 2 * log + 2 * META_BYTES + versions * sum(whole) + sum(others) + slack
+
+
+def control_bytes(size: int) -> int:
+    """Of the control file beside a store's file of `size` bytes, while it is open."""
+    return control_file_bytes(size, _CHUNK_BYTES)
 
 
 def in_chunks(size: int) -> int:

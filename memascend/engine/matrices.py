@@ -19,7 +19,7 @@ from memascend.engine.layout import Part, Piece, Unit
 from memascend.engine.weights import WeightStream
 from memascend.ops.rows import WholeRows, slice_module
 
-_AHEAD = 2  # slices: those that a pass reads before it needs them
+SLICES_AHEAD = 2  # those that a pass reads before it needs them
 
 
 class MatrixRuntime(Protocol):
@@ -65,7 +65,7 @@ class StreamedRows:
         weights, unit = self._runtime.weights, self._slices[number]
         weights.take(unit)
         try:
-            weights.stream.prefetch([self._slices[each].key for each in ahead[:_AHEAD]])
+            weights.stream.prefetch([self._slices[each].key for each in ahead[:SLICES_AHEAD]])
             begin, end = self.bounds[number]
             before = self._runtime.now()
             yield weights.values(unit)[: (end - begin) * self.width].view(end - begin, self.width)

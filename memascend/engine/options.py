@@ -11,6 +11,8 @@ from memascend.engine.updates import ARMS
 from memascend.swapping import RULES
 
 STATES = (torch.float32, torch.bfloat16)
+# By what `memascend train` calls them; with `ssd` the inputs wait on the tier, too.
+CHECKPOINTS = {"offloaded": "tier", "ssd": "tier", "plain": "device"}
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 

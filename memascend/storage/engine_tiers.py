@@ -8,7 +8,7 @@ import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -23,8 +23,8 @@ from memascend.storage.engine_requests import Requests, Transfer
 from memascend.storage.errors import StorageError
 from memascend.storage.file_engine import FileEngine
 from memascend.storage.key_queue import KeyQueue, Turn
-from memascend.storage.scratch import collect_scratch_files, create_scratch_folder
-from memascend.storage.shared_memory import CONTROL_FOLDER
+from memascend.storage.scratch import UNIT_BYTES, collect_scratch_files, create_scratch_folder
+from memascend.storage.shared_memory import CONTROL_FOLDER, control_file_bytes
 from memascend.storage.staging import LINK, REFLINK, detach, hard_linked, reflinked, shared
 from memascend.storage.tier import Transferred
 from memascend.storage.tier_base import TierBase, require_memory
@@ -34,8 +34,24 @@ __all__ = ["DirectTier", "FileTier"]
 # A file that has to grow while tensors come takes an eighth more than they need, so that it does not grow with each of
 # them; where the volume has not that much, it takes just what they need.
 _GROWTH, _LEAST_GROWTH_BYTES, _MOST_GROWTH_BYTES = 0.125, 1 << 20, 1 << 30
+_INDEX_BYTES = (1 << 20) + (8 << 10)  # before the tensors: superblocks, and a log that stays empty
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NAME_BYTES = 200  # of a file's name; file systems take 255
+
+
+def scratch_file_bytes(sizes: Iterable[int]) -> int:
+    """What the file of `DirectTier.in_file` and its control file take when tensors of these sizes have come, in this
+    order, and there was room to spare."""
+    used = grown = 0
+    for size in sizes:
+        used += room_for([size])
+        grown = grown if used <= grown else _with_spare(used)
+    return grown + _INDEX_BYTES + control_file_bytes(grown, UNIT_BYTES)
+
+
+def _with_spare(used_bytes: int) -> int:
+    """What a file grows to for tensors of `used_bytes`."""
+    return used_bytes + min(max(int(used_bytes * _GROWTH), _LEAST_GROWTH_BYTES), _MOST_GROWTH_BYTES)
 
 
 class _EngineTier(TierBase):
@@ -353,9 +369,8 @@ class DirectTier(_EngineTier):
         """Space on devices is what it is: a write for which there is none fails."""
         used = self._used_bytes + room_for([nbytes]) - (0 if before is None else room_for([before]))
         if self._in_file and used > self._grown_bytes:
-            more = min(max(int(used * _GROWTH), _LEAST_GROWTH_BYTES), _MOST_GROWTH_BYTES)
             try:
-                self._grow(used + more)
+                self._grow(_with_spare(used))
             except StorageError as error:
                 if error.errno not in _NO_SPACE:
                     raise

@@ -25,7 +25,7 @@ from memascend.storage.locks import try_lock
 from memascend.storage.names import SCRATCH_PREFIX
 from memascend.storage.native import _C
 
-_UNIT = 4096
+UNIT_BYTES = 4096  # of space, in a file that grows with its tensors
 _UNITS_AT_MOST = 8 << 20  # so that the map of them takes at most 1 MiB of memory; larger files have larger units
 _LOG_BYTES = 4096  # nothing is ever committed to it
 _EMPTY_BYTES = 2 << 20  # superblocks, the log, and the first of the space
@@ -41,7 +41,7 @@ def room_for(sizes: Iterable[int]) -> int:
 
 
 def _unit_bytes(size_bytes: int) -> int:
-    unit = _UNIT
+    unit = UNIT_BYTES
     while size_bytes > unit * _UNITS_AT_MOST:
         unit *= 2
     return unit
@@ -254,5 +254,5 @@ def _dead_owner(path: str, fd: int) -> tuple[str, str, int] | None:
     except (OSError, RuntimeError):
         return None
     if block is None:
-        return None if any(os.pread(fd, 2 * _UNIT, 0)) else ("", "", 0)
+        return None if any(os.pread(fd, 2 * UNIT_BYTES, 0)) else ("", "", 0)
     return (block["uuid"], block["owner"], block["scratch_pid"]) if block["scratch_pid"] else None

@@ -18,6 +18,8 @@ from pathlib import Path
 from memascend.storage.locks import try_lock
 
 CONTROL_FOLDER = "/dev/shm"
+# Of a control file (csrc/core/control.cpp): a header and what is reserved, and a bit for each unit of space.
+_CONTROL_BYTES, _PAGE_BYTES = 4096 + 16 * 131072, 4096
 _CONTROL = re.compile(r"memascend-[0-9a-f]{32}")
 _BUFFER_PREFIX = "deepspeed_allreduce_buffer_"
 _OPENING, _PRESENCE = 0, 1  # bytes of a control file that carry locks: held while it is opened, and while it is used
@@ -37,6 +39,12 @@ class Leftover:
 
     def __str__(self) -> str:
         return f"{self.bytes:>14,} bytes {self.path}, {self.kind}: {self.sign}"
+
+
+def control_file_bytes(data_bytes: int, unit_bytes: int) -> int:
+    """Of the control file of a store of one file, which has room for `data_bytes` in such units."""
+    units = -(-data_bytes // unit_bytes)
+    return _CONTROL_BYTES + -(-units // (8 * _PAGE_BYTES)) * _PAGE_BYTES
 
 
 def collect_shared_memory(folder: str | os.PathLike[str] = CONTROL_FOLDER) -> list[Leftover]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from memascend.engine import home as homes
-from memascend.engine.options import EngineOptions
+from memascend.engine.options import CHECKPOINTS, EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.engine.spilled import SpilledValues
 from memascend.memory.ledger import Ledger
@@ -35,7 +35,6 @@ log = logging.getLogger("memascend")
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _STATES = ("master", "exp_avg", "exp_avg_sq")
-_CHECKPOINTS = {"offloaded": "tier", "ssd": "tier", "plain": "device"}
 
 
 class StreamingBackend:
@@ -116,7 +115,7 @@ class StreamingBackend:
             device=self.device,
             accumulate=config.accumulate,
             clip=config.clip,
-            checkpoints=_CHECKPOINTS[config.checkpointing],
+            checkpoints=CHECKPOINTS[config.checkpointing],
             states=_DTYPES[config.states],
             gradients=_DTYPES[config.gradients],
             zero_missing=True,

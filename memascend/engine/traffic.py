@@ -1,0 +1,305 @@
+"""What a step of the engine reads and writes, and what its folder takes, from a layout and options alone.
+
+A plan counts with these what a run then moves: no weights, no files. Steps are steady ones: the first step reads more,
+since it does not know yet in which order the blocks come. Which weights are still in memory when they are needed again
+is not a formula here: the stream of a run (`WeightStream`) goes through a step over a storage that only counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from memascend.engine.blocks import ModelUnits
+from memascend.engine.buffers import weight_classes
+from memascend.engine.home import control_bytes
+from memascend.engine.layout import Kind, Layout, Piece, Unit, padded
+from memascend.engine.matrices import SLICES_AHEAD
+from memascend.engine.one_version import bytes_of
+from memascend.engine.options import EngineOptions
+from memascend.engine.weights import WeightStream
+from memascend.memory.pinned import CountingAllocator
+from memascend.memory.pools import AdaptiveBufferPool
+from memascend.storage.completion import Completion, Promise
+from memascend.storage.engine_tiers import scratch_file_bytes
+
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+PHASES = (FORWARD, BACKWARD, OPTIMIZER)
+WEIGHTS, STATES, GRADIENTS, INPUTS, RECORDS = "weights", "states", "gradients", "inputs of blocks", "records"
+_STEP = 1000  # a number of steps with as many digits as most have
+
+
+class MatrixUse(NamedTuple):
+    """What a matrix that comes by slices is: an embedding, a head, or both (tied)."""
+
+    embedding: bool
+    head: bool
+
+    @property
+    def tied(self) -> bool:
+        return self.embedding and self.head
+
+
+def matrix_uses(units: ModelUnits) -> dict[str, MatrixUse]:
+    """Of a model's sliced matrices, by their keys."""
+    kinds = {key: {type(module) for module in units.modules[key]} for key in units.matrices}
+    return {key: MatrixUse(torch.nn.Embedding in found, torch.nn.Linear in found) for key, found in kinds.items()}
+
+
+@dataclass
+class Traffic:
+    """Bytes of one step by (phase, what)."""
+
+    read: Counter[tuple[str, str]] = field(default_factory=Counter)
+    written: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @property
+    def total_read(self) -> int:
+        return self.read.total()
+
+    @property
+    def total_written(self) -> int:
+        return self.written.total()
+
+    def written_by_kind(self) -> dict[str, int]:
+        sums: Counter[str] = Counter()
+        for (_, what), nbytes in self.written.items():
+            sums[what] += nbytes
+        return dict(sums)
+
+    def of_phases(self, moved: Mapping[tuple[str, str], int]) -> dict[str, int]:
+        """`read` or `written`, by phase."""
+        return {phase: sum(nbytes for (when, _), nbytes in moved.items() if when == phase) for phase in PHASES}
+
+
+def step_traffic(
+    layout: Layout,
+    options: EngineOptions,
+    *,
+    input_numel: int = 0,
+    uses: Mapping[str, MatrixUse] | None = None,
+    facts_bytes: int = 0,
+) -> Traffic:
+    """Of a steady step in which every trained parameter gets a gradient, and every slice of an embedding is looked at.
+
+    `options.versions`: None counts as two. `input_numel`: elements of a block's input (its hidden states); `uses`: of
+    sliced matrices, by `Unit.matrix` (default: heads); `facts_bytes`: of what the loop keeps with each step, as JSON.
+    Results inside of blocks that are swapped (`options.swap`) are decided in the run, and not in it.
+    """
+    made, passes, uses = Traffic(), options.accumulate, uses or {}
+    if layout.units:
+        _add_weights(made, layout, options, uses)
+    for unit in layout.units:
+        if unit.trained:
+            _add_update(made, layout, options, unit)
+    _add_gradients(made, layout, options, uses)
+    if options.checkpoints == "tier":
+        inputs = passes * len(_blocks(layout)) * padded(input_numel, layout.weights) * layout.weights.itemsize
+        made.written[FORWARD, INPUTS] += inputs
+        made.read[BACKWARD, INPUTS] += inputs
+    made.written[OPTIMIZER, RECORDS] += sum(_record_bytes(layout, options, facts_bytes))
+    return made
+
+
+def _blocks(layout: Layout) -> list[Unit]:
+    return [unit for unit in layout.units if unit.kind is Kind.BLOCK]
+
+
+def _update_phase(options: EngineOptions) -> str:
+    return OPTIMIZER if options.waits else BACKWARD
+
+
+def _add_weights(made: Traffic, layout: Layout, options: EngineOptions, uses: Mapping[str, MatrixUse]) -> None:
+    """By a step of as many passes as differ: the first, one in the middle, and the last."""
+    replayed = _Replay(layout, options, uses)
+    passes = min(options.accumulate, 3)
+    for number in range(passes):
+        times = options.accumulate - 2 if passes == 3 and number == 1 else 1
+        forward, backward = replayed.one_pass(last=number == passes - 1)
+        made.read[FORWARD, WEIGHTS] += times * forward
+        made.read[BACKWARD, WEIGHTS] += times * backward
+    made.read[OPTIMIZER, WEIGHTS] += replayed.update()
+
+
+class _Replay:
+    """The order in which a step asks for weights, put to the stream and the slots of a run."""
+
+    def __init__(self, layout: Layout, options: EngineOptions, uses: Mapping[str, MatrixUse]) -> None:
+        self._layout, self._options = layout, options
+        self._storage = _Counting()
+        classes = weight_classes(layout, options.blocks_in_flight)
+        pool = AdaptiveBufferPool(classes, layout.weights, CountingAllocator("page_aligned"))
+        self._stream = WeightStream(self._storage, pool=pool)
+        for unit in layout.units:
+            self._stream.register(unit.key, layout.unit_numel(unit))
+        self._blocks = [unit.key for unit in _blocks(layout)]
+        self._held = [unit.key for unit in layout.units if unit.kind is Kind.HELD]
+        self._looked_up = [[unit.key] for unit in layout.units if unit.kind is Kind.LOOKED_UP]
+        self._heads: list[list[str]] = []  # slices by their matrix
+        for matrix, slices in itertools.groupby(layout.units, key=lambda unit: unit.matrix):
+            use, keys = uses.get(matrix, MatrixUse(embedding=False, head=True)), [unit.key for unit in slices]
+            self._looked_up += [keys] if matrix and use.embedding else []
+            self._heads += [keys] if matrix and use.head else []
+        self._kept: list[str] = []
+
+    def one_pass(self, *, last: bool) -> tuple[int, int]:
+        """Bytes that are read in forward and in backward; of the `last` one with updates, where nothing waits."""
+        before = self._storage.read_bytes
+        self._stream.read_ahead([*self._blocks, *reversed(self._blocks)])
+        self._visit(*self._looked_up, self._blocks)
+        if not self._kept:
+            self._stream.fetch(self._held)  # until the last backward pass has ended
+            self._kept = self._held
+        self._visit(*self._heads)
+        between = self._storage.read_bytes
+        self._visit(*self._heads, self._blocks[::-1])
+        if last:
+            for key in self._kept:
+                self._stream.release(key)
+            self._kept = []
+            trained = {unit.key for unit in self._layout.units if unit.trained}
+            for keys in self._looked_up if not self._options.waits else ():  # closed when their gradients come
+                self._visit([key for key in keys if key in trained])
+        return between - before, self._storage.read_bytes - between
+
+    def update(self) -> int:
+        """Bytes that are read after backward: of weights that masters do not replace as a whole."""
+        before = self._storage.read_bytes
+        for unit in reversed(self._layout.units):
+            if self._options.waits and unit.trained and (self._layout.own_masters or unit.frozen_numel):
+                self._visit([unit.key])
+        self._stream.release_idle()
+        return self._storage.read_bytes - before
+
+    def _visit(self, *each: Sequence[str]) -> None:
+        """One tensor after the other; of slices the next ones set out meanwhile."""
+        for keys in each:
+            for number, key in enumerate(keys):
+                self._stream.fetch([key])
+                if keys in self._heads or keys in self._looked_up:
+                    self._stream.prefetch(keys[number + 1 : number + 1 + SLICES_AHEAD])
+                self._stream.release(key)
+
+
+def _add_update(made: Traffic, layout: Layout, options: EngineOptions, unit: Unit) -> None:
+    """States in and out, weights out."""
+    phase, element = _update_phase(options), layout.weights.itemsize
+    states = sum(map(layout.states_numel, unit.pieces)) * layout.states.itemsize
+    made.read[phase, STATES] += states
+    made.written[phase, STATES] += states
+    made.written[phase, WEIGHTS] += layout.step_numel(unit) * element
+
+
+def _add_gradients(made: Traffic, layout: Layout, options: EngineOptions, uses: Mapping[str, MatrixUse]) -> None:
+    """Those that wait on the tier: for all of a step, for its other passes, or for a matrix's other use."""
+    passes = options.accumulate
+    every = sum(_gradient_bytes(piece, options) for piece in layout.pieces)
+    made.written[BACKWARD, GRADIENTS] += every * (passes if options.waits else passes - 1)
+    made.read[BACKWARD, GRADIENTS] += every * (passes - 1)
+    made.read[OPTIMIZER, GRADIENTS] += every if options.waits else 0
+    first = passes * sum(_of_first_uses(layout, options, uses))
+    made.written[BACKWARD, GRADIENTS] += first
+    made.read[BACKWARD, GRADIENTS] += first
+
+
+def _gradient_bytes(piece: Piece, options: EngineOptions) -> int:
+    """Of a piece's, as it waits."""
+    return padded(piece.numel, options.gradients) * options.gradients.itemsize
+
+
+def _of_first_uses(layout: Layout, options: EngineOptions, uses: Mapping[str, MatrixUse]) -> Iterator[int]:
+    """Gradients of a tied head by slices, which wait for those of the embedding in the same pass."""
+    for unit in layout.units:
+        if unit.kind is Kind.SLICE and unit.matrix in uses and uses[unit.matrix].tied:
+            yield from (_gradient_bytes(piece, options) for piece in unit.pieces)
+
+
+def gradients_wait(layout: Layout, options: EngineOptions, uses: Mapping[str, MatrixUse] | None = None) -> bool:
+    """Whether any gradient goes by the tier: then there are buffers for that."""
+    return options.waits or options.accumulate > 1 or any(_of_first_uses(layout, options, uses or {}))
+
+
+def beside_bytes(
+    layout: Layout, options: EngineOptions, *, input_numel: int = 0, uses: Mapping[str, MatrixUse] | None = None
+) -> list[int]:
+    """Of each tensor in the file beside the states, in the order in which they come; empty: there is no such file."""
+    found = []
+    if options.checkpoints == "tier" and input_numel:
+        found += [padded(input_numel, layout.weights) * layout.weights.itemsize] * len(_blocks(layout))
+    found += _of_first_uses(layout, options, uses or {})
+    if (options.waits or options.accumulate > 1) and not options.redoes:
+        found += [
+            _gradient_bytes(piece, options) for unit in _as_gradients_come(layout, uses or {}) for piece in unit.pieces
+        ]
+    return found
+
+
+def _as_gradients_come(layout: Layout, uses: Mapping[str, MatrixUse]) -> list[Unit]:
+    """Backward goes from head and norm through the blocks to the embeddings."""
+    looked_up = [u for u in layout.units if u.kind is Kind.LOOKED_UP or (u.matrix in uses and uses[u.matrix].embedding)]
+    blocks = _blocks(layout)
+    first = [unit for unit in layout.units if unit not in blocks and unit not in looked_up]
+    return [*first, *reversed(blocks), *looked_up]
+
+
+def folder_bytes(
+    layout: Layout, options: EngineOptions, *, input_numel: int = 0, uses: Mapping[str, MatrixUse] | None = None
+) -> int:
+    """What the home's folder takes on its disk while training goes on: the states' file, the one beside it, and the
+    control file of each."""
+    versions = options.versions or 2
+    states = bytes_of(layout, versions, options.gradients, options.state_slots, redo=options.redo)
+    beside = file_beside_bytes(layout, options, input_numel=input_numel, uses=uses)
+    return states + control_bytes(states) + beside
+
+
+def file_beside_bytes(
+    layout: Layout, options: EngineOptions, *, input_numel: int = 0, uses: Mapping[str, MatrixUse] | None = None
+) -> int:
+    """Of the file beside the states, for gradients that wait and inputs of blocks, and of its control file."""
+    found = beside_bytes(layout, options, input_numel=input_numel, uses=uses)
+    return scratch_file_bytes(found) if found else 0
+
+
+def _record_bytes(layout: Layout, options: EngineOptions, facts_bytes: int) -> Iterator[int]:
+    """Of each of a step's commits, what it keeps as JSON (`StreamingEngine._record`, `one_version.Redo`)."""
+    count = len(layout.order)
+    record = _json({"steps": [_STEP] * count, "versions": options.versions or 2}) + facts_bytes
+    if options.redoes:
+        arrived = [[n, m] for n, unit in enumerate(layout.units) for m, part in enumerate(unit.parts) if part.trained]
+        of_step = {"of": [0] * count, "arrived": arrived, "spilled": list(range(len(layout.pieces)))}
+        done = record + _json(of_step)
+        yield done
+        for unit in layout.units:
+            if unit.trained:
+                done += len(unit.key) + len('"", ')
+                yield done
+    elif options.tears:
+        yield record  # which says that they are torn
+    yield record
+
+
+def _json(what: object) -> int:
+    return len(json.dumps(what))
+
+
+class _Counting:
+    """A storage whose reads are done at once."""
+
+    def __init__(self) -> None:
+        self.read_bytes = 0
+
+    def read(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
+        self.read_bytes += tensor.nbytes
+        done = Promise(f"read of {key}")
+        done.set_result()
+        return done
+
+    def write(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
+        raise AssertionError("nothing is written where reads are counted")
