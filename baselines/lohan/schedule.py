@@ -12,6 +12,10 @@ Traffic of a step over the SSD is the paper's: weights 2P in forward, 14P in bac
 written. Inputs of blocks wait on the SSD, as the streaming engine keeps them; each block is recomputed. `as_published`
 is `optimized` with what the paper's Algorithm 1 swaps besides (section IV-D), so that less is computed again;
 `released` swaps what the authors' released script does (erratum L18).
+
+With clipping, or one version of the states that a step can be done again from, all gradients must have come before one
+is used: they wait on the SSD in every arm. Of several batches those of the earlier ones do. (The paper has neither.)
+Bytes that a plan prints are the engine's, to the byte (`baselines.lohan.run`); these tasks say how long they take.
 """
 
 from __future__ import annotations
@@ -20,17 +24,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from baselines.lohan.equations import Net, Rates
-from baselines.protocol.schedules import backward, forward, gradients_to_ssd, swapping_optimizer
+from baselines.protocol.schedules import backward, forward, swapping_optimizer
+from memascend.planner.workload import ELEMENT_BYTES
 from memascend.swapping import RULES
 
 if TYPE_CHECKING:
     from baselines.protocol.schedules import Arrived
     from memascend.planner.pieces import Piece
     from memascend.planner.step import Step
+    from memascend.planner.workload import Workload
 
 STATE_SLOTS = "state slots"
 SWAPPING_ARMS = {"as_published": "algorithm 1", "released": "released"}
 VERSIONS = 2  # of weights and states on the SSD, so that a kill loses nothing but the step under way
+MOMENTS = 2
 _SLOTS = 3  # one that is read, one that is updated, one that is written (Fig. 3b)
 
 
@@ -38,19 +45,50 @@ def schedule(step: Step) -> None:
     if step.work.arm_name in SWAPPING_ARMS:
         swap_activations(step)
     done = forward(step, stores_checkpoints=True)
-    if step.work.arm_name == "none":
-        done = backward(step, after=done, stores_checkpoints=True, arrived=gradients_to_ssd(step))
-        swapping_optimizer(step, after=done, state_tensors=state_tensors(step))
+    if gradients_wait(step.work):
+        done = backward(step, after=done, stores_checkpoints=True, arrived=waiting_gradients(step))
+        swapping_optimizer(
+            step,
+            after=done,
+            state_tensors=state_tensors(step),
+            gradient_bytes=gradient_bytes(step),
+            reads_weights=state_tensors(step) == MOMENTS,
+            pipelined=step.work.arm_name not in ("naive", "none"),
+        )
     else:
         backward(step, after=done, stores_checkpoints=True, arrived=active_gradients(step, done))
-    for what in ("weights", "master weights and moments"):
-        step.store(what, (VERSIONS - 1) * step.stored_bytes[what])
 
 
 def state_tensors(step: Step) -> int:
     """Beside the weights: master and two moments, or the moments alone where the weights are of the states' type and
     so their own master (`memascend.engine.layout.Layout.own_masters`)."""
-    return 2 if step.work.dtype == step.work.kept_states else 3
+    return MOMENTS if step.work.dtype == step.work.kept_states else 1 + MOMENTS
+
+
+def gradients_wait(work: Workload) -> bool:
+    """Whether all gradients of a step wait until the last one has come (`memascend.engine.options`)."""
+    return work.arm_name == "none" or work.clip > 0 or work.state_versions == "one"
+
+
+def gradient_bytes(step: Step) -> int:
+    """Of all gradients, as they wait."""
+    return step.swapped_states_bytes // step.state_bytes * ELEMENT_BYTES[step.work.gradients]
+
+
+def waiting_gradients(step: Step) -> Arrived:
+    """Each piece's gradients go on to the SSD, and those of several batches are added up there."""
+    batches = step.work.accumulation
+    shares = dict(zip(step.pieces, step.divide(gradient_bytes(step), step.pieces), strict=True))
+
+    def arrived(piece: Piece, gradient: str) -> list[str]:
+        if not (nbytes := shares[piece]):
+            return []
+        needs = {"ssd.write": batches * nbytes}
+        if batches > 1:
+            needs["ssd.read"] = (batches - 1) * nbytes
+        return [step.add(f"write gradients of {piece.name}", "backward", needs, after=(gradient,))]
+
+    return arrived
 
 
 def swap_activations(step: Step) -> None:
@@ -82,7 +120,7 @@ def active_gradients(step: Step, begin: str) -> Arrived:
     """Read states, update with the gradient that has arrived, write states and weights; `begin`: no earlier than that.
 
     Each piece's states take a slot from their read to the end of their write. Only the last of several accumulated
-    batches updates, which their summed amounts leave as it is.
+    batches updates; gradients of the earlier ones wait on the SSD, and are added up there.
     """
     overlapped = step.work.arm_name != "naive"
     pieces = step.pieces[::-1]
@@ -90,8 +128,8 @@ def active_gradients(step: Step, begin: str) -> Arrived:
     states = step.divide(on_ssd, pieces)
     of_piece = dict(zip(pieces, states, strict=True))
     weights_of = dict(zip(pieces, step.divide(step.swapped_weight_bytes, pieces), strict=True))
-    step.store("weights", step.swapped_weight_bytes)
-    step.store("master weights and moments", on_ssd)
+    earlier = (step.work.accumulation - 1) * gradient_bytes(step)
+    earlier_of = dict(zip(pieces, step.divide(earlier, pieces), strict=True))
     step.pool(STATE_SLOTS, _SLOTS if overlapped else 1)
     last = {"read": begin, "write": begin}
 
@@ -99,11 +137,15 @@ def active_gradients(step: Step, begin: str) -> Arrived:
         nbytes, phase = of_piece[piece], "backward"
         first = (last["read"],) if overlapped else (last["write"], gradient)
         read = step.add(
-            f"read states of {piece.name}", phase, {"ssd.read": nbytes}, after=first, takes={STATE_SLOTS: 1}
+            f"read states of {piece.name}",
+            phase,
+            {"ssd.read": nbytes + earlier_of[piece]},
+            after=first,
+            takes={STATE_SLOTS: 1},
         )
         needs = {"cpu": step.adamw_s(piece.parameters)}
         update = step.add(f"AdamW {piece.name}", phase, needs, after=(read, gradient))
-        needs = {"ssd.write": nbytes + weights_of[piece]}
+        needs = {"ssd.write": nbytes + weights_of[piece] + earlier_of[piece]}
         write = step.add(f"write states of {piece.name}", phase, needs, after=(update,), gives={STATE_SLOTS: 1})
         last["read"], last["write"] = read, write
         return [write]

@@ -14,6 +14,7 @@ from memascend.memory.budget import parse_bytes
 from memascend.training.backends import STREAMING, Setup
 
 if TYPE_CHECKING:
+    from memascend.planner.step import IoVolume
     from memascend.planner.workload import Workload
     from memascend.training.config import TrainConfig
 
@@ -72,21 +73,35 @@ class LoHan(PlannedSystem):
         self.refuse_a_plan_of_states(config.placement)
 
     @staticmethod
-    def stored_in(versions: str, work: Workload, stored_bytes: int) -> int:
-        """On the SSD of what takes `stored_bytes` in two versions: in `one`, with the gradients of a step, or in one
-        alone and room for two units (`checkpoint`)."""
-        spec, gradient = work.spec, 2 if work.gradients == "bf16" else 4
-        alone = stored_bytes // VERSIONS
-        if versions == "checkpoint":
-            return alone + 2 * alone // max(1, spec.layers)
-        return alone + spec.parameters * gradient if versions == "one" else stored_bytes
+    def volume(work: Workload) -> IoVolume:
+        """What a step reads and writes, and what the states' folder takes."""
+        from baselines.lohan.run import volume_of
+
+        return volume_of(work)
+
+    @staticmethod
+    def stored_in(versions: str, work: Workload) -> int:
+        """Bytes on the SSD with `two` versions of the states, with `one` and the gradients of a step that it can be
+        done again from, or with one alone and room for two units (`checkpoint`); each with what waits beside them."""
+        from baselines.lohan.run import stored_in
+
+        return stored_in(versions, work)
 
     @classmethod
-    def storage_notes(cls, work: Workload, stored_bytes: int, room_bytes: float | None = None) -> list[str]:
-        """How many versions of the states a run keeps, and why."""
-        ways = ("two", "one", "checkpoint")
-        two, one, alone = (f"{cls.stored_in(way, work, stored_bytes) / GIB:.2f} GiB" for way in ways)
+    def storage_notes(cls, work: Workload, room_bytes: float | None = None) -> list[str]:
+        """What a step writes, how many versions of the states a run keeps, and why."""
+        from baselines.lohan.run import writes_in_words
+        from memascend.planner.limits import within_room
+
+        return [writes_in_words(within_room(work, room_bytes)), *cls._versions(work, room_bytes)]
+
+    @classmethod
+    def _versions(cls, work: Workload, room_bytes: float | None) -> list[str]:
+        stored = {way: cls.stored_in(way, work) for way in ("two", "one", "checkpoint")}
+        two, one, alone = (f"{nbytes / GIB:.2f} GiB" for nbytes in stored.values())
         again = "a step writes and reads its gradients once more for it"
+        if work.clip > 0 or work.arm_name == "none":
+            again = "its gradients are on the SSD in any case, and none are written more than with two"
         if work.state_versions == "checkpoint":
             return [
                 f"one version of the states alone is kept, {alone}, as asked for: after a kill in the middle of a step "
@@ -102,7 +117,7 @@ class LoHan(PlannedSystem):
             f"one alone by train --state-versions checkpoint: {alone}; after a kill in the middle of a step training "
             "goes on from the last checkpoint"
         )
-        if work.state_versions == "auto" and room_bytes is not None and room_bytes < stored_bytes:
+        if work.state_versions == "auto" and room_bytes is not None and room_bytes < stored["two"]:
             return [
                 f"one version of the states is kept, {one} with the gradients that a step can be done again from, as "
                 f"two take {two} and there are {room_bytes / GIB:.2f} GiB;",

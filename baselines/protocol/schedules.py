@@ -145,24 +145,34 @@ def overflow_check(step: Step, *, after: str, chain: bool) -> str:
     return step.add("overflow check", "overflow check", {"cpu": step.check_s(chain=chain)}, after=(after,))
 
 
-def swapping_optimizer(step: Step, *, after: str, state_tensors: int = 3) -> str:
+def swapping_optimizer(
+    step: Step,
+    *,
+    after: str,
+    state_tensors: int = 3,
+    gradient_bytes: int | None = None,
+    reads_weights: bool = False,
+    pipelined: bool | None = None,
+) -> str:
     """Sub-group by sub-group: read states, update, write them and the new weights, one after the other (DeepSpeed's
     defaults `pipeline_read` and `pipeline_write` false), or, `pipelined`, of three sub-groups side by side. Gradients
     come along unless the arm keeps them in memory. `state_tensors`: master and moments, or moments alone.
+    `gradient_bytes`: of all gradients, in another type than the states'; `reads_weights`: which are their own masters.
     """
     work, states = step.work, step.swapped_states_bytes
     gradients = states if work.arrangement.swaps_gradients else 0
+    gradients = gradients if gradient_bytes is None else gradient_bytes
     weights = step.swapped_weight_bytes
     step.store("weights", weights)
     step.store("master weights and moments", state_tensors * states)
     step.store("gradients", gradients)
     count = min(len(work.sub_groups()), _MOST_GROUPS)
     update_s = step.adamw_s(work.spec.parameters) / count
-    pipelined = work.arrangement.pipelined
+    pipelined = work.arrangement.pipelined if pipelined is None else pipelined
     one = {step.pool(_GROUPS, 3): 1} if pipelined else {}
     read = update = written = after
     for group in range(count):
-        needs = {"ssd.read": _share(state_tensors * states + gradients, group, count)}
+        needs = {"ssd.read": _share(state_tensors * states + gradients + reads_weights * weights, group, count)}
         before = read if pipelined else written
         read = step.add(f"read states {group}", "optimizer", needs, after=(before,), takes=one)
         update = step.add(f"AdamW {group}", "optimizer", {"cpu": update_s}, after=(read, update))

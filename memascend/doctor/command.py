@@ -71,7 +71,7 @@ def _needs(options: argparse.Namespace) -> Any:
     from memascend.planner.command import fused_experts
     from memascend.planner.footprint import plan
     from memascend.planner.gpu_memory import gpu_memory
-    from memascend.planner.options import default_context
+    from memascend.planner.options import DEFAULT_CLIP, default_context
     from memascend.planner.spec import model_spec
     from memascend.planner.step import io_volume
     from memascend.planner.workload import Workload
@@ -84,6 +84,7 @@ def _needs(options: argparse.Namespace) -> Any:
         ranks=options.gpus,
         batch=options.batch,
         context=options.context or default_context(spec.config),
+        clip=DEFAULT_CLIP,
     )
     host, volume = plan(work), io_volume(work)
     unlocked = ("process", "nvme_engine_buffers")

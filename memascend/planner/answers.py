@@ -9,7 +9,7 @@ from memascend import systems
 from memascend.planner.activations import Choice, activation_room, choose
 from memascend.planner.footprint import Plan, plan
 from memascend.planner.gpu_memory import DevicePlan, activation_writes, gpu_memory
-from memascend.planner.limits import SSD_SPACE, Largest, Limits, largest, stored_within
+from memascend.planner.limits import SSD_SPACE, Largest, Limits, largest, stored_within, within_room
 from memascend.planner.machine import Machine
 from memascend.planner.node_memory import NodePlan, place, topology_of
 from memascend.planner.paths import PathPlan, plan_paths
@@ -92,7 +92,7 @@ class Answers:
     @property
     def swap_bytes(self) -> int:
         """What lies on the SSD between steps, where there is room enough."""
-        return stored_within(self.work, self.volume.stored_bytes, None)
+        return stored_within(self.work, None)
 
     @property
     def fits(self) -> bool | None:
@@ -114,18 +114,19 @@ def answer(
 
     `endurance_tb`: what the drives are rated to write; `endurance_gain`: how many times that they are trusted with.
     """
-    host, device, volume = plan(work), gpu_memory(work), io_volume(work)
+    kept = within_room(work, limits.ssd_bytes)  # with as many versions of the states as there is room for
+    host, device, volume = plan(kept), gpu_memory(kept), io_volume(kept)
     unscheduled = 0 if volume.activation_bytes else activation_writes(work)
     needs = (
         Need(name="GPU memory", needed_bytes=device.device_bytes, limit_bytes=limits.gpu_bytes),
         Need(name="host memory", needed_bytes=host.host_bytes, limit_bytes=limits.ram_bytes),
         Need(
             name=SSD_SPACE,
-            needed_bytes=stored_within(work, volume.stored_bytes, limits.ssd_bytes),
+            needed_bytes=volume.stored_bytes,
             limit_bytes=limits.ssd_bytes,
         ),
     )
-    time, no_time = _time(work, machine)
+    time, no_time = _time(kept, machine)
     rated = None if endurance_tb is None else endurance_tb * endurance_gain
     paths = plan_paths(work, machine, time.seconds if time else None, rated)
     return Answers(

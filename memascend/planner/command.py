@@ -16,7 +16,7 @@ from typing import Any
 from memascend.memory.budget import parse_bytes
 from memascend.memory.placement_policy import PlacementPolicy
 from memascend.planner.derived_sizes import io_settings
-from memascend.planner.options import DEFAULT_STACK, MODEL_OPTIONS, STATE_VERSIONS, default_context
+from memascend.planner.options import DEFAULT_CLIP, DEFAULT_STACK, MODEL_OPTIONS, STATE_VERSIONS, default_context
 from memascend.planner.spec import ModelSpec, model_spec
 from memascend.planner.workload import SwapSizes, Workload, workload_asked_for
 from memascend.systems import arrangement, own_defaults, require_versions
@@ -40,6 +40,7 @@ def add_plan(commands: Any, probe: Callable[[Path | None], Any]) -> None:
     what.add_argument("--context", type=count, help="tokens a sequence (default 4096, or the model's longest if less)")
     what.add_argument("--batch", type=count, help="sequences a GPU at a time (default 1)")
     what.add_argument("--accumulate", type=count, help="batches a step (default 1)")
+    what.add_argument("--clip", type=norm, help="largest norm of the gradients, as train's (default 1.0; 0: any)")
     what.add_argument("--dtype", help="bf16 (default), or fp16, which needs an overflow check")
     what.add_argument("--states", help="optimizer states: fp32 (default), or bf16 with --dtype bf16")
     what.add_argument("--gradients", help="the gradient buffer: fp32 (default), or bf16 with --dtype bf16")
@@ -117,6 +118,17 @@ def count(text: str) -> int:
     return value
 
 
+def norm(text: str) -> float:
+    """A number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of at least 0")
+    return value
+
+
 def gib(text: str) -> float:
     """A positive number of GiB, for argparse."""
     return _positive(text, "GiB")
@@ -177,7 +189,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 
 # What is planned where neither the command line nor a DeepSpeed configuration says more; train's defaults too.
 _PRESETS = {"batch": 1, "accumulate": 1, "dtype": "bf16", "states": "fp32", "gradients": "fp32", "system": "memascend"}
-_PRESETS |= {name: getattr(DEFAULT_STACK, name) for name in MODEL_OPTIONS}
+_PRESETS |= {"clip": DEFAULT_CLIP} | {name: getattr(DEFAULT_STACK, name) for name in MODEL_OPTIONS}
 
 
 def _workload(options: argparse.Namespace) -> Workload:
@@ -208,7 +220,7 @@ def _configured(options: argparse.Namespace, spec: ModelSpec) -> Workload:
     """The run of the DeepSpeed JSON that --ds-config names."""
     from memascend.planner.from_config import Told, read_config, workload_of
 
-    for name in ("system", "arm", "states", "gradients", "write_config"):
+    for name in ("system", "arm", "states", "gradients", "clip", "write_config"):
         if getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} and --ds-config exclude one another: the configuration says what is planned")
@@ -295,6 +307,7 @@ def _train_line(options: argparse.Namespace) -> list[str]:
         "--context": options.context,
         "--batch": options.batch,
         "--accumulate": options.accumulate if options.accumulate > 1 else None,
+        "--clip": options.clip if options.clip != DEFAULT_CLIP else None,
         "--dtype": options.dtype,
         "--gradients": options.gradients if options.gradients != "fp32" else None,
         "--system": options.system,

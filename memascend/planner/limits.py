@@ -56,30 +56,53 @@ class Largest:
     unbounded: bool = False
 
 
-def stored_within(work: Workload, stored_bytes: int, room_bytes: float | None) -> int:
-    """Bytes on the SSD of what takes `stored_bytes` in two versions: as the work says, or else one version where there
-    is no room for two, of a system that can do with one."""
-    tell = getattr(systems.load(work.system), "stored_in", None)
-    if tell is None or (work.state_versions == "auto" and (room_bytes is None or stored_bytes <= room_bytes)):
-        return stored_bytes
-    return tell("one" if work.state_versions == "auto" else work.state_versions, work, stored_bytes)
+def within_room(work: Workload, room_bytes: float | None) -> Workload:
+    """The work with as many versions of its states as it keeps where there is so much room on the SSD (None: enough):
+    as it says itself, or else two where they fit, and one where not. Of a system without versions the work itself."""
+    stored_in = getattr(systems.load(work.system), "stored_in", None)
+    if stored_in is None or work.state_versions != "auto":
+        return work
+    two = room_bytes is None or stored_in("two", work) <= room_bytes
+    return replace(work, state_versions="two" if two else "one")
+
+
+def stored_within(work: Workload, room_bytes: float | None) -> int:
+    """Bytes on the SSD of the work `within_room`."""
+    stored_in = getattr(systems.load(work.system), "stored_in", None)
+    if stored_in is None:
+        return io_volume(work).stored_bytes
+    return stored_in(within_room(work, room_bytes).state_versions, work)
 
 
 class Fitter:
-    """Decides for one model and system; what does not depend on batch and context is planned once."""
+    """Decides for one model and system; what does not depend on batch and context is planned once.
+
+    Where a system counts what it stores by itself (`stored_in`), its checkpoints pass through a few slots on their way
+    to the SSD: both memory and space are then asked for anew.
+    """
 
     def __init__(self, work: Workload, limits: Limits) -> None:
         self.work, self.limits = work, limits
-        self._base = plan(replace(work, context=0)).host_bytes if limits.ram_bytes is not None else 0
-        self._stored = io_volume(work).stored_bytes if limits.ssd_bytes is not None else 0
+        self._counts = hasattr(systems.load(work.system), "stored_in")
+        self._base = self._stored = 0
+        if limits.ram_bytes is not None and not self._counts:
+            self._base = plan(replace(work, context=0)).host_bytes
+        if limits.ssd_bytes is not None and not self._counts:
+            self._stored = io_volume(work).stored_bytes
 
     def fits(self, batch: int, context: int) -> bool:
         limits, work = self.limits, replace(self.work, batch=batch, context=context)
-        if limits.ssd_bytes is not None and stored_within(work, self._stored, limits.ssd_bytes) > limits.ssd_bytes:
+        if limits.ssd_bytes is not None and self._stored_bytes(work) > limits.ssd_bytes:
             return False
-        if limits.ram_bytes is not None and self._base + checkpoint_bytes(work) > limits.ram_bytes:
+        if limits.ram_bytes is not None and self._host_bytes(work) > limits.ram_bytes:
             return False
         return limits.gpu_bytes is None or gpu_memory(work).device_bytes <= limits.gpu_bytes
+
+    def _stored_bytes(self, work: Workload) -> int:
+        return stored_within(work, self.limits.ssd_bytes) if self._counts else self._stored
+
+    def _host_bytes(self, work: Workload) -> int:
+        return plan(work).host_bytes if self._counts else self._base + checkpoint_bytes(work)
 
 
 def largest(work: Workload, limits: Limits) -> Largest:

@@ -12,6 +12,8 @@ MODEL_OPTIONS = {
     "checkpointing": ("none", "plain", "offloaded", "unsloth", "ssd"),
 }
 DEFAULT_CONTEXT = 4096
+# The largest norm of the gradients.
+DEFAULT_CLIP = 1.0
 # Of system lohan's states on the SSD.
 STATE_VERSIONS = ("auto", "one", "two", "checkpoint")
 

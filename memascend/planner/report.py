@@ -99,7 +99,7 @@ def _ssd(answers: Answers) -> list[str]:
     ]
     tell = getattr(systems.load(answers.work.system), "storage_notes", None)
     room = next((need.limit_bytes for need in answers.needs if need.name == SSD_SPACE), None)
-    lines += [f"  {line}" for line in (tell(answers.work, volume.stored_bytes, room) if tell is not None else ())]
+    lines += [f"  {line}" for line in (tell(answers.work, room) if tell is not None else ())]
     if wear.activation_bytes:
         lines += _activations(wear)
     if wear.tb_per_day is not None:
@@ -288,6 +288,7 @@ def as_json(answers: Answers) -> dict[str, Any]:
         "batch": work.batch,
         "context": work.context,
         "accumulate": work.accumulation,
+        "clip": work.clip,
         "host_bytes": made.host_bytes,
         "device_bytes": answers.device.device_bytes,
         "ssd_bytes": answers.swap_bytes,

@@ -215,5 +215,7 @@ def step_of(work: Workload, machine: Machine | None = None, costs: Calibrations 
 
 
 def io_volume(work: Workload) -> IoVolume:
-    """Bytes that one optimizer step of `work` reads and writes, with all batches that it accumulates."""
-    return step_of(work).volume()
+    """Bytes that one optimizer step of `work` reads and writes, with all batches that it accumulates: as the system
+    counts them itself (`volume`), or else as its tasks say."""
+    counted = getattr(systems.load(work.system), "volume", None)
+    return step_of(work).volume() if counted is None else counted(work)

@@ -65,8 +65,9 @@ class Workload:
     `states`: master weights, moments and swapped gradients (an arm may fix it); `gradients`: the flat buffer. `parts`
     stands in for the arm's own arrangement. `host_memory`: bytes that the run may take of the machine, None: any.
     `fates`: what becomes of each block's activations, where a system lets that be chosen; None: as the arm says.
-    `state_versions`: of a system that keeps versions of its states on the SSD, as `train` has it. `gpu`: whether one
-    computes, for a system that computes on the CPU where there is none.
+    `state_versions`: of a system that keeps versions of its states on the SSD, as `train` has it. `clip`: the largest
+    norm of the gradients (0: any), where it matters whether all of them must have come before one is used. `gpu`:
+    whether one computes, for a system that computes on the CPU where there is none.
     Raises ValueError, in one line, for what cannot be.
     """
 
@@ -87,6 +88,7 @@ class Workload:
     host_memory: int | None = None
     fates: tuple[str, ...] | None = None
     state_versions: str = "auto"
+    clip: float = 0.0
     gpu: bool = False
 
     def __post_init__(self) -> None:
@@ -181,7 +183,7 @@ class Workload:
 
 def workload_asked_for(options: Any, spec: ModelSpec, context: int, ranks: int, **others: Any) -> Workload:
     """What the options of `train` or `plan` ask for, which have the same names in both; `others` stand over them."""
-    names = ("system", "arm", "dtype", "states", "gradients", "batch", "state_versions")
+    names = ("system", "arm", "dtype", "states", "gradients", "batch", "state_versions", "clip")
     said = {name: getattr(options, name) for name in names}
     said["stack"] = Stack(**{name: getattr(options, name) for name in MODEL_OPTIONS})
     said["host_memory"] = parse_bytes(options.host_memory, "--host-memory") if options.host_memory else None
@@ -213,6 +215,8 @@ def _check_sizes(work: Workload) -> None:
     ):
         if value < least:
             raise ValueError(f"the {name} must be at least {least}, got {value}")
+    if not work.clip >= 0:
+        raise ValueError(f"the largest norm of the gradients (clip) must be at least 0, got {work.clip}")
 
 
 def _check_dtypes(work: Workload) -> None:

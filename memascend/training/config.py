@@ -14,7 +14,7 @@ from typing import Any
 from memascend.fates import EXAMPLE, BlockFates
 from memascend.memory.budget import parse_bytes
 from memascend.memory.placement_policy import PlacementPolicy
-from memascend.planner.options import MODEL_OPTIONS, STATE_VERSIONS
+from memascend.planner.options import DEFAULT_CLIP, MODEL_OPTIONS, STATE_VERSIONS
 from memascend.storage.write_budget import WriteBudget
 
 SAVED_AS = "config.yaml"
@@ -80,7 +80,7 @@ class TrainConfig:
     beta1: float = _option(0.9, "AdamW's", least=0, below=1)
     beta2: float = _option(0.999, "AdamW's", least=0, below=1)
     eps: float = _option(1e-8, "AdamW's", least=0)
-    clip: float = _option(1.0, "largest norm of the gradients; 0 leaves them as they are", least=0)
+    clip: float = _option(DEFAULT_CLIP, "largest norm of the gradients; 0 leaves them as they are", least=0)
     seed: int = _option(0, "of the initial weights, the split and the order of the data", least=0)
     # Where memory goes.
     system: str = _option("memascend", "memascend, zero_infinity, zero_offload ..., or in_memory: plain PyTorch")

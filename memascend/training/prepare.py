@@ -157,7 +157,6 @@ def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes
     """Bytes of host memory and swap files that the planner expects; None where it does not know the model or system."""
     from memascend.planner.host_budget import HostMemoryTooSmall, require_host_memory
     from memascend.planner.limits import stored_within
-    from memascend.planner.step import io_volume
 
     try:
         work = workload_of_run(config, _spec(config, model_config), context)
@@ -174,8 +173,7 @@ def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes
         )
     swapped = least = None
     with contextlib.suppress(ValueError):  # a system without a schedule
-        swapped = io_volume(work).stored_bytes
-        swapped, least = (stored_within(work, swapped, room) for room in (None, 0))
+        swapped, least = (stored_within(work, room) for room in (None, 0))
     return {
         "planned_host_bytes": planned.host_bytes,
         "planned_components": planned.components(),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -343,22 +344,46 @@ def test_the_plan_is_the_ledger_of_a_run_entry_by_entry(tmp_path, arm, swap):
     ours.close()
 
 
+SEVEN, PLAN = model_spec("qwen2.5-7b"), ["plan", "--model", "qwen2.5-7b", "--system", "lohan", "--context", "512"]
+_SIZE = "([0-9.]+) GiB"
+
+
 def test_the_plan_says_how_many_versions_of_the_states_there_are_and_why(capsys):
-    assert main(["plan", "--model", "qwen2.5-7b", "--system", "lohan", "--context", "512"]) == 0
+    assert main([*PLAN, "--clip", "0", "--checkpointing", "plain"]) == 0
     said = capsys.readouterr().out
-    parameters = model_spec("qwen2.5-7b").parameters
-    assert f"two versions are kept, {28 * parameters / 2**30:.2f} GiB" in said
-    assert f"one and the gradients that a step can be done again from: {18 * parameters / 2**30:.2f} GiB" in said
-    assert f"SSD: {28 * parameters / 2**30:.2f} GiB of swap files" in said
+    sizes = [f"two versions are kept, {_SIZE}", f"again from: {_SIZE}", f"--state-versions checkpoint: {_SIZE}"]
+    two, one, alone = (float(re.search(words, said)[1]) * 2**30 / SEVEN.parameters for words in sizes)
+    assert (two, one) == (pytest.approx(28, rel=0.001), pytest.approx(18, rel=0.06))  # and room for two blocks
+    assert alone == pytest.approx(14, rel=0.07)
+    assert float(re.search(f"SSD: {_SIZE} of swap files", said)[1]) * 2**30 / SEVEN.parameters == two
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            [],
+            "states 91.4 GB, gradients 30.5 GB (they wait for their norm, with --clip 0 they do not), weights 15.2 GB",
+        ),
+        (["--clip", "0"], "states 91.4 GB, weights 15.2 GB, inputs of blocks"),
+        (["--clip", "0", "--accumulate", "3"], "gradients 60.9 GB (they wait for the other batches of a step)"),
+        (["--clip", "0", "--state-versions", "one"], "gradients 30.5 GB (so that a step can be done again)"),
+        (["--clip", "0", "--arm", "none"], "gradients 30.5 GB (the optimizer comes after backward)"),
+    ],
+    ids=" ".join,
+)
+def test_the_plan_says_what_a_step_writes_and_why_gradients_wait(options, line, capsys):
+    assert main([*PLAN, *options]) == 0
+    (said,) = (each for each in capsys.readouterr().out.splitlines() if "written in a step" in each)
+    assert line in said
 
 
 @pytest.mark.parametrize(
     ("room", "versions", "status"), [(30, "two versions are", 0), (20, "one version of the states is", 0), (17, "", 1)]
 )
 def test_the_plan_keeps_as_many_versions_as_there_is_room_for(room, versions, status, capsys):
-    gib = room * model_spec("qwen2.5-7b").parameters / 2**30
-    words = ["plan", "--model", "qwen2.5-7b", "--system", "lohan", "--context", "512", "--ssd-space", f"{gib:.3f}"]
-    assert main(words) == status
+    gib = room * SEVEN.parameters / 2**30
+    assert main([*PLAN, "--clip", "0", "--ssd-space", f"{gib:.3f}"]) == status
     said = capsys.readouterr().out
     assert f"{versions} kept" in said or status
 

@@ -10,6 +10,7 @@ from memascend import systems as found
 from memascend.cli import main
 from memascend.integrations.deepspeed.parts import Parts, enable_options
 from memascend.planner import Workload, model_spec
+from memascend.planner.limits import CONTEXT_STEP
 from memascend.planner.pool import streamed
 from memascend.training import systems
 from memascend.training.config import TrainConfig
@@ -31,7 +32,19 @@ def as_train_option(name):
 
 def test_what_is_left_out_is_the_same_in_both(capsys):
     made, default = planned(capsys), TrainConfig(model=MODEL)
-    for name in ("dtype", "states", "gradients", "attention", "loss", "checkpointing", "gpus", "batch", "accumulate"):
+    names = (
+        "dtype",
+        "states",
+        "gradients",
+        "attention",
+        "loss",
+        "checkpointing",
+        "gpus",
+        "batch",
+        "accumulate",
+        "clip",
+    )
+    for name in names:
         assert made[name] == getattr(default, as_train_option(name)), name
     assert made["system"] == default.system
     spec = model_spec(MODEL)
@@ -153,17 +166,79 @@ def test_an_unknown_keyword_is_refused_and_programs_keywords_are_no_keys() -> No
     assert not enable_options({}, {"gather_clone": False}).gather_clone
 
 
-@pytest.mark.parametrize("versions", ["auto", "one", "two", "checkpoint"])
-def test_versions_of_the_states_take_the_same_space_in_both(capsys, versions):
-    made = planned(capsys, "--system", "lohan", "--state-versions", versions, "--ssd-space", "150")
-    config = TrainConfig(model=MODEL, system="lohan", state_versions=versions)
+@pytest.mark.parametrize(
+    ("clip", "versions", "per_parameter"),
+    [
+        (0, "auto", 18),
+        (0, "one", 18),
+        (0, "two", 28),
+        (0, "checkpoint", 14),
+        (1, "auto", 18),  # the gradients that wait for their norm are those that a step can be done again from
+        (1, "one", 18),
+        (1, "two", 28 + 4),
+        (1, "checkpoint", 14 + 4),
+    ],
+)
+def test_versions_of_the_states_take_the_same_space_in_both(capsys, clip, versions, per_parameter):
+    """And beside them inputs of blocks, room for two blocks and what the file of gradients has to spare."""
+    words = ("--system", "lohan", "--clip", str(clip), "--state-versions", versions, "--ssd-space", "150")
+    made = planned(capsys, *words)
+    config = TrainConfig(model=MODEL, system="lohan", clip=float(clip), state_versions=versions)
     train = _plan(config, model_spec(MODEL).hf_config_dict(), made["context"], [])
     need = next(each for each in made["needs"] if each["name"] == "SSD space")
     assert train["planned_swap_bytes"] == made["ssd_bytes"]
     assert train["least_swap_bytes"] == need["needed_bytes"]  # two, which are 200 GiB, do not fit
-    per_parameter = {"auto": 18, "one": 18, "two": 28, "checkpoint": 14}[versions]
     assert need["needed_bytes"] / made["parameters"] == pytest.approx(per_parameter, rel=0.1)
     assert need["fits"] == (versions != "two")
+
+
+@pytest.mark.parametrize(
+    ("options", "written"),
+    [
+        ({"clip": 0}, 2 + 12),
+        ({}, 2 + 12 + 4),
+        ({"clip": 0, "accumulate": 4}, 2 + 12 + 3 * 4),
+        ({"accumulate": 4}, 2 + 12 + 4 * 4),
+        ({"gradients": "bf16", "states": "bf16"}, 2 + 4 + 2),
+        ({"clip": 0, "state-versions": "one"}, 2 + 12 + 4),
+    ],
+    ids=str,
+)
+def test_a_step_writes_gradients_as_often_as_they_wait(capsys, options, written):
+    """By the parameter; what is written decides how long a drive lives."""
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    made = planned(capsys, "--system", "lohan", "--checkpointing", "plain", "--ssd-endurance", "1000", *words)
+    assert made["wear"]["bytes_per_step"] == sum(made["io_bytes"]["write"].values())
+    assert made["wear"]["bytes_per_step"] / made["parameters"] == pytest.approx(written, rel=0.01)
+    assert made["wear"]["steps_of_life"] == pytest.approx(1e15 / made["wear"]["bytes_per_step"])
+
+
+def test_a_step_on_a_disk_without_room_for_two_versions_is_that_of_one(capsys):
+    words = ("--system", "lohan", "--clip", "0", "--ssd-space")
+    roomy, tight, asked = (
+        planned(capsys, *words, space, *more)
+        for space, more in (("400", ()), ("150", ()), ("400", ("--state-versions", "one")))
+    )
+    assert tight["io_bytes"] == asked["io_bytes"] != roomy["io_bytes"]
+
+
+@pytest.mark.parametrize("limit", ["ram", "ssd-space"])
+def test_the_largest_context_is_that_of_a_run_whose_checkpoints_go_to_the_ssd(capsys, limit):
+    """A few of them are in host memory, and all of them on the SSD."""
+    given = ("--gpu-memory", "8000", f"--{limit}", {"ram": "5", "ssd-space": "240"}[limit])
+    words = ("--system", "lohan", "--batch", "4", *given)
+    most = planned(capsys, *words)["largest"]["context"]
+    fits = [
+        all(need["fits"] is not False for need in planned(capsys, *words, "--context", str(context))["needs"])
+        for context in (most, most + CONTEXT_STEP)
+    ]
+    assert fits == [True, False]
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "much"])
+def test_a_norm_that_cannot_be_is_refused_in_one_line(capsys, value):
+    assert main(["plan", "--model", MODEL, f"--clip={value}"]) == 2
+    assert f"argument --clip: '{value}' is not a number of at least 0" in capsys.readouterr().err
 
 
 def test_a_plan_says_which_versions_were_asked_for_and_whose_they_are(capsys):

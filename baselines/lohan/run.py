@@ -1,0 +1,177 @@
+"""A workload as the streaming engine would train it: its options, its layout, what a step moves and the folder takes.
+
+By the engine's own modules (`memascend.engine.layout`, `.traffic`), so that a plan and a run count alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from baselines.lohan.schedule import SWAPPING_ARMS, VERSIONS
+from memascend.engine.layout import Kind, Layout, UnitParameters, make_layout
+from memascend.engine.options import CHECKPOINTS, EngineOptions
+from memascend.engine.traffic import (
+    GRADIENTS,
+    INPUTS,
+    RECORDS,
+    MatrixUse,
+    Traffic,
+    beside_bytes,
+    folder_bytes,
+    gradients_wait,
+    step_traffic,
+)
+from memascend.planner.footprint import TORCH_DTYPES
+from memascend.planner.step import IoVolume
+
+if TYPE_CHECKING:
+    from memascend.planner.tensors import TensorSpec
+    from memascend.planner.workload import Workload
+
+_WAYS = {"auto": None, "two": VERSIONS, "one": 1, "checkpoint": 1}
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """`uses`: of the matrices that come by slices."""
+
+    layout: Layout
+    uses: dict[str, MatrixUse]
+    options: EngineOptions
+    input_numel: int  # of a block's input
+
+    def traffic(self) -> Traffic:
+        """Of a steady step, with what `memascend train` keeps with each."""
+        return step_traffic(
+            self.layout, self.options, input_numel=self.input_numel, uses=self.uses, facts_bytes=_facts_bytes()
+        )
+
+    def folder_bytes(self) -> int:
+        return folder_bytes(self.layout, self.options, input_numel=self.input_numel, uses=self.uses)
+
+    @property
+    def gradients_wait(self) -> bool:
+        return gradients_wait(self.layout, self.options, self.uses)
+
+    @property
+    def inputs_wait(self) -> bool:
+        return self.options.checkpoints == "tier" and bool(self.input_numel)
+
+    @property
+    def has_file_beside(self) -> bool:
+        """Whether anything waits that is not in the states' own file."""
+        return bool(beside_bytes(self.layout, self.options, input_numel=self.input_numel, uses=self.uses))
+
+
+def run_of(work: Workload) -> PlannedRun:
+    """`state_versions` auto counts as two versions: where there is room for them."""
+    layout, uses = layout_of(work)
+    inputs = work.batch * work.context * work.spec.hidden
+    return PlannedRun(layout, uses, options_of(work), inputs)
+
+
+def options_of(work: Workload) -> EngineOptions:
+    """As the backend of `memascend train` makes them."""
+    redo = work.state_versions != "checkpoint"
+    return EngineOptions(
+        arm="optimized" if work.arm_name in SWAPPING_ARMS else work.arm_name,
+        accumulate=work.accumulation,
+        clip=work.clip,
+        checkpoints=CHECKPOINTS.get(work.stack.checkpointing, "device"),
+        states=TORCH_DTYPES[work.kept_states],
+        gradients=TORCH_DTYPES[work.gradients],
+        zero_missing=True,
+        versions=_WAYS[work.state_versions],
+        redo=redo,
+        wait=not redo and work.dtype == "fp16",
+    )
+
+
+def volume_of(work: Workload) -> IoVolume:
+    """What a step reads and writes, and what the states' folder takes."""
+    run = run_of(work)
+    moved = run.traffic()
+    inputs = sum(nbytes for (_, what), nbytes in moved.written.items() if what == INPUTS)
+    return IoVolume(
+        read_bytes=moved.of_phases(moved.read),
+        write_bytes=moved.of_phases(moved.written),
+        stored_bytes=run.folder_bytes(),
+        # With `ssd` the plan counts what blocks save in place of their inputs alone.
+        activation_bytes=0 if work.stack.checkpointing == "ssd" else inputs,
+    )
+
+
+def stored_in(versions: str, work: Workload) -> int:
+    """Bytes of the folder with so many versions of the states."""
+    return run_of(replace(work, state_versions=versions)).folder_bytes()
+
+
+def layout_of(work: Workload) -> tuple[Layout, dict[str, MatrixUse]]:
+    """The layout that a run finds in the model's modules, from the names of its tensors."""
+    return _layout_of(tuple(work.spec.tensors()), work.spec.tied, work.dtype, work.kept_states)
+
+
+@functools.lru_cache(maxsize=16)
+def _layout_of(
+    tensors: tuple[TensorSpec, ...], tied: bool, dtype: str, states: str
+) -> tuple[Layout, dict[str, MatrixUse]]:
+    modules: dict[str, list[tuple[str, tuple[int, ...], bool]]] = {}
+    kinds: dict[str, Kind] = {}
+    matrices: dict[str, str] = {}
+    uses: dict[str, MatrixUse] = {}
+    for tensor in tensors:
+        module = tensor.name.rpartition(".")[0]
+        key = f"block {tensor.block}" if tensor.block is not None else module
+        looked_up = ("embed" in module or module.endswith(("wte", "wpe"))) and len(tensor.shape) == 2
+        shared = tied and tensor is tensors[0]
+        outside = Kind.LOOKED_UP if looked_up and not shared else Kind.HELD
+        kinds[key] = outside if tensor.block is None else Kind.BLOCK
+        modules.setdefault(key, []).append((tensor.name, tensor.shape, True))
+        if tensor.block is None and len(tensor.shape) == 2:  # embeddings, and the head
+            matrices[key] = tensor.name
+            uses[key] = MatrixUse(embedding=looked_up, head=shared or not looked_up)
+    layout = make_layout(
+        [
+            UnitParameters(key=key, kind=kinds[key], parameters=parts, rows_of=matrices.get(key))
+            for key, parts in modules.items()
+        ],
+        [(tensor.name, tensor.numel) for tensor in tensors],
+        weights=TORCH_DTYPES[dtype],
+        states=TORCH_DTYPES[states],
+    )
+    return layout, uses
+
+
+@functools.cache
+def _facts_bytes() -> int:
+    """Of what a run keeps with a step: for the most part the states of random generators."""
+    from memascend.training import random_state
+
+    counters = {"adam_step": 1000, "skipped_steps": 0, "loss_scaler": {}}
+    return len(json.dumps({"facts": {"step": 1000, "random": random_state.as_json(), "backend": counters}}))
+
+
+def writes_in_words(work: Workload) -> str:
+    """What a step writes, by what it is, and why gradients are among it."""
+    run = run_of(work)
+    written = run.traffic().written_by_kind()
+    parts = [
+        f"{what} {nbytes / 1e9:,.1f} GB" + (f" ({_why_they_wait(run)})" if what == GRADIENTS else "")
+        for what, nbytes in sorted(written.items(), key=lambda each: -each[1])
+        if nbytes and what != RECORDS
+    ]
+    return f"written in a step: {', '.join(parts)}"
+
+
+def _why_they_wait(run: PlannedRun) -> str:
+    options = run.options
+    whys = {
+        "they wait for their norm, with --clip 0 they do not": options.clip > 0,
+        "they wait for the other batches of a step": options.accumulate > 1,
+        "so that a step can be done again": options.redoes,
+        "the optimizer comes after backward": options.arm == "none",
+    }
+    return next((why for why, holds in whys.items() if holds), "of the tied head")

@@ -1,0 +1,101 @@
+"""`plan --system lohan` and a run of it by `train`: bytes read and written in a step, disk and host buffers."""
+
+import itertools
+
+import pytest
+import torch
+
+from memascend import systems
+from memascend.memory.ledger import Ledger
+from memascend.planner.footprint import plan
+from memascend.planner.limits import stored_within
+from memascend.planner.spec import model_spec
+from memascend.planner.step import io_volume
+from memascend.training import random_state
+from memascend.training.backends.streaming import StreamingBackend
+from memascend.training.config import TrainConfig
+from memascend.training.prepare import workload_of_run
+
+CONTEXT, BATCH = 64, 2
+TIED, UNTIED = model_spec("qwen2.5-0.5b").twin(16), model_spec("llama3.1-8b").twin(64)
+
+
+def config_of(folder, **options):
+    """A run of `train` with its defaults, but for the options."""
+    return TrainConfig(
+        model="m", data=["d"], system="lohan", batch=BATCH, nvme=str(folder), output=str(folder), **options
+    )
+
+
+def planned(config, spec):
+    work = workload_of_run(config, spec, CONTEXT)
+    volume = io_volume(work)
+    return {
+        "read": volume.total_read_bytes,
+        "written": volume.total_write_bytes,
+        "disk": stored_within(work, None),
+        "host": plan(work, process_overhead=False).host_bytes,
+    }
+
+
+def measured(config, spec, steps=2):
+    """Of the last step, which knows the order of the blocks; and of folder and ledger after it. As `train` does it."""
+    ledger = Ledger()
+    settings = systems.load("lohan").trainer(config, {}, "run", "").settings
+    backend = StreamingBackend(config, settings, ledger)
+    torch.manual_seed(0)
+    backend.build(spec.hf_config_dict())
+    try:
+        for step in range(1, steps + 1):
+            batches = [torch.randint(0, spec.vocab, (BATCH, CONTEXT)) for _ in range(config.accumulate)]
+            before = backend.engine.transferred
+            assert backend.step(batches, 1e-4)[1] is not None
+            backend.keep({"step": step, "random": random_state.as_json()})
+            read, written = (now - then for now, then in zip(backend.engine.transferred, before, strict=True))
+        files = [path for path in backend.engine.home.folder.rglob("*") if path.is_file()]
+        disk = sum(path.stat().st_blocks * 512 for path in files)
+        host = ledger.peak("host", "reserved_bytes").bytes_
+    finally:
+        backend.close()
+    return {"read": read, "written": written, "disk": disk, "host": host}
+
+
+def assert_the_plan_is_the_run(folder, spec, **options):
+    config = config_of(folder, **options)
+    made = measured(config, spec)
+    assert planned(config, spec) == {name: pytest.approx(size, rel=0.01) for name, size in made.items()}, options
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        (TIED, {}),
+        (UNTIED, {"clip": 0.0, "checkpointing": "plain"}),
+        (UNTIED, {"states": "bf16", "gradients": "bf16", "accumulate": 2, "state_versions": "one"}),
+        (TIED, {"clip": 0.0, "accumulate": 2, "dtype": "fp16", "state_versions": "checkpoint"}),
+    ],
+    ids=["defaults", "used as they come", "one version", "torn"],
+)
+def test_a_plan_is_within_a_hundredth_of_the_run(tmp_path, spec, options):
+    assert_the_plan_is_the_run(tmp_path, spec, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["offloaded", "plain"])
+@pytest.mark.parametrize("state_versions", ["two", "one", "checkpoint"])
+@pytest.mark.parametrize(
+    "types",
+    [
+        {"dtype": "bf16", "states": "fp32"},
+        {"dtype": "bf16", "states": "bf16"},
+        {"dtype": "bf16", "states": "bf16", "gradients": "bf16"},
+        {"dtype": "fp16", "states": "fp32"},
+    ],
+    ids=lambda types: " ".join(types.values()),
+)
+def test_every_plan_is_within_a_hundredth_of_the_run(tmp_path, types, state_versions, checkpointing):
+    for spec, clip, accumulate in itertools.product((TIED, UNTIED), (0.0, 1.0), (1, 2, 4)):
+        folder = tmp_path / f"{spec.label}-{clip:g}-{accumulate}"
+        folder.mkdir()
+        more = {"clip": clip, "accumulate": accumulate, "state_versions": state_versions}
+        assert_the_plan_is_the_run(folder, spec, checkpointing=checkpointing, **types, **more)
