@@ -12,6 +12,7 @@ from memascend.engine.layout import Layout
 from memascend.engine.mapped import collect_tensor_files
 from memascend.engine.one_version import beside, versions_for
 from memascend.engine.options import EngineOptions
+from memascend.engine.traffic import file_beside_bytes
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.scratch import collect_scratch_files
 
@@ -35,7 +36,8 @@ def new_home(
     """(the home, the options with the number of versions, why so many). Raises StorageError, ValueError."""
     gradients, slots = options.gradients, options.state_slots
     asked = options.versions if options.redo else 1
-    chosen = versions_for(folder, layout, asked, gradients, slots, redo=options.redo)
+    beside_two = file_beside_bytes(layout, replace(options, versions=2, redo=True))
+    chosen = versions_for(folder, layout, asked, gradients, slots, redo=options.redo, beside_two=beside_two)
     options = replace(options, versions=chosen.count)
     extra = beside(layout, chosen.count, gradients, slots, redo=options.redo)
     home = StateHome.create(

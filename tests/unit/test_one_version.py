@@ -15,6 +15,7 @@ from memascend.engine.home import NotThisModel, StateHome
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.engine.streaming import streaming
+from memascend.engine.traffic import file_beside_bytes
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.storage import freed_space
@@ -274,6 +275,21 @@ def test_two_versions_are_taken_where_they_fit_then_one_then_none(tmp_path, monk
     with pytest.raises(StorageError, match="two versions of all states do not fit"):
         with_room(one - 1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [{"clip": 1.0}, {"accumulate": 2}, {"wait": True}], ids=str)
+def test_gradients_that_wait_need_room_beside_two_versions(tmp_path, monkeypatch, options):
+    """They lie with one version, and beside two: without room for both a first step would fail for want of space."""
+    ours = model()
+    probe = begin(copy.deepcopy(ours), tmp_path / "probe", versions=2, **options)
+    room = one_version.bytes_of(probe.layout, 2, torch.float32, 3) + file_beside_bytes(probe.layout, probe.options)
+    probe.close(destroy=True)
+    for free, versions in ((room, 2), (room - 1, 1)):
+        usage = shutil.disk_usage(tmp_path)._replace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
+        engine = begin(copy.deepcopy(ours), tmp_path / "states", versions=None, **options)
+        assert engine.options.versions == versions
+        engine.close(destroy=True)
 
 
 def test_a_loop_of_three_lines_goes_on_with_its_note_after_a_kill_in_its_update(tmp_path, monkeypatch):
