@@ -93,7 +93,9 @@ def _copy(model: Path, partial: Path, shard_bytes: int) -> None:
     from memascend.storage.tensor_file import TensorFileReader, TensorLayout, tensor_spans
 
     weights = model / checkpoint.WEIGHTS
-    shutil.copytree(model, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(checkpoint.WEIGHTS))
+    for path in sorted(model.iterdir()):  # copytree raises an error without a number where the disk is full
+        if path != weights:
+            shutil.copy(path, partial)
     layouts = [TensorLayout(name, dtype, shape) for name, (dtype, shape, _, _) in tensor_spans(weights).items()]
     if len(_shards(layouts, shard_bytes)) == 1:
         shutil.copy(weights, partial / checkpoint.WEIGHTS)

@@ -1,6 +1,8 @@
 """A run whose states on the SSD are its checkpoint: it stops, goes on, and is exported, and writes no other copy."""
 
+import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -218,15 +220,19 @@ def test_an_export_that_was_killed_leaves_nothing_that_loads_and_the_next_one_su
 
 
 @pytest.mark.parametrize("name", ["none", "full"], ids=["states", "checkpoint"])
-@pytest.mark.parametrize("asked", [True, False], ids=["before", "while it is written"])
-def test_an_export_onto_a_full_disk_is_one_line_and_leaves_nothing(runs, tmp_path, capsys, monkeypatch, name, asked):
-    if not asked:  # the room goes after it was asked for
+@pytest.mark.parametrize("full", ["before", "in the weights", "from the first file on"])
+def test_an_export_onto_a_full_disk_is_one_line_and_leaves_nothing(runs, tmp_path, capsys, monkeypatch, name, full):
+    if full != "before":  # the room goes after it was asked for
         monkeypatch.setattr(export, "_require_room", lambda *_: None)
     with small_file_system(tmp_path / "small", 2 << 20) as small:
+        if full == "from the first file on":
+            with (small / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
+                os.posix_fallocate(ballast.fileno(), 0, shutil.disk_usage(small).free - (16 << 10))
         before = sorted(small.iterdir())
         said = refusal(capsys, "export", runs / name, small / "new" / "model")
         assert sorted(small.iterdir()) == before
-    assert ("are missing; name a folder on another drive" if asked else "No space left on device; free space") in said
+    missing, gone = "are missing; name a folder on another drive", "No space left on device; free space"
+    assert (missing if full == "before" else gone) in said
 
 
 def test_what_cannot_be_exported_is_one_line(runs, tmp_path, capsys):
