@@ -113,8 +113,8 @@ class TrainConfig:
     state_versions: str = _option(
         "auto",
         "of system lohan's states on the SSD: two, or one, 18 bytes a parameter for 28, with gradients that a step is "
-        "done again from; auto: two where they fit; checkpoint: one alone, 14 bytes, and after a kill in the middle of "
-        "a step on from the last checkpoint",
+        "done again from; auto: two where they fit; checkpoint: one alone, 14 bytes (18 with clipping), and after a "
+        "kill in the middle of a step on from the last checkpoint",
         choices=STATE_VERSIONS,
     )
     states: str = _option("fp32", "master weights and optimizer states; bf16 halves the I/O", choices=("fp32", "bf16"))
