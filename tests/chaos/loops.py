@@ -121,6 +121,8 @@ class BesideWeights:
         for now, then in zip(self._model.buffers(), buffers, strict=True):
             now.copy_(then)
         for module, attributes in zip(self._model.modules(), plain, strict=True):
+            for name in PLAIN_STATE:  # one that was the class's then is not the module's own again
+                vars(module).pop(name, None)
             vars(module).update(attributes)
 
 
