@@ -862,6 +862,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     omp_set_num_threads(1);
 #endif
   });
+  module.def("end_team", [] {
+#if defined(_OPENMP) && defined(__GNUC__) && __GNUC__ >= 9
+    omp_pause_resource(omp_pause_soft, omp_get_initial_device());
+#endif
+  });
   module.def("numa_chunk_counts", [] {
     const ChunkCounts counts = numa_chunk_counts();
     return std::pair(counts.near, counts.elsewhere);

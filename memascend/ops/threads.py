@@ -12,3 +12,11 @@ def compute_alone() -> None:
     team.
     """
     _C.compute_alone()
+
+
+def end_team() -> None:
+    """Let go of the threads that share this thread's kernels; the next kernel gets new ones.
+
+    For threads that compute in turn: only the one at work has a team, so that there are no more threads than cores.
+    """
+    _C.end_team()
