@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,8 +51,17 @@ class _HeadLoss:
         self.stock_forward, self.stock_head, self.stock_loss = model.forward, self.head.forward, _causal_lm_loss(model)
         self.signature = inspect.signature(model.forward)
         self.transform = _logit_transform(model.config)
-        self.pending: _Pending | None = None
+        self._passes = threading.local()  # micro-batches side by side have a thread each
         self.checked = False
+
+    @property
+    def pending(self) -> _Pending | None:
+        """Of this thread's forward pass."""
+        return getattr(self._passes, "pending", None)
+
+    @pending.setter
+    def pending(self, pending: _Pending | None) -> None:
+        self._passes.pending = pending
 
     def install(self) -> Callable[[], None]:
         model, head = self.model, self.head
@@ -112,7 +122,10 @@ class _HeadLoss:
     head_forward.takes_rows = True
 
     def _note_output(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
-        self.pending.total = output
+        if self.pending is not None:
+            self.pending.total = output
+
+    _note_output.is_of_any_pass = True  # each sees its own thread's
 
     def loss(
         self,
