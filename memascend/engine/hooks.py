@@ -56,8 +56,8 @@ class ModelHooks:
         profile: StepProfile,
     ) -> None:
         self._weights, self._profile, self._units = weights, profile, units
+        self._runtime = weakref.ref(runtime)
         self._kept: dict[str, Unit] = {}  # held units whose backward has not come
-        self._inside: list[Unit] = []  # whose modules' forward passes are under way, outermost first
         self._undo: list[Callable[[], None]] = []
         self.matrices: list[StreamedRows] = []
         for key, slices in units.matrices.items():
@@ -83,6 +83,14 @@ class ModelHooks:
         self.outside = OutsideUse(model, weights, self)
         guards = ModelGuards(model, units.names, contents, runtime)
         self._undo += [before.remove, after.remove, self.outside.close, guards.close]
+
+    @property
+    def _inside(self) -> list[Unit]:
+        return self._runtime().at_work.inside
+
+    @property
+    def model_passes(self) -> list[list[Unit] | None]:
+        return self._runtime().at_work.model_passes
 
     def remove(self) -> None:
         """Idempotent."""
@@ -113,18 +121,17 @@ class ModelHooks:
         for owned in self._units.parameters.values():
             for parameter in owned:
                 forget_gradient(parameter)
-        for rows in self.matrices:
-            rows.forget()
 
     def forget_kept(self) -> None:
         """Somebody else gives them back."""
         self._kept.clear()
-        self._inside.clear()
 
     def _fetcher(self, unit: Unit, runtime: weakref.ref[HookedRuntime]) -> Callable[..., None]:
         def fetch(*_: Any) -> None:
             if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
                 runtime().backward_begins()  # not in the reentrant checkpoint's own one, which comes next
+            if unit.kind is Kind.LOOKED_UP and torch.is_grad_enabled():
+                runtime().reaches(unit)
             self._weights.take(unit)
             self._inside.append(unit)
             self._profile.enters(unit)

@@ -1,6 +1,7 @@
 """Inputs of blocks between forward and backward: on a tier, through a few slots, so that depth costs no memory.
 
-Backward meets them in the reverse order; the one before the one that is used is on its way meanwhile. The slots are as
+Backward meets them in the reverse order (those of micro-batches side by side block by block, each in the order of the
+micro-batches); those that come next are on their way meanwhile. The slots are as
 large as the inputs that have come so far, and of one type. A larger one that comes while others are on the tier, as the
 first of a decoder may, waits in memory once; the next pass has slots for it.
 """
@@ -30,7 +31,13 @@ class KeptInputs:
         self._stream: WeightStream | None = None
         self._coming: tuple[str, torch.Tensor, int, Any] | None = None  # key, input, version, event of its copy
         self._live = self._next = 0
+        self._groups: list[list[int]] = []  # numbers of micro-batches side by side, by block
+        self._follows: dict[int, list[int]] = {}
         self._largest: dict[torch.dtype, int] = {}  # elements
+
+    def begin_group(self) -> None:
+        """Those that come now are of one block."""
+        self._groups.append([])
 
     def keep(self, tensor: torch.Tensor) -> KeptInput | None:
         """A copy goes to the tier; None where it has to wait in memory."""
@@ -49,6 +56,8 @@ class KeptInputs:
             self._coming = key, tensor, _version(tensor), copied
         self._next += 1
         self._live += 1
+        if self._groups:
+            self._groups[-1].append(number)
         return KeptInput(self, number, tensor)
 
     def _write(self, key: str) -> None:
@@ -79,7 +88,7 @@ class KeptInputs:
         return self._stream
 
     def read(self, number: int, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
-        """In memory of its own; the two before it set out."""
+        """In memory of its own; the two that come next set out."""
         self._write_what_came()
         (slot,) = self._stream.fetch([_key(number)])
         values = slot[: shape.numel()].as_strided(shape, stride)
@@ -89,14 +98,23 @@ class KeptInputs:
             out = torch.empty_strided(shape, stride, dtype=values.dtype, device=self._copies.device)
             self._stream.copying(_key(number), self._copies.to_device(values, out, self._copies.mark()))
         self._stream.release(_key(number))
-        self._stream.prefetch([_key(before) for before in (number - 1, number - 2) if before >= 0])
+        self._stream.prefetch([_key(each) for each in self._after(number)])
         return out
+
+    def _after(self, number: int) -> list[int]:
+        if not self._groups:
+            return [before for before in (number - 1, number - 2) if before >= 0]
+        if number not in self._follows:
+            order = [each for group in reversed(self._groups) for each in group]
+            self._follows = {each: order[place + 1 : place + 3] for place, each in enumerate(order)}
+        return self._follows.get(number, [])
 
     def forget(self) -> None:
         """The graph that held one is gone; without any the numbers begin anew, and with them the keys."""
         self._live -= 1
         if not self._live:
             self._next = 0
+            self._groups, self._follows = [], {}
 
     def give_back(self) -> None:
         """All slots, whatever is in them. Raises the first failed write."""

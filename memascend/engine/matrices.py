@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from memascend.engine.blocks import ModelUnits, UnitWeights
-from memascend.engine.layout import Part, Piece, Unit
+from memascend.engine.layout import Part, Piece, Unit, padded
+from memascend.engine.recompute import PassUnderWay
 from memascend.engine.weights import WeightStream
 from memascend.ops.rows import WholeRows, slice_module
 
@@ -26,6 +28,10 @@ class MatrixRuntime(Protocol):
     """What a matrix asks of the engine that trains it."""
 
     weights: UnitWeights
+    at_work: PassUnderWay
+
+    def reaches(self, unit: Unit, *, needs_it: bool = True) -> None:
+        """The pass at work comes to a slice."""
 
     def backward_begins(self) -> None:
         """In the user's backward pass."""
@@ -43,6 +49,22 @@ class MatrixRuntime(Protocol):
         """Seconds."""
 
 
+@dataclass
+class _Uses:
+    """Of a matrix, by one micro-batch."""
+
+    number: int
+    with_graph: bool = False  # the forward pass at work
+    passes: int = 0  # forward passes whose backward has not ended
+    waiting: set[int] = field(default_factory=set)  # slices with a gradient on the tier
+
+    def begin_pass(self) -> None:
+        self.passes += 1
+
+    def end_pass(self) -> None:
+        self.passes = max(0, self.passes - 1)
+
+
 class StreamedRows:
     """`Rows` over the slices of one matrix. Not thread-safe."""
 
@@ -52,17 +74,19 @@ class StreamedRows:
         begins = [unit.parts[0].offset // self.width for unit in slices]
         self.bounds = list(zip(begins, [*begins[1:], parameter.shape[0]], strict=True))
         self._parameter, self._trained = parameter, slices[0].trained
-        self._passes = 0  # forward passes whose backward has not ended
-        self._waiting: set[int] = set()  # slices with a gradient on the tier
 
     @property
     def anchor(self) -> torch.Tensor:
-        """Requires a gradient where the matrix does now: what is frozen later is not trained."""
+        """Asked for once a forward pass. Requires a gradient where the matrix does now: what is frozen later is not
+        trained."""
+        self._uses.with_graph = torch.is_grad_enabled()
         return torch.zeros((), requires_grad=self._trained and self._parameter.requires_grad)
 
     @contextmanager
     def open(self, number: int, ahead: Sequence[int] = ()) -> Iterator[torch.Tensor]:
         weights, unit = self._runtime.weights, self._slices[number]
+        if self._uses.with_graph or torch._C._current_graph_task_id() != -1:
+            self._runtime.reaches(unit)
         weights.take(unit)
         try:
             weights.stream.prefetch([self._slices[each].key for each in ahead[:SLICES_AHEAD]])
@@ -73,61 +97,63 @@ class StreamedRows:
         finally:
             weights.give_back(unit)
 
+    @property
+    def _uses(self) -> _Uses:
+        at_work = self._runtime.at_work
+        return at_work.matrices.setdefault(self._slices[0].matrix, _Uses(at_work.number))
+
     def gradients(self) -> _Pass:
-        return _Pass(self)
-
-    def begin_pass(self) -> None:
-        self._passes += 1
-
-    def end_pass(self) -> None:
-        self._passes = max(0, self._passes - 1)
+        return _Pass(self, self._uses)
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
         self._runtime.backward_begins()
-        if number in self._waiting:
+        self._runtime.reaches(self._slices[number], needs_it=False)
+        uses = self._uses
+        if number in uses.waiting:
             gradient = self._brought_back(number).to(gradient.device).view_as(gradient).add_(gradient)
-            self._waiting.remove(number)
-        if self._passes > 1:
+            uses.waiting.remove(number)
+        if uses.passes > 1:
             self._let_wait(number, gradient)
         else:
             self._runtime.arrive(self._slices[number].parts[0], gradient)
 
     def end_of_backward(self) -> None:
         """Uses whose backward has not come in this pass are not in it."""
-        for number in sorted(self._waiting):
+        uses = self._uses
+        for number in sorted(uses.waiting):
             self._runtime.arrive(self._slices[number].parts[0], self._brought_back(number))
-        self._waiting.clear()
-
-    def forget(self) -> None:
-        """The step under way is given up."""
-        self._passes = 0
-        self._waiting.clear()
+        uses.waiting.clear()
 
     def _let_wait(self, number: int, gradient: torch.Tensor) -> None:
         stream, flat = self._runtime.gradient_stream(), gradient.reshape(-1)
+        uses = self._uses
         for piece in self._slices[number].pieces:
-            slot = stream.put(partial_key(piece))
+            key = partial_key(piece, uses.number)
+            if uses.number:
+                stream.register(key, padded(piece.numel, stream.pool.dtype))
+            slot = stream.put(key)
             slot[: piece.numel].copy_(flat[piece.first : piece.first + piece.numel])
-            stream.write(partial_key(piece))
-            stream.release(partial_key(piece))
-        self._waiting.add(number)
+            stream.write(key)
+            stream.release(key)
+        uses.waiting.add(number)
 
     def _brought_back(self, number: int) -> torch.Tensor:
         stream, unit = self._runtime.gradient_stream(), self._slices[number]
         flat = torch.empty(unit.numel, dtype=self.dtype)
         for piece in unit.pieces:
-            (slot,) = stream.fetch([partial_key(piece)])
+            key = partial_key(piece, self._uses.number)
+            (slot,) = stream.fetch([key])
             flat[piece.first : piece.first + piece.numel].copy_(slot[: piece.numel])
-            stream.release(partial_key(piece))
+            stream.release(key)
         return flat
 
 
 class _Pass:
     """One forward pass; it has ended when its gradients have been added, or when the graph is gone."""
 
-    def __init__(self, rows: StreamedRows) -> None:
-        self._rows, self._ended = rows, False
-        rows.begin_pass()
+    def __init__(self, rows: StreamedRows, uses: _Uses) -> None:
+        self._rows, self._uses, self._ended = rows, uses, False
+        uses.begin_pass()
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
         self._rows.add(number, gradient)
@@ -135,14 +161,15 @@ class _Pass:
     def end(self) -> None:
         if not self._ended:
             self._ended = True
-            self._rows.end_pass()
+            self._uses.end_pass()
 
     def __del__(self) -> None:
         self.end()
 
 
-def partial_key(piece: Piece) -> str:
-    return f"first gradients of {piece.key}"
+def partial_key(piece: Piece, number: int = 0) -> str:
+    """`number`: of the micro-batch, among those side by side."""
+    return f"first gradients of {piece.key}" + (f" ({number})" if number else "")
 
 
 def slice_in_memory(model: nn.Module, **options: object) -> Callable[[], None]:

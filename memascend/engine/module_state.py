@@ -67,6 +67,21 @@ class ModuleState:
         """Whether the state of a generator is kept."""
         return bool(self._generators)
 
+    def drawn(self) -> bool:
+        """Whether a generator of random numbers has been used since."""
+        return any(each.has_drawn() for each in self._generators)
+
+    def changed_attributes(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """(attributes, name) of those that are other objects now."""
+        for owner, before in self._attributes:
+            yield from ((owner, key) for key in _different(owner, before))
+
+    def changes(self) -> Iterator[tuple[Any, Any]]:
+        """What is not as it was, before `forget_unchanged`: (attributes, name), (None, tensor) or (None, container)."""
+        yield from self.changed_attributes()
+        yield from ((None, tensor) for tensor, values, _ in self._tensors if not _equal(tensor, values))
+        yield from ((None, each) for each, items in self._containers if not _has_items(each, items))
+
     def restore(self) -> None:
         """Everything is as at that moment. Raises ValuesAreGone where `forget_unchanged` has forgotten what has changed
         since."""

@@ -25,6 +25,9 @@ from memascend.engine.layout import Kind, Unit
 class KeptForBackward(Protocol):
     """Where units go that a backward pass needs, as `ModelHooks` has them."""
 
+    # Forward passes of the model that are under way: without a graph what they hold; None: with one.
+    model_passes: list[list[Unit] | None]
+
     def keep(self, unit: Unit) -> None:
         """A use of the unit lasts until backward has ended."""
 
@@ -41,13 +44,16 @@ class OutsideUse:
             for _, parameter in weights.units.pairs(unit)
         }
         self._found: dict[bool, dict[str, Unit]] = {True: {}, False: {}}  # in passes with a graph, and without
-        self._passes: list[list[Unit] | None] = []  # under way: without a graph what they hold; None: with one
         self._to_come = {True, False}
         self._watch: _Watching | None = None
-        self._watched = 0  # the depth of the pass that is watched
+        self._watched: tuple[int, int] = 0, 0  # the pass that is watched: among which, and its depth
         before = model.register_forward_pre_hook(self._begin)
         after = model.register_forward_hook(self._end, always_call=True)
         self._hooks = before, after
+
+    @property
+    def _passes(self) -> list[list[Unit] | None]:
+        return self._kept.model_passes
 
     def close(self) -> None:
         """Take the hooks away. Idempotent."""
@@ -61,13 +67,13 @@ class OutsideUse:
             self._take(unit)
         if with_graph in self._to_come and self._watch is None:
             self._to_come.discard(with_graph)
-            self._watch, self._watched = _Watching(self._weights, self.hold), len(self._passes)
+            self._watch, self._watched = _Watching(self._weights, self.hold), (id(self._passes), len(self._passes))
             self._watch.__enter__()
 
     def _end(self, *_: Any) -> None:
         if not self._passes:  # another hook's error came before `_begin`
             return
-        if self._watch is not None and self._watched == len(self._passes):
+        if self._watch is not None and self._watched == (id(self._passes), len(self._passes)):
             watch, self._watch = self._watch, None
             watch.__exit__(None, None, None)
         for unit in self._passes.pop() or ():

@@ -82,13 +82,14 @@ class StepProfile:
         if self._on:
             self._clock.begin()
 
-    def end_forward(self) -> None:
+    def end_forward(self, *, passes: int = 1) -> None:
+        """Of so many micro-batches, all of which `outside_s` counts."""
         self.now()
-        self._clock.end("forward", compute_s=self.outside_s + self.blocks_s())
+        self._clock.end("forward", compute_s=self.outside_s + passes * self.blocks_s())
 
-    def end_backward(self) -> None:
+    def end_backward(self, *, passes: int = 1) -> None:
         self.now()
-        compute = 2 * self.outside_s + self.blocks_s(backward=True)  # twice forward, as products are
+        compute = 2 * self.outside_s + passes * self.blocks_s(backward=True)  # twice forward, as products are
         self._clock.end("backward", compute_s=compute)
 
     def end_step(self, step: int, updated_in: str, moved: Transferred, fastest: float) -> None:

@@ -32,13 +32,43 @@ from memascend.engine.module_state import ModuleState, ValuesAreGone, undisturbe
 from memascend.engine.operators import Taken
 
 
+class PassUnderWay:
+    """What an engine keeps of one micro-batch's forward and backward pass. One at a time is at work.
+
+    `number`: of the micro-batch, among those side by side.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        self.visits = Visits()
+        self.uses: dict[str, int] = {}  # passes through blocks whose visit has not ended
+        self.begun = 0  # the number of its forward pass
+        self.backward_begun = self.got_gradients = False
+        self.ended = False  # its backward pass
+        self.inside: list[Unit] = []  # whose modules' forward passes are under way, outermost first
+        self.model_passes: list[list[Unit] | None] = []  # see `OutsideUse`
+        self.matrices: dict[str, Any] = {}  # see `StreamedRows`
+
+
 class BlockRuntime:
     """What a block's visits ask of the engine that trains it."""
 
     weights: UnitWeights
-    visits: Visits
-    passes_begun = 0  # forward passes with a graph
+    at_work: PassUnderWay
+    in_block = 0  # forward passes of blocks, first ones or again, that are under way
     generation = 0  # of weights: another one after a step, and after one that was given up
+
+    @property
+    def visits(self) -> Visits:
+        return self.at_work.visits
+
+    @property
+    def passes_begun(self) -> int:
+        """Of forward passes with a graph, the number of the one at work."""
+        return self.at_work.begun
+
+    def reaches(self, unit: Unit, *, needs_it: bool = True) -> None:
+        """The pass at work comes to a unit, in either direction; `needs_it`: its weights. Others may go on first."""
 
     def entered(self, unit: Unit) -> None:
         """A forward pass through the block, with a graph, begins."""
@@ -49,7 +79,7 @@ class BlockRuntime:
     def visited(self, unit: Unit) -> None:
         """That visit ends; the weights are still there."""
 
-    def left(self, unit: Unit) -> None:
+    def left(self, unit: Unit, by: PassUnderWay) -> None:
         """Its first visit has ended, or none will come."""
 
     def require_not_updated(self, unit: Unit) -> None:
@@ -279,6 +309,7 @@ class BlockPass:
 
     def __init__(self, streamed: StreamedForward) -> None:
         self._streamed, self.unit, self._runtime = streamed, streamed.unit, streamed.runtime
+        self._of = self._runtime.at_work
         self._device = self._runtime.weights.device
         self._generators = Generators(self._device)
         kind = self._device.type
@@ -300,7 +331,9 @@ class BlockPass:
             self._arguments = Arguments(args, kwargs)
         except TypeError as error:
             raise NotStreamable(f"{unit.key}: {error}: hand over a dataclass, a dict or a list") from error
+        runtime.reaches(unit)
         runtime.weights.take(unit)
+        runtime.in_block += 1
         try:
             runtime.entered(unit)
             self._entered = True
@@ -318,6 +351,7 @@ class BlockPass:
             runtime.passed(unit, runtime.now() - began, math.inf)
         finally:
             self._in_forward = False
+            runtime.in_block -= 1
             runtime.weights.give_back(unit)
         self._forget_casts()
         self._values, self._source = {}, list
@@ -409,6 +443,12 @@ class BlockPass:
         """Fetch the weights. The tensors that backward needs are computed when the first of them is asked for."""
         if self._generation != self._runtime.generation:
             raise OldGraph(self.unit.key)
+        if self._of is not self._runtime.at_work:
+            raise NotStreamable(
+                f"backward goes through {self.unit.key} over the graph of another micro-batch: call backward() in the "
+                "function that computes the loss, and share no graph between micro-batches"
+            )
+        self._runtime.reaches(self.unit)
         self._runtime.recomputes(self.unit)
         self._runtime.weights.take(self.unit)
         self.backward = torch._C._current_graph_task_id()
@@ -477,6 +517,7 @@ class BlockPass:
         again = undisturbed(self._streamed.modules, self._entry)
         replaying = self._runtime.replaying(self.unit, self._taken)  # of no products, in forward
         try:
+            self._runtime.in_block += 1
             left = self._runtime.left_by(_Complete)
             with unseen, torch.enable_grad(), self._as_in_forward(), again, replaying, left, hooks:
                 self._streamed.call(args, kwargs)
@@ -491,6 +532,7 @@ class BlockPass:
         else:
             raise self._differs(f"autograd saves {saved[0]} tensors of it, where it saved {len(self._handles)}")
         finally:
+            self._runtime.in_block -= 1
             self._forget_casts()
             self._taken.tensors()  # autograd has what it needs of them
         self._since = self._runtime.now()
@@ -524,7 +566,7 @@ class BlockPass:
     def _leave(self) -> None:
         if self._entered and not self._left:
             self._left = True
-            self._runtime.left(self.unit)
+            self._runtime.left(self.unit, self._of)
 
     def __del__(self) -> None:  # with the graph, whose backward may never have come
         self._leave()

@@ -11,12 +11,13 @@ training in memory, to the bit where every sum is taken in the same order.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,9 +44,10 @@ from memascend.engine.opening import kept_home, lies_as, new_home
 from memascend.engine.operators import Taken
 from memascend.engine.options import EngineOptions
 from memascend.engine.profile import StepProfile
-from memascend.engine.recompute import OldGraph, Visits
+from memascend.engine.recompute import OldGraph, PassUnderWay
 from memascend.engine.swap import Decision, Swapping, link_rate
 from memascend.engine.updates import AdamSettings, Updates
+from memascend.engine.vertical import ORDERS, ForwardFootprint, Lanes, Route, SummedGradients, cannot_be_carried_over
 from memascend.engine.weights import WeightStream
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
 from memascend.storage import leaving
@@ -122,15 +124,22 @@ class StreamingEngine(HookedRuntime):
         # What the loss is multiplied by before backward, to be set before that: updates and norms divide by it.
         self.scale = 1.0
         self._inputs = KeptInputs(self.buffers, self._beside.scratch, WAIT_S, inputs)
-        self._uses: dict[str, int] = {}
-        self.visits = Visits()
+        self.at_work = PassUnderWay()
+        self._forwards = 0  # forward passes with a graph
         self._visits: list[str] | None = None  # units of blocks in the order of this pass; None: it has not begun
         self._pattern: list[str] = []
         self._clip = options.clip  # of this step
         self.gradients = StepGradients()
+        self._numbers_of_slices = {
+            unit.key: number for slices in units.matrices.values() for number, unit in enumerate(slices)
+        }
         self._frozen = {p: name for p, name in units.names.items() if name not in self.steps and p.numel()}
         self._passes = 0  # backward passes of this step that have ended
-        self._backward_begun = self._got_gradients = False
+        self._together: _Together | None = None  # micro-batches that are under way side by side
+        self._in_turn = False  # the micro-batches of one call, one after the other
+        self._looking: _Looking | None = None  # at micro-batches one after the other
+        self._known: dict[Any, Route | str] = {}  # by function and modes: how to go side by side, or why not
+        self.accumulated: tuple[str, str] | None = None  # the order of the last call of `accumulate`, and why
         self._profile = StepProfile(
             self.layout, options.profiles, lambda: self.transferred, self._computed_again, units.device
         )
@@ -360,6 +369,8 @@ class StreamingEngine(HookedRuntime):
         if not torch.is_grad_enabled():
             self._stream.read_ahead(self._pattern[: len(self._pattern) // 2])
             return
+        if self._together is not None:
+            return
         if self.options.implicit_step and self._passes >= self.options.accumulate:
             self.finish_step()
         self._begin_pass()
@@ -371,7 +382,10 @@ class StreamingEngine(HookedRuntime):
                 "(unfreezes=True), in a new folder with the model's state_dict()"
             )
         self._visits = []
-        self.passes_begun += 1
+        self._forwards += 1
+        self.at_work.begun = self._forwards
+        if self._looking is not None:
+            self._looking.routes.append([])
         self._profile.begin_forward()
         self._stream.read_ahead(self._pattern)
 
@@ -419,52 +433,86 @@ class StreamingEngine(HookedRuntime):
         for result in tensors_in(results):
             if result.requires_grad:
                 result.register_hook(lambda _: engine().backward_begins(generation))
-        self._profile.end_forward()
-        if not self.options.waits and self._passes + 1 == self.options.accumulate:
+        together = self._together
+        if together is not None:
+            together.forwards_ended += 1
+        if together is None or together.forwards_ended == together.count:
+            self._profile.end_forward(passes=1 if together is None else together.count)
+        first = together is None or together.forwards_ended == 1
+        if first and not self.options.waits and self._passes + self._side_by_side == self.options.accumulate:
             self.updates.expect()
+
+    @property
+    def _side_by_side(self) -> int:
+        """Backward passes that are under way together."""
+        return 1 if self._together is None else self._together.count
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the step has no backward pass after those under way."""
+        return self._passes + self._side_by_side >= self.options.accumulate
 
     def comes_again(self, unit: Unit) -> bool:
         if self.visits.is_nested_in(unit):
             return True  # a checkpoint inside of the block: the rest of the gradient follows
-        return self._uses.get(unit.key, 0) > 1  # the same layer
+        return self.at_work.uses.get(unit.key, 0) > 1  # the same layer
 
     def arrive(self, part: Part, gradient: torch.Tensor) -> None:
         """A gradient of this pass, whole."""
         if gradient.layout != torch.strided:
             raise NotStreamable(f"the gradient of {part.name} is sparse: use a dense one (sparse=False)")
-        self._got_gradients = True
-        last = self._passes + 1 >= self.options.accumulate
-        self.updates.arrive(part, gradient, wait=self.options.waits or not last, last=last)
+        self.at_work.got_gradients = True
+        if self._together is not None:
+            total = self._together.sums.add(part, gradient, self.at_work.number)
+            if total is None:
+                return
+            gradient = total
+        self._use(part, gradient)
+
+    def _use(self, part: Part, gradient: torch.Tensor) -> None:
+        self.updates.arrive(part, gradient, wait=self.options.waits or not self._is_last, last=self._is_last)
 
     def backward_begins(self, generation: int | None = None) -> None:
         """In the user's backward pass, not in a block's own: `_backward_ends` follows, if no error does.
         `generation`: of the weights that its graph was made with."""
         if generation not in (None, self.generation):
             raise OldGraph("the model")
-        if not self._backward_begun:
-            if self._passes >= self.options.accumulate:
+        if not self.at_work.backward_begun:
+            if self._together is None and self._passes >= self.options.accumulate:
                 raise RuntimeError(
                     f"backward pass {self._passes + 1} of a step that was to have {self.options.accumulate}: call "
                     "optimizer.step() before it, or say how many there are in a step (accumulate=)"
                 )
-            self._backward_begun, self._got_gradients = True, False
-            self.gradients.begin_pass(first=self._passes == 0)
-            self.updates.zeroed = self.gradients.zeroed
-            self.updates.scale = self.scale
+            if self.at_work.ended:
+                raise RuntimeError(
+                    "a second backward pass of one micro-batch: add its losses up and call backward() once, or call "
+                    "the function on one micro-batch after the other (order='horizontal')"
+                )
+            self.at_work.backward_begun, self.at_work.got_gradients = True, False
+            if self._together is None or self._together.backward_begins():
+                self.gradients.begin_pass(first=self._passes == 0)
+                self.updates.zeroed = self.gradients.zeroed
+                self.updates.scale = self.scale
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
         self.visits.end()
         self._hooks.left_over(self)
-        self._profile.end_backward()
-        if not self._got_gradients:  # torch.autograd.grad of inputs or activations is no pass of the step
-            self._backward_begun, self._visits = False, None
+        self.at_work.backward_begun = False
+        if self._together is not None:
+            self.at_work.ended = self.at_work.got_gradients
             return
-        last = self._passes + 1 >= self.options.accumulate
-        self.updates.end_pass(wait=self.options.waits or not last, last=last)
+        self._profile.end_backward()
+        if not self.at_work.got_gradients:  # torch.autograd.grad of inputs or activations is no pass of the step
+            self._visits = None
+            return
+        self._passes_end()
+
+    def _passes_end(self) -> None:
+        """Of a backward pass, or of all that were under way together."""
+        self.updates.end_pass(wait=self.options.waits or not self._is_last, last=self._is_last)
         self.gradients.whole = frozenset(self.updates.arrived)
-        self._backward_begun = False
-        self._passes += 1
+        self._passes += self._side_by_side
         self._pattern, self._visits = self._visits or [], None
         if self._passes >= self.options.accumulate:  # until then another pass's graph may need them
             self._hooks.give_back_kept()
@@ -480,24 +528,37 @@ class StreamingEngine(HookedRuntime):
         return self._swapping.computed_again(unit.key) if self._swapping is not None else 1.0
 
     def entered(self, unit: Unit) -> None:
-        self._uses[unit.key] = self._uses.get(unit.key, 0) + 1
-        if torch._C._current_graph_task_id() != -1:  # in a reentrant checkpoint's part of the user's backward pass
+        uses = self.at_work.uses
+        uses[unit.key] = uses.get(unit.key, 0) + 1
+        if torch._C._current_graph_task_id() != -1:  # in a checkpoint's part of the user's backward pass
+            if self._together is not None:
+                raise NotStreamable(
+                    f"{unit.key} is computed again by a checkpoint around it: call the function on one micro-batch "
+                    "after the other (order='horizontal'), or leave the checkpoint out"
+                )
+            if self._looking is not None:
+                self._looking.why = "blocks are computed again by checkpoints around them"
             self.backward_begins()
         if self._visits is None:  # a part of the model is called alone
             self._begin_pass()
-        self._visits.append(unit.key)
+        if self._together is None:
+            self._visits.append(unit.key)
 
     def recomputes(self, unit: Unit) -> None:
         self.backward_begins()
-        if self._visits is not None:
+        if self._visits is not None and self._together is None:
             self._visits.append(unit.key)
 
     def visited(self, unit: Unit) -> None:
         if self.comes_again(unit):
             return
         self._hooks.left_over_of(self, unit)
-        last = self._passes + 1 >= self.options.accumulate
-        self.updates.end_unit(unit, wait=self.options.waits or not last, last=last)
+        if self._together is not None:
+            if not self._together.all_visited(unit, self.at_work.number):
+                return
+            for part, gradient in self._together.sums.take(unit):
+                self._use(part, gradient)
+        self.updates.end_unit(unit, wait=self.options.waits or not self._is_last, last=self._is_last)
 
     def require_not_updated(self, unit: Unit) -> None:
         if self.updates.has_begun(unit):
@@ -507,11 +568,145 @@ class StreamingEngine(HookedRuntime):
             )
 
     def computed_outside(self, seconds: float) -> None:
-        if not self._backward_begun:
+        if not self.at_work.backward_begun:
             self._profile.outside_s += seconds
 
-    def left(self, unit: Unit) -> None:
-        self._uses[unit.key] = max(0, self._uses.get(unit.key, 0) - 1)
+    def left(self, unit: Unit, by: PassUnderWay) -> None:
+        by.uses[unit.key] = max(0, by.uses.get(unit.key, 0) - 1)
+
+    # -- several micro-batches (`memascend.engine.vertical`) -----------------------------------------------------------
+
+    def accumulate(
+        self, function: Callable[[Any], Any], micro_batches: Iterable[Any], *, order: str = "vertical"
+    ) -> list[Any]:
+        """`[function(each) for each in micro_batches]`, whose backward passes are all of this step.
+
+        `vertical`: where it can be, all of them pass a unit of weights before any goes on to the next; the first call
+        with a function, and those that cannot be, go one after the other. Gradients are equal to the bit. After an
+        error the step under way is given up, and nothing runs any more. Raises what `function` raises, ValueError for
+        another order, RuntimeError for more passes than were announced, before any has begun.
+        """
+        if order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
+        if self._together is not None or self._in_turn:
+            raise RuntimeError("accumulate is called in the function of a micro-batch: call it once, with all of them")
+        batches = list(micro_batches)
+        self._require_usable()
+        if self.options.implicit_step and self._passes >= self.options.accumulate:
+            self.finish_step()
+        if self._passes + len(batches) > self.options.accumulate:
+            raise RuntimeError(
+                f"{len(batches)} micro-batches after {self._passes} backward passes of a step that was to have "
+                f"{self.options.accumulate}: call optimizer.step() before them, or say how many there are in a step "
+                "(accumulate=)"
+            )
+        if order == "horizontal" or len(batches) < 2:
+            self.accumulated = "horizontal", "as asked for" if len(batches) > 1 else "one micro-batch"
+            return self._one_after_another(function, batches)
+        kind = _kind_of_call(function, self.model)
+        known = self._known.get(kind)
+        why = self._not_vertical() or (known if isinstance(known, str) else None)
+        if why is not None:
+            if self.accumulated != ("horizontal", why):
+                log.info("memascend: micro-batches go one after the other: %s", why)
+            self.accumulated = "horizontal", why
+            return self._one_after_another(function, batches)
+        if known is None:
+            return self._looked_at(function, batches, kind)
+        self.accumulated = "vertical", "the micro-batches of the first step were independent"
+        return self._vertically(function, batches, known)
+
+    def _not_vertical(self) -> str | None:
+        if self.units.device.type != "cpu":
+            return f"micro-batches go side by side on the CPU alone, and {self.units.device} computes"
+        if self._swapping is not None:
+            return "activations are swapped"
+        if self._passes:  # sums begin with what waits
+            return "gradients of earlier passes of the step wait on the SSD: hand all micro-batches over in one call"
+        return cannot_be_carried_over()
+
+    def _one_after_another(self, function: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
+        self._in_turn = True
+        try:
+            return [function(each) for each in batches]
+        finally:
+            self._in_turn = False
+
+    def _looked_at(self, function: Callable[[Any], Any], batches: Sequence[Any], kind: Any) -> list[Any]:
+        """One after the other; from then on it is known whether and how they can go side by side."""
+        looking = self._looking = _Looking(ForwardFootprint(self.model, self.units.device))
+        try:
+            results = self._one_after_another(function, batches)
+        finally:
+            self._looking = None
+        routes, why = looking.routes, looking.why or looking.footprint.found()
+        if why is None and (len(routes) != len(batches) or any(route != routes[0] for route in routes)):
+            why = "they go through the blocks in different orders, or not once each"
+        self.accumulated = "horizontal", why or "the first step, in which they are looked at"
+        if why is not None:
+            log.info("memascend: micro-batches go one after the other: %s", why)
+        self._known[kind] = Route(routes[0]) if why is None else why
+        return results
+
+    def _vertically(self, function: Callable[[Any], Any], batches: Sequence[Any], route: Route) -> list[Any]:
+        alone, passes = self.at_work, [PassUnderWay(number) for number in range(len(batches))]
+
+        def enter(number: int) -> None:
+            self.at_work = passes[number]
+
+        self._begin_pass()
+        for each in passes:
+            self._forwards += 1
+            each.begun = self._forwards
+        footprint = ForwardFootprint(self.model, self.units.device)
+        runs = [functools.partial(function, each) for each in batches]
+        lanes = Lanes(runs, route, enter=enter, leave=self._leave_unit)
+        self._together = _Together(lanes, footprint, len(batches), self.options.gradients)
+        try:
+            results = lanes.run()
+            self.at_work = alone
+            self._leave_unit()
+            self._profile.end_backward(passes=len(batches))
+            if any(each.got_gradients for each in passes):
+                for part, gradient in self._together.sums.take():
+                    self._use(part, gradient)
+                self._passes_end()
+            self._together = None
+        except BaseException as error:
+            self.at_work, self._together = alone, None
+            self._give_up_after(error)
+            raise
+        return results
+
+    def reaches(self, unit: Unit, *, needs_it: bool = True) -> None:
+        if self.in_block:
+            return
+        key, number = unit.matrix or unit.key, self._numbers_of_slices.get(unit.key, 0)
+        together = self._together
+        if together is None:
+            if self._looking is not None:
+                if self._visits is None:  # a part of the model is called alone
+                    self._begin_pass()
+                self._looking.at(key, number, forward=torch._C._current_graph_task_id() == -1)
+            return
+        if unit.kind is Kind.BLOCK:
+            together.enters_a_block(self.at_work.number)
+        together.lanes.reaches(key, number)
+        if needs_it and together.held is not unit:
+            self._leave_unit()
+            self.weights.take(unit)
+            together.held = unit
+            if unit.kind is Kind.BLOCK:
+                self._visits.append(unit.key)
+                if torch._C._current_graph_task_id() == -1:
+                    self._inputs.begin_group()
+
+    def _leave_unit(self) -> None:
+        """The weights that micro-batches side by side have used are needed no more."""
+        together = self._together
+        if together is not None and together.held is not None:
+            held, together.held = together.held, None
+            self.weights.give_back(held)
 
     def keep_input(self, tensor: torch.Tensor) -> Any:
         goes = self.options.checkpoints == "tier" and tensor.numel() and is_dense(tensor)
@@ -575,7 +770,7 @@ class StreamingEngine(HookedRuntime):
         self.home.require_room_for(self._record(facts or {}, ahead=1))
         try:
             self.updates.raise_failure()
-            if self._backward_begun:
+            if self.at_work.backward_begun:
                 raise RuntimeError("the last backward pass ended in an error: its step cannot be finished, do it again")
             norm = self._finish(facts or {}) if self.updates.pending else 0.0
             self._passes = 0  # also of passes that no parameter got a gradient of
@@ -629,7 +824,7 @@ class StreamingEngine(HookedRuntime):
                 f"the gradient of {name} is not in memory: those of a streamed model are used as they come. To clip "
                 "them, or to look at their norms, let them wait (clip=... or wait=True when the optimizer is made)"
             )
-        if self._backward_begun or self._passes < self.options.accumulate:
+        if self.at_work.backward_begun or self._passes < self.options.accumulate:
             raise RuntimeError(
                 f"the gradient of {name} is not whole before the last of {self.options.accumulate} backward passes: "
                 "look at it, or clip it, after that"
@@ -639,7 +834,7 @@ class StreamingEngine(HookedRuntime):
     @property
     def _arrived(self) -> Collection[str]:
         """Names of the parameters that got a gradient in the step under way."""
-        if self._backward_begun:
+        if self.at_work.backward_begun:
             return self.updates.arrived
         return self.gradients.whole if self.updates.pending else ()
 
@@ -725,7 +920,7 @@ class StreamingEngine(HookedRuntime):
         """This is the process that trains, and the tier holds whole steps. With `gives_up` a step whose backward pass
         or update ended in an error that the loop has seen is forgotten."""
         self.weights.require_own_process()
-        if gives_up and (self.updates.failure_was_told or self._backward_begun):
+        if gives_up and (self.updates.failure_was_told or self.at_work.backward_begun):
             log.warning("memascend: the step under way was given up after an error; it begins anew from the one before")
             self.give_up()
         if self._unfinished is not None:
@@ -821,11 +1016,11 @@ class StreamingEngine(HookedRuntime):
             return
         self.weights.require_own_process()
         leaving.begin_if_asked()
-        self._backward_begun = False
+        self.visits.forget()
+        self.at_work = PassUnderWay()
         self._hooks.forget()
         with contextlib.suppress(OSError):
             self._inputs.give_back()
-        self._uses.clear()
         self._take_back(written=True)
 
     def _give_up_after(self, error: BaseException) -> None:
@@ -883,6 +1078,73 @@ class StreamingEngine(HookedRuntime):
             raise
         self.steps.update(steps)
         self.generation += 1
+
+
+class _Looking:
+    """At micro-batches one after the other: could they go side by side?"""
+
+    def __init__(self, footprint: ForwardFootprint) -> None:
+        self.footprint = footprint
+        self.why: str | None = None
+        self.routes: list[list[str]] = []  # keys that each pass reaches
+        self._number = 0
+
+    def at(self, key: str, number: int, *, forward: bool) -> None:
+        route = self.routes[-1]
+        again = bool(route) and route[-1] == key and number >= self._number
+        self._number = number
+        if not again:
+            route.append(key)
+            if forward and self.why is None:
+                self.why = self.footprint.found_midway()
+
+
+class _Together:
+    """Micro-batches that are under way side by side."""
+
+    def __init__(self, lanes: Lanes, footprint: ForwardFootprint, count: int, dtype: torch.dtype) -> None:
+        self.lanes, self.count, self.sums = lanes, count, SummedGradients(count, dtype)
+        self.held: Unit | None = None  # whose weights stay until the last of them has left it
+        self.forwards_ended = self._backwards_begun = 0
+        self._footprint = footprint
+        self._in_blocks: set[int] = set()
+        self._visitors: dict[str, set[int]] = {}
+
+    def enters_a_block(self, number: int) -> None:
+        """NotStreamable where the beginnings of the forward passes were not independent."""
+        if number in self._in_blocks:
+            return
+        self._in_blocks.add(number)
+        if len(self._in_blocks) == self.count:
+            self._require_nothing(self._footprint.found_midway())
+
+    def backward_begins(self) -> bool:
+        """Of one more; whether it is the first. NotStreamable where the forward passes were not independent."""
+        self._backwards_begun += 1
+        if self._backwards_begun == self.count:
+            self._require_nothing(self._footprint.found())
+        return self._backwards_begun == 1
+
+    def _require_nothing(self, why: str | None) -> None:
+        if why is not None:
+            raise NotStreamable(
+                f"micro-batches cannot go side by side here, as those of the first step could: {why}: call the "
+                "function on one after the other (order='horizontal')"
+            )
+
+    def all_visited(self, unit: Unit, number: int) -> bool:
+        """Whether backward has been through a unit in all of them, now that it has in `number`."""
+        visitors = self._visitors.setdefault(unit.key, set())
+        visitors.add(number)
+        return len(visitors) == self.count
+
+
+def _kind_of_call(function: Callable[..., Any], model: nn.Module) -> Any:
+    """Calls that are alike do the same with the model, as far as that can be told beforehand."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", getattr(getattr(function, "__func__", None), "__code__", type(function)))
+    return code, tuple(module.training for module in model.modules())
 
 
 def _units(

@@ -197,6 +197,51 @@ class streaming:
             log.info("memascend: gradients wait on the SSD for %s: one more write and read of them a step", why)
         return made
 
+    def accumulate(
+        self, function: Callable[[Any], Any], micro_batches: Iterable[Any], *, order: str = "vertical"
+    ) -> list[Any]:
+        """Run `function` on each micro-batch of a step, all of them through a block before any enters the next.
+
+        As `[function(each) for each in micro_batches]`, and to the bit; but weights are read twice a step, and not
+        twice a micro-batch, and gradients are summed in memory, and not on the SSD (GreedySnake, arXiv 2512.17570).
+        `micro_batches` are at most as many as `optimizer(accumulate=...)` has announced.
+
+        Each runs in a thread of its own, one at a time, and the threads take turns at the model's blocks. So the
+        function may share nothing between micro-batches that it changes, but for the model; it calls `backward()` once,
+        and it holds no lock around the model. The first call with a function, and with other modules in training mode,
+        runs one micro-batch after the other and looks whether they are independent. They are not where the forward pass
+        draws random numbers (dropout), or hooks or changes the model (other than the running averages of torch's batch
+        norms); these go one after the other always, with a line in the log that says why, and so do those with swapped
+        activations, on a device other than the CPU, through the blocks in varying order, or after other backward passes
+        of the step.
+
+        Args:
+            function: the body of a loop over micro-batches: forward pass, loss, `backward()`.
+            micro_batches: what it is called with, one at a time.
+            order: "horizontal" for one after the other.
+
+        Raises:
+            ValueError: for another order.
+            RuntimeError: more micro-batches than the step has backward passes left, before any has begun; or called
+                inside of itself.
+            NotStreamable: micro-batches that were independent in the first step are not any more.
+            BaseException: what `function` raises. The step under way is then given up, and all is as after the last
+                completed one; no thread runs any more. Ctrl-C is answered at the next block.
+
+        Returns:
+            What `function` returned, in the order of the micro-batches.
+
+        Example:
+            def train(batch):
+                loss = model(**batch).loss / 8
+                loss.backward()
+                return loss.item()
+
+            losses = home.accumulate(train, batches)
+            optimizer.step()
+        """
+        return self._engine().accumulate(function, micro_batches, order=order)
+
     @property
     def steps(self) -> int:
         """Completed in this folder, the earlier runs' among them (the most of any parameter)."""
