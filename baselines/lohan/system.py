@@ -47,6 +47,8 @@ _ARMS = {
 class LoHan(PlannedSystem):
     """One process; the states lie in a folder of their own beside the run's swap files."""
 
+    accumulates_vertically = True
+
     def refuse(self, config: TrainConfig) -> None:
         if config.ranks > 1:
             raise ValueError(f"system 'lohan' is one process, not {config.ranks}: leave --ranks out, or use another")
@@ -66,6 +68,11 @@ class LoHan(PlannedSystem):
             )
         if config.block_fates() is not None:
             raise ValueError("system 'lohan' decides by products, not by blocks: set activations to auto, all or bytes")
+        if config.accumulation == "vertical" and (config.checkpointing == "ssd" or config.arm in SWAPPING_ARMS):
+            raise ValueError(
+                "accumulation 'vertical' is not done with results of blocks on the SSD: leave it out, or set "
+                "checkpointing to offloaded or plain and leave the arm out"
+            )
         if config.activation_writes is not None:
             raise ValueError("system 'lohan' has no limit to what activations write: leave activation_writes out")
         if config.states == "bf16" and config.dtype != "bf16":

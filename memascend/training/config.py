@@ -27,7 +27,7 @@ OUT_OF_SCOPE = dict.fromkeys(
 # What may differ when a run goes on: none of it changes a loss before the new end. All else must stay as it was.
 MAY_CHANGE_ON_RESUME = (
     "steps", "epochs", "nvme", "devices", "tiers", "write_budget", "host_memory", "save_every", "eval_every",
-    "log_every", "keep", "checkpoints", "eval_sequences", "trace",
+    "log_every", "keep", "checkpoints", "eval_sequences", "trace", "accumulation",
 )  # fmt: skip
 
 
@@ -73,6 +73,13 @@ class TrainConfig:
     epochs: float = _option(1.0, "passes over the data, where --steps is not given", least=0.0001)
     batch: int = _option(1, "sequences a rank at a time", least=1)
     accumulate: int = _option(1, "batches whose gradients are added up before a step", least=1)
+    accumulation: str = _option(
+        "auto",
+        "of system lohan: vertical, all batches of a step through a block before the next block, so that weights are "
+        "read twice a step; horizontal, one batch after the other; auto: vertical where the batches are independent "
+        "(no dropout) and the CPU computes; equal bits",
+        choices=("auto", "vertical", "horizontal"),
+    )
     learning_rate: float | None = _option(None, "at its highest; default 1e-5, and 5e-4 for random weights", least=0)
     warmup: int | None = _option(None, "steps over which it rises; default: 3 %% of all", least=0)
     schedule: str = _option("cosine", "how it falls afterwards", choices=("cosine", "linear", "constant"))

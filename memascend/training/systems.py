@@ -35,6 +35,11 @@ def check(config: Any) -> None:
         runs = [name for name in systems.names() if systems.arrangement(name).runs]
         raise ValueError(f"{what} is planned and simulated alone: train with one of {', '.join(runs)}")
     system.refuse(config)
+    if config.accumulation == "vertical" and not hasattr(system, "accumulates_vertically"):
+        raise ValueError(
+            f"accumulation 'vertical': system {config.system!r} takes one batch after the other: leave it out, or use "
+            "--system lohan"
+        )
     systems.require_versions(config.system, config.state_versions)
     systems.require_kept_states(config.system, config.checkpoints, config.state_versions)
     for device in config.devices:

@@ -201,14 +201,19 @@ class StreamingBackend:
             self.keep({})
         self._moved = self.engine.transferred
         self._groups[0]["lr"] = learning_rate
-        scale, losses = self._scale.value if self._scale else 1.0, []
+        scale = self._scale.value if self._scale else 1.0
         self.engine.scale = scale
-        for ids in batches:
+
+        def accumulated(ids: torch.Tensor) -> torch.Tensor:
             with phase(self._recorder, "forward"):
                 loss = self.model(input_ids=ids, labels=ids).loss
             with phase(self._recorder, "backward"):
                 (loss / len(batches) * scale).backward()
-            losses.append(loss.detach().float())
+            return loss.detach().float()
+
+        # The phases of a trace are those of one batch.
+        in_turn = self._config.accumulation == "horizontal" or self._recorder is not None
+        losses = self.engine.accumulate(accumulated, batches, order="horizontal" if in_turn else "vertical")
         with phase(self._recorder, "optimizer"):
             facts = self._facts_of_next()
             norm = self.engine.finish_step(keep=False, facts=facts)
@@ -262,6 +267,8 @@ class StreamingBackend:
         facts = {"gradient_offloading": self._settings["arm"], "memory_options": self._options}
         versions = self.engine.options.versions
         facts["state_versions"] = {"count": versions, "why": self.engine.versions_why}
+        if self.engine.accumulated is not None:
+            facts["accumulation"] = dict(zip(("order", "why"), self.engine.accumulated, strict=True))
         facts["state_versions"]["after_a_kill"] = "checkpoint" if self.engine.options.tears else "step"
         return facts | ({"activation_swapping": dataclasses.asdict(decision)} if decision is not None else {})
 
