@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "core/adamw.h"
+#include "core/adamw8.h"
 #include "core/clock.h"
 #include "core/completion.h"
 #include "core/crc32c.h"
@@ -342,6 +343,50 @@ void adamw_meta(at::Tensor& param, const at::Tensor& grad, at::Tensor& exp_avg, 
                 const std::optional<at::Tensor>& half_copy, std::int64_t, double, double, double, double, double,
                 double, std::int64_t, std::int64_t) {
   check_adamw(param, grad, exp_avg, exp_avg_sq, half_copy);
+}
+
+void check_codes(const char* name, const at::Tensor& tensor, at::IntArrayRef shape) {
+  TORCH_CHECK_VALUE(tensor.scalar_type() == at::kByte, "adamw8: ", name, " has dtype ", tensor.scalar_type(),
+                    ": use uint8");
+  TORCH_CHECK_VALUE(tensor.sizes() == shape, "adamw8: ", name, " has shape ", tensor.sizes(), ", expected ", shape);
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), "adamw8: ", name, " is not contiguous");
+}
+
+void check_adamw8(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg,
+                  const at::Tensor& exp_avg_sq, const at::Tensor& scales) {
+  TORCH_CHECK_VALUE(param.scalar_type() == at::kBFloat16, "adamw8: param has dtype ", param.scalar_type(),
+                    ": use bfloat16");
+  TORCH_CHECK_VALUE(param.is_contiguous(), "adamw8: param is not contiguous");
+  (void)checked_format("adamw8", "grad", grad);
+  TORCH_CHECK_VALUE(grad.sizes() == param.sizes(), "adamw8: grad has shape ", grad.sizes(), ", param ", param.sizes());
+  TORCH_CHECK_VALUE(grad.is_contiguous(), "adamw8: grad is not contiguous");
+  check_codes("exp_avg", exp_avg, param.sizes());
+  check_codes("exp_avg_sq", exp_avg_sq, param.sizes());
+  // From the sizes, which a tensor that is traced has too.
+  const std::int64_t numel = c10::multiply_integers(param.sizes());
+  check_codes("scales", scales, {(numel + kBlock - 1) / kBlock, 2});
+}
+
+void adamw8_op(at::Tensor& param, const at::Tensor& grad, at::Tensor& exp_avg, at::Tensor& exp_avg_sq,
+               at::Tensor& scales, std::int64_t step, double lr, double beta1, double beta2, double eps,
+               double weight_decay, double grad_scale, std::int64_t seed, std::int64_t element_offset) {
+  check_adamw8(param, grad, exp_avg, exp_avg_sq, scales);
+  const AdamW8Tensors tensors{param.mutable_data_ptr(),
+                              grad.const_data_ptr(),
+                              static_cast<std::uint8_t*>(exp_avg.mutable_data_ptr()),
+                              static_cast<std::uint8_t*>(exp_avg_sq.mutable_data_ptr()),
+                              static_cast<std::uint8_t*>(scales.mutable_data_ptr()),
+                              format_of(grad),
+                              param.numel()};
+  const AdamWOptions options{step, lr,         beta1,          beta2, eps, weight_decay, grad_scale,
+                             static_cast<std::uint64_t>(seed), element_offset};
+  with_torch_errors([&] { adamw8(tensors, options, at::get_num_threads()); });
+}
+
+void adamw8_meta(at::Tensor& param, const at::Tensor& grad, at::Tensor& exp_avg, at::Tensor& exp_avg_sq,
+                 at::Tensor& scales, std::int64_t, double, double, double, double, double, double, std::int64_t,
+                 std::int64_t) {
+  check_adamw8(param, grad, exp_avg, exp_avg_sq, scales);
 }
 
 // --------------------------------------------------------------------------------------- what both engines share
@@ -909,16 +954,22 @@ TORCH_LIBRARY(memascend, library) {
       "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? half_copy=None, *, "
       "int step, float lr, float beta1, float beta2, float eps, float weight_decay, float grad_scale=1.0, int seed=0, "
       "int element_offset=0) -> ()");
+  library.def(
+      "adamw8_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!) scales, *, "
+      "int step, float lr, float beta1, float beta2, float eps, float weight_decay, float grad_scale=1.0, int seed=0, "
+      "int element_offset=0) -> ()");
 }
 TORCH_LIBRARY_IMPL(memascend, CPU, library) {
   library.impl("has_overflow", &has_overflow_op);
   library.impl("unscale_norm_overflow_", &unscale_in_place);
   library.impl("unscale_norm_overflow", &unscale_to);
   library.impl("adamw_", &adamw_op);
+  library.impl("adamw8_", &adamw8_op);
 }
 TORCH_LIBRARY_IMPL(memascend, Meta, library) {
   library.impl("has_overflow", &has_overflow_meta);
   library.impl("unscale_norm_overflow_", &unscale_in_place_meta);
   library.impl("unscale_norm_overflow", &unscale_to_meta);
   library.impl("adamw_", &adamw_meta);
+  library.impl("adamw8_", &adamw8_meta);
 }

@@ -6,7 +6,8 @@ states from an allocator, so that they are pinned, placed on NUMA nodes, booked 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,6 +97,9 @@ class AdamW(torch.optim.Optimizer):
     directions (without amsgrad and maximize). Not thread-safe, as any optimizer.
     """
 
+    OWNERS: Mapping[str, str] = STATE_OWNERS
+    DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -113,9 +117,9 @@ class AdamW(torch.optim.Optimizer):
         States are taken at a parameter's first step, or all at once by `allocate_states`. Raises ValueError for options
         that make no sense and for parameters that are not dense CPU tensors of 32 or 16 bits.
         """
-        unknown = sorted(set(placements or {}) - set(STATE_OWNERS))
+        unknown = sorted(set(placements or {}) - set(self.OWNERS))
         if unknown:
-            raise ValueError(f"AdamW: unknown state {unknown[0]!r} in placements: use {', '.join(STATE_OWNERS)}")
+            raise ValueError(f"AdamW: unknown state {unknown[0]!r} in placements: use {', '.join(self.OWNERS)}")
         _check_options(lr, betas, eps, weight_decay)
         self._allocator = PageAlignedPinnedAllocator() if allocator is None else allocator
         self._placements = dict(placements or {})
@@ -125,10 +129,11 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             fits = parameter.device.type == "cpu" and parameter.is_contiguous()
-            if not fits or parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            if not fits or parameter.dtype not in self.DTYPES:
+                names = [str(dtype).removeprefix("torch.") for dtype in self.DTYPES]
                 raise ValueError(
-                    f"AdamW: a parameter of {tuple(parameter.shape)} is {parameter.dtype} on {parameter.device}: "
-                    "contiguous CPU tensors of float32, float16 or bfloat16 are needed"
+                    f"{type(self).__name__}: a parameter of {tuple(parameter.shape)} is {parameter.dtype} on "
+                    f"{parameter.device}: contiguous CPU tensors of {_alternatives(names)} are needed"
                 )
 
     def allocate_states(self) -> None:
@@ -184,23 +189,35 @@ class AdamW(torch.optim.Optimizer):
         state: dict[str, torch.Tensor] = {"step": torch.tensor(0.0)}
         for key, owner in STATE_OWNERS.items():
             if key != "master" or parameter.dtype != torch.float32:
-                state[key] = self._take(parameter, f"{name} {key}", owner, self._placements.get(key))
+                state[key] = self._take(parameter.shape, f"{name} {key}", owner, self._placements.get(key))
         if "master" in state:
             state["master"].copy_(parameter.detach())
         self.state[parameter] = state
         return state
 
-    def _take(self, parameter: torch.Tensor, name: str, owner: str, placement: Placement | None) -> torch.Tensor:
-        if parameter.numel() == 0:
-            return torch.empty(parameter.shape, dtype=torch.float32)
-        flat = self._allocator.allocate(parameter.numel(), torch.float32, name=name, owner=owner, placement=placement)
-        return flat.view(parameter.shape)
+    def _take(
+        self,
+        shape: Sequence[int],
+        name: str,
+        owner: str,
+        placement: Placement | None,
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        numel = math.prod(shape)
+        if numel == 0:
+            return torch.empty(shape, dtype=dtype)
+        return self._allocator.allocate(numel, dtype, name=name, owner=owner, placement=placement).view(shape)
 
     def _update(self, parameter: torch.Tensor, name: str, group: dict[str, Any]) -> None:
         if parameter.grad.layout != torch.strided:
-            raise ValueError(f"AdamW: the gradient of {name} is sparse: use a dense one")
+            raise ValueError(f"{type(self).__name__}: the gradient of {name} is sparse: use a dense one")
         state = self.state[parameter] or self._begin(parameter, name)
         state["step"] += 1
+        options = {"step": int(state["step"]), "lr": float(group["lr"])}
+        options |= {key: group[key] for key in ("betas", "eps", "weight_decay")}
+        self._advance(parameter, state, options)
+
+    def _advance(self, parameter: torch.Tensor, state: dict[str, torch.Tensor], options: dict[str, Any]) -> None:
         master = state.get("master")
         adamw_(
             parameter.detach() if master is None else master,
@@ -208,12 +225,12 @@ class AdamW(torch.optim.Optimizer):
             state["exp_avg"],
             state["exp_avg_sq"],
             None if master is None else parameter.detach(),
-            step=int(state["step"]),
-            lr=float(group["lr"]),
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
+            **options,
         )
+
+
+def _alternatives(names: Sequence[str]) -> str:
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _check_options(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import library
 
 from memascend.ops.adamw import adamw_
+from tests.ars5 import S_BOX, words
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -89,54 +90,6 @@ def test_slices_and_threads_change_no_bit(dtype, grad_dtype, numel, offset, cuts
     assert all(torch.equal(a, b) for a, b in zip(whole, sliced))
 
 
-def times(a: int, b: int) -> int:
-    """Product in GF(2^8) by x^8 + x^4 + x^3 + x + 1 (FIPS 197, 4.2)."""
-    out = 0
-    while b:
-        out ^= a * (b & 1)
-        a, b = (a << 1) ^ (0x11B * (a >> 7)), b >> 1
-    return out
-
-
-def s_box(value: int) -> int:
-    """FIPS 197, 5.1.1: the inverse, then the affine map."""
-    inverse = next((i for i in range(256) if times(value, i) == 1), 0)
-    turned = [inverse << n | inverse >> (8 - n) for n in range(5)]
-    return (turned[0] ^ turned[1] ^ turned[2] ^ turned[3] ^ turned[4] ^ 0x63) & 0xFF
-
-
-S_BOX = [s_box(value) for value in range(256)]
-
-
-def ars5(counter: tuple[int, int], key: tuple[int, int]) -> tuple[list[int], list[int]]:
-    """Written from the paper (Salmon et al., SC'11) and FIPS 197, independent of the code under test.
-
-    The block, and the block after one more full round, as eight 16-bit numbers each.
-    """
-    mask = 2**64 - 1
-    keys = [
-        (((key[0] + r * 0x9E3779B97F4A7C15) & mask) | ((key[1] + r * 0xBB67AE8584CAA73B) & mask) << 64).to_bytes(
-            16, "little"
-        )
-        for r in range(7)
-    ]
-    state = [a ^ b for a, b in zip((counter[0] | counter[1] << 64).to_bytes(16, "little"), keys[0])]
-    out = []
-    for round_number in range(1, 7):
-        state = [S_BOX[state[(i + 4 * (i % 4)) % 16]] for i in range(16)]
-        if round_number != 5:  # the last round of ARS-5 has no MixColumns
-            state = [
-                times(state[i], 2)
-                ^ times(state[i // 4 * 4 + (i + 1) % 4], 3)
-                ^ state[i // 4 * 4 + (i + 2) % 4]
-                ^ state[i // 4 * 4 + (i + 3) % 4]
-                for i in range(16)
-            ]
-        state = [a ^ b for a, b in zip(state, keys[round_number])]
-        out.append([int.from_bytes(bytes(state[i : i + 2]), "little") for i in range(0, 16, 2)])
-    return out[4], out[5]
-
-
 def test_the_reference_box_is_that_of_aes():
     assert [S_BOX[0x00], S_BOX[0x01], S_BOX[0x53], S_BOX[0xFF]] == [0x63, 0x7C, 0xED, 0x16]  # FIPS 197, figure 7
 
@@ -148,10 +101,8 @@ def test_stochastic_rounding_takes_the_words_that_the_page_says():
     param, exp_avg, exp_avg_sq = (torch.ones(numel, dtype=torch.bfloat16) for _ in range(3))
     adamw_(param, grad, exp_avg, exp_avg_sq, step=step, lr=0.0, betas=(0.0, 0.0), seed=seed, element_offset=offset)
     for i in range(numel):
-        e = offset + i
-        block, further = ars5((e // 8, step), (seed, 0))
-        low, high = block[e % 8], further[e % 8]
-        for state, exact, noise in [(exp_avg, grad[i], low ^ high), (exp_avg_sq, grad[i] * grad[i], high)]:
+        _, momentum, variance = words(offset + i, step, seed)
+        for state, exact, noise in [(exp_avg, grad[i], momentum), (exp_avg_sq, grad[i] * grad[i], variance)]:
             bits = (exact.view(torch.int32).item() + noise) >> 16
             assert state[i].view(torch.int16).item() == bits
         assert param[i] == 1

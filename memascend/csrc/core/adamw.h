@@ -3,22 +3,11 @@
 
 #include <cstdint>
 
+#include "adamw_options.h"
 #include "simd.h"
 #include "simd_kernels.h"
 
 namespace memascend {
-
-struct AdamWOptions {
-  std::int64_t step;  // counted from one
-  double lr;
-  double beta1;
-  double beta2;
-  double epsilon;
-  double weight_decay;
-  double grad_scale = 1;            // gradients are multiplied by this on the fly: 1 / loss scale, clipping
-  std::uint64_t seed = 0;           // of stochastic rounding
-  std::int64_t element_offset = 0;  // place of the first element in the whole tensor, for a slice of it
-};
 
 // Runs of `count` elements that do not overlap. The states (parameter, momentum, variance) are all fp32, or all bf16
 // and then rounded stochastically; the gradient has any format; `copy`, the parameter as it is kept, rounded to

@@ -10,6 +10,7 @@ namespace memascend {
 namespace {
 
 struct Avx2 {
+  static constexpr int kTogether = 1;  // groups with 8-bit moments that are stepped before any is coded
   struct Floats {
     __m256 low, high;
   };
@@ -27,6 +28,7 @@ struct Avx2 {
   struct Noise {
     Packed param, momentum, variance;
   };
+  using Codes = Words;  // of a group: in each lane of 32 bits the code of an even element, and above it that of the odd
 
   static Floats set(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
   static Floats load_f32(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
@@ -123,6 +125,47 @@ struct Avx2 {
                          {_mm256_set_m128i(next[1], next[0]), _mm256_set_m128i(next[3], next[2])});
   }
 
+  static Codes load_codes(const std::uint8_t* p) {
+    const auto* in = reinterpret_cast<const __m128i*>(p);
+    return {_mm256_cvtepu16_epi32(_mm_loadu_si128(in)), _mm256_cvtepu16_epi32(_mm_loadu_si128(in + 1))};
+  }
+  static void store_codes(std::uint8_t* p, const Codes& a) {
+    const __m256i packed = _mm256_packus_epi32(a.low, a.high);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xD8));
+  }
+  // Even and odd elements, times 2 to the (biased) exponent.
+  static Two decode_signed(const Codes& a, std::uint32_t exponent) {
+    const auto low = decode_signed_half(a.low, exponent);
+    const auto high = decode_signed_half(a.high, exponent);
+    return {{low.even, high.even}, {low.odd, high.odd}};
+  }
+  static Two decode_unsigned(const Codes& a, std::uint32_t exponent) {
+    constexpr std::uint32_t kMask = 0xFFu << kRootShift;
+    return {{decoded(_mm256_slli_epi32(a.low, kRootShift), kMask, exponent),
+             decoded(_mm256_slli_epi32(a.high, kRootShift), kMask, exponent)},
+            {decoded(_mm256_slli_epi32(a.low, kRootShift - 8), kMask, exponent),
+             decoded(_mm256_slli_epi32(a.high, kRootShift - 8), kMask, exponent)}};
+  }
+  // Upper 16 bits of the largest momentum without its sign, below those of the largest root.
+  static std::uint32_t largest(Floats m_even, Floats m_odd, Floats r_even, Floats r_odd) {
+    const __m256i momentum = top({magnitude(m_even.low), magnitude(m_even.high)}, {magnitude(m_odd.low), magnitude(m_odd.high)});
+    const __m256i both = _mm256_blend_epi16(_mm256_srli_epi32(momentum, 16), top(r_even, r_odd), 0xAA);
+    __m128i four = _mm_max_epu16(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+    four = _mm_max_epu16(four, _mm_shuffle_epi32(four, 0x4E));
+    four = _mm_max_epu16(four, _mm_shuffle_epi32(four, 0xB1));
+    return static_cast<std::uint32_t>(_mm_cvtsi128_si32(four));
+  }
+  // All numbers are below 2 to the (biased) exponent + 1, by at least the last step between codes.
+  static Codes encode_signed(const Two& values, std::uint32_t exponent, const Packed& noise) {
+    return {encode_signed_half({values.a.low, values.b.low}, exponent, noise.low),
+            encode_signed_half({values.a.high, values.b.high}, exponent, noise.high)};
+  }
+  // As a root of zero would make a step infinite, the smallest code is one.
+  static Codes encode_unsigned(const Two& values, std::uint32_t exponent, const Packed& noise) {
+    return {encode_unsigned_half({values.a.low, values.b.low}, exponent, noise.low),
+            encode_unsigned_half({values.a.high, values.b.high}, exponent, noise.high)};
+  }
+
   static Doubles zero_sums() {
     Doubles sums;
     for (__m256d& part : sums.part) {
@@ -164,6 +207,54 @@ struct Avx2 {
   }
 
  private:
+  struct Eights {
+    __m256 even, odd;
+  };
+  static __m256i ones(std::uint32_t mask) { return _mm256_set1_epi32(static_cast<int>(mask)); }
+  static __m256i masked(__m256i a, std::uint32_t mask) { return _mm256_and_si256(a, ones(mask)); }
+  static __m256 magnitude(__m256 a) { return _mm256_and_ps(a, _mm256_castsi256_ps(ones(0x7FFFFFFFu))); }
+  static __m256i top(Floats a, Floats b) {
+    return _mm256_max_epu32(_mm256_max_epu32(_mm256_castps_si256(a.low), _mm256_castps_si256(a.high)),
+                            _mm256_max_epu32(_mm256_castps_si256(b.low), _mm256_castps_si256(b.high)));
+  }
+  static __m256 decoded(__m256i code, std::uint32_t mask, std::uint32_t exponent) {
+    const __m256 z = _mm256_castsi256_ps(_mm256_add_epi32(masked(code, mask), ones(code_base(exponent))));
+    const __m256 linear = _mm256_castsi256_ps(ones(linear_bits(exponent)));
+    return _mm256_min_ps(z, _mm256_fmsub_ps(z, _mm256_set1_ps(2), linear));
+  }
+  // `value` with the first bit of `top`.
+  static __m256 with_sign(__m256 value, __m256i top) {
+    return _mm256_or_ps(value, _mm256_castsi256_ps(masked(top, 0x80000000u)));
+  }
+  static Eights decode_signed_half(__m256i a, std::uint32_t exponent) {
+    constexpr std::uint32_t kMask = 0x7Fu << kMomentumShift;
+    return {with_sign(decoded(_mm256_slli_epi32(a, kMomentumShift), kMask, exponent), _mm256_slli_epi32(a, 24)),
+            with_sign(decoded(_mm256_slli_epi32(a, kMomentumShift - 8), kMask, exponent), _mm256_slli_epi32(a, 16))};
+  }
+  static Words encoded(const Eights& values, std::uint32_t exponent, __m256i noise, int up) {
+    const __m256 half = _mm256_set1_ps(0.5f);
+    const __m256 half_linear = _mm256_castsi256_ps(ones(half_linear_bits(exponent)));
+    const __m256i unscale = ones(unscaling(exponent));
+    const __m256i even = _mm256_or_si256(masked(_mm256_slli_epi32(noise, up), 0xFFFFu << up), unscale);
+    const __m256i odd = _mm256_or_si256(masked(_mm256_srli_epi32(noise, 16 - up), 0xFFFFu << up), unscale);
+    const __m256 a = _mm256_max_ps(values.even, _mm256_fmadd_ps(values.even, half, half_linear));
+    const __m256 b = _mm256_max_ps(values.odd, _mm256_fmadd_ps(values.odd, half, half_linear));
+    return {_mm256_add_epi32(_mm256_castps_si256(a), even), _mm256_add_epi32(_mm256_castps_si256(b), odd)};
+  }
+  static __m256i encode_signed_half(const Eights& values, std::uint32_t exponent, __m256i noise) {
+    const Words bits = encoded({magnitude(values.even), magnitude(values.odd)}, exponent, noise, kMomentumShift - 16);
+    const __m256i codes = _mm256_or_si256(masked(_mm256_srli_epi32(bits.low, kMomentumShift), 0x7Fu),
+                                          masked(_mm256_srli_epi32(bits.high, kMomentumShift - 8), 0x7F00u));
+    const __m256i signs = _mm256_or_si256(masked(_mm256_srli_epi32(_mm256_castps_si256(values.even), 24), 0x80u),
+                                          masked(_mm256_srli_epi32(_mm256_castps_si256(values.odd), 16), 0x8000u));
+    return _mm256_or_si256(codes, signs);
+  }
+  static __m256i encode_unsigned_half(const Eights& values, std::uint32_t exponent, __m256i noise) {
+    const __m256i one = ones(kCodeBase + (1u << kRootShift));
+    const Words bits = encoded(values, exponent, noise, kRootShift - 16);
+    return _mm256_or_si256(masked(_mm256_srli_epi32(_mm256_max_epu32(bits.low, one), kRootShift), 0xFFu),
+                           masked(_mm256_srli_epi32(_mm256_max_epu32(bits.high, one), kRootShift - 8), 0xFF00u));
+  }
   template <int kWhich>
   static __m256 every_second(Floats a) {
     const __m256 mixed = _mm256_shuffle_ps(a.low, a.high, kWhich);

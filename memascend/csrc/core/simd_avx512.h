@@ -10,6 +10,7 @@ namespace memascend {
 namespace {
 
 struct Avx512 {
+  static constexpr int kTogether = 8;  // groups with 8-bit moments that are stepped before any is coded
   using Floats = __m512;
   using Halves = __m256i;
   struct Doubles {
@@ -22,6 +23,7 @@ struct Avx512 {
   struct Noise {
     Packed param, momentum, variance;
   };
+  using Codes = __m512i;  // of a group: in each lane of 32 bits the code of an even element, and above it that of the odd
 
   static Floats set(float value) { return _mm512_set1_ps(value); }
   static Floats load_f32(const float* p) { return _mm512_loadu_ps(p); }
@@ -115,6 +117,55 @@ struct Avx512 {
     return {param, _mm512_xor_si512(param, variance), variance};
   }
 
+  static Codes load_codes(const std::uint8_t* p) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static void store_codes(std::uint8_t* p, Codes a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a));
+  }
+  // Even and odd elements, times 2 to the (biased) exponent.
+  static Two decode_signed(Codes a, std::uint32_t exponent) {
+    constexpr std::uint32_t kMask = 0x7Fu << kMomentumShift;
+    const __m512i sign = ones(0x80000000u);
+    const __m512 even = decoded(_mm512_slli_epi32(a, kMomentumShift), kMask, exponent);
+    const __m512 odd = decoded(_mm512_slli_epi32(a, kMomentumShift - 8), kMask, exponent);
+    return {_mm512_castsi512_ps(and_or(_mm512_slli_epi32(a, 24), sign, _mm512_castps_si512(even))),
+            _mm512_castsi512_ps(and_or(_mm512_slli_epi32(a, 16), sign, _mm512_castps_si512(odd)))};
+  }
+  static Two decode_unsigned(Codes a, std::uint32_t exponent) {
+    constexpr std::uint32_t kMask = 0xFFu << kRootShift;
+    return {decoded(_mm512_slli_epi32(a, kRootShift), kMask, exponent),
+            decoded(_mm512_slli_epi32(a, kRootShift - 8), kMask, exponent)};
+  }
+  // Upper 16 bits of the largest momentum without its sign, below those of the largest root.
+  static std::uint32_t largest(Floats m_even, Floats m_odd, Floats r_even, Floats r_odd) {
+    const __m512i momentum =
+        _mm512_max_epu32(_mm512_castps_si512(_mm512_abs_ps(m_even)), _mm512_castps_si512(_mm512_abs_ps(m_odd)));
+    const __m512i root = _mm512_max_epu32(_mm512_castps_si512(r_even), _mm512_castps_si512(r_odd));
+    const __m512i both = _mm512_mask_blend_epi16(0xAAAAAAAAu, _mm512_srli_epi32(momentum, 16), root);
+    const __m256i eight = _mm256_max_epu16(_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64(both, 1));
+    __m128i four = _mm_max_epu16(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    four = _mm_max_epu16(four, _mm_shuffle_epi32(four, 0x4E));
+    four = _mm_max_epu16(four, _mm_shuffle_epi32(four, 0xB1));
+    return static_cast<std::uint32_t>(_mm_cvtsi128_si32(four));
+  }
+  // All numbers are below 2 to the (biased) exponent + 1, by at least the last step between codes.
+  static Codes encode_signed(const Two& values, std::uint32_t exponent, Packed noise) {
+    const Pair bits = encoded({_mm512_abs_ps(values.a), _mm512_abs_ps(values.b)}, exponent, noise, kMomentumShift - 16);
+    const __m512i even = choose(0x7F, _mm512_srli_epi32(bits.even, kMomentumShift),
+                                _mm512_srli_epi32(_mm512_castps_si512(values.a), 24));
+    const __m512i odd = choose(0x7F00, _mm512_srli_epi32(bits.odd, kMomentumShift - 8),
+                               _mm512_srli_epi32(_mm512_castps_si512(values.b), 16));
+    return choose(0xFF, even, odd);
+  }
+  // As a root of zero would make a step infinite, the smallest code is one.
+  static Codes encode_unsigned(const Two& values, std::uint32_t exponent, Packed noise) {
+    const __m512i one = ones(kCodeBase + (1u << kRootShift));
+    const Pair bits = encoded(values, exponent, noise, kRootShift - 16);
+    return choose(0xFF, _mm512_srli_epi32(_mm512_max_epu32(bits.even, one), kRootShift),
+                  _mm512_srli_epi32(_mm512_max_epu32(bits.odd, one), kRootShift - 8));
+  }
+
   static Doubles zero_sums() { return {{_mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd()}}; }
   static void add_squares(Doubles& sums, Floats low, Floats high) {
     add_square(sums.part[0], _mm512_castps512_ps256(low));
@@ -130,6 +181,33 @@ struct Avx512 {
   }
 
  private:
+  struct Pair {
+    __m512i even, odd;
+  };
+  static __m512i ones(std::uint32_t mask) { return _mm512_set1_epi32(static_cast<int>(mask)); }
+  static __m512 float_of(std::uint32_t bits) { return _mm512_castsi512_ps(ones(bits)); }
+  // (a & b) | c
+  static __m512i and_or(__m512i a, __m512i b, __m512i c) { return _mm512_ternarylogic_epi32(a, b, c, 0xEA); }
+  // Bits of `a` where the mask has ones, of `b` elsewhere.
+  static __m512i choose(std::uint32_t mask, __m512i a, __m512i b) {
+    return _mm512_ternarylogic_epi32(ones(mask), a, b, 0xCA);
+  }
+  static __m512 decoded(__m512i code, std::uint32_t mask, std::uint32_t exponent) {
+    const __m512 z =
+        _mm512_castsi512_ps(_mm512_add_epi32(_mm512_and_si512(code, ones(mask)), ones(code_base(exponent))));
+    return _mm512_min_ps(z, _mm512_fmsub_ps(z, _mm512_set1_ps(2), float_of(linear_bits(exponent))));
+  }
+  static Pair encoded(const Two& values, std::uint32_t exponent, __m512i noise, int up) {
+    const __m512 half = _mm512_set1_ps(0.5f);
+    const __m512 half_linear = float_of(half_linear_bits(exponent));
+    const __m512i mask = ones(0xFFFFu << up);
+    const __m512i unscale = ones(unscaling(exponent));
+    const __m512i even = and_or(_mm512_slli_epi32(noise, static_cast<unsigned>(up)), mask, unscale);
+    const __m512i odd = and_or(_mm512_srli_epi32(noise, static_cast<unsigned>(16 - up)), mask, unscale);
+    const __m512 a = _mm512_max_ps(values.a, _mm512_fmadd_ps(values.a, half, half_linear));
+    const __m512 b = _mm512_max_ps(values.b, _mm512_fmadd_ps(values.b, half, half_linear));
+    return {_mm512_add_epi32(_mm512_castps_si512(a), even), _mm512_add_epi32(_mm512_castps_si512(b), odd)};
+  }
   static __m512i key(const AdamWFactors& f, int round) {
     return _mm512_broadcast_i64x2(_mm_loadu_si128(reinterpret_cast<const __m128i*>(f.round_key[round])));
   }

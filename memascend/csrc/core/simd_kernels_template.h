@@ -10,7 +10,9 @@
 // bytes by a matrix all of whose square parts can be inverted.
 // Nothing else enters, so slices, threads and instruction sets change no bit.
 //
-// Kernels with bf16 states split a group into its even and its odd elements: a shift and a mask make two vectors of fp32
+// 8-bit codes are cut the same way, three bits (momentum) or two (root of the variance) further up, by the same words.
+//
+// Kernels with 16-bit or 8-bit states split a group into its even and its odd elements: a shift and a mask make two vectors of fp32
 // from one of bf16, and a shift and a blend one from two, where taking first and last halves needs shuffles.
 
 #include <cstdint>
@@ -169,6 +171,97 @@ std::int64_t adamw(const AdamWFactors& factors, const AdamWPiece& given) {
   return bad_group;
 }
 
+inline std::uint32_t at_least(std::uint32_t exponent) { return exponent < kLeastExponent ? kLeastExponent : exponent; }
+
+template <class V>
+struct Updated8 {
+  typename V::Floats param, momentum, root;
+};
+
+template <class V>
+inline Updated8<V> update8(const AdamWFactors& f, typename V::Floats grad, Updated8<V> old) {
+  grad = V::mul(grad, V::set(f.grad_scale));
+  const auto momentum = V::fma(V::sub(grad, old.momentum), V::set(f.one_minus_beta1), old.momentum);
+  const auto variance =
+      V::fma(V::mul(grad, grad), V::set(f.one_minus_beta2), V::mul(V::mul(old.root, old.root), V::set(f.beta2)));
+  const auto root = V::sqrt(variance);
+  const auto divisor = V::fma(root, V::set(f.inverse_root_correction2), V::set(f.epsilon));
+  const auto step = V::div(momentum, divisor);
+  return {V::fma(step, V::set(-f.step_size), V::mul(old.param, V::set(f.decay))), momentum, root};
+}
+
+// What a group's codes are made from.
+template <class V>
+struct Uncoded8 {
+  typename V::Two momentum, root;
+  typename V::Packed momentum_noise, root_noise;
+  std::uint32_t momentum_exponent, root_exponent;
+  bool good;
+};
+
+// One group with 8-bit moments, but for its codes. Not good if it is left as it was.
+template <class V, FloatFormat Grad>
+inline void step_int8(const AdamWFactors& f, const AdamW8Piece& piece, std::int64_t group, Uncoded8<V>& out) {
+  const std::int64_t i = group * kGroup;
+  const std::uint8_t* scales = piece.scales + 2 * group;
+  const auto grad = split<V, Grad>(piece.grad, i);
+  const auto param = split<V, FloatFormat::kBFloat16>(piece.param, i);
+  const auto momentum = V::decode_signed(V::load_codes(piece.momentum + i), at_least(scales[0]));
+  const auto root = V::decode_unsigned(V::load_codes(piece.root + i), at_least(scales[1]));
+  const auto even = update8<V>(f, grad.a, {param.a, momentum.a, root.a});
+  const auto odd = update8<V>(f, grad.b, {param.b, momentum.b, root.b});
+  const auto noise = V::noise(static_cast<std::uint64_t>(piece.first_group + group) * 4, f);
+  const auto kept = V::round(even.param, odd.param, noise.param);
+  // Upper halves of the largest numbers. One in the last step below a power of two is raised to it, as noise may.
+  const std::uint32_t largest = V::largest(even.momentum, odd.momentum, even.root, odd.root);
+  out.momentum_exponent = at_least(((largest & 0xFFFFu) + (1u << (kMomentumShift - 16))) >> 7);
+  out.root_exponent = at_least(((largest >> 16) + (1u << (kRootShift - 16))) >> 7);
+  // A gradient that is not finite makes the momentum so. The parameter alone may come from bf16, where noise hides no NaN.
+  out.good = (scales[0] < kExponentLimit) & (scales[1] < kExponentLimit) & (out.momentum_exponent < kExponentLimit) &
+             (out.root_exponent < kExponentLimit) & !V::any_packed_not_finite(kept, kept);
+  out.momentum = {even.momentum, odd.momentum};
+  out.root = {even.root, odd.root};
+  out.momentum_noise = noise.momentum;
+  out.root_noise = noise.variance;
+  if (out.good) [[likely]] {
+    V::store_packed(static_cast<std::uint16_t*>(piece.param) + i, kept, false);
+  }
+}
+
+template <class V>
+inline void encode_int8(const AdamW8Piece& piece, std::int64_t group, const Uncoded8<V>& from) {
+  const std::int64_t i = group * kGroup;
+  V::store_codes(piece.momentum + i, V::encode_signed(from.momentum, from.momentum_exponent, from.momentum_noise));
+  V::store_codes(piece.root + i, V::encode_unsigned(from.root, from.root_exponent, from.root_noise));
+  piece.scales[2 * group] = static_cast<std::uint8_t>(from.momentum_exponent);
+  piece.scales[2 * group + 1] = static_cast<std::uint8_t>(from.root_exponent);
+}
+
+// A scale follows from all numbers of its group, so one group alone is a long chain of results that wait for one another.
+// Where registers suffice, a few are stepped, then coded: there is always something else to do (AVX-512 on Zen 4: 12 %
+// faster; AVX2 would be 20 % slower).
+template <class V, FloatFormat Grad>
+std::int64_t adamw8(const AdamWFactors& factors, const AdamW8Piece& given) {
+  const AdamW8Piece piece = given;
+  const AdamWFactors f = factors;  // a copy: no store can change it, so its numbers stay in registers
+  std::int64_t bad_group = -1;
+  Uncoded8<V> uncoded[V::kTogether];
+  for (std::int64_t first = 0; first < piece.groups; first += V::kTogether) {
+    const std::int64_t count = first + V::kTogether < piece.groups ? V::kTogether : piece.groups - first;
+    for (std::int64_t k = 0; k < count; ++k) {
+      step_int8<V, Grad>(f, piece, first + k, uncoded[k]);
+    }
+    for (std::int64_t k = 0; k < count; ++k) {
+      if (uncoded[k].good) [[likely]] {
+        encode_int8<V>(piece, first + k, uncoded[k]);
+      } else if (bad_group < 0) {
+        bad_group = first + k;
+      }
+    }
+  }
+  return bad_group;
+}
+
 template <class V, FloatFormat In, FloatFormat Out>
 double unscale(const void* data, void* out, std::int64_t groups, float scale, bool* finite) {
   typename V::Doubles sums = V::zero_sums();
@@ -215,6 +308,9 @@ constexpr SimdKernels make_kernels() {
   SimdKernels all{};
   fill_gradients<V, FloatFormat::kFloat32>(all.adamw[0]);
   fill_gradients<V, FloatFormat::kBFloat16>(all.adamw[1]);
+  all.adamw8[0] = &adamw8<V, FloatFormat::kFloat32>;
+  all.adamw8[1] = &adamw8<V, FloatFormat::kFloat16>;
+  all.adamw8[2] = &adamw8<V, FloatFormat::kBFloat16>;
   all.unscale[0][0] = all.unscale[0][1] = &unscale<V, FloatFormat::kFloat32, FloatFormat::kFloat32>;
   all.unscale[1][0] = &unscale<V, FloatFormat::kFloat16, FloatFormat::kFloat16>;
   all.unscale[1][1] = &unscale<V, FloatFormat::kFloat16, FloatFormat::kFloat32>;

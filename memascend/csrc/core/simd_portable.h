@@ -1,6 +1,7 @@
 // 16 lanes in plain C++: what every other instruction set must agree with, bit for bit.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -135,6 +136,7 @@ inline TwoBlocks ars(std::uint64_t number, const AdamWFactors& f) {
 }
 
 struct Portable {
+  static constexpr int kTogether = 1;  // groups with 8-bit moments that are stepped before any is coded
   struct Floats {
     float lane[16];
   };
@@ -152,6 +154,9 @@ struct Portable {
   };
   struct Noise {
     Packed param, momentum, variance;
+  };
+  struct Codes {
+    std::uint8_t lane[32];  // of a group, one byte each
   };
 
   template <class Result, class Make>
@@ -270,6 +275,61 @@ struct Portable {
     return out;
   }
 
+  static Codes load_codes(const std::uint8_t* p) {
+    Codes out;
+    std::memcpy(out.lane, p, sizeof out.lane);
+    return out;
+  }
+  static void store_codes(std::uint8_t* p, const Codes& a) { std::memcpy(p, a.lane, sizeof a.lane); }
+  // Even and odd elements, times 2 to the (biased) exponent.
+  static Two decode_signed(const Codes& codes, std::uint32_t exponent) {
+    const auto part = [&](int odd) {
+      return each<Floats>([&](int k) {
+        const std::uint32_t code = codes.lane[2 * k + odd];
+        const float value = decoded((code & 0x7Fu) << kMomentumShift, exponent);
+        return float_of(bits_of(value) | (code & 0x80u) << 24);
+      });
+    };
+    return {part(0), part(1)};
+  }
+  static Two decode_unsigned(const Codes& codes, std::uint32_t exponent) {
+    const auto part = [&](int odd) {
+      return each<Floats>([&](int k) {
+        return decoded(static_cast<std::uint32_t>(codes.lane[2 * k + odd]) << kRootShift, exponent);
+      });
+    };
+    return {part(0), part(1)};
+  }
+  // Upper 16 bits of the largest momentum without its sign, below those of the largest root.
+  static std::uint32_t largest(const Floats& m_even, const Floats& m_odd, const Floats& r_even, const Floats& r_odd) {
+    std::uint32_t momentum = 0;
+    std::uint32_t root = 0;
+    for (int k = 0; k < 16; ++k) {
+      momentum = std::max({momentum, bits_of(m_even.lane[k]) & 0x7FFFFFFFu, bits_of(m_odd.lane[k]) & 0x7FFFFFFFu});
+      root = std::max({root, bits_of(r_even.lane[k]), bits_of(r_odd.lane[k])});
+    }
+    return momentum >> 16 | (root & 0xFFFF0000u);
+  }
+  // All numbers are below 2 to the (biased) exponent + 1, by at least the last step between codes.
+  static Codes encode_signed(const Two& values, std::uint32_t exponent, const Packed& noise) {
+    Codes out;
+    for (int i = 0; i < 32; ++i) {
+      const std::uint32_t bits = bits_of((i % 2 == 0 ? values.a : values.b).lane[i / 2]);
+      const std::uint32_t code = encoded(float_of(bits & 0x7FFFFFFFu), exponent, noise.lane[i], kMomentumShift);
+      out.lane[i] = static_cast<std::uint8_t>((code & 0x7Fu) | (bits >> 24 & 0x80u));
+    }
+    return out;
+  }
+  // As a root of zero would make a step infinite, the smallest code is one.
+  static Codes encode_unsigned(const Two& values, std::uint32_t exponent, const Packed& noise) {
+    Codes out;
+    for (int i = 0; i < 32; ++i) {
+      const float value = (i % 2 == 0 ? values.a : values.b).lane[i / 2];
+      out.lane[i] = static_cast<std::uint8_t>(std::max(encoded(value, exponent, noise.lane[i], kRootShift) & 0xFFu, 1u));
+    }
+    return out;
+  }
+
   static Doubles zero_sums() { return {}; }
   static void add_squares(Doubles& sums, const Floats& low, const Floats& high) {
     for (int k = 0; k < 16; ++k) {  // a product of two floats is exact in double: fused or not is the same
@@ -286,6 +346,16 @@ struct Portable {
       }
     }
     return left[0];
+  }
+
+ private:
+  static float decoded(std::uint32_t code, std::uint32_t exponent) {
+    const float z = float_of(code + code_base(exponent));
+    return std::min(z, std::fma(z, 2.0f, -float_of(linear_bits(exponent))));
+  }
+  static std::uint32_t encoded(float value, std::uint32_t exponent, std::uint32_t noise, int shift) {
+    const float z = std::max(value, std::fma(value, 0.5f, float_of(half_linear_bits(exponent))));
+    return (bits_of(z) + (noise << (shift - 16)) + unscaling(exponent)) >> shift;
   }
 };
 
