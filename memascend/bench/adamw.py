@@ -2,6 +2,8 @@
 
 Roofline: a step reads parameter, gradient, momentum and variance and writes three of them. With fp32 that is
 4 * 4 + 3 * 4 = 28 bytes an element, with bf16 states 14, with fp16 gradients and an fp16 copy beside fp32 states 28.
+With 8-bit moments and bf16 gradients it reads 2 + 2 + 1 + 1 and writes 2 + 1 + 1, and two bytes of scales for 32
+elements both ways: 10.125.
 The bandwidth is that of the fastest loop that reads and writes in place in the same run.
 """
 
@@ -17,6 +19,7 @@ import torch
 
 from memascend.bench.rounds import alternate, conditions, filled, ratios, spread
 from memascend.ops.adamw import adamw_
+from memascend.ops.adamw8 import adamw8_, scales_shape
 from memascend.ops.unscale import unscale_norm_overflow_
 
 BYTES_PER_ELEMENT = {
@@ -25,6 +28,7 @@ BYTES_PER_ELEMENT = {
     "fp32": 28,
     "fp32_half_gradient_and_copy": 28,
     "bf16": 14,
+    "int8": 10.125,
     "torch_mul": 8,
     "unscale": 8,
 }
@@ -36,13 +40,14 @@ _PEERS = "memascend.integrations.deepspeed.peers"
 class _Ours:
     """Counts the steps."""
 
-    def __init__(self, *tensors: torch.Tensor) -> None:
+    def __init__(self, *tensors: torch.Tensor, update: Callable[..., None] = adamw_) -> None:
         self.tensors = tensors
+        self.update = update
         self.step = 0
 
     def __call__(self) -> None:
         self.step += 1
-        adamw_(*self.tensors, step=self.step, seed=1, **_OPTIONS)
+        self.update(*self.tensors, step=self.step, seed=1, **_OPTIONS)
 
 
 def _torch_fused(param: torch.Tensor, grad: torch.Tensor, *states: torch.Tensor) -> Callable[[], Any]:
@@ -71,11 +76,13 @@ def _ways(numel: int, missing: dict[str, str]) -> dict[str, Callable[[], Any]]:
     single += [torch.zeros(numel), torch.zeros(numel)]
     brain = [filled(numel, torch.bfloat16), filled(numel, torch.bfloat16, 1e-2)]
     brain += [torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2)]
+    eight = [torch.zeros(shape, dtype=torch.uint8) for shape in (numel, numel, scales_shape(numel))]
     half = [single[0], filled(numel, torch.float16, 1e-2), *single[2:], torch.zeros(numel, dtype=torch.float16)]
     grad = single[1]
     return _deepspeed(single, missing) | {
         "fp32": _Ours(*single),
         "bf16": _Ours(*brain),
+        "int8": _Ours(*(tensor.clone() for tensor in brain[:2]), *eight, update=adamw8_),
         "torch_fused": _torch_fused(*single),
         "fp32_half_gradient_and_copy": _Ours(*half),
         "torch_mul": lambda: grad.mul_(-1.0),
@@ -109,7 +116,7 @@ def summary(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
         here = {p["method"]: p for p in points if p["numel"] == numel}
         limit = min(LIMITS, key=lambda name: spread(here[name]["seconds"]).median)
         bandwidth = here[limit]["bytes"] / spread(here[limit]["seconds"]).median
-        for name in ("fp32", "fp32_half_gradient_and_copy", "bf16"):
+        for name in ("fp32", "fp32_half_gradient_and_copy", "bf16", "int8"):
             taken = here[name]["seconds"]
             out.append(
                 {

@@ -119,10 +119,10 @@ def test_adamw_states_the_limit_and_both_peers(capsys):
     _, text, _ = run(capsys, "adamw", "--numels", "4096", "--repeats", "1", "--json")
     made = json.loads(text)
     assert made["missing"] == {}
-    assert {row["method"] for row in made["summary"]} == {"fp32", "fp32_half_gradient_and_copy", "bf16"}
+    assert {row["method"] for row in made["summary"]} == {"fp32", "fp32_half_gradient_and_copy", "bf16", "int8"}
     for row in made["summary"]:
         assert set(row["times_faster_than"]) == {"deepspeed", "torch_fused"}
-        per_element = 14 if row["method"] == "bf16" else 28
+        per_element = {"bf16": 14, "int8": 10.125}.get(row["method"], 28)
         assert row["limit_seconds"] == pytest.approx(4096 * per_element / row["limit_gb_s"] / 1e9)
 
 
