@@ -1,0 +1,280 @@
+"""Whether 8-bit moments train as well as fp32 states do: one model, each format of the states, several seeds.
+
+usage: python -m workflows.run.moments --size 10m --folder .cache/moments --out results/raw/moments-10m.json
+Text: Python's standard library. A seed gives initial weights and data, the same for every format, so formats are
+compared seed by seed too. All formats compute alike: in float32 from bf16 weights, with gradients rounded to bf16; what
+differs is the states and their rounding. The learning rate warms up over a twentieth of the steps and falls to a tenth
+by a cosine; gradients are clipped to norm one.
+
+A run that was cut off goes on from its last checkpoint in --folder, and one that is done is not repeated: give the same
+command again. One record, kind ``moments``, with every run's losses, and for each format the mean over seeds, and
+whether it lies within the spread of the fp32 seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from memascend.integrations.huggingface import token_file
+from memascend.ops.adamw import adamw_
+from memascend.ops.adamw8 import BLOCK, adamw8_, scales_shape
+from workflows import staleness
+from workflows.run import provenance
+
+FORMATS = ("fp32", "bf16", "int8")
+EVALUATED = 64  # sequences that are held out
+OPTIONS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """Of a Llama model with tied embeddings and heads of 64 (tiny: 16)."""
+
+    width: int
+    layers: int
+    intermediate: int
+    vocabulary: int = 8192
+    head: int = 64
+    tokens: int = 8_000_000
+
+
+SIZES = {
+    "tiny": Size(width=32, layers=2, intermediate=96, vocabulary=512, head=16, tokens=100_000),
+    "1m": Size(width=128, layers=4, intermediate=352, vocabulary=1024, head=32),
+    "10m": Size(width=256, layers=10, intermediate=704),
+    "30m": Size(width=448, layers=11, intermediate=1216),
+    "60m": Size(width=576, layers=14, intermediate=1536),
+}
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--size", choices=SIZES, default="10m", help="parameters (default 10m)")
+    p.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="of the states (default all)")
+    p.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], help="(default 0 1 2 3 4)")
+    p.add_argument("--steps", type=int, default=2000, help="(default 2000)")
+    p.add_argument("--batch", type=int, default=8, help="sequences of a step (default 8)")
+    p.add_argument("--context", type=int, default=256, help="tokens of a sequence (default 256)")
+    p.add_argument("--lr", type=float, default=1e-3, help="at its highest (default 0.001)")
+    p.add_argument("--every", type=int, default=100, help="steps between evaluations and checkpoints (default 100)")
+    p.add_argument("--device", default="cpu", help="that computes; updates are the host's (default cpu)")
+    p.add_argument("--folder", type=Path, required=True, help="where text, checkpoints and finished runs are kept")
+    p.add_argument("--out", type=Path, required=True, help="the record")
+    p.add_argument("--draw", type=Path, metavar="FILE", help="draw the curves too (.svg, .png)")
+    args = p.parse_args(argv)
+    if min(args.steps, args.batch, args.context, args.every) < 1:
+        p.error("--steps, --batch, --context and --every are at least one")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    size = SIZES[args.size]
+    tokens = np.load(token_file(args.folder, size.vocabulary, size.tokens))
+    runs = []
+    for seed in args.seeds:
+        for states in args.formats:
+            runs.append(done := _run(args, states, seed, tokens))
+            print(f"{args.size} {states} seed {seed}: held-out loss {done['evaluated'][-1]:.4f}", flush=True)
+    asked = {key: value for key, value in vars(args).items() if key not in ("size", "folder", "out", "draw")}
+    fields = {"size": args.size, "model": vars(size), "points_requested": asked | {"options": OPTIONS}}
+    fields |= {"points": runs, "summary": summary(runs)}
+    code = staleness.digest("workflows.run.moments")
+    record = provenance.write_record(args.out, args.out.stem, "moments", code, fields)
+    for row in record["summary"]:
+        print(
+            f"{row['states']}: {row['mean']:.4f} ± {row['deviation']:.4f} over {row['seeds']} seeds, fp32's seeds from"
+            f" {row['fp32_lowest']:.4f} to {row['fp32_highest']:.4f}: {'within' if row['within'] else 'outside'}"
+        )
+    if args.draw:
+        draw(record, args.draw)
+    return 0
+
+
+def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each format the held-out loss at the end, over its seeds, beside the range of the fp32 seeds."""
+    ends = {(run["states"], run["seed"]): run["evaluated"][-1] for run in runs}
+    reference = {seed: loss for (states, seed), loss in ends.items() if states == "fp32"}
+    out = []
+    for states in dict.fromkeys(run["states"] for run in runs) if reference else ():
+        here = {seed: loss for (name, seed), loss in ends.items() if name == states}
+        mean = statistics.mean(here.values())
+        lowest, highest = min(reference.values()), max(reference.values())
+        out.append(
+            {
+                "states": states,
+                "seeds": len(here),
+                "mean": mean,
+                "deviation": statistics.stdev(here.values()) if len(here) > 1 else 0.0,
+                "fp32_lowest": lowest,
+                "fp32_highest": highest,
+                "within": lowest <= mean <= highest,
+                "differences_from_fp32": [here[seed] - reference[seed] for seed in here if seed in reference],
+            }
+        )
+    return out
+
+
+def draw(record: dict[str, Any], file: Path) -> None:
+    """Held-out loss over steps: a line for each format, the mean of its seeds, in the band between them."""
+    from workflows.panels import style
+
+    figure, axes = style.plt.subplots(figsize=(6, 4))
+    colours = dict(zip(FORMATS, ("black", "blue", "vermilion"), strict=True))
+    for states in dict.fromkeys(run["states"] for run in record["points"]):
+        runs = [run for run in record["points"] if run["states"] == states]
+        curves = np.array([run["evaluated"] for run in runs])
+        steps, colour = runs[0]["evaluated_after"], style.PALETTE[colours[states]]
+        axes.plot(steps, curves.mean(axis=0), color=colour, label=f"{states} states, {len(runs)} seeds")
+        axes.fill_between(steps, curves.min(axis=0), curves.max(axis=0), color=colour, alpha=0.15, linewidth=0)
+    axes.set_xlabel("step")
+    axes.set_ylabel("held-out loss")
+    axes.legend()
+    figure.savefig(file, bbox_inches="tight")
+    style.plt.close(figure)
+
+
+# ------------------------------------------------------------------------------------------------------- one run
+
+
+def _run(args: argparse.Namespace, states: str, seed: int, tokens: np.ndarray) -> dict[str, Any]:
+    """Of one format and seed; from its file if it is there."""
+    told = [args.size, states, seed, args.steps, args.batch, args.context, args.lr, args.every]
+    name = "-".join(str(word) for word in told)
+    finished, checkpoint = args.folder / f"{name}.json", args.folder / f"{name}.pt"
+    if finished.exists():
+        return json.loads(finished.read_text())
+    training = _Training(args, states, seed, tokens)
+    if checkpoint.exists():
+        training.load(torch.load(checkpoint))
+    for step in range(training.step + 1, args.steps + 1):
+        training.advance(step)
+        if step % args.every == 0 or step == args.steps:
+            training.evaluate()
+            provenance.atomically(checkpoint, lambda path: torch.save(training.saved(), path))
+    provenance.atomically(finished, lambda path: path.write_text(json.dumps(training.result)))
+    checkpoint.unlink()
+    return training.result
+
+
+class _Training:
+    def __init__(self, args: argparse.Namespace, states: str, seed: int, tokens: np.ndarray) -> None:
+        self.args, self.states, self.seed, self.step = args, states, seed, 0
+        held = EVALUATED * args.context + 1
+        if len(tokens) < 2 * held:
+            raise ValueError(
+                f"{len(tokens)} tokens are too few for {EVALUATED} held-out sequences: use a shorter --context"
+            )
+        self.train, self.held = tokens[:-held], tokens[-held:]
+        self.model = _model(SIZES[args.size], seed).to(args.device)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.kept = [_kept(p.detach().cpu(), states) for p in self.parameters]
+        self._give_weights()
+        numel = sum(p.numel() for p in self.parameters)
+        self.result: dict[str, Any] = {"states": states, "seed": seed, "parameters": numel, "seconds": 0.0}
+        self.result |= {"losses": [], "evaluated": [], "evaluated_after": []}
+
+    def advance(self, step: int) -> None:
+        began = time.monotonic()
+        draws = np.random.Generator(np.random.PCG64([self.seed, step]))
+        first = draws.integers(0, len(self.train) - self.args.context, self.args.batch)
+        loss = self._loss(np.stack([self.train[i : i + self.args.context + 1] for i in first]))
+        loss.backward()
+        norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in self.parameters))
+        for parameter, (number, kept) in zip(self.parameters, _numbered(self.kept), strict=True):
+            grad = parameter.grad.to("cpu", torch.bfloat16).flatten()
+            options = {"step": step, "lr": self._lr(step), "grad_scale": 1 / max(1.0, norm)}
+            options |= {"seed": self.seed, "element_offset": number}
+            update = adamw8_ if self.states == "int8" else adamw_
+            update(kept["param"], grad, *kept["states"], **options, **OPTIONS)
+            parameter.grad = None
+        self._give_weights()
+        self.step = step
+        self.result["losses"].append(loss.item())
+        self.result["seconds"] += time.monotonic() - began
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        size = self.args.context
+        rows = np.stack([self.held[i * size : (i + 1) * size + 1] for i in range(EVALUATED)])
+        parts = np.array_split(rows, math.ceil(EVALUATED / self.args.batch))
+        losses = [self._loss(part).item() * len(part) for part in parts]
+        self.result["evaluated"].append(sum(losses) / EVALUATED)
+        self.result["evaluated_after"].append(self.step)
+
+    def saved(self) -> dict[str, Any]:
+        return {"step": self.step, "kept": self.kept, "result": self.result}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self.step, self.kept, self.result = saved["step"], saved["kept"], saved["result"]
+        self._give_weights()
+
+    def _lr(self, step: int) -> float:
+        warm = max(1, self.args.steps // 20)
+        return self.args.lr * min(1, step / warm) * (0.55 + 0.45 * math.cos(math.pi * step / self.args.steps))
+
+    def _loss(self, rows: np.ndarray) -> torch.Tensor:
+        ids = torch.from_numpy(rows.astype(np.int64)).to(self.args.device)
+        logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    @torch.no_grad()
+    def _give_weights(self) -> None:
+        """What the model computes with is bf16 in every format."""
+        for parameter, kept in zip(self.parameters, self.kept, strict=True):
+            parameter.copy_(kept["param"].bfloat16().view(parameter.shape))
+
+
+def _kept(weight: torch.Tensor, states: str) -> dict[str, Any]:
+    """Parameter and states of one tensor, flat."""
+    numel = weight.numel()
+    if states == "int8":
+        shapes: list[Any] = [(numel,), (numel,), scales_shape(numel)]
+        return {"param": weight.flatten().bfloat16(), "states": [torch.zeros(s, dtype=torch.uint8) for s in shapes]}
+    dtype = torch.float32 if states == "fp32" else torch.bfloat16
+    return {
+        "param": weight.flatten().to(dtype, copy=True),
+        "states": [torch.zeros(numel, dtype=dtype) for _ in range(2)],
+    }
+
+
+def _numbered(kept: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """With the number of the first element; every tensor begins a block."""
+    first = 0
+    for one in kept:
+        yield first, one
+        first += -(-one["param"].numel() // BLOCK) * BLOCK
+
+
+def _model(size: Size, seed: int) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = size.width // size.head
+    config = LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).float()
+
+
+if __name__ == "__main__":
+    sys.exit(provenance.program("moments", main))
