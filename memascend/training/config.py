@@ -74,7 +74,7 @@ class TrainConfig:
     batch: int = _option(1, "sequences a rank at a time", least=1)
     accumulate: int = _option(1, "batches whose gradients are added up before a step", least=1)
     accumulation: str = _option(
-        "auto",
+        "horizontal",
         "of system lohan: vertical, all batches of a step through a block before the next block, so that weights are "
         "read twice a step; horizontal, one batch after the other; auto: vertical where the batches are independent "
         "(no dropout) and the CPU computes; equal bits",

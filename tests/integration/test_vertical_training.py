@@ -28,7 +28,7 @@ def steps(backend, first, last):
 @pytest.mark.parametrize(("dtype", "clip"), [("bf16", 0.0), ("bf16", 0.5), ("fp16", 0.5), ("fp32", 0.0)])
 def test_weights_states_losses_and_norms_are_those_of_training_in_memory(tmp_path, dtype, clip, loss):
     changes = {"accumulate": COUNT, "dtype": dtype, "clip": clip, "loss": loss}
-    ours, theirs = streamed(tmp_path, **changes), in_memory(**changes)
+    ours, theirs = streamed(tmp_path, accumulation="auto", **changes), in_memory(**changes)
     assert steps(ours, 0, 3) == steps(theirs, 0, 3)
     assert ours.facts()["accumulation"]["order"] == "vertical"
     assert_equal(ours, theirs)
@@ -53,7 +53,10 @@ def test_a_run_goes_on_in_the_other_order(tmp_path, before):
 
 def test_dropout_takes_one_batch_after_the_other(tmp_path):
     dropping = {"attention_dropout": 0.1}
-    ours, theirs = streamed(tmp_path, model=dropping, accumulate=COUNT), in_memory(dropping, accumulate=COUNT)
+    ours, theirs = (
+        streamed(tmp_path, model=dropping, accumulate=COUNT, accumulation="auto"),
+        in_memory(dropping, accumulate=COUNT),
+    )
     both = []
     for backend in (ours, theirs):
         torch.manual_seed(11)
