@@ -295,6 +295,7 @@ def _composed(
         if swap is not None:
             swap.remove()
         remove_empty(unused)
+        collect_shared_memory()  # also of ranks that were still dying when this run began
 
 
 def _states_to_come(setup: backends.Setup) -> Path | None:

@@ -349,7 +349,8 @@ def left_behind(known: set[int], *, isolated: bool) -> str:
     shared = sorted(path.name for path in _SHARED_MEMORY.iterdir()) if isolated else []
     for name in shared:
         (_SHARED_MEMORY / name).unlink(missing_ok=True)
-    if ours := [name for name in shared if not name.startswith("deepspeed_")]:  # whose own buffers stay there
+    # DeepSpeed's own buffers stay there, and the lock of a drive (a few bytes), which all users of the drive share.
+    if ours := [name for name in shared if not name.startswith(("deepspeed_", "memascend-path-"))]:
         return f"shared memory: {ours}"
     return ""
 
