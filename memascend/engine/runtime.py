@@ -33,6 +33,7 @@ from memascend.engine.contents import StatesOf, TierContents
 from memascend.engine.device import Copies, DeviceWeights, GradientCopies, device_of, synchronize
 from memascend.engine.frozen import FrozenApart
 from memascend.engine.gradient_views import StepGradients
+from memascend.engine.groups import Groups, GroupsNow
 from memascend.engine.home import StateHome
 from memascend.engine.hooks import HookedRuntime, ModelHooks
 from memascend.engine.inputs import KeptInput, KeptInputs, is_dense
@@ -62,7 +63,8 @@ class StreamingEngine(HookedRuntime):
     """One process, one device (`EngineOptions.device`). Not thread-safe.
 
     The model's parameters are its from `start` or `resume` on to `close`: empty but for the moments in which they are
-    needed. `groups`: as torch.optim's (`params`, `lr`, `betas`, `eps`, `weight_decay`), read anew at each update.
+    needed. `groups`: as torch.optim's (`params`, `lr`, `betas`, `eps`, `weight_decay`), or what returns those that hold
+    now; read anew at each update.
     """
 
     def __init__(
@@ -70,14 +72,14 @@ class StreamingEngine(HookedRuntime):
         model: nn.Module,
         units: ModelUnits,
         home: StateHome,
-        groups: Sequence[dict[str, Any]],
+        groups: Groups,
         options: EngineOptions,
         allocator: Allocator,
     ) -> None:
-        self.model, self.options, self.home, self.groups = model, options, home, groups
+        self.model, self.options, self.home = model, options, home
         self.units, self.layout = units, units.layout
-        self._group_of = {units.names[p]: group for group in groups for p in group["params"]}
-        if missing := [name for name in self.layout.order if name not in self._group_of]:
+        self._groups = GroupsNow(groups, units.names)
+        if missing := [name for name in self.layout.order if name not in self._groups]:
             raise ValueError(
                 f"{missing[0]} is trained and in no group of the optimizer ({len(missing)} such): add it, or freeze it "
                 "(requires_grad_(False))"
@@ -186,7 +188,7 @@ class StreamingEngine(HookedRuntime):
         cls,
         model: nn.Module,
         folder: str | os.PathLike[str],
-        groups: Sequence[dict[str, Any]],
+        groups: Groups,
         options: EngineOptions | None = None,
         *,
         blocks: Sequence[nn.Module] | None = None,
@@ -225,7 +227,7 @@ class StreamingEngine(HookedRuntime):
         cls,
         model: nn.Module,
         folder: str | os.PathLike[str],
-        groups: Sequence[dict[str, Any]],
+        groups: Groups,
         options: EngineOptions | None = None,
         *,
         blocks: Sequence[nn.Module] | None = None,
@@ -1033,7 +1035,7 @@ class StreamingEngine(HookedRuntime):
                 error.add_note(self._unfinished)
 
     def _settings(self, name: str) -> AdamSettings:
-        group = self._group_of[name]
+        group = self._groups.of(name)
         return AdamSettings(
             step=self.steps[name] + 1,
             lr=float(group["lr"]),

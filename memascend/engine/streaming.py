@@ -178,7 +178,12 @@ class streaming:
         start: Callable[..., Any] = StreamingEngine.resume if self._resume else StreamingEngine.start
         with _all_trained(made.param_groups) if chosen.unfreezes else contextlib.nullcontext():
             found = start(
-                self._model, self.folder, made.param_groups, chosen, blocks=self._blocks, allocator=self._allocator
+                self._model,
+                self.folder,
+                lambda: made.param_groups,  # of now: load_state_dict puts others in their place
+                chosen,
+                blocks=self._blocks,
+                allocator=self._allocator,
             )
         if self._resume:
             engine, facts = found
@@ -297,7 +302,6 @@ class StreamedAdamW(torch.optim.Optimizer):
         decoupled = kind is torch.optim.AdamW or defaults.get("decoupled_weight_decay")
         given = [p for p in model.parameters() if p.requires_grad] if params is None else params
         self._home: streaming | None = None
-        self._kept_members: list[str] | None = None
         super().__init__(given, {key: defaults[key] for key in sorted(_SUPPORTED)})
         for group in [defaults, *self.param_groups]:
             if asked := [name for name in _REFUSED if group.get(name)]:
@@ -437,12 +441,8 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     def _facts(self) -> dict[str, Any]:
         """Kept with each step."""
-        if self._kept_members is None:
-            self._kept_members = [_members(group, self.engine.units.names) for group in self.param_groups]
-        groups = [
-            {**_plain(group), "members": members}
-            for group, members in zip(self.param_groups, self._kept_members, strict=True)
-        ]
+        names = self.engine.units.names
+        groups = [{**_plain(group), "members": _members(group, names)} for group in self.param_groups]
         return {"note": self._home.note, "groups": groups}
 
     def _names(self) -> dict[torch.Tensor, str]:

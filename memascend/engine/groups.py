@@ -1,0 +1,48 @@
+"""An optimizer's parameter groups, looked up at each use: torch puts new ones in their place (`load_state_dict`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+Group = dict[str, Any]
+# As torch.optim's `param_groups`, or what returns those that hold now.
+Groups = Sequence[Group] | Callable[[], Sequence[Group]]
+
+
+class GroupsNow:
+    """Which group a parameter is in now. No group is kept: only its number, as long as its `params` are the same."""
+
+    def __init__(self, groups: Groups, names: Mapping[torch.Tensor, str]) -> None:
+        self._now = groups if callable(groups) else lambda: groups
+        self._names = names
+        self._found: tuple[list[tuple[Any, int]], dict[str, int]] = [], {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._numbers(self._now())
+
+    def of(self, name: str) -> Group:
+        """RuntimeError where the parameter has been taken out of its group."""
+        groups = self._now()
+        number = self._numbers(groups).get(name)
+        if number is None:
+            raise RuntimeError(
+                f"{name} is in no group of the optimizer any more: put it back into optimizer.param_groups (to leave a "
+                "parameter as it is, give its group lr=0 and weight_decay=0)"
+            )
+        return groups[number]
+
+    def _numbers(self, groups: Sequence[Group]) -> dict[str, int]:
+        members, numbers = self._found
+        now = [(group["params"], len(group["params"])) for group in groups]
+        if len(now) != len(members) or any(a is not b or m != n for (a, m), (b, n) in zip(now, members, strict=True)):
+            numbers = {
+                self._names[p]: number
+                for number, group in enumerate(groups)
+                for p in group["params"]
+                if p in self._names
+            }
+            self._found = now, numbers
+        return numbers
