@@ -213,6 +213,12 @@ def watch_gradients(parameters: Mapping[nn.Parameter, str], source: GradientSour
     return undo
 
 
+def source_of(parameter: torch.Tensor) -> GradientSource | None:
+    """The engine that streams the parameter now."""
+    source, _ = getattr(parameter, _SOURCE, (None, ""))
+    return source() if source is not None else None
+
+
 class StepGradients:
     """What one engine's parameters may be asked for as their `grad`, and what a loop has multiplied them by."""
 

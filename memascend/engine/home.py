@@ -77,6 +77,7 @@ class StateHome:
     ) -> None:
         self.folder, self._owner, self._config, self._faults = folder, owner, config, faults
         self._compares = not new  # reads with their checksums
+        self._made: list[Path] = []  # folders, by `create`
         self._registered: list[torch.Tensor] = []
         self._tier = self._open()
         self._is_open = True  # not where it could not be opened again
@@ -109,16 +110,18 @@ class StateHome:
         folder, sizes = Path(folder), list(sizes)
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty: name another folder for the states, or remove it")
-        was_there = folder.is_dir()
+        made = [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path, log = folder / _FILE, _log_bytes(len(sizes) + len(beside))
         try:
             _allocate(path, store_bytes(sizes, versions=versions, beside=beside, slack=slack), versions)
             _C.storage_format([str(path)], owner, [], _CHUNK_BYTES, log)
-            return cls(folder, owner, _config(folder, config), faults, new=True)
+            home = cls(folder, owner, _config(folder, config), faults, new=True)
         except BaseException:
-            remove(folder, keep_folder=was_there)
+            _undo(folder, made)
             raise
+        home._made = made
+        return home
 
     @classmethod
     def open(
@@ -318,6 +321,11 @@ class StateHome:
         self.close()
         remove(self.folder)
 
+    def undo(self) -> None:
+        """Close, and remove what `create` has made: a folder that was there stays."""
+        self.close()
+        _undo(self.folder, self._made)
+
 
 def _as_json(facts: dict[str, Any]) -> bytes:
     try:
@@ -371,6 +379,13 @@ def remove(folder: str | os.PathLike[str], *, keep_folder: bool = False) -> None
     if not keep_folder:
         with contextlib.suppress(OSError):
             folder.rmdir()
+
+
+def _undo(folder: Path, made: Sequence[Path]) -> None:
+    remove(folder, keep_folder=True)
+    with contextlib.suppress(OSError):  # somebody else has put something there
+        for each in made:
+            each.rmdir()
 
 
 def _config(folder: Path, config: DirectEngineConfig | None) -> DirectEngineConfig:

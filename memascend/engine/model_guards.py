@@ -22,7 +22,7 @@ from torch import nn
 
 from memascend.engine.blocks import NotStreamable
 from memascend.engine.contents import TierContents
-from memascend.engine.gradient_views import no_copy, stored_gradients_alone
+from memascend.engine.gradient_views import no_copy, source_of, stored_gradients_alone
 
 _CLOSED = "_memascend_closed"  # of a model whose engine is closed: takes the refusals away
 
@@ -181,11 +181,29 @@ def left_empty(model: nn.Module, nothing: torch.Tensor, folder: Path) -> None:
         while undo:
             undo.pop()()
 
-    vars(model)[_CLOSED] = take_away
+    vars(model)[_CLOSED] = take_away, refuse
 
 
 def reopened(model: nn.Module) -> None:
     """Take the refusals of `left_empty` away."""
-    take_away = vars(model).pop(_CLOSED, None)
+    take_away, _ = vars(model).pop(_CLOSED, (None, None))
     if take_away is not None:
         take_away()
+
+
+def require_not_streamed(model: nn.Module) -> None:
+    """RuntimeError where an engine has the weights of the model, or of a part of it."""
+    engine = next((engine for p in model.parameters() if (engine := source_of(p)) is not None), None)
+    if engine is not None:
+        raise RuntimeError(
+            f"this model's weights are in {engine.home.folder} already: close that home first and open it again with "
+            "resume=True, or make a new model"
+        )
+
+
+def require_values(model: nn.Module) -> None:
+    """RuntimeError where the model, or a part of it, was left empty by an engine that is closed."""
+    for module in list(model.modules()):
+        _, refuse = vars(module).get(_CLOSED, (None, None))
+        if refuse is not None:
+            refuse()

@@ -39,7 +39,7 @@ from memascend.engine.hooks import HookedRuntime, ModelHooks
 from memascend.engine.inputs import KeptInput, KeptInputs, is_dense
 from memascend.engine.layout import Kind, Layout, Part, Unit
 from memascend.engine.limit import Limit
-from memascend.engine.model_guards import left_empty
+from memascend.engine.model_guards import left_empty, require_not_streamed, require_values
 from memascend.engine.one_version import Redo, beside
 from memascend.engine.opening import kept_home, lies_as, new_home
 from memascend.engine.operators import Taken
@@ -204,6 +204,8 @@ class StreamingEngine(HookedRuntime):
         MemoryError for host buffers; the model is then as it was.
         """
         options = options or EngineOptions()
+        require_not_streamed(model)
+        require_values(model)
         units = _units(model, blocks, options)
         home, options, why = new_home(folder, owner, units.layout, options, config, faults)
         try:
@@ -219,7 +221,7 @@ class StreamingEngine(HookedRuntime):
             return engine
         except BaseException:
             with contextlib.suppress(OSError):
-                home.destroy()
+                home.undo()
             raise
 
     @classmethod
@@ -242,6 +244,7 @@ class StreamingEngine(HookedRuntime):
         model or layout, or no completed step; TornStates.
         """
         options = options or EngineOptions()
+        require_not_streamed(model)
         units = _kept_units(model, blocks, options, lambda layout: lies_as(folder, owner, layout))
         home, options, kept = kept_home(folder, owner, units.layout, options, config, faults)
         try:

@@ -27,6 +27,7 @@ from torch import nn
 from memascend.engine import home as homes
 from memascend.engine.blocks import NotStreamable
 from memascend.engine.mapped import TensorFile
+from memascend.engine.model_guards import require_not_streamed
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.memory.pinned import Allocator
@@ -106,13 +107,15 @@ class streaming:
             The same model.
 
         Raises:
-            RuntimeError: there is an optimizer already, whose model is another one.
+            RuntimeError: there is an optimizer already, whose model is another one; another home has the model's
+                weights.
 
         Example:
             model = home.hook(Model(config), device="cuda")
         """
         if self.engine is not None:
             raise RuntimeError("there is an optimizer already: one training in a folder")
+        require_not_streamed(model)
         self._model, self._blocks, self._device = model, blocks, device
         return model
 
