@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from memascend.memory.budget import parse_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """What is offloaded, and how far ahead it is read.
+    """What is offloaded, and how far ahead it is read. Bytes can also be a text, such as `1MiB`.
 
     Args:
         amount: `all` (whatever is large enough), `auto` (what the SSD takes while forward runs, nothing where the
@@ -22,18 +24,34 @@ class CacheOptions:
     """
 
     amount: str | int = "auto"
-    minimum_bytes: int = 1 << 20
-    prefetch_bytes: int = 256 << 20
-    reserve_bytes: int = 1 << 30
-    write_budget_bytes: int | None = None
+    minimum_bytes: int | str = 1 << 20
+    prefetch_bytes: int | str = 256 << 20
+    reserve_bytes: int | str = 1 << 30
+    write_budget_bytes: int | str | None = None
     device: str | None = None
 
     def __post_init__(self) -> None:
-        if not (self.amount in ("auto", "all") or (isinstance(self.amount, int) and self.amount >= 0)):
+        for name, least in {
+            "minimum_bytes": 1,
+            "prefetch_bytes": 1,
+            "reserve_bytes": 0,
+            "write_budget_bytes": 0,
+        }.items():
+            value = getattr(self, name)
+            if isinstance(value, str):
+                object.__setattr__(self, name, value := parse_bytes(value, f"activations: {name}"))
+            if not (_is_bytes(value, least) or (value is None and name == "write_budget_bytes")):
+                raise ValueError(
+                    f"activations: {name} must be bytes, at least {least}, or a text such as '1MiB', got {value!r}"
+                )
+        if not (self.amount in ("auto", "all") or _is_bytes(self.amount, 0)):
             raise ValueError(f"activations: amount must be 'auto', 'all' or bytes, got {self.amount!r}")
-        for name in ("minimum_bytes", "prefetch_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"activations: {name} must be at least 1, got {getattr(self, name)!r}")
+        if not isinstance(self.device, str | None):
+            raise ValueError(f"activations: device must be a text such as 'cuda', or None, got {self.device!r}")
+
+
+def _is_bytes(value: object, least: int) -> bool:
+    return type(value) is int and value >= least
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,6 +159,11 @@ class ModelUnits:
             )
         if any(parameter.is_meta for parameter in self.names):
             raise NotStreamable("the model is on the meta device: give its parameters values first")
+        if made := next((name for parameter, name in self.names.items() if parameter.is_inference()), None):
+            raise NotStreamable(f"{made} was made in inference mode: make the model outside of torch.inference_mode()")
+        for name, module in model.named_modules():
+            if getattr(module, "sparse", False) is True and any(map(_is_trained, module.parameters(recurse=False))):
+                raise NotStreamable(f"the gradient of {name}.weight is sparse: make it with sparse=False")
         self.blocks = list(blocks) if blocks is not None else find_blocks(model)
         self.modules: dict[str, list[nn.Module]] = {}
         self.parameters: dict[str, list[nn.Parameter]] = {}

@@ -35,6 +35,8 @@ def device_of(parameters: Iterable[nn.Parameter], asked: torch.device | str | No
             f"torch sees no {device.type} device with streams for copies: leave device out to compute on the CPU"
         )
     index = device.index if device.index is not None else torch.get_device_module(device).current_device()
+    if index >= (count := torch.get_device_module(device).device_count()):
+        raise ValueError(f"torch sees {count} {device.type} devices, and {device} was asked for: name one from 0 on")
     return torch.device(device.type, index)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from memascend.engine.buffers import BLOCKS_IN_FLIGHT, STATE_SLOTS
 from memascend.engine.updates import ARMS
+from memascend.memory.budget import parse_bytes
 from memascend.swapping import RULES
 
 STATES = (torch.float32, torch.bfloat16)
@@ -36,7 +38,7 @@ class EngineOptions:
         swap: results inside of blocks that are swapped to the SSD in place of being computed again, decided after the
             first step: a rule (`best`, `algorithm 1` or `released`, see `memascend.swapping`), `all`, a number of bytes
             a pass, or a share such as `50%`. None: none.
-        swap_room: bytes of host memory that these may take before the SSD has them.
+        swap_room: bytes of host memory that these may take before the SSD has them, also as a text such as `1GiB`.
         blocks_in_flight: slots in host memory for blocks of one size, at least 1.
         piece_elements: elements of a piece of states at most (see `make_layout`). None: those of the largest block, but
             no more than 16.8 million.
@@ -53,7 +55,7 @@ class EngineOptions:
             states, and a step writes them with what else of their block it trains (see `streaming.optimizer`).
 
     Raises:
-        ValueError: an unknown word, a number out of range, a dtype that is not named above.
+        ValueError: a value of another type, an unknown word, a number out of range; it names the option.
 
     Example:
         home.optimizer(torch.optim.AdamW, lr=1e-5, options=EngineOptions(versions=1, states=torch.bfloat16))
@@ -68,8 +70,8 @@ class EngineOptions:
     gradients: torch.dtype = torch.float32
     zero_missing: bool = False
     measure: bool = False
-    swap: str | None = None
-    swap_room: int = 0
+    swap: str | int | None = None
+    swap_room: int | str = 0
     blocks_in_flight: int = BLOCKS_IN_FLIGHT
     piece_elements: int | None = None
     versions: int | None = None
@@ -79,26 +81,40 @@ class EngineOptions:
     unfreezes: bool = False
 
     def __post_init__(self) -> None:
-        if self.arm not in ARMS:
-            raise ValueError(f"unknown arm {self.arm!r} of gradient offloading: use one of {', '.join(ARMS)}")
-        if self.checkpoints not in ("tier", "device"):
-            raise ValueError(f"checkpoints must be 'tier' or 'device', got {self.checkpoints!r}")
+        for name, words in (("arm", ARMS), ("checkpoints", ("tier", "device"))):
+            self._require(name, isinstance(value := getattr(self, name), str) and value in words, " or ".join(words))
         for name, known in (("states", STATES), ("gradients", GRADIENTS)):
-            if getattr(self, name) not in known:
-                words = ", ".join(str(dtype) for dtype in known)
-                raise ValueError(f"{name} must be one of {words}, got {getattr(self, name)!r}")
-        if self.swap is not None and not (self.swap in (*RULES, "all") or self.swap.removesuffix("%").isdecimal()):
-            known = f"{', '.join(RULES)}, 'all', bytes, or a share such as 50%"
-            raise ValueError(f"swap must be one of {known}, got {self.swap!r}")
-        if self.versions not in (None, 1, 2):
-            raise ValueError(f"versions must be 1 or 2, or None for what the disk has room for, got {self.versions}")
+            dtype = isinstance(value := getattr(self, name), torch.dtype) and value in known
+            self._require(name, dtype, " or ".join(map(str, known)))
+        for name in ("wait", "zero_missing", "measure", "redo", "implicit_step", "unfreezes"):
+            self._require(name, isinstance(getattr(self, name), bool), "True or False")
+        for name in ("accumulate", "blocks_in_flight"):
+            self._require(name, _is_whole(getattr(self, name), 1), "a whole number, at least 1")
+        self._require("clip", _is_norm(self.clip), "a finite number, at least 0 (which is for any norm)")
+        elements = self.piece_elements is None or _is_whole(self.piece_elements, 1)
+        self._require("piece_elements", elements, "a whole number, at least 1, or None")
+        count = self.versions is None or (_is_whole(self.versions, 1) and self.versions <= 2)
+        self._require("versions", count, "1 or 2, or None for what the disk has room for")
         if not self.redo and self.versions == 2:
-            raise ValueError("redo is of one version of the states, and versions is 2: leave redo out, or versions=1")
-        if self.accumulate < 1 or not self.clip >= 0 or self.blocks_in_flight < 1:
-            raise ValueError(
-                f"accumulate {self.accumulate}, clip {self.clip}, blocks_in_flight {self.blocks_in_flight}: need at "
-                "least 1, 0 and 1"
-            )
+            raise ValueError("EngineOptions.redo: False is of one version of the states, got versions=2: leave one out")
+        self._require_swap()
+        self._require("device", _computes(self.device), "what torch computes on, such as 'cpu' or 'cuda:0', or None")
+
+    def _require(self, name: str, holds: bool, what: str) -> None:
+        if not holds:
+            raise ValueError(f"EngineOptions.{name}: {what}, got {getattr(self, name)!r}")
+
+    def _require_swap(self) -> None:
+        if _is_whole(self.swap, 0):
+            object.__setattr__(self, "swap", str(self.swap))
+        holds = self.swap is None or self.swap in (*RULES, "all")
+        if not holds and isinstance(self.swap, str):
+            number = self.swap.removesuffix("%")
+            holds = number.isdecimal() and (number == self.swap or int(number) <= 100)
+        self._require("swap", holds, f"{', '.join(RULES)}, all, bytes, a share from 0% to 100%, or None")
+        if isinstance(self.swap_room, str):
+            object.__setattr__(self, "swap_room", parse_bytes(self.swap_room, "EngineOptions.swap_room"))
+        self._require("swap_room", _is_whole(self.swap_room, 0), "bytes, at least 0, or a text such as '1GiB'")
 
     @property
     def profiles(self) -> bool:
@@ -123,3 +139,20 @@ class EngineOptions:
     def tears(self) -> bool:
         """Whether a step replaces the states in parts, which are of no use where that is cut off."""
         return self.versions == 1 and not self.redo
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return type(value) is int and value >= least
+
+
+def _is_norm(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+def _computes(device: object) -> bool:
+    if device is None:
+        return True
+    try:
+        return isinstance(device, str | torch.device) and torch.device(device).type != "meta"
+    except RuntimeError:  # a name that torch does not know
+        return False

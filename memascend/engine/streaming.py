@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -68,6 +69,8 @@ class streaming:
     def __init__(
         self, folder: str | os.PathLike[str], *, resume: bool = False, allocator: Allocator | None = None
     ) -> None:
+        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder) or "\0" in str(folder):
+            raise ValueError(f"streaming(folder): the path of a folder, got {folder!r}")
         # Absolute: the loop may change its directory, and its states stay where they are.
         self.folder, self._allocator = Path(folder).absolute(), allocator
         if not self.folder.is_dir() and os.path.lexists(self.folder):
@@ -115,6 +118,14 @@ class streaming:
         """
         if self.engine is not None:
             raise RuntimeError("there is an optimizer already: one training in a folder")
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"hook(model): a torch.nn.Module, got {model!r}")
+        if blocks is not None:
+            blocks = list(blocks) if isinstance(blocks, Iterable) else [blocks]
+            if other := [each for each in blocks if not isinstance(each, nn.Module)]:
+                raise ValueError(f"hook(model, blocks=...): modules of the model in a list, got {other[0]!r}")
+        if device is not None:
+            EngineOptions(device=device)  # or it raises
         require_not_streamed(model)
         self._model, self._blocks, self._device = model, blocks, device
         return model
@@ -165,7 +176,9 @@ class streaming:
             raise RuntimeError("hook(model) comes first: the optimizer is of that model")
         if self.engine is not None:
             raise RuntimeError("there is an optimizer already: one training in a folder")
-        options = options or EngineOptions()
+        options = EngineOptions() if options is None else options
+        if not isinstance(options, EngineOptions):
+            raise ValueError(f"options=: an EngineOptions, got {options!r}: write options=EngineOptions(...)")
         named = {
             "accumulate": accumulate,
             "clip": clip,
@@ -297,6 +310,14 @@ class StreamedAdamW(torch.optim.Optimizer):
         params: Iterable[Any] | None,
         settings: dict[str, Any],
     ) -> None:
+        if isinstance(kind, torch.optim.Optimizer):
+            name = type(kind).__name__
+            raise NotStreamable(
+                f"optimizer(kind): the class and its settings, got an instance of {name}: write "
+                f"home.optimizer(torch.optim.{name}, lr=...)"
+            )
+        if not isinstance(kind, type):
+            raise ValueError(f"optimizer(kind): torch.optim.AdamW or Adam, got {kind!r}")
         if kind not in (torch.optim.AdamW, torch.optim.Adam):
             raise NotStreamable(f"{kind.__name__} cannot be streamed: use torch.optim.AdamW or Adam")
         if unknown := sorted(set(settings) - set(kind([torch.zeros(1)]).defaults)):
@@ -312,6 +333,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             if not decoupled and group["weight_decay"]:
                 raise NotStreamable("Adam with weight decay in the gradient cannot be streamed: use torch.optim.AdamW")
             _accepted(kind, {key: group[key] for key in _SUPPORTED})
+            _require_finite(group)
         of_model = set(model.parameters())
         for number, group in enumerate(self.param_groups):
             if foreign := [p for p in group["params"] if p not in of_model]:
@@ -444,6 +466,8 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     def _facts(self) -> dict[str, Any]:
         """Kept with each step."""
+        if not isinstance(self._home.note, dict):
+            raise ValueError(f"home.note: a dict, got {self._home.note!r}")
         names = self.engine.units.names
         groups = [{**_plain(group), "members": _members(group, names)} for group in self.param_groups]
         return {"note": self._home.note, "groups": groups}
@@ -460,6 +484,13 @@ def _accepted(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> di
     except (TypeError, IndexError) as error:
         said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         raise ValueError(f"{kind.__name__} does not take {said}: {error}") from error
+
+
+def _require_finite(group: Mapping[str, Any]) -> None:
+    for name in sorted(_SUPPORTED):
+        values = group[name] if name == "betas" else [group[name]]
+        if not all(math.isfinite(value) for value in values):
+            raise ValueError(f"{name}: a finite number, got {group[name]!r}")
 
 
 @contextlib.contextmanager

@@ -111,7 +111,7 @@ def test_each_pair_of_types_trains_or_is_refused_before_anything_has_moved(tmp_p
 
 
 def test_a_type_of_waiting_gradients_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match=r"gradients must be one of torch\.float32, .*got torch\.float64"):
+    with pytest.raises(ValueError, match=r"EngineOptions\.gradients: torch\.float32 or .*got torch\.float64"):
         EngineOptions(gradients=torch.float64)
 
 

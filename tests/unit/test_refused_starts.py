@@ -1,8 +1,12 @@
 """What cannot begin is refused in one line, with nothing touched: no folder removed, no value moved."""
 
+import re
+
 import pytest
 import torch
 
+import memascend
+from memascend.engine.options import EngineOptions
 from memascend.engine.streaming import streaming
 from memascend.ops.adamw import AdamW
 from tests.unit.test_streaming_engine import SETTINGS, batches, model
@@ -27,7 +31,9 @@ def test_a_model_in_a_second_home_is_refused_and_the_first_goes_on(tmp_path):
         lambda: streaming(second).hook(torch.nn.Sequential(ours)),
         lambda: late.optimizer(torch.optim.AdamW),
     ):
-        with pytest.raises(RuntimeError, match="are in .*run already: close that home first .* or make a new") as error:
+        with pytest.raises(
+            RuntimeError, match=r"are in .*run already: close that home first .* or make a new"
+        ) as error:
             again()
         one_line(error)
     assert list(second.iterdir()) == []
@@ -39,7 +45,7 @@ def test_a_model_in_a_second_home_is_refused_and_the_first_goes_on(tmp_path):
 def test_a_model_that_a_closed_home_left_empty_does_not_begin_another(tmp_path):
     ours = model()
     begin(ours, tmp_path / "run")[0].close()
-    with pytest.raises(RuntimeError, match="weights are in .*run, which was closed: open it again") as error:
+    with pytest.raises(RuntimeError, match=r"weights are in .*run, which was closed: open it again") as error:
         begin(ours, tmp_path / "another")
     one_line(error)
     assert not (tmp_path / "another").exists()
@@ -59,3 +65,142 @@ def test_a_start_that_fails_leaves_folders_as_they_were(tmp_path, there):
     assert folder.exists() == there
     assert [each.name for each in tmp_path.iterdir()] == (["deep"] if there else [])
     assert there == (list(tmp_path.rglob("*")) == [tmp_path / "deep", folder])
+
+
+BAD_OPTIONS = {
+    "arm": ["fast", 1],
+    "accumulate": [0, -1, 1.5, "2", True, None],
+    "clip": [-1, float("inf"), float("nan"), "1", True, None],
+    "wait": [1, "no", None],
+    "checkpoints": ["host", 1],
+    "states": [torch.float16, "float32"],
+    "gradients": [torch.float64, "float32"],
+    "zero_missing": [0],
+    "measure": ["yes"],
+    "swap": ["most", "-1", -1, 1.5, True, "101%", "-5%", "%", ""],
+    "swap_room": [-1, 1.5, True, None, "much", "-1GiB"],
+    "blocks_in_flight": [0, -1, 2.0, "3", True],
+    "piece_elements": [0, -5, 1.5, "1MiB", True],
+    "versions": [0, 3, True, "2", 2.0],
+    "redo": [0, None],
+    "device": ["meta", "foo", 3, torch.device("meta"), ""],
+    "implicit_step": [1],
+    "unfreezes": ["all"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in BAD_OPTIONS.items() for v in values], ids=repr)
+def test_an_option_that_cannot_be_is_named_with_its_value(name, value):
+    with pytest.raises(ValueError, match=rf"^EngineOptions\.{name}: .*{re.escape(repr(value))}") as error:
+        EngineOptions(**{name: value})
+    one_line(error)
+
+
+def test_each_option_has_a_bad_value():
+    assert set(BAD_OPTIONS) == set(EngineOptions.__dataclass_fields__)
+
+
+def test_bytes_may_be_a_number_or_a_text():
+    assert EngineOptions(swap=1 << 20, swap_room="1GiB") == EngineOptions(swap=str(1 << 20), swap_room=1 << 30)
+    assert EngineOptions(swap="100%", clip=1, device=torch.device("cpu")).clip == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"minimum_bytes": "much"}, "minimum_bytes: 'much' is no amount"),
+        ({"minimum_bytes": 0}, "minimum_bytes must be bytes, at least 1, .* got 0"),
+        ({"prefetch_bytes": True}, "prefetch_bytes must be bytes, .* got True"),
+        ({"reserve_bytes": 1.5}, "reserve_bytes must be bytes, .* got 1.5"),
+        ({"write_budget_bytes": -1}, "write_budget_bytes must be bytes, .* got -1"),
+        ({"amount": True}, "amount must be 'auto', 'all' or bytes, got True"),
+        ({"device": 3}, "device must be a text .* got 3"),
+    ],
+)
+def test_options_of_activations_that_cannot_be_are_refused(tmp_path, options, message):
+    with (
+        pytest.raises(ValueError, match=f"^activations: {message}") as error,
+        memascend.offload_activations(tmp_path, **options),
+    ):
+        pass
+    one_line(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bytes_of_activations_may_be_a_text(tmp_path):
+    with memascend.offload_activations(tmp_path, minimum_bytes="1MiB", reserve_bytes=0) as cache:
+        assert cache.options.minimum_bytes == 1 << 20
+
+
+def made_in_inference_mode():
+    with torch.inference_mode():
+        return model()
+
+
+def with_sparse_gradients():
+    made = model()
+    made.sparse = torch.nn.Embedding(8, 4, sparse=True)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        (lambda home: home.hook(None), r"hook\(model\): a torch.nn.Module, got None"),
+        (lambda home: home.hook("x"), r"hook\(model\): a torch.nn.Module, got 'x'"),
+        (lambda home: home.hook(model(), blocks=5), "modules of the model in a list, got 5"),
+        (lambda home: home.hook(model(), blocks="layers"), "modules of the model in a list, got 'l'"),
+        (lambda home: home.hook(model(), device="foo"), "EngineOptions.device: .* got 'foo'"),
+        (lambda home: home.optimizer(torch.optim.AdamW(home.model.parameters())), "got an instance of AdamW: write"),
+        (lambda home: home.optimizer("AdamW"), "torch.optim.AdamW or Adam, got 'AdamW'"),
+        (lambda home: home.optimizer(options={"clip": 1.0}), r"write options=EngineOptions\(...\)"),
+        (lambda home: home.optimizer(accumulate=True), "EngineOptions.accumulate: .* got True"),
+        (lambda home: home.optimizer(lr=float("inf")), "lr: a finite number, got inf"),
+        (lambda home: home.optimizer(lr=float("nan")), "nan"),
+        (
+            lambda home: home.optimizer(params=[{"params": home.model.parameters(), "eps": float("inf")}]),
+            "eps: a finite",
+        ),
+        (lambda home: (home.hook(made_in_inference_mode()), home.optimizer()), "was made in inference mode: make the"),
+        (
+            lambda home: (home.hook(with_sparse_gradients()), home.optimizer()),
+            r"sparse.weight is sparse: .*sparse=False",
+        ),
+    ],
+)
+def test_a_start_that_cannot_be_is_one_line_and_moves_nothing(tmp_path, start, message):
+    home = streaming(tmp_path / "run")
+    home.model = home.hook(model())
+    before = {name: values.clone() for name, values in home.model.state_dict().items()}
+    with pytest.raises(ValueError, match=message) as error:
+        start(home)
+    one_line(error)
+    assert list(tmp_path.iterdir()) == []
+    assert all(torch.equal(values, before[name]) for name, values in home.model.state_dict().items())
+
+
+@pytest.mark.parametrize("folder", ["", None, 3, "a\0b"], ids=repr)
+def test_a_folder_that_is_none_is_one_line(folder):
+    with pytest.raises(ValueError, match=r"streaming\(folder\): the path of a folder, got"):
+        streaming(folder)
+
+
+def test_a_note_that_is_no_dict_is_one_line_and_the_step_can_be_completed_after_it(tmp_path):
+    ours = model()
+    home, optimizer = begin(ours, tmp_path / "run")
+    ours(batches(1)[0]).backward()
+    home.note = ["epoch", 1]
+    with pytest.raises(ValueError, match=r"home\.note: a dict, got \['epoch', 1\]"):
+        optimizer.step()
+    home.note = {"epoch": 1}
+    optimizer.step()
+    assert home.steps == 1
+    home.remove()
+
+
+def test_one_block_in_flight_is_enough(tmp_path):
+    ours, theirs = model(), model()
+    home, optimizer = begin(ours, tmp_path / "run", options=EngineOptions(blocks_in_flight=1))
+    data = batches(2)
+    assert loop(ours, optimizer, data) == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
+    home.remove()

@@ -157,7 +157,7 @@ def test_without_a_redo_there_is_one_version(tmp_path):
     assert engine.options.versions == 1
     assert engine.versions_why == "as asked for"
     engine.close()
-    with pytest.raises(ValueError, match="redo is of one version of the states, and versions is 2"):
+    with pytest.raises(ValueError, match=r"EngineOptions\.redo: False is of one version of the states, got versions=2"):
         EngineOptions(versions=2, redo=False)
 
 
