@@ -16,16 +16,16 @@ class GroupsNow:
     """Which group a parameter is in now. No group is kept: only its number, as long as its `params` are the same."""
 
     def __init__(self, groups: Groups, names: Mapping[torch.Tensor, str]) -> None:
-        self._now = groups if callable(groups) else lambda: groups
+        self.now: Callable[[], Sequence[Group]] = groups if callable(groups) else lambda: groups
         self._names = names
         self._found: tuple[list[tuple[Any, int]], dict[str, int]] = [], {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._numbers(self._now())
+        return name in self._numbers(self.now())
 
     def of(self, name: str) -> Group:
         """RuntimeError where the parameter has been taken out of its group."""
-        groups = self._now()
+        groups = self.now()
         number = self._numbers(groups).get(name)
         if number is None:
             raise RuntimeError(

@@ -174,6 +174,11 @@ class StreamingEngine(HookedRuntime):
         return read, written
 
     @property
+    def groups(self) -> Sequence[dict[str, Any]]:
+        """Of the optimizer, as they are now."""
+        return self._groups.now()
+
+    @property
     def limit(self) -> Limit | None:
         """How fast the last step could have been, where that is measured."""
         return self._profile.limit
