@@ -107,6 +107,8 @@ class WaitingGradient(torch.Tensor):
     tolist = __array__ = numpy
 
     def _refusal(self, what: str) -> NotStreamable:
+        if what.startswith("_amp_"):
+            return no_scaler()
         return NotStreamable(
             f"the gradient of {self._name} waits on the SSD, where {what} is not done: there are its 2-norm and its "
             "product with a number, which is what clip_grad_norm_ takes"
@@ -182,6 +184,14 @@ class _OfAStreamedModel:
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise no_copy()
+
+
+def no_scaler() -> NotStreamable:
+    return NotStreamable(
+        "a GradScaler cannot scale a streamed model's gradients: leave it out, and for weights of float16 let the "
+        "engine take the scale out (home.engine.scale = 1024.0, then (1024.0 * loss).backward()); it leaves out a step "
+        "whose gradients are infinite or NaN (optimizer.norm is None then)"
+    )
 
 
 def no_copy() -> NotStreamable:

@@ -16,10 +16,11 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 
@@ -72,11 +73,14 @@ class StateHome:
     engine has audited, is not summed up again in every step.
     """
 
+    _open_here: ClassVar[weakref.WeakSet[StateHome]] = weakref.WeakSet()
+
     def __init__(
         self, folder: Path, owner: str, config: DirectEngineConfig, faults: Any = None, *, new: bool = False
     ) -> None:
         self.folder, self._owner, self._config, self._faults = folder, owner, config, faults
         self._compares = not new  # reads with their checksums
+        self._pid = os.getpid()
         self._made: list[Path] = []  # folders, by `create`
         self._registered: list[torch.Tensor] = []
         self._tier = self._open()
@@ -88,6 +92,7 @@ class StateHome:
         self._replaced: deque[tuple[int, Completion]] = deque()  # bytes and writes since the last commit
         self._facts: dict[str, Any] = {}  # of the last completed step
         self._torn = False
+        self._open_here.add(self)
 
     @classmethod
     def create(
@@ -134,10 +139,11 @@ class StateHome:
     ) -> StateHome:
         """Of a process that ended, or was killed. Raises NotThisModel for another owner's, StorageError."""
         folder = Path(folder)
+        require_not_open_here(folder)
         found = owner_of(folder)
         if found != owner:
             what = "no states" if found is None else f"states of {found!r}"
-            raise NotThisModel(f"{folder} holds {what}, and {owner!r} was asked for: remove it, or name another folder")
+            raise NotThisModel(f"{folder} holds {what}, and {owner!r} was asked for: name another folder")
         return cls(folder, owner, _config(folder, config), faults)
 
     def _open(self) -> DirectTier:
@@ -314,6 +320,7 @@ class StateHome:
     def close(self) -> None:
         """What was committed stays. Idempotent."""
         self._tier.close()
+        self._open_here.discard(self)
         self._registered.clear()
 
     def destroy(self) -> None:
@@ -345,6 +352,22 @@ def is_home(folder: str | os.PathLike[str]) -> bool:
     return (Path(folder) / _FILE).is_file()
 
 
+def require_not_open_here(folder: str | os.PathLike[str]) -> None:
+    """ValueError where this process has a home in the folder open."""
+    for home in list(StateHome._open_here):
+        if home._pid == os.getpid() and Path(folder).resolve() == home.folder.resolve():
+            raise ValueError(f"{folder} is in use by this process: close the other home first")
+
+
+def tensors_in(folder: str | os.PathLike[str]) -> dict[str, tuple[str, int]]:
+    """(dtype, bytes) of the tensors of whatever home is in the folder, by their keys."""
+    home = StateHome(Path(folder), owner_of(folder), _config(Path(folder), None))
+    try:
+        return {key: (each.dtype, each.bytes) for key, each in home._tier.engine.items() if key != _META}
+    finally:
+        home.close()
+
+
 def owner_of(folder: str | os.PathLike[str]) -> str | None:
     """What the states in the folder are of; None: there are none."""
     block = _C.storage_superblock(str(Path(folder) / _FILE))
@@ -361,6 +384,7 @@ def kept_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
     owner = owner_of(folder)
     if owner is None:
         return {}
+    require_not_open_here(folder)
     home = StateHome(folder, owner, _config(folder, None))
     try:
         kept = home.completed() or {}

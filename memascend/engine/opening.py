@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from memascend.engine.home import NotThisModel, StateHome, owner_of
+from memascend.engine.home import NotThisModel, StateHome, owner_of, tensors_in
 from memascend.engine.layout import Layout
 from memascend.engine.mapped import collect_tensor_files
 from memascend.engine.one_version import beside, versions_for
@@ -60,7 +61,16 @@ def kept_home(
 ) -> tuple[StateHome, EngineOptions, dict[str, Any]]:
     """(the home, the options with its number of versions, its last completed step). Raises NotThisModel, TornStates."""
     collect_scratch_files(folder, os.fspath(folder))
-    home = StateHome.open(folder, owned_by(owner, layout), config=config, faults=faults)
+    try:
+        home = StateHome.open(folder, owned_by(owner, layout), config=config, faults=faults)
+    except NotThisModel as error:
+        if owner_of(folder) is None:
+            raise
+        raise NotThisModel(
+            f"{folder} holds the states of another model: {_difference(tensors_in(folder), layout)}. Make the model as "
+            "it was when they began (its configuration and dtype, blocks=, what is trained, states=), or name another "
+            "folder for this one"
+        ) from error
     try:
         kept = home.completed()
         if kept is None:
@@ -70,6 +80,24 @@ def kept_home(
         home.close()
         raise
     return home, replace(options, versions=kept.get("versions", 2), redo=kept.get("redoes", True)), kept
+
+
+def _difference(there: Mapping[str, tuple[str, int]], layout: Layout) -> str:
+    """The first one between a home's tensors (dtype and bytes) and those of a layout."""
+    kinds = {unit.key: ("weights", layout.weights, layout.unit_numel(unit)) for unit in layout.units}
+    kinds |= {piece.key: ("states", layout.states, layout.states_numel(piece)) for piece in layout.pieces}
+    for key in kinds.keys() & there.keys():
+        (what, dtype, _), (found, _) = kinds[key], there[key]
+        if found != (wanted := str(dtype).removeprefix("torch.")):
+            return f"its {what} are {found}, and this model's {wanted}"
+    if extra := next((key for key in there if key not in kinds), None):
+        return f"it has {extra}, which this model has not"
+    for key, (_, dtype, numel) in kinds.items():
+        if key not in there:
+            return f"this model has {key}, which it has not"
+        if there[key][1] != numel * dtype.itemsize:
+            return f"{key} takes {there[key][1]} bytes there, and {numel * dtype.itemsize} of this model"
+    return "names, shapes, or what is trained are others"
 
 
 def lies_as(folder: str | os.PathLike[str], owner: str, layout: Layout) -> bool:

@@ -56,6 +56,7 @@ from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.swapping import Rates as SwapRates
 
 log = logging.getLogger("memascend")
+_LET_GO = ("buffers", "updates", "weights", "_contents", "_stream", "_states", "_beside", "_hooks")  # by `close`
 _CUT_OFF = "a step's update was cut off: close the engine, and resume, which completes it"
 
 
@@ -250,6 +251,7 @@ class StreamingEngine(HookedRuntime):
         """
         options = options or EngineOptions()
         require_not_streamed(model)
+        homes.require_not_open_here(folder)
         units = _kept_units(model, blocks, options, lambda layout: lies_as(folder, owner, layout))
         home, options, kept = kept_home(folder, owner, units.layout, options, config, faults)
         try:
@@ -367,9 +369,17 @@ class StreamingEngine(HookedRuntime):
 
     def _let_go(self) -> None:
         """The buffers go with whoever holds them; the model's graphs may hold this object."""
-        for name in ("buffers", "updates", "weights", "_contents", "_stream", "_states", "_beside", "_hooks"):
+        for name in _LET_GO:
             vars(self).pop(name, None)
         self._inputs.drop()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _LET_GO:
+            folder = self.home.folder
+            raise RuntimeError(
+                f"this home ({folder}) is closed: open it again (streaming({str(folder)!r}, resume=True)) to go on"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 

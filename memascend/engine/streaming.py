@@ -27,6 +27,7 @@ from torch import nn
 
 from memascend.engine import home as homes
 from memascend.engine.blocks import NotStreamable
+from memascend.engine.gradient_views import no_scaler
 from memascend.engine.mapped import TensorFile
 from memascend.engine.model_guards import require_not_streamed
 from memascend.engine.options import EngineOptions
@@ -344,6 +345,11 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     def attach(self, home: streaming) -> None:
         self._home = home
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler asks for it in its `step`."""
+        raise no_scaler()
 
     def take_over(self, facts: dict[str, Any], names: Mapping[torch.Tensor, str]) -> None:
         """Settings of the groups as they were kept with the last step. ValueError where the groups are others."""

@@ -1,0 +1,102 @@
+"""A home that is closed, open already, or of another model, and a loss scaler: one line says what to do."""
+
+import time
+
+import pytest
+import torch
+
+from memascend.engine.blocks import NotStreamable
+from memascend.engine.home import NotThisModel
+from memascend.engine.streaming import streaming
+from memascend.ops.adamw import AdamW
+from tests.unit.test_streaming_engine import SETTINGS, batches, model
+from tests.unit.test_streaming_loop import assert_equal, begin, loop
+
+
+def test_a_closed_home_says_so_whatever_is_asked_of_it(tmp_path):
+    ours = model()
+    home, optimizer = begin(ours, tmp_path / "run")
+    loop(ours, optimizer, batches(1))
+    home.close()
+    for use in (
+        optimizer.step,
+        optimizer.zero_grad,
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict({"state": {}, "param_groups": []}),
+        lambda: home.engine.read_states("head.weight"),
+        lambda: next(iter(home.engine.read_weights())),
+    ):
+        with pytest.raises(RuntimeError, match=r"^this home \(.*run\) is closed: open it again .*resume=True") as error:
+            use()
+        assert "\n" not in str(error.value)
+    home.close()
+    assert home.steps == 1
+    with pytest.raises(AttributeError):
+        home.engine.nothing_of_this_name  # noqa: B018
+
+
+def test_a_folder_that_is_open_in_this_process_is_refused_at_once(tmp_path):
+    ours, theirs, data = model(), model(), batches(2)
+    home, optimizer = begin(ours, tmp_path / "run")
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="is in use by this process: close the other home first"):
+        begin(model(), tmp_path / "run", resume=True)
+    assert time.monotonic() - began < 10
+    assert loop(ours, optimizer, data) == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
+    home.close()
+    begin(model(), tmp_path / "run", resume=True)[0].remove()
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"depth": 5}, r"this model has layers\.\d+.*, which it has not"),
+        ({"depth": 1}, r"it has layers\.\d+.*, which this model has not"),
+        ({"dtype": torch.bfloat16}, "its weights are float32, and this model's bfloat16"),
+        ({"hidden": 64}, r"takes \d+ bytes there, and \d+ of this model"),
+    ],
+    ids=["deeper", "less deep", "another dtype", "wider"],
+)
+def test_another_model_than_the_folder_s_is_named_by_the_first_difference(tmp_path, other, message):
+    begin(model(), tmp_path / "run")[0].close()
+    with pytest.raises(NotThisModel, match=rf"{message}\. Make the model as it was") as error:
+        begin(model(**other), tmp_path / "run", resume=True)
+    assert "\n" not in str(error.value)
+    begin(model(), tmp_path / "run", resume=True)[0].remove()
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_loss_scaler_is_one_line_that_says_what_to_do(tmp_path, unscales, wait):
+    ours = model()
+    home, optimizer = begin(ours, tmp_path / "run", wait=wait)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(ours(batches(1)[0])).backward()
+    said = "let them wait" if unscales and not wait else r"GradScaler cannot .*home\.engine\.scale = "
+    with pytest.raises((NotStreamable, RuntimeError), match=said) as error:
+        scaler.unscale_(optimizer) if unscales else scaler.step(optimizer)
+    assert "\n" not in str(error.value)
+    optimizer.zero_grad()
+    home.remove()
+
+
+def test_a_scale_that_the_engine_is_told_is_taken_out(tmp_path):
+    ours, theirs, data = model(), model(), batches(2)
+    home, optimizer = begin(ours, tmp_path / "run")
+    home.engine.scale = 1024.0
+    for ids in data:
+        (1024.0 * ours(ids)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (1e38 * 1e3 * ours(data[0])).backward()
+    optimizer.step()
+    assert optimizer.norm is None
+    loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
+    assert_equal(home, theirs)
+    home.remove()
+
+
+def test_a_folder_is_looked_at_without_a_model_of_it(tmp_path):
+    begin(model(), tmp_path / "run")[0].close()
+    with pytest.raises(ValueError, match="holds the states of an earlier training"):
+        streaming(tmp_path / "run")
