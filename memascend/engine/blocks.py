@@ -23,6 +23,7 @@ from memascend.engine.resting import at_rest
 from memascend.engine.spilled import flat_values, forget, let_go
 from memascend.engine.weights import WeightStream
 from memascend.ops.rows import can_be_sliced
+from memascend.storage.interrupts import whole
 
 _CPU = torch.device("cpu")
 _WITH_DLPACK = ("cpu", "cuda", "xpu")
@@ -342,6 +343,7 @@ class UnitWeights:
                 "fork of it, such as a DataLoader's worker: use the model in that process, or set num_workers=0"
             )
 
+    @whole
     def take(self, unit: Unit) -> None:
         """The unit's weights are in its parameters on return. Raises what `require_usable` raises."""
         self.require_usable()
@@ -375,6 +377,7 @@ class UnitWeights:
         stream = self.stream if self._on_device is None else self._on_device
         return stream.tensor(unit.key)
 
+    @whole
     def give_back(self, unit: Unit, *, lend: bool = False) -> None:
         """One use ends. With `lend` the last one's memory stays as it is while a tensor outside refers to it, such as
         a module's result that is a view of its parameter; the unit must have a slot of its own."""
@@ -407,6 +410,7 @@ class UnitWeights:
             del self._lent[unit.key]
             self.give_back(unit)
 
+    @whole
     def end_loans(self) -> None:
         """Before the stream is closed: what somebody still refers to of weights without a use is theirs no more."""
         for unit in list(self._lent.values()):
@@ -416,6 +420,7 @@ class UnitWeights:
     def is_held(self, unit: Unit) -> bool:
         return bool(self._uses.get(unit.key))
 
+    @whole
     def empty(self, unit: Unit) -> None:
         """Let go of the memory: shape and type stay, and all elements are one NaN."""
         for _, parameter in self.units.pairs(unit):
@@ -429,12 +434,14 @@ class UnitWeights:
             parameter.data = nothing
             parameter.__class__ = rests
 
+    @whole
     def empty_all(self) -> None:
         """Of the whole model, sliced parameters among them."""
         for parameter, nothing in self._empty.items():
             forget(parameter)
             self._empty_one(parameter, nothing)
 
+    @whole
     def abandon(self) -> None:
         """After an error: nobody needs anything. The stream's buffers go back by themselves."""
         self._lent.clear()

@@ -13,6 +13,7 @@ from memascend.engine.blocks import UnitWeights
 from memascend.engine.layout import Kind, Layout, Piece, Run, Unit
 from memascend.engine.mapped import TensorFile
 from memascend.engine.weights import WeightStream
+from memascend.storage.interrupts import uninterrupted, whole
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 StatesOf = Callable[[str], Mapping[str, torch.Tensor] | None]
@@ -125,11 +126,12 @@ class TierContents:
                     yield name, self._joined([unit for unit, _ in places[name]])
                     continue
                 if unit is not held:
-                    if held is not None:
-                        stream.release(held.key)
-                    held = None
-                    (slot,) = stream.fetch([unit.key])
-                    held = unit
+                    with uninterrupted:  # what is held is released once
+                        if held is not None:
+                            before, held = held, None
+                            stream.release(before.key)
+                        (slot,) = stream.fetch([unit.key])
+                        held = unit
                 part = unit.parts[number]
                 yield name, slot[part.first : part.first + part.numel].view(part.shape)
         finally:
@@ -159,6 +161,7 @@ class TierContents:
             for key in keys[name]:
                 state[key] = copy
 
+    @whole
     def _joined(self, slices: Sequence[Unit]) -> torch.Tensor:
         """A sliced parameter in the memory of a file, which the kernel can take back."""
         parts = [unit.parts[0] for unit in slices]

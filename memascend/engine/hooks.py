@@ -20,6 +20,7 @@ from memascend.engine.outside_use import OutsideUse
 from memascend.engine.profile import StepProfile
 from memascend.engine.recompute import BlockRuntime, stream_block
 from memascend.ops.rows import slice_module
+from memascend.storage.interrupts import whole
 
 
 class HookedRuntime(BlockRuntime):
@@ -111,6 +112,7 @@ class ModelHooks:
         for rows in self.matrices:
             rows.end_of_backward()
 
+    @whole
     def give_back_kept(self) -> None:
         """Units that were held for a backward pass, which has come or will not."""
         while self._kept:
@@ -126,7 +128,23 @@ class ModelHooks:
         """Somebody else gives them back."""
         self._kept.clear()
 
+    def end_cut_off(self) -> None:
+        """End the uses of a forward pass that KeyboardInterrupt has left, for which torch calls no hooks.
+        No pass is under way."""
+        self.outside.end_cut_off()
+        self._end_inside(0)
+        for unit in self._units.layout.units:
+            while unit.kind is Kind.BLOCK and self._weights.is_held(unit):
+                self._weights.give_back(unit)
+
+    def _end_inside(self, depth: int) -> None:
+        while len(self._inside) > depth:
+            unit = self._inside.pop()
+            self._profile.leaves(unit)
+            self._release(unit)
+
     def _fetcher(self, unit: Unit, runtime: weakref.ref[HookedRuntime]) -> Callable[..., None]:
+        @whole
         def fetch(*_: Any) -> None:
             if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
                 runtime().backward_begins()  # not in the reentrant checkpoint's own one, which comes next
@@ -139,6 +157,7 @@ class ModelHooks:
         return fetch
 
     def _releaser(self, unit: Unit) -> Callable[..., None]:
+        @whole
         def release(*_: Any) -> None:
             if self._inside and self._inside[-1] is unit:  # or its fetch has failed
                 self._inside.pop()
@@ -168,14 +187,12 @@ class ModelHooks:
         try:
             yield
         except stop:
-            while len(self._inside) > depth:
-                unit = self._inside.pop()
-                self._profile.leaves(unit)
-                self._release(unit)
+            self._end_inside(depth)
             raise
 
 
 def _collector(engine: weakref.ref[HookedRuntime], unit: Unit, part: Part) -> Callable[[nn.Parameter], None]:
+    @whole
     def collect(parameter: nn.Parameter) -> None:
         runtime = engine()
         if unit.kind is not Kind.BLOCK:

@@ -8,6 +8,7 @@ first of a decoder may, waits in memory once; the next pass has slots for it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from memascend.engine.device import Copies
 from memascend.engine.layout import padded
 from memascend.engine.protocols import Storage
 from memascend.engine.weights import WeightStream
+from memascend.storage.interrupts import whole
 
 
 class KeptInputs:
@@ -30,7 +32,8 @@ class KeptInputs:
         self._buffers, self._tier, self._wait_s, self._copies = buffers, tier, wait_s, copies
         self._stream: WeightStream | None = None
         self._coming: tuple[str, torch.Tensor, int, Any] | None = None  # key, input, version, event of its copy
-        self._live = self._next = 0
+        self._kept: list[weakref.ref[KeptInput]] = []
+        self._next = 0
         self._groups: list[list[int]] = []  # numbers of micro-batches side by side, by block
         self._follows: dict[int, list[int]] = {}
         self._largest: dict[torch.dtype, int] = {}  # elements
@@ -39,6 +42,7 @@ class KeptInputs:
         """Those that come now are of one block."""
         self._groups.append([])
 
+    @whole
     def keep(self, tensor: torch.Tensor) -> KeptInput | None:
         """A copy goes to the tier; None where it has to wait in memory."""
         if (stream := self._stream_for(tensor)) is None:
@@ -55,10 +59,18 @@ class KeptInputs:
             copied = self._copies.to_host(tensor.detach(), slot, self._copies.mark())
             self._coming = key, tensor, _version(tensor), copied
         self._next += 1
-        self._live += 1
+        kept = KeptInput(self, number, tensor)
+        self._kept.append(weakref.ref(kept))
         if self._groups:
             self._groups[-1].append(number)
-        return KeptInput(self, number, tensor)
+        return kept
+
+    @property
+    def _live(self) -> int:
+        """How many a graph still holds. No destructor counts them: Ctrl-C that falls into one is lost, and the count
+        would be wrong."""
+        self._kept = [each for each in self._kept if each() is not None]
+        return len(self._kept)
 
     def _write(self, key: str) -> None:
         self._stream.write(key)
@@ -78,7 +90,11 @@ class KeptInputs:
     def _stream_for(self, tensor: torch.Tensor) -> WeightStream | None:
         largest = self._largest[tensor.dtype] = max(tensor.numel(), self._largest.get(tensor.dtype, 0))
         pool = self._buffers.checkpoints
-        if self._live:  # in slots that cannot be replaced now
+        live = self._live
+        if not live:  # the keys begin anew, too
+            self._next, self._follows = 0, {}
+            self._groups = [group for group in self._groups[-1:] if not group]  # one that has just begun stays
+        if live:  # in slots that cannot be replaced now
             fits = pool.dtype == tensor.dtype and pool.largest_numel >= tensor.numel()
             return self._stream if fits else None
         if self._stream is None or pool.dtype != tensor.dtype or pool.largest_numel < largest:
@@ -87,6 +103,7 @@ class KeptInputs:
             self._stream = WeightStream(self._tier(), pool=pool, wait_s=self._wait_s)
         return self._stream
 
+    @whole
     def read(self, number: int, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
         """In memory of its own; the two that come next set out."""
         self._write_what_came()
@@ -109,13 +126,6 @@ class KeptInputs:
             self._follows = {each: order[place + 1 : place + 3] for place, each in enumerate(order)}
         return self._follows.get(number, [])
 
-    def forget(self) -> None:
-        """The graph that held one is gone; without any the numbers begin anew, and with them the keys."""
-        self._live -= 1
-        if not self._live:
-            self._next = 0
-            self._groups, self._follows = [], {}
-
     def give_back(self) -> None:
         """All slots, whatever is in them. Raises the first failed write."""
         if self._coming is not None:
@@ -131,16 +141,13 @@ class KeptInputs:
 
 
 class KeptInput:
-    """One of them, with the strides that it had; forgotten with the graph that holds it."""
+    """One of them, with the strides that it had; its graph holds it."""
 
     def __init__(self, inputs: KeptInputs, number: int, tensor: torch.Tensor) -> None:
         self._inputs, self._number, self._shape, self._stride = inputs, number, tensor.shape, tensor.stride()
 
     def tensor(self) -> torch.Tensor:
         return self._inputs.read(self._number, self._shape, self._stride)
-
-    def __del__(self) -> None:
-        self._inputs.forget()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

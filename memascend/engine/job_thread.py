@@ -6,6 +6,9 @@ import queue
 import threading
 from collections.abc import Callable
 
+from memascend.storage import interrupts
+from memascend.storage.interrupts import whole
+
 Job = Callable[[], None]
 
 
@@ -27,6 +30,7 @@ class JobThread:
         self._failure: BaseException | None = None
         self.failure_was_raised = False
 
+    @whole
     def submit(self, job: Job) -> None:
         """Run it after those before it. Raises the first failure of these."""
         self.raise_failure()
@@ -37,6 +41,7 @@ class JobThread:
             self._queued += 1
         self._jobs.put(job)
 
+    @whole
     def run(self, job: Job) -> None:
         """Run it in the calling thread when all that was submitted is done. Raises the first failure."""
         self.drain()
@@ -44,6 +49,7 @@ class JobThread:
         self._failure = self._failure or error
         self.raise_failure()
 
+    @whole
     def drain(self) -> None:
         """Until all that was submitted is done. Raises the first failure."""
         self._await_all()
@@ -52,13 +58,14 @@ class JobThread:
     def _await_all(self) -> None:
         with self._changed:
             while self._queued:
-                self._changed.wait()
+                interrupts.wait(self._changed.wait)
 
     def raise_failure(self) -> None:
         if self._failure is not None:
             self.failure_was_raised = True
             raise self._failure
 
+    @whole
     def abandon(self) -> None:
         """Run nothing of what is still queued, and forget failures. Nothing runs any more on return."""
         with self._changed:
@@ -66,23 +73,28 @@ class JobThread:
         self._await_all()
         self._failure, self.failure_was_raised, self._waiting_bytes = None, False, 0
 
+    @whole
     def close(self) -> None:
         """End the thread. Idempotent."""
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join()
+            while self._thread.is_alive():
+                interrupts.check()
+                self._thread.join(interrupts.SLICE_S)
             self._thread = None
 
     # -- memory that jobs have not used yet ----------------------------------------------------------------------------
 
+    @whole
     def hold_back(self, more_bytes: int) -> None:
         """Count memory that jobs will use; wait first while there is more than may be. Raises the first failure."""
         with self._changed:
             while self._waiting_bytes > self._most_waiting_bytes and self._queued and self._failure is None:
-                self._changed.wait()
+                interrupts.wait(self._changed.wait)
             self._waiting_bytes += more_bytes
         self.raise_failure()
 
+    @whole
     def let_go(self, nbytes: int) -> None:
         """Of what `hold_back` has counted. Any thread."""
         with self._changed:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memascend.engine.arguments import tensors_in
 from memascend.engine.blocks import NotStreamable, UnitWeights
 from memascend.engine.layout import Kind, Unit
+from memascend.storage.interrupts import whole
 
 
 class KeptForBackward(Protocol):
@@ -60,6 +61,12 @@ class OutsideUse:
         for hook in self._hooks:
             hook.remove()
 
+    def end_cut_off(self) -> None:
+        """Forward passes that were left by what is no Exception, for which torch calls no hooks."""
+        while self._passes:
+            self._end()
+
+    @whole
     def _begin(self, *_: Any) -> None:
         with_graph = torch.is_grad_enabled()
         self._passes.append(None if with_graph else [])
@@ -70,6 +77,7 @@ class OutsideUse:
             self._watch, self._watched = _Watching(self._weights, self.hold), (id(self._passes), len(self._passes))
             self._watch.__enter__()
 
+    @whole
     def _end(self, *_: Any) -> None:
         if not self._passes:  # another hook's error came before `_begin`
             return

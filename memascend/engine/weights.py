@@ -16,6 +16,8 @@ from time import monotonic
 import torch
 
 from memascend.memory.pools import BufferPool, Lease, OnDemandBuffers
+from memascend.storage import interrupts
+from memascend.storage.interrupts import whole
 
 from .protocols import Completion, Event, Owner, Storage, Use
 
@@ -124,6 +126,7 @@ class WeightStream:
 
     # -- what there is ----------------------------------------------------------------------------------------------
 
+    @whole
     def register(self, key: Hashable, numel: int) -> None:
         """Announce a tensor, or its new size. Raises ValueError."""
         if numel < 1:
@@ -131,6 +134,7 @@ class WeightStream:
         with self._lock:
             self._numels[key] = numel
 
+    @whole
     def use_pool(self, pool: BufferPool) -> None:
         """Buffers come from `pool` from now on; those of the staging go as they are released."""
         with self._lock:
@@ -153,6 +157,7 @@ class WeightStream:
         with self._lock:
             return self._entries[key].lease.tensor
 
+    @whole
     def free_count(self) -> int:
         """Slots of the pool that a fetch or a read-ahead would get at once; 1 while there is no pool."""
         with self._lock:
@@ -168,6 +173,7 @@ class WeightStream:
 
     # -- ahead of need ----------------------------------------------------------------------------------------------
 
+    @whole
     def prefetch(self, keys: Iterable[Hashable]) -> list[Hashable]:
         """Start reading those of `keys` for which there is room, and leave the rest; returns what was started.
 
@@ -186,6 +192,7 @@ class WeightStream:
                 started.append(key)
         return started
 
+    @whole
     def read_ahead(self, keys: Iterable[Hashable]) -> None:
         """Queue visits to come, in their order. Each is read as soon as a slot and the budget allow, never out of turn.
 
@@ -198,6 +205,7 @@ class WeightStream:
             self._queue.extend(keys)
             self._pump()
 
+    @whole
     def release_idle(self) -> list[Hashable]:
         """Forget the queue and give back every buffer that nobody works with; returns the keys."""
         with self._lock:
@@ -209,6 +217,7 @@ class WeightStream:
 
     # -- use --------------------------------------------------------------------------------------------------------
 
+    @whole
     def fetch(self, keys: Iterable[Hashable]) -> list[torch.Tensor]:
         """The tensors, contents and all; all reads are started before the first is waited for. Any thread.
 
@@ -239,6 +248,7 @@ class WeightStream:
             self._pump()
         return tensors
 
+    @whole
     def put(self, key: Hashable) -> torch.Tensor:
         """A buffer for contents that are made in memory; they are the caller's to fill, then to `write`. Counts as a
         fetch. Raises KeyError and PoolTimeoutError."""
@@ -249,6 +259,7 @@ class WeightStream:
             entry.users -= self._owner is not None
             return entry.lease.tensor
 
+    @whole
     def write(self, key: Hashable) -> Completion:
         """Write a tensor's buffer to the storage. It must not be changed until that has ended; it may be released at
         once. A read of the key that is asked for later gets the new contents. Raises KeyError and the failure of an
@@ -263,6 +274,7 @@ class WeightStream:
         completion.add_done_callback(self._transfer_ended)
         return completion
 
+    @whole
     def wait(self, keys: Iterable[Hashable]) -> None:
         """Until the reads of those of `keys` that are on their way have ended. Raises the first failure."""
         with self._lock:
@@ -270,6 +282,7 @@ class WeightStream:
         for entry in entries:
             self._await_contents(entry)
 
+    @whole
     def copied(self, key: Hashable, event: Event | None = None) -> None:
         """The device has its copy when `event` has passed (None: now). Ends a use. Raises ValueError without one."""
         with self._lock:
@@ -280,6 +293,7 @@ class WeightStream:
                 self._finish_visit(entry, spent=True)
             self._pump()
 
+    @whole
     def copying(self, key: Hashable, event: Event) -> None:
         """The device copies a tensor in use until `event` has passed: its buffer is not given back before."""
         with self._lock:
@@ -293,6 +307,7 @@ class WeightStream:
         for event in events:
             event.synchronize()
 
+    @whole
     def release(self, key: Hashable) -> None:
         """End a use; with the last one the buffer goes back, unless the queue visits it again. Never waits: what still
         works on the buffer ends first. Raises ValueError if nobody uses the tensor."""
@@ -300,6 +315,7 @@ class WeightStream:
             self._finish_visit(self._used(key, "released"), spent=False)
             self._pump()
 
+    @whole
     def drop(self, key: Hashable) -> bool:
         """Give the buffer back whatever it is used for; False if there is none. Never waits, as `release`."""
         with self._lock:
@@ -309,6 +325,7 @@ class WeightStream:
                 self._pump()
             return entry is not None
 
+    @whole
     def flush(self) -> None:
         """Until every write has ended. Raises the first failure; none of them is left for a later step."""
         with self._lock:
@@ -323,6 +340,7 @@ class WeightStream:
         if failures:
             raise failures[0]
 
+    @whole
     def close(self) -> None:
         """Give all buffers back, when everything on its way has ended. Raises the first failed write."""
         with self._lock:
@@ -365,7 +383,7 @@ class WeightStream:
         """Called with the lock held, which is open while it waits. Raises PoolTimeoutError."""
         if timeout_s <= 0:  # the pool knows who holds what
             self._pool.acquire(_Entry(key, 0), self._numels[key], self._slot_numel(self._numels[key]), timeout_s=0)
-        self._buffer_free.wait(timeout_s)
+        interrupts.wait(self._buffer_free.wait, timeout_s)
 
     def _await_contents(self, entry: _Entry) -> None:
         read = entry.read
@@ -521,6 +539,7 @@ class WeightStream:
             self._start_read(entry, READ_AHEAD)
         return entry
 
+    @whole
     def _transfer_ended(self, _: Completion) -> None:
         """Maybe in another thread: a buffer that was leaving may have become free."""
         if not self._retiring and not self._queue:

@@ -32,8 +32,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from typing import Any
 
-from memascend.storage import leaving
+from memascend.storage import interrupts, leaving
 from memascend.storage.engine import RequestCancelled
+from memascend.storage.interrupts import whole
 
 __all__ = ["Completion", "Promise", "RequestCancelled", "all_of", "when"]
 
@@ -90,6 +91,7 @@ class Completion:
         """
         return False
 
+    @whole
     def add_done_callback(self, function: Callable[[Completion], None]) -> None:
         """Call `function(self)` in the dispatcher thread when it has ended. What it raises is logged."""
         with _states:
@@ -112,6 +114,7 @@ class Completion:
     def _watched(self) -> None:
         """With `_states` held: somebody other than a waiting thread wants to know when it ends."""
 
+    @whole
     def _block(self, timeout_s: float | None) -> None:
         if self._pid != os.getpid():
             raise RuntimeError(f"{self._what} began before the fork, in the parent: begin it in each process")
@@ -124,13 +127,14 @@ class Completion:
             self._watched()
         leaving.begin_if_asked()
         try:
-            ended = self._ended.wait(timeout_s)
+            ended = interrupts.wait(self._ended.wait, timeout_s)
         except BaseException:  # of a signal's handler, Ctrl-C's for instance
             leaving.begin()
             raise
         if not ended:
             raise TimeoutError(f"{self._what} has not ended after {timeout_s} s")
 
+    @whole
     def _settle(self, value: Any = None, error: BaseException | None = None) -> bool:
         """End it; the first to do so decides. False: it has ended."""
         with _states:
@@ -276,6 +280,7 @@ class _Dispatcher:
     def is_this_thread(self) -> bool:
         return self._thread is threading.current_thread()
 
+    @whole
     def call(self, function: Callable[[], None]) -> None:
         """Run `function` in the thread; after `stop`, here."""
         with self._lock:
@@ -285,11 +290,13 @@ class _Dispatcher:
                 return
         function()
 
+    @whole
     def ask(self, is_done: Callable[[], bool], completion: Completion) -> None:
         with self._lock:
             self._questions.append((is_done, completion))
             self._wake()
 
+    @whole
     def watch(self, fd: int, take: Callable[[], None]) -> None:
         """Call `take` whenever the eventfd `fd` is signalled, until `unwatch`."""
         with self._lock:
@@ -298,6 +305,7 @@ class _Dispatcher:
             # By edges: an outcome that a waiting thread has claimed leaves the descriptor readable until it is taken.
             self._epoll.register(fd, select.EPOLLIN | select.EPOLLET)
 
+    @whole
     def unwatch(self, fd: int) -> None:
         with self._lock:
             if self._sources.pop(fd, None) is not None and self._epoll is not None:

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable
 
 from memascend.storage import completion as completions
-from memascend.storage import leaving
+from memascend.storage import interrupts, leaving
 from memascend.storage.completion import Completion, RequestCancelled
 from memascend.storage.engine import StorageEngine
 from memascend.storage.errors import StorageError
+from memascend.storage.interrupts import whole
 
-_SLICE_S = 0.5  # of a wait, after which it looks whether the engine was left
+_SLICE_S = interrupts.SLICE_S  # of a wait, after which it looks whether Ctrl-C has come, or the engine was left
 _LOST_S = 0.5  # after which an outcome that nobody reports is looked for
 
 
@@ -27,6 +28,7 @@ class Transfer(Completion):
         self._number: int | None = None
         self._cancelled = False
 
+    @whole
     def begin(self, submit: Callable[[], int]) -> None:
         """In its turn, later than the call that made it: what `submit` raises is its end."""
         try:
@@ -36,6 +38,7 @@ class Transfer(Completion):
         except (OSError, RuntimeError, ValueError) as error:
             self.end(error)
 
+    @whole
     def end(self, error: BaseException | None) -> None:
         at_end, self._at_end = self._at_end, None  # which holds this transfer and its tier
         if at_end is not None:  # else it has begun to end, and was interrupted
@@ -54,6 +57,7 @@ class Transfer(Completion):
     def _watched(self) -> None:
         self._requests.watch()
 
+    @whole
     def _block(self, timeout_s: float | None) -> None:
         """Without the dispatcher, as long as nobody needs it: then no other thread has to run for this one's end."""
         own = self._number is not None and self._pid == os.getpid() and not completions.in_dispatcher()
@@ -62,6 +66,7 @@ class Transfer(Completion):
         elif not self._requests.wait_for(self._number, timeout_s, self._what):
             self._await_report(timeout_s)
 
+    @whole
     def _await_report(self, timeout_s: float | None) -> None:
         """By the thread that has taken the outcome; Ctrl-C may have come between its taking it and its telling."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -92,6 +97,7 @@ class Requests:
         self._closed = self._left = False
         self._reporting: set[int] = set()  # threads that may have taken an outcome and not yet told of it
 
+    @whole
     def submit(self, transfer: Transfer, submit: Callable[[], int]) -> None:
         with self._lock:  # so that nobody takes the outcome before its transfer is known
             if self._closed:
@@ -103,6 +109,7 @@ class Requests:
         if collect:
             self.take()
 
+    @whole
     def watch(self) -> None:
         """From now on the dispatcher takes what ends."""
         with self._lock:
@@ -110,10 +117,12 @@ class Requests:
                 self._fd = self.engine.completion_fd
                 completions.watch(self._fd, self.take)
 
+    @whole
     def cancel(self, number: int) -> bool:
         with self._lock:
             return number in self._live and not self._closed and self.engine.cancel(number)
 
+    @whole
     def wait_for(self, number: int, timeout_s: float | None, what: str) -> bool:
         """Block until the request has ended, and report it. False: somebody else is about to."""
         error: BaseException | None = None
@@ -125,6 +134,7 @@ class Requests:
             while not self._left:
                 left_s = _SLICE_S if deadline is None else min(_SLICE_S, max(0.0, deadline - time.monotonic()))
                 try:
+                    interrupts.check()  # here alone: what has ended is told
                     self.engine.wait(number, left_s)
                 except TimeoutError:
                     if deadline is not None and time.monotonic() >= deadline:
@@ -143,6 +153,7 @@ class Requests:
         finally:
             self._reporting.discard(this_thread)
 
+    @whole
     def lost(self, number: int) -> bool:
         """Whether nobody is about to report a request whose outcome was taken; then it is forgotten."""
         if self._left:  # whoever left the engine ends its transfers
@@ -153,6 +164,7 @@ class Requests:
             self._live.pop(number, None)
             return True
 
+    @whole
     def collect(self) -> None:
         """Report what has ended, where the dispatcher does not. Does not block."""
         with self._lock:
@@ -160,6 +172,7 @@ class Requests:
         if needed:
             self.take()
 
+    @whole
     def take(self) -> None:
         this_thread = threading.get_ident()
         self._reporting.add(this_thread)
@@ -193,6 +206,7 @@ class Requests:
         if self.engine is not None:
             self.engine.leave()
 
+    @whole
     def close(self) -> None:
         """End the requests, then the engine; not one that was left."""
         if self._left:

@@ -22,6 +22,7 @@ from memascend.storage.engine import StorageEngine
 from memascend.storage.engine_requests import Requests, Transfer
 from memascend.storage.errors import StorageError
 from memascend.storage.file_engine import FileEngine
+from memascend.storage.interrupts import whole
 from memascend.storage.key_queue import KeyQueue, Turn
 from memascend.storage.scratch import UNIT_BYTES, collect_scratch_files, create_scratch_folder
 from memascend.storage.shared_memory import CONTROL_FOLDER, control_file_bytes
@@ -83,6 +84,7 @@ class _EngineTier(TierBase):
 
     # -- the protocol --------------------------------------------------------------------------------------------------
 
+    @whole
     def write(self, key: str, tensor: torch.Tensor, *, offset: int = 0, priority: int = 0) -> Completion:
         require_memory(key, tensor)
         with self._lock:
@@ -100,6 +102,7 @@ class _EngineTier(TierBase):
                     self._forget_size(key)
                 raise
 
+    @whole
     def read(self, key: str, tensor: torch.Tensor, *, offset: int = 0, priority: int = 0) -> Completion:
         require_memory(key, tensor)
         with self._lock:
@@ -107,6 +110,7 @@ class _EngineTier(TierBase):
             self._require_readable(key, tensor.nbytes, offset)
             return self._begin("read", key, lambda: self._submit_read(key, tensor, offset, priority))
 
+    @whole
     def erase(self, key: str) -> bool:
         with self._lock:
             if self._left is not None:
@@ -307,6 +311,7 @@ class DirectTier(_EngineTier):
         self._require_open()
         return self._beside(f"commit of {self._place}", self.engine.commit)
 
+    @whole
     def _beside(self, what: str, function: Callable[[], Any]) -> Any:
         """What the kernel may keep for as long as a device hangs: in the main thread it is waited for as a transfer."""
         if threading.current_thread() is not threading.main_thread():

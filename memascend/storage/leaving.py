@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from memascend.storage import interrupts
 from memascend.storage.errors import StorageError, hang_error
 
 __all__ = ["PATIENCE_S", "begin", "begin_if_asked", "end_engine", "moved_by", "register"]
@@ -61,6 +62,7 @@ class _Watch:
     def register(self, leavable: Leavable) -> None:
         self._there.append(weakref.ref(leavable, self._there.remove))
 
+    @interrupts.whole
     def begin(self, patience_s: float, for_s: float) -> None:
         with self._lock:
             self._until, self._patience_s = max(self._until, time.monotonic() + for_s), patience_s
@@ -148,6 +150,7 @@ def asked() -> bool:
     return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code not in (None, 0))
 
 
+@interrupts.whole
 def end_engine(native: Any, place: Callable[[], str], pid: int) -> bool:
     """End a native engine's requests, then its threads: as long as that takes, where nobody wants out.
 
@@ -162,6 +165,7 @@ def end_engine(native: Any, place: Callable[[], str], pid: int) -> bool:
     wanted, moved, since, pause_s, ended = asked(), None, 0.0, 0.0005, True
     while native.pending and ended:
         try:
+            interrupts.check()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
             if not wanted:

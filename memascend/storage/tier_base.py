@@ -17,6 +17,7 @@ from memascend.storage import completion as completions
 from memascend.storage import leaving
 from memascend.storage.completion import Completion, RequestCancelled
 from memascend.storage.errors import StorageError
+from memascend.storage.interrupts import whole
 
 _open_tiers: list[weakref.ref[TierBase]] = []  # in the order in which they were opened
 
@@ -58,6 +59,7 @@ class TierBase:
         self._require_open()
         return False
 
+    @whole
     def wait(self, timeout_s: float | None = None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
@@ -71,6 +73,7 @@ class TierBase:
         if errors:
             raise errors[0]
 
+    @whole
     def close(self) -> None:
         with self._lock:
             if self._closed:

@@ -17,6 +17,7 @@ from typing import Any
 from memascend import _C
 from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig
 
+PUTS_OFF = f"{os.sep}interrupts.py"  # no signal raises KeyboardInterrupt in the code that puts it off
 LIBRARY = f"{Path(__file__).resolve().parents[2] / 'memascend'}{os.sep}"
 OPS = ("read", "write", "flush")
 Faults = Any  # _C.FaultLayer
@@ -80,7 +81,8 @@ class Befallen:
             return in_library
 
         def begins(frame: FrameType, event: str, argument: Any) -> Any:
-            return in_library if frame.f_code.co_filename.startswith(LIBRARY) else None
+            path = frame.f_code.co_filename
+            return in_library if path.startswith(LIBRARY) and not path.endswith(PUTS_OFF) else None
 
         sys.settrace(begins)
 
