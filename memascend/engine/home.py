@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, ClassVar
 import torch
 
 from memascend.engine.mapped import collect_tensor_files
+from memascend.storage import interrupts
 from memascend.storage.completion import Completion
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.engine_tiers import DirectTier
@@ -92,6 +93,7 @@ class StateHome:
         self._replaced: deque[tuple[int, Completion]] = deque()  # bytes and writes since the last commit
         self._facts: dict[str, Any] = {}  # of the last completed step
         self._torn = False
+        self._committing: dict[str, Any] | None = None  # facts of a commit that was begun, and of which no end is known
         self._open_here.add(self)
 
     @classmethod
@@ -153,6 +155,7 @@ class StateHome:
         try:
             deadline = time.monotonic() + _DEAD_S
             while tier.engine.space().processes > 1:
+                interrupts.check()
                 if time.monotonic() > deadline:
                     raise ValueError(f"{self.folder} is in use by another process: wait for it, or name another folder")
                 time.sleep(0.02)
@@ -243,12 +246,20 @@ class StateHome:
         """All writes, which the caller has waited for, and `facts` become the completed step: all or none.
 
         `facts`: JSON of at most `META_BYTES` (1 MiB), or ValueError. After a StorageError the completed step is still
-        the one before, and the writes of this one are uncommitted: `roll_back` forgets them.
+        the one before, and the writes of this one are uncommitted: `roll_back` forgets them. After an interrupt either
+        may be: `roll_back` finds out.
         """
-        self._write_meta(facts)
-        self._tier.commit()
+        facts = json.loads(_as_json(facts))
+        try:
+            self._committing = facts
+            self._write_meta(facts)
+            self._tier.commit()
+        except Exception:  # of the drive; an interrupt is none
+            self._committing = None
+            raise
         self._replaced.clear()
-        self._facts, self._torn = json.loads(_as_json(facts)), False
+        self._facts, self._torn = facts, False
+        self._committing = None
 
     @property
     def all_compared(self) -> bool:
@@ -285,16 +296,21 @@ class StateHome:
 
     def completed(self) -> dict[str, Any] | None:
         """The facts of the last completed step; None: nothing was ever committed. Raises TornStates."""
+        found = self._kept()
+        if found is None:
+            return None
+        if found.get(_TORN):
+            raise TornStates(self.folder)
+        self._facts = found
+        return found
+
+    def _kept(self) -> dict[str, Any] | None:
         size = self._tier.size_of(_META)
         if size is None:
             return None
         raw = torch.empty(size, dtype=torch.uint8)
         self._tier.read(_META, raw).wait()
-        found = json.loads(bytes(raw.numpy()))
-        if found.get(_TORN):
-            raise TornStates(self.folder)
-        self._facts = found
-        return found
+        return json.loads(bytes(raw.numpy()))
 
     @property
     def update_was_cut_off(self) -> bool:
@@ -302,13 +318,20 @@ class StateHome:
         return "redo" in self._facts
 
     def roll_back(self) -> None:
-        """Forget what was not committed. Nothing may be under way. Raises TornStates where that is not the whole of
-        a step, or where the drive has kept a commit that it had said to have failed in."""
-        if self._torn and self._room_bytes is not None:
+        """Forget what was not committed. Nothing may be under way. A commit that was interrupted is the completed step
+        if the folder holds it. Raises TornStates where that is not the whole of a step, or where the drive has kept a
+        commit that it had said to have failed in."""
+        if self._torn and self._room_bytes is not None and self._committing is None:
             raise TornStates(self.folder)
-        self._replaced.clear()
-        facts, torn = self._facts, self._torn
+        facts, torn, begun = self._facts, self._torn, self._committing
         self._reopen()
+        self._replaced.clear()
+        if begun is not None and self._kept() == begun:
+            self._facts, self._torn, self._committing = begun, False, None
+            return
+        self._committing = None
+        if torn and self._room_bytes is not None:
+            raise TornStates(self.folder)
         if not torn and (self.completed() or {}) != facts:
             raise KeptAfterAll(
                 f"{self.folder}: the drive failed while a step was completed, and has kept it all the same: close the "

@@ -15,6 +15,7 @@ import functools
 import itertools
 import logging
 import os
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -52,7 +53,9 @@ from memascend.engine.vertical import ORDERS, ForwardFootprint, Lanes, Route, Su
 from memascend.engine.weights import WeightStream
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
 from memascend.storage import leaving
+from memascend.storage.completion import RequestCancelled
 from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.interrupts import patient, whole
 from memascend.swapping import Rates as SwapRates
 
 log = logging.getLogger("memascend")
@@ -153,6 +156,8 @@ class StreamingEngine(HookedRuntime):
             )
         self._unfinished: str | None = None  # what is to be done about an update that is half on the tier
         self._half_taken_back = False  # a step that failed, on a tier that failed again
+        self._completes = False  # an interrupt alone has cut an update off, which is completed at the next use
+        self._in_forward = False  # of the model as a whole
         self._ends: deque[Callable[[], object]] = deque()  # what `close` has left to do
         self._restored = False
         self.versions_why = "as an earlier run began it"  # so many of the states
@@ -324,6 +329,7 @@ class StreamingEngine(HookedRuntime):
             whole["redoes"] = False
         return whole if redo is None else {**whole, "redo": redo}
 
+    @whole
     def close(self, *, destroy: bool = False) -> None:
         """Give the model its own forward back and let go of everything; a step that is not finished is forgotten.
 
@@ -383,9 +389,14 @@ class StreamingEngine(HookedRuntime):
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
+    @whole
     def model_begins(self, *_: Any) -> None:
         """A forward pass: with `implicit_step` (LoHan, Fig. 4b) it is also the end of the step before."""
+        alone = self._together is None and torch._C._current_graph_task_id() == -1
+        if alone and self._in_forward and not _is_nested(self.model):
+            self._hooks.end_cut_off()
         self._require_usable()
+        self._in_forward = True
         if not torch.is_grad_enabled():
             self._stream.read_ahead(self._pattern[: len(self._pattern) // 2])
             return
@@ -424,6 +435,7 @@ class StreamingEngine(HookedRuntime):
                 "(accumulate=); in a loop without optimizer.step(), ask for it (EngineOptions(implicit_step=True))"
             )
 
+    @whole
     def require_completed_step(self) -> None:
         """Weights and states are those of the last completed step. RuntimeError where updates of the next one have
         begun; a step that ended in an error is given up. Raises the error of an update that has failed unseen."""
@@ -435,6 +447,7 @@ class StreamingEngine(HookedRuntime):
                 "optimizer.zero_grad(), which forgets the step"
             )
 
+    @whole
     def require_no_gradients(self) -> None:
         """No gradient has come since the last completed step: states can be replaced. RuntimeError."""
         self.require_completed_step()
@@ -444,7 +457,9 @@ class StreamingEngine(HookedRuntime):
                 "optimizer.zero_grad(), which forgets the step"
             )
 
+    @whole
     def model_ends(self, _: nn.Module, __: Any, results: Any) -> None:
+        self._in_forward = False
         if not torch.is_grad_enabled():
             self._stream.release_idle()
             return
@@ -477,6 +492,7 @@ class StreamingEngine(HookedRuntime):
             return True  # a checkpoint inside of the block: the rest of the gradient follows
         return self.at_work.uses.get(unit.key, 0) > 1  # the same layer
 
+    @whole
     def arrive(self, part: Part, gradient: torch.Tensor) -> None:
         """A gradient of this pass, whole."""
         if gradient.layout != torch.strided:
@@ -492,6 +508,7 @@ class StreamingEngine(HookedRuntime):
     def _use(self, part: Part, gradient: torch.Tensor) -> None:
         self.updates.arrive(part, gradient, wait=self.options.waits or not self._is_last, last=self._is_last)
 
+    @whole
     def backward_begins(self, generation: int | None = None) -> None:
         """In the user's backward pass, not in a block's own: `_backward_ends` follows, if no error does.
         `generation`: of the weights that its graph was made with."""
@@ -515,6 +532,7 @@ class StreamingEngine(HookedRuntime):
                 self.updates.scale = self.scale
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
+    @whole
     def _backward_ends(self) -> None:
         self.visits.end()
         self._hooks.left_over(self)
@@ -547,6 +565,7 @@ class StreamingEngine(HookedRuntime):
         """The share of a block's products that backward computes a second time."""
         return self._swapping.computed_again(unit.key) if self._swapping is not None else 1.0
 
+    @whole
     def entered(self, unit: Unit) -> None:
         uses = self.at_work.uses
         uses[unit.key] = uses.get(unit.key, 0) + 1
@@ -564,11 +583,13 @@ class StreamingEngine(HookedRuntime):
         if self._together is None:
             self._visits.append(unit.key)
 
+    @whole
     def recomputes(self, unit: Unit) -> None:
         self.backward_begins()
         if self._visits is not None and self._together is None:
             self._visits.append(unit.key)
 
+    @whole
     def visited(self, unit: Unit) -> None:
         if self.comes_again(unit):
             return
@@ -591,6 +612,7 @@ class StreamingEngine(HookedRuntime):
         if not self.at_work.backward_begun:
             self._profile.outside_s += seconds
 
+    @whole
     def left(self, unit: Unit, by: PassUnderWay) -> None:
         by.uses[unit.key] = max(0, by.uses.get(unit.key, 0) - 1)
 
@@ -728,11 +750,13 @@ class StreamingEngine(HookedRuntime):
             held, together.held = together.held, None
             self.weights.give_back(held)
 
+    @whole
     def keep_input(self, tensor: torch.Tensor) -> Any:
         goes = self.options.checkpoints == "tier" and tensor.numel() and is_dense(tensor)
         kept = self._inputs.keep(tensor) if goes else None
         return tensor if kept is None else kept
 
+    @whole
     def bring_back(self, kept: Any) -> torch.Tensor:
         return kept.tensor() if isinstance(kept, KeptInput) else kept
 
@@ -776,6 +800,7 @@ class StreamingEngine(HookedRuntime):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
+    @whole
     def finish_step(self, *, keep: bool = True, facts: dict[str, Any] | None = None) -> float | None:
         """Until everything of this step is updated and written; the norm of all gradients, loss scale out.
 
@@ -802,6 +827,7 @@ class StreamingEngine(HookedRuntime):
             raise
         return norm
 
+    @whole
     def keep(self, facts: dict[str, Any]) -> None:
         """The finished step outlives the process from here on, with `facts` for `resume`: JSON, in all less than 1 MiB
         (ValueError). After an error the weights, states and counts are those of the completed step before, and the step
@@ -814,7 +840,8 @@ class StreamingEngine(HookedRuntime):
             raise
 
     def _keep(self, facts: dict[str, Any]) -> None:
-        self._commit(facts)
+        with patient:
+            self._commit(facts)
         self._restored = False
         if self.home.all_compared:
             self.weights.end_loans()
@@ -861,11 +888,13 @@ class StreamingEngine(HookedRuntime):
     def give_values(self, parameter: nn.Parameter) -> bool:
         return self._hooks.outside.hold(parameter)
 
+    @whole
     def gradient_norm(self, name: str) -> float:
         self.updates.raise_failure()
         self.updates.sum_waiting()
         return self.gradients.norm(name, self.updates.sums.of(name), self.scale)
 
+    @whole
     def scale_gradient(self, name: str, factor: float) -> None:
         self.gradient_waits(name)  # or it raises
         self._clip = 0.0  # the loop clips by itself in this step
@@ -878,6 +907,7 @@ class StreamingEngine(HookedRuntime):
             )
         self.gradients.spent -= {name}
 
+    @whole
     def forget_gradients_of(self, names: set[str], *, set_to_none: bool) -> None:
         arrived = set(self._arrived)
         if arrived & names and arrived - names:
@@ -889,6 +919,7 @@ class StreamingEngine(HookedRuntime):
         if arrived & names:
             self.give_up()
 
+    @whole
     def forget_gradients(self, *, set_to_none: bool = True) -> None:
         """As `zero_grad` of all parameters."""
         self.gradients.forget(self._arrived, set_to_none=set_to_none)
@@ -943,10 +974,12 @@ class StreamingEngine(HookedRuntime):
         if gives_up and (self.updates.failure_was_told or self.at_work.backward_begun):
             log.warning("memascend: the step under way was given up after an error; it begins anew from the one before")
             self.give_up()
+        if self._half_taken_back and self._unfinished in (None, _CUT_OFF):
+            self._take_back(written=True)
+        if self._unfinished is _CUT_OFF and self._completes:
+            self._complete_here()
         if self._unfinished is not None:
             raise RuntimeError(self._unfinished)
-        if self._half_taken_back:
-            self._take_back(written=True)
 
     def _update_in_parts(self, redo: Redo) -> None:
         """Each unit's weights and states with one commit, that says so; gradients go with the step's own."""
@@ -985,6 +1018,24 @@ class StreamingEngine(HookedRuntime):
         self._commit(redo.facts)
         return redo.facts
 
+    def _complete_here(self) -> None:
+        """As `resume` does, where nothing but an interrupt has cut the update off."""
+        try:
+            self._complete(Redo(self.home.completed()["redo"]))
+        except BaseException as error:
+            self._give_up_after(error)
+            raise
+        self._kept_steps = dict(self.steps)
+
+    @whole
+    def completed_steps(self) -> dict[str, int]:
+        """Of each trained parameter. After an interrupt the folder is looked at, and an update that it has cut off is
+        completed, where the drive allows."""
+        if self._pid == os.getpid() and not self._closed:
+            with contextlib.suppress(OSError, RuntimeError, ValueError):  # the next use of the engine raises it
+                self._require_whole()
+        return self.steps
+
     def _take_back(self, *, written: bool) -> None:
         """Nothing of this step stays: what is in memory or written may be half of it. Where the tier does not open
         again, whoever needs the engine next tries once more."""
@@ -995,7 +1046,7 @@ class StreamingEngine(HookedRuntime):
         self.updates.abandon()
         self._hooks.forget_kept()
         self.weights.abandon()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RequestCancelled):
             self._close_streams()
         self._passes, self._clip = 0, self.options.clip
         self.steps = dict(self._kept_steps)
@@ -1023,11 +1074,12 @@ class StreamingEngine(HookedRuntime):
             try:
                 if stream is not None:
                     stream.close()
-            except OSError as error:
+            except (OSError, RequestCancelled) as error:
                 failures.append(error)
         if failures:
             raise failures[0]
 
+    @whole
     def give_up(self) -> None:
         """After an error in the loop: forget the step under way. Everything is as after the last completed one.
 
@@ -1039,13 +1091,15 @@ class StreamingEngine(HookedRuntime):
         self.visits.forget()
         self.at_work = PassUnderWay()
         self._hooks.forget()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RequestCancelled):
             self._inputs.give_back()
         self._take_back(written=True)
 
     def _give_up_after(self, error: BaseException) -> None:
+        self._completes = not isinstance(error, Exception)
         try:
-            self.give_up()
+            with patient:
+                self.give_up()
         except Exception as another:
             error.add_note(f"and what was written of the step could not be taken back: {another}")
         else:
@@ -1175,6 +1229,15 @@ def _units(
     for buffer in model.buffers():  # small, and no unit's
         buffer.data = buffer.data.to(device)
     return units
+
+
+def _is_nested(model: nn.Module) -> bool:
+    """In the model's forward pass: whether another one of it is under way around it."""
+    frame, calls = sys._getframe(), 0
+    while frame is not None:
+        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model
+        frame = frame.f_back
+    return calls > 1
 
 
 def _kept_whole(layout: Layout) -> str:

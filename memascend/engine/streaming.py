@@ -33,6 +33,7 @@ from memascend.engine.model_guards import require_not_streamed
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.memory.pinned import Allocator
+from memascend.storage.interrupts import uninterrupted
 
 log = logging.getLogger("memascend")
 
@@ -266,8 +267,9 @@ class streaming:
 
     @property
     def steps(self) -> int:
-        """Completed in this folder, the earlier runs' among them (the most of any parameter)."""
-        return max(self._engine().steps.values(), default=0)
+        """Completed in this folder, the earlier runs' among them (the most of any parameter). After an interrupt an
+        update that it has cut off is completed first."""
+        return max(self._engine().completed_steps().values(), default=0)
 
     def _engine(self) -> StreamingEngine:
         if self.engine is None:
@@ -390,7 +392,8 @@ class StreamedAdamW(torch.optim.Optimizer):
         Raises:
             StorageError: and whatever else failed since the last step; the states are those of the step before it.
                 With one version of the states, once its update has begun, the step can only be completed: the error
-                says so, and so does every use until the home is closed and resumed.
+                says so, and so does every use until the home is closed and resumed. After KeyboardInterrupt the next
+                use completes it, such as a look at `home.steps`.
             ValueError: `home.note` is no JSON or too large; nothing has changed then, and `step` can be called again.
             TornStates: with `redo=False`, where what was written cannot be taken back.
         """
@@ -398,10 +401,11 @@ class StreamedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        facts = self._facts()
-        arrived = frozenset(self.engine.updates.arrived)
-        self.norm = self.engine.finish_step(facts=facts)
-        self.engine.gradients.spent = arrived
+        with uninterrupted:  # Ctrl-C finds the step done, or not done, in all that is kept of it
+            facts = self._facts()
+            arrived = frozenset(self.engine.updates.arrived)
+            self.norm = self.engine.finish_step(facts=facts)
+            self.engine.gradients.spent = arrived
         if self.norm is None:
             log.warning("memascend: a gradient was infinite or NaN: the step was left out")
         return loss
