@@ -131,7 +131,8 @@ def _write_weights(
         with TensorFileWriter(partial / name, shard, {"format": "pt"}) as writer:
             for _ in shard:
                 writer.write(*next(following))
-    assert next(following, None) is None
+    if next(following, None) is not None:
+        raise RuntimeError("more tensors came than the files have room for")
     if len(shards) > 1:
         whole = {"total_size": sum(layout.nbytes for layout in layouts)}
         where = {layout.name: name for name, shard in zip(names, shards, strict=True) for layout in shard}
