@@ -104,9 +104,11 @@ class Step {
     }
     for (const int k : {0, 1}) {
       if (const int scale = t_.scales[begin / kBlock * 2 + k]; scale >= static_cast<int>(kExponentLimit)) {
-        fail(std::string(k == 0 ? "momentum" : "variance") + " has scale " + std::to_string(scale) +
-                 ", which is no number, in the block of element",
-             begin, restore);
+        std::string what = k == 0 ? "momentum" : "variance";
+        what += " has scale ";
+        what += std::to_string(scale);
+        what += ", which is no number, in the block of element";
+        fail(what, begin, restore);
       }
     }
     fail("the update is not finite near element", begin,
