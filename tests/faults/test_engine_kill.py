@@ -14,6 +14,7 @@ from memascend.engine.blocks import ModelUnits
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.storage.names import SCRATCH_PREFIX
+from tests import forked
 
 STEPS = 40
 PROGRAM = r"""
@@ -153,12 +154,15 @@ def test_a_home_of_an_earlier_layout_that_was_killed_in_a_step_goes_on_by_defaul
     assert set(kept) == ({2} if versions == 2 else {2, 3})  # a step that was to be done again counts
 
 
-def test_states_that_somebody_else_uses_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(homes, "_DEAD_S", 0.1)
+def test_states_that_another_process_uses_are_refused(tmp_path):
     parts = program()
     model = parts["made"]()
     groups = [{"params": list(model.parameters()), "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}]
     engine = StreamingEngine.start(model, tmp_path / "home", groups, EngineOptions())
-    with pytest.raises(ValueError, match="is in use by another process"):
-        homes.kept_facts(tmp_path / "home")
-    engine.close()
+    asking = "import sys; from memascend.engine import home; home._DEAD_S = 0.1; home.kept_facts(sys.argv[1])"
+    try:
+        done = forked.run([sys.executable, "-c", asking, str(tmp_path / "home")])
+    finally:
+        engine.close()
+    assert done.returncode == 1
+    assert "home is in use by another process: wait for it, or name another" in done.stderr
