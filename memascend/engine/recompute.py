@@ -11,6 +11,7 @@ this differs in what a visit owns: the weights' slot, inputs that wait on a tier
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import math
@@ -30,6 +31,7 @@ from memascend.engine.device import Generators
 from memascend.engine.layout import Unit
 from memascend.engine.module_state import ModuleState, ValuesAreGone, undisturbed
 from memascend.engine.operators import Taken
+from memascend.engine.samples import Samples, is_compared
 
 
 class PassUnderWay:
@@ -154,6 +156,7 @@ class StreamedForward:
         self._block, self.unit, self.runtime = weakref.ref(block), unit, runtime
         # Numbers of the tensors that the block changes in place, by the kind of call, once that has been seen.
         self.changed_inputs: dict[Hashable, set[int]] = {}
+        self.passes: collections.Counter[Hashable] = collections.Counter()  # with a graph, by the kind of call
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -339,6 +342,8 @@ class BlockPass:
             self._entered = True
             tensors = self._arguments.tensors
             self._call = self._kind_of_call(tensors)
+            self._streamed.passes[self._call] += 1
+            self._samples = Samples() if is_compared(self._streamed.passes[self._call]) else None
             self._needed, self._changed = [t.requires_grad for t in tensors], set(range(len(tensors)))
             self._on_tier, self._products = None, 0
             before = ModuleState(self._streamed.modules)
@@ -428,6 +433,8 @@ class BlockPass:
 
     def _pack(self, tensor: torch.Tensor) -> _Handle:
         handle = _Handle(self, len(self._handles), tensor)
+        if self._samples is not None:
+            self._samples.add(tensor)
         self._handles.append(weakref.ref(handle))
         return handle
 
@@ -507,6 +514,8 @@ class BlockPass:
             if handle is not None:
                 if handle.meta != _meta(tensor):
                     raise self._differs(f"tensor {number} of what autograd saves is {_words(tensor)}")
+                if self._samples is not None and self._samples.differ(number, tensor):
+                    raise self._differs(f"tensor {number} of what autograd saves, {_words(tensor)}, has other values")
                 self._values[number] = tensor
             if number >= last:
                 raise _Complete
