@@ -422,6 +422,11 @@ class StreamingEngine(HookedRuntime):
 
     def _require_usable(self) -> None:
         """For a forward pass: weights are those of the last completed step. What a backward pass takes is its own."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise NotStreamable(
+                "torch.func (grad, vjp, jvp, vmap and the like) computes with copies of all weights, and a streamed "
+                "model has one block's at a time: use loss.backward()"
+            )
         if torch._C._current_graph_task_id() != -1:
             self.weights.require_own_process()
             return
@@ -874,7 +879,8 @@ class StreamingEngine(HookedRuntime):
         if self.at_work.backward_begun or self._passes < self.options.accumulate:
             raise RuntimeError(
                 f"the gradient of {name} is not whole before the last of {self.options.accumulate} backward passes: "
-                "look at it, or clip it, after that"
+                "look at it, or clip it, after that. A Trainer's last step of an epoch has fewer passes unless its rows "
+                "are a multiple of per_device_train_batch_size * gradient_accumulation_steps"
             )
         return True
 

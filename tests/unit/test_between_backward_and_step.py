@@ -313,6 +313,26 @@ def test_evaluation_in_inference_mode_is_that_of_no_grad(tmp_path, options):
     home.close()
 
 
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda loss, x: torch.func.grad(loss)(x),
+        lambda loss, x: torch.func.jvp(loss, (x,), (x,)),
+        lambda loss, x: torch.func.vmap(loss)(x[None]),
+    ],
+    ids=["grad", "jvp", "vmap"],
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, in its first jvp
+def test_functional_transforms_are_one_line_and_leave_the_model_as_it_was(tmp_path, transform):
+    ours, theirs, data = model(), model(), batches(2)
+    home, optimizer = begin(ours, tmp_path / "run")
+    scale = torch.ones(())
+    with pytest.raises(NotStreamable, match=r"^torch\.func \(grad, vjp, jvp, vmap and the like\) computes with copies"):
+        transform(lambda factor: ours(data[0]) * factor, scale)
+    assert loop(ours, optimizer, data) == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
+    home.close()
+
+
 @pytest.mark.parametrize("options", [{}, {"wait": True}, {"options": EngineOptions(zero_missing=True)}], ids=str)
 def test_a_gradient_of_activations_alone_is_no_pass_of_the_step(tmp_path, options):
     """Saliency, adversarial examples."""

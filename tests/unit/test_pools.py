@@ -490,10 +490,10 @@ class QueueMachine(RuleBasedStateMachine):
         for key in list(getattr(self, "held", {})):
             self.pool.release(key)
         while getattr(self, "queue", None):
-            for key, _, future in [waiting for waiting in self.queue if waiting[0] in self.pool.holders()]:
-                future.result(60)
-                self.pool.release(key)
-            self.queue = [waiting for waiting in self.queue if not waiting[2].done()]
+            for waiting in [each for each in self.queue if each[0] in self.pool.holders()]:
+                waiting[2].result(60)
+                self.pool.release(waiting[0])
+                self.queue.remove(waiting)
         if hasattr(self, "waiters"):
             self.waiters.threads.shutdown()
 
