@@ -379,7 +379,7 @@ def require_not_open_here(folder: str | os.PathLike[str]) -> None:
     """ValueError where this process has a home in the folder open."""
     for home in list(StateHome._open_here):
         if home._pid == os.getpid() and Path(folder).resolve() == home.folder.resolve():
-            raise ValueError(f"{folder} is in use by this process: close the other home first (home.close()), or end it")
+            raise ValueError(f"{folder} is in use by this process: close the other home first, or end it")
 
 
 def tensors_in(folder: str | os.PathLike[str]) -> dict[str, tuple[str, int]]:

@@ -3,6 +3,9 @@ of random numbers that are not torch's own (Python's, NumPy's, a torch.Generator
 
 from __future__ import annotations
 
+import enum
+import functools
+import operator
 import random
 import types
 from collections import deque
@@ -30,22 +33,21 @@ class ModuleState:
 
     def __init__(self, modules: list[nn.Module], *, generators: bool = True) -> None:
         """`generators`: whether those of random numbers are asked for their states (most of what this takes)."""
-        self._attributes = [
-            (owner, _without_own(owner)) for module in modules for owner in (vars(module), module._buffers)
-        ]
+        own = [(vars(module), _without_own(vars(module))) for module in modules]
+        self._attributes = [*own, *((module._buffers, dict(module._buffers)) for module in modules)]
         tensors: dict[int, torch.Tensor] = {}
         containers: dict[int, Any] = {}
         objects: dict[int, dict[str, Any]] = {}
         self._generators: list[_Generator] = [_PythonGenerator(), _NumpyGenerator()] if generators else []
-        for module in modules:
-            for buffer in module._buffers.values():
-                if buffer is not None:
-                    tensors[id(buffer)] = buffer
-            for name, value in vars(module).items():
-                if name not in _OWN:
-                    _collect(value, tensors, containers, self._generators if generators else [])
-                    if _is_plain(value) and id(value) not in objects:
-                        objects[id(value)] = vars(value)
+        for buffers in (module._buffers for module in modules):
+            tensors.update((id(buffer), buffer) for buffer in buffers.values() if buffer is not None)
+        for value in (value for _, attributes in own for value in attributes.values()):
+            kind = _kind(type(value))
+            if kind is _Kind.PLAIN:
+                if id(value) not in objects and isinstance(value.__dict__, dict):
+                    objects[id(value)] = vars(value)
+            elif kind is not _Kind.NOTHING:
+                _collect(value, tensors, containers, self._generators if generators else [])
         self._attributes += [(owner, dict(owner)) for owner in objects.values()]
         # (tensor, its values, or None and the version that it had with them)
         self._tensors: list[tuple[torch.Tensor, torch.Tensor | None, int]] = [
@@ -152,27 +154,41 @@ class _TorchGenerator(_Generator):
         self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
+class _Kind(enum.Enum):
+    """What becomes of a value in an attribute or a container."""
+
+    NOTHING = enum.auto()  # it is known by its reference
+    TENSOR = enum.auto()
+    GENERATOR = enum.auto()
+    CONTAINER = enum.auto()
+    PLAIN = enum.auto()  # an object that holds values, such as a namespace or a configuration
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind(of: type) -> _Kind:
+    if issubclass(of, torch.Tensor):
+        return _Kind.TENSOR
+    if issubclass(of, torch.Generator):
+        return _Kind.GENERATOR
+    if of in (list, dict, set, deque):
+        return _Kind.CONTAINER
+    holds_values = of.__dictoffset__ != 0 and not any("__call__" in vars(each) for each in of.__mro__)
+    return _Kind.PLAIN if holds_values and not issubclass(of, types.ModuleType) else _Kind.NOTHING
+
+
 def _collect(
     value: Any, tensors: dict[int, torch.Tensor], containers: dict[int, Any], generators: list[_Generator]
 ) -> None:
-    if isinstance(value, torch.Tensor):
+    kind = _kind(type(value))
+    if kind is _Kind.TENSOR:
         if value.layout == torch.strided and not isinstance(value, nn.Parameter):
             tensors[id(value)] = value
-    elif isinstance(value, torch.Generator):
+    elif kind is _Kind.GENERATOR:
         generators.append(_TorchGenerator(value))
-    elif type(value) in (list, dict, set, deque) and id(value) not in containers:
+    elif kind is _Kind.CONTAINER and id(value) not in containers:
         containers[id(value)] = value
         for each in value.values() if isinstance(value, dict) else value:
             _collect(each, tensors, containers, generators)
-
-
-def _is_plain(value: Any) -> bool:
-    """An object that holds values, such as a namespace or a configuration; no module, class or function."""
-    return (
-        isinstance(getattr(value, "__dict__", None), dict)
-        and not callable(value)
-        and not isinstance(value, torch.Tensor | types.ModuleType)
-    )
 
 
 def _items(container: Any) -> Any:
@@ -207,6 +223,8 @@ def _without_own(owner: dict[str, Any]) -> dict[str, Any]:
 
 def _different(owner: dict[str, Any], before: dict[str, Any]) -> list[str]:
     now = _without_own(owner)
+    if list(now) == list(before) and all(map(operator.is_, now.values(), before.values())):
+        return []
     return [key for key in {**before, **now} if now.get(key, _ABSENT) is not before.get(key, _ABSENT)]
 
 

@@ -37,6 +37,7 @@ _NEXT = {
     PieceState.UPDATED: {PieceState.WRITTEN},
     PieceState.WRITTEN: set(),
 }
+_TAKES = {PieceState.ARRIVED, *(state for state, after in _NEXT.items() if PieceState.ARRIVED in after)}
 _BEGUN = {PieceState.UPDATED, PieceState.WRITTEN}
 
 
@@ -92,7 +93,7 @@ class StepPieces:
     def takes_no_more(self, piece: Piece, part: tuple[str, int]) -> bool:
         """Whether a gradient of that part would come too late, or beside another one of this pass."""
         record = self._records[piece.key]
-        return PieceState.ARRIVED not in {record.state, *_NEXT[record.state]} or part in record.gradients
+        return record.state not in _TAKES or part in record.gradients
 
     def take(self, piece: Piece) -> Gradients:
         """Those of this pass; the record has none afterwards."""

@@ -879,8 +879,8 @@ class StreamingEngine(HookedRuntime):
         if self.at_work.backward_begun or self._passes < self.options.accumulate:
             raise RuntimeError(
                 f"the gradient of {name} is not whole before the last of {self.options.accumulate} backward passes: "
-                "look at it, or clip it, after that. A Trainer's last step of an epoch has fewer passes unless its rows "
-                "are a multiple of per_device_train_batch_size * gradient_accumulation_steps"
+                "look at it, or clip it, after that. A Trainer's last step of an epoch has fewer passes unless its "
+                "rows are a multiple of per_device_train_batch_size * gradient_accumulation_steps"
             )
         return True
 
@@ -969,8 +969,9 @@ class StreamingEngine(HookedRuntime):
         return float(norm / self.scale)
 
     def _count_step(self) -> None:
+        updated = self.updates.arrived | self.updates.zeroed
         for name in self.steps:
-            if self.options.zero_missing or name in self.updates.arrived or name in self.updates.zeroed:
+            if self.options.zero_missing or name in updated:
                 self.steps[name] += 1
 
     def _require_whole(self, *, gives_up: bool = False) -> None:

@@ -37,6 +37,10 @@ class _Uninterrupted:
         self._noted: list[float] = []  # when SIGINT came
         self._patient = 0  # blocks that let waits end
 
+    def is_on(self) -> bool:
+        """Whether the caller is in a block already, or in a thread that no handler runs in."""
+        return self._depth > 0 or threading.get_ident() != threading.main_thread().ident
+
     def __enter__(self) -> None:
         if threading.get_ident() != threading.main_thread().ident:
             return
@@ -124,6 +128,8 @@ def whole(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resu
 
     @functools.wraps(function)
     def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if uninterrupted.is_on():  # most of a step's calls: there is nothing to put aside
+            return function(*args, **kwargs)
         with uninterrupted:
             return function(*args, **kwargs)
 
