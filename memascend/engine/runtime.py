@@ -51,6 +51,7 @@ from memascend.engine.swap import Decision, Swapping, link_rate
 from memascend.engine.updates import AdamSettings, Updates
 from memascend.engine.vertical import ORDERS, ForwardFootprint, Lanes, Route, SummedGradients, cannot_be_carried_over
 from memascend.engine.weights import WeightStream
+from memascend.memory.heap import HeapTrimmer
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
 from memascend.storage import leaving
 from memascend.storage.completion import RequestCancelled
@@ -162,6 +163,7 @@ class StreamingEngine(HookedRuntime):
         self._restored = False
         self.versions_why = "as an earlier run began it"  # so many of the states
         self._closed, self._pid = False, os.getpid()
+        self._heap = HeapTrimmer()
         self._hooks = ModelHooks(self, model, units, self.weights, self._contents, self._profile)
         for key, slices in units.matrices.items():
             log.info("memascend: %s goes by %d slices: sums over its rows are taken slice by slice", key, len(slices))
@@ -966,6 +968,7 @@ class StreamingEngine(HookedRuntime):
         self._decide_on_swapping()
         updates.end_step()
         self._passes, self._clip = 0, options.clip
+        self._heap.after_step()
         return float(norm / self.scale)
 
     def _count_step(self) -> None:

@@ -67,7 +67,7 @@ def collect_after_the_dead(engine):
     assert engine.space().reserved_bytes == 0
 
 
-@pytest.mark.parametrize("rounds", [5, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["io_uring", "libaio"])
 @pytest.mark.timeout(1800)
 def test_whatever_was_committed_survives_a_kill_at_any_instant(tmp_path, backend, rounds):

@@ -71,6 +71,7 @@ def stop_at_step(output, step, *options):
     return run.returncode, said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_that_is_stopped_and_then_killed_goes_on_as_if_nothing_had_happened(tmp_path, tmp_path_factory):
     reference = finished_run(tmp_path_factory)

@@ -1,0 +1,56 @@
+"""Freed memory that stays in the process goes back to the kernel when the process has grown."""
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+from memascend.memory.heap import MALLOC, HeapTrimmer
+
+MIB = 1 << 20
+PROGRAM = """
+import torch
+from memascend.memory.heap import HeapTrimmer, _resident_bytes
+
+torch.zeros(1)
+heap = HeapTrimmer()
+assert heap.after_step()
+before, large, small = _resident_bytes(), [], []
+for _ in range(1200):
+    large.append(torch.ones(25_000))
+    small.append(torch.ones(8))  # stays, and with it what lies around it
+del large
+grown = _resident_bytes()
+assert heap.after_step()
+print(grown - before, _resident_bytes() - before)
+assert not heap.after_step()
+"""
+
+
+def has_malloc_trim():
+    return hasattr(ctypes.CDLL(None), "malloc_trim")
+
+
+@pytest.mark.skipif(not has_malloc_trim(), reason="the C library has no malloc_trim")
+def test_what_lies_freed_between_small_tensors_is_given_back():
+    environment = {**MALLOC, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    grown, left = map(int, done.stdout.split())
+    assert grown > 100 * MIB
+    assert left < 20 * MIB
+
+
+def test_memory_is_given_back_after_the_first_step_and_after_growth_counted_from_the_least():
+    resident, trims = [500 * MIB], []
+
+    def trim():
+        trims.append(resident[0])
+        resident[0] -= 30 * MIB
+
+    heap = HeapTrimmer(trim, lambda: resident[0])
+    for now in (500, 400, 463, 464, 490, 498):
+        resident[0] = now * MIB
+        heap.after_step()
+    assert trims == [500 * MIB, 464 * MIB, 498 * MIB]  # then from 400, and from 434
