@@ -43,7 +43,7 @@ def seeds_of_each_fault(target, number):
 @pytest.mark.timeout(300)
 def test_what_befalls_a_training_leaves_the_bits_of_the_undisturbed_one(tmp_path):
     engine = seeds_of_each_fault("engine", 1)
-    seeds = [engine[fault][0] for fault in ("kill", "power cut", "ENOSPC", "EIO", "Ctrl-C")]
+    seeds = [engine[fault][0] for fault in ("kill", "power cut", "EIO")]
     seeds.append(seeds_of_each_fault("activations", 1)["EIO"][0])
     found = outcomes(tmp_path, "--seeds", ",".join(map(str, seeds)))
     assert len(found) == len(seeds)

@@ -122,7 +122,7 @@ def assert_left_with_one_line(done, path):
     assert not any(word in done.stderr for word in ("terminate called", "Aborted", "Fatal Python error")), done.stderr
 
 
-ALWAYS = (("a context", "direct"), ("close", "files"), ("the activation cache", "direct"))  # some seconds each
+ALWAYS = (("a context", "direct"), ("the activation cache", "direct"))  # some seconds each
 EACH = [(end, kind) for end in ENDS for kind in ("direct", "files") if (end, kind) != ("the file engine", "direct")]
 
 
@@ -147,6 +147,7 @@ def test_what_was_given_up_is_an_error_for_whoever_goes_on(tmp_path):
     assert all(line.startswith("110 ") and "the drive or the mount hangs" in line for line in said[1:])
 
 
+@pytest.mark.slow
 def test_a_slow_drive_is_waited_for_after_ctrl_c(tmp_path):
     code = """
 try:

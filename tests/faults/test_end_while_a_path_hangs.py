@@ -57,8 +57,13 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["direct", pytest.param("files", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("end", ENDS)
+ALWAYS = (("by an exception", "direct"), ("while it is tried again", "direct"))  # some seconds each
+EACH = [(end, kind) for end in ENDS for kind in ("direct", "files")]
+
+
+@pytest.mark.parametrize(
+    ("end", "kind"), [pytest.param(*each, marks=[] if each in ALWAYS else pytest.mark.slow) for each in EACH]
+)
 def test_the_status_is_the_scripts(tmp_path, end, kind):
     code, status, said = ENDS[end]
     command = [sys.executable, "-c", HANGS + code, str(tmp_path), kind]

@@ -179,6 +179,7 @@ def test_a_finished_run_has_nothing_to_resume(finished):
     )
 
 
+@pytest.mark.slow
 def test_a_streamed_run_goes_on_from_a_checkpoint_where_the_tier_has_kept_nothing(tmp_path, tmp_path_factory):
     """Two versions of the states are then written before the first step is."""
     reference, output = finished_run(tmp_path_factory, "lohan"), tmp_path / "run"

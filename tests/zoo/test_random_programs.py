@@ -202,12 +202,12 @@ def test_a_program_that_failed_once_trains_as_in_memory(monkeypatch, program):
     check_engine(program)
 
 
-@drawn(15, int(GIVEN or 0))
+@drawn(10, int(GIVEN or 0))
 def test_a_random_program_trains_on_the_engine_as_in_memory(program):
     check_engine(program)
 
 
-@drawn(15, int(GIVEN or 0))
+@drawn(10, int(GIVEN or 0))
 def test_a_random_program_has_equal_gradients_when_its_activations_wait_on_the_ssd(program):
     check_cache(program)
 
