@@ -14,7 +14,7 @@ import importlib.metadata
 import os
 import platform
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -131,14 +131,14 @@ class Tree:
         key = module, named
         if key not in self._read:
             path = self._file(module)
-            tree = ast.parse(path.read_text(encoding="utf-8")) if path else ast.Module([], [])
-            found = DISPATCHERS[module] if module in DISPATCHERS else self._names(tree, module, path, named)
+            nodes = _nodes(path.read_text(encoding="utf-8"), named) if path else ()
+            found = DISPATCHERS[module] if module in DISPATCHERS else self._names(nodes, module, path)
             self._read[key] = {*found, *DYNAMIC.get(module, ())}
         return self._read[key]
 
-    def _names(self, tree: ast.Module, module: str, path: Path | None, everywhere: bool) -> Iterator[str]:
+    def _names(self, nodes: Iterable[ast.AST], module: str, path: Path | None) -> Iterator[str]:
         package = module if path and path.name == "__init__.py" else module.rpartition(".")[0]
-        for node in _nodes(tree, everywhere):
+        for node in nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:  # `import a.b` binds a too
                     yield from self._known(alias.name)
@@ -175,13 +175,17 @@ class Tree:
         return sorted(path for path in self.root.glob(pattern) if path.is_file())
 
 
-def _nodes(tree: ast.Module, everywhere: bool) -> Iterator[ast.AST]:
-    """Nodes that can run; without `everywhere` those outside of functions. What stands for types alone is left out."""
-    waiting: list[ast.AST] = [*tree.body]
+@cache
+def _nodes(source: str, everywhere: bool) -> tuple[ast.AST, ...]:
+    """Imports and strings that can run; without `everywhere` those outside of functions. What stands for types alone is
+    left out. Trees of several folders have most of their files in common."""
+    found, waiting = [], [*ast.parse(source).body]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             waiting += node.orelse
         elif everywhere or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            yield node
+            if isinstance(node, ast.Import | ast.ImportFrom | ast.Constant):
+                found.append(node)
             waiting += ast.iter_child_nodes(node)
+    return tuple(found)
