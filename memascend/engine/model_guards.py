@@ -169,6 +169,8 @@ def left_empty(model: nn.Module, nothing: torch.Tensor, folder: Path) -> None:
 
     undo: list[Callable[[], None]] = []
     for module in model.modules():
+        if next(module.parameters(), None) is None:  # it may be another model's, too: transformers has such activations
+            continue
         undo += [module.register_state_dict_pre_hook(refuse).remove, module.register_forward_pre_hook(refuse).remove]
         for name, stock in (
             ("_apply", module._apply),

@@ -182,6 +182,30 @@ def test_after_the_end_an_empty_model_is_neither_saved_called_converted_nor_copi
     assert_same(copy.deepcopy(ours).half().state_dict(), theirs.half().state_dict())
 
 
+def test_a_module_without_parameters_that_two_models_share_works_for_one_after_the_other_s_end(tmp_path):
+    """Some of transformers' models take their activations from one table of modules."""
+    activation, losses = nn.GELU(), []
+
+    def made():
+        torch.manual_seed(0)
+        blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), activation) for _ in range(3)])
+        return nn.Sequential(*blocks)
+
+    for folder in "ab":
+        ours = made()
+        with streaming(tmp_path / folder) as home:
+            home.hook(ours)
+            optimizer = home.optimizer(torch.optim.AdamW, lr=0.1)
+            loss = ours(torch.ones(2, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[0] == losses[1]
+    assert activation(torch.zeros(1)).item() == 0.0
+    with pytest.raises(RuntimeError, match="was closed"):
+        ours(torch.ones(2, 8))
+
+
 def test_a_copy_of_a_model_whose_weights_were_loaded_after_the_end_is_whole(tmp_path):
     home, _, ours, theirs = trained(tmp_path / "run")
     home.close()
