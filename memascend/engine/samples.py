@@ -12,6 +12,7 @@ import math
 import torch
 
 ELEMENTS = 256  # of each tensor
+_COMPARED = (torch.bool, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Multiples of the golden ratio modulo 1: spread evenly over a tensor, whatever its shape.
 _PLACES = torch.arange(ELEMENTS, dtype=torch.float64).mul((math.sqrt(5) - 1) / 2).frac()
 
@@ -25,8 +26,8 @@ def is_compared(number: int) -> bool:
 class Samples:
     """Of tensors that a forward pass on a CPU saves, in their order: some elements each.
 
-    Other devices are left out, since kernels there save memory that they have not written. Integers are, too: which
-    experts a router chose follows from numbers that are compared, and kernels keep scratch memory as integers.
+    Other devices are left out, since kernels there save memory that they have not written. So are bytes, as which
+    kernels of a CPU keep scratch memory.
     """
 
     def __init__(self) -> None:
@@ -60,13 +61,13 @@ class Samples:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Some elements, as floating-point numbers or bool; None: of this tensor none can be compared."""
+    """Some elements; None: of this tensor none can be compared."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel():
         return None
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    if tensor.dtype not in (torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.float64):
+    if tensor.dtype not in _COMPARED:
         return None
     if tensor.numel() <= ELEMENTS:
         return tensor.clone()

@@ -32,6 +32,8 @@ class Block(nn.Module):
         elif self.kind == "the last product's input":
             Counts.calls += 1
             return x + self.down(h.tanh() * Counts.calls)
+        elif self.kind == "an order drawn at its end":
+            return (x + self.down(h).tanh())[torch.randperm(len(x), generator=SHARED)]
         return x + self.down(h).tanh()
 
 
@@ -55,6 +57,7 @@ class Model(nn.Module):
         "a generator among the arguments",
         "a counter of a class",
         "the last product's input",
+        "an order drawn at its end",
     ],
 )
 def test_what_no_recomputation_repeats_is_refused_in_the_first_backward_pass(tmp_path, kind, accumulate):
@@ -64,7 +67,7 @@ def test_what_no_recomputation_repeats_is_refused_in_the_first_backward_pass(tmp
         home.hook(ours)
         optimizer = home.optimizer(torch.optim.AdamW, lr=0.1)
         optimizer.zero_grad()
-        loss = ours(torch.randn(4, WIDTH))
+        loss = ours(torch.randn(12, WIDTH))
         with pytest.raises(RuntimeError, match=r"^layers\.2 computes something else in its recomputation: .*other val"):
             loss.backward()
 
@@ -94,9 +97,10 @@ def test_values_that_are_not_finite_are_the_same_where_they_were_before():
     assert differ(was, of(1.0, 2.0, float("inf")))
 
 
-def test_masks_are_compared_and_integers_are_not():
-    assert differ(torch.ones(9, dtype=torch.bool), torch.zeros(9, dtype=torch.bool))
-    assert not differ(torch.ones(9, dtype=torch.int64), torch.zeros(9, dtype=torch.int64))
+def test_masks_and_indices_are_compared_and_bytes_are_not():
+    for dtype in (torch.bool, torch.int32, torch.int64):
+        assert differ(torch.ones(9, dtype=dtype), torch.zeros(9, dtype=dtype))
+    assert not differ(torch.ones(9, dtype=torch.uint8), torch.zeros(9, dtype=torch.uint8))
 
 
 def test_after_a_difference_of_rounding_what_follows_from_it_is_not_compared():
