@@ -223,8 +223,10 @@ class Worker:
 
     def _train(self) -> str:
         config = self.config
-        if self.step == self.steps and config.checkpoints == "none":
+        if self.step >= self.steps and config.checkpoints == "none":
             self.progress.say(f"nothing to do: the states are at step {self.step} of {self.steps}; raise --steps")
+            if self.step > self.steps:
+                return FINISHED
         if self.step > self.saved and self._is_due(config.save_every, self.step == self.steps):
             self._save()  # of a step that was kept, and was cut off before this
         while self.step < self.steps:
