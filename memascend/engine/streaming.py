@@ -32,6 +32,7 @@ from memascend.engine.mapped import TensorFile
 from memascend.engine.model_guards import require_not_streamed
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
+from memascend.engine.updates import AdamSettings
 from memascend.memory.pinned import Allocator
 from memascend.storage.interrupts import uninterrupted
 
@@ -447,30 +448,34 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Settings and states, torch.optim.AdamW's too; weights of 16 bits follow their masters where these are given.
-        Completed at once. Raises ValueError for groups that do not fit."""
-        for group in state_dict["param_groups"]:
+        Completed at once. Raises ValueError for groups, settings or states that do not fit, and nothing has changed
+        then."""
+        groups, own = state_dict["param_groups"], self.param_groups
+        for group in groups:
             if asked := [name for name in _REFUSED if group.get(name)]:
                 raise ValueError(f"the state was saved with {asked[0]}, which is not done here: train without")
+            AdamSettings.of({**self.defaults, **group}, step=1)
         self.engine.require_no_gradients()
-        home, self._home = self._home, None
-        try:
-            super().load_state_dict({**state_dict, "state": {}})
-        finally:
-            self._home = home
         engine = self.engine
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        numbers = [number for group in groups for number in group["params"]]
         given: dict[str, dict[str, torch.Tensor]] = {}
         steps: dict[str, int] = {}
         sizes = {name: parameter.numel() for parameter, name in self._names().items()}
-        for number, (parameter, name) in zip(numbers, self._names().items(), strict=True):
+        fits = [len(group["params"]) for group in groups] == [len(group["params"]) for group in own]
+        for number, (parameter, name) in zip(numbers, self._names().items(), strict=True) if fits else ():
             saved = state_dict["state"].get(number)
             if name not in engine.steps:
                 if saved is not None:
                     log.warning("memascend: %s is frozen: its states are not loaded", name)
             elif saved is not None:
-                given[name], steps[name] = _checked(name, parameter, saved, engine), int(saved["step"])
+                given[name], steps[name] = _checked(name, parameter, saved), _checked_step(name, saved)
             elif engine.steps[name]:
                 given[name], steps[name] = {}, 0
+        home, self._home = self._home, None
+        try:
+            super().load_state_dict({**state_dict, "state": {}})  # or it says what does not fit of the groups
+        finally:
+            self._home = home
         engine.write_states(lambda name: given[name] or _no_moments(sizes[name], engine.layout.states), steps)
         engine.keep(self._facts())
 
@@ -516,18 +521,22 @@ def _all_trained(groups: Iterable[dict[str, Any]]) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-def _checked(
-    name: str, parameter: torch.Tensor, saved: dict[str, Any], engine: StreamingEngine
-) -> dict[str, torch.Tensor]:
-    """The states of one parameter. Raises ValueError for one that there is not here, or of another size."""
-    known = ("master", *_MOMENTS)
-    if missing := [key for key in _MOMENTS if key not in saved]:
+def _checked(name: str, parameter: torch.Tensor, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The states of one parameter. Raises ValueError for one that there is not here, or of another shape."""
+    if missing := [key for key in _MOMENTS if not isinstance(saved.get(key), torch.Tensor)]:
         raise ValueError(f"{name}: {missing[0]} is missing in the state that is loaded")
-    states = {key: saved[key] for key in known if key in saved}
-    if wrong := [key for key, values in states.items() if values.numel() != parameter.numel()]:
+    states = {key: saved[key] for key in ("master", *_MOMENTS) if saved.get(key) is not None}
+    if wrong := [key for key, values in states.items() if values.shape != parameter.shape]:
         found = tuple(states[wrong[0]].shape)
         raise ValueError(f"{name}: {wrong[0]} has shape {found}, and the parameter {tuple(parameter.shape)}")
     return states
+
+
+def _checked_step(name: str, saved: dict[str, Any]) -> int:
+    step = saved.get("step")
+    if not isinstance(step, int | float | torch.Tensor) or not 0 <= float(step) < math.inf:
+        raise ValueError(f"{name}: its step is {step!r} in the state that is loaded, and counts completed steps")
+    return int(step)
 
 
 def _no_moments(numel: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ waits where more gradients would lie around than may. What comes after backward 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,28 @@ class AdamSettings:
     eps: float
     weight_decay: float
     grad_factor: float = 1.0  # that the loop has multiplied its gradient by, as clipping does
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], step: int, grad_factor: float = 1.0) -> AdamSettings:
+        """From an optimizer's group. ValueError for what AdamW does not take: before anything is updated, or written
+        down as to be done."""
+        numbers = {name: _number(group.get(name)) for name in ("lr", "eps", "weight_decay")}
+        for name, value in numbers.items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} of a parameter group is {group.get(name)!r}: use a number from zero on")
+        given = group.get("betas")
+        betas = tuple(map(_number, given)) if isinstance(given, Sequence) and not isinstance(given, str) else ()
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas of a parameter group are {given!r}: use two numbers from zero to below one")
+        return cls(step=step, betas=betas, grad_factor=grad_factor, **numbers)
+
+
+def _number(value: Any) -> float:
+    """NaN for what is none."""
+    try:
+        return float(value) if not isinstance(value, str) else math.nan
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
 
 
 class Updates:
