@@ -357,7 +357,7 @@ class UnitWeights:
             values = self.values(unit)
             if self.device.type in _WITH_DLPACK:  # the same memory, as a storage of this use's own
                 values = torch.from_dlpack(values)
-                self._storages.setdefault(unit.key, []).append(StorageWeakRef(values.untyped_storage()))
+                self._views(unit).append(StorageWeakRef(values.untyped_storage()))
             for part, parameter in self.units.pairs(unit):
                 if parameter in self._classes:
                     parameter.__class__ = self._classes[parameter][0]
@@ -446,7 +446,7 @@ class UnitWeights:
         """After an error: nobody needs anything. The stream's buffers go back by themselves."""
         self._lent.clear()
         for unit in self.units.layout.units:
-            while self._uses.get(unit.key):
+            while self._uses.get(unit.key, 0) > 0:
                 with contextlib.suppress(ValueError, KeyError):
                     self.give_back(unit)
             self.empty(unit)

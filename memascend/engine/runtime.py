@@ -400,6 +400,9 @@ class StreamingEngine(HookedRuntime):
         self._require_usable()
         self._in_forward = True
         if not torch.is_grad_enabled():
+            for under_way in (self._looking, self._together):
+                if under_way is not None:
+                    under_way.footprint.evaluated = True
             self._stream.read_ahead(self._pattern[: len(self._pattern) // 2])
             return
         if self._together is not None:
@@ -665,6 +668,13 @@ class StreamingEngine(HookedRuntime):
         self.accumulated = "vertical", "the micro-batches of the first step were independent"
         return self._vertically(function, batches, known)
 
+    def _require_no_function(self, call: str) -> None:
+        if self._together is not None or self._in_turn:
+            raise RuntimeError(
+                f"{call} is called in the function of a micro-batch, whose gradients are of one step with the others': "
+                "call it before home.accumulate(...), or after it"
+            )
+
     def _not_vertical(self) -> str | None:
         if self.units.device.type != "cpu":
             return f"micro-batches go side by side on the CPU alone, and {self.units.device} computes"
@@ -678,6 +688,9 @@ class StreamingEngine(HookedRuntime):
         self._in_turn = True
         try:
             return [function(each) for each in batches]
+        except BaseException as error:
+            self._give_up_after(error)
+            raise
         finally:
             self._in_turn = False
 
@@ -818,6 +831,7 @@ class StreamingEngine(HookedRuntime):
         TornStates and others; the step is then given up (see `give_up`). With one version of the states a step whose
         update has begun cannot be: it waits for `resume`, which completes it, and until then every use says so.
         """
+        self._require_no_function("optimizer.step()")
         self._require_whole()
         self.home.require_room_for(self._record(facts or {}, ahead=1))
         try:
@@ -825,6 +839,7 @@ class StreamingEngine(HookedRuntime):
             if self.at_work.backward_begun:
                 raise RuntimeError("the last backward pass ended in an error: its step cannot be finished, do it again")
             norm = self._finish(facts or {}) if self.updates.pending else 0.0
+            self.generation += 1  # weights that wait for a backward pass are given back here, also without gradients
             self._passes = 0  # also of passes that no parameter got a gradient of
             self._hooks.give_back_kept()
             if keep:  # in here, so that no interrupt finds the step updated and neither kept nor given up
@@ -917,6 +932,7 @@ class StreamingEngine(HookedRuntime):
 
     @whole
     def forget_gradients_of(self, names: set[str], *, set_to_none: bool) -> None:
+        self._require_no_function("zero_grad()")
         arrived = set(self._arrived)
         if arrived & names and arrived - names:
             raise RuntimeError(
@@ -930,6 +946,7 @@ class StreamingEngine(HookedRuntime):
     @whole
     def forget_gradients(self, *, set_to_none: bool = True) -> None:
         """As `zero_grad` of all parameters."""
+        self._require_no_function("optimizer.zero_grad()")
         self.gradients.forget(self._arrived, set_to_none=set_to_none)
         if self.updates.pending or self._passes:
             self.give_up()
@@ -1117,15 +1134,7 @@ class StreamingEngine(HookedRuntime):
                 error.add_note(self._unfinished)
 
     def _settings(self, name: str) -> AdamSettings:
-        group = self._groups.of(name)
-        return AdamSettings(
-            step=self.steps[name] + 1,
-            lr=float(group["lr"]),
-            betas=tuple(group["betas"]),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            grad_factor=self.gradients.factors.get(name, 1.0),
-        )
+        return AdamSettings.of(self._groups.of(name), self.steps[name] + 1, self.gradients.factors.get(name, 1.0))
 
     def gradient_stream(self) -> WeightStream:
         """Of gradients that wait on the tier; made by whichever thread asks first."""
@@ -1190,7 +1199,7 @@ class _Together:
         self.lanes, self.count, self.sums = lanes, count, SummedGradients(count, dtype)
         self.held: Unit | None = None  # whose weights stay until the last of them has left it
         self.forwards_ended = self._backwards_begun = 0
-        self._footprint = footprint
+        self.footprint = footprint
         self._in_blocks: set[int] = set()
         self._visitors: dict[str, set[int]] = {}
 
@@ -1200,13 +1209,13 @@ class _Together:
             return
         self._in_blocks.add(number)
         if len(self._in_blocks) == self.count:
-            self._require_nothing(self._footprint.found_midway())
+            self._require_nothing(self.footprint.found_midway())
 
     def backward_begins(self) -> bool:
         """Of one more; whether it is the first. NotStreamable where the forward passes were not independent."""
         self._backwards_begun += 1
         if self._backwards_begun == self.count:
-            self._require_nothing(self._footprint.found())
+            self._require_nothing(self.footprint.found())
         return self._backwards_begun == 1
 
     def _require_nothing(self, why: str | None) -> None:

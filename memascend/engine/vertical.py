@@ -257,8 +257,11 @@ class ForwardFootprint:
     """What forward passes depend on and change beside their graph: attributes, buffers, generators of random numbers.
 
     Micro-batches side by side would see each other's. The running averages of torch's norms are in order all the same:
-    each module sees the micro-batches in theirs, and nothing but the module reads them in training.
+    each module sees the micro-batches in theirs, and nothing but the module reads them in training, unless the function
+    evaluates the model, too.
     """
+
+    evaluated = False  # a pass without a graph went through the model
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
@@ -288,7 +291,7 @@ class ForwardFootprint:
         fine = {
             id(buffer)
             for module in self._model.modules()
-            if isinstance(module, nn.modules.batchnorm._NormBase)
+            if isinstance(module, nn.modules.batchnorm._NormBase) and not self.evaluated
             for buffer in module._buffers.values()
         }
         for owner, what in self._before.changes():

@@ -489,6 +489,81 @@ def test_more_micro_batches_than_announced_are_refused_before_any(tmp_path):
             loop.home.accumulate(lambda ids: loop.home.accumulate(loop.body, [ids]), [batch(0), batch(1)])
 
 
+@pytest.mark.parametrize("order", ["horizontal", "vertical"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    "call", ["optimizer.step", "optimizer.zero_grad", "model.zero_grad"], ids=lambda name: name.replace(".", " ")
+)
+def test_calls_that_belong_around_the_micro_batches_are_refused_in_their_function(tmp_path, call, when, order):
+    with (
+        Loop(made("Plain"), tmp_path / "ours", 2, order=order) as loop,
+        Loop(made("Plain"), tmp_path / "t", 2) as other,
+    ):
+        of, name = call.split(".")
+
+        def body(ids):
+            if when == "before":
+                getattr(getattr(loop, of), name)()
+            loss = loop.body(ids)
+            getattr(getattr(loop, of), name)()
+            return loss
+
+        for step in range(3):
+            with pytest.raises(RuntimeError, match=rf"{name}\(\) is called in the function of a micro-batch"):
+                loop.accumulate(step, body)
+            assert loop.step(step) == other.step(step)
+        assert all(torch.equal(values, other.contents()[name]) for name, values in loop.contents().items())
+
+
+class Normed(Stack):
+    """Blocks with running averages."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([NormedBlock() for _ in range(DEPTH)])
+
+
+class NormedBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.norm = Mlp(), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, h):
+        return h + self.norm(self.mlp(h).flatten(0, 1)).view_as(h)
+
+
+@pytest.mark.parametrize("begins", [0, 1])
+def test_running_averages_that_an_evaluation_in_the_function_reads_keep_the_order(tmp_path, begins):
+    found = {}
+    for order in ("horizontal", "vertical"):
+        with Loop(made(Normed), tmp_path / order, 3, order=order) as loop:
+
+            def body(ids, loop=loop):
+                if loop.evaluates:
+                    loop.model.eval()
+                    with torch.no_grad():
+                        target = loop.model(ids)
+                    loop.model.train()
+                    loss = (loop.model(ids) - target).square()
+                else:
+                    loss = loop.model(ids)
+                loss.backward()
+                return loss.item()
+
+            losses = []
+            for step in range(3):
+                loop.evaluates = step >= begins
+                if loop.evaluates and step and begins and order == "vertical":
+                    with pytest.raises(NotStreamable, match="running_mean"):
+                        loop.step(step, body)
+                    losses = None
+                    break
+                losses.append(loop.step(step, body))
+            found[order] = losses
+    assert found["vertical"] in (None, found["horizontal"])
+    assert (found["vertical"] is None) == bool(begins)
+
+
 def test_a_graph_that_micro_batches_share_and_a_second_backward_pass_are_refused(tmp_path):
     kept, again = [], []
 

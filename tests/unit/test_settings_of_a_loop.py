@@ -1,0 +1,113 @@
+"""Settings and states that AdamW does not take are one line, and the last completed step stays what it was."""
+
+import copy
+
+import pytest
+import torch
+
+from memascend.engine.options import EngineOptions
+from memascend.ops.adamw import AdamW
+from tests.unit.test_streaming_engine import SETTINGS, batches, model
+from tests.unit.test_streaming_loop import assert_equal, begin, loop
+
+WRONG = {
+    "lr": (-0.005, float("nan"), float("inf"), "x", None),
+    "betas": ((0.9,), None, (1.0, 0.9), "ab"),
+    "eps": (-1.0, None),
+    "weight_decay": (-0.1, float("nan"), None),
+}
+EACH = [(name, value) for name, values in WRONG.items() for value in values]
+
+
+@pytest.mark.parametrize("options", [{"versions": 1}, {"versions": 2}, {"versions": 2, "wait": True}], ids=str)
+def test_a_setting_that_adamw_does_not_take_is_refused_before_an_update_and_the_loop_goes_on(tmp_path, options):
+    ours, theirs, data = model(), model(), batches(3)
+    home, optimizer = begin(ours, tmp_path / "run", options=EngineOptions(**options))
+    other = AdamW(theirs.parameters(), **SETTINGS)
+    assert loop(ours, optimizer, data[:1]) == loop(theirs, other, data[:1])
+    group = optimizer.param_groups[0]
+    for name, value in EACH:
+        before, group[name] = group[name], value
+        with pytest.raises(ValueError, match=rf"^{name} of a parameter group (is|are) .*: use "):
+            loop(ours, optimizer, data[1:2])
+        group[name] = before
+        optimizer.zero_grad()
+        assert home.steps == 1
+    assert loop(ours, optimizer, data[1:2]) == loop(theirs, other, data[1:2])
+    home.close()
+    ours = model()
+    home, optimizer = begin(ours, tmp_path / "run", resume=True, options=EngineOptions(**options))
+    assert home.steps == 2
+    assert loop(ours, optimizer, data[2:]) == loop(theirs, other, data[2:])
+    assert_equal(home, theirs)
+    home.remove()
+
+
+def shape(state):
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"].mT
+
+
+def short(state):
+    state["state"][0]["exp_avg"] = torch.zeros(3)
+
+
+def nothing(state):
+    state["state"][0]["exp_avg_sq"] = None
+
+
+def negative(state):
+    state["state"][0]["step"] = -4
+
+
+def no_step(state):
+    del state["state"][0]["step"]
+
+
+def rate(state):
+    state["param_groups"][0]["lr"] = float("nan")
+
+
+def members(state):
+    state["param_groups"][0]["params"] = [0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [shape, short, nothing, negative, no_step, rate, members], ids=lambda each: each.__name__
+)
+def test_states_that_do_not_fit_are_refused_whole(tmp_path, wrong):
+    ours, theirs, data = model(), model(), batches(2)
+    home, optimizer = begin(ours, tmp_path / "run")
+    other = AdamW(theirs.parameters(), **SETTINGS)
+    assert loop(ours, optimizer, data[:1]) == loop(theirs, other, data[:1])
+    state = copy.deepcopy(other.state_dict())
+    state["param_groups"][0]["lr"] = 7.0
+    wrong(state)
+    with pytest.raises(ValueError, match=r"\w") as error:
+        optimizer.load_state_dict(state)
+    assert "\n" not in str(error.value)
+    assert optimizer.param_groups[0]["lr"] == SETTINGS["lr"]
+    assert loop(ours, optimizer, data[1:]) == loop(theirs, other, data[1:])
+    assert_equal(home, theirs)
+    home.remove()
+
+
+@pytest.mark.parametrize("options", [{}, {"wait": True}, {"versions": 1}], ids=str)
+def test_a_step_without_gradients_between_a_forward_pass_and_its_backward_pass_is_one_line(tmp_path, options):
+    ours, theirs, data = model(), model(), batches(2)
+    home, optimizer = begin(ours, tmp_path / "run", options=EngineOptions(**options))
+    loss = ours(data[0])
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="over a graph from before the last"):
+        loss.backward()
+    optimizer.zero_grad()
+    assert loop(ours, optimizer, data) == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
+    assert_equal(home, theirs)
+    home.remove()
+
+
+def test_what_is_known_of_a_unit_s_memory_does_not_grow_with_the_steps(tmp_path):
+    ours = model()
+    home, optimizer = begin(ours, tmp_path / "run")
+    loop(ours, optimizer, batches(30))
+    assert max(map(len, home.engine.weights._storages.values())) <= 4
+    home.remove()
