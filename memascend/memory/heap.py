@@ -6,8 +6,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import os
 from collections.abc import Callable
+
+from memascend.memory import resident
 
 __all__ = ["MALLOC", "HeapTrimmer"]
 
@@ -32,7 +33,7 @@ class HeapTrimmer:
         self, trim: Callable[[], object] | None = None, resident_bytes: Callable[[], int] | None = None
     ) -> None:
         self._trim = trim or _malloc_trim()
-        self._resident_bytes = resident_bytes or _resident_bytes
+        self._resident_bytes = resident_bytes or functools.partial(resident.resident_bytes, "VmRSS")
         self._least: float = -math.inf  # the first step follows upon the making and the moving of a model
 
     def after_step(self) -> bool:
@@ -53,8 +54,3 @@ class HeapTrimmer:
 def _malloc_trim() -> Callable[[], object] | None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return None if trim is None else functools.partial(trim, ctypes.c_size_t(0))
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm", "rb") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

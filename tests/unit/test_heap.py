@@ -11,19 +11,20 @@ from memascend.memory.heap import MALLOC, HeapTrimmer
 MIB = 1 << 20
 PROGRAM = """
 import torch
-from memascend.memory.heap import HeapTrimmer, _resident_bytes
+from memascend.memory.heap import HeapTrimmer
+from memascend.memory.resident import resident_bytes
 
 torch.zeros(1)
 heap = HeapTrimmer()
 assert heap.after_step()
-before, large, small = _resident_bytes(), [], []
+before, large, small = resident_bytes("VmRSS"), [], []
 for _ in range(1200):
     large.append(torch.ones(25_000))
     small.append(torch.ones(8))  # stays, and with it what lies around it
 del large
-grown = _resident_bytes()
+grown = resident_bytes("VmRSS")
 assert heap.after_step()
-print(grown - before, _resident_bytes() - before)
+print(grown - before, resident_bytes("VmRSS") - before)
 assert not heap.after_step()
 """
 
