@@ -19,6 +19,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Otherwise DeepSpeed's Muon, imported for its list of optimizers, loads torch's compiler: seconds in each process.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
+# Several processes of tests share the cores: with torch's threads in each of them, tensors of a few numbers waited for
+# threads more than they were computed, and the suite took twice as long. Tests that are about threads ask for them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # of those tests' threads: no spinning between products
+
 # With several processes (make test; pytest -n 2) a file stays in one of them, and so do files that share trainings.
 SHARED_TRAININGS = {
     "tests/faults/test_train_kill.py": "tests/integration/test_train.py",

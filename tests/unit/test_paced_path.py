@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memascend.bench.foretold import foretold
-from memascend.bench.paced import PacedTier, Server, paced
+from memascend.bench.paced import Drive, PacedTier, Server, paced
 from memascend.engine import home
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
@@ -37,18 +37,38 @@ def test_requests_are_served_by_priority_then_in_turn():
     assert order == ["urgent", "first", "second"]
 
 
-def test_a_slow_server_has_no_late_bytes_and_an_endless_one_has_all(tmp_path):
-    for rate, share in ((4e3, 0.0), (1e18, 1.0)):  # a second for each transfer, which a busy disk has done before
-        with paced(rate) as server:
-            tier = home.DirectTier.in_file(tmp_path, f"at {rate}")
-            out, back = torch.arange(1024, dtype=torch.float32), torch.empty(1024)
-            tier.write("a", out).wait(10)
-            tier.read("a", back).wait(10)
-            moved = tier.transferred
-            tier.close()
-        assert torch.equal(out, back)
-        assert server.late_share == share
-        assert moved.reading_s == moved.bytes_read / rate
+@pytest.mark.parametrize("late", [False, True])
+def test_bytes_are_late_where_the_drive_has_them_before_the_path(tmp_path, late):
+    class ByHand(Drive):
+        served = Promise("a turn")
+
+        def serve(self, nbytes, ended, *, write, priority):
+            return self.served
+
+    path, drive = DirectTier.in_file(tmp_path, "x"), ByHand()
+    moving = Promise("a write")
+    path.write = lambda *_, **__: moving
+    tier = PacedTier(path, drive)
+    written = tier.write("a", torch.empty(1024))
+    for promise in (drive.served, moving) if late else (moving, drive.served):
+        assert not written.done()
+        promise.set_result()
+    written.wait(10)
+    tier.close()
+    assert drive.late_share == late
+
+
+def test_a_servers_seconds_are_its_bytes_over_its_rate(tmp_path):
+    with paced(1e6) as server:
+        tier = home.DirectTier.in_file(tmp_path, "x")
+        out, back = torch.arange(1024, dtype=torch.float32), torch.empty(1024)
+        tier.write("a", out).wait(10)
+        tier.read("a", back).wait(10)
+        moved = tier.transferred
+        tier.close()
+    assert torch.equal(out, back)
+    assert moved.reading_s == moved.bytes_read / server.rate > 0
+    assert moved.writing_s == moved.bytes_written / server.rate > 0
 
 
 def test_a_failed_transfer_fails_on_a_paced_path_too(tmp_path, monkeypatch):

@@ -512,7 +512,8 @@ def test_calls_that_belong_around_the_micro_batches_are_refused_in_their_functio
             with pytest.raises(RuntimeError, match=rf"{name}\(\) is called in the function of a micro-batch"):
                 loop.accumulate(step, body)
             assert loop.step(step) == other.step(step)
-        assert all(torch.equal(values, other.contents()[name]) for name, values in loop.contents().items())
+        expected = other.contents()
+        assert all(torch.equal(values, expected[name]) for name, values in loop.contents().items())
 
 
 class Normed(Stack):
