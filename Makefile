@@ -22,7 +22,7 @@ IN_VENV := export PATH="$(CURDIR)/$(VENV)/bin:$$PATH";
 SNAKEMAKE := $(IN_VENV) snakemake --cores $(CORES)
 export PYTHON MAX_JOBS MEMASCEND_CACHE NO_SYSTEM_PACKAGES
 
-.PHONY: help setup figures smoke test zoo zoo-drop-in zoo-night chaos lint native-tests numa-guest numa-test ops docs clean deepspeed_016
+.PHONY: help setup figures smoke test zoo zoo-drop-in zoo-night chaos lint native-tests python-tests numa-guest numa-test ops docs clean deepspeed_016
 
 help: ## list the targets
 	@grep -hE '^[a-z_0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z_0-9-]+):.*## (.*)/make \1|\2/' | column -t -s '|'
@@ -37,7 +37,10 @@ figures: setup ## every exhibit that is built: runs, models, figures/index.html
 smoke: setup ## the same in minutes, on the smallest twins
 	@$(SNAKEMAKE) figures --config profile=smoke
 
-test: setup native-tests ## all tests but those that are slow or need what this machine lacks
+test: setup ## all tests but those that are slow or need what this machine lacks
+	@$(MAKE) -j $$(($$(nproc) + 1)) native-tests python-tests
+
+python-tests: setup
 	@$(IN_VENV) pytest $(WORKERS) $(PYTEST)
 
 zoo: setup ## every architecture of transformers through cache and engine, and the page of outcomes: 10 minutes
@@ -58,8 +61,9 @@ chaos: setup ## seeded faults on everything that trains, and the page of what be
 	@$(IN_VENV) nice -n 10 python -m tests.chaos $(CHAOS) --out results/chaos/$${MEMASCEND_HOST:-local}.json
 	@$(IN_VENV) python -m tests.chaos.page
 
+# `make test` runs them beside the tests in Python, which leave a sixth of the cores' time idle.
 native-tests: setup ## the C++ core without Python, under AddressSanitizer and ThreadSanitizer
-	@$(MAKE) -s -j $$(nproc) -C tests/native
+	@nice -n 19 $(MAKE) -s $(if $(findstring jobserver,$(MAKEFLAGS)),,-j $$(nproc)) -C tests/native
 
 numa-guest: setup ## kernel and emulator of a machine with CPU-less memory nodes, from Debian packages, once
 	@$(IN_VENV) python -m tests.numa_vm.images

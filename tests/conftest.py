@@ -24,10 +24,14 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # of those tests' threads: no spinning between products
 
-# With several processes (make test; pytest -n 2) a file stays in one of them, and so do files that share trainings.
-SHARED_TRAININGS = {
+# With several processes (make test; pytest -n 2) a file stays in one of them, and so do files that share trainings, or
+# rows that take long to compute.
+STAYS_WITH = {
     "tests/faults/test_train_kill.py": "tests/integration/test_train.py",
     "tests/integration/test_first_step.py": "tests/integration/test_memory_is_accounted.py",
+    "tests/unit/test_planner_lane.py": "tests/workflow/test_plots.py",
+    "tests/workflow/test_claims.py": "tests/workflow/test_plots.py",
+    "tests/workflow/test_derive.py": "tests/workflow/test_plots.py",
 }
 # First what takes longest, so that no process is left with it at the end.
 LONGEST = ("tests/integration/", "tests/faults/", "tests/workflow/")
@@ -58,7 +62,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            return SHARED_TRAININGS.get(file, file)
+            return STAYS_WITH.get(file, file)
 
     config.option.loadscopereorder = False
     return ByFile(config, log)

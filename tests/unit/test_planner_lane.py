@@ -1,6 +1,5 @@
 """The modelled lane as the exhibits and the claims read it."""
 
-import functools
 from collections import Counter
 from pathlib import Path
 
@@ -10,10 +9,11 @@ import pytest
 from hardware.registry import known_testbeds
 from memascend.planner import Workload, plan
 from memascend.planner.workload import papers
+from tests.modelled_lane import modelled
 from workflows import registry, tidy
 from workflows.derive import claims, report, table
 from workflows.growth import RELEASES
-from workflows.papers.memascend.rows import modelled, sweeps, times
+from workflows.papers.memascend.rows import sweeps, times
 
 COMPUTED = [paper for paper in registry.PAPERS if table.rows_of(paper)]
 
@@ -22,10 +22,8 @@ ROOT = Path(__file__).parents[2]
 FROM_RECORDS = {"memascend-fig12"}
 
 
-@functools.cache
-def rows(paper: str = "memascend") -> list[dict]:
-    """Made when a test asks: not by every process that collects this file."""
-    return list(table.rows_of(paper).modelled()) if paper != "memascend" else list(modelled())
+def rows(paper: str = "memascend") -> tuple[dict, ...]:
+    return modelled(paper)
 
 
 def claims_of(paper: str) -> list[dict]:

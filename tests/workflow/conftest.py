@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sweep_fixtures import full_sweeps, modelled, smoke_sweeps
+from sweep_fixtures import full_sweeps, smoke_sweeps
 from workflow_fixtures import built_exhibits, full_set, modelled_rows, smoke_set, write_records
 
+from tests.modelled_lane import swept_and_timed
 from workflows import registry, tidy
 from workflows.derive import table
 from workflows.records import RUN_COLUMNS, load, run_summary
@@ -20,7 +21,7 @@ def build(folder: Path, records: list[dict]) -> Path:
     loaded = load(write_records(folder / "raw", records))
     measured = table.measured_rows("memascend", loaded)
     tidy.write_table(map(run_summary, loaded), folder / "runs.csv", RUN_COLUMNS)
-    tidy.write_table([*modelled_rows(), *modelled()], folder / "modelled.csv")
+    tidy.write_table([*modelled_rows(), *swept_and_timed()], folder / "modelled.csv")
     planned = tidy.read_table(folder / "modelled.csv")
     for exhibit in built_exhibits():
         whole = table.assemble(exhibit, ROOT / "results" / "published", planned, measured)

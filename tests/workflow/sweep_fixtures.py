@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from workflow_fixtures import ARMS, MODELS, header, power_of_two, training
 
 from memascend.planner import model_spec
-from workflows.papers.memascend.rows import sweeps, times
 
 MOE = "Qwen3-30B-A3B"
 POINTS = [(4096, 1), (16_384, 1), (20_480, 1), (131_072, 1), (4096, 4), (4096, 32)]
@@ -114,12 +112,6 @@ def step_times(model: str, number: int, k: int = 32) -> dict[str, Any]:
     record = header(f"times-{model}-test", "step-times", number)
     own = {"model": model, "twin": {"k": k, "parameters": twin.parameters}, "arms": [{}] * 4, "rounds": 3}
     return record | own | {"points": points}
-
-
-@cache
-def modelled() -> tuple[dict[str, Any], ...]:
-    """The real rows of these exhibits: they are formulas, and too many to make up."""
-    return (*sweeps.planned(), *times.rows())
 
 
 def full_sweeps() -> list[dict[str, Any]]:

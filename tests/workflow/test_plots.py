@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 
@@ -12,9 +11,10 @@ import pandas as pd
 import pytest
 from workflow_fixtures import built_exhibits
 
+from tests.modelled_lane import modelled
 from workflows import registry, tidy
 from workflows.derive import claims, figure, report
-from workflows.derive.table import assemble, rows_of
+from workflows.derive.table import assemble
 from workflows.panels import bars, data, lines, style
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,12 +24,9 @@ UNMEASURED = [name for name in BUILT if name not in built_exhibits()]
 LANES = ("published", "modelled")
 
 
-@functools.cache
-def modelled(paper: str) -> pd.DataFrame:
-    """The modelled lane of a paper; no rows where nothing is computed yet."""
-    module = rows_of(paper)
-    made = [] if module is None or paper == "memascend" else module.modelled()
-    return pd.DataFrame(list(made), columns=tidy.COLUMNS, dtype=str)
+def lane_of(paper: str) -> pd.DataFrame:
+    """The modelled lane of a paper whose exhibits are drawn without a record."""
+    return pd.DataFrame([] if paper == "memascend" else list(modelled(paper)), columns=tidy.COLUMNS, dtype=str)
 
 
 def drawn(folder: Path, exhibit: str):
@@ -61,7 +58,7 @@ def test_what_shows_published_or_modelled_numbers_or_a_structure_draws_and_says_
     entry = figure.entry_of(exhibit)
     table = pd.DataFrame(columns=tidy.COLUMNS, dtype=str)
     if registry.has_table(entry):
-        table = assemble(exhibit, ROOT / "results/published", modelled(entry["paper"]))
+        table = assemble(exhibit, ROOT / "results/published", lane_of(entry["paper"]))
     spec = registry.figures(entry["paper"])[exhibit]
     picture = figure.draw(spec, table, figure.footer(figure.provenance(table, pd.DataFrame())))
     picture.canvas.draw()
