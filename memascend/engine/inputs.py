@@ -65,12 +65,12 @@ class KeptInputs:
             self._groups[-1].append(number)
         return kept
 
-    @property
-    def _live(self) -> int:
-        """How many a graph still holds. No destructor counts them: Ctrl-C that falls into one is lost, and the count
+    def _are_held(self) -> bool:
+        """Whether a graph still holds any. No destructor counts them: Ctrl-C that falls into one is lost, and the count
         would be wrong."""
-        self._kept = [each for each in self._kept if each() is not None]
-        return len(self._kept)
+        while self._kept and self._kept[-1]() is None:  # backward lets go of the last ones first
+            self._kept.pop()
+        return bool(self._kept)
 
     def _write(self, key: str) -> None:
         self._stream.write(key)
@@ -90,13 +90,11 @@ class KeptInputs:
     def _stream_for(self, tensor: torch.Tensor) -> WeightStream | None:
         largest = self._largest[tensor.dtype] = max(tensor.numel(), self._largest.get(tensor.dtype, 0))
         pool = self._buffers.checkpoints
-        live = self._live
-        if not live:  # the keys begin anew, too
-            self._next, self._follows = 0, {}
-            self._groups = [group for group in self._groups[-1:] if not group]  # one that has just begun stays
-        if live:  # in slots that cannot be replaced now
+        if self._are_held():  # in slots that cannot be replaced now
             fits = pool.dtype == tensor.dtype and pool.largest_numel >= tensor.numel()
             return self._stream if fits else None
+        self._next, self._follows = 0, {}  # the keys begin anew, too
+        self._groups = [group for group in self._groups[-1:] if not group]  # one that has just begun stays
         if self._stream is None or pool.dtype != tensor.dtype or pool.largest_numel < largest:
             self.give_back()
             pool = self._buffers.need_checkpoints(largest, tensor.dtype)

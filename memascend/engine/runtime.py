@@ -979,7 +979,6 @@ class StreamingEngine(HookedRuntime):
             updates.finish_waiting()
         self._flush()
         self._count_step()
-        self.generation += 1
         step = max(self.steps.values(), default=0)
         self._profile.end_step(step, "optimizer" if waited else "backward", self.home.since_opened, updates.fastest)
         self._decide_on_swapping()

@@ -59,9 +59,12 @@ def start(folder: Path, name: str, code: str, **job: int) -> children.Run:
 
 
 def ended(pid: int) -> bool:
-    state = Path(f"/proc/{pid}/stat")
     for _ in range(500):
-        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
             return True
         time.sleep(0.01)
     return False

@@ -8,7 +8,6 @@ events, losses, the hash of the master weights. Who started the process samples 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import gc
 import hashlib
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.integrations.processor import remember_processor
+from memascend.memory.heap import trim_heap
 from memascend.memory.resident import read_proportional, read_status, written_bytes
 from memascend.simulator.recorder import MAIN, READ, WAIT, WRITE, Recorder, phase
 from memascend.simulator.trace import busy_s
@@ -119,10 +119,10 @@ def prepare_imports(job: dict[str, Any]) -> None:
     deepspeed.init_distributed(dist_backend="nccl" if job["device"] == "cuda" else "gloo", verbose=False)
 
 
-def trim_heap() -> None:
-    """Give freed heap back, so that the idle reading shows what is held."""
+def drop_what_is_freed() -> None:
+    """Collect garbage and give freed heap back, so that the idle reading shows what is held."""
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    trim_heap()
 
 
 class MeasuredTraining:
@@ -145,7 +145,7 @@ class MeasuredTraining:
         import memascend
         from memascend.memory import tracking
 
-        trim_heap()
+        drop_what_is_freed()
         result["floor"] = read_status()
         if self.memory_mode:
             tracking.install()
@@ -354,7 +354,7 @@ class MeasuredTraining:
         time.sleep(0.05)
         status, at_s = self._resident_now(), time.monotonic()
         if last:
-            trim_heap()  # only now: a step does not trim the heap either
+            drop_what_is_freed()  # only now: a step does not trim the heap either
         reading = {"name": name, "at_s": at_s, "status": status, "trimmed": self._resident_now()}
         checked = verify_by_address(self.enabled.ledger.live())
         reading |= {"named": self._named_addresses(), "disagreeing": [c.entry.name for c in checked if not c.agrees]}
