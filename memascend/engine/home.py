@@ -35,7 +35,8 @@ from memascend.storage.native import _C
 from memascend.storage.shared_memory import control_file_bytes
 from memascend.storage.tier import Transferred
 
-_FILE, _META = "states", "completed step"
+_FILE, _META, _BUFFERS = "states", "completed step", "buffers"
+_BESIDE_STATES = {_META, _BUFFERS}
 _TORN = "torn"  # among the facts
 _ZEROS_BYTES = 8 << 20
 _CHUNK_BYTES = 16 << 10  # unit of space: half of it is lost with each tensor, on average
@@ -86,7 +87,7 @@ class StateHome:
         self._registered: list[torch.Tensor] = []
         self._tier = self._open()
         self._is_open = True  # not where it could not be opened again
-        self._unread = {key for key, _ in self._tier.engine.items()} - {_META}  # of an earlier process
+        self._unread = {key for key, _ in self._tier.engine.items()} - _BESIDE_STATES  # of an earlier process
         self._moved_before = Transferred(0, 0, 0.0, 0.0)
         self._room_bytes: int | None = None
         self._replacing = threading.Lock()
@@ -279,6 +280,18 @@ class StateHome:
         raw = _as_json(facts)
         self._tier.write(_META, torch.frombuffer(bytearray(raw), dtype=torch.uint8)).wait()
 
+    def write_buffers(self, raw: bytes | memoryview | None) -> None:
+        """A model's buffers, as bytes, with the next commit; None: none are kept from then on. The room for two
+        versions is `create`'s `slack`."""
+        if raw is None:
+            self._tier.erase(_BUFFERS)
+        else:
+            self._tier.write(_BUFFERS, torch.frombuffer(bytearray(raw), dtype=torch.uint8)).wait()
+
+    def kept_buffers(self) -> bytes | None:
+        """As they were written last; None: they were not."""
+        return self._bytes_of(_BUFFERS)
+
     def commit_parts(self) -> None:
         """All writes that the caller has waited for become the tensors' only version, with the facts as they are."""
         self._tier.commit()
@@ -305,12 +318,16 @@ class StateHome:
         return found
 
     def _kept(self) -> dict[str, Any] | None:
-        size = self._tier.size_of(_META)
+        raw = self._bytes_of(_META)
+        return None if raw is None else json.loads(raw)
+
+    def _bytes_of(self, key: str) -> bytes | None:
+        size = self._tier.size_of(key)
         if size is None:
             return None
         raw = torch.empty(size, dtype=torch.uint8)
-        self._tier.read(_META, raw).wait()
-        return json.loads(bytes(raw.numpy()))
+        self._tier.read(key, raw).wait()
+        return bytes(raw.numpy())
 
     @property
     def update_was_cut_off(self) -> bool:
@@ -386,7 +403,7 @@ def tensors_in(folder: str | os.PathLike[str]) -> dict[str, tuple[str, int]]:
     """(dtype, bytes) of the tensors of whatever home is in the folder, by their keys."""
     home = StateHome(Path(folder), owner_of(folder), _config(Path(folder), None))
     try:
-        return {key: (each.dtype, each.bytes) for key, each in home._tier.engine.items() if key != _META}
+        return {key: (each.dtype, each.bytes) for key, each in home._tier.engine.items() if key not in _BESIDE_STATES}
     finally:
         home.close()
 

@@ -33,14 +33,18 @@ def new_home(
     options: EngineOptions,
     config: DirectEngineConfig | None = None,
     faults: Any = None,
+    *,
+    buffers: int = 0,
 ) -> tuple[StateHome, EngineOptions, str]:
-    """(the home, the options with the number of versions, why so many). Raises StorageError, ValueError."""
+    """(the home, the options with the number of versions, why so many), with room for so many bytes of the model's
+    buffers. Raises StorageError, ValueError."""
     gradients, slots = options.gradients, options.state_slots
     asked = options.versions if options.redo else 1
     beside_two = file_beside_bytes(layout, replace(options, versions=2, redo=True))
     chosen = versions_for(folder, layout, asked, gradients, slots, redo=options.redo, beside_two=beside_two)
     options = replace(options, versions=chosen.count)
     extra = beside(layout, chosen.count, gradients, slots, redo=options.redo)
+    extra["slack"] = extra.get("slack", 0) + 2 * buffers
     home = StateHome.create(
         folder, owned_by(owner, layout), layout.nbytes, versions=chosen.count, **extra, config=config, faults=faults
     )

@@ -38,6 +38,7 @@ from memascend.engine.groups import Groups, GroupsNow
 from memascend.engine.home import StateHome
 from memascend.engine.hooks import HookedRuntime, ModelHooks
 from memascend.engine.inputs import KeptInput, KeptInputs, is_dense
+from memascend.engine.kept_buffers import KeptBuffers, room_bytes
 from memascend.engine.layout import Kind, Layout, Part, Unit
 from memascend.engine.limit import Limit
 from memascend.engine.model_guards import left_empty, require_not_streamed, require_values
@@ -164,6 +165,7 @@ class StreamingEngine(HookedRuntime):
         self.versions_why = "as an earlier run began it"  # so many of the states
         self._closed, self._pid = False, os.getpid()
         self._heap = HeapTrimmer()
+        self._kept_buffers = KeptBuffers(model, home)
         self._hooks = ModelHooks(self, model, units, self.weights, self._contents, self._profile)
         for key, slices in units.matrices.items():
             log.info("memascend: %s goes by %d slices: sums over its rows are taken slice by slice", key, len(slices))
@@ -220,7 +222,7 @@ class StreamingEngine(HookedRuntime):
         require_not_streamed(model)
         require_values(model)
         units = _units(model, blocks, options)
-        home, options, why = new_home(folder, owner, units.layout, options, config, faults)
+        home, options, why = new_home(folder, owner, units.layout, options, config, faults, buffers=room_bytes(model))
         try:
             engine = cls(model, units, home, groups, options, allocator or PageAlignedPinnedAllocator())
             engine.versions_why = why
@@ -270,15 +272,16 @@ class StreamingEngine(HookedRuntime):
         engine._kept_steps = dict(engine.steps)
         engine.weights.empty_all()
         facts = kept["facts"]
-        if (record := kept.get("redo")) is not None:
-            try:
+        try:
+            if (record := kept.get("redo")) is not None:
                 facts = engine._complete(Redo(record))
-            except BaseException:
-                engine._hooks.remove()
-                engine._stop_work()
-                engine._let_go()
-                home.close()
-                raise
+            engine._kept_buffers.restore()
+        except BaseException:
+            engine._hooks.remove()
+            engine._stop_work()
+            engine._let_go()
+            home.close()
+            raise
         engine._be_ready()
         return engine, facts
 
@@ -303,6 +306,7 @@ class StreamingEngine(HookedRuntime):
             self._stream.write(unit.key)
             self._stream.release(unit.key)
         self._flush()
+        self._kept_buffers.begin()
         self._commit(facts)
         self._be_ready()
         self.weights.empty_all()
@@ -863,6 +867,7 @@ class StreamingEngine(HookedRuntime):
 
     def _keep(self, facts: dict[str, Any]) -> None:
         with patient:
+            self._kept_buffers.write_changed()
             self._commit(facts)
         self._restored = False
         if self.home.all_compared:
@@ -1012,6 +1017,7 @@ class StreamingEngine(HookedRuntime):
         all_done = {**redo.record, "done": [unit.key for unit in self.layout.units]}
         self.home.require_room_for(self._record({}, all_done))
         self._unfinished = _CUT_OFF
+        self._kept_buffers.write_changed()
         self._commit({}, redo)
 
         def after(unit: Unit) -> None:
@@ -1072,6 +1078,7 @@ class StreamingEngine(HookedRuntime):
         self.updates.abandon()
         self._hooks.forget_kept()
         self.weights.abandon()
+        self._kept_buffers.forget_written()
         with contextlib.suppress(OSError, RequestCancelled):
             self._close_streams()
         self._passes, self._clip = 0, self.options.clip

@@ -288,9 +288,7 @@ def made(program: Program) -> Model:
 
 
 def take_over(model: nn.Module, before: nn.Module) -> None:
-    """What a checkpoint of the user's own would hold: buffers and attributes."""
-    for now, then in zip(model.buffers(), before.buffers(), strict=True):
-        now.copy_(then)
+    """What a checkpoint of the user's own would hold: attributes."""
     for now, then in zip(model.modules(), before.modules(), strict=True):
         vars(now).update({name: value for name, value in vars(then).items() if name in PLAIN_STATE})
 

@@ -87,8 +87,6 @@ def trained_streamed(name, folder, accumulate, **options):
             numbers = torch.get_rng_state()
             home.close()
             model, before = made(name), model
-            for now, then in zip(model.buffers(), before.buffers(), strict=True):
-                now.copy_(then)
             for now, then in zip(model.modules(), before.modules(), strict=True):
                 vars(now).update({k: v for k, v in vars(then).items() if k in PLAIN_STATE})
             home, optimizer = begin(model, folder, accumulate=accumulate, resume=True, **options)

@@ -1,0 +1,118 @@
+"""A model's persistent buffers (running averages, code books) beside its states: kept with each step that changes them.
+
+Buffers stay in memory while a model is trained. Without this a run that goes on in another process would have those
+that the model was made with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from memascend.engine.home import StateHome, in_chunks
+
+log = logging.getLogger("memascend")
+_ROOM_TO_GROW = 64 << 10  # what torch.save adds, and counters that become tensors
+
+
+class KeptBuffers:
+    """Of one model in one home. Not thread-safe."""
+
+    def __init__(self, model: nn.Module, home: StateHome) -> None:
+        self._model, self._home = model, home
+        self._room = 0  # bytes of one version
+        self._digest: bytes | None = None  # of what the home has
+
+    def begin(self) -> None:
+        """In a new home: what they are now goes there with the first commit."""
+        self._room = room_bytes(self._model)
+        self.write_changed()
+
+    def restore(self) -> None:
+        """They become what they were with the last completed step."""
+        raw = self._home.kept_buffers()
+        here = {name: buffer for _, name, buffer in _persistent(self._model)}
+        if raw is None:
+            if here:
+                log.warning(
+                    "memascend: %s keeps no buffers (an earlier version began it): %d of the model, such as %s, are "
+                    "those that it was made with; load them yourself",
+                    self._home.folder,
+                    len(here),
+                    next(iter(here)),
+                )
+            return
+        self._room = in_chunks(len(raw))
+        kept = torch.load(io.BytesIO(raw), weights_only=True)
+        if others := sorted(kept.keys() ^ here.keys()):
+            log.warning(
+                "memascend: %d buffers are in the model or in %s alone, and stay as they are: %s",
+                len(others),
+                self._home.folder,
+                ", ".join(others[:3]),
+            )
+        for owner, name, buffer in list(_persistent(self._model)):
+            if (values := kept.get(name)) is None:
+                continue
+            if buffer.shape == values.shape and buffer.dtype == values.dtype:
+                buffer.data.copy_(values)  # `data`: also where a graph has saved it
+            else:
+                owner._buffers[name.rpartition(".")[2]] = values.to(buffer.device)
+        self._digest = _digest(self._model)
+
+    def write_changed(self) -> None:
+        """To the home, with its next commit, where any has changed since the last one."""
+        if not self._room or (digest := _digest(self._model)) == self._digest:
+            return
+        out = io.BytesIO()
+        torch.save({name: buffer.detach().cpu().clone() for _, name, buffer in _persistent(self._model)}, out)
+        if out.tell() > self._room:
+            log.warning(
+                "memascend: the model's buffers take %d bytes by now, and %d were kept for them: a run that goes on "
+                "later has them as the model is made",
+                out.tell(),
+                self._room,
+            )
+            self._home.write_buffers(None)
+            self._room = 0
+            return
+        self._home.write_buffers(out.getbuffer())
+        self._digest = digest
+
+    def forget_written(self) -> None:
+        """What was not committed is gone."""
+        self._digest = None
+
+
+def room_bytes(model: nn.Module) -> int:
+    """Of one version in a home; none where a model has no persistent buffer."""
+    sizes = [buffer.nbytes for _, _, buffer in _persistent(model)]
+    return in_chunks(sum(sizes) + 1024 * len(sizes) + _ROOM_TO_GROW) if sizes else 0
+
+
+def _persistent(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """(module, name in the model, buffer), each once."""
+    seen = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            if buffer.layout == torch.strided and not buffer.is_quantized and not buffer.is_meta:
+                seen.add(id(buffer))
+                yield module, f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _digest(model: nn.Module) -> bytes:
+    """By value: an operator may change running averages without a word to autograd."""
+    found = hashlib.blake2b(digest_size=16)
+    for _, name, buffer in _persistent(model):
+        values = buffer.detach().cpu().contiguous()
+        found.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
+        if values.numel():
+            found.update(values.view(-1).view(torch.uint8).numpy().data)
+    return found.digest()
