@@ -308,6 +308,7 @@ class UnitWeights:
         self._pid = os.getpid()
         self._all.add(self)
         self._uses: dict[str, int] = {}
+        self._marks: dict[str, list[tuple[int, int]]] = {}  # of units in use, from when they came
         self._storages: dict[str, list[StorageWeakRef]] = {}  # of a unit's uses, by its key
         self._lent: dict[str, Unit] = {}  # with one use each, and empty parameters
         # Set by the engine: raises in a forked child, and where the values are of a step half done.
@@ -362,6 +363,24 @@ class UnitWeights:
                 if parameter in self._classes:
                     parameter.__class__ = self._classes[parameter][0]
                 parameter.data = values[part.first : part.first + part.numel].view(part.shape)
+            self._marks[unit.key] = self._mark(unit)
+
+    def _mark(self, unit: Unit) -> list[tuple[int, int]]:
+        """Memory and version of each parameter."""
+        return [(parameter.data_ptr(), parameter._version) for _, parameter in self.units.pairs(unit)]
+
+    def refusal_of_change(self, unit: Unit) -> NotStreamable | None:
+        """Where a forward pass has written to the weights of a unit that is held, or has put others in their place:
+        what it has changed goes with their memory. Changes through `.data` in place are not seen."""
+        was, now = self._marks[unit.key], self._mark(unit)
+        if was == now:
+            return None
+        changed = next(parameter for n, (_, parameter) in enumerate(self.units.pairs(unit)) if was[n] != now[n])
+        return NotStreamable(
+            f"{self.units.names[changed]} is changed in the forward pass of its module, and the weights of a streamed "
+            "model change with the optimizer's step alone: compute with a changed copy, as F.linear(x, "
+            "normalize(weight)), or use a parametrization (torch.nn.utils.parametrize)"
+        )
 
     def _fetch(self, unit: Unit) -> None:
         (slot,) = self.stream.fetch([unit.key])

@@ -162,7 +162,10 @@ class ModelHooks:
             if self._inside and self._inside[-1] is unit:  # or its fetch has failed
                 self._inside.pop()
                 self._profile.leaves(unit)
+                refusal = self._weights.refusal_of_change(unit)
                 self._release(unit)
+                if refusal is not None:
+                    raise refusal
 
         return release
 

@@ -203,6 +203,47 @@ def require_not_streamed(model: nn.Module) -> None:
         )
 
 
+def require_own_memory(model: nn.Module) -> None:
+    """NotStreamable where two parameters, or a parameter and a buffer or another tensor of a module, lie in one memory:
+    the engine moves each by itself, and what is changed of one would no longer be seen in the other."""
+    found: dict[int, tuple[torch.Tensor, str, bool]] = {}
+    for prefix, module in model.named_modules():
+        if _CLOSED in vars(module):  # parameters are empty, and were looked at when they were moved
+            return
+        named = [(name, each, True) for name, each in module._parameters.items()]
+        named += [(name, each, False) for name, each in module._buffers.items()]
+        named += [(name, each, False) for name, each in vars(module).items() if isinstance(each, torch.Tensor)]
+        for name, tensor, is_parameter in named:
+            if tensor is not None and tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
+                found.setdefault(id(tensor), (tensor, f"{prefix}.{name}" if prefix else name, is_parameter))
+    reached: dict[bool, tuple[int, str]] = {True: (0, ""), False: (0, "")}  # by parameters, and by others
+    for begin, end, name, is_parameter in sorted((*_extent(t), name, of) for t, name, of in found.values()):
+        for other in (True, False) if is_parameter else (True,):
+            if begin < reached[other][0]:
+                raise NotStreamable(
+                    f"{name} and {reached[other][1]} lie in the same memory, and a parameter of a streamed model is "
+                    "moved by itself: let both be one nn.Parameter (head.weight = embedding.weight, not .data), or "
+                    "make one of them a copy (.clone())"
+                )
+        reached[is_parameter] = max(reached[is_parameter], (end, name))
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and after the last one."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
+def require_python_modules(model: nn.Module) -> None:
+    """NotStreamable where a part of the model was compiled by TorchScript, which takes no hooks."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise NotStreamable(
+                f"{name or 'the model'} is a module of TorchScript, which cannot be streamed: use the module that "
+                "torch.jit.script or trace was given"
+            )
+
+
 def require_values(model: nn.Module) -> None:
     """RuntimeError where the model, or a part of it, was left empty by an engine that is closed."""
     for module in list(model.modules()):

@@ -177,6 +177,7 @@ class StreamedForward:
         self.runtime.weights.take(self.unit)
         try:
             results = self.stock(*args, **kwargs)
+            self.require_unchanged()
         finally:
             self.runtime.weights.give_back(self.unit)
         self.require_no_view()
@@ -218,6 +219,11 @@ class StreamedForward:
             empty = copy.deepcopy(value)
             _while_empty[value] = empty, of_pass
         return _OwnCache(empty, filled=False)
+
+    def require_unchanged(self) -> None:
+        """NotStreamable where a forward pass that has just ended has changed the block's weights."""
+        if (refusal := self.runtime.weights.refusal_of_change(self.unit)) is not None:
+            raise refusal
 
     def require_no_view(self) -> None:
         """NotStreamable where something that is left of a forward pass uses memory of the block's weights."""
@@ -353,6 +359,7 @@ class BlockPass:
             began = runtime.now()
             with runtime.taking(unit, tensors) as taken, torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 results = self._streamed.call(args, kwargs)
+            self._streamed.require_unchanged()
             runtime.passed(unit, runtime.now() - began, math.inf)
         finally:
             self._in_forward = False
@@ -482,7 +489,8 @@ class BlockPass:
         if torch.is_grad_enabled():
             raise NotStreamable(
                 f"a gradient of a gradient goes through {self.unit.key}, whose weights are there for one backward pass "
-                "alone: leave out create_graph=True"
+                "alone: leave out create_graph=True, and in the backward of an autograd.Function call autograd outside "
+                "of enable_grad()"
             )
         if self.backward != torch._C._current_graph_task_id() and self._runtime.visits.open is self:
             self._runtime.visits.end()  # another backward pass over the same graph

@@ -41,7 +41,13 @@ from memascend.engine.inputs import KeptInput, KeptInputs, is_dense
 from memascend.engine.kept_buffers import KeptBuffers, room_bytes
 from memascend.engine.layout import Kind, Layout, Part, Unit
 from memascend.engine.limit import Limit
-from memascend.engine.model_guards import left_empty, require_not_streamed, require_values
+from memascend.engine.model_guards import (
+    left_empty,
+    require_not_streamed,
+    require_own_memory,
+    require_python_modules,
+    require_values,
+)
 from memascend.engine.one_version import Redo, beside
 from memascend.engine.opening import kept_home, lies_as, new_home
 from memascend.engine.operators import Taken
@@ -220,7 +226,9 @@ class StreamingEngine(HookedRuntime):
         """
         options = options or EngineOptions()
         require_not_streamed(model)
+        require_python_modules(model)
         require_values(model)
+        require_own_memory(model)
         units = _units(model, blocks, options)
         home, options, why = new_home(folder, owner, units.layout, options, config, faults, buffers=room_bytes(model))
         try:
@@ -260,6 +268,8 @@ class StreamingEngine(HookedRuntime):
         """
         options = options or EngineOptions()
         require_not_streamed(model)
+        require_python_modules(model)
+        require_own_memory(model)
         homes.require_not_open_here(folder)
         units = _kept_units(model, blocks, options, lambda layout: lies_as(folder, owner, layout))
         home, options, kept = kept_home(folder, owner, units.layout, options, config, faults)
@@ -385,12 +395,17 @@ class StreamingEngine(HookedRuntime):
             vars(self).pop(name, None)
         self._inputs.drop()
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _LET_GO:
+    def require_open(self) -> None:
+        """RuntimeError after `close`."""
+        if self._closed:
             folder = self.home.folder
             raise RuntimeError(
                 f"this home ({folder}) is closed: open it again (streaming({str(folder)!r}, resume=True)) to go on"
             )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _LET_GO:
+            self.require_open()
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # -- hooks ---------------------------------------------------------------------------------------------------------

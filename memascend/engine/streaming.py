@@ -32,14 +32,13 @@ from memascend.engine.mapped import TensorFile
 from memascend.engine.model_guards import require_not_streamed
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
-from memascend.engine.updates import AdamSettings
+from memascend.engine.updates import REFUSED, AdamSettings
 from memascend.memory.pinned import Allocator
 from memascend.storage.interrupts import uninterrupted
 
 log = logging.getLogger("memascend")
 
 _SUPPORTED = {"lr", "betas", "eps", "weight_decay"}
-_REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -119,8 +118,7 @@ class streaming:
         Example:
             model = home.hook(Model(config), device="cuda")
         """
-        if self.engine is not None:
-            raise RuntimeError("there is an optimizer already: one training in a folder")
+        self._require_no_optimizer()
         if not isinstance(model, nn.Module):
             raise ValueError(f"hook(model): a torch.nn.Module, got {model!r}")
         if blocks is not None:
@@ -177,8 +175,7 @@ class streaming:
         """
         if self._model is None:
             raise RuntimeError("hook(model) comes first: the optimizer is of that model")
-        if self.engine is not None:
-            raise RuntimeError("there is an optimizer already: one training in a folder")
+        self._require_no_optimizer()
         options = EngineOptions() if options is None else options
         if not isinstance(options, EngineOptions):
             raise ValueError(f"options=: an EngineOptions, got {options!r}: write options=EngineOptions(...)")
@@ -277,6 +274,15 @@ class streaming:
             raise RuntimeError("make the optimizer first: home.optimizer(torch.optim.AdamW, lr=...)")
         return self.engine
 
+    def _require_open(self) -> None:
+        if self.engine is not None:
+            self.engine.require_open()
+
+    def _require_no_optimizer(self) -> None:
+        self._require_open()
+        if self.engine is not None:
+            raise RuntimeError("there is an optimizer already: one training in a folder")
+
     def remove(self) -> None:
         """End, and delete the states."""
         if self.engine is not None:
@@ -290,6 +296,7 @@ class streaming:
             self.engine.close()
 
     def __enter__(self) -> Self:
+        self._require_open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -332,7 +339,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         self._home: streaming | None = None
         super().__init__(given, {key: defaults[key] for key in sorted(_SUPPORTED)})
         for group in [defaults, *self.param_groups]:
-            if asked := [name for name in _REFUSED if group.get(name)]:
+            if asked := [name for name in REFUSED if group.get(name)]:
                 raise NotStreamable(f"{kind.__name__} with {asked[0]} cannot be streamed: leave it out")
             if not decoupled and group["weight_decay"]:
                 raise NotStreamable("Adam with weight decay in the gradient cannot be streamed: use torch.optim.AdamW")
@@ -348,6 +355,14 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     def attach(self, home: streaming) -> None:
         self._home = home
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "state" and vars(self).get("_home") is not None:
+            raise NotStreamable(
+                "the states of a streamed model are on the SSD, and `state` is empty: load_state_dict puts others "
+                'there, and begins those anew that its "state" has not'
+            )
+        super().__setattr__(name, value)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -452,7 +467,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         then."""
         groups, own = state_dict["param_groups"], self.param_groups
         for group in groups:
-            if asked := [name for name in _REFUSED if group.get(name)]:
+            if asked := [name for name in REFUSED if group.get(name)]:
                 raise ValueError(f"the state was saved with {asked[0]}, which is not done here: train without")
             AdamSettings.of({**self.defaults, **group}, step=1)
         self.engine.require_no_gradients()

@@ -35,6 +35,9 @@ ARMS = ("optimized", "naive", "none")
 ROUNDING_SEED = 0x4D656D41  # of bf16 states, as in every other system here
 
 
+REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")  # of torch's settings
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdamSettings:
     """Of one parameter in one step, which counts from one."""
@@ -50,6 +53,8 @@ class AdamSettings:
     def of(cls, group: Mapping[str, Any], step: int, grad_factor: float = 1.0) -> AdamSettings:
         """From an optimizer's group. ValueError for what AdamW does not take: before anything is updated, or written
         down as to be done."""
+        if asked := [name for name in REFUSED if group.get(name)]:
+            raise ValueError(f"a parameter group asks for {asked[0]}, which is not done here: leave it out")
         numbers = {name: _number(group.get(name)) for name in ("lr", "eps", "weight_decay")}
         for name, value in numbers.items():
             if not 0 <= value < math.inf:

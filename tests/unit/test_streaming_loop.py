@@ -242,6 +242,50 @@ def test_a_group_that_leaves_a_trained_parameter_out_is_refused(tmp_path):
     assert not torch.isnan(ours.head.weight).any()
 
 
+def test_a_setting_that_is_asked_for_later_is_refused_and_the_loop_goes_on_without_it(tmp_path):
+    data, ours, theirs = batches(2), model(), model()
+    home, optimizer = begin(ours, tmp_path / "run")
+    optimizer.param_groups[0]["maximize"] = True
+    with pytest.raises(ValueError, match="a parameter group asks for maximize"):
+        loop(ours, optimizer, data[:1])
+    optimizer.param_groups[0]["maximize"] = False
+    assert loop(ours, optimizer, data) == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
+    assert_equal(home, theirs)
+    home.close()
+
+
+def test_states_are_begun_anew_by_load_state_dict_and_not_by_an_assignment(tmp_path):
+    data, ours, theirs = batches(3), model(), model()
+    home, optimizer = begin(ours, tmp_path / "run")
+    other = AdamW(theirs.parameters(), **SETTINGS)
+    loop(ours, optimizer, data[:2])
+    loop(theirs, other, data[:2])
+    with pytest.raises(NotStreamable, match="`state` is empty: load_state_dict"):
+        optimizer.state = {}
+    optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
+    other.load_state_dict({"state": {}, "param_groups": other.state_dict()["param_groups"]})
+    assert loop(ours, optimizer, data[2:]) == loop(theirs, other, data[2:])
+    assert_equal(home, theirs)
+    home.close()
+
+
+def test_a_closed_home_says_how_to_open_it(tmp_path):
+    home, _ = begin(model(), tmp_path / "run")
+    home.close()
+    for use in (home.__enter__, lambda: home.hook(model()), lambda: home.optimizer(lr=1.0)):
+        with pytest.raises(RuntimeError, match="is closed: open it again"):
+            use()
+
+
+def test_a_module_of_torchscript_is_refused_by_name(tmp_path):
+    ours = model()
+    with pytest.warns(DeprecationWarning, match="torch.jit"):
+        ours.head = torch.jit.script(ours.head)
+    with pytest.raises(NotStreamable, match="head is a module of TorchScript"):
+        begin(ours, tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_disk_without_room_is_one_error_before_anything_has_moved(tmp_path, monkeypatch):
     import shutil
 
