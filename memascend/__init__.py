@@ -127,7 +127,8 @@ def offload_activations(where: str | PathLike[str] | Tier, **options: Any) -> Ab
     Raises:
         ValueError: an unknown option.
         StorageError: no such folder, or no room.
-        ActivationError: from `backward`: a saved tensor is lost or was changed in place; it is named.
+        ActivationError: from `backward`: a saved tensor is lost, or was changed in place since; it is named. As in
+            plain PyTorch, changes through `.data` or NumPy are not seen; backward may then use the values as saved.
 
     Example:
         with memascend.offload_activations("/mnt/nvme", amount="all"):

@@ -351,7 +351,7 @@ class ActivationCache:
                 except ActivationError as error:
                     failure = error
             saved.error = saved.error or failure
-            saved.writing = saved.probe = None
+            saved.writing = None
             self._let_go_of_memory(saved)
             if saved.sweep is not None:
                 saved.sweep.written(saved)
@@ -385,7 +385,6 @@ class ActivationCache:
             raise self._failure(saved)
         if saved.reading is not None or saved.memory is None:
             return None
-        saved.check_unchanged()
         if saved.writing is not None:
             self._count(forwarded=saved.nbytes)
         return saved.memory
@@ -465,7 +464,7 @@ class ActivationCache:
         with self._lock:
             if saved.reading is not None:
                 self._read_ahead_bytes -= saved.nbytes
-            saved.probe = saved.reading = saved.writing = None
+            saved.reading = saved.writing = None
             self._let_go_of_memory(saved)
             if saved.on_tier and not self._closed:
                 saved.on_tier = False

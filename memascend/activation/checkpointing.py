@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from memascend.activation.saved import ActivationError
+from memascend.activation.saved import Version
 from memascend.activation.store import CheckpointStore
 from memascend.activation.transfer import Arrival, Transfer, transfer_for
 
@@ -38,7 +38,7 @@ class _Offloaded:
         self._transfer = transfer
         self._previous = weakref.ref(previous) if previous is not None else lambda: None
         self._arrival: Arrival | None = None
-        self._probe, self._version = _version_probe(hidden) if transfer.prefetches else (torch.empty(0), 0)
+        self._version = Version(hidden) if transfer.prefetches else None
         transfer.offload(hidden, self._host, self._slot)
 
     def prefetch(self) -> None:
@@ -48,27 +48,14 @@ class _Offloaded:
     def bring_back(self) -> torch.Tensor:
         """The hidden states on their device again, a new tensor each time; its predecessor sets out. ActivationError
         where they were changed in place after they had been saved, perhaps while a device copied them."""
-        if self._probe._version != self._version:
-            raise ActivationError(
-                f"the checkpoint of a block, {tuple(self._host.shape)} of {self._host.dtype}, was modified in place "
-                f"after it had been saved (version {self._probe._version}, expected {self._version}): use the "
-                "operation that is not in place"
-            )
+        if self._version is not None:
+            self._version.check(f"the checkpoint of a block, {tuple(self._host.shape)} of {self._host.dtype},")
         self.prefetch()
         arrival, self._arrival = self._arrival, None
         previous = self._previous()
         if previous is not None and self._transfer.prefetches:
             previous.prefetch()
         return self._transfer.finish(arrival)
-
-
-def _version_probe(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """(a tensor without memory that shares its version counter, the version)."""
-    if tensor.is_inference():
-        return torch.empty(0), 0
-    probe = tensor.detach()
-    probe.data = tensor.new_empty(0)
-    return probe, probe._version
 
 
 class OffloadedCheckpoint:

@@ -30,7 +30,8 @@ def offload_activations(where: str | os.PathLike[str] | Tier, **options: Any) ->
     bit for bit. A backward pass has to end inside the context.
     Raises:
         ValueError: an unknown option. StorageError: no such folder, or no room.
-        ActivationError (from `backward`): a saved tensor is lost or was changed in place; it is named.
+        ActivationError (from `backward`): a saved tensor is lost, or was changed in place since; it is named. As in
+            plain PyTorch, changes through `.data` or NumPy are not seen; backward may then use the values as saved.
     """
     chosen = options_from(options)
     tier = where if isinstance(where, Tier) else DirectTier.in_file(os.fspath(where), owner="activations")

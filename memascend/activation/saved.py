@@ -17,6 +17,31 @@ class ActivationError(RuntimeError):
     """A saved activation that backward needs is lost or was changed; the message names it."""
 
 
+class Version:
+    """How often a tensor had been changed in place when it was saved; the memory is not held.
+
+    What torch does not count is not seen: changes through `.data` or NumPy, and of tensors made in inference mode.
+    """
+
+    __slots__ = ("_expected", "_probe")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._probe: torch.Tensor | None = None
+        if not tensor.is_inference():
+            # An alias shares the counter with its source and all views of it, and keeps it when its data are replaced.
+            self._probe = tensor.detach()
+            self._probe.data = tensor.new_empty(0)
+            self._expected = self._probe._version
+
+    def check(self, what: str) -> None:
+        """Raise ActivationError where the tensor, or one that shares its memory, was changed in place since."""
+        if self._probe is not None and self._probe._version != self._expected:
+            raise ActivationError(
+                f"{what} was modified in place after it had been saved for backward (version {self._probe._version}, "
+                f"expected {self._expected}): use the operation that is not in place"
+            )
+
+
 class Region:
     """Bytes [begin, begin + nbytes) of a storage at one version.
 
@@ -26,8 +51,8 @@ class Region:
 
     def __init__(self, number: int, name: str, tensor: torch.Tensor, begin: int, nbytes: int) -> None:
         self.number, self.name, self.nbytes = number, name, nbytes
-        self.version, self.begin, self.device = tensor._version, begin, tensor.device
-        self.probe: torch.Tensor | None = tensor  # shares the version counter of what was saved
+        self.begin, self.device = begin, tensor.device
+        self._version = Version(tensor)
         self.memory: torch.Tensor | None = _bytes_of(tensor, begin, nbytes)
         self.writing: Completion | None = None
         self.reading: Completion | None = None
@@ -36,19 +61,16 @@ class Region:
         self.references = self.packs = self.unpacks = 0
         self.sweep: Any = None  # the `Sweep` of the forward pass that saved it
         self.place = -1  # in that pass
-        self.identity = (identity_of(tensor.untyped_storage()), self.version, begin, nbytes)
+        self.identity = (identity_of(tensor.untyped_storage()), tensor._version, begin, nbytes)
 
     @property
     def key(self) -> str:
         return f"activation-{self.number}"
 
     def check_unchanged(self) -> None:
-        """Raise ActivationError where the tensor was changed in place after it had been saved."""
-        if self.probe is not None and self.probe._version != self.version:
-            raise ActivationError(
-                f"activation {self.name} was modified in place after it had been saved for backward (version "
-                f"{self.probe._version}, expected {self.version}): use the operation that is not in place"
-            )
+        """Raise ActivationError where the tensor was changed in place after it had been saved: what was written
+        meanwhile is of no use to any view."""
+        self._version.check(f"activation {self.name}")
 
 
 class InMemory:
@@ -80,17 +102,33 @@ class Owner(Protocol):
 
 
 class View:
-    """A saved tensor as a view of its region. The region is released with its last view."""
+    """A saved tensor as a view of its region. The region is released with its last view.
 
-    __slots__ = ("__weakref__", "_owner", "conj", "dtype", "neg", "offset_bytes", "saved", "shape", "stride")
+    Autograd does not check versions under hooks, so `unpack` does, wherever the region is by then.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_owner",
+        "_version",
+        "conj",
+        "dtype",
+        "neg",
+        "offset_bytes",
+        "saved",
+        "shape",
+        "stride",
+    )
 
     def __init__(self, owner: Owner, saved: Region, tensor: torch.Tensor) -> None:
         self._owner, self.saved = owner, saved
+        self._version = Version(tensor)  # a tensor made with `.data` shares the region but counts for itself
         self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
         self.conj, self.neg = tensor.is_conj(), tensor.is_neg()  # lazy: the bytes in the storage lack them
         self.offset_bytes = tensor.storage_offset() * tensor.element_size() - saved.begin
 
     def unpack(self) -> torch.Tensor:
+        self._version.check(f"activation {self.saved.name} ({tuple(self.shape)}, {self.dtype})")
         return self._owner.unpack(self)
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
