@@ -3,14 +3,18 @@ of random numbers that are not torch's own (Python's, NumPy's, a torch.Generator
 
 from __future__ import annotations
 
+import array
+import ctypes
 import enum
 import functools
 import operator
 import random
+import sys
 import types
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, compress, islice
 from typing import Any
 
 import numpy
@@ -19,48 +23,71 @@ from torch import nn
 
 _ABSENT = object()
 _OWN = frozenset(vars(nn.Module())) - {"training"}  # attributes of every module: parameters, hooks, ...
+_DEEP = 4  # objects, one in another
+_SMALL = 4096  # bytes of an array that are kept in any case
 
 
 class ValuesAreGone(RuntimeError):
-    """A tensor has been changed in place since, and its values of that moment were not kept."""
+    """A tensor or array has been changed in place since, and its values of that moment were not kept."""
 
 
 class ModuleState:
-    """Of a module and all modules in it, at one moment: buffers and tensors in attributes (by value), attributes (by
-    reference), what the attributes refer to (lists, dicts, sets and deques by their items, objects by their own
-    attributes), and generators of random numbers. What these refer to in their turn is looked at in containers alone.
+    """Of a module and all modules in it, at one moment: buffers, attributes, what these refer to, and generators of
+    random numbers.
+
+    Attributes are known by reference. What they refer to is looked at where its type is one of these:
+
+    - tensors, NumPy arrays, bytearrays and array.arrays: by value. Parameters, sparse tensors, read-only arrays and
+      subclasses of NumPy's array are left out.
+    - lists, dicts, sets, deques, Counters, OrderedDicts and defaultdicts, but none of their subclasses: by their items.
+      Tuples are looked into.
+    - objects: by their attributes and slots, by reference. Left out are modules, functions, and all that can be called.
+
+    What items, attributes and slots refer to is looked at in the same way, down to the attributes of the fourth object,
+    one in another. Objects of classes of torch, of the standard library (except namespaces), of memascend, and
+    configurations of transformers are known by their own attributes alone. Attributes of classes, globals, closures and
+    items of subclasses of containers are not known.
     """
 
-    def __init__(self, modules: list[nn.Module], *, generators: bool = True) -> None:
-        """`generators`: whether those of random numbers are asked for their states (most of what this takes)."""
-        own = [(vars(module), _without_own(vars(module))) for module in modules]
-        self._attributes = [*own, *((module._buffers, dict(module._buffers)) for module in modules)]
-        tensors: dict[int, torch.Tensor] = {}
-        containers: dict[int, Any] = {}
-        objects: dict[int, dict[str, Any]] = {}
-        self._generators: list[_Generator] = [_PythonGenerator(), _NumpyGenerator()] if generators else []
-        for buffers in (module._buffers for module in modules):
-            tensors.update((id(buffer), buffer) for buffer in buffers.values() if buffer is not None)
-        for value in (value for _, attributes in own for value in attributes.values()):
-            kind = _kind(type(value))
-            if kind is _Kind.PLAIN:
-                if id(value) not in objects and isinstance(value.__dict__, dict):
-                    objects[id(value)] = vars(value)
-            elif kind is not _Kind.NOTHING:
-                _collect(value, tensors, containers, self._generators if generators else [])
-        self._attributes += [(owner, dict(owner)) for owner in objects.values()]
+    def __init__(self, modules: list[nn.Module], *, generators: bool = True, also: Iterable[Any] = ()) -> None:
+        """`generators`: whether those of random numbers are asked for their states. `also`: what is looked at as if
+        attributes referred to it."""
+        buffers = [module._buffers for module in modules]
+        self._of_modules = _References([*map(vars, modules), *buffers], without=_OWN)
+        found = _Found(chain.from_iterable(map(dict.values, buffers)))
+        found.add(chain(self._of_modules.values, also))
+        self._of_objects = _References(found.attributes)
+        self._objects, self._slots = found.objects, found.slots
         # (tensor, its values, or None and the version that it had with them)
         self._tensors: list[tuple[torch.Tensor, torch.Tensor | None, int]] = [
-            (tensor, tensor.detach().clone(), 0) for tensor in tensors.values()
+            (tensor, tensor.detach().clone(), 0) for tensor in found.tensors.values()
         ]
-        self._containers = [(each, _items(each)) for each in containers.values()]
+        # (array, its bytes, or None and their hash)
+        self._arrays: list[tuple[Any, bytes | None, int]] = [(each, _bytes(each), 0) for each in found.arrays]
+        self._containers = found.containers
+        self._generators: list[_Generator] = []
+        if generators:
+            self._generators = [_PythonGenerator(), _NumpyGenerator(), *map(_TorchGenerator, found.generators)]
+
+    @property
+    def referred_to(self) -> list[Any]:
+        """What attributes referred to then, as far as it is known by more than its reference."""
+        tensors, arrays = [each for each, *_ in self._tensors], [each for each, *_ in self._arrays]
+        return [*self._objects, *tensors, *arrays, *(each for each, _ in self._containers)]
 
     def forget_unchanged(self) -> None:
-        """Values of tensors, and states of generators, that are now as they were then, need not be kept."""
+        """Values of tensors and large arrays, and states of generators, that are now as they were then, need not be
+        kept."""
         # By value: an operator may change running averages without a word to autograd.
         self._tensors = [
             (tensor, None, _version(tensor)) if values is None or _equal(tensor, values) else (tensor, values, 0)
             for tensor, values, _ in self._tensors
+        ]
+        self._arrays = [
+            (each, None, hash(values))
+            if values is not None and len(values) > _SMALL and _bytes(each) == values
+            else (each, values, known)
+            for each, values, known in self._arrays
         ]
         self._generators = [each for each in self._generators if each.has_drawn()]
 
@@ -73,35 +100,155 @@ class ModuleState:
         """Whether a generator of random numbers has been used since."""
         return any(each.has_drawn() for each in self._generators)
 
-    def changed_attributes(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """(attributes, name) of those that are other objects now."""
-        for owner, before in self._attributes:
-            yield from ((owner, key) for key in _different(owner, before))
+    def changed_attributes(self) -> Iterator[tuple[Any, str]]:
+        """(attributes, name) of those that are other objects now; (object, name) of slots."""
+        for owner, key, _ in chain(self._of_modules.changed(), self._of_objects.changed()):
+            yield owner, key
+        yield from ((owner, slot.__name__) for owner, slot, value in self._slots if _in_slot(owner, slot) is not value)
 
     def changes(self) -> Iterator[tuple[Any, Any]]:
-        """What is not as it was, before `forget_unchanged`: (attributes, name), (None, tensor) or (None, container)."""
+        """What is not as it was, before `forget_unchanged`: (attributes, name), (object, name), or None and a tensor,
+        an array or a container."""
         yield from self.changed_attributes()
         yield from ((None, tensor) for tensor, values, _ in self._tensors if not _equal(tensor, values))
+        yield from ((None, each) for each, values, _ in self._arrays if _bytes(each) != values)
         yield from ((None, each) for each, items in self._containers if not _has_items(each, items))
 
     def restore(self) -> None:
-        """Everything is as at that moment. Raises ValuesAreGone where `forget_unchanged` has forgotten what has changed
-        since."""
-        for owner, before in self._attributes:
-            for key in _different(owner, before):
-                _set(owner, key, before.get(key, _ABSENT))
+        """All that this knows is as at that moment. Raises ValuesAreGone where `forget_unchanged` has forgotten what
+        has changed since."""
+        for references in (self._of_modules, self._of_objects):
+            for owner, key, value in list(references.changed()):
+                _set(owner, key, value)
+        for owner, slot, value in self._slots:
+            if _in_slot(owner, slot) is not value:
+                _set_slot(owner, slot, value)
         for tensor, values, version in self._tensors:
             if values is None:
                 if _version(tensor) != version:
                     raise ValuesAreGone(f"of {_words(tensor)}")
             elif not _equal(tensor, values):
                 tensor.data.copy_(values)  # `data`: autograd need not see it, whoever saved the tensor saved this value
+        for each, values, known in self._arrays:
+            now = _bytes(each)
+            if values is None:
+                if hash(now) != known:
+                    raise ValuesAreGone(f"of {_words(each)}")
+            elif now != values:
+                _set_bytes(each, values)
         for each, items in self._containers:
             if not _has_items(each, items):
-                each.clear()
-                each.extend(items) if isinstance(each, list | deque) else each.update(items)
+                _set_items(each, items)
         for generator in self._generators:
             generator.restore()
+
+
+class _References:
+    """What attributes referred to at one moment. `owners`: dicts of attributes; names in `without` do not count.
+
+    All dicts are copied and compared as one, since nearly always nothing has changed.
+    """
+
+    def __init__(self, owners: list[dict[str, Any]], *, without: frozenset[str] = frozenset()) -> None:
+        self._owners, self._without = owners, without
+        self._keys, self._sizes = _names(owners), list(map(len, owners))
+        self._counts = _that_count(self._keys, without)
+        self.values = self._now()
+
+    def changed(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        """(owner, name, what it referred to or _ABSENT)."""
+        owners = self._owners
+        same_names = _names(owners) == self._keys and list(map(len, owners)) == self._sizes
+        if same_names and all(map(operator.is_, self._now(), self.values)):
+            return
+        keys, values = iter(self._keys), iter(self.values)
+        for owner, size in zip(owners, self._sizes, strict=True):
+            before = {key: next(values) for key in islice(keys, size) if key not in self._without}
+            for key in {**before, **owner}:
+                if key not in self._without and owner.get(key, _ABSENT) is not before.get(key, _ABSENT):
+                    yield owner, key, before.get(key, _ABSENT)
+
+    def _now(self) -> list[Any]:
+        return list(compress(chain.from_iterable(map(dict.values, self._owners)), self._counts))
+
+
+def _names(owners: list[dict[str, Any]]) -> tuple[str, ...]:
+    return tuple(chain.from_iterable(map(dict.keys, owners)))  # in the order of `dict.values`, of an OrderedDict, too
+
+
+@functools.lru_cache(maxsize=128)  # blocks of one kind have the same names, in the same order
+def _that_count(keys: tuple[str, ...], without: frozenset[str]) -> tuple[bool, ...]:
+    return tuple(key not in without for key in keys)
+
+
+class _Found:
+    """What attributes refer to, each thing once. `buffers` are tensors of any layout, or None."""
+
+    def __init__(self, buffers: Iterable[torch.Tensor | None]) -> None:
+        self.tensors = {id(buffer): buffer for buffer in buffers if buffer is not None}
+        self.generators: list[torch.Generator] = []
+        self.arrays: list[Any] = []
+        self.containers: list[tuple[Any, Any]] = []  # and their items
+        self.objects: list[Any] = []
+        self.attributes: list[dict[str, Any]] = []  # of objects
+        self.slots: list[tuple[Any, types.MemberDescriptorType, Any]] = []  # of objects, and what is in them
+        self._seen: set[int] = set()
+
+    def add(self, values: Iterable[Any]) -> None:
+        """`values` of modules' attributes, and what these refer to in their turn."""
+        waiting = _that_matter(values)
+        for _ in range(_DEEP):
+            if not waiting:
+                return
+            waiting = _that_matter(self._of(self._objects_in(waiting)))
+
+    def _objects_in(self, waiting: list[Any]) -> list[Any]:
+        """Everything but objects is looked at; those are returned."""
+        objects = []
+        while waiting:
+            value = waiting.pop()
+            if id(value) in self._seen:
+                continue
+            self._seen.add(id(value))
+            kind = _KINDS[type(value)]
+            if kind is _Kind.PLAIN or kind is _Kind.INERT:
+                objects.append(value)
+            elif kind is _Kind.CONTAINER:
+                self.containers.append((value, _items(value)))
+                waiting += _that_matter(value.values() if isinstance(value, dict) else value)
+            elif kind is _Kind.TUPLE:
+                waiting += _that_matter(value)
+            elif kind is _Kind.TENSOR:
+                if value.layout == torch.strided and not isinstance(value, nn.Parameter):
+                    self.tensors[id(value)] = value
+            elif kind is _Kind.GENERATOR:
+                self.generators.append(value)
+            elif not isinstance(value, numpy.ndarray):
+                self.arrays.append(value)
+            elif value.dtype == object and value.flags.writeable:
+                self.containers.append((value, _items(value)))
+                waiting += _that_matter(value.flat)
+            elif value.flags.writeable and not value.dtype.hasobject:
+                self.arrays.append(value)
+        return objects
+
+    def _of(self, objects: list[Any]) -> list[Any]:
+        """What the objects' attributes refer to, where they are looked into."""
+        self.objects += objects
+        values: list[Any] = []
+        for each in objects:
+            of = type(each)
+            if _has_dict(of):
+                attributes = object.__getattribute__(each, "__dict__")
+                if isinstance(attributes, dict):
+                    self.attributes.append(attributes)
+                    if _KINDS[of] is _Kind.PLAIN:
+                        values += attributes.values()
+            if _KINDS[of] is _Kind.PLAIN:
+                slots = [(each, slot, _in_slot(each, slot)) for slot in _slots(of)]
+                self.slots += slots
+                values += [value for _, _, value in slots]
+        return values
 
 
 class _Generator:
@@ -133,13 +280,34 @@ class _PythonGenerator(_Generator):
 
 
 class _NumpyGenerator(_Generator):
+    # The last state, and what the generator's memory held with it: NumPy takes 40 us to tell its state, 60 times as
+    # long as its memory takes to read. That has all of the state but one normal number that waits, if it does. (So a
+    # loop that puts back a state with such a number, which differs from the known one in this alone, is not noticed.)
+    _known: tuple[bytes, Any] = b"", None
+
     def state(self) -> Any:
-        name, key, *rest = numpy.random.get_state()
-        return name, key.tobytes(), *rest
+        memory = _memory_of_numpy_generator()
+        known, state = _NumpyGenerator._known
+        if known and memory == known:
+            return state
+        name, key, position, *normal = numpy.random.get_state()
+        state = name, key.tobytes(), position, *normal
+        holds_all = memory == state[1] + position.to_bytes(4, sys.byteorder) and not normal[0]
+        _NumpyGenerator._known = (memory, state) if holds_all else (b"", None)
+        return state
 
     def set_state(self, state: Any) -> None:
         name, key, *rest = state
+        _NumpyGenerator._known = b"", None
         numpy.random.set_state((name, numpy.frombuffer(key, dtype=numpy.uint32), *rest))
+
+
+def _memory_of_numpy_generator() -> bytes:
+    """Its 624 words and its position; nothing where it is not the usual one."""
+    generator = numpy.random.get_bit_generator()
+    if type(generator) is not numpy.random.MT19937:
+        return b""
+    return ctypes.string_at(generator.ctypes.state_address, 625 * 4)
 
 
 class _TorchGenerator(_Generator):
@@ -159,51 +327,136 @@ class _Kind(enum.Enum):
 
     NOTHING = enum.auto()  # it is known by its reference
     TENSOR = enum.auto()
+    ARRAY = enum.auto()
     GENERATOR = enum.auto()
     CONTAINER = enum.auto()
-    PLAIN = enum.auto()  # an object that holds values, such as a namespace or a configuration
+    TUPLE = enum.auto()
+    PLAIN = enum.auto()  # an object that holds values, such as a namespace
+    INERT = enum.auto()  # an object that is known by its own attributes alone
 
 
-@functools.lru_cache(maxsize=4096)
+_CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
+_ARRAYS = (numpy.ndarray, bytearray, array.array)
+# Of the standard library: classes that hold what others put in, and bases of such classes.
+_OPEN = frozenset({"builtins", "types", "argparse", "collections", "abc", "typing", "dataclasses"})
+
+
 def _kind(of: type) -> _Kind:
     if issubclass(of, torch.Tensor):
         return _Kind.TENSOR
     if issubclass(of, torch.Generator):
         return _Kind.GENERATOR
-    if of in (list, dict, set, deque):
+    if of in _CONTAINERS:
         return _Kind.CONTAINER
-    holds_values = of.__dictoffset__ != 0 and not any("__call__" in vars(each) for each in of.__mro__)
-    return _Kind.PLAIN if holds_values and not issubclass(of, types.ModuleType) else _Kind.NOTHING
+    if of in _ARRAYS:
+        return _Kind.ARRAY
+    if of is tuple:
+        return _Kind.TUPLE
+    if issubclass(of, types.ModuleType) or any("__call__" in vars(each) for each in of.__mro__):
+        return _Kind.NOTHING
+    if any(map(_is_inert, of.__mro__)):
+        return _Kind.INERT if _has_dict(of) else _Kind.NOTHING
+    return _Kind.PLAIN if _has_dict(of) or _slots(of) else _Kind.NOTHING
 
 
-def _collect(
-    value: Any, tensors: dict[int, torch.Tensor], containers: dict[int, Any], generators: list[_Generator]
-) -> None:
-    kind = _kind(type(value))
-    if kind is _Kind.TENSOR:
-        if value.layout == torch.strided and not isinstance(value, nn.Parameter):
-            tensors[id(value)] = value
-    elif kind is _Kind.GENERATOR:
-        generators.append(_TorchGenerator(value))
-    elif kind is _Kind.CONTAINER and id(value) not in containers:
-        containers[id(value)] = value
-        for each in value.values() if isinstance(value, dict) else value:
-            _collect(each, tensors, containers, generators)
+def _is_inert(of: type) -> bool:
+    """Threads, files, loggers, optimizers: what they refer to is their own business, and may be other threads'.
+    Configurations of transformers: each block has one, and it takes long to look into."""
+    module = str(of.__module__)
+    package = module.partition(".")[0]
+    if package == "transformers":
+        return "configuration" in module
+    return package in ("torch", "memascend") or (package in sys.stdlib_module_names and package not in _OPEN)
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_dict(of: type) -> bool:
+    found = [vars(each)["__dict__"] for each in of.__mro__ if "__dict__" in vars(each)]
+    known = types.GetSetDescriptorType | types.MemberDescriptorType  # and no property of a class
+    return bool(found) and all(isinstance(each, known) for each in found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(of: type) -> tuple[types.MemberDescriptorType, ...]:
+    bases = [vars(each) for each in of.__mro__ if "__slots__" in vars(each)]
+    return tuple(each for base in bases for each in base.values() if isinstance(each, types.MemberDescriptorType))
+
+
+class _OfTypes(dict[type, Any]):
+    """Answers of a function, by type: a look-up is one in a dict."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def __missing__(self, of: type) -> Any:
+        if len(self) >= 4096:
+            self.clear()
+        self[of] = answer = self._answer(of)
+        return answer
+
+
+_KINDS = _OfTypes(_kind)
+_MATTERS = _OfTypes(lambda of: _KINDS[of] is not _Kind.NOTHING)
+
+
+def _that_matter(values: Iterable[Any]) -> list[Any]:
+    values = list(values)
+    return list(compress(values, map(_MATTERS.__getitem__, map(type, values))))
 
 
 def _items(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else list(container)
+    if isinstance(container, dict):
+        return dict(container)
+    return set(container) if isinstance(container, set) else container.copy()
 
 
 def _has_items(container: Any, items: Any) -> bool:
     if len(container) != len(items):
         return False
-    if isinstance(container, dict):
-        pairs = zip(container.items(), items.items(), strict=True)
-        return all(key is known and value is before for (key, value), (known, before) in pairs)
     if isinstance(container, set):
-        return all(each in container for each in items)
-    return all(each is before for each, before in zip(container, items, strict=True))
+        return container == items
+    if isinstance(container, numpy.ndarray):
+        return container.shape == items.shape and all(map(operator.is_, container.flat, items.flat))
+    if isinstance(container, dict) and not all(map(operator.is_, container.values(), items.values())):
+        return False
+    return all(map(operator.is_, container, items))
+
+
+def _set_items(container: Any, items: Any) -> None:
+    if isinstance(container, numpy.ndarray):
+        container[...] = items
+        return
+    container.clear()
+    container.extend(items) if isinstance(container, list | deque) else container.update(items)
+
+
+def _bytes(each: Any) -> bytes:
+    return bytes(each) if isinstance(each, bytearray) else each.tobytes()
+
+
+def _set_bytes(each: Any, values: bytes) -> None:
+    if isinstance(each, bytearray):
+        each[:] = values
+    elif isinstance(each, array.array):
+        each[:] = array.array(each.typecode, values)
+    elif each.nbytes == len(values):
+        each[...] = numpy.frombuffer(values, each.dtype).reshape(each.shape)
+    else:
+        raise ValuesAreGone(f"of {_words(each)}")
+
+
+def _in_slot(owner: Any, slot: types.MemberDescriptorType) -> Any:
+    try:
+        return slot.__get__(owner, type(owner))
+    except AttributeError:
+        return _ABSENT
+
+
+def _set_slot(owner: Any, slot: types.MemberDescriptorType, value: Any) -> None:
+    if value is _ABSENT:
+        slot.__delete__(owner)
+    else:
+        slot.__set__(owner, value)
 
 
 def _equal(tensor: torch.Tensor, values: torch.Tensor) -> bool:
@@ -217,29 +470,22 @@ def _set(owner: dict[str, Any], key: str, value: Any) -> None:
         owner[key] = value
 
 
-def _without_own(owner: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in owner.items() if key not in _OWN}
-
-
-def _different(owner: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    now = _without_own(owner)
-    if list(now) == list(before) and all(map(operator.is_, now.values(), before.values())):
-        return []
-    return [key for key in {**before, **now} if now.get(key, _ABSENT) is not before.get(key, _ABSENT)]
-
-
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _words(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+def _words(each: Any) -> str:
+    if isinstance(each, torch.Tensor | numpy.ndarray):
+        return f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}"
+    return f"{type(each).__name__} of {len(each)}"
 
 
 @contextmanager
 def undisturbed(modules: list[nn.Module], entry: ModuleState) -> Iterator[None]:
-    """What runs inside finds everything as at `entry`, and leaves it as it was. Raises ValuesAreGone."""
-    before = ModuleState(modules, generators=entry.has_drawn)  # a pass that drew no numbers draws none again
+    """What runs inside finds all that `entry` knows as at that moment. What that and the modules' state
+    now know is afterwards as before. Raises ValuesAreGone."""
+    # A pass that drew no numbers draws none again.
+    before = ModuleState(modules, generators=entry.has_drawn, also=entry.referred_to)
     try:
         entry.restore()
         yield

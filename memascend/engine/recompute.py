@@ -542,9 +542,9 @@ class BlockPass:
             pass
         except ValuesAreGone as gone:
             raise NotStreamable(
-                f"{self.unit.key} has a buffer, or a tensor in an attribute, {gone}, that was changed in place between "
-                "the forward pass and backward, which would compute the block again with the new values: change it "
-                "after backward()"
+                f"{self.unit.key} has a buffer, or an attribute's tensor or array, {gone}, that was changed in place "
+                "between the forward pass and backward, which would compute the block again with the new values: "
+                "change it after backward()"
             ) from gone
         else:
             raise self._differs(f"autograd saves {saved[0]} tensors of it, where it saved {len(self._handles)}")

@@ -2,7 +2,8 @@
 
 What a forward pass may depend on beside arguments, parameters, buffers and known generators of random numbers has no
 limit (a counter of a class, a generator in a closure, a file), so the result is looked at in the place of the causes:
-`torch.utils.checkpoint`'s `determinism_check` does the same with shapes, dtypes and devices alone.
+`torch.utils.checkpoint`'s `determinism_check` does the same with shapes, dtypes and devices alone. What changes no
+tensor that autograd saves is not found.
 """
 
 from __future__ import annotations
