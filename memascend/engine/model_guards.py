@@ -208,8 +208,6 @@ def require_own_memory(model: nn.Module) -> None:
     the engine moves each by itself, and what is changed of one would no longer be seen in the other."""
     found: dict[int, tuple[torch.Tensor, str, bool]] = {}
     for prefix, module in model.named_modules():
-        if _CLOSED in vars(module):  # parameters are empty, and were looked at when they were moved
-            return
         named = [(name, each, True) for name, each in module._parameters.items()]
         named += [(name, each, False) for name, each in module._buffers.items()]
         named += [(name, each, False) for name, each in vars(module).items() if isinstance(each, torch.Tensor)]

@@ -269,7 +269,6 @@ class StreamingEngine(HookedRuntime):
         options = options or EngineOptions()
         require_not_streamed(model)
         require_python_modules(model)
-        require_own_memory(model)
         homes.require_not_open_here(folder)
         units = _kept_units(model, blocks, options, lambda layout: lies_as(folder, owner, layout))
         home, options, kept = kept_home(folder, owner, units.layout, options, config, faults)

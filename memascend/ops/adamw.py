@@ -212,7 +212,9 @@ class AdamW(torch.optim.Optimizer):
         if parameter.grad.layout != torch.strided:
             raise ValueError(f"{type(self).__name__}: the gradient of {name} is sparse: use a dense one")
         if asked := [option for option in ("amsgrad", "maximize") if group.get(option)]:
-            raise ValueError(f"{type(self).__name__}: a group asks for {asked[0]}, which is not done here: leave it out")
+            raise ValueError(
+                f"{type(self).__name__}: a group asks for {asked[0]}, which is not done here: leave it out"
+            )
         state = self.state[parameter] or self._begin(parameter, name)
         state["step"] += 1
         options = {"step": int(state["step"]), "lr": float(group["lr"])}
