@@ -11,13 +11,20 @@ from typing import Any
 import torch
 from deepspeed.runtime.swap_tensor.utils import SwapBufferManager
 
+from memascend.planner.derived_sizes import STATES
+
 
 class GrowingBuffers(SwapBufferManager):
-    """Stands where ``optimizer_utils.SwapBufferManager`` stands; ``count`` is what it began with."""
+    """Stands where ``optimizer_utils.SwapBufferManager`` stands; ``count`` is what it began with.
+
+    With pipelined reads and writes three sub-groups are under way, and each may need one more.
+    """
 
     def allocate(self, num_elems: int, count: int, dtype: torch.dtype) -> list[torch.Tensor] | None:
-        if self.free_buffer_index and count == len(self.free_buffer_index) + 1:
+        missing = count - len(self.free_buffer_index)
+        if missing > 0 and len(self.all_buffers) + missing <= self.count + self.count // STATES:
             like: Any = torch.empty(0, dtype=self.dtype)
-            self.all_buffers.append(self.aio_handle.new_cpu_locked_tensor(self.num_elems, like).zero_())
-            self.free_buffer_index.append(len(self.all_buffers) - 1)
+            for _ in range(missing):
+                self.all_buffers.append(self.aio_handle.new_cpu_locked_tensor(self.num_elems, like).zero_())
+                self.free_buffer_index.append(len(self.all_buffers) - 1)
         return super().allocate(num_elems, count, dtype)

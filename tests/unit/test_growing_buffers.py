@@ -1,0 +1,50 @@
+"""Optimizer buffers that begin without one for the gradient grow by one for each sub-group under way, and no more."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.deepspeed
+
+NUMEL = 16
+
+
+class Handle:
+    def new_cpu_locked_tensor(self, numel, like):
+        return torch.empty(numel, dtype=like.dtype)
+
+    def free_cpu_locked_tensor(self, tensor):
+        pass
+
+
+@pytest.fixture
+def made(monkeypatch):
+    from deepspeed.runtime.swap_tensor import utils
+
+    from memascend.integrations.deepspeed.growing_buffers import GrowingBuffers
+
+    monkeypatch.setattr(utils.dist, "get_rank", lambda: 1)  # rank 0 prints
+    return lambda count: GrowingBuffers(num_elems=NUMEL, count=count, dtype=torch.float32, aio_handle=Handle())
+
+
+def taken(buffers, count):
+    return buffers.allocate(NUMEL, count, torch.float32)
+
+
+@pytest.mark.parametrize("under_way", [1, 2, 3])
+def test_each_sub_group_under_way_may_need_a_buffer_for_its_gradient(made, under_way):
+    buffers = made(3 * under_way)
+    groups = [taken(buffers, 4) for _ in range(under_way)]
+    assert len({buffer.data_ptr() for group in groups for buffer in group}) == 4 * under_way
+    assert taken(buffers, 4) is None
+    buffers.free(groups[0])
+    assert len(taken(buffers, 3)) == 3
+    assert len(buffers.all_buffers) == 4 * under_way
+
+
+def test_nothing_grows_while_no_gradient_needs_a_buffer(made):
+    buffers = made(9)
+    for _ in range(3):
+        groups = [taken(buffers, 3) for _ in range(3)]
+        for group in groups:
+            buffers.free(group)
+    assert len(buffers.all_buffers) == 9
