@@ -205,14 +205,20 @@ def require_not_streamed(model: nn.Module) -> None:
 
 def require_own_memory(model: nn.Module) -> None:
     """NotStreamable where two parameters, or a parameter and a buffer or another tensor of a module, lie in one memory:
-    the engine moves each by itself, and what is changed of one would no longer be seen in the other."""
+    the engine moves each by itself, and what is changed of one would no longer be seen in the other. Parameters that
+    stand for values in files have one element for all of theirs, and are no matter."""
     found: dict[int, tuple[torch.Tensor, str, bool]] = {}
     for prefix, module in model.named_modules():
         named = [(name, each, True) for name, each in module._parameters.items()]
         named += [(name, each, False) for name, each in module._buffers.items()]
         named += [(name, each, False) for name, each in vars(module).items() if isinstance(each, torch.Tensor)]
         for name, tensor, is_parameter in named:
-            if tensor is not None and tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
+            if (
+                tensor is not None
+                and tensor.layout == torch.strided
+                and tensor.numel() > 1
+                and _has_all_elements(tensor)
+            ):
                 found.setdefault(id(tensor), (tensor, f"{prefix}.{name}" if prefix else name, is_parameter))
     reached: dict[bool, tuple[int, str]] = {True: (0, ""), False: (0, "")}  # by parameters, and by others
     for begin, end, name, is_parameter in sorted((*_extent(t), name, of) for t, name, of in found.values()):
@@ -224,6 +230,10 @@ def require_own_memory(model: nn.Module) -> None:
                     "make one of them a copy (.clone())"
                 )
         reached[is_parameter] = max(reached[is_parameter], (end, name))
+
+
+def _has_all_elements(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -102,7 +102,7 @@ def program():
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(25, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("arm", "clip"), [("optimized", 0.0), ("none", 0.5)])
+@pytest.mark.parametrize(("arm", "clip"), [("optimized", 0.0), pytest.param("none", 0.5, marks=pytest.mark.slow)])
 @pytest.mark.timeout(1800)
 def test_a_killed_engine_goes_on_from_its_last_completed_step_to_the_same_bits(tmp_path, arm, clip, rounds):
     parts, instants, said, kills = program(), random.SystemRandom(), 0, 0
@@ -131,7 +131,10 @@ def test_a_killed_engine_goes_on_from_its_last_completed_step_to_the_same_bits(t
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 30), marks=pytest.mark.slow)], ids=["2", "28"])
-@pytest.mark.parametrize("versions", [2, 1], ids=["two versions", "one version and a redo"])
+@pytest.mark.parametrize(
+    "versions",
+    [pytest.param(2, marks=pytest.mark.slow, id="two versions"), pytest.param(1, id="one version and a redo")],
+)
 @pytest.mark.timeout(1800)
 def test_a_home_of_an_earlier_layout_that_was_killed_in_a_step_goes_on_by_default_to_the_same_bits(
     tmp_path, versions, seeds

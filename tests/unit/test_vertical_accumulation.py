@@ -108,7 +108,9 @@ def assert_both_orders_are_equal(kind, folder, count, expected, *rest, **options
 
 @pytest.mark.parametrize("clip", [0.0, 0.5], ids=["as they come", "clipped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "count", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow), 8]
+)
 def test_any_number_of_micro_batches_trains_as_one_after_the_other(tmp_path, count, dtype, clip):
     assert_both_orders_are_equal("Plain", tmp_path, count, "vertical" if count > 1 else "horizontal", dtype, clip=clip)
 

@@ -39,7 +39,7 @@ def drawn(folder: Path, exhibit: str):
 
 
 @pytest.mark.parametrize("exhibit", built_exhibits())
-@pytest.mark.parametrize("amount", ["full", "smoke"])
+@pytest.mark.parametrize("amount", ["full", pytest.param("smoke", marks=pytest.mark.slow)])
 def test_draws_and_keeps_its_text_inside(request: pytest.FixtureRequest, amount: str, exhibit: str) -> None:
     figure = drawn(request.getfixturevalue(amount), exhibit)
     frame = figure.bbox
