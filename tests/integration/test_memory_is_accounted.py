@@ -19,7 +19,7 @@ def held(record, owner):
     return sum(e["reserved_bytes"] for e in record["ledger"] if e["at_peak"] and e["owner"] == owner)
 
 
-@pytest.mark.parametrize("arm", [pytest.param(PUBLISHED, marks=pytest.mark.slow), OURS], ids="-".join)
+@pytest.mark.parametrize("arm", [PUBLISHED, OURS], ids="-".join)
 def test_locked_buffers_are_what_the_kernel_locks(record, arm):
     memory = record(arm)["memory"]
     assert memory["locked_bytes"] == pytest.approx(memory["locked_buffers_bytes"], rel=0.02)

@@ -426,7 +426,9 @@ def trained_with_a_trap(trap, folder, where, what, error, **options):
         return loop.contents()
 
 
-@pytest.mark.parametrize("options", [{}, {"clip": 0.5}], ids=["as they come", "clipped"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, id="as they come"), pytest.param({"clip": 0.5}, id="clipped", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("where", ["at the beginning", "in a block", "in backward", "at the end"])
 def test_an_error_in_one_ends_all_and_the_step_can_be_done_again(tmp_path, trap, where, options):
     def what():
@@ -492,7 +494,7 @@ def test_more_micro_batches_than_announced_are_refused_before_any(tmp_path):
 
 
 @pytest.mark.parametrize("order", ["horizontal", "vertical"])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "call", ["optimizer.step", "optimizer.zero_grad", "model.zero_grad"], ids=lambda name: name.replace(".", " ")
 )

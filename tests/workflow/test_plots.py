@@ -73,7 +73,9 @@ def test_what_shows_published_or_modelled_numbers_or_a_structure_draws_and_says_
     plt.close(picture)
 
 
-@pytest.mark.parametrize("exhibit", built_exhibits())
+@pytest.mark.parametrize(
+    "exhibit", [pytest.param(name, marks=[pytest.mark.slow] * (n > 2)) for n, name in enumerate(built_exhibits())]
+)
 def test_the_line_under_the_axes_names_commit_and_date_of_the_records(full: Path, exhibit: str) -> None:
     figure = drawn(full, exhibit)
     text = " ".join(word for t in figure.texts for word in t.get_text().split())
