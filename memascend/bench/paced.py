@@ -57,11 +57,11 @@ class Drive:
     def left(self) -> None:
         """It is closed."""
 
-    def moved(self, nbytes: int, served: Promise) -> None:
-        """The transfer itself has ended."""
+    def moved(self, nbytes: int, *, late: bool) -> None:
+        """The transfer itself has ended, `late` if after its turn."""
         with self._counting:
             self._bytes += nbytes
-            self._late_bytes += nbytes * served.done()
+            self._late_bytes += nbytes * late
 
     @property
     def late_share(self) -> float:
@@ -235,7 +235,10 @@ class PacedTier:
         with self._lock:
             self._busy.begin(write)
         served = self._drive.serve(nbytes, ended, write=write, priority=priority)
-        moving.add_done_callback(lambda _: self._drive.moved(nbytes, served))
+        # Callbacks run in the order in which completions ended; `served.done()` would say what holds when one runs.
+        turn_over: list[bool] = []
+        served.add_done_callback(lambda _: turn_over.append(True))
+        moving.add_done_callback(lambda _: self._drive.moved(nbytes, late=bool(turn_over)))
         return all_of([moving, served]).then(lambda values: values[0])
 
     def close(self) -> None:

@@ -50,9 +50,16 @@ def test_bytes_are_late_where_the_drive_has_them_before_the_path(tmp_path, late)
     path.write = lambda *_, **__: moving
     tier = PacedTier(path, drive)
     written = tier.write("a", torch.empty(1024))
-    for promise in (drive.served, moving) if late else (moving, drive.served):
-        assert not written.done()
-        promise.set_result()
+    held = threading.Event()
+    first, second = (drive.served, moving) if late else (moving, drive.served)
+    busy = Promise("another's callback")
+    busy.add_done_callback(lambda _: held.wait(10))
+    busy.set_result()  # callbacks run when both have ended
+    assert not written.done()
+    first.set_result()
+    assert not written.done()
+    second.set_result()
+    held.set()
     written.wait(10)
     tier.close()
     assert drive.late_share == late
