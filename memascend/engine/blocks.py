@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memascend.engine.device import DeviceWeights
 from memascend.engine.layout import Kind, Part, Unit, UnitParameters, make_layout
 from memascend.engine.resting import at_rest
-from memascend.engine.spilled import flat_values, forget, let_go
+from memascend.engine.spilled import flat_values, forget, release
 from memascend.engine.weights import WeightStream
 from memascend.ops.rows import can_be_sliced
 from memascend.storage.interrupts import whole
@@ -197,9 +197,9 @@ class ModelUnits:
         flat = [(part, flat_values(self._by_name[part.name])) for part in unit.parts]
         return [(part, each[part.offset : part.offset + part.numel]) for part, each in flat]
 
-    def looked_at(self, part: Part) -> None:
-        """Its values have been moved: what of them waited in a file need not be in memory."""
-        let_go(self._by_name[part.name])
+    def moved(self, part: Part) -> None:
+        """Give back what its values took, where they waited in a file."""
+        release(self._by_name[part.name], part.offset, part.numel)
 
     def matrix(self, key: str) -> nn.Parameter:
         """That is cut into slices."""

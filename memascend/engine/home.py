@@ -107,13 +107,16 @@ class StateHome:
         versions: int = 2,
         beside: Sequence[int] = (),
         slack: int = 0,
+        released: int = 0,
         config: DirectEngineConfig | None = None,
         faults: Any = None,
     ) -> StateHome:
         """For tensors of `sizes` bytes, in the new or empty `folder`; all space is taken now (`store_bytes`).
 
-        `owner`: what the states are of; whoever opens them says the same. Raises StorageError where there is no room,
-        with nothing left behind, and ValueError for a folder that holds something.
+        `owner`: what the states are of; whoever opens them says the same. `released`: bytes on the same file system
+        that the caller gives back while it fills the home; where there are any, space is taken by what is written, and
+        the rest by `take_space`. Raises StorageError where there is no room, with nothing left behind, and ValueError
+        for a folder that holds something.
         """
         folder, sizes = Path(folder), list(sizes)
         if folder.exists() and any(folder.iterdir()):
@@ -122,7 +125,7 @@ class StateHome:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path, log = folder / _FILE, _log_bytes(len(sizes) + len(beside))
         try:
-            _allocate(path, store_bytes(sizes, versions=versions, beside=beside, slack=slack), versions)
+            _allocate(path, store_bytes(sizes, versions=versions, beside=beside, slack=slack), versions, released)
             _C.storage_format([str(path)], owner, [], _CHUNK_BYTES, log)
             home = cls(folder, owner, _config(folder, config), faults, new=True)
         except BaseException:
@@ -148,6 +151,12 @@ class StateHome:
             what = "no states" if found is None else f"states of {found!r}"
             raise NotThisModel(f"{folder} holds {what}, and {owner!r} was asked for: name another folder")
         return cls(folder, owner, _config(folder, config), faults)
+
+    def take_space(self) -> None:
+        """Take the space of the whole file, as far as it is not taken yet: what is in it stays. Raises StorageError."""
+        path = self.folder / _FILE
+        with open(path, "r+b") as file:
+            _take_space(file, path, os.fstat(file.fileno()).st_size)
 
     def _open(self) -> DirectTier:
         chosen = {} if self._compares or self._config.checksums != "auto" else {"checksums": "write"}
@@ -488,16 +497,24 @@ def _fill_with_zeros(file: BinaryIO, path: Path, size: int) -> None:
         raise StorageError("allocation", str(path), 0, size, 0, error.errno, error.strerror) from error
 
 
-def _allocate(path: Path, size: int, versions: int) -> None:
-    free = free_bytes(path.parent, size)
+def _allocate(path: Path, size: int, versions: int, released: int = 0) -> None:
+    free = free_bytes(path.parent, size - released) + released
     if size > free:
         what = "two versions of all states" if versions == 2 else "one version of all states and what is beside it"
         raise StorageError("allocation", str(path), 0, size, free, errno.ENOSPC, f"{what} do not fit")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o600), "wb") as file:  # all weights and moments: nobody else's to read
-        try:
-            os.posix_fallocate(file.fileno(), 0, size)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise StorageError("allocation", str(path), 0, size, 0, error.errno, error.strerror) from error
+        if released:
+            os.ftruncate(file.fileno(), size)
+        else:
+            _take_space(file, path, size)
+
+
+def _take_space(file: BinaryIO, path: Path, size: int) -> None:
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise StorageError("allocation", str(path), 0, size, 0, error.errno, error.strerror) from error
+        if os.fstat(file.fileno()).st_size < size:
             _fill_with_zeros(file, path, size)  # a file system that takes no space beforehand

@@ -46,16 +46,18 @@ def versions_for(
     *,
     redo: bool = True,
     beside_two: int = 0,
+    released: int = 0,
 ) -> Versions:
     """Two where they fit, else one; `asked` for what it is. Room is not reserved: `StateHome.create` does that.
-    `beside_two`: bytes of the files beside two versions, such as that of gradients, which lie with one version."""
+    `beside_two`: bytes of the files beside two versions, such as that of gradients, which lie with one version.
+    `released`: bytes of the disk that are given back as the home is filled."""
     two, one = (bytes_of(layout, count, gradients, slots, redo=redo) for count in (2, 1))
     if asked is not None:
         return Versions(asked, two if asked == 2 else one, "as asked for")
     parent = Path(folder)
     while not parent.exists():
         parent = parent.parent
-    free = free_bytes(parent, two + beside_two)
+    free = free_bytes(parent, two + beside_two - released) + released
     if two + beside_two <= free or one > free:
         return Versions(2, two, f"{free / _GIB:.2f} GiB are free")
     why = f"two take {(two + beside_two) / _GIB:.2f} GiB and {free / _GIB:.2f} are free"

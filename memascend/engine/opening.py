@@ -35,18 +35,28 @@ def new_home(
     faults: Any = None,
     *,
     buffers: int = 0,
+    released: int = 0,
 ) -> tuple[StateHome, EngineOptions, str]:
     """(the home, the options with the number of versions, why so many), with room for so many bytes of the model's
-    buffers. Raises StorageError, ValueError."""
+    buffers. `released`: see `StateHome.create`. Raises StorageError, ValueError."""
     gradients, slots = options.gradients, options.state_slots
     asked = options.versions if options.redo else 1
     beside_two = file_beside_bytes(layout, replace(options, versions=2, redo=True))
-    chosen = versions_for(folder, layout, asked, gradients, slots, redo=options.redo, beside_two=beside_two)
+    chosen = versions_for(
+        folder, layout, asked, gradients, slots, redo=options.redo, beside_two=beside_two, released=released
+    )
     options = replace(options, versions=chosen.count)
     extra = beside(layout, chosen.count, gradients, slots, redo=options.redo)
     extra["slack"] = extra.get("slack", 0) + 2 * buffers
     home = StateHome.create(
-        folder, owned_by(owner, layout), layout.nbytes, versions=chosen.count, **extra, config=config, faults=faults
+        folder,
+        owned_by(owner, layout),
+        layout.nbytes,
+        versions=chosen.count,
+        **extra,
+        released=released,
+        config=config,
+        faults=faults,
     )
     for kind, what in _ONE_VERSION.items():
         if getattr(options, kind):

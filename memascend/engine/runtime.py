@@ -54,6 +54,7 @@ from memascend.engine.operators import Taken
 from memascend.engine.options import EngineOptions
 from memascend.engine.profile import StepProfile
 from memascend.engine.recompute import OldGraph, PassUnderWay
+from memascend.engine.spilled import releasable_bytes
 from memascend.engine.swap import Decision, Swapping, link_rate
 from memascend.engine.updates import AdamSettings, Updates
 from memascend.engine.vertical import ORDERS, ForwardFootprint, Lanes, Route, SummedGradients, cannot_be_carried_over
@@ -230,12 +231,15 @@ class StreamingEngine(HookedRuntime):
         require_values(model)
         require_own_memory(model)
         units = _units(model, blocks, options)
-        home, options, why = new_home(folder, owner, units.layout, options, config, faults, buffers=room_bytes(model))
+        released = releasable_bytes(model.parameters(), folder)
+        home, options, why = new_home(
+            folder, owner, units.layout, options, config, faults, buffers=room_bytes(model), released=released
+        )
         try:
             engine = cls(model, units, home, groups, options, allocator or PageAlignedPinnedAllocator())
             engine.versions_why = why
             try:
-                engine._move_in(facts or {})
+                engine._move_in(facts or {}, released > 0)
             except BaseException:
                 engine._hooks.remove()
                 engine._stop_work()
@@ -295,15 +299,16 @@ class StreamingEngine(HookedRuntime):
         return engine, facts
 
     @torch.no_grad()
-    def _move_in(self, facts: dict[str, Any]) -> None:
-        """Weights, zero moments and masters to the tier; parameters go empty only when all of it is committed."""
+    def _move_in(self, facts: dict[str, Any], takes_space: bool) -> None:
+        """Weights, zero moments and masters to the tier; parameters go empty only when all of it is committed.
+        `takes_space`: the home has taken that of what is written alone."""
         layout = self.layout
         for unit in layout.units:
             slot = self._stream.put(unit.key)
             slot.zero_()
             for part, values in self.units.values(unit):
                 slot[part.first : part.first + part.numel].copy_(values)
-                self.units.looked_at(part)
+                self.units.moved(part)
             for piece in unit.pieces:
                 states = self._states.put(piece.key)
                 states.zero_()
@@ -315,6 +320,8 @@ class StreamingEngine(HookedRuntime):
             self._stream.write(unit.key)
             self._stream.release(unit.key)
         self._flush()
+        if takes_space:
+            self.home.take_space()
         self._kept_buffers.begin()
         self._commit(facts)
         self._be_ready()

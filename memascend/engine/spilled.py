@@ -1,6 +1,7 @@
 """A model whose weights wait in files until the engine takes them, so that it never is in memory as a whole.
 
-Initialised ones are put into a file as they are made; those of a folder stay in its files (`wait_in`).
+Initialised ones are put into a file as they are made, and leave it as they are moved (`release`); those of a folder
+stay in its files (`wait_in`).
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -17,8 +20,17 @@ from torch import nn
 from memascend.storage.byte_views import byte_view
 from memascend.storage.tensor_folder import StoredTensor
 
-_PAGES = "_memascend_pages"  # of a parameter: the map that its values lie in
+_PAGES = "_memascend_pages"  # of a parameter: the `_Pages` that its values lie in
 _STORED = "_memascend_stored"  # of a parameter without values: the tensor of a file that has them
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """A map of a file on `device` (st_dev). `releasable`: the file system can take out a range of the file."""
+
+    map: mmap.mmap
+    device: int
+    releasable: bool
 
 
 class SpilledValues:
@@ -30,7 +42,8 @@ class SpilledValues:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = tempfile.TemporaryFile(dir=folder, prefix="values-")  # noqa: SIM115
-        self._end = 0
+        self._device, self._end = os.fstat(self._file.fileno()).st_dev, 0
+        self._releasable = _is_releasable(self._file.fileno())
 
     def __enter__(self) -> Self:
         return self
@@ -52,7 +65,17 @@ class SpilledValues:
         step = mmap.ALLOCATIONGRANULARITY
         self._end += -(-len(raw) // step) * step
         parameter.data = torch.frombuffer(pages, dtype=parameter.dtype).view(parameter.shape)
-        setattr(parameter, _PAGES, pages)
+        setattr(parameter, _PAGES, _Pages(pages, self._device, self._releasable))
+
+
+def _is_releasable(handle: int) -> bool:
+    os.pwrite(handle, bytes(mmap.PAGESIZE), 0)
+    with mmap.mmap(handle, mmap.PAGESIZE) as page:
+        try:
+            page.madvise(mmap.MADV_REMOVE)
+        except OSError:
+            return False
+    return True
 
 
 def wait_in(parameter: nn.Parameter, stored: StoredTensor) -> None:
@@ -66,13 +89,30 @@ def flat_values(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.detach().reshape(-1) if stored is None else stored.flat()
 
 
-def let_go(parameter: nn.Parameter) -> None:
-    """Its values have been looked at: the kernel may have the memory back. They stay in the file."""
+def release(parameter: nn.Parameter, first: int, numel: int) -> None:
+    """Give back the memory of elements `first` to `first + numel`, which have been moved.
+
+    Spilled ones also leave their file, page by page, where the file system can take out a range of one: they read as
+    zeros from then on. Those of a folder stay in its files.
+    """
     pages = getattr(parameter, _PAGES, None)
     if pages is not None:
-        pages.madvise(mmap.MADV_DONTNEED)
+        begin, end = (element * parameter.element_size() for element in (first, first + numel))
+        begin = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        if end < len(pages.map):  # else nothing lies behind it on its last page
+            end = end // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end:
+            pages.map.madvise(mmap.MADV_REMOVE if pages.releasable else mmap.MADV_DONTNEED, begin, end - begin)
     if (stored := getattr(parameter, _STORED, None)) is not None:
         stored.let_go()
+
+
+def releasable_bytes(parameters: Iterable[nn.Parameter], folder: str | os.PathLike[str]) -> int:
+    """Return the bytes that `release` will give back on the file system of `folder`, which need not exist."""
+    where = Path(folder).absolute()
+    device = next(os.stat(each).st_dev for each in (where, *where.parents) if each.exists())
+    found = [pages for p in parameters if (pages := getattr(p, _PAGES, None)) is not None]
+    return sum(len(pages.map) for pages in found if pages.releasable and pages.device == device)
 
 
 def forget(parameter: nn.Parameter) -> None:

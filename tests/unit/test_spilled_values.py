@@ -1,0 +1,128 @@
+"""Initialised weights wait in a file, and leave it as the engine takes them: the disk never holds both."""
+
+import errno
+import mmap
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from memascend.engine.options import EngineOptions
+from memascend.engine.runtime import StreamingEngine
+from memascend.engine.spilled import SpilledValues, flat_values, releasable_bytes, release
+from memascend.storage import freed_space
+from memascend.storage.errors import StorageError
+
+WIDTH = 512  # a matrix takes a MiB
+
+
+class Model(nn.Module):
+    def __init__(self, layers=6):
+        super().__init__()
+        self.embedding = nn.Embedding(1000, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, ids):
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = layer(hidden).relu()
+        return hidden.sum()
+
+
+def spilled(model, folder):
+    with SpilledValues(folder) as values:
+        for module in model.modules():
+            values.take(module)
+    return model
+
+
+def start(model, folder, **options):
+    settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    groups = [{"params": list(model.parameters()), **settings}]
+    return StreamingEngine.start(model, folder, groups, EngineOptions(versions=1, redo=False, **options))
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """What `release` takes out of files, in bytes."""
+    seen = []
+
+    class Counted(mmap.mmap):
+        def madvise(self, option, *at):
+            if option == mmap.MADV_REMOVE:
+                seen.append(at[1] if at else len(self))
+            return super().madvise(option, *at)
+
+    monkeypatch.setattr(mmap, "mmap", Counted)
+    return seen
+
+
+def test_a_released_part_reads_as_zeros_and_the_rest_as_before(tmp_path):
+    layer = nn.Linear(WIDTH, WIDTH)
+    before = layer.weight.detach().clone().flatten()
+    spilled(layer, tmp_path)
+    release(layer.weight, 1000, 100_000)
+    page, after = mmap.PAGESIZE // 4, flat_values(layer.weight)
+    first, end = -(-1000 // page) * page, 101_000 // page * page
+    assert torch.equal(after[:first], before[:first])
+    assert torch.equal(after[end:], before[end:])
+    assert not after[first:end].any()
+
+
+def test_all_values_leave_their_file_as_they_move_and_train_as_those_of_a_model_in_memory(tmp_path, taken):
+    torch.manual_seed(0)
+    ours = Model()
+    theirs = Model()
+    theirs.load_state_dict(ours.state_dict())
+    nbytes = sum(p.nbytes for p in ours.parameters())
+    spilled(ours, tmp_path / "values")
+    taken.clear()
+    assert nbytes <= releasable_bytes(ours.parameters(), tmp_path / "states") < nbytes + 16 * mmap.ALLOCATIONGRANULARITY
+    engines = [start(model, tmp_path / name) for model, name in ((ours, "states"), (theirs, "others"))]
+    assert nbytes - 16 * mmap.PAGESIZE <= sum(taken) < nbytes + 16 * mmap.PAGESIZE
+    sizes = [os.stat(tmp_path / name / "states") for name in ("states", "others")]
+    assert sizes[0].st_size == sizes[1].st_size
+    assert sizes[0].st_blocks >= sizes[1].st_blocks  # its space is taken, too
+    ids = torch.arange(64)
+    losses = []
+    for model, engine in zip((ours, theirs), engines, strict=True):
+        for _ in range(2):
+            loss = model(ids)
+            loss.backward()
+            engine.finish_step()
+        losses.append(model(ids).detach())
+        engine.close(destroy=True)
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("short_by", [0, 1])
+def test_states_fit_where_there_is_room_for_them_without_the_file_that_they_come_from(tmp_path, monkeypatch, short_by):
+    monkeypatch.setattr(freed_space, "_MOST_S", 0.0)  # nothing else is to come back
+    model = spilled(Model(), tmp_path)
+    probe = start(Model(), tmp_path / "probe")
+    size = os.stat(tmp_path / "probe" / "states").st_size
+    probe.close(destroy=True)
+    usage = freed_space.shutil.disk_usage(tmp_path)
+    free = size - releasable_bytes(model.parameters(), tmp_path) - short_by
+    monkeypatch.setattr(freed_space.shutil, "disk_usage", lambda _: usage._replace(free=free))
+    if short_by:
+        with pytest.raises(StorageError) as full:
+            start(model, tmp_path / "states")
+        assert full.value.errno == errno.ENOSPC
+        assert not (tmp_path / "states").exists()
+    else:
+        start(model, tmp_path / "states").close(destroy=True)
+
+
+def test_a_file_system_that_takes_nothing_out_of_a_file_has_room_for_both(tmp_path, monkeypatch):
+    class Whole(mmap.mmap):
+        def madvise(self, option, *at):
+            if option == mmap.MADV_REMOVE:
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+            return super().madvise(option, *at)
+
+    monkeypatch.setattr(mmap, "mmap", Whole)
+    model = spilled(Model(), tmp_path)
+    assert releasable_bytes(model.parameters(), tmp_path) == 0
+    start(model, tmp_path / "states").close(destroy=True)
