@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from hardware.memory_limit import MemoryGroup
 from memascend.training.progress import read_metrics
 from tests import forked
 from tests.chaos.draws import Draw
 from tests.chaos.judge import SMALL_BYTES, Outcome, fill, left_behind
-from tests.chaos.sandbox import MemoryGroup, small_file_system
+from tests.chaos.sandbox import small_file_system
 from tests.chaos.verdicts import EQUAL, NAMED, NOT_RUN
 from tests.train_runs import MODEL, command, environment, text_folder
 

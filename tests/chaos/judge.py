@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hardware.memory_limit import MemoryGroup
 from tests.chaos import power
 from tests.chaos.befall import CODES, Befallen
 from tests.chaos.draws import STEPS, Draw
 from tests.chaos.loops import LOOPS, Loop
-from tests.chaos.sandbox import MemoryGroup, Phase, forked, left_processes, small_file_system
+from tests.chaos.sandbox import Phase, forked, left_processes, small_file_system
 from tests.chaos.verdicts import EQUAL, NAMED, NOT_RUN, REFUSED
 
 _HEARD_S = 6.0  # a second is asked for, on a machine that has nothing else to do

@@ -18,11 +18,12 @@ import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from hardware.memory_limit import MemoryGroup
 
 INSIDE = "MEMASCEND_CHAOS_NAMESPACES"
 _UNSHARE = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -57,38 +58,6 @@ def small_file_system(folder: Path, size_bytes: int) -> Iterator[Path]:
             time.sleep(0.05)
         else:
             subprocess.run(["umount", "--lazy", str(folder)], check=False)
-
-
-class MemoryGroup:
-    """A new control group below this process's, with a limit."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        """Raises OSError where none can be made."""
-        version, place = 2, Path("/sys/fs/cgroup")
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if "memory" in controllers.split(","):
-                version, place = 1, Path("/sys/fs/cgroup/memory") / path.lstrip("/")
-                break
-        self.folder = place / f"memascend-chaos-{uuid.uuid4().hex}"
-        self.folder.mkdir()
-        limit = {1: "memory.limit_in_bytes", 2: "memory.max"}[version]
-        try:
-            (self.folder / limit).write_text(str(limit_bytes))
-        except OSError:
-            self.folder.rmdir()
-            raise
-
-    def take_in(self, pid: int) -> None:
-        (self.folder / "cgroup.procs").write_text(str(pid))
-
-    def remove(self) -> None:
-        for _ in range(200):
-            try:
-                self.folder.rmdir()
-                return
-            except OSError:
-                time.sleep(0.02)
 
 
 @dataclass

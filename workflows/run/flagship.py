@@ -1,0 +1,306 @@
+"""Train a model larger than the host's memory, all of its weights, under a limit on memory, and kill it on the way.
+
+usage: python -m workflows.run.flagship --model llama3.1-8b --folder nvme --out results/raw/flagship-llama3.1-8b.json
+
+What it does, in one run on one machine:
+1. `memascend train --system lohan` from initialised weights on packages of Python's standard library, in a control
+   group that limits memory; stopped after --compared steps, its losses kept.
+2. The same again from nothing, killed (SIGKILL) at --kills random instants in these steps and resumed each time; then
+   on to --steps, with evaluations on held-out text. Losses of the first steps must equal those of 1 to the bit.
+3. What bounds a step: matrix products at the model's shapes, timed alone with the same threads, and the bytes of a step
+   over the rate of fio at the same mix of reads and writes on the same drive; both before and after the training.
+
+One record, kind ``flagship``: each step of each call, the peaks of memory, bytes on the disk, bounds, and what held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hardware.memory_limit import MemoryGroup
+from memascend.planner import model_spec
+from memascend.training.progress import read_metrics
+from workflows import staleness
+from workflows.run import children, provenance
+
+_GIB = 1 << 30
+_TEXT = ("asyncio", "email", "json")  # of the standard library: some 200,000 tokens
+_POLL_S = 0.1
+_REPEATS = 5  # of a product
+_FIRST_STEP_S = 30.0  # a guess, for a kill in the first step
+_FIO_S, _FIO_BYTES = 15, 8 << 30
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", default="llama3.1-8b", help="a committed configuration (default llama3.1-8b)")
+    p.add_argument("--twin", type=int, default=1, help="divide its widths, to try the program (default 1)")
+    p.add_argument("--states", choices=("fp32", "bf16", "int8"), default="bf16", help="(default bf16)")
+    p.add_argument("--context", type=int, default=128, help="tokens of a step (default 128)")
+    p.add_argument("--steps", type=int, default=30, help="(default 30)")
+    p.add_argument("--compared", type=int, default=5, help="first steps that are trained twice (default 5)")
+    p.add_argument("--kills", type=int, default=3, help="in the compared steps (default 3)")
+    p.add_argument("--evaluate-every", type=int, default=10, help="steps (default 10)")
+    p.add_argument("--limit-gib", type=float, default=4.0, help="of the control group (default 4)")
+    p.add_argument("--seed", type=int, default=0, help="of the instants of the kills (default 0)")
+    p.add_argument("--folder", type=Path, required=True, help="on the drive that is trained on")
+    p.add_argument("--run-id", default="")
+    p.add_argument("--out", type=Path, required=True, help="the record")
+    args = p.parse_args(argv)
+    if not 0 < args.compared <= args.steps:
+        p.error("--compared: from 1 to --steps")
+    if not 0 <= args.kills <= args.compared:
+        p.error("--kills: at most one in each of the compared steps")
+    if shutil.which("fio") is None:
+        p.error("fio is not installed: apt-get install fio")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    with children.scratch_folder(args.folder) as place:
+        products = [product_seconds(args)]
+        compared = Training(args, place / "compared").until(args.compared)
+        print(f"{args.compared} steps without a kill: {_spoken(compared['steps'])}", flush=True)
+        shutil.rmtree(place / "compared")
+        training = Training(args, place / "run")
+        kills = training.killed_at_random()
+        calls = [*kills, training.to_the_end()]
+        disk = sum(path.stat().st_blocks * 512 for path in (place / "run").rglob("*") if path.is_file())
+        report = json.loads((place / "run" / "report.json").read_text())
+        steps, evaluations = training.steps(), training.evaluations()
+        shutil.rmtree(place / "run")
+        drive = [drive_rate(place, _mix(steps[-1])) for _ in range(2)]
+        products.append(product_seconds(args))
+    found = {"compared": compared, "calls": calls, "steps": steps, "evaluations": evaluations}
+    found |= {"disk_bytes": disk, "report": report, "products": products, "drive": drive}
+    fields = {"points_requested": _asked(args), "points": found, "summary": summary(args, found)}
+    code = staleness.digest("workflows.run.flagship", models=None)
+    record = provenance.write_record(args.out, args.run_id or args.out.stem, "flagship", code, fields)
+    print(json.dumps(record["summary"], indent=1))
+    return 0
+
+
+def _asked(args: argparse.Namespace) -> dict[str, Any]:
+    return {key: value for key, value in vars(args).items() if key not in ("folder", "out", "run_id")}
+
+
+def summary(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
+    """What the run shows, each with the number that it rests on."""
+    steps = found["steps"]
+    seconds = statistics.median(step["seconds"] for step in steps[1:] or steps)
+    compute = statistics.median(each["seconds"] for each in found["products"])
+    rate = statistics.median(each["bytes_per_s"] for each in found["drive"])
+    moved = statistics.median(step["read_bytes"] + step["written_bytes"] for step in steps[1:] or steps)
+    bound = max(compute, moved / rate)
+    parameters = found["report"]["parameters"]
+    # A step that a kill met after it was kept and before its row was written has no row.
+    losses = [{step["step"]: step["loss"] for step in rows} for rows in (found["compared"]["steps"], steps)]
+    compared = sorted(losses[0].keys() & losses[1].keys())
+    return {
+        "parameters": parameters,
+        "step_s": seconds,
+        "compute_bound_s": compute,
+        "drive_bound_s": moved / rate,
+        "of_the_bound": seconds / bound,
+        "host_peak_bytes": max(call["host_peak_bytes"] for call in found["calls"]),
+        "limit_bytes": int(args.limit_gib * _GIB),
+        "disk_bytes_a_parameter": found["disk_bytes"] / parameters,
+        "kills": sum(call["killed"] for call in found["calls"]),
+        "steps_compared": compared,
+        "losses_equal": bool(compared) and all(losses[0][step] == losses[1][step] for step in compared),
+        "held_out_losses": [each["loss"] for each in found["evaluations"]],
+    }
+
+
+def _spoken(steps: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{step['loss']:.4f} in {step['seconds']:.1f} s" for step in steps)
+
+
+# ---------------------------------------------------------------------------------------------------- the training
+
+
+class Training:
+    """One run of `memascend train` in `folder`, in however many calls."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args, self.folder = args, folder
+        self._random = random.Random(args.seed)
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Those that are done; after a kill a call goes on from the last that the states are of."""
+        return [row for row in read_metrics(self.folder / "metrics.jsonl") if row["kind"] == "step"]
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        return [row for row in read_metrics(self.folder / "metrics.jsonl") if row["kind"] == "eval"]
+
+    def until(self, step: int) -> dict[str, Any]:
+        """One call, killed when so many steps are done; the rows of these steps beside what it took."""
+        with self._begun() as (process, group):
+            while len(self.steps()) < step:
+                self._require_running(process)
+                time.sleep(_POLL_S)
+            call = self._killed(process, group)
+        return {**call, "steps": self.steps()[:step]}
+
+    def killed_at_random(self) -> list[dict[str, Any]]:
+        """Calls that were killed: each in another of the compared steps, at a random share of it."""
+        calls = []
+        for step in sorted(self._random.sample(range(self.args.compared), self.args.kills)):
+            share = self._random.random()
+            with self._begun() as (process, group):
+                while not self._has_done(step):
+                    self._require_running(process)
+                    time.sleep(_POLL_S)
+                last = self.steps()[-1]["seconds"] if step else _FIRST_STEP_S
+                time.sleep(share * last)
+                calls.append(self._killed(process, group) | {"after_step": step, "share_of_a_step": share})
+            print(f"killed after step {step} and {share * last:.1f} s", flush=True)
+        return calls
+
+    def to_the_end(self) -> dict[str, Any]:
+        with self._begun() as (process, group):
+            while process.poll() is None:
+                time.sleep(_POLL_S)
+            self._require_ended_well(process)
+            return self._call(group, killed=False)
+
+    def _has_done(self, steps: int) -> bool:
+        """Zero steps are done once the first one has begun, when the table's head is in the log."""
+        return len(self.steps()) >= steps if steps else "host peak" in self.folder.with_suffix(".log").read_text()
+
+    @contextlib.contextmanager
+    def _begun(self) -> Iterator[tuple[subprocess.Popen[bytes], MemoryGroup]]:
+        """A call in a new control group; whatever is left of it at the end is killed."""
+        group = MemoryGroup(int(self.args.limit_gib * _GIB))
+        begin = ["sh", "-c", f'echo $$ > {group.folder}/cgroup.procs && exec "$@"', "sh"]
+        log = self.folder.with_suffix(".log")
+        try:
+            with log.open("ab") as out:
+                process = subprocess.Popen([*begin, *self._command()], stdout=out, stderr=subprocess.STDOUT)
+            try:
+                yield process, group
+            finally:
+                group.kill()
+                process.wait()
+        finally:
+            group.remove()
+
+    def _command(self) -> list[str]:
+        train = [sys.executable, "-m", "memascend.cli", "train", "--output", str(self.folder)]
+        if (self.folder / "config.yaml").exists():
+            return [*train, "--resume"]
+        args = self.args
+        options = {
+            "model": args.model,
+            "twin": args.twin,
+            "system": "lohan",
+            "states": args.states,
+            "gradients": "bf16",
+            "state-versions": "one",
+            "clip": 0,
+            "checkpoints": "none",
+            "context": args.context,
+            "steps": args.steps,
+            "eval-every": args.evaluate_every,
+            "eval-sequences": 4,
+            "files": "*.py",
+        }
+        named = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        library = Path(sysconfig.get_paths()["stdlib"])
+        return [*train, "--random-weights", *named, "--data", *(str(library / name) for name in _TEXT)]
+
+    def _killed(self, process: subprocess.Popen[bytes], group: MemoryGroup) -> dict[str, Any]:
+        self._require_running(process)
+        group.kill()
+        process.wait()
+        return self._call(group, killed=True)
+
+    def _call(self, group: MemoryGroup, *, killed: bool) -> dict[str, Any]:
+        peaks = [step["host_peak_bytes"] for step in self.steps()]
+        return {"killed": killed, "group_peak_bytes": group.peak_bytes, "host_peak_bytes": max(peaks, default=0)}
+
+    def _require_running(self, process: subprocess.Popen[bytes]) -> None:
+        if process.poll() is not None:
+            raise OSError(f"training ended with status {process.returncode}: {self._last_line()}")
+
+    def _require_ended_well(self, process: subprocess.Popen[bytes]) -> None:
+        if process.returncode != 0:
+            raise OSError(f"training ended with status {process.returncode}: {self._last_line()}")
+
+    def _last_line(self) -> str:
+        lines = self.folder.with_suffix(".log").read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+
+# ---------------------------------------------------------------------------------------------- what bounds a step
+
+
+def product_seconds(args: argparse.Namespace) -> dict[str, Any]:
+    """The matrix products of a step, each timed alone: a block's forward product twice (it is computed again in
+    backward), the head's once, and two of backward. No attention and nothing elementwise: a lower bound."""
+    import torch
+
+    from memascend.integrations.pretrained import parameter_shapes
+
+    shapes = parameter_shapes(model_spec(args.model).twin(args.twin).hf_config_dict())
+    matrices = Counter((shape, "layers." in name) for name, shape in shapes if len(shape) == 2 and "embed" not in name)
+    rows, total = [], 0.0
+    for ((outputs, inputs), in_block), count in matrices.items():
+        weight = torch.randn(outputs, inputs).to(torch.bfloat16)
+        given = torch.randn(args.context, inputs).to(torch.bfloat16)
+        gradient = torch.randn(args.context, outputs).to(torch.bfloat16)
+        forward = _seconds(lambda w=weight, x=given: x @ w.t())
+        backward = _seconds(lambda w=weight, g=gradient, x=given: (g @ w, g.t() @ x))
+        total += count * ((2 if in_block else 1) * forward + backward)
+        row = {"shape": [outputs, inputs], "count": count, "in_block": in_block}
+        rows.append({**row, "forward_s": forward, "backward_s": backward})
+    return {"seconds": total, "threads": torch.get_num_threads(), "matrices": rows}
+
+
+def _seconds(product: Any) -> float:
+    product()
+    times = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        product()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _mix(step: dict[str, Any]) -> int:
+    """Per cent of reads."""
+    return round(100 * step["read_bytes"] / (step["read_bytes"] + step["written_bytes"]))
+
+
+def drive_rate(folder: Path, read_percent: int) -> dict[str, Any]:
+    """fio with direct I/O, mebibytes at a time and 16 of them under way, reads and writes mixed; of both together."""
+    file = folder / "fio"
+    command = ["fio", "--name=mixed", f"--filename={file}", f"--size={_FIO_BYTES}", "--rw=randrw", "--bs=1m"]
+    command += [f"--rwmixread={read_percent}", "--direct=1", "--ioengine=libaio", "--iodepth=16"]
+    command += ["--time_based", f"--runtime={_FIO_S}", "--output-format=json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    file.unlink(missing_ok=True)
+    if done.returncode != 0:
+        raise OSError(f"fio ended with status {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+    (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+    read, written = (job[way]["bw_bytes"] for way in ("read", "write"))
+    return {"read_percent": read_percent, "bytes_per_s": read + written, "read": read, "written": written}
+
+
+if __name__ == "__main__":
+    sys.exit(provenance.program("flagship", main))
