@@ -1,5 +1,5 @@
 # The way in: snakemake --cores all figures
-# Also: tables, claims, report, exhibits, artifact; one exhibit by its id (memascend-fig11); one paper by its name (lohan).
+# Also: tables, claims, report, exhibits, artifact, flagship; one exhibit by its id (memascend-fig11); one paper by its name (lohan).
 from snakemake.utils import min_version
 
 min_version("9.0")

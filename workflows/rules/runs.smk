@@ -17,3 +17,19 @@ rule record:
         code=lambda w: KNOWN.measures(w.run_id),
     shell:
         "({params.command}) > {log} 2>&1"
+
+
+# In no profile: the 8B model takes an hour and more, root for a control group, and 70 GB of the drive.
+rule flagship:
+    output:
+        record=f"{RAW}/flagship-llama3.1-8b.json",
+    log:
+        f"{RAW}/logs/flagship-llama3.1-8b.log",
+    conda:
+        "../envs/memascend.yaml"
+    threads: workflow.cores
+    shell:
+        "flock {RAW}/.machine.lock python -m workflows.run.flagship --model llama3.1-8b --out {output.record} > {log} 2>&1"
+
+
+ruleorder: flagship > record

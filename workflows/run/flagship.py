@@ -1,6 +1,6 @@
 """Train a model larger than the host's memory, all of its weights, under a limit on memory, and kill it on the way.
 
-usage: python -m workflows.run.flagship --model llama3.1-8b --folder nvme --out results/raw/flagship-llama3.1-8b.json
+usage: python -m workflows.run.flagship --model llama3.1-8b --out results/raw/flagship-llama3.1-8b.json
 
 What it does, in one run on one machine:
 1. `memascend train --system lohan` from initialised weights on packages of Python's standard library, in a control
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
 import shutil
 import statistics
@@ -56,7 +57,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--evaluate-every", type=int, default=10, help="steps (default 10)")
     p.add_argument("--limit-gib", type=float, default=4.0, help="of the control group (default 4)")
     p.add_argument("--seed", type=int, default=0, help="of the instants of the kills (default 0)")
-    p.add_argument("--folder", type=Path, required=True, help="on the drive that is trained on")
+    p.add_argument("--folder", type=Path, default=Path(os.environ.get("MEMASCEND_NVME", "nvme")), help="on the drive")
     p.add_argument("--run-id", default="")
     p.add_argument("--out", type=Path, required=True, help="the record")
     args = p.parse_args(argv)
