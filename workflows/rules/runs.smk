@@ -28,8 +28,10 @@ rule flagship:
     conda:
         "../envs/memascend.yaml"
     threads: workflow.cores
+    params:
+        lock=f"{RAW}/.machine.lock",
     shell:
-        "flock {RAW}/.machine.lock python -m workflows.run.flagship --model llama3.1-8b --out {output.record} > {log} 2>&1"
+        "flock {params.lock} python -m workflows.run.flagship --model llama3.1-8b --out {output.record} > {log} 2>&1"
 
 
 ruleorder: flagship > record
