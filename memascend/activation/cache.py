@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -168,6 +169,8 @@ class ActivationCache:
             return
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             raise RuntimeError(REFUSES_COMPILE)
+        if stack and stack[0] is module and not _calls_itself(module):
+            stack.clear()  # its last pass was left by Ctrl-C, of which torch tells no hook
         if not stack:
             self._local.record, self._local.sweep = Record(), Sweep()
             if module not in self._names:
@@ -288,14 +291,15 @@ class ActivationCache:
             found = self._regions.get((number, tensor._version, begin, nbytes))
             saved = found() if found is not None else None
             if saved is not None and saved.error is None and self._may_share(saved, tensor):
-                return saved
+                return saved if saved.is_version_of(tensor) else None
         return None
 
     def _may_share(self, saved: Region, tensor: torch.Tensor) -> bool:
         """Data of the user's may be changed where torch sees no new version (NumPy's memory, a loader's buffer that is
-        filled again): what was written to the tier is shared within a forward pass alone."""
+        filled again, a leaf's `.data`): what was written to the tier is shared within a forward pass alone, unless an
+        operation has made it."""
         same_pass = self._recording() and saved.sweep is self._local.sweep
-        return tensor.requires_grad or not saved.on_tier or same_pass
+        return tensor.grad_fn is not None or not saved.on_tier or same_pass
 
     def _recording(self) -> bool:
         return bool(getattr(self._local, "stack", None))
@@ -485,6 +489,16 @@ class ActivationCache:
     def _count(self, **more: float) -> None:
         with self._lock:
             self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
+
+
+def _calls_itself(module: torch.nn.Module) -> bool:
+    """Whether the forward pass that begins is inside of another one of the same module, on this thread."""
+    frame, calls = sys._getframe(), 0
+    while frame is not None and calls < 2:
+        code = frame.f_code
+        calls += code is torch.nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > 1
 
 
 def _unpack(packed: InMemory | View) -> torch.Tensor:

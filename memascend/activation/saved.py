@@ -33,6 +33,16 @@ class Version:
             self._probe.data = tensor.new_empty(0)
             self._expected = self._probe._version
 
+    def counts(self, tensor: torch.Tensor) -> bool:
+        """Return whether changes of `tensor` are counted here: those of views and aliases are, but tensors may share
+        memory and count for themselves (`.data`, chunks of `torch.unsafe_chunk` as in a GRU's cell)."""
+        if self._probe is None or tensor.is_inference():
+            return False
+        before = tensor._version
+        with torch.autograd._unsafe_preserve_version_counter(self._probe):
+            torch.autograd.graph.increment_version(self._probe)
+            return tensor._version != before
+
     def check(self, what: str) -> None:
         """Raise ActivationError where the tensor, or one that shares its memory, was changed in place since."""
         if self._probe is not None and self._probe._version != self._expected:
@@ -66,6 +76,10 @@ class Region:
     @property
     def key(self) -> str:
         return f"activation-{self.number}"
+
+    def is_version_of(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor`, of the same storage and version number, cannot have other values here."""
+        return self._version.counts(tensor)
 
     def check_unchanged(self) -> None:
         """Raise ActivationError where the tensor was changed in place after it had been saved: what was written

@@ -513,3 +513,54 @@ def test_a_device_without_a_way_to_the_tier_is_refused_in_one_line(monkeypatch):
         offloading(device="xpu:0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert isinstance(offloading(device="cuda:0").tier, StagedTier)
+
+
+class Interrupted(nn.Module):
+    """Three layers; Ctrl-C in the second, if `now`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.now = nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), False
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            if self.now and number == 1:
+                raise KeyboardInterrupt
+            x = layer(x).tanh()
+        return x.sum()
+
+
+def test_a_pass_after_one_that_ctrl_c_has_left_is_a_pass_of_its_own():
+    cache, written = offloading(tier := MemoryTier(), minimum_bytes=512, amount=40_000), []
+    model, x = Interrupted(), torch.randn(64, 64)
+    with cache.active():
+        for step in range(5):
+            before = cache.statistics.written
+            model.now = step == 1
+            try:
+                model(x).backward()
+            except KeyboardInterrupt:
+                assert step == 1
+            written.append(cache.statistics.written - before)
+    assert written[0] == written[2] == written[3] == written[4] > 0
+    assert drained(cache, tier)
+
+
+class Tree(nn.Module):
+    """Calls itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x, depth=2):
+        x = self.layer(x).tanh()
+        return self(x, depth - 1).tanh() if depth else x
+
+
+def test_a_module_that_calls_itself_is_in_one_pass():
+    cache = offloading(tier := MemoryTier(), minimum_bytes=512, amount="all")
+    with cache.active():
+        Tree()(torch.randn(64, 64)).sum().backward()
+    assert len(cache.record.tensors) >= 3
+    assert drained(cache, tier)

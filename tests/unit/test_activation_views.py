@@ -126,6 +126,18 @@ def a_storage_that_is_no_multiple_of_the_type():
     return [x], (x * noise).sin().sum()
 
 
+def chunks_that_count_versions_for_themselves():
+    x, w = leaf(64, 32), leaf(32, 96)
+    a, b, c = torch.unsafe_chunk(x @ w, 3, dim=1)
+    return [x, w], (a.sigmoid_() * b.sigmoid_() * c.tanh_()).sum()
+
+
+def cells_of_a_gru():
+    torch.manual_seed(0)
+    gru = nn.GRU(48, 48, batch_first=True)
+    return [*gru.parameters()], gru(torch.randn(32, 4, 48))[0].square().mean()
+
+
 PROGRAMS = [
     a_loss_over_chunks,
     micro_batches,
@@ -140,6 +152,8 @@ PROGRAMS = [
     bytes_as_another_type,
     halves_of_one_storage,
     a_storage_that_is_no_multiple_of_the_type,
+    chunks_that_count_versions_for_themselves,
+    cells_of_a_gru,
 ]
 
 
@@ -246,5 +260,21 @@ def test_a_buffer_that_is_filled_again_without_a_new_version_is_not_taken_for_wh
         (layer(batch) if in_modules else batch @ weight).sum().backward()
     gradient = layer.weight.grad if in_modules else weight.grad
     assert torch.equal(gradient, torch.full((32, 32), 64.0))
+    del logged
+    assert drained(cache, tier)
+
+
+def test_a_leaf_whose_data_are_changed_is_not_taken_for_what_it_was():
+    """By `.data`, of which torch counts no version, while the graph of an earlier loss is alive."""
+    weight = torch.ones(32, 32, requires_grad=True)
+    cache = offloading(tier := MemoryTier(), minimum_bytes=512, amount="all")
+    with cache.active():
+        logged = weight.square().sum()
+        end = time.monotonic() + 20
+        while cache.statistics.resident and time.monotonic() < end:
+            time.sleep(0.001)
+        weight.data.mul_(2)
+        weight.square().sum().backward()
+    assert torch.equal(weight.grad, torch.full((32, 32), 4.0))
     del logged
     assert drained(cache, tier)
