@@ -21,6 +21,7 @@ from memascend.engine.recompute import PassUnderWay
 from memascend.engine.weights import WeightStream
 from memascend.ops.rows import WholeRows, slice_module
 
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a parameter
 SLICES_AHEAD = 2  # those that a pass reads before it needs them
 
 
@@ -80,7 +81,18 @@ class StreamedRows:
         """Asked for once a forward pass. Requires a gradient where the matrix does now: what is frozen later is not
         trained."""
         self._uses.with_graph = torch.is_grad_enabled()
+        if self._uses.with_graph and self._trained:
+            self._require_no_hooks()
         return torch.zeros((), requires_grad=self._trained and self._parameter.requires_grad)
+
+    def _require_no_hooks(self) -> None:
+        if any(getattr(self._parameter, kind, None) for kind in _HOOKS):
+            name, module = self._slices[0].parts[0].name, self._slices[0].matrix
+            raise RuntimeError(
+                f"{name} has a hook for its gradient, which comes by slices of its rows, so that the hook would never "
+                f"be called: remove it, or have {module or 'its module'} streamed in one piece by naming it among the "
+                "blocks (blocks=[...])"
+            )
 
     @contextmanager
     def open(self, number: int, ahead: Sequence[int] = ()) -> Iterator[torch.Tensor]:

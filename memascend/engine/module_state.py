@@ -1,5 +1,5 @@
 """What a forward pass depends on and changes beside parameters: its modules' buffers and attributes, and the generators
-of random numbers that are not torch's own (Python's, NumPy's, a torch.Generator in an attribute)."""
+of random numbers that are not torch's own (Python's, NumPy's, any in an attribute)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import array
 import ctypes
 import enum
 import functools
+import io
 import operator
+import pickle
 import random
 import sys
 import types
@@ -46,7 +48,8 @@ class ModuleState:
     What items, attributes and slots refer to is looked at in the same way, down to the attributes of the fourth object,
     one in another. Objects of classes of torch, of the standard library (except namespaces), of memascend, and
     configurations of transformers are known by their own attributes alone. Attributes of classes, globals, closures and
-    items of subclasses of containers are not known.
+    items of subclasses of containers are not known. Of iterators it is known that they are there (`iterators`), not
+    how far they are.
     """
 
     def __init__(self, modules: list[nn.Module], *, generators: bool = True, also: Iterable[Any] = ()) -> None:
@@ -64,10 +67,10 @@ class ModuleState:
         ]
         # (array, its bytes, or None and their hash)
         self._arrays: list[tuple[Any, bytes | None, int]] = [(each, _bytes(each), 0) for each in found.arrays]
-        self._containers = found.containers
+        self._containers, self.iterators = found.containers, found.iterators
         self._generators: list[_Generator] = []
         if generators:
-            self._generators = [_PythonGenerator(), _NumpyGenerator(), *map(_TorchGenerator, found.generators)]
+            self._generators = [_PythonGenerator(), _NumpyGenerator(), *map(_generator, found.generators)]
 
     @property
     def referred_to(self) -> list[Any]:
@@ -186,7 +189,8 @@ class _Found:
 
     def __init__(self, buffers: Iterable[torch.Tensor | None]) -> None:
         self.tensors = {id(buffer): buffer for buffer in buffers if buffer is not None}
-        self.generators: list[torch.Generator] = []
+        self.generators: list[Any] = []
+        self.iterators: list[Any] = []
         self.arrays: list[Any] = []
         self.containers: list[tuple[Any, Any]] = []  # and their items
         self.objects: list[Any] = []
@@ -223,6 +227,8 @@ class _Found:
                     self.tensors[id(value)] = value
             elif kind is _Kind.GENERATOR:
                 self.generators.append(value)
+            elif kind is _Kind.ITERATOR:
+                self.iterators.append(value)
             elif not isinstance(value, numpy.ndarray):
                 self.arrays.append(value)
             elif value.dtype == object and value.flags.writeable:
@@ -322,6 +328,36 @@ class _TorchGenerator(_Generator):
         self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
+class _GeneratorInAttribute(_Generator):
+    """`random.Random`, NumPy's `Generator` or `RandomState`."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        super().__init__()
+
+    def state(self) -> Any:
+        if isinstance(self._generator, random.Random):
+            return self._generator.getstate()
+        numbers = self._generator
+        return pickle.dumps(
+            numbers.get_state(legacy=False)
+            if isinstance(numbers, numpy.random.RandomState)
+            else numbers.bit_generator.state
+        )
+
+    def set_state(self, state: Any) -> None:
+        if isinstance(self._generator, random.Random):
+            self._generator.setstate(state)
+        elif isinstance(self._generator, numpy.random.RandomState):
+            self._generator.set_state(pickle.loads(state))
+        else:
+            self._generator.bit_generator.state = pickle.loads(state)
+
+
+def _generator(of: Any) -> _Generator:
+    return _TorchGenerator(of) if isinstance(of, torch.Generator) else _GeneratorInAttribute(of)
+
+
 class _Kind(enum.Enum):
     """What becomes of a value in an attribute or a container."""
 
@@ -329,6 +365,7 @@ class _Kind(enum.Enum):
     TENSOR = enum.auto()
     ARRAY = enum.auto()
     GENERATOR = enum.auto()
+    ITERATOR = enum.auto()
     CONTAINER = enum.auto()
     TUPLE = enum.auto()
     PLAIN = enum.auto()  # an object that holds values, such as a namespace
@@ -337,6 +374,7 @@ class _Kind(enum.Enum):
 
 _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 _ARRAYS = (numpy.ndarray, bytearray, array.array)
+_GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
 # Of the standard library: classes that hold what others put in, and bases of such classes.
 _OPEN = frozenset({"builtins", "types", "argparse", "collections", "abc", "typing", "dataclasses"})
 
@@ -344,8 +382,10 @@ _OPEN = frozenset({"builtins", "types", "argparse", "collections", "abc", "typin
 def _kind(of: type) -> _Kind:
     if issubclass(of, torch.Tensor):
         return _Kind.TENSOR
-    if issubclass(of, torch.Generator):
+    if issubclass(of, _GENERATORS) and not issubclass(of, random.SystemRandom):  # which has no state
         return _Kind.GENERATOR
+    if hasattr(of, "__next__") and not issubclass(of, io.IOBase):
+        return _Kind.ITERATOR
     if of in _CONTAINERS:
         return _Kind.CONTAINER
     if of in _ARRAYS:

@@ -294,6 +294,11 @@ class ForwardFootprint:
             if isinstance(module, nn.modules.batchnorm._NormBase) and not self.evaluated
             for buffer in module._buffers.values()
         }
+        for iterator in self._before.iterators:
+            return (
+                f"{self._name(None, iterator)} is an iterator ({type(iterator).__name__}), from which they would take "
+                "in another order"
+            )
         for owner, what in self._before.changes():
             if id(what) not in fine:
                 return f"the forward pass changes {self._name(owner, what)}, which the micro-batches would share"

@@ -242,6 +242,31 @@ def test_slices_begin_where_sums_of_squares_do():
     assert rows_of_a_slice(127, 1 << 16) == 1 << 16  # no fewer rows end where a sum does
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_for_the_gradient_of_a_matrix_is_refused_by_name(tmp_path, kind):
+    ours = model()
+    engine = streamed(ours, tmp_path)
+    handle = getattr(ours.embedding.weight, kind)(lambda _: None)
+    with pytest.raises(RuntimeError, match=r"embedding\.weight has a hook .* remove it") as refused:
+        ours(batches(1)[0])
+    assert "\n" not in str(refused.value)
+    handle.remove()
+    train(ours, engine, batches(1))
+    engine.close()
+
+
+def test_a_matrix_in_a_block_has_its_hooks(tmp_path):
+    ours, seen = model(), []
+    blocks = [*ours.layers, ours.embedding]
+    engine = StreamingEngine.start(
+        ours, tmp_path / "states", [{"params": list(ours.parameters()), **SETTINGS}], blocks=blocks
+    )
+    ours.embedding.weight.register_hook(lambda gradient: seen.append(tuple(gradient.shape)))
+    train(ours, engine, batches(1))
+    assert seen == [(VOCABULARY, HIDDEN)]
+    engine.close()
+
+
 def test_what_computes_otherwise_is_held_whole(tmp_path):
     class Scaled(nn.Embedding):
         def forward(self, ids):

@@ -1,10 +1,13 @@
 """All micro-batches through a block before the next one: equal bits, and bytes of a step that do not grow with them."""
 
 import gc
+import itertools
 import logging
+import random
 import signal
 import threading
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -258,6 +261,36 @@ def test_micro_batches_that_are_not_independent_go_one_after_the_other(tmp_path,
     said = [line for line in caplog.messages if "one after the other" in line]
     assert len(said) == 1
     assert "\n" not in said[0]
+
+
+class DrawsBetweenBlocks(Stack):
+    """A number between two blocks, from a source in an attribute."""
+
+    def __init__(self, source, draw):
+        super().__init__()
+        self.source, self.draw = source, draw
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x) + 0.1 * self.draw(self.source)
+        return self.loss(x, ids)
+
+
+@pytest.mark.parametrize(
+    ("source", "draw"),
+    [
+        (lambda: numpy.random.default_rng(0), lambda source: float(source.random())),
+        (lambda: numpy.random.RandomState(0), lambda source: float(source.rand())),
+        (lambda: random.Random(0), lambda source: source.random()),
+        (lambda: iter(range(1000)), lambda source: next(source) * 0.01),
+        (lambda: (number for number in range(1000)), lambda source: next(source) * 0.01),
+        (itertools.count, lambda source: next(source) * 0.01),
+    ],
+    ids=["Generator", "RandomState", "Random", "iterator", "generator function", "count"],
+)
+def test_what_is_drawn_between_blocks_keeps_its_order(tmp_path, source, draw):
+    assert_both_orders_are_equal(lambda: DrawsBetweenBlocks(source(), draw), tmp_path, 2, "horizontal")
 
 
 class Marked(Stack):
