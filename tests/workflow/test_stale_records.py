@@ -131,4 +131,5 @@ def test_a_modelled_lane_loads_no_system_that_its_rows_do_not_name(paper: str, m
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(systems, "load", lambda name, arm=None: loaded.add(name) or load(name, arm))
     assert list(rows_of(paper).modelled())
-    assert loaded == set(systems_named(paper))
+    assert loaded
+    assert loaded <= set(systems_named(paper))  # of which some are in measured lanes alone

@@ -75,6 +75,8 @@ def main():
         "checkpoint": repr(checkpoint),
     }
     Path(f"{script.result}.{os.environ.get('RANK', '0')}").write_text(json.dumps(out))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # gloo's threads may abort a process that ends without
 
 
 if __name__ == "__main__":
