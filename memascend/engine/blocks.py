@@ -153,10 +153,16 @@ class ModelUnits:
             raise NotStreamable(
                 f"weights of {dtype} cannot be streamed: convert the model, model.to(torch.float32) or to 16 bits"
             )
-        if dtype == torch.float32 != states:
+        if dtype == torch.float32 and states == torch.bfloat16:
             raise NotStreamable(
                 f"weights of float32 have states of float32, not of {states}: convert the model (model.to("
                 "torch.bfloat16)), or leave states out"
+            )
+        if states == torch.int8 and dtype != torch.bfloat16:
+            raise NotStreamable(
+                f"states of torch.int8 are of weights of bfloat16, which are rounded stochastically and the only "
+                f"master, and these are {str(dtype).removeprefix('torch.')}: convert the model, "
+                "model.to(torch.bfloat16), or leave states out"
             )
         if any(parameter.is_meta for parameter in self.names):
             raise NotStreamable("the model is on the meta device: give its parameters values first")

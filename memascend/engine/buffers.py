@@ -76,7 +76,7 @@ class EngineBuffers:
             self.states = MonolithicBufferPool(
                 max(map(layout.states_numel, pieces)),
                 state_slots or STATE_SLOTS,
-                layout.states,
+                layout.stored_states,
                 states,
                 separate=False,
             )

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from memascend.engine.blocks import UnitWeights
-from memascend.engine.layout import Kind, Layout, Piece, Run, Unit
+from memascend.engine.layout import Kind, Layout, Run, Unit, numel_of_state
 from memascend.engine.mapped import TensorFile
 from memascend.engine.weights import WeightStream
 from memascend.storage.interrupts import uninterrupted, whole
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 StatesOf = Callable[[str], Mapping[str, torch.Tensor] | None]
 
 
@@ -38,27 +37,28 @@ class TierContents:
 
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
         """A trained parameter's states in memory of their own, flat, by torch's names and "master" (a copy of the
-        weights where they are their own masters)."""
+        weights where they are their own masters). 8-bit moments are codes of uint8, with "scales" of two bytes a block
+        of 32 beside them: `memascend.ops.adamw8.decode_moments` reads these."""
         self.require_completed_step()
-        numel = sum(part.numel for unit in self._layout.units for part in unit.parts if part.name == name)
-        found = {key: torch.empty(numel, dtype=self._layout.states) for key in ("master", *MOMENTS)}
+        layout, keys = self._layout, dict.fromkeys(("master", *self._layout.state_names))
+        numel = sum(part.numel for unit in layout.units for part in unit.parts if part.name == name)
+        found = {key: torch.empty(numel_of_state(key, numel), dtype=layout.dtype_of(key)) for key in keys}
         for values, run, key in self._state_runs(name):
-            begin = run.part.offset + run.begin
-            found[key][begin : begin + run.numel].copy_(values)
+            found[key][_in_parameter(run, key)].copy_(values)
         return found
 
     def write_states(self, states_of: StatesOf, written: Callable[[], None]) -> None:
-        """Put states in; weights follow their masters. `states_of(name)`: some of a parameter's states, flat, or None
-        to leave them. It is asked in the order of the tier, one parameter after the other, and what it gave is let go
-        of before the next one is asked for. Each tensor of the tier is written once; `written` is called after each
-        unit.
+        """Put states in; weights follow their masters. `states_of(name)`: some of a parameter's states, flat, in the
+        form of `read_states`, or None to leave them. It is asked in the order of the tier, one parameter after the
+        other, and what it gave is let go of before the next one is asked for. Each tensor of the tier is written once;
+        `written` is called after each unit.
         """
         name, states = None, None
         for unit in self._layout.units:
             changed, slot = False, None
             for piece in unit.pieces:
                 slots = None
-                for run, place in piece.places:
+                for run, places in self._layout.state_places(piece):
                     if run.part.name != name:
                         name, states = run.part.name, None
                         states = states_of(name)
@@ -66,12 +66,11 @@ class TierContents:
                         continue
                     slot = self._weights.stream.fetch([unit.key])[0] if slot is None else slot
                     slots = self._states.fetch([piece.key])[0] if slots is None else slots
-                    begin = run.part.offset + run.begin
-                    for values, key in self._places(run, piece, place, slot, slots):
+                    for values, key in self._values(run, places, slot, slots):
                         if key in states:
-                            values.copy_(states[key].reshape(-1)[begin : begin + run.numel])
+                            values.copy_(states[key].reshape(-1)[_in_parameter(run, key)])
                     if "master" in states and not self._layout.own_masters:
-                        run.of(slot).copy_(states["master"].reshape(-1)[begin : begin + run.numel].to(slot.dtype))
+                        run.of(slot).copy_(states["master"].reshape(-1)[_in_parameter(run, "master")].to(slot.dtype))
                     changed = True
                 if slots is not None:
                     self._states.write(piece.key).wait()
@@ -82,27 +81,30 @@ class TierContents:
             if changed:
                 written()
 
-    def _places(
-        self, run: Run, piece: Piece, place: int, slot: torch.Tensor, states: torch.Tensor
+    def _values(
+        self, run: Run, places: Mapping[str, slice], slot: torch.Tensor, states: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, str]]:
         """(elements of a run, state) of each of its states."""
-        layout = self._layout
-        if layout.own_masters:
+        if self._layout.own_masters:
             yield run.of(slot), "master"
-        for number, key in enumerate(layout.state_names):
-            begin = number * layout.state_numel(piece) + place
-            yield states[begin : begin + run.numel], key
+        for key, place in places.items():
+            yield states[place], key
 
     def _state_runs(self, name: str) -> Iterator[tuple[torch.Tensor, Run, str]]:
         """(values, run, state) of a parameter."""
         for unit in self._layout.units:
-            pieces = [(piece, *each) for piece in unit.pieces for each in piece.places if each[0].part.name == name]
+            pieces = [
+                (piece, *each)
+                for piece in unit.pieces
+                for each in self._layout.state_places(piece)
+                if each[0].part.name == name
+            ]
             if not pieces:
                 continue
             (slot,) = self._weights.stream.fetch([unit.key])
-            for piece, run, place in pieces:
+            for piece, run, places in pieces:
                 (states,) = self._states.fetch([piece.key])
-                for values, key in self._places(run, piece, place, slot, states):
+                for values, key in self._values(run, places, slot, states):
                     yield values, run, key
                 self._states.release(piece.key)
             self._weights.stream.release(unit.key)
@@ -172,3 +174,10 @@ class TierContents:
             whole.view(-1)[part.offset : part.offset + part.numel].copy_(slot[: part.numel])
             self._weights.stream.release(unit.key)
         return whole
+
+
+def _in_parameter(run: Run, state: str) -> slice:
+    """Where a run's elements of a state are among the parameter's."""
+    begin = run.part.offset + run.begin
+    first = numel_of_state(state, begin)
+    return slice(first, first + numel_of_state(state, run.numel))

@@ -19,6 +19,8 @@ from enum import Enum
 
 import torch
 
+from memascend.ops.adamw8 import BLOCK, scales_shape
+
 # Transfers are whole units of direct I/O, so that no end goes through a bounce buffer.
 UNIT_BYTES = 4096
 # Elements of a piece at most: 192 MiB of fp32 states with a master, which any SSD streams at its full rate.
@@ -93,14 +95,6 @@ class Piece:
     def numel(self) -> int:
         return sum(run.numel for run in self.runs)
 
-    @property
-    def places(self) -> Iterator[tuple[Run, int]]:
-        """Each run, and the first of its elements in each of the states."""
-        place = 0
-        for run in self.runs:
-            yield run, place
-            place += run.numel
-
 
 @dataclass(frozen=True, eq=False)
 class Unit:
@@ -151,7 +145,10 @@ class Layout:
     """Of one model. `weights` is the parameters' dtype, `states` that of moments and master weights.
 
     Where the two are the same the weights are their own masters, and a piece's states are two moments; else the master
-    is in front of them (LoHan, Table II: P16, P32 + OS32).
+    is in front of them (LoHan, Table II: P16, P32 + OS32). States of torch.int8 stand for those of
+    `memascend.ops.adamw8`: the weights are the only master, and a piece's states are bytes, codes of both moments and
+    then the scales of each run's blocks (arXiv 2110.02861). Blocks are the parameter's own, whatever it is cut into:
+    cuts lie on `SUM_ELEMENTS`.
     """
 
     units: tuple[Unit, ...]
@@ -162,11 +159,23 @@ class Layout:
 
     @property
     def own_masters(self) -> bool:
-        return self.weights == self.states
+        return self.states in (self.weights, torch.int8)
 
     @property
     def state_names(self) -> tuple[str, ...]:
+        """As they follow one another in a piece."""
+        if self.states == torch.int8:
+            return "exp_avg", "exp_avg_sq", "scales"
         return ("exp_avg", "exp_avg_sq") if self.own_masters else ("master", "exp_avg", "exp_avg_sq")
+
+    @property
+    def stored_states(self) -> torch.dtype:
+        """Of a piece's states on the tier and in memory."""
+        return torch.uint8 if self.states == torch.int8 else self.states
+
+    def dtype_of(self, state: str) -> torch.dtype:
+        """Of a state, or of "master" where the weights are that."""
+        return self.weights if state == "master" and self.own_masters else self.stored_states
 
     @property
     def pieces(self) -> list[Piece]:
@@ -181,13 +190,28 @@ class Layout:
         follows them is frozen, and is a tensor of its own on the tier. A unit that is frozen as a whole is one."""
         return padded(unit.trained_end, self.weights) if unit.trained and self.splits else self.unit_numel(unit)
 
-    def state_numel(self, piece: Piece) -> int:
-        """Elements of each of a piece's states on the tier."""
-        return padded(piece.numel, self.states)
-
     def states_numel(self, piece: Piece) -> int:
-        """Elements of all states of a piece, which follow one another."""
-        return len(self.state_names) * self.state_numel(piece)
+        """Elements of all states of a piece, which follow one another, in whole units of direct I/O."""
+        return padded(sum(self._state_room(piece, state) for state in self.state_names), self.stored_states)
+
+    def state_places(self, piece: Piece) -> Iterator[tuple[Run, dict[str, slice]]]:
+        """Each run, and where in the piece's states its own are."""
+        place, begins = 0, {}
+        for state in self.state_names:
+            begins[state] = place
+            place += self._state_room(piece, state)
+        for run in piece.runs:
+            numels = {state: numel_of_state(state, run.numel) for state in begins}
+            yield run, {state: slice(begin, begin + numels[state]) for state, begin in begins.items()}
+            begins = {state: begin + numels[state] for state, begin in begins.items()}
+
+    def _state_room(self, piece: Piece, state: str) -> int:
+        """Elements from the beginning of a piece's state to that of the next one: codes and scales go out as one, and
+        begin on `ALIGNED_BYTES`."""
+        numel = sum(numel_of_state(state, run.numel) for run in piece.runs)
+        if self.states == torch.int8:
+            return -(-numel // ALIGNED_BYTES) * ALIGNED_BYTES
+        return padded(numel, self.states)
 
     @property
     def nbytes(self) -> list[int]:
@@ -195,7 +219,7 @@ class Layout:
         trained = [self.step_numel(unit) for unit in self.units]
         frozen = [self.unit_numel(unit) - numel for unit, numel in zip(self.units, trained, strict=True)]
         weights = [numel * self.weights.itemsize for numel in trained + frozen if numel]
-        return weights + [self.states_numel(piece) * self.states.itemsize for piece in self.pieces]
+        return weights + [self.states_numel(piece) * self.stored_states.itemsize for piece in self.pieces]
 
     @property
     def earlier_piece_elements(self) -> int:
@@ -215,6 +239,11 @@ class Layout:
             what.append([unit.key, [(part.name, part.shape, part.trained) for part in unit.parts]])
             what.append([[(run.part.name, run.begin, run.end) for run in piece.runs] for piece in unit.pieces])
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+
+def numel_of_state(state: str, numel: int) -> int:
+    """Elements of a state of `numel` elements of a parameter, which begin a block."""
+    return math.prod(scales_shape(numel)) if state == "scales" else numel
 
 
 def padded(numel: int, dtype: torch.dtype) -> int:
@@ -240,7 +269,8 @@ def make_layout(
     first, place = {}, 0
     for name, numel in order:
         first[name] = place
-        place += numel
+        # With 8-bit moments each parameter begins a block, as `AdamW8bit` numbers elements: they key the rounding.
+        place += scales_shape(numel)[0] * BLOCK if states == torch.int8 else numel
     if piece_elements is None:
         blocks = [sum(torch.Size(shape).numel() for _, shape, _ in u.parameters) for u in units if u.kind is Kind.BLOCK]
         piece_elements = min(PIECE_ELEMENTS, max(blocks, default=PIECE_ELEMENTS) + SUM_ELEMENTS - 1)

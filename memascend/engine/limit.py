@@ -8,6 +8,7 @@ phases' slowest.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from memascend.ops.adamw import adamw_
+from memascend.ops.adamw8 import adamw8_, scales_shape
 
 _ADAMW_ELEMENTS = 1 << 22  # more would be memory that a plan does not know
 _PASSES, _PASSES_S = 20, 0.5  # so many, or fewer where they take longer than so many seconds
@@ -122,13 +124,22 @@ class StepClock:
 def adamw_rate(numel: int, states: torch.dtype) -> float:
     """Elements a second of the kernel with the threads that it has, the best of a few passes."""
     numel = min(numel, _ADAMW_ELEMENTS)
-    gradient, *three = (torch.zeros(numel, dtype=states) for _ in range(4))
+    update = _update_of(numel, states)
     best = float("inf")
     begin = time.perf_counter()
     for step in range(1, _PASSES + 1):
         before = time.perf_counter()
         if step > 2 and before - begin > _PASSES_S:
             break
-        adamw_(three[0], gradient, three[1], three[2], step=step)
+        update(step=step)
         best = min(best, time.perf_counter() - before)
     return numel / best
+
+
+def _update_of(numel: int, states: torch.dtype) -> Callable[..., None]:
+    """A step over zeros."""
+    if states == torch.int8:
+        weights, gradient = (torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2))
+        codes = (torch.zeros(shape, dtype=torch.uint8) for shape in (numel, numel, scales_shape(numel)))
+        return functools.partial(adamw8_, weights, gradient, *codes)
+    return functools.partial(adamw_, *(torch.zeros(numel, dtype=states) for _ in range(4)))

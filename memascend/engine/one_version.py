@@ -73,7 +73,7 @@ def beside(layout: Layout, versions: int, gradients: torch.dtype, slots: int, *,
     """What the store holds beside the states: gradients for a redo, and room for fresh copies of what is under way."""
     if versions == 2:
         return {"beside": [], "slack": 0}
-    weights, states = layout.weights.itemsize, layout.states.itemsize
+    weights, states = layout.weights.itemsize, layout.stored_states.itemsize
     each = [padded(piece.numel, gradients) * gradients.itemsize for piece in layout.pieces] if redo else []
     of_piece = {piece.key: in_chunks(layout.states_numel(piece) * states) for piece in layout.pieces}
     units = [

@@ -12,7 +12,7 @@ from memascend.engine.updates import ARMS
 from memascend.memory.budget import parse_bytes
 from memascend.swapping import RULES
 
-STATES = (torch.float32, torch.bfloat16)
+STATES = (torch.float32, torch.bfloat16, torch.int8)
 # By what `memascend train` calls them; with `ssd` the inputs wait on the tier, too.
 CHECKPOINTS = {"offloaded": "tier", "ssd": "tier", "plain": "device"}
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,8 +29,10 @@ class EngineOptions:
         clip: the largest 2-norm of all gradients; 0 for any. Gradients wait on the tier for it.
         wait: gradients wait on the tier until `step()`, for a loop that looks at them or clips them by itself.
         checkpoints: where the inputs of blocks wait for backward: `tier` (the SSD) or `device` (its memory).
-        states: dtype of moments and master weights: torch.float32 or torch.bfloat16 (rounded stochastically; for
-            weights of 16 bits alone).
+        states: dtype of moments and master weights: torch.float32, or torch.bfloat16 (rounded stochastically; for
+            weights of 16 bits alone), or torch.int8: weights of bfloat16 alone, rounded stochastically, are the only
+            master, and both moments are 8-bit codes (`memascend.ops.adamw8`): 4.1 bytes a parameter, as `AdamW8bit`
+            to the bit.
         gradients: dtype of gradients that wait: torch.float32, bfloat16 or float16.
         zero_missing: a parameter that got no gradient in a step is updated with zeros, as in ZeRO's flat groups; else
             it is left as it is, as torch.optim does.

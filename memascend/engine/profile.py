@@ -109,7 +109,7 @@ class StepProfile:
         """Of the states' path with as much under way as the slots hold. Between steps: what is written is forgotten."""
         pieces = sorted(self._layout.pieces, key=self._layout.states_numel)[-slots:]
         keys = [piece.key for piece in pieces]
-        nbytes = sum(self._layout.states_numel(piece) for piece in pieces) * self._layout.states.itemsize
+        nbytes = sum(self._layout.states_numel(piece) for piece in pieces) * self._layout.stored_states.itemsize
         best = [float("inf")] * 2
         for _ in range(_TRIES):
             times = [time.perf_counter()]

@@ -313,8 +313,8 @@ class StreamingEngine(HookedRuntime):
                 states = self._states.put(piece.key)
                 states.zero_()
                 if not layout.own_masters:
-                    for run, place in piece.places:
-                        states[place : place + run.numel].copy_(run.of(slot))
+                    for run, places in layout.state_places(piece):
+                        states[places["master"]].copy_(run.of(slot))
                 self._states.write(piece.key)
                 self._states.release(piece.key)
             self._stream.write(unit.key)
@@ -825,7 +825,7 @@ class StreamingEngine(HookedRuntime):
             return
         layout = self.layout
         weights = sum(layout.unit_numel(unit) for unit in layout.units) * layout.weights.itemsize
-        states = sum(map(layout.states_numel, layout.pieces)) * layout.states.itemsize
+        states = sum(map(layout.states_numel, layout.pieces)) * layout.stored_states.itemsize
         measured = SwapRates(
             gpu=swapping.flops / blocks_s,
             link=link_rate(self.units.device),

@@ -25,9 +25,11 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from memascend.engine import given_states
 from memascend.engine import home as homes
 from memascend.engine.blocks import NotStreamable
 from memascend.engine.gradient_views import no_scaler
+from memascend.engine.layout import numel_of_state
 from memascend.engine.mapped import TensorFile
 from memascend.engine.model_guards import require_not_streamed
 from memascend.engine.options import EngineOptions
@@ -39,7 +41,6 @@ from memascend.storage.interrupts import uninterrupted
 log = logging.getLogger("memascend")
 
 _SUPPORTED = {"lr", "betas", "eps", "weight_decay"}
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class streaming:
@@ -310,8 +311,9 @@ class StreamedAdamW(torch.optim.Optimizer):
     the step. A parameter that got no gradient is left as it is. `norm` is the 2-norm of all gradients of the last step,
     None where the step was left out. `state` is empty: `state_dict` reads the states into a file that its tensors are
     views of, so that no memory is proportional to the model; they have the shapes of the parameters and the dtype of
-    `EngineOptions.states`. All methods are the training thread's. What may be looked at between `backward()` and
-    `step()`, and what becomes of the model's own methods, stands at `streaming`.
+    `EngineOptions.states`; 8-bit moments are `memascend.ops.adamw8.AdamW8bit`'s. All methods are the training thread's.
+    What may be looked at between `backward()` and `step()`, and what becomes of the model's own methods, stands at
+    `streaming`.
     """
 
     def __init__(
@@ -441,19 +443,23 @@ class StreamedAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.AdamW's, with "master" beside the moments of 16-bit parameters; views of a file that goes
-        with the last of them."""
+        """As torch.optim.AdamW's, with "master" beside the moments of 16-bit parameters; with 8-bit moments as
+        `AdamW8bit`'s, codes and "scales" of uint8. Views of a file that goes with the last of them."""
         engine, names = self.engine, self._names()
         engine.require_completed_step()
-        keys = _MOMENTS if engine.layout.own_masters else ("master", *_MOMENTS)
-        sizes = [p.numel() * engine.layout.states.itemsize for p, name in names.items() if engine.steps.get(name)]
-        file = TensorFile(engine.home.folder, sizes * len(keys))
+        keys, element = engine.layout.state_names, engine.layout.stored_states.itemsize
+        trained = [p for p, name in names.items() if engine.steps.get(name)]
+        file = TensorFile(
+            engine.home.folder, [numel_of_state(key, p.numel()) * element for p in trained for key in keys]
+        )
         state: dict[int, dict[str, torch.Tensor]] = {}
         for number, (parameter, name) in enumerate(names.items()):
             if engine.steps.get(name):  # none of a frozen one
                 found = engine.read_states(name)
                 state[number] = {"step": torch.tensor(float(engine.steps[name]))}
-                state[number] |= {key: file.put(found[key]).view(parameter.shape) for key in keys}
+                state[number] |= {
+                    key: file.put(found[key]).view(given_states.shape_of(key, parameter.shape)) for key in keys
+                }
         groups, first = [], 0
         for group in self.param_groups:
             numbers = list(range(first, first + len(group["params"])))
@@ -463,8 +469,9 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Settings and states, torch.optim.AdamW's too; weights of 16 bits follow their masters where these are given.
-        Completed at once. Raises ValueError for groups, settings or states that do not fit, and nothing has changed
-        then."""
+        8-bit moments are taken as codes with their scales, to the bit, or made of numbers, rounded to nearest; codes
+        are refused where moments are numbers. Completed at once. Raises ValueError for groups, settings or states that
+        do not fit, and nothing has changed then."""
         groups, own = state_dict["param_groups"], self.param_groups
         for group in groups:
             if asked := [name for name in REFUSED if group.get(name)]:
@@ -483,7 +490,8 @@ class StreamedAdamW(torch.optim.Optimizer):
                 if saved is not None:
                     log.warning("memascend: %s is frozen: its states are not loaded", name)
             elif saved is not None:
-                given[name], steps[name] = _checked(name, parameter, saved), _checked_step(name, saved)
+                states = given_states.checked(engine.layout, name, parameter.shape, saved)
+                given[name], steps[name] = states, _checked_step(name, saved)
             elif engine.steps[name]:
                 given[name], steps[name] = {}, 0
         home, self._home = self._home, None
@@ -491,7 +499,13 @@ class StreamedAdamW(torch.optim.Optimizer):
             super().load_state_dict({**state_dict, "state": {}})  # or it says what does not fit of the groups
         finally:
             self._home = home
-        engine.write_states(lambda name: given[name] or _no_moments(sizes[name], engine.layout.states), steps)
+
+        def states_of(name: str) -> dict[str, torch.Tensor]:
+            if not given[name]:
+                return given_states.none(engine.layout, sizes[name])
+            return given_states.as_kept(engine.layout, given[name])
+
+        engine.write_states(states_of, steps)
         engine.keep(self._facts())
 
     def _facts(self) -> dict[str, Any]:
@@ -536,26 +550,11 @@ def _all_trained(groups: Iterable[dict[str, Any]]) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-def _checked(name: str, parameter: torch.Tensor, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The states of one parameter. Raises ValueError for one that there is not here, or of another shape."""
-    if missing := [key for key in _MOMENTS if not isinstance(saved.get(key), torch.Tensor)]:
-        raise ValueError(f"{name}: {missing[0]} is missing in the state that is loaded")
-    states = {key: saved[key] for key in ("master", *_MOMENTS) if saved.get(key) is not None}
-    if wrong := [key for key, values in states.items() if values.shape != parameter.shape]:
-        found = tuple(states[wrong[0]].shape)
-        raise ValueError(f"{name}: {wrong[0]} has shape {found}, and the parameter {tuple(parameter.shape)}")
-    return states
-
-
 def _checked_step(name: str, saved: dict[str, Any]) -> int:
     step = saved.get("step")
     if not isinstance(step, int | float | torch.Tensor) or not 0 <= float(step) < math.inf:
         raise ValueError(f"{name}: its step is {step!r} in the state that is loaded, and counts completed steps")
     return int(step)
-
-
-def _no_moments(numel: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return dict.fromkeys(_MOMENTS, torch.zeros(numel, dtype=dtype))
 
 
 def _members(group: dict[str, Any], names: Mapping[torch.Tensor, str]) -> str:

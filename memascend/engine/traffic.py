@@ -190,7 +190,7 @@ class _Replay:
 def _add_update(made: Traffic, layout: Layout, options: EngineOptions, unit: Unit) -> None:
     """States in and out, weights out."""
     phase, element = _update_phase(options), layout.weights.itemsize
-    states = sum(map(layout.states_numel, unit.pieces)) * layout.states.itemsize
+    states = sum(map(layout.states_numel, unit.pieces)) * layout.stored_states.itemsize
     made.read[phase, STATES] += states
     made.written[phase, STATES] += states
     made.written[phase, WEIGHTS] += layout.step_numel(unit) * element

@@ -29,10 +29,11 @@ from memascend.engine.pieces import Gradients, PieceState, StepPieces
 from memascend.engine.square_sums import SquareSums
 from memascend.engine.weights import WeightStream
 from memascend.ops.adamw import adamw_
+from memascend.ops.adamw8 import adamw8_, scales_shape
 from memascend.ops.threads import compute_alone
 
 ARMS = ("optimized", "naive", "none")
-ROUNDING_SEED = 0x4D656D41  # of bf16 states, as in every other system here
+ROUNDING_SEED = 0x4D656D41  # of bf16 and 8-bit states, as in every other system here
 
 
 REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")  # of torch's settings
@@ -438,14 +439,12 @@ class Updates:
         assert self._states is not None
         weights = self._weights_of(piece)
         states = self._states.fetch([piece.key])[0]
-        each, numel = len(self.layout.state_names), self.layout.state_numel(piece)
-        parts = [states[n * numel : n * numel + piece.numel] for n in range(each)]
-        for run, place in piece.places:
+        for run, places in self.layout.state_places(piece):
             gradient = gradients.get(run.part.key)
             if gradient is None and self._zeroes(run.part):
-                gradient = torch.zeros(run.numel, dtype=self.layout.states)
+                gradient = torch.zeros(run.numel, dtype=self.layout.dtype_of("master"))
             if gradient is not None:
-                of_run = [state[place : place + run.numel] for state in parts]
+                of_run = {state: states[place] for state, place in places.items()}
                 self._step(run, run.of(weights), gradient, of_run)
         written = self._states.write(piece.key)
         if self.arm != "optimized":
@@ -453,28 +452,36 @@ class Updates:
         self._states.release(piece.key)
         self._piece_done(piece)
 
-    def _step(self, run: Run, weights: torch.Tensor, gradient: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+    def _step(
+        self, run: Run, weights: torch.Tensor, gradient: torch.Tensor, states: Mapping[str, torch.Tensor]
+    ) -> None:
         name = run.part.name
         settings = self._of_step.get(name) or self._settings(name)
         if settings != self._used.setdefault(name, settings):
             self._used_others.add(name)
-        master, exp_avg, exp_avg_sq = (weights, *states) if self.layout.own_masters else states
+        options: dict[str, Any] = {
+            "step": settings.step,
+            "lr": settings.lr,
+            "betas": settings.betas,
+            "eps": settings.eps,
+            "weight_decay": settings.weight_decay,
+            "grad_scale": settings.grad_factor / self.scale,
+            "seed": ROUNDING_SEED,
+            "element_offset": run.part.trained_first + run.begin,
+        }
         before = time.perf_counter()
-        adamw_(
-            master,
-            gradient.to(self.layout.states) if gradient.dtype == torch.float32 else gradient,
-            exp_avg,
-            exp_avg_sq,
-            None if self.layout.own_masters else weights,
-            step=settings.step,
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            grad_scale=settings.grad_factor / self.scale,
-            seed=ROUNDING_SEED,
-            element_offset=run.part.trained_first + run.begin,
-        )
+        if self.layout.states == torch.int8:
+            scales = states["scales"].view(scales_shape(run.numel))
+            adamw8_(weights, gradient, states["exp_avg"], states["exp_avg_sq"], scales, **options)
+        else:
+            adamw_(
+                states.get("master", weights),
+                gradient.to(self.layout.states) if gradient.dtype == torch.float32 else gradient,
+                states["exp_avg"],
+                states["exp_avg_sq"],
+                weights if "master" in states else None,
+                **options,
+            )
         self.fastest = max(self.fastest, run.numel / (time.perf_counter() - before))
 
     def _weights_of(self, piece: Piece) -> torch.Tensor:

@@ -87,22 +87,28 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @pytest.mark.parametrize(
-    ("weights", "states"), list(itertools.product(DTYPES, DTYPES)), ids=lambda d: str(d).removeprefix("torch.")
+    ("weights", "states"),
+    list(itertools.product(DTYPES, (*DTYPES, torch.int8))),
+    ids=lambda d: str(d).removeprefix("torch."),
 )
 def test_each_pair_of_types_trains_or_is_refused_before_anything_has_moved(tmp_path, weights, states):
     ours, allowed = model(dtype=weights), weights != torch.float64 and states in (torch.float32, torch.bfloat16)
+    refused = (torch.float32, torch.bfloat16)
+    if states == torch.int8:
+        allowed = weights == torch.bfloat16
     home = streaming(tmp_path / "run")
     home.hook(ours)
 
     def make():
         return home.optimizer(torch.optim.AdamW, options=EngineOptions(states=states), **SETTINGS)
 
-    if allowed and (weights, states) != (torch.float32, torch.bfloat16):
+    if allowed and (weights, states) != refused:
         loop(ours, make(), batches(2))
         assert home.steps == 2
     else:
         with pytest.raises(
-            ValueError, match=r"EngineOptions\.states|cannot be streamed: convert|have states of float32"
+            ValueError,
+            match=r"EngineOptions\.states|cannot be streamed: convert|have states of float32|of weights of bfloat16",
         ):
             make()
         assert list(tmp_path.iterdir()) == []
