@@ -22,7 +22,8 @@ class Arrangement:
     same through DeepSpeed 0.19.3; later ones allocate exactly there). `pool` is `separate` (each buffer pinned by
     itself), `one_tensor` (DeepSpeed's literal layout) or `adaptive`. `overflow`: the chain leaves temporaries, the
     others none. `states`: what the arm keeps its states in, whatever is asked for; `refuses_bf16_states` says why an
-    arm cannot keep them in bf16. `direct`: swapped tensors are in the direct NVMe engine, which has bounce buffers.
+    arm cannot keep them in bf16; `int8_states`: it can keep 8-bit moments beside bf16 weights. `direct`: swapped
+    tensors are in the direct NVMe engine, which has bounce buffers.
     `derives_sizes`: sub-groups, buffers and I/O settings follow from model and machine, as the drop-in's do; otherwise
     they are what the papers describe. `shown_beside`: listed next to the default arm where systems are compared; `runs`
     False: planned and simulated alone. `over_paths`: optimizer states lie on several paths, some sub-groups in host
@@ -44,6 +45,7 @@ class Arrangement:
     direct: bool = False
     derives_sizes: bool = False
     refuses_bf16_states: str = ""
+    int8_states: bool = False
     shown_beside: bool = False
     over_paths: bool = False
     turns_order: bool = False

@@ -78,6 +78,23 @@ def load(name: str, arm: str | None = None) -> System:
     return provider().load_system(name, arm)
 
 
+def require_states(name: str, arm: str | None, states: str, dtype: str) -> None:
+    """ValueError, in one line, for 8-bit moments where the system, or weights of this type, cannot have them."""
+    if states != "int8":
+        return
+    if not arrangement(name, arm).int8_states:
+        what = f"system {name!r}" if arm is None else f"arm {arm!r} of system {name!r}"
+        raise ValueError(
+            f"states 'int8': {what} keeps no 8-bit moments: set --system lohan (or, in memory, --system in_memory "
+            "--arm memascend_adamw), or --states fp32"
+        )
+    if dtype != "bf16":
+        raise ValueError(
+            f"states 'int8' are of bf16 weights, rounded stochastically and the only master, and dtype is {dtype!r}: "
+            "set --dtype bf16, or --states fp32"
+        )
+
+
 def require_versions(name: str, versions: str) -> None:
     """ValueError, in one line, for versions of the states where the system keeps none."""
     if versions != "auto" and not hasattr(load(name), "stored_in"):

@@ -12,7 +12,10 @@ from memascend.training.backends import IN_MEMORY, UPDATES, Setup
 if TYPE_CHECKING:
     from memascend.training.config import TrainConfig
 
-_ARMS = {name: Arrangement(label=f"In memory ({update} AdamW)", states_on="gpu") for name, update in UPDATES.items()}
+_ARMS = {
+    name: Arrangement(label=f"In memory ({update} AdamW)", states_on="gpu", int8_states=update == "memascend")
+    for name, update in UPDATES.items()
+}
 
 
 class InMemory(PlannedSystem):

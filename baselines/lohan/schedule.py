@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from baselines.lohan.equations import Net, Rates
 from baselines.protocol.schedules import backward, forward, swapping_optimizer
-from memascend.planner.workload import ELEMENT_BYTES
+from memascend.planner.workload import ELEMENT_BYTES, INT8_MOMENTS_BYTES
 from memascend.swapping import RULES
 
 if TYPE_CHECKING:
@@ -52,17 +52,25 @@ def schedule(step: Step) -> None:
             after=done,
             state_tensors=state_tensors(step),
             gradient_bytes=gradient_bytes(step),
-            reads_weights=state_tensors(step) == MOMENTS,
+            reads_weights=own_masters(step.work),
             pipelined=step.work.arm_name not in ("naive", "none"),
         )
     else:
         backward(step, after=done, stores_checkpoints=True, arrived=active_gradients(step, done))
 
 
-def state_tensors(step: Step) -> int:
-    """Beside the weights: master and two moments, or the moments alone where the weights are of the states' type and
-    so their own master (`memascend.engine.layout.Layout.own_masters`)."""
-    return MOMENTS if step.work.dtype == step.work.kept_states else 1 + MOMENTS
+def own_masters(work: Workload) -> bool:
+    """Whether the weights are the only master (`memascend.engine.layout.Layout.own_masters`): where they are of the
+    states' type, and beside 8-bit moments."""
+    return work.kept_states in (work.dtype, "int8")
+
+
+def state_tensors(step: Step) -> float:
+    """Beside the weights: master and two moments, or the moments alone where the weights are their own master; of 8-bit
+    moments with their scales."""
+    if step.work.kept_states == "int8":
+        return INT8_MOMENTS_BYTES / step.state_bytes
+    return MOMENTS if own_masters(step.work) else 1 + MOMENTS
 
 
 def gradients_wait(work: Workload) -> bool:
@@ -124,7 +132,7 @@ def active_gradients(step: Step, begin: str) -> Arrived:
     """
     overlapped = step.work.arm_name != "naive"
     pieces = step.pieces[::-1]
-    on_ssd = state_tensors(step) * step.swapped_states_bytes
+    on_ssd = round(state_tensors(step) * step.swapped_states_bytes)
     states = step.divide(on_ssd, pieces)
     of_piece = dict(zip(pieces, states, strict=True))
     weights_of = dict(zip(pieces, step.divide(step.swapped_weight_bytes, pieces), strict=True))

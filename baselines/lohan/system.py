@@ -32,6 +32,7 @@ def _arm(variant: str) -> Arrangement:
         pool="adaptive",
         overflow="fused",
         direct=True,
+        int8_states=True,
     )
 
 

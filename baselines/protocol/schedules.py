@@ -149,7 +149,7 @@ def swapping_optimizer(
     step: Step,
     *,
     after: str,
-    state_tensors: int = 3,
+    state_tensors: float = 3,
     gradient_bytes: int | None = None,
     reads_weights: bool = False,
     pipelined: bool | None = None,
@@ -160,11 +160,12 @@ def swapping_optimizer(
     `gradient_bytes`: of all gradients, in another type than the states'; `reads_weights`: which are their own masters.
     """
     work, states = step.work, step.swapped_states_bytes
+    on_ssd = round(state_tensors * states)
     gradients = states if work.arrangement.swaps_gradients else 0
     gradients = gradients if gradient_bytes is None else gradient_bytes
     weights = step.swapped_weight_bytes
     step.store("weights", weights)
-    step.store("master weights and moments", state_tensors * states)
+    step.store("master weights and moments", on_ssd)
     step.store("gradients", gradients)
     count = min(len(work.sub_groups()), _MOST_GROUPS)
     update_s = step.adamw_s(work.spec.parameters) / count
@@ -172,11 +173,11 @@ def swapping_optimizer(
     one = {step.pool(_GROUPS, 3): 1} if pipelined else {}
     read = update = written = after
     for group in range(count):
-        needs = {"ssd.read": _share(state_tensors * states + gradients + reads_weights * weights, group, count)}
+        needs = {"ssd.read": _share(on_ssd + gradients + reads_weights * weights, group, count)}
         before = read if pipelined else written
         read = step.add(f"read states {group}", "optimizer", needs, after=(before,), takes=one)
         update = step.add(f"AdamW {group}", "optimizer", {"cpu": update_s}, after=(read, update))
-        needs = {"ssd.write": _share(state_tensors * states + weights, group, count)}
+        needs = {"ssd.write": _share(on_ssd + weights, group, count)}
         written = step.add(f"write states {group}", "optimizer", needs, after=(update, written), gives=one)
     return written
 

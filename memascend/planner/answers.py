@@ -173,7 +173,8 @@ def _nodes(host: Plan, machine: Machine | None, policy: str | None, kept_gradien
 def _others(work: Workload) -> Iterator[Plan]:
     """The other offloading systems at their defaults, and the arms that each wants shown beside it.
 
-    Stock DeepSpeed fails with bf16 states on NVMe, so its bar is the one that can be had.
+    Stock DeepSpeed fails with bf16 states on NVMe, and other systems have no 8-bit moments, so their bars are those
+    that can be had.
     """
     for name in systems.names():
         arms = systems.load(name).arms
@@ -182,7 +183,8 @@ def _others(work: Workload) -> Iterator[Plan]:
             continue
         for arm, parts in arms.items():
             if arm == first or parts.shown_beside:
-                states = "fp32" if parts.refuses_bf16_states else work.kept_states
+                eight = work.kept_states == "int8" and not parts.int8_states
+                states = "fp32" if parts.refuses_bf16_states or eight else work.kept_states
                 own = {"states": states, "parts": None, "sizes": SwapSizes(), "state_versions": "auto"}
                 yield plan(replace(work, system=name, arm=arm, **own))
 

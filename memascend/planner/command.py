@@ -42,7 +42,7 @@ def add_plan(commands: Any, probe: Callable[[Path | None], Any]) -> None:
     what.add_argument("--accumulate", type=count, help="batches a step (default 1)")
     what.add_argument("--clip", type=norm, help="largest norm of the gradients, as train's (default 1.0; 0: any)")
     what.add_argument("--dtype", help="bf16 (default), or fp16, which needs an overflow check")
-    what.add_argument("--states", help="optimizer states: fp32 (default), or bf16 with --dtype bf16")
+    what.add_argument("--states", help="fp32 (default), or with --dtype bf16: bf16, or int8 (--system lohan)")
     what.add_argument("--gradients", help="the gradient buffer: fp32 (default), or bf16 with --dtype bf16")
     what.add_argument(
         "--experts",

@@ -36,7 +36,7 @@ from memascend.planner.workload import Workload
 from memascend.storage.direct_engine import swapping_config
 
 GIB = 2**30
-TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
 # What the interpreter, libraries and Python objects take: the 1.63 GiB that Fig. 8 leaves to MemAscend as "pinned
 # memory overhead", whose allocator has none. It does not scale with a twin, and judges no row that it was taken from.
 PROCESS_OVERHEAD_BYTES = round(PROCESS_OVERHEAD.value * GIB)

@@ -118,7 +118,7 @@ def _options(work: Workload) -> Iterator[tuple[str, str]]:
     if work.offloads_checkpoints:
         yield "checkpointing", "plain"
     if work.dtype == "bf16":
-        if work.kept_states != "bf16":
+        if work.kept_states == "fp32":
             yield "states", "bf16"
         if work.gradients == "fp32":
             yield "gradients", "bf16"

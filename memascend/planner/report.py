@@ -46,7 +46,7 @@ def _separated(sections: list[list[str]]) -> list[list[str]]:
 def _title(answers: Answers) -> str:
     work, spec = answers.work, answers.work.spec
     gpus = f"{work.ranks} GPU{'s' if work.ranks > 1 else ''}"
-    states = ", bf16 optimizer states" if work.kept_states == "bf16" else ""
+    states = f", {work.kept_states} optimizer states" if work.kept_states != "fp32" else ""
     states += ", bf16 gradient buffer" if work.gradients == "bf16" else ""
     experts = ""
     if spec.experts:

@@ -14,7 +14,7 @@ from functools import cached_property
 from memascend import systems
 from memascend.planner.machine import Calibrations, Machine
 from memascend.planner.pieces import OUTPUT, PIECES_PER_BLOCK, Piece, pieces
-from memascend.planner.workload import ELEMENT_BYTES, Workload
+from memascend.planner.workload import ELEMENT_BYTES, INT8_MOMENTS_BYTES, Workload
 from memascend.simulator import Task
 
 PHASES = ("forward", "backward", "optimizer")
@@ -101,7 +101,7 @@ class Step:
 
     @property
     def state_bytes(self) -> int:
-        """Of one element of master weights, gradients and moments."""
+        """Of one element of master weights, gradients and moments; of 8-bit moments without their scales."""
         return ELEMENT_BYTES[self.work.kept_states]
 
     @property
@@ -172,8 +172,12 @@ class Step:
         return nbytes / (bandwidth * efficiency) if bandwidth else 0.0
 
     def adamw_s(self, parameters: float) -> float:
-        """AdamW reads four tensors of states, writes three and the 16-bit weights; and what DeepSpeed does besides."""
-        nbytes = parameters * (7 * self.state_bytes + ELEMENT_BYTES[self.work.dtype])
+        """AdamW reads four tensors of states, writes three and the 16-bit weights; with 8-bit moments it reads
+        gradients, and reads and writes weights, codes and scales. And what DeepSpeed does besides."""
+        each = 7 * self.state_bytes + ELEMENT_BYTES[self.work.dtype]
+        if self.work.kept_states == "int8":
+            each = 2 * (ELEMENT_BYTES[self.work.dtype] + INT8_MOMENTS_BYTES) + ELEMENT_BYTES[self.work.gradients]
+        nbytes = parameters * each
         update = self.streaming_s(nbytes, self.costs.adam_memory_efficiency)
         own = self.costs.own_s.get("optimizer", 0.0) * parameters / self.work.spec.parameters
         return update + own + self.costs.host_seconds_per_parameter * parameters

@@ -21,11 +21,13 @@ from memascend.planner.derived_sizes import (
 from memascend.planner.options import DEFAULT_STACK, MODEL_OPTIONS, Stack
 from memascend.planner.pool import SWAP_THRESHOLD_BYTES, Streamed, partition_numel, streamed, sub_groups
 from memascend.planner.spec import ModelSpec
-from memascend.systems import arm_of, arrangement
+from memascend.systems import arm_of, arrangement, require_states
 
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
 DTYPES = ("fp16", "bf16")
-STATE_DTYPES = ("fp32", "bf16")
+STATE_DTYPES = ("fp32", "bf16", "int8")  # int8: codes, and scales of 2 bytes a block of 32
+INT8_MOMENTS_BYTES = 2 + 2 / 32  # a parameter
+GRADIENT_DTYPES = ("fp32", "bf16")
 
 # What the papers' totals describe. DeepSpeed's offload_optimizer.buffer_count: parameter, gradient, two moments, and
 # one to spare.
@@ -109,7 +111,7 @@ class Workload:
 
     @property
     def kept_states(self) -> str:
-        """fp32 or bf16; an arm may fix it."""
+        """fp32, bf16 or int8; an arm may fix it."""
         return self.arrangement.states or self.states
 
     @property
@@ -225,13 +227,14 @@ def _check_dtypes(work: Workload) -> None:
     kept = work.kept_states
     for name, value, known in (
         ("optimizer states", kept, STATE_DTYPES),
-        ("gradients", work.gradients, (*STATE_DTYPES, work.dtype)),
+        ("gradients", work.gradients, GRADIENT_DTYPES),
     ):
-        if value not in known:
-            raise ValueError(f"unknown dtype '{value}' of the {name}: use one of {', '.join(STATE_DTYPES)}")
+        if value not in (*known, work.dtype if name == "gradients" else None):
+            raise ValueError(f"unknown dtype '{value}' of the {name}: use one of {', '.join(known)}")
         if value == "bf16" and work.dtype != "bf16":
             raise ValueError(
                 f"{name} in bf16 need a model in bf16, not {work.dtype}: set dtype to bf16, or {name} to fp32"
             )
+    require_states(work.system, work.arm, kept, work.dtype)
     if work.arrangement.refuses_bf16_states and kept == "bf16":
         raise ValueError(f"{work.arrangement.refuses_bf16_states}: name memascend, or states fp32")

@@ -16,7 +16,12 @@ from memascend.training.checkpoint import listed
 from memascend.training.folder import RunFolder
 
 WEIGHTS = "weights"
-STATES = {"master": "master weights", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
+STATES = {
+    "master": "master weights",
+    "exp_avg": "first moments",
+    "exp_avg_sq": "second moments",
+    "scales": "scales of moments",  # of 8 bits, whose groups are one parameter each
+}
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -59,7 +64,7 @@ class Saved:
                 for state, kind in STATES.items():
                     if f"{index}.{state}" in reader.names:
                         label = f"{name} (rank {rank})" if several else name
-                        part = slice(place, place + count)
+                        part = slice(place, place + count) if state != "scales" else None
                         self._places.setdefault(kind, {})[label] = (file, f"{index}.{state}", part)
                 place += count
 

@@ -124,7 +124,12 @@ class TrainConfig:
         "kill in the middle of a step on from the last checkpoint",
         choices=STATE_VERSIONS,
     )
-    states: str = _option("fp32", "master weights and optimizer states; bf16 halves the I/O", choices=("fp32", "bf16"))
+    states: str = _option(
+        "fp32",
+        "master weights and optimizer states; bf16 halves the I/O; int8 (system lohan): bf16 weights are the only "
+        "master and moments are 8-bit codes, 4.1 bytes a parameter",
+        choices=("fp32", "bf16", "int8"),
+    )
     gradients: str = _option("fp32", "the buffer that gradients are added up in", choices=("fp32", "bf16"))
     attention: str = _option("auto", "flash needs a GPU", choices=MODEL_OPTIONS["attention"])
     loss: str = _option("chunked", "chunked never holds all logits", choices=MODEL_OPTIONS["loss"])

@@ -18,8 +18,8 @@ from memascend.training.progress import byte_count
 SWAP_BYTES = 20
 # What is taken beyond a plan: alignment, and what a store grows by at a time (swap_store.py), for each rank.
 SWAP_SLACK, SWAP_INDEX_BYTES = 1.02, 1 << 20  # what a swap file takes beside its tensors
-# In a checkpoint: 2 weights, and master and moments in 4 or 2 bytes each.
-CHECKPOINT_BYTES = {"fp32": 14, "bf16": 8}
+# In a checkpoint: 2 weights, and master and moments in 4 or 2 bytes each, or bf16 masters with moments of 8 bits.
+CHECKPOINT_BYTES = {"fp32": 14, "bf16": 8, "int8": 2 + 2 + 2 + 2 / 32}
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -48,7 +48,7 @@ def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Pat
 def _check_disks(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Path | None) -> None:
     """Each file system has room for all that is written there; several tiers have it together."""
     parameters = prepared["parameters"]
-    checkpoints = _checkpoint_bytes(config) * parameters
+    checkpoints = round(_checkpoint_bytes(config) * parameters)
     wants = [(output, checkpoints, "checkpoints", _fewer_checkpoints(config))]
     planned = prepared.get("planned_swap_bytes")  # a run of an earlier version has not noted it
     swapped = SWAP_BYTES * parameters if planned is None else round(SWAP_SLACK * planned)
@@ -77,7 +77,7 @@ def _check_disks(config: TrainConfig, prepared: dict[str, Any], output: Path, sw
             )
 
 
-def _checkpoint_bytes(config: TrainConfig) -> int:
+def _checkpoint_bytes(config: TrainConfig) -> float:
     """A parameter, of all checkpoints that are there at a time."""
     each = {"full": CHECKPOINT_BYTES[config.states], "weights": WEIGHT_BYTES[config.dtype], "none": 0}
     return (config.keep + 1) * each[config.checkpoints]

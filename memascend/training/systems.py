@@ -40,6 +40,7 @@ def check(config: Any) -> None:
             f"accumulation 'vertical': system {config.system!r} takes one batch after the other: leave it out, or use "
             "--system lohan"
         )
+    systems.require_states(config.system, config.arm, config.states, config.dtype)
     systems.require_versions(config.system, config.state_versions)
     systems.require_kept_states(config.system, config.checkpoints, config.state_versions)
     for device in config.devices:

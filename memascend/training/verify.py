@@ -85,7 +85,7 @@ def _update(config: TrainConfig) -> str:
     if config.system == IN_MEMORY:
         return UPDATES[config.arm or next(iter(UPDATES))]
     parts = arrangement(config.system, config.arm).parts
-    fast = parts.get("numerics") == "fast" or config.states == "bf16"
+    fast = parts.get("numerics") == "fast" or config.states != "fp32"
     return "memascend" if fast else "deepspeed"
 
 

@@ -86,15 +86,18 @@ def assert_equal(ours, theirs):
     expected = {name: values.clone() for name, values in theirs.weights()}
     for name, values in ours.weights():
         assert torch.equal(values, expected[name]), name
-    (names,) = theirs.state_facts()["groups"]
-    flat, places, place = {name: values.clone() for name, values in theirs.states()}, {}, 0
-    for name, numel in names:
-        places[name] = slice(place, place + numel)
-        place += numel
+    flat, places = {name: values.clone() for name, values in theirs.states()}, {}
+    for number, names in enumerate(theirs.state_facts()["groups"]):
+        place = 0
+        for name, numel in names:
+            places[name] = number, slice(place, place + numel)
+            place += numel
     order = [name for ((name, _),) in ours.state_facts()["groups"]]
     for key, values in ours.states():
         index, _, state = key.partition(".")
-        assert torch.equal(values, flat[f"0.{state}"][places[order[int(index)]]]), (order[int(index)], state)
+        number, place = places[order[int(index)]]
+        found = flat[f"{number}.{state}"]
+        assert torch.equal(values, found if state == "scales" else found[place]), (order[int(index)], state)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +110,8 @@ def assert_equal(ours, theirs):
         ("optimized", {"clip": 0.0, "dtype": "fp32", "loss": "plain"}),
         ("optimized", {"clip": 0.0, "dtype": "fp16"}),
         ("optimized", {"clip": 0.5, "states": "bf16", "gradients": "bf16", "checkpointing": "plain"}),
+        ("optimized", {"clip": 0.5, "states": "int8", "accumulate": 2}),
+        pytest.param("optimized", {"clip": 0.0, "states": "int8"}, marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(f"{k} {v}" for k, v in value.items()),
 )
@@ -413,11 +418,13 @@ def test_the_plan_does_not_grow_with_the_vocabulary():
         ({"ranks": 2}, "system 'lohan' is one process, not 2"),
         ({"checkpointing": "none"}, "recomputes its blocks, and checkpointing 'none' does not fit"),
         ({"states": "bf16", "dtype": "fp16"}, "states 'bf16' need dtype bf16"),
+        ({"states": "int8", "dtype": "fp16"}, "states 'int8' are of bf16 weights.* and dtype is 'fp16': set --dtype"),
+        ({"states": "int8", "system": "memascend"}, "'int8': system 'memascend' keeps no 8-bit moments: set --system"),
         ({"checkpointing": "ssd", "arm": "released"}, "arm 'released' decides by itself what goes to the SSD"),
         ({"checkpointing": "ssd", "activations": "keep:1,offload:2"}, "decides by products, not by blocks"),
         ({"checkpointing": "ssd", "activation_writes": "1TiB"}, "has no limit to what activations write"),
     ],
-    ids=["ranks", "checkpointing", "states", "arm", "blocks", "writes"],
+    ids=["ranks", "checkpointing", "states", "8 bits", "system", "arm", "blocks", "writes"],
 )
 def test_what_it_cannot_do_is_refused_in_one_line(changes, message):
     with pytest.raises(ValueError, match=message) as refused:

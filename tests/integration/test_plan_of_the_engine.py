@@ -73,8 +73,9 @@ def assert_the_plan_is_the_run(folder, spec, **options):
         (UNTIED, {"clip": 0.0, "checkpointing": "plain"}),
         (UNTIED, {"states": "bf16", "gradients": "bf16", "accumulate": 2, "state_versions": "one"}),
         (TIED, {"clip": 0.0, "accumulate": 2, "dtype": "fp16", "state_versions": "checkpoint"}),
+        (UNTIED, {"states": "int8", "state_versions": "one"}),
     ],
-    ids=["defaults", "used as they come", "one version", "torn"],
+    ids=["defaults", "used as they come", "one version", "torn", "8 bits"],
 )
 def test_a_plan_is_within_a_hundredth_of_the_run(tmp_path, spec, options):
     assert_the_plan_is_the_run(tmp_path, spec, **options)
@@ -90,6 +91,7 @@ def test_a_plan_is_within_a_hundredth_of_the_run(tmp_path, spec, options):
         {"dtype": "bf16", "states": "bf16"},
         {"dtype": "bf16", "states": "bf16", "gradients": "bf16"},
         {"dtype": "fp16", "states": "fp32"},
+        {"dtype": "bf16", "states": "int8"},
     ],
     ids=lambda types: " ".join(types.values()),
 )

@@ -349,6 +349,19 @@ def test_verify_finds_equal_bits_and_then_the_one_element_that_was_changed(tmp_p
     assert changed["tensors"]["master weights"]["different"] == 0
 
 
+@pytest.mark.slow
+def test_verify_finds_equal_bits_of_8_bit_moments_on_the_ssd_and_in_memory(tmp_path):
+    work = [*MODEL, "--data", str(text_folder(tmp_path)), "--files", "*.py", "--context", "32", "--steps", "2"]
+    asked = [*work, "--system", "lohan", "--states", "int8", "--json"]
+    done = forked.run([sys.executable, "-m", "memascend.cli", "verify", *asked], env=environment(), timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert (found["verdict"], found["reference_arm"]) == ("equal", "memascend_adamw")
+    kinds = {name: each["tensors"] for name, each in found["tensors"].items()}
+    assert len(set(kinds.values())) == 1
+    assert list(kinds) == ["weights", "master weights", "first moments", "second moments", "scales of moments"]
+
+
 @pytest.mark.parametrize("there", [True, False], ids=["there", "made"])
 def test_a_swap_folder_that_was_there_stays_and_one_that_a_refused_call_made_goes(tmp_path, there):
     if there:

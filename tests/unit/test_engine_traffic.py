@@ -101,8 +101,9 @@ def test_a_step_moves_and_the_folder_takes_what_is_counted(tmp_path, way):
         (torch.bfloat16, {"clip": 1.0, "accumulate": 2}),
         (torch.bfloat16, {"states": torch.bfloat16, "clip": 1.0}),
         (torch.bfloat16, {"versions": 1, "checkpoints": "device"}),
+        pytest.param(torch.bfloat16, {"states": torch.int8, "clip": 1.0}, marks=pytest.mark.slow),
     ],
-    ids=["fp32", "clipped", "bf16 states", "one version"],
+    ids=["fp32", "clipped", "bf16 states", "one version", "8 bits"],
 )
 @pytest.mark.parametrize("words", [SLICED, WHOLE], ids=["sliced", "whole"])
 def test_embedding_and_head_are_read_as_often_as_they_are_at_work(tmp_path, words, dtype, options, tied):
@@ -130,8 +131,8 @@ def test_frozen_weights_are_read_and_not_written(tmp_path, options):
 @pytest.mark.parametrize(
     ("dtype", "states"),
     [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16),
-     (torch.float16, torch.float32)],
-    ids=["fp32", "bf16", "bf16 states", "fp16"],
+     (torch.float16, torch.float32), (torch.bfloat16, torch.int8)],
+    ids=["fp32", "bf16", "bf16 states", "fp16", "8 bits"],
 )  # fmt: skip
 @pytest.mark.parametrize("tied", [False, True], ids=["two matrices", "tied"])
 def test_every_way_is_counted(tmp_path, dtype, states, tied):

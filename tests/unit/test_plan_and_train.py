@@ -200,6 +200,7 @@ def test_versions_of_the_states_take_the_same_space_in_both(capsys, clip, versio
         ({"clip": 0, "accumulate": 4}, 2 + 12 + 3 * 4),
         ({"accumulate": 4}, 2 + 12 + 4 * 4),
         ({"gradients": "bf16", "states": "bf16"}, 2 + 4 + 2),
+        ({"clip": 0, "states": "int8"}, 2 + 2 + 2 / 32),
         ({"clip": 0, "state-versions": "one"}, 2 + 12 + 4),
     ],
     ids=str,
@@ -211,6 +212,20 @@ def test_a_step_writes_gradients_as_often_as_they_wait(capsys, options, written)
     assert made["wear"]["bytes_per_step"] == sum(made["io_bytes"]["write"].values())
     assert made["wear"]["bytes_per_step"] / made["parameters"] == pytest.approx(written, rel=0.01)
     assert made["wear"]["steps_of_life"] == pytest.approx(1e15 / made["wear"]["bytes_per_step"])
+
+
+@pytest.mark.parametrize(("versions", "per_parameter"), [("checkpoint", 4.0625), ("two", 2 * 4.0625)])
+def test_8_bit_moments_take_4_bytes_a_parameter_and_version_in_both(capsys, versions, per_parameter):
+    """With a margin for inputs of blocks, and room for two units with one version."""
+    words = ("--system", "lohan", "--clip", "0", "--states", "int8", "--checkpointing", "plain")
+    made = planned(capsys, *words, "--state-versions", versions)
+    config = TrainConfig(
+        model=MODEL, system="lohan", clip=0.0, states="int8", checkpointing="plain", state_versions=versions
+    )
+    train = _plan(config, model_spec(MODEL).hf_config_dict(), made["context"], [])
+    assert train["planned_swap_bytes"] == made["ssd_bytes"]
+    assert train["planned_host_bytes"] == made["host_bytes"]
+    assert made["ssd_bytes"] / made["parameters"] == pytest.approx(per_parameter, rel=0.1)
 
 
 def test_a_step_on_a_disk_without_room_for_two_versions_is_that_of_one(capsys):

@@ -103,6 +103,12 @@ def test_plan_grows_with_context_and_gpus(capsys):
             "stock DeepSpeed fails with bf16 optimizer states on NVMe",
         ),
         (["plan", "--model", "llama3.2-1b", "--states", "int4"], "unknown dtype 'int4' of the optimizer states"),
+        (["plan", "--model", "llama3.2-1b", "--states", "int8"], "system 'memascend' keeps no 8-bit moments: set"),
+        (
+            ["plan", "--model", "llama3.2-1b", "--system", "lohan", "--dtype", "fp16", "--states", "int8"],
+            "states 'int8' are of bf16 weights, rounded stochastically and the only master, and dtype is 'fp16': set",
+        ),
+        (["plan", "--model", "llama3.2-1b", "--gradients", "int8"], "unknown dtype 'int8' of the gradients"),
         (["plan", "--model", "llama3.2-1b", "--testbed", "cray"], "unknown testbed 'cray'"),
         (["plan", "--model", "llama3.2-1b", "--testbed", "none.yaml"], "cannot read the testbed none.yaml"),
         (["plan", "--model", "llama3.2-1b", "--nvme", "no-such-folder"], "no-such-folder is no folder"),
@@ -242,6 +248,15 @@ def test_bf16_states_halve_what_the_optimizer_moves(capsys):
     fp32, bf16 = (planned(capsys, "--dtype", "bf16", "--states", states) for states in ("fp32", "bf16"))
     assert bf16["io_bytes"]["read"]["optimizer"] * 2 == fp32["io_bytes"]["read"]["optimizer"]
     assert bf16["host_bytes"] < fp32["host_bytes"]
+
+
+def test_other_systems_beside_8_bit_moments_have_states_that_they_can_have(capsys):
+    status, out, _ = run(capsys, "plan", "--model", "llama3.2-1b", "--system", "lohan", "--states", "int8")
+    assert status == 0
+    assert "bf16, int8 optimizer states" in out
+    fp32, int8 = (planned(capsys, "--system", "lohan", "--states", states) for states in ("fp32", "int8"))
+    assert int8["others"] == fp32["others"]
+    assert int8["host_bytes"] < fp32["host_bytes"]
 
 
 def test_a_bf16_gradient_buffer_is_half_as_large(capsys):

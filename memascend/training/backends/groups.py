@@ -17,4 +17,5 @@ class Group:
     gradient: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
+    scales: torch.Tensor | None = None  # of 8-bit moments, which are codes: the group is one parameter
     slices: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)  # of `gradient`

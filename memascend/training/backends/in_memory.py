@@ -7,6 +7,7 @@ got no gradient in a step gets a gradient of zero, as in ZeRO's flat groups; tor
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from memascend.memory.classes import GRADIENTS, MASTERS, MOMENTUM, VARIANCE, WEI
 from memascend.memory.ledger import Ledger
 from memascend.memory.placement_policy import PlacementPolicy
 from memascend.memory.topology import Topology
+from memascend.ops.adamw8 import BLOCK, scales_shape
 from memascend.simulator.recorder import Recorder, phase
 from memascend.storage.tensor_file import Share, TensorFileReader, TensorLayout
 from memascend.training.backends.groups import Group
@@ -27,7 +29,7 @@ from memascend.training.backends.updates import Update, make_update
 from memascend.training.config import TrainConfig
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq", "scales")
 
 
 class InMemoryBackend:
@@ -89,32 +91,40 @@ class InMemoryBackend:
         return policy.resolve(class_sizes(self.model, self._config, states_on_cpu=on_cpu), topology)
 
     def _make_groups(self) -> list[Group]:
-        """Parameters in the model's order; a group is closed when it has `group_elements` (None: one group)."""
+        """Parameters in the model's order; a group is closed when it has `group_elements` (None: one group). With 8-bit
+        moments each is a group, which begins a block."""
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         limit, groups, open_group, first = self._settings["group_elements"], [], [], 0
+        if eight := self._config.states == "int8":
+            limit = 1
         for name, parameter in trained:
             open_group.append((name, parameter))
             count = sum(p.numel() for _, p in open_group)
             if (limit and count >= limit) or parameter is trained[-1][1]:
                 groups.append(self._make_group(open_group, first))
-                open_group, first = [], first + count
+                open_group, first = [], first + (scales_shape(count)[0] * BLOCK if eight else count)
         return groups
 
     def _make_group(self, parameters: list[tuple[str, torch.nn.Parameter]], first: int) -> Group:
         config, count = self._config, sum(p.numel() for _, p in parameters)
         device = torch.device("cpu") if self._update.on_cpu else self.device
-        states = torch.bfloat16 if config.states == "bf16" else torch.float32
+        states = torch.float32 if config.states == "fp32" else torch.bfloat16
+        moments = torch.uint8 if config.states == "int8" else states
 
-        def flat(owner: str, dtype: torch.dtype) -> torch.Tensor:
+        def flat(owner: str, dtype: torch.dtype, count: int = count, what: str = "") -> torch.Tensor:
+            name = f"{owner} {what}{first}"
             if device.type == "cpu" and self._allocator.placement is not None:
-                return self._allocator.allocate(count, dtype, name=f"{owner} {first}", owner=owner)
+                return self._allocator.allocate(count, dtype, name=name, owner=owner)
             role = "host" if device.type == "cpu" else "device"
-            self.ledger.record(f"{owner} {first}", owner, count * dtype.itemsize, role=role)
+            self.ledger.record(name, owner, count * dtype.itemsize, role=role)
             return torch.zeros(count, dtype=dtype, device=device)
 
         gradient = flat(GRADIENTS, torch.bfloat16 if config.gradients == "bf16" else torch.float32)
-        master, exp_avg, exp_avg_sq = (flat(owner, states) for owner in (MASTERS, MOMENTUM, VARIANCE))
+        master = flat(MASTERS, states)
+        exp_avg, exp_avg_sq = (flat(owner, moments) for owner in (MOMENTUM, VARIANCE))
         group = Group(parameters, first, master, gradient, exp_avg, exp_avg_sq)
+        if moments == torch.uint8:
+            group.scales = flat(VARIANCE, moments, math.prod(scales_shape(count)), "scales ")
         place = 0
         for _, parameter in parameters:
             part = slice(place, place + parameter.numel())
@@ -176,10 +186,10 @@ class InMemoryBackend:
     def _norm(self) -> torch.Tensor:
         """Of the gradients as they are, scaled: fp32, 0-d, infinite where an element is infinite or NaN."""
         norms = []
-        for group in self._groups:
+        eight = self._config.states == "int8"  # then a group is one parameter, and the order of sums that of one group
+        for groups in [self._groups] if eight else [[group] for group in self._groups]:
             total = 0.0
-            for _, parameter in group.parameters:
-                view = group.slices[parameter]
+            for view, parameter in ((g.slices[p], p) for g in groups for _, p in g.parameters):
                 if parameter in self._filled:
                     total = total + self._update.norm(view) ** 2
                 else:
@@ -248,7 +258,8 @@ class InMemoryBackend:
         for index, group in enumerate(self._groups):
             yield f"{index}.master", group.master
             for name in _MOMENTS if self._steps else ():
-                yield f"{index}.{name}", getattr(group, name)
+                if (moments := getattr(group, name)) is not None:
+                    yield f"{index}.{name}", moments
 
     def by_class(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Class (`memascend.memory.classes`) and tensor of all that stays from step to step; views, not copies."""
@@ -257,6 +268,8 @@ class InMemoryBackend:
             yield MASTERS, group.master
             yield MOMENTUM, group.exp_avg
             yield VARIANCE, group.exp_avg_sq
+            if group.scales is not None:
+                yield VARIANCE, group.scales
             yield GRADIENTS, group.gradient
 
     def state_layouts(self) -> list[TensorLayout]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from memascend.memory import classes
 from memascend.memory.pinned import Allocator, page_rounded_bytes
+from memascend.ops.adamw8 import scales_shape
 
 
 def class_sizes(model: torch.nn.Module, config: Any, *, states_on_cpu: bool) -> dict[str, int]:
@@ -17,9 +19,16 @@ def class_sizes(model: torch.nn.Module, config: Any, *, states_on_cpu: bool) -> 
     on_cpu = {p for p in model.parameters() if p.device.type == "cpu"}
     sizes: dict[str, int] = {}
     if states_on_cpu:
-        state = page_rounded_bytes((2 if config.states == "bf16" else 4) * trained)
-        sizes = dict.fromkeys((classes.MASTERS, classes.MOMENTUM, classes.VARIANCE), state)
-        sizes[classes.GRADIENTS] = page_rounded_bytes((2 if config.gradients == "bf16" else 4) * trained)
+        # Flat, as the backend has them: all together, or with 8-bit moments each parameter by itself.
+        eight = config.states == "int8"
+        flat = [p.numel() for p in model.parameters() if p.requires_grad] if eight else [trained]
+        state, gradient = 4 if config.states == "fp32" else 2, 2 if config.gradients == "bf16" else 4
+        moment = 1 if eight else state
+        for name, each in {classes.MASTERS: state, classes.MOMENTUM: moment, classes.VARIANCE: moment}.items():
+            sizes[name] = sum(page_rounded_bytes(each * numel) for numel in flat)
+        if eight:
+            sizes[classes.VARIANCE] += sum(page_rounded_bytes(math.prod(scales_shape(numel))) for numel in flat)
+        sizes[classes.GRADIENTS] = sum(page_rounded_bytes(gradient * numel) for numel in flat)
     sizes[classes.WEIGHTS] = sum(page_rounded_bytes(p.numel() * p.element_size()) for p in on_cpu)
     if config.checkpointing == "offloaded" and config.context:
         text = model.config.get_text_config()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from memascend.engine import home as homes
+from memascend.engine.layout import numel_of_state
 from memascend.engine.options import CHECKPOINTS, EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.engine.spilled import SpilledValues
@@ -33,8 +34,7 @@ from memascend.training.config import TrainConfig
 
 log = logging.getLogger("memascend")
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_STATES = ("master", "exp_avg", "exp_avg_sq")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int8": torch.int8}
 
 
 class StreamingBackend:
@@ -292,12 +292,13 @@ class StreamingBackend:
         yield from persistent_buffers(self.model)
 
     def _state_names(self) -> tuple[str, ...]:
-        return _STATES if self._steps else _STATES[:1]
+        moments = [state for state in self.engine.layout.state_names if state != "master"]
+        return ("master", *moments) if self._steps else ("master",)
 
     def state_layouts(self) -> list[TensorLayout]:
-        dtype, sizes = self.engine.layout.states, self._sizes()
+        layout, sizes = self.engine.layout, self._sizes()
         return [
-            TensorLayout(f"{index}.{state}", dtype, (numel,))
+            TensorLayout(f"{index}.{state}", layout.dtype_of(state), (numel_of_state(state, numel),))
             for index, numel in enumerate(sizes.values())
             for state in self._state_names()
         ]

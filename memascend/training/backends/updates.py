@@ -2,7 +2,7 @@
 
 `torch`: torch.optim's, on any device. `deepspeed`: the native update of DeepSpeedCPUAdam, whose bits every system has
 that leaves the step to DeepSpeed. `memascend`: `memascend.ops.adamw_`, whose bits `numerics: fast` has, and the only
-one with stochastic rounding of bf16 states.
+one with stochastic rounding of bf16 states, or with 8-bit moments (`memascend.ops.adamw8`).
 """
 
 from __future__ import annotations
@@ -111,23 +111,25 @@ class MemAscendUpdate(_Unscaling):
 
     def apply(self, group: Group, step: int, learning_rate: float, *, scale: float, norm: torch.Tensor) -> None:
         from memascend.ops.adamw import adamw_
+        from memascend.ops.adamw8 import adamw8_, scales_shape
 
         if self.clip > 0:
             scale *= max(1.0, (float(norm) / scale + 1e-6) / self.clip)
         gradient, states = group.gradient, group.master.dtype
+        options: dict[str, Any] = {
+            "step": step,
+            "lr": learning_rate,
+            "betas": self.betas,
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+            "grad_scale": 1.0 / scale,
+            "seed": _ROUNDING_SEED,
+            "element_offset": group.first_element,
+        }
+        if group.scales is not None:
+            scales = group.scales.view(scales_shape(gradient.numel()))
+            adamw8_(group.master, gradient, group.exp_avg, group.exp_avg_sq, scales, **options)
+            return
         if gradient.itemsize > states.itemsize:
             gradient = gradient.to(states)  # narrower ones are converted as the kernel reads them (MLP-Offload 3.2)
-        adamw_(
-            group.master,
-            gradient,
-            group.exp_avg,
-            group.exp_avg_sq,
-            step=step,
-            lr=learning_rate,
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            grad_scale=1.0 / scale,
-            seed=_ROUNDING_SEED,
-            element_offset=group.first_element,
-        )
+        adamw_(group.master, gradient, group.exp_avg, group.exp_avg_sq, **options)
