@@ -58,7 +58,7 @@ CHILD = (
     PROGRAM
     + r"""
 torch.set_num_threads(1)
-options = EngineOptions(arm=sys.argv[2], clip=float(sys.argv[3]))
+options = EngineOptions(arm=sys.argv[2], clip=float(sys.argv[3]), states=getattr(torch, sys.argv[5]))
 run(Path(sys.argv[1]), int(sys.argv[4]), options, lambda step: print(step, flush=True))
 """
 )
@@ -102,14 +102,21 @@ def program():
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(25, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("arm", "clip"), [("optimized", 0.0), pytest.param("none", 0.5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("arm", "clip", "states"),
+    [
+        ("optimized", 0.0, "float32"),
+        pytest.param("none", 0.5, "float32", marks=pytest.mark.slow),
+        pytest.param("optimized", 0.0, "int8", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.timeout(1800)
-def test_a_killed_engine_goes_on_from_its_last_completed_step_to_the_same_bits(tmp_path, arm, clip, rounds):
+def test_a_killed_engine_goes_on_from_its_last_completed_step_to_the_same_bits(tmp_path, arm, clip, states, rounds):
     parts, instants, said, kills = program(), random.SystemRandom(), 0, 0
     folder = tmp_path / "home"
     steps = STEPS * rounds
     while kills < rounds and said < steps:
-        command = [sys.executable, "-c", CHILD, str(folder), arm, str(clip), str(steps)]
+        command = [sys.executable, "-c", CHILD, str(folder), arm, str(clip), str(steps), states]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
             first = child.stdout.readline()
             assert first, "the child could not begin"
@@ -121,7 +128,7 @@ def test_a_killed_engine_goes_on_from_its_last_completed_step_to_the_same_bits(t
     kept = homes.kept_facts(folder)["step"]
     assert kept in (said, said + 1)
     torch.set_num_threads(1)
-    options = EngineOptions(arm=arm, clip=clip)
+    options = EngineOptions(arm=arm, clip=clip, states=getattr(torch, states))
     ours = parts["run"](folder, kept + 1, options)
     theirs = parts["run"](tmp_path / "never killed", kept + 1, options)
     for name, values in theirs.items():

@@ -94,11 +94,14 @@ def test_a_run_that_is_stopped_and_then_killed_goes_on_as_if_nothing_had_happene
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("versions", ["two", "one"])
-def test_states_that_the_tier_has_kept_are_gone_on_from_and_not_the_checkpoint(tmp_path, tmp_path_factory, versions):
-    reference = finished_run(tmp_path_factory, "lohan")
+@pytest.mark.parametrize(("versions", "states"), [("two", "fp32"), ("one", "fp32"), ("one", "int8")])
+def test_states_that_the_tier_has_kept_are_gone_on_from_and_not_the_checkpoint(
+    tmp_path, tmp_path_factory, versions, states
+):
+    work = ["lohan", *(["--states", states] if states != "fp32" else [])]
+    reference = finished_run(tmp_path_factory, *work)
     output = tmp_path / "run"
-    options = [*options_for(reference.parent / "text", "lohan"), "--save-every", "0", "--state-versions", versions]
+    options = [*options_for(reference.parent / "text", *work), "--save-every", "0", "--state-versions", versions]
     kill_at_step(output, 4, *options)
     assert not (output / "checkpoints").exists()
     said = resume_to_the_end(output)
