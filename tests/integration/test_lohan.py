@@ -166,15 +166,17 @@ def test_a_vocabulary_in_slices_trains_as_one_in_memory_with_the_same_slices(tmp
     ours.close()
 
 
-def test_a_checkpoint_of_one_run_goes_on_in_another_to_the_same_bits(tmp_path):
-    ours, theirs = streamed(tmp_path / "a", clip=0.0), in_memory(clip=0.0)
+@pytest.mark.parametrize("states", ["fp32", "int8"])
+def test_a_checkpoint_of_one_run_goes_on_in_another_to_the_same_bits(tmp_path, states):
+    changes = {"clip": 0.0, "states": states}
+    ours, theirs = streamed(tmp_path / "a", **changes), in_memory(**changes)
     losses = train(ours, 2)
     with TensorFileWriter(tmp_path / "states.safetensors", ours.state_layouts()) as writer:
         for name, values in ours.states():
             writer.write(name, values)
     facts = ours.state_facts()
     ours.close()
-    again = streamed(tmp_path / "b", clip=0.0)
+    again = streamed(tmp_path / "b", **changes)
     with TensorFileReader(tmp_path / "states.safetensors") as reader:
         again.restore(reader, facts)
     assert losses + train(again, 2) == train(theirs, 4)

@@ -100,6 +100,7 @@ def test_activations_on_the_ssd_change_no_bit_and_their_bytes_are_a_step_s(tmp_p
         ("torch", {"dtype": "fp16"}),
         ("torch", {"gradients": "bf16"}),
         ("memascend", {"states": "bf16"}),
+        ("memascend", {"states": "int8"}),
         pytest.param("deepspeed", {}, marks=pytest.mark.deepspeed),
     ],
 )
@@ -231,6 +232,9 @@ def test_an_update_is_torchs_adamw_within_rounding(name):
         ({"nvme": "/swap"}, "swaps nothing: leave --nvme out"),
         ({"devices": ["/dev/null"]}, "swaps nothing: leave --devices out"),
         ({"states": "bf16"}, "need --arm memascend_adamw"),
+        ({"states": "int8"}, "system 'in_memory' keeps no 8-bit moments: .* --arm memascend_adamw"),
+        ({"states": "int8", "arm": "deepspeed_adamw"}, "arm 'deepspeed_adamw' of system 'in_memory' keeps no 8-bit"),
+        ({"states": "int8", "arm": "memascend_adamw", "dtype": "fp32"}, "bf16 weights.* and dtype is 'fp32'"),
         ({"gradients": "bf16", "dtype": "fp32"}, "gradients 'bf16' need dtype bf16"),
         ({"system": "memascend", "dtype": "fp32"}, "dtype 'fp32' is for --system in_memory"),
     ],
@@ -254,14 +258,16 @@ def test_a_traced_step_has_its_phases_and_its_blocks_forward_and_back(checkpoint
     assert blocks == 2 * once
 
 
-def test_a_placed_run_trains_to_the_same_bits_and_its_ledger_is_true():
-    plain = built("memascend", checkpointing="offloaded", context=16, batch=2)
-    placed = built("memascend", checkpointing="offloaded", context=16, batch=2, placement="latency_first")
+@pytest.mark.parametrize("states", ["fp32", "int8"])
+def test_a_placed_run_trains_to_the_same_bits_and_its_ledger_is_true(states):
+    work = {"checkpointing": "offloaded", "context": 16, "batch": 2, "states": states}
+    plain, placed = built("memascend", **work), built("memascend", placement="latency_first", **work)
     assert steps(placed, 2) == steps(plain, 2)
     for name, tensor in plain.weights():
         assert torch.equal(tensor, weights(placed)[name]), name
     found = report.memory_nodes(placed.ledger, "latency_first")
-    assert set(found["bytes"]) == {"master_weights", "momentum", "variance", "gradients", "weights", "activations"}
+    own = {"weights"} if states == "fp32" else set()  # else they lie in their masters
+    assert set(found["bytes"]) == {"master_weights", "momentum", "variance", "gradients", "activations"} | own
     assert {node for shares in found["bytes"].values() for node in shares} <= set(Topology.read().nodes)
     assert found["wrong"] == []
 
