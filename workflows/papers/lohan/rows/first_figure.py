@@ -65,7 +65,7 @@ def by_tensor(exhibit: str, played: Played, series: str) -> Iterator[Row]:
 
 
 def formulas() -> Iterator[Row]:
-    """What follows from the paper alone: sizes of Tables II and IV, 21 GB/s, 5.96 s, and its printed stage times."""
+    """What follows from the paper alone: sizes of Tables II and IV, 21 GiB/s, 5.96 s, and its printed stage times."""
     n, r = own.net(SIZE, BATCH), own.rates()
     again = n.block_flops / r.gpu
     cells, exhibit, inside = {"series": own.ZERO, "model": SIZE}, "lohan-fig01a", n.all_activations - n.between_blocks
@@ -115,7 +115,7 @@ def g10() -> Iterator[Row]:
     for stage, (down, up, gpu) in moved.items():
         seconds = max(down / r.link, up / r.link, gpu)
         cells = {"series": own.G10, "model": SIZE, "x": ("stages in one" if " and " in stage else "stage", stage)}
-        source = "longest of GPU and link, 21 GB/s each way"
+        source = "longest of GPU and link, 21 GiB/s each way"
         yield shown("lohan-fig01b", "stage_time", seconds, "s", source, **cells)
         of_gpu = "FLOP / THP_G; 28 P bytes of the GPU's memory in the optimizer"
         yield shown("lohan-fig01b", "gpu_compute_time", gpu, "s", of_gpu, **cells)
