@@ -137,6 +137,7 @@ class Calibrations:
     `output_s`: seconds a phase of what lies outside the blocks (output matrix and loss), where they were measured by
     themselves; without, its products run at the rate of the blocks.
     `adam_card_efficiency`: of a memory card's rate, where the CPU updates what lies there; None: as of DRAM's.
+    `ssd_efficiency`: of the SSD's rates, where a step writes more than the drives absorb in a burst.
     """
 
     gpu_efficiency: float = _VALUES["gpu_efficiency"]
@@ -149,6 +150,7 @@ class Calibrations:
     own_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     output_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     adam_card_efficiency: float | None = None
+    ssd_efficiency: float = 1.0
 
 
 def machine_from_testbed(testbed: Mapping[str, Any], where: str = "testbed") -> Machine:

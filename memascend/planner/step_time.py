@@ -92,15 +92,22 @@ def machine_for(step: Step) -> Resources:
         if getattr(machine, field) is not None
     }
     testbed = {**machine.described, "id": machine.name, "rates": rates}
-    reached = Calibration(
-        name="efficiency of gpu",
-        value=step.costs.gpu_efficiency,
+    known = []
+    if machine.gpu_flops_per_s is not None:
+        known.append(_reached("gpu", step.costs.gpu_efficiency))
+    if machine.ssd_read_bytes_per_s is not None and machine.ssd_write_bytes_per_s is not None:
+        known.append(_reached("ssd", step.costs.ssd_efficiency))
+    return machine_of(testbed, gpus=step.work.ranks, pools=step.pools, locks=step.locks, calibrations=known)
+
+
+def _reached(resource: str, efficiency: float) -> Calibration:
+    return Calibration(
+        name=f"efficiency of {resource}",
+        value=efficiency,
         unit="of the peak rate",
-        reason="memascend.planner.machine.CALIBRATIONS",
+        reason="memascend.planner.machine.CALIBRATIONS, or a paper's calibrations.yaml",
         reach="as stated there",
     )
-    known = [reached] if machine.gpu_flops_per_s is not None else []
-    return machine_of(testbed, gpus=step.work.ranks, pools=step.pools, locks=step.locks, calibrations=known)
 
 
 def _require(step: Step, resources: Resources, has_memory: bool) -> None:

@@ -1,7 +1,8 @@
 """Throughput and I/O in the modelled lane: MemAscend Figs. 10, 17, 18 and 20, Tables IV and VI.
 
 Seconds are those of the systems' schedules, played on the paper's testbeds (memascend.planner.step_time); calibrations
-and what they rest on are in memascend.planner.machine.CALIBRATIONS. Two are solved from Fig. 17's printed throughputs.
+and what they rest on are in memascend.planner.machine.CALIBRATIONS. Two are solved from Fig. 17's printed throughputs;
+what configuration 2's SSDs sustain is in calibrations.yaml, solved from a cell of Table VI.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def rows() -> Iterator[Row]:
     yield from section_iii_c()
     for exhibit, testbed in TIMED.items():
         yield from (assumption(exhibit, testbed, each) for each in CALIBRATIONS)
+    yield from own.PAPER.assumptions()
 
 
 @cache
@@ -72,6 +74,8 @@ def seconds(
     """A step; with `whole_chain` the milliseconds of III-C are those of each rank, not divided among the ranks."""
     work = Workload(spec=model_spec(model), ranks=ranks, batch=batch, context=context, **arm)
     known = Calibrations()
+    if testbed == own.C2:
+        known = replace(known, ssd_efficiency=own.PAPER.value("configuration_2_ssd_efficiency"))
     if whole_chain:
         known = replace(known, chain_seconds_per_element=ranks * known.chain_seconds_per_element)
     return step_time(papers(work), machine(testbed), calibrations=known)
