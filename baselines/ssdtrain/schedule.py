@@ -9,7 +9,7 @@ taken when its load would begin is *forwarded*: backward finds it in memory and 
 ahead by one piece of a block: backward works on one while the next one comes.
 
     ssdtrain      all but the last block is offloaded, as the activation cache here does
-    as_published  all but the last module, here a piece of a block (Table III: 93 to 102 % of all activations)
+    as_published  all but the last module: the output layer and its loss, behind the blocks (III-C2)
     hybrid        from the first piece on, as much as the drive takes while forward runs (Fig. 3); the rest is kept
     keep          everything stays
     recompute     only the input of each block stays, and backward computes the block once more (Fig. 7)
@@ -62,11 +62,9 @@ def schedule(step: Step) -> None:
 
 def regions_of(step: Step, fates: Sequence[str] | None = None) -> list[Region]:
     """In the order of forward; `fates` says what becomes of each block (or fold of blocks), else the arm does."""
-    from memascend.planner.gpu_memory import block_bytes_per_token  # which imports torch
-
     work, inner = step.work, step.pieces[1:-1]
     tokens, spec, last = work.batch * work.context, work.spec, PIECES_PER_BLOCK - 1
-    block = tokens * block_bytes_per_token(spec, work.context, flash=work.stack.flash, fused=work.stack.fused)
+    block = tokens * _saved_per_token(step)
     whole, entry = sum(piece.flops for piece in inner), 2.0 * tokens * spec.hidden
     regions = []
     for number, piece in enumerate(inner):
@@ -84,14 +82,24 @@ def regions_of(step: Step, fates: Sequence[str] | None = None) -> list[Region]:
     return [replace(region, forwarded=region.piece.name in late) for region in regions]
 
 
+def _saved_per_token(step: Step) -> int:
+    """Bytes that a block saves."""
+    from memascend.planner.gpu_memory import block_bytes_per_token, megatron_bytes_per_token  # which imports torch
+
+    spec, stack = step.work.spec, step.work.stack
+    if stack.megatron_gpus:
+        return megatron_bytes_per_token(spec, stack.megatron_gpus)
+    return block_bytes_per_token(spec, step.work.context, flash=stack.flash, fused=stack.fused)
+
+
 def _fates_of_arm(step: Step, regions: list[Region]) -> list[str]:
     arm = step.work.arm_name
     if arm in (KEEP, RECOMPUTE):
         return [arm] * len(regions)
-    kept = 1 if arm == "as_published" else PIECES_PER_BLOCK
+    kept = 0 if arm == "as_published" else PIECES_PER_BLOCK
     room = _taken_in_forward(step) if arm == "hybrid" else float("inf")
     fates, used = [], 0.0
-    for region in regions[:-kept]:
+    for region in regions[: len(regions) - kept]:
         used += region.saved
         fates.append(OFFLOAD if used <= room else KEEP)
     return fates + [KEEP] * kept
@@ -162,7 +170,7 @@ def backward(step: Step, regions: list[Region], *, batch: int = 0, after: str) -
     """The pieces in reverse order; each gives its memory back when backward is done with it."""
     last = step.pieces[-1]
     step.pool(SAVED, float("inf"))
-    done = before = _compute(step, "backward", batch, last, (after,), {SAVED: _loss_bytes(step)})
+    before, done = after, _compute(step, "backward", batch, last, (after,), {SAVED: _loss_bytes(step)})
     loaded, block = "", 0.0
     for region in reversed(regions):
         gives, ready, again = {SAVED: region.saved}, [done], region.fate == RECOMPUTE

@@ -71,6 +71,15 @@ def block_bytes_per_token(spec: ModelSpec, context: int, *, flash: bool, fused: 
     return norms + attention + _feed_forward(spec, fused) + _head_norms(spec, query, keys)
 
 
+def megatron_bytes_per_token(spec: ModelSpec, gpus: int) -> int:
+    """Bytes a token that `gpus` of them together save in a block of Megatron's GPT or BERT, without scores.
+
+    Korthikanti et al. 2022, section 4.2.1, for tensor parallelism without sequence parallelism: each holds 10 h whole
+    (inputs of two norms and of the products behind them, masks of dropout) and its part of 24 h.
+    """
+    return (10 * gpus + 24) * spec.hidden
+
+
 def is_gated(spec: ModelSpec) -> bool:
     """Whether the feed-forward multiplies two products (SwiGLU and kin): then three of its tensors are kept."""
     return any(_GATE.search(tensor.name) for tensor in spec.tensors() if tensor.block == 0)

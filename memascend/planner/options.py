@@ -23,12 +23,14 @@ class Stack:
     """What the model does to need less GPU memory, by the words of `MODEL_OPTIONS`; ValueError for any other.
 
     `fused`: norms and gates as single kernels, which Liger has and neither our options nor a DeepSpeed JSON switch on.
+    `megatron_gpus`: GPUs that share each block as Megatron's tensor parallelism does; 0: a block of Hugging Face's.
     """
 
     attention: str = "auto"
     loss: str = "chunked"
     checkpointing: str = "offloaded"
     fused: bool = False
+    megatron_gpus: int = 0
 
     def __post_init__(self) -> None:
         for name, words in MODEL_OPTIONS.items():

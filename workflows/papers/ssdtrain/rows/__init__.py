@@ -1,7 +1,8 @@
 """What the exhibits of SSDTrain compute: its schedule on its two GPUs, and the projections of III-D.
 
-The two GPUs share each block (tensor parallelism), so one rank of twice the rates stands for both: seconds are those of
-the pair, bytes and operations are divided by two for one GPU. Sizes in GiB, which the paper calls GB (erratum S4).
+The two GPUs share each block (tensor parallelism; norms' inputs and masks each holds whole), so one rank of twice the
+rates stands for both: seconds are those of the pair, bytes and operations are divided by two for one GPU. Sizes in GiB,
+which the paper calls GB (erratum S4).
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def pair(write_gb_per_s: float | None = None) -> Machine:
 
 def work(series: str, model: str, batch: int) -> Workload:
     arm = ARMS[series]
-    stack = Stack(loss="plain", checkpointing=CHECKPOINTING.get(arm, "ssd"))
+    stack = Stack(loss="plain", checkpointing=CHECKPOINTING.get(arm, "ssd"), megatron_gpus=GPUS)
     size = {"batch": batch, "context": CONTEXT, "dtype": "fp16", "stack": stack}
     return Workload(spec=PAPER.spec(model), system="ssdtrain", arm=arm, **size)
 
@@ -231,7 +232,7 @@ def table_3() -> Iterator[Row]:
         made = estimates[key]
         cells = {"model": model, "x": ("batch_size", BATCH)}
         written = step_of(work("SSDTrain", model, BATCH), where("SSDTrain"), PAPER.costs()).volume().activation_bytes
-        source = "what the schedule of baselines/ssdtrain stores: all but the last piece of a block"
+        source = "what the schedule of baselines/ssdtrain stores: every block"
         yield shown(exhibit, "offloaded_amount", written / GPUS / GIB, "GB", source, **cells, series="SSDTrain")
         size, rate = made.activation_bytes / GIB, made.write_bytes_per_s / GIB
         yield shown(exhibit, "model_estimate", size, "GB", SOURCE, **cells, series="llm-analysis model")
