@@ -16,7 +16,7 @@ from memascend.compare import add_compare
 from memascend.doctor.command import add_doctor
 from memascend.planner.command import add_plan, count
 from memascend.storage.commands import add_storage
-from memascend.training.command import add_export, add_train, add_verify
+from memascend.training.command import add_export, add_generate, add_train, add_verify
 
 
 class _Parser(argparse.ArgumentParser):
@@ -82,6 +82,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add_storage(commands)
     add_train(commands)
     add_export(commands)
+    add_generate(commands)
     add_verify(commands)
     add_compare(commands)
     return parser.parse_args(arguments)

@@ -6,9 +6,12 @@ import difflib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memascend.integrations.byte_pairs import ALPHABET, END_OF_TEXT, train_byte_pairs
+
+if TYPE_CHECKING:
+    import torch
 
 TRAINED_VOCABULARY = 16_384  # of a tokenizer trained here, unless the model's embedding is smaller
 _TRAINED_ON_BYTES = 50_000_000  # text that a tokenizer is trained on; more changes little and takes minutes
@@ -174,3 +177,49 @@ class Encoder:
     def __call__(self, texts: list[str]) -> list[list[int]]:
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
         return [ids + self.end for ids in encoded]
+
+
+def go_on(
+    model: Any,
+    tokenizer_folder: Path,
+    prompt: str,
+    tokens: int,
+    device: torch.device,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> int:
+    """Print `prompt` and at most `tokens` tokens that `model` goes on with, as they come; returns how many came.
+
+    `temperature` 0 takes the likeliest token; another draws, from `seed`. Raises ValueError where there is nothing to
+    begin with, and where prompt and tokens are more than the model's positions.
+    """
+    import torch
+    from transformers import AutoTokenizer, TextStreamer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    if ids.shape[1] == 0:
+        begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        if begin is None:
+            raise ValueError("the prompt is empty, and the tokenizer has no token to begin with: give some text")
+        ids = torch.tensor([[begin]])
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions and ids.shape[1] + tokens > positions:
+        raise ValueError(
+            f"the prompt has {ids.shape[1]} tokens, and with {tokens} more (--tokens) they are more than the model's "
+            f"{positions} positions"
+        )
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    torch.manual_seed(seed)
+    ids = ids.to(device)
+    found = model.eval().generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        use_cache=True,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+        **sampling,
+    )
+    return int(found.shape[1] - ids.shape[1])

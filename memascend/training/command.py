@@ -1,4 +1,4 @@
-"""`memascend train` and `memascend verify`."""
+"""`memascend train`, and what is done with a run: `export`, `generate`, `verify`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from memascend.memory.budget import parse_bytes
+from memascend.planner.command import count
 from memascend.training import config as configs
 from memascend.training import systems
 
@@ -42,6 +43,31 @@ def add_export(commands: Any) -> None:
         help="at most so much in a file of weights, as 5GB; several files have an index; default 50GB",
     )
     parser.set_defaults(run=_export)
+
+
+def add_generate(commands: Any) -> None:
+    """Registers `generate`."""
+    parser = commands.add_parser(
+        "generate",
+        help="text from the newest weights of a run on the SSD, a block in memory at a time",
+        description="Go on with a text by the newest weights of a run of --system lohan, stopped or finished, whose "
+        "states are on the SSD. Each token reads all weights once; no more of them is in memory than in training.",
+    )
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run (--output of train)")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to go on with")
+    parser.add_argument("--tokens", type=count, default=32, metavar="N", help="at most so many more (default 32)")
+    parser.add_argument(
+        "--temperature", type=_temperature, default=0.0, metavar="T", help="0: the likeliest token each (default)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn with a temperature (default 0)")
+    parser.set_defaults(run=_generate)
+
+
+def _temperature(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: a number from 0 on")
+    return value
 
 
 def add_verify(commands: Any) -> None:
@@ -101,6 +127,12 @@ def _export(options: argparse.Namespace) -> str:
 
     size = SHARD_BYTES if options.shard_size is None else parse_bytes(options.shard_size, "--shard-size")
     return export(options.run_folder.absolute(), options.folder.absolute(), size)
+
+
+def _generate(options: argparse.Namespace) -> str:
+    from memascend.training.generate import generate
+
+    return generate(options.run_folder.absolute(), options.prompt, options.tokens, options.temperature, options.seed)
 
 
 def _verify(options: argparse.Namespace) -> tuple[str, int]:

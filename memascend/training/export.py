@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memascend.storage.durable import sync
-from memascend.training import backends, checkpoint, launch, systems
+from memascend.training import checkpoint
 from memascend.training.checkpoint import Checkpoint
 from memascend.training.folder import RunFolder, missing_folders, remove_empty
+from memascend.training.kept import kept_backend, kept_source, require_run
 from memascend.training.progress import byte_count
 
 if TYPE_CHECKING:
@@ -36,8 +37,7 @@ def export(run: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> str:
     After an error nothing is left. A step whose update was cut off is completed first.
     """
     folder = RunFolder(run)
-    if not folder.config.is_file():
-        raise ValueError(f"{run} holds no run: name the folder that memascend train wrote to (--output)")
+    require_run(folder)
     target = Path(os.path.abspath(target))
     if target.resolve().is_relative_to(run.resolve()):
         raise ValueError(f"{target} is in the run's own folder: name one outside of {run}")
@@ -75,7 +75,7 @@ def export(run: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> str:
 
 def _write(folder: RunFolder, newest: Checkpoint | None, partial: Path, shard_bytes: int) -> int:
     """The later of states and checkpoint; its step."""
-    backend = _kept_backend(folder)
+    backend = kept_backend(folder)
     kept = backend.kept_step() if backend is not None else None
     if kept is None or (newest is not None and newest.step >= kept):
         if newest is None:
@@ -139,25 +139,10 @@ def _write_weights(
         (partial / INDEX).write_text(json.dumps({"metadata": whole, "weight_map": where}, indent=2, sort_keys=True))
 
 
-def _kept_backend(folder: RunFolder) -> StreamingBackend | None:
-    """The backend whose states outlive a run, where this one has it."""
-    config, prepared = launch.saved_config(folder), launch.read_prepared(folder)
-    if prepared is None:
-        return None
-    setup = systems.setup(config, prepared, folder.root.name, str(folder.root / "swap"))
-    if setup.backend != backends.STREAMING:
-        return None
-    from memascend.memory.ledger import Ledger
-
-    return backends.load(setup.backend)(config, setup.settings, Ledger())
-
-
 def _from_states(backend: StreamingBackend, folder: RunFolder, partial: Path, shard_bytes: int) -> int:
     from memascend.integrations.pretrained import save_configuration
 
-    prepared = launch.read_prepared(folder)
-    source = Path(prepared["model_folder"]) if prepared["model_folder"] else prepared["model_config"]
-    step = backend.open_kept(source)
+    step = backend.open_kept(kept_source(folder))
     try:
         _require_room(partial, sum(layout.nbytes for layout in backend.weight_layouts()))
         save_configuration(backend.model, partial, folder.tokenizer)

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from memascend.cli import main
-from memascend.training import export, launch
+from memascend.training import export
 from memascend.training.folder import RunFolder
+from memascend.training.kept import kept_backend, kept_source
 from tests import forked
 from tests.loop_devices import small_file_system
 from tests.train_runs import command, environment, losses, text_folder, train
@@ -136,8 +137,8 @@ def refusal(capsys, *arguments):
 def logits_on_the_tier(folder, ids):
     """Of the states that a run has left, streamed as in training."""
     run = RunFolder(folder)
-    backend = export._kept_backend(run)
-    backend.open_kept(launch.read_prepared(run)["model_config"])
+    backend = kept_backend(run)
+    backend.open_kept(kept_source(run))
     try:
         with torch.no_grad():
             return backend.model.eval()(input_ids=ids).logits
@@ -164,6 +165,34 @@ def test_an_export_in_several_files_has_an_index_and_gives_the_logits_of_the_tra
         assert torch.equal(found, whole.eval()(input_ids=ids).logits)
         if name == "none":
             assert torch.equal(found, logits_on_the_tier(runs / name, ids))
+
+
+def test_generate_goes_on_with_a_text_as_the_exported_model_does(runs, tmp_path, capsys):
+    model = exported(runs / "none", tmp_path / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    capsys.readouterr()
+    prompt = "def f(x):\n    return"
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    for sampling, options in (({"do_sample": False}, ()), ({"temperature": 0.7}, ("--temperature", "0.7"))):
+        torch.manual_seed(5)
+        expected = model.generate(ids, max_new_tokens=6, **({"do_sample": True} | sampling))
+        assert main(["generate", str(runs / "none"), "--prompt", prompt, "--tokens", "6", "--seed", "5", *options]) == 0
+        said, _, told = capsys.readouterr().out.rstrip("\n").rpartition("\n")
+        assert said == tokenizer.decode(expected[0], skip_special_tokens=True)
+        assert f"from the weights of step 6 of {runs / 'none'})" in told
+
+
+def test_generate_refuses_what_has_no_states_and_texts_that_are_too_long(runs, tmp_path, capsys):
+    assert "holds no run" in refusal(capsys, "generate", tmp_path, "--prompt", "a")
+    (tmp_path / "full").symlink_to(runs / "full")
+    line = refusal(capsys, "generate", tmp_path / "full", "--prompt", "a")
+    assert "load its newest checkpoint" in line
+    assert str(tmp_path / "full" / "model") in line
+    line = refusal(capsys, "generate", runs / "none", "--prompt", "a b", "--tokens", "1000000")
+    assert "1000000 more (--tokens)" in line
+    assert "positions" in line
+    for wrong in ("-1", "nan", "x"):
+        assert "--temperature" in refusal(capsys, "generate", runs / "none", "--prompt", "a", "--temperature", wrong)
 
 
 def load_all(folder):

@@ -35,6 +35,8 @@ def found(losses, others, step_s=2.0):
         "report": {"parameters": 10},
         "products": [{"seconds": 1.0}, {"seconds": 1.5}],
         "drive": [{"bytes_per_s": 25.0}, {"bytes_per_s": 15.0}],
+        "used": {"text": "def f", "as_exported": "def f"},
+        "pretrained": {"steps": [{"loss": 1.0}]},
     }
 
 
@@ -49,6 +51,8 @@ def test_a_step_is_set_against_the_larger_of_products_and_drive(tmp_path):
     assert summary["losses_equal"]
     assert summary["steps_compared"] == [1, 2]
     assert summary["held_out_losses"] == [3.0, 2.5]
+    assert summary["text_equal"]
+    assert summary["loss_from_export"] == 1.0
 
 
 def test_losses_that_differ_in_a_compared_step_are_not_equal(tmp_path):
@@ -89,5 +93,7 @@ def test_a_small_twin_goes_through_all_of_it(tmp_path, monkeypatch):
     assert len(steps) >= 3  # the kill may take a row with it
     assert [call["killed"] for call in record["points"]["calls"]] == [True, False]
     assert record["summary"]["losses_equal"]
+    assert record["summary"]["text_equal"]
+    assert len(record["points"]["pretrained"]["steps"]) == 2
     assert len(record["summary"]["held_out_losses"]) == 2
     assert not list((tmp_path / "nvme").iterdir())

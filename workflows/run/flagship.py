@@ -7,7 +7,9 @@ What it does, in one run on one machine:
    group that limits memory; stopped after --compared steps, its losses kept.
 2. The same again from nothing, killed (SIGKILL) at --kills random instants in these steps and resumed each time; then
    on to --steps, with evaluations on held-out text. Losses of the first steps must equal those of 1 to the bit.
-3. What bounds a step: matrix products at the model's shapes, timed alone with the same threads, and the bytes of a step
+3. `memascend generate` and `memascend export` under the same limit. The exported folder is loaded by from_pretrained,
+   without a limit, and must go on with the same text; and two more steps begin from it.
+4. What bounds a step: matrix products at the model's shapes, timed alone with the same threads, and the bytes of a step
    over the rate of fio at the same mix of reads and writes on the same drive; both before and after the training.
 
 One record, kind ``flagship``: each step of each call, the peaks of memory, bytes on the disk, bounds, and what held.
@@ -42,6 +44,8 @@ _TEXT = ("asyncio", "email", "json")  # of the standard library: some 200,000 to
 _POLL_S = 0.1
 _REPEATS = 5  # of a product
 _FIRST_STEP_S = 30.0  # a guess, for a kill in the first step
+_FROM_EXPORT = 2  # steps
+_PROMPT, _TOKENS = "def main(argv):", 8
 _FIO_S, _FIO_BYTES = 15, 8 << 30
 
 
@@ -81,13 +85,21 @@ def main(argv: list[str] | None = None) -> int:
         training = Training(args, place / "run")
         kills = training.killed_at_random()
         calls = [*kills, training.to_the_end()]
+        used = training.used(place / "model")
         disk = sum(path.stat().st_blocks * 512 for path in (place / "run").rglob("*") if path.is_file())
         report = json.loads((place / "run" / "report.json").read_text())
         steps, evaluations = training.steps(), training.evaluations()
         shutil.rmtree(place / "run")
+        print(f"generated: {used['text']!r}", flush=True)
+        used["as_exported"] = text_of(place / "model")
+        pretrained = Training(args, place / "pretrained", place / "model").until(_FROM_EXPORT)
+        print(f"from the exported folder: {_spoken(pretrained['steps'])}", flush=True)
+        shutil.rmtree(place / "pretrained")
+        shutil.rmtree(place / "model")
         drive = [drive_rate(place, _mix(steps[-1])) for _ in range(2)]
         products.append(product_seconds(args))
     found = {"compared": compared, "calls": calls, "steps": steps, "evaluations": evaluations}
+    found |= {"used": used, "pretrained": pretrained}
     found |= {"disk_bytes": disk, "report": report, "products": products, "drive": drive}
     fields = {"points_requested": _asked(args), "points": found, "summary": summary(args, found)}
     code = staleness.digest("workflows.run.flagship", models=None)
@@ -125,6 +137,8 @@ def summary(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
         "steps_compared": compared,
         "losses_equal": bool(compared) and all(losses[0][step] == losses[1][step] for step in compared),
         "held_out_losses": [each["loss"] for each in found["evaluations"]],
+        "text_equal": found["used"]["text"] == found["used"]["as_exported"],
+        "loss_from_export": found["pretrained"]["steps"][0]["loss"],
     }
 
 
@@ -138,8 +152,8 @@ def _spoken(steps: list[dict[str, Any]]) -> str:
 class Training:
     """One run of `memascend train` in `folder`, in however many calls."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
-        self.args, self.folder = args, folder
+    def __init__(self, args: argparse.Namespace, folder: Path, pretrained: Path | None = None) -> None:
+        self.args, self.folder, self._pretrained = args, folder, pretrained
         self._random = random.Random(args.seed)
 
     def steps(self) -> list[dict[str, Any]]:
@@ -184,15 +198,35 @@ class Training:
         """Zero steps are done once the first one has begun, when the table's head is in the log."""
         return len(self.steps()) >= steps if steps else "host peak" in self.folder.with_suffix(".log").read_text()
 
+    def used(self, target: Path) -> dict[str, Any]:
+        """What is made of the trained weights, within the limit: text, and the exported folder `target`."""
+        rows: dict[str, Any] = {}
+        folder, log = str(self.folder), self.folder.with_suffix(".log")
+        for name, options in (
+            ("generate", [folder, "--prompt", _PROMPT, "--tokens", str(_TOKENS)]),
+            ("export", [folder, str(target)]),
+        ):
+            before, began = log.stat().st_size, time.perf_counter()
+            with self._begun([sys.executable, "-m", "memascend.cli", name, *options]) as (process, group):
+                process.wait()
+                self._require_ended_well(process)
+                rows[name] = {"seconds": time.perf_counter() - began, "group_peak_bytes": group.peak_bytes}
+            if name == "generate":
+                said = log.read_bytes()[before:].decode()
+                rows["text"] = said[said.index(_PROMPT) : said.rindex("\n(")].rstrip("\n")
+        return rows
+
     @contextlib.contextmanager
-    def _begun(self) -> Iterator[tuple[subprocess.Popen[bytes], MemoryGroup]]:
-        """A call in a new control group; whatever is left of it at the end is killed."""
+    def _begun(self, command: list[str] | None = None) -> Iterator[tuple[subprocess.Popen[bytes], MemoryGroup]]:
+        """A call in a new control group, by default one that trains; whatever is left of it at the end is killed."""
         group = MemoryGroup(int(self.args.limit_gib * _GIB))
         begin = ["sh", "-c", f'echo $$ > {group.folder}/cgroup.procs && exec "$@"', "sh"]
         log = self.folder.with_suffix(".log")
         try:
             with log.open("ab") as out:
-                process = subprocess.Popen([*begin, *self._command()], stdout=out, stderr=subprocess.STDOUT)
+                process = subprocess.Popen(
+                    [*begin, *(command or self._command())], stdout=out, stderr=subprocess.STDOUT
+                )
             try:
                 yield process, group
             finally:
@@ -206,9 +240,8 @@ class Training:
         if (self.folder / "config.yaml").exists():
             return [*train, "--resume"]
         args = self.args
-        options = {
-            "model": args.model,
-            "twin": args.twin,
+        model = {"model": args.model, "twin": args.twin} if self._pretrained is None else {"model": self._pretrained}
+        options = model | {
             "system": "lohan",
             "states": args.states,
             "gradients": "bf16",
@@ -223,7 +256,9 @@ class Training:
         }
         named = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         library = Path(sysconfig.get_paths()["stdlib"])
-        return [*train, "--random-weights", *named, "--data", *(str(library / name) for name in _TEXT)]
+        if self._pretrained is None:
+            train.append("--random-weights")
+        return [*train, *named, "--data", *(str(library / name) for name in _TEXT)]
 
     def _killed(self, process: subprocess.Popen[bytes], group: MemoryGroup) -> dict[str, Any]:
         self._require_running(process)
@@ -246,6 +281,22 @@ class Training:
     def _last_line(self) -> str:
         lines = self.folder.with_suffix(".log").read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
+
+
+def text_of(folder: Path) -> str:
+    """The text that the exported model goes on with in memory, in a process of its own."""
+    program = (
+        "import sys, transformers as t; "
+        "model, tokens = (c.from_pretrained(sys.argv[1]) for c in (t.AutoModelForCausalLM, t.AutoTokenizer)); "
+        "ids = tokens(sys.argv[2], return_tensors='pt')['input_ids']; "
+        "made = model.generate(ids, max_new_tokens=int(sys.argv[3]), do_sample=False); "
+        "print(tokens.decode(made[0], skip_special_tokens=True), end='')"
+    )
+    command = [sys.executable, "-c", program, str(folder), _PROMPT, str(_TOKENS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise OSError(f"the exported folder cannot be used: {done.stderr.strip().splitlines()[-1:]}")
+    return done.stdout
 
 
 # ---------------------------------------------------------------------------------------------- what bounds a step

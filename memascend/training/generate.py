@@ -1,0 +1,48 @@
+"""`memascend generate`: text from the newest weights of a run, a block at a time from its states on the SSD."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from memascend.integrations import text
+from memascend.training.folder import RunFolder
+from memascend.training.kept import kept_backend, kept_source, require_run
+
+
+def generate(run: Path, prompt: str, tokens: int, temperature: float = 0.0, seed: int = 0) -> str:
+    """Print `prompt` and at most `tokens` tokens that follow it, as they come; returns a line that says which step they
+    are of and how long they took.
+
+    Each token reads all weights once, and no more of them is in memory than a step of training holds. Keys and values
+    of the tokens so far are in memory. With `temperature` 0 the likeliest token is taken, else one is drawn (`seed`).
+
+    Raises ValueError, in one line, where `run` is no run, trains at the moment or has no states on the SSD, and where
+    prompt and tokens are more than the model's positions. A step whose update was cut off is completed first.
+    """
+    folder = RunFolder(run)
+    require_run(folder)
+    backend = kept_backend(folder)
+    with folder.held(resume=True):
+        if backend is None or not backend.kept_step():
+            raise ValueError(_why_none(folder, streams=backend is not None))
+        step = backend.open_kept(kept_source(folder))
+        try:
+            began = time.perf_counter()
+            made = text.go_on(
+                backend.model, folder.tokenizer, prompt, tokens, backend.device, temperature=temperature, seed=seed
+            )
+            seconds = time.perf_counter() - began
+        finally:
+            backend.engine.close()
+    return f"({made} tokens in {seconds:.1f} s, from the weights of step {step} of {run})"
+
+
+def _why_none(folder: RunFolder, *, streams: bool) -> str:
+    if folder.model.exists():
+        return (
+            f"{folder.root} has no states on the SSD: load its newest checkpoint, {folder.model}, with from_pretrained"
+        )
+    if streams:
+        return f"{folder.root} has no weights yet: no step of it was completed"
+    return f"{folder.root} has no states on the SSD, and no checkpoint: generate is for runs of --system lohan"

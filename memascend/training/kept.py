@@ -1,0 +1,37 @@
+"""The states that a run of the streaming engine has left, opened without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memascend.training import backends, launch, systems
+from memascend.training.folder import RunFolder
+
+if TYPE_CHECKING:
+    from memascend.training.backends.streaming import StreamingBackend
+
+
+def require_run(folder: RunFolder) -> None:
+    """Raise ValueError where `folder` holds no run."""
+    if not folder.config.is_file():
+        raise ValueError(f"{folder.root} holds no run: name the folder that memascend train wrote to (--output)")
+
+
+def kept_backend(folder: RunFolder) -> StreamingBackend | None:
+    """The backend whose states outlive a run, where this one has it; `open_kept(kept_source(folder))` opens them."""
+    config, prepared = launch.saved_config(folder), launch.read_prepared(folder)
+    if prepared is None:
+        return None
+    setup = systems.setup(config, prepared, folder.root.name, str(folder.root / "swap"))
+    if setup.backend != backends.STREAMING:
+        return None
+    from memascend.memory.ledger import Ledger
+
+    return backends.load(setup.backend)(config, setup.settings, Ledger())
+
+
+def kept_source(folder: RunFolder) -> Path | dict[str, Any]:
+    """The folder or the configuration that the run's model was made from."""
+    prepared = launch.read_prepared(folder)
+    return Path(prepared["model_folder"]) if prepared["model_folder"] else prepared["model_config"]
