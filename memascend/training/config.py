@@ -93,6 +93,12 @@ class TrainConfig:
     system: str = _option("memascend", "memascend, zero_infinity, zero_offload ..., or in_memory: plain PyTorch")
     arm: str | None = _option(None, "a variant of the system; default: its first")
     ranks: int = _option(1, "processes, one a GPU", least=1)
+    matmul: str = _option(
+        "auto",
+        "on a CPU, products of bf16 matrices: native, PyTorch's; fp32, and rounded once; auto: fp32 where this CPU has "
+        "no bf16 arithmetic (no AVX-512), and native products of backward take 100 times as long",
+        choices=("auto", "native", "fp32"),
+    )
     threads: int | None = _option(None, "CPU threads a rank; default: all cores, shared out", least=1)
     nvme: str | None = _option(None, "folder on the SSD for swap files; default: in the output folder")
     devices: list[str] = dataclasses.field(

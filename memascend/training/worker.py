@@ -27,6 +27,7 @@ from memascend.memory.process_policy import interleave_process
 from memascend.memory.resident import resident_bytes, written_bytes
 from memascend.memory.topology import Topology
 from memascend.ops.adamw import chunk_counts, divided_work
+from memascend.ops.half_linear import products
 from memascend.simulator.recorder import Recorder, from_zero
 from memascend.simulator.trace import write_trace
 from memascend.storage import leaving
@@ -117,6 +118,8 @@ class Worker:
         wait = first_step_note(self.config, self.job["prepared"]["context"])
         if wait and self.step == 0 and not torch.cuda.is_available():
             self.progress.say(wait)
+        if self.step == 0 and self._products() == "fp32" and self.config.dtype == "bf16":
+            self.progress.say("note: products of bf16 matrices are computed in fp32 on this CPU (--matmul)")
         self.stop.training = True
         outcome = self._train()
         self._report(outcome)
@@ -125,6 +128,9 @@ class Worker:
         if lock is not None:
             lock.close()
         return outcome
+
+    def _products(self) -> str:
+        return products(self.backend.model.dtype, self.config.matmul, self.backend.device)
 
     def _hold_swap_folder(self) -> Lock | None:
         """Share the swap folder's lock: as long as any rank lives, no other run collects its files."""
@@ -464,6 +470,7 @@ class Worker:
             "outcome": outcome,
             "config": self.job["config"],
             **self.backend.facts(),
+            "matmul": self._products(),
             "parameters": self.job["prepared"]["parameters"],
             "summary": report.summary(read_metrics(self.folder.metrics)),
             "memory": report.memory_facts(held, int(peaks[1]), int(peaks[0]), int(peaks[2]), int(peaks[3])),

@@ -24,6 +24,7 @@ from tests.train_runs import command, environment, losses, text_folder, train
 
 OPTIONS = ["--model", "llama3.2-1b", "--twin", "32", "--context", "32", "--files", "*.py", "--system", "lohan"]
 OPTIONS += ["--accumulate", "1", "--eval-sequences", "0", "--save-every", "2", "--seed", "1", "--schedule", "constant"]
+OPTIONS += ["--matmul", "native"]  # from_pretrained's, also on a CPU without bf16
 
 
 @pytest.fixture(scope="module")

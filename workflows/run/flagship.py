@@ -286,7 +286,9 @@ class Training:
 def text_of(folder: Path) -> str:
     """The text that the exported model goes on with in memory, in a process of its own."""
     program = (
-        "import sys, transformers as t; "
+        "import sys, torch, transformers as t; "
+        "from memascend.ops.half_linear import choose_products; "
+        "choose_products(torch.bfloat16, 'auto', torch.device('cpu')); "
         "model, tokens = (c.from_pretrained(sys.argv[1]) for c in (t.AutoModelForCausalLM, t.AutoTokenizer)); "
         "ids = tokens(sys.argv[2], return_tensors='pt')['input_ids']; "
         "made = model.generate(ids, max_new_tokens=int(sys.argv[3]), do_sample=False); "
@@ -304,24 +306,32 @@ def text_of(folder: Path) -> str:
 
 def product_seconds(args: argparse.Namespace) -> dict[str, Any]:
     """The matrix products of a step, each timed alone: a block's forward product twice (it is computed again in
-    backward), the head's once, and two of backward. No attention and nothing elementwise: a lower bound."""
+    backward), the head's once, and two of backward. In the type that training computes them in, without conversions. No
+    attention and nothing elementwise: a lower bound."""
     import torch
 
     from memascend.integrations.pretrained import parameter_shapes
+    from memascend.ops.half_linear import products
 
+    kind = torch.float32 if products(torch.bfloat16, "auto", torch.device("cpu")) == "fp32" else torch.bfloat16
     shapes = parameter_shapes(model_spec(args.model).twin(args.twin).hf_config_dict())
     matrices = Counter((shape, "layers." in name) for name, shape in shapes if len(shape) == 2 and "embed" not in name)
     rows, total = [], 0.0
     for ((outputs, inputs), in_block), count in matrices.items():
-        weight = torch.randn(outputs, inputs).to(torch.bfloat16)
-        given = torch.randn(args.context, inputs).to(torch.bfloat16)
-        gradient = torch.randn(args.context, outputs).to(torch.bfloat16)
+        weight = torch.randn(outputs, inputs).to(kind)
+        given = torch.randn(args.context, inputs).to(kind)
+        gradient = torch.randn(args.context, outputs).to(kind)
         forward = _seconds(lambda w=weight, x=given: x @ w.t())
         backward = _seconds(lambda w=weight, g=gradient, x=given: (g @ w, g.t() @ x))
         total += count * ((2 if in_block else 1) * forward + backward)
         row = {"shape": [outputs, inputs], "count": count, "in_block": in_block}
         rows.append({**row, "forward_s": forward, "backward_s": backward})
-    return {"seconds": total, "threads": torch.get_num_threads(), "matrices": rows}
+    return {
+        "seconds": total,
+        "computed_in": str(kind).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "matrices": rows,
+    }
 
 
 def _seconds(product: Any) -> float:

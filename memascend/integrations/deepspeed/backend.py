@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from memascend.integrations.block_spans import record_blocks
 from memascend.integrations.deepspeed.recorded import record_step
 from memascend.integrations.pretrained import apply_options, partitioned_model, persistent_buffers
 from memascend.memory.ledger import Ledger
+from memascend.ops.half_linear import choose_products
 from memascend.simulator.recorder import Recorder, phase
 from memascend.storage.tensor_file import Share, TensorFileReader, TensorLayout
 
@@ -37,6 +38,7 @@ class DeepSpeedBackend:
     def __init__(self, config: Any, settings: dict[str, Any], ledger: Ledger) -> None:
         self._config, self._settings, self.ledger = config, settings, ledger
         self._recorder: Recorder | None = None
+        self._undo_products: Callable[[], None] = lambda: None
 
     @staticmethod
     def notes() -> list[str]:
@@ -86,6 +88,8 @@ class DeepSpeedBackend:
             model=self.model, model_parameters=self.model.parameters(), config=ds_config
         )
         self.device = torch.device(get_accelerator().current_device_name())
+        if self._config.dtype == "bf16":  # of fp16 the drop-in takes care
+            self._undo_products = choose_products(torch.bfloat16, self._config.matmul, self.device)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -148,6 +152,7 @@ class DeepSpeedBackend:
         }
 
     def close(self) -> None:
+        self._undo_products()
         self._options.undo()
         if self._enabled.store is not None:
             self._enabled.store.close()

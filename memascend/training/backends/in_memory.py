@@ -20,6 +20,7 @@ from memascend.memory.ledger import Ledger
 from memascend.memory.placement_policy import PlacementPolicy
 from memascend.memory.topology import Topology
 from memascend.ops.adamw8 import BLOCK, scales_shape
+from memascend.ops.half_linear import choose_products
 from memascend.simulator.recorder import Recorder, phase
 from memascend.storage.tensor_file import Share, TensorFileReader, TensorLayout
 from memascend.training.backends.groups import Group
@@ -59,14 +60,12 @@ class InMemoryBackend:
     def build(self, source: Path | dict[str, Any]) -> None:
         from memascend.integrations.pretrained import apply_options, in_memory_model
         from memascend.memory.pinned import PageAlignedPinnedAllocator
-        from memascend.ops.half_linear import fp16_products_in_fp32
 
         config = self._config
         gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
         self.model = in_memory_model(source, _DTYPES[config.dtype]).to(self.device)
-        if config.dtype == "fp16" and self.device.type == "cpu":
-            self._undo.append(fp16_products_in_fp32())
+        self._undo.append(choose_products(_DTYPES[config.dtype], config.matmul, self.device))
         self._update: Update = make_update(self._settings["update"], config)
         self._allocator = PageAlignedPinnedAllocator(self.ledger, placement=self._placement())
         self._options = apply_options(self.model, config, self._allocator, self._settings.get("activations_folder"))

@@ -25,6 +25,7 @@ from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.memory.placement_policy import PlacementPolicy
 from memascend.memory.topology import Topology
+from memascend.ops.half_linear import choose_products
 from memascend.simulator.recorder import Recorder, phase
 from memascend.storage.tensor_file import Share, TensorFileReader, TensorLayout
 from memascend.training import random_state
@@ -67,12 +68,10 @@ class StreamingBackend:
 
     def _make_model(self, source: Path | dict[str, Any], *, values: bool = True) -> None:
         from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
-        from memascend.ops.half_linear import fp16_products_in_fp32
 
         config = self._config
         self.model = self._filled_model(source) if values else self._hollow_model(source)
-        if config.dtype == "fp16":
-            self._undo.callback(fp16_products_in_fp32())
+        self._undo.callback(choose_products(_DTYPES[config.dtype], config.matmul, self.device))
         options = MemoryOptions(attention=config.attention, loss=config.loss, checkpointing="none")
         self._options = apply_memory_options(self.model, options).chosen
         self._options["checkpointing"] = config.checkpointing

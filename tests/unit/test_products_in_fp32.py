@@ -1,0 +1,74 @@
+"""Products of 16-bit matrices in fp32: their values and gradients, and when a training takes them."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from memascend.ops import half_linear
+from memascend.ops.half_linear import choose_products, products, products_in_fp32
+
+CPU = torch.device("cpu")
+
+
+def outcome(dtype, *, bias=True, frozen=(), out=600):
+    torch.manual_seed(0)
+    values = {"x": torch.randn(2, 5, 48), "weight": torch.randn(out, 48), "bias": torch.randn(out)}
+    values = {name: tensor.to(dtype).requires_grad_(name not in frozen) for name, tensor in values.items()}
+    y = functional.linear(values["x"], values["weight"], values["bias"] if bias else None)
+    y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(dtype))
+    return y.detach(), {name: tensor.grad for name, tensor in values.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("out", [1, 256, 600])
+def test_values_and_gradients_are_those_of_fp32_rounded_once(dtype, out):
+    torch.manual_seed(0)
+    exact = {"x": torch.randn(2, 5, 48), "weight": torch.randn(out, 48), "bias": torch.randn(out)}
+    exact = {name: tensor.to(dtype).double().requires_grad_() for name, tensor in exact.items()}
+    y = functional.linear(exact["x"], exact["weight"], exact["bias"])
+    y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(dtype).double())
+    undo = products_in_fp32(dtype)
+    try:
+        found, gradients = outcome(dtype, out=out)
+    finally:
+        undo()
+    eps = torch.finfo(dtype).eps
+    assert torch.allclose(found.double(), y.detach(), rtol=eps, atol=1e-4)
+    for name, tensor in exact.items():
+        assert gradients[name].dtype == dtype
+        assert torch.allclose(gradients[name].double(), tensor.grad, rtol=eps, atol=1e-4), name
+
+
+@pytest.mark.parametrize("frozen", [("weight", "bias"), ("x",), ("x", "bias")], ids=str)
+def test_what_is_frozen_gets_no_gradient_and_the_others_theirs(frozen):
+    undo = products_in_fp32(torch.bfloat16)
+    try:
+        _, everything = outcome(torch.bfloat16)
+        _, found = outcome(torch.bfloat16, frozen=frozen)
+        _, without_bias = outcome(torch.bfloat16, bias=False)
+    finally:
+        undo()
+    for name, gradient in everything.items():
+        assert (found[name] is None) if name in frozen else torch.equal(found[name], gradient)
+    assert without_bias["bias"] is None
+
+
+def test_auto_is_fp32_where_the_cpu_has_no_bf16(monkeypatch):
+    for native, expected in ((True, "native"), (False, "fp32")):
+        monkeypatch.setattr(half_linear, "bf16_is_native", lambda native=native: native)
+        assert products(torch.bfloat16, "auto", CPU) == expected
+        assert products(torch.bfloat16, "native", CPU) == "native"
+        assert products(torch.bfloat16, "fp32", CPU) == "fp32"
+        assert products(torch.float16, "native", CPU) == "fp32"
+        assert products(torch.float32, "fp32", CPU) == "native"
+        assert products(torch.bfloat16, "fp32", torch.device("cuda")) == "native"
+
+
+def test_a_choice_is_undone():
+    stock = functional.linear
+    undo = choose_products(torch.bfloat16, "fp32", CPU)
+    assert functional.linear is not stock
+    undo()
+    assert functional.linear is stock
+    choose_products(torch.bfloat16, "native", CPU)()
+    assert functional.linear is stock
