@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
+from memascend.ops.half_linear import computed_in_fp32, product_in_fp32
+
 IGNORE_INDEX = -100  # torch's and transformers' default
 # Logits alive at once, in the model's dtype, in fp32 and as gradients. At Qwen2.5's vocabulary in bf16 some 145 tokens.
 DEFAULT_CHUNK_BYTES = 256 << 20
@@ -168,13 +170,8 @@ def _cast(total: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor
     return None if total is None else total.to(like.dtype)
 
 
-def _slow_half(tensor: torch.Tensor) -> bool:
-    # PyTorch's fp16 products on a CPU are some 800 times slower than its fp32 ones.
-    return tensor.dtype == torch.float16 and tensor.device.type == "cpu"
-
-
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return a.float() @ b.float() if _slow_half(a) else a @ b
+    return product_in_fp32(a, b) if computed_in_fp32(a) else a @ b
 
 
 def add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:

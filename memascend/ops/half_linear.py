@@ -1,7 +1,7 @@
 """`F.linear` of 16-bit tensors on a CPU with products in fp32, where the CPU has no arithmetic of that type.
 
 PyTorch's fp16 products are some 800 times slower. Its bf16 products are as fast as the CPU's own instructions where it
-has them (AVX-512 and later); on one without them a product of backward takes 100 times what fp32 takes.
+has them (AVX-512 and later); on one without them a product of backward takes far longer than one in fp32.
 """
 
 from __future__ import annotations
@@ -14,11 +14,27 @@ import torch
 # would be held at once; a GPU holds neither.
 _ROWS_AT_ONCE = 256
 
+_chosen: list[torch.dtype] = []  # by calls of `products_in_fp32` that are not undone
+
 
 def bf16_is_native() -> bool:
     """Return whether PyTorch has bf16 products for this CPU, in oneDNN."""
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return torch.backends.mkldnn.is_available() and supported is not None and bool(supported())
+
+
+def computed_in_fp32(tensor: torch.Tensor) -> bool:
+    """Return whether products with this tensor are computed in fp32: on a CPU those of fp16, and of what
+    `products_in_fp32` was called for."""
+    return tensor.device.type == "cpu" and (tensor.dtype == torch.float16 or tensor.dtype in _chosen)
+
+
+def product_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return ``a @ b`` of 16-bit matrices (m, k) and (k, n) in fp32, without a whole fp32 copy of `b`."""
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
+    for rows in _slices(b):
+        total.addmm_(a[:, rows].float(), b[rows].float())
+    return total
 
 
 def linear_in_fp32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -72,9 +88,12 @@ def products_in_fp32(*dtypes: torch.dtype) -> Callable[[], None]:
         return stock(x, weight, bias)
 
     torch.nn.functional.linear = linear
+    _chosen.extend(dtypes)
 
     def undo() -> None:
         torch.nn.functional.linear = stock
+        for dtype in dtypes:
+            _chosen.remove(dtype)
 
     return undo
 

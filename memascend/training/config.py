@@ -96,7 +96,7 @@ class TrainConfig:
     matmul: str = _option(
         "auto",
         "on a CPU, products of bf16 matrices: native, PyTorch's; fp32, and rounded once; auto: fp32 where this CPU has "
-        "no bf16 arithmetic (no AVX-512), and native products of backward take 100 times as long",
+        "no bf16 arithmetic (no AVX-512), and native products of backward take far longer",
         choices=("auto", "native", "fp32"),
     )
     threads: int | None = _option(None, "CPU threads a rank; default: all cores, shared out", least=1)

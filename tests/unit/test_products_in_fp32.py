@@ -5,7 +5,13 @@ import torch
 from torch.nn import functional
 
 from memascend.ops import half_linear
-from memascend.ops.half_linear import choose_products, products, products_in_fp32
+from memascend.ops.half_linear import (
+    choose_products,
+    computed_in_fp32,
+    product_in_fp32,
+    products,
+    products_in_fp32,
+)
 
 CPU = torch.device("cpu")
 
@@ -72,3 +78,23 @@ def test_a_choice_is_undone():
     assert functional.linear is stock
     choose_products(torch.bfloat16, "native", CPU)()
     assert functional.linear is stock
+
+
+def test_the_loss_computes_as_the_linear_layers_do():
+    tensor = torch.zeros(2, dtype=torch.bfloat16)
+    assert not computed_in_fp32(tensor)
+    assert computed_in_fp32(tensor.half())
+    undo = products_in_fp32(torch.bfloat16)
+    assert computed_in_fp32(tensor)
+    undo()
+    assert not computed_in_fp32(tensor)
+
+
+@pytest.mark.parametrize("rows", [1, 256, 700])
+def test_a_product_by_slices_is_that_of_fp32(rows):
+    torch.manual_seed(0)
+    a, b = torch.randn(5, rows).bfloat16(), torch.randn(rows, 33).bfloat16()
+    found = product_in_fp32(a, b)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4)
+    assert torch.allclose(product_in_fp32(b.t(), a.t()), found.t(), rtol=1e-5, atol=1e-4)
