@@ -92,7 +92,7 @@ def products_in_fp32(*dtypes: torch.dtype) -> Callable[[], None]:
 
     def undo() -> None:
         torch.nn.functional.linear = stock
-        for dtype in dtypes:
+        for dtype in {*dtypes} & {*_chosen}:
             _chosen.remove(dtype)
 
     return undo

@@ -149,7 +149,7 @@ def _from_states(backend: StreamingBackend, folder: RunFolder, partial: Path, sh
         with contextlib.closing(backend.weights()) as weights:  # after an error, before the engine is
             _write_weights(partial, backend.weight_layouts(), weights, shard_bytes)
     finally:
-        backend.engine.close()
+        backend.close_kept()
     return step
 
 

@@ -34,7 +34,7 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float = 0.0, seed
             )
             seconds = time.perf_counter() - began
         finally:
-            backend.engine.close()
+            backend.close_kept()
     return f"({made} tokens in {seconds:.1f} s, from the weights of step {step} of {run})"
 
 

@@ -72,6 +72,8 @@ class Stop:
 class Worker:
     """A rank's part of the run described by `job` (see launch._job). `out`: where rank 0 prints its lines."""
 
+    products = "native"  # how matrix products are computed, once the model is there
+
     def __init__(self, job: dict[str, Any], out: TextIO) -> None:
         self.job, self.rank, self.ranks = job, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.config: TrainConfig = complete(job["config"])
@@ -118,7 +120,8 @@ class Worker:
         wait = first_step_note(self.config, self.job["prepared"]["context"])
         if wait and self.step == 0 and not torch.cuda.is_available():
             self.progress.say(wait)
-        if self.step == 0 and self._products() == "fp32" and self.config.dtype == "bf16":
+        self.products = products(self.backend.model.dtype, self.config.matmul, self.backend.device)
+        if self.step == 0 and self.products == "fp32" and self.config.dtype == "bf16":
             self.progress.say("note: products of bf16 matrices are computed in fp32 on this CPU (--matmul)")
         self.stop.training = True
         outcome = self._train()
@@ -128,9 +131,6 @@ class Worker:
         if lock is not None:
             lock.close()
         return outcome
-
-    def _products(self) -> str:
-        return products(self.backend.model.dtype, self.config.matmul, self.backend.device)
 
     def _hold_swap_folder(self) -> Lock | None:
         """Share the swap folder's lock: as long as any rank lives, no other run collects its files."""
@@ -470,7 +470,7 @@ class Worker:
             "outcome": outcome,
             "config": self.job["config"],
             **self.backend.facts(),
-            "matmul": self._products(),
+            "matmul": self.products,
             "parameters": self.job["prepared"]["parameters"],
             "summary": report.summary(read_metrics(self.folder.metrics)),
             "memory": report.memory_facts(held, int(peaks[1]), int(peaks[0]), int(peaks[2]), int(peaks[3])),

@@ -144,7 +144,7 @@ def logits_on_the_tier(folder, ids):
         with torch.no_grad():
             return backend.model.eval()(input_ids=ids).logits
     finally:
-        backend.engine.close()
+        backend.close_kept()
 
 
 @pytest.mark.parametrize("name", ["none", "full"], ids=["states", "checkpoint"])

@@ -153,7 +153,11 @@ class StreamingBackend:
 
     def open_kept(self, source: Path | dict[str, Any]) -> int:
         """As `go_on`, to read weights alone: nothing is measured or made. Returns the step that they are of."""
-        return self._resume(source, dataclasses.replace(self._engine_options(), measure=False, swap=None))["step"]
+        try:
+            return self._resume(source, dataclasses.replace(self._engine_options(), measure=False, swap=None))["step"]
+        except BaseException:
+            self._undo.close()
+            raise
 
     def _resume(self, source: Path | dict[str, Any], options: EngineOptions) -> dict[str, Any]:
         self._make_model(source, values=False)
@@ -274,6 +278,11 @@ class StreamingBackend:
     def close(self) -> None:
         """A run that ends by itself has left a checkpoint of its last step, or its states are that."""
         self.engine.close(destroy=self._config.checkpoints == "full")
+        self._undo.close()
+
+    def close_kept(self) -> None:
+        """After `open_kept`: the states stay."""
+        self.engine.close()
         self._undo.close()
 
     # -- weights and states --------------------------------------------------------------------------------------------
