@@ -14,8 +14,6 @@ import torch
 # would be held at once; a GPU holds neither.
 _ROWS_AT_ONCE = 256
 
-_chosen: list[torch.dtype] = []  # by calls of `products_in_fp32` that are not undone
-
 
 def bf16_is_native() -> bool:
     """Return whether PyTorch has bf16 products for this CPU, in oneDNN."""
@@ -26,7 +24,8 @@ def bf16_is_native() -> bool:
 def computed_in_fp32(tensor: torch.Tensor) -> bool:
     """Return whether products with this tensor are computed in fp32: on a CPU those of fp16, and of what
     `products_in_fp32` was called for."""
-    return tensor.device.type == "cpu" and (tensor.dtype == torch.float16 or tensor.dtype in _chosen)
+    in_fp32 = (torch.float16, *getattr(torch.nn.functional.linear, "in_fp32", ()))
+    return tensor.device.type == "cpu" and tensor.dtype in in_fp32
 
 
 def product_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -87,13 +86,11 @@ def products_in_fp32(*dtypes: torch.dtype) -> Callable[[], None]:
             return _LinearInFp32.apply(x, weight, bias)
         return stock(x, weight, bias)
 
+    linear.in_fp32 = (*dtypes, *getattr(stock, "in_fp32", ()))
     torch.nn.functional.linear = linear
-    _chosen.extend(dtypes)
 
     def undo() -> None:
         torch.nn.functional.linear = stock
-        for dtype in {*dtypes} & {*_chosen}:
-            _chosen.remove(dtype)
 
     return undo
 
