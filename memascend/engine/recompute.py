@@ -305,10 +305,11 @@ class _Inputs(torch.autograd.Function):
         raise AssertionError("nothing is computed from this")
 
 
-def _saved(tensors: Sequence[torch.Tensor]) -> Any:
-    """A node of the graph whose `saved_tensors` they are."""
+def _saved(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """They are the `saved_tensors` of its `grad_fn`, as long as it lives: up to torch 2.11 a node ends with its result,
+    whoever else refers to it."""
     with torch.enable_grad():
-        return _Inputs.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
+        return _Inputs.apply(torch.empty(0, requires_grad=True), *tensors)
 
 
 class BlockPass:
@@ -423,8 +424,8 @@ class BlockPass:
                 tensors = [*tensors[:first], *tensors[first + 1 :]]
         products = taken.tensors()
         self._products = len(products)
-        node = _saved([*tensors, *products])
-        self._source = lambda: list(node.saved_tensors)
+        saved = _saved([*tensors, *products])
+        self._source = lambda: list(saved.grad_fn.saved_tensors)
 
     def _await_gradients(self, results: Any, inputs: Sequence[torch.Tensor]) -> None:
         """The visit begins with the first gradient of a result: before a node of the block looks at a parameter."""

@@ -279,7 +279,7 @@ def test_a_closed_home_says_how_to_open_it(tmp_path):
 
 def test_a_module_of_torchscript_is_refused_by_name(tmp_path):
     ours = model()
-    with pytest.warns(DeprecationWarning, match="torch.jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit"):
         ours.head = torch.jit.script(ours.head)
     with pytest.raises(NotStreamable, match="head is a module of TorchScript"):
         begin(ours, tmp_path / "run")
