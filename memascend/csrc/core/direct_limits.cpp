@@ -11,11 +11,12 @@
 #include <unistd.h>
 
 #include <array>
+#include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <string>
 
 #include "io_syscalls.h"
+#include "text_file.h"
 
 namespace memascend {
 namespace {
@@ -68,8 +69,8 @@ std::uint32_t logical_block_bytes(int fd) {
   const std::string device =
       "/sys/dev/block/" + std::to_string(major(status.st_dev)) + ":" + std::to_string(minor(status.st_dev));
   for (const char* queue : {"/queue/logical_block_size", "/../queue/logical_block_size"}) {  // a disk, a partition
-    if (std::ifstream(device + queue) >> bytes) {
-      return static_cast<std::uint32_t>(bytes);
+    if (const long said = std::strtol(text_of(device + queue).c_str(), nullptr, 10); said > 0) {
+      return static_cast<std::uint32_t>(said);
     }
   }
   return 0;

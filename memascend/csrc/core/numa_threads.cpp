@@ -2,16 +2,16 @@
 
 #include <algorithm>
 #include <atomic>
-#include <fstream>
+#include <cstdlib>
 #include <functional>
 #include <map>
 #include <numeric>
-#include <sstream>
 #include <string>
 #include <utility>
 
 #include "pinned.h"
 #include "placement.h"
+#include "text_file.h"
 
 namespace memascend {
 namespace {
@@ -23,31 +23,39 @@ constexpr std::int64_t kSamples = 128;
 std::atomic<std::int64_t> chunks_near{0};
 std::atomic<std::int64_t> chunks_elsewhere{0};
 
-std::string first_line(const std::string& file) {
-  std::ifstream in("/sys/devices/system/node/" + file);
-  std::string line;
-  std::getline(in, line);
-  return line;
+std::string of_nodes(const std::string& file) { return text_of("/sys/devices/system/node/" + file); }
+
+// The numbers of a line: 10 21 21.
+std::vector<int> numbers_of(const std::string& text) {
+  std::vector<int> numbers;
+  const char* at = text.c_str();
+  for (char* end = nullptr;; at = end) {
+    const long number = std::strtol(at, &end, 10);
+    if (end == at) {
+      return numbers;
+    }
+    numbers.push_back(static_cast<int>(number));
+  }
 }
 
 // The kernel's lists: 0-3,8.
 std::vector<int> listed(const std::string& text) {
   std::vector<int> numbers;
-  std::istringstream in(text);
-  for (std::string part; std::getline(in, part, ',');) {
-    std::istringstream range(part);
-    int first = 0;
-    char dash = 0;
-    if (!(range >> first)) {
-      continue;
+  for (const char* at = text.c_str();;) {
+    char* end = nullptr;
+    const long first = std::strtol(at, &end, 10);
+    if (end == at) {
+      return numbers;
     }
-    int last = first;
-    range >> dash >> last;
-    for (; first <= last; ++first) {
-      numbers.push_back(first);
+    const long last = *end == '-' ? std::strtol(end + 1, &end, 10) : first;
+    for (long number = first; number <= last; ++number) {
+      numbers.push_back(static_cast<int>(number));
     }
+    if (*end != ',') {
+      return numbers;
+    }
+    at = end + 1;
   }
-  return numbers;
 }
 
 struct Machine {
@@ -55,11 +63,11 @@ struct Machine {
   std::map<int, int> nearest;  // of each node: an index into `nodes`, -1 for several
 };
 
-std::string of_node(int node, const char* file) { return first_line("node" + std::to_string(node) + "/" + file); }
+std::string of_node(int node, const char* file) { return of_nodes("node" + std::to_string(node) + "/" + file); }
 
 Machine read_machine() {
   Machine machine;
-  const std::vector<int> numbers = listed(first_line("online"));
+  const std::vector<int> numbers = listed(of_nodes("online"));
   std::vector<int> with_cpus;  // places in a row of distances
   for (std::size_t place = 0; place < numbers.size(); ++place) {
     CpuNode node{numbers[place], {}};
@@ -75,11 +83,7 @@ Machine read_machine() {
     }
   }
   for (const int number : numbers) {
-    std::istringstream row(of_node(number, "distance"));
-    std::vector<int> distances;
-    for (int value = 0; row >> value;) {
-      distances.push_back(value);
-    }
+    const std::vector<int> distances = numbers_of(of_node(number, "distance"));
     machine.nearest[number] = distances.size() == numbers.size() ? nearest_node(with_cpus, distances) : -1;
   }
   return machine;

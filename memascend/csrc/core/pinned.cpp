@@ -7,12 +7,13 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <string>
 
 #include "clock.h"
 #include "errors.h"
+#include "text_file.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14
@@ -26,13 +27,9 @@ constexpr int kHugePageFlag = 21 << 26;
 
 // Value in bytes of a "Name:  123 kB" line of a /proc file; -1 if the file or the line is not there.
 std::int64_t proc_kib_line(const char* path, const std::string& name) {
-  std::ifstream file(path);
-  for (std::string line; std::getline(file, line);) {
-    if (line.compare(0, name.size(), name) == 0) {
-      return std::strtoll(line.c_str() + name.size(), nullptr, 10) * 1024;
-    }
-  }
-  return -1;
+  const std::string text = "\n" + text_of(path);
+  const std::size_t at = text.find("\n" + name);
+  return at == std::string::npos ? -1 : std::strtoll(text.c_str() + at + 1 + name.size(), nullptr, 10) * 1024;
 }
 
 std::string mib(std::int64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
