@@ -165,6 +165,7 @@ def _add_engine(parser: argparse.ArgumentParser, count: _Count) -> None:
         help="of memory,optimized,naive,none,inputs,swapped, and swap0 to swap100, percent of what may be swapped "
         "(default the first two)",
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what computes (default cpu)")
     parser.add_argument(
         "--cores",
         choices=("shared", "split"),
@@ -426,6 +427,7 @@ def _engine(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any],
         cores=options.cores,
         path_rate=options.path_rate,
         trace=bool(options.trace),
+        device=options.device,
     )
     result = engine.measure(chosen)
     lines = _in_memory(options.folder)

@@ -5,6 +5,9 @@ everything is on the SSD (LoHan, arXiv 2403.06504, IV-C), in one of the paper's 
 has a model of its own in one process and takes a step in each round, the order shuffled; ratios are taken round by
 round. Beside a streamed step stands how fast its phases could have been (`memascend.engine.limit`).
 
+With `device="cuda"` a GPU computes: in memory all of the model and AdamW's states are on it, streamed the model starts
+in host memory, and AdamW runs on the CPU.
+
 With `cores="split"` this machine is a testbed in small: products have one core, as a device of their own, updates, I/O
 and all else the others. With a `path_rate` the SSD is one of that speed (`memascend.bench.paced`), and the simulator's
 step stands beside: made of the steps in memory and of AdamW's rate by itself (`memascend.bench.foretold`).
@@ -32,6 +35,7 @@ from memascend.bench.diffusion import HEADS, PATCH, STEPS, DiT
 from memascend.bench.foretold import foretold
 from memascend.bench.paced import paced
 from memascend.bench.rounds import conditions, ratios, spread
+from memascend.engine.device import synchronize
 from memascend.memory.heap import MALLOC
 from memascend.ops.adamw import adamw_
 from memascend.ops.unscale import unscale_norm_overflow_
@@ -60,7 +64,7 @@ class EngineBench:
     transformer (:class:`memascend.bench.diffusion.DiT`): `contexts` are images of a step then, and none is simulated.
     `ways`: some of `WAYS`, and swap0 to swap100.
     `cores`: see above. `path_rate`: bytes a second of the SSD, read and written together; 0: as it is.
-    `trace`: events of one more step of each streamed way."""
+    `trace`: events of one more step of each streamed way. `device`: what computes, cpu or cuda."""
 
     model: str
     folder: Path
@@ -73,6 +77,7 @@ class EngineBench:
     cores: str = "shared"
     path_rate: int = 0
     trace: bool = False
+    device: str = "cpu"
 
 
 def measure(options: EngineBench) -> dict[str, Any]:
@@ -87,6 +92,10 @@ def measure(options: EngineBench) -> dict[str, Any]:
         raise ValueError(f"--path-rate {options.path_rate}: say bytes a second, or leave it out")
     if options.cores == "split" and len(os.sched_getaffinity(0)) < 2:
         raise ValueError("--cores split: products and all else want a core each, and here is one: use --cores shared")
+    if options.device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"--device {options.device}: torch sees no GPU here; leave it out to compute on the CPU")
+    if options.device != "cpu" and (options.cores == "split" or options.path_rate):
+        raise ValueError("--device: with a GPU leave --cores and --path-rate out, which make one of a core")
     dit = _dit(options)
     if dit is None:
         _spec(options)
@@ -104,6 +113,8 @@ def measure(options: EngineBench) -> dict[str, Any]:
     heap = {name: environment[name] for name in MALLOC}
     waiting = {name: environment[name] for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if name in environment}
     said = {"threads": threads, "heap": heap} | ({"openmp": waiting} if waiting else {})
+    if options.device != "cpu":
+        said["gpu"] = torch.cuda.get_device_name()
     facts = {"benchmark": "engine", "conditions": conditions() | said}
     if options.path_rate and dit is None:
         of_model = {"spec": _spec(options), "dtype": options.dtype, "path_rate": options.path_rate}
@@ -173,13 +184,15 @@ class _Way:
         else:
             self.model = DiT(*self.dit[:2])
         self.model.to(self.dtype).train()
+        self.device = torch.device(options.device)
         self.engine, settings = None, {"lr": 1e-5, "weight_decay": 0.01}
         if way == "memory":
+            self.model.to(self.device)
             self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **settings)
             return
         home = streaming(options.folder / way)
         ends.callback(home.remove)
-        home.hook(self.model)
+        home.hook(self.model, device=self.device)
         share = _SHARE.fullmatch(way)
         chosen = EngineOptions(measure=measure, **({"swap": f"{share[1]}%"} if share else _STREAMED[way]))
         self.optimizer = home.optimizer(torch.optim.AdamW, options=chosen, **settings)
@@ -189,22 +202,24 @@ class _Way:
         """What one step is given: `sequences` of `context` tokens, or `context` images."""
         if self.dit is None:
             ids = torch.randint(0, self.model.config.vocab_size, (sequences, context), generator=generator)
+            ids = ids.to(self.device)
             return {"input_ids": ids, "labels": ids}
-        images, noise = torch.randn(2, context, self.dit[2], PATCH, generator=generator).to(self.dtype)
-        return {"images": images, "noise": noise, "steps": torch.randint(0, STEPS, (context,), generator=generator)}
+        images, noise = torch.randn(2, context, self.dit[2], PATCH, generator=generator).to(self.device, self.dtype)
+        steps = torch.randint(0, STEPS, (context,), generator=generator).to(self.device)
+        return {"images": images, "noise": noise, "steps": steps}
 
     def step(self, batch: dict[str, torch.Tensor], cores: Sequence[int] = ()) -> dict[str, Any]:
         """`cores`: the first one is the products' device; what a streamed step does after backward is the others'."""
         moved = self.engine.transferred if self.engine is not None else (0, 0)
-        times = [time.perf_counter()]
+        times = [self._now()]
         loss = self.model(**batch).loss
-        times.append(time.perf_counter())
+        times.append(self._now())
         loss.backward()
-        times.append(time.perf_counter())
+        times.append(self._now())
         with _on(cores[1:] if self.engine is not None else ()):
             self.optimizer.step()
             self.optimizer.zero_grad()
-        times.append(time.perf_counter())
+        times.append(self._now())
         phases = {name: after - before for name, before, after in zip(PHASES, times[:-1], times[1:], strict=True)}
         found = {"seconds": times[-1] - times[0], **phases, "losses": float(loss.detach()), "read": 0, "written": 0}
         limit = self.engine.limit if self.engine is not None else None
@@ -215,6 +230,11 @@ class _Way:
         decision = self.engine.decision if self.engine is not None else None
         found["swapping"] = asdict(decision) if decision is not None else None
         return found | {"bottleneck": limit.bottleneck if limit is not None else None}
+
+    def _now(self) -> float:
+        """Seconds, when the device has computed all that it was given."""
+        synchronize(self.device)
+        return time.perf_counter()
 
     def traced(self, batch: dict[str, torch.Tensor], cores: Sequence[int] = ()) -> list[dict[str, Any]]:
         """Events of a step, from its begin on. `cores`: as of `step`."""

@@ -33,6 +33,32 @@ def test_what_cannot_be_measured_is_one_line(options, said, tmp_path, capsys):
     assert "\n" not in out
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_one_line(tmp_path, capsys):
+    assert main(["bench", "engine", "--folder", str(tmp_path), "--device", "cuda"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.endswith("--device cuda: torch sees no GPU here; leave it out to compute on the CPU")
+    assert "\n" not in said
+
+
+def test_a_gpu_is_not_made_of_a_core_as_well(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    words = ["--folder", str(tmp_path), "--device", "cuda"]
+    for more in (["--cores", "split"], ["--path-rate", "1000000"]):
+        assert main(["bench", "engine", *words, *more]) == 2
+        assert "--device: with a GPU leave --cores and --path-rate out" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_both_ways_alike(tmp_path, capsys):
+    words = ["--folder", str(tmp_path), "--model", "llama3.2-1b", "--twin", "16", "--contexts", "64", "--dtype", "bf16"]
+    assert main(["bench", "engine", *words, "--device", "cuda", "--repeats", "2", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["conditions"]["gpu"] == torch.cuda.get_device_name()
+    assert all(row["losses_apart"] < 1e-3 for row in result["summary"])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_one_core_is_not_split(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     assert main(["bench", "engine", "--folder", str(tmp_path), "--cores", "split"]) == 2
@@ -67,6 +93,7 @@ def test_split_cores_give_the_update_after_backward_to_the_host_s(streamed):
         return lambda **_: at_work.update({what: os.sched_getaffinity(0)})
 
     way = object.__new__(engine._Way)
+    way.device = torch.device("cpu")
     way.engine = SimpleNamespace(transferred=(0, 0), limit=None, decision=None) if streamed else None
     weight = torch.ones((), requires_grad=True)
     way.model = lambda **_: says("forward")() or SimpleNamespace(loss=weight * 1.0)
