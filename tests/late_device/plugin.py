@@ -16,25 +16,31 @@ from memascend.ops.adamw import AdamW
 from tests.late_device import late_device
 
 
-class HostAdamW(AdamW):
-    """AdamW of copies in host memory, as the engine has them, for parameters on the device."""
+def on_host(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """That optimizer of copies in host memory, as the engine has them, for parameters on the device."""
 
-    def __init__(self, parameters: Any, **settings: Any) -> None:
-        self._parameters = list(parameters)
-        self._copies = [torch.nn.Parameter(each.detach().cpu().clone()) for each in self._parameters]
-        super().__init__(self._copies, **settings)
+    class OnHost(kind):  # type: ignore[valid-type, misc]
+        def __init__(self, parameters: Any, **settings: Any) -> None:
+            self._parameters = list(parameters)
+            self._copies = [torch.nn.Parameter(each.detach().cpu().clone()) for each in self._parameters]
+            super().__init__(self._copies, **settings)
 
-    def step(self, closure: None = None) -> None:
-        for parameter, copy in zip(self._parameters, self._copies, strict=True):
-            copy.grad = parameter.grad.cpu() if parameter.grad is not None else None
-        super().step(closure)
-        with torch.no_grad():
+        def step(self, closure: None = None) -> None:
             for parameter, copy in zip(self._parameters, self._copies, strict=True):
-                parameter.copy_(copy)
+                copy.grad = parameter.grad.cpu() if parameter.grad is not None else None
+            super().step(closure)
+            with torch.no_grad():
+                for parameter, copy in zip(self._parameters, self._copies, strict=True):
+                    parameter.copy_(copy)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    return OnHost
+
+
+HostAdamW = on_host(AdamW)
 
 
 def _on_late(made: Callable[..., Any]) -> Callable[..., Any]:
