@@ -263,6 +263,14 @@ def test_only_the_binding_file_includes_torch():
     assert with_torch == {"memascend/csrc/bindings.cpp"}
 
 
+def test_the_core_has_no_iostreams():
+    """They crash where a toolchain links libstdc++ into the extension (memascend/csrc/core/text_file.h)."""
+    streams = re.compile(r"^\s*#\s*include\s*<(?:\w*stream|iomanip|locale|regex)>", re.MULTILINE)
+    files = [path for path in ROOT.glob("memascend/csrc/**/*") if path.suffix in {".cpp", ".h"}]
+    assert files
+    assert [path.name for path in files if streams.search(path.read_text())] == []
+
+
 def committed_files() -> list[Path]:
     done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if done.returncode != 0:

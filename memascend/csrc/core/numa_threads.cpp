@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <functional>
 #include <map>
 #include <numeric>
@@ -24,39 +23,6 @@ std::atomic<std::int64_t> chunks_near{0};
 std::atomic<std::int64_t> chunks_elsewhere{0};
 
 std::string of_nodes(const std::string& file) { return text_of("/sys/devices/system/node/" + file); }
-
-// The numbers of a line: 10 21 21.
-std::vector<int> numbers_of(const std::string& text) {
-  std::vector<int> numbers;
-  const char* at = text.c_str();
-  for (char* end = nullptr;; at = end) {
-    const long number = std::strtol(at, &end, 10);
-    if (end == at) {
-      return numbers;
-    }
-    numbers.push_back(static_cast<int>(number));
-  }
-}
-
-// The kernel's lists: 0-3,8.
-std::vector<int> listed(const std::string& text) {
-  std::vector<int> numbers;
-  for (const char* at = text.c_str();;) {
-    char* end = nullptr;
-    const long first = std::strtol(at, &end, 10);
-    if (end == at) {
-      return numbers;
-    }
-    const long last = *end == '-' ? std::strtol(end + 1, &end, 10) : first;
-    for (long number = first; number <= last; ++number) {
-      numbers.push_back(static_cast<int>(number));
-    }
-    if (*end != ',') {
-      return numbers;
-    }
-    at = end + 1;
-  }
-}
 
 struct Machine {
   std::vector<CpuNode> nodes;  // those that have processors

@@ -3,10 +3,17 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 namespace memascend {
 
 // All of it; empty where it cannot be read.
 std::string text_of(const std::string& path);
+
+// Numbers with spaces between them, as in 10 21 21; up to what is none.
+std::vector<int> numbers_of(const std::string& text);
+
+// The kernel's lists, as in 0-3,8; up to what is none.
+std::vector<int> listed(const std::string& text);
 
 }  // namespace memascend
