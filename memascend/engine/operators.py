@@ -47,9 +47,12 @@ class Taken:
             result.tensors = [next(rest) for _ in range(result.count)]
 
 
+_TENSOR = object()  # stands where one belongs; None is what an undefined one comes as (flash attention's on a GPU)
+
+
 @dataclass
 class _Result:
-    leaves: list[Any]  # None where a tensor belongs
+    leaves: list[Any]
     spec: Any
     tensors: list[torch.Tensor]
     count: int = 0
@@ -58,7 +61,7 @@ class _Result:
     def rebuilt(self) -> Any:
         # New tensors: autograd makes what it gets here the result of a node of its graph.
         given = iter([each.clone() if self.changed else each.detach() for each in self.tensors])
-        return tree_unflatten([next(given) if leaf is None else leaf for leaf in self.leaves], self.spec)
+        return tree_unflatten([next(given) if leaf is _TENSOR else leaf for leaf in self.leaves], self.spec)
 
 
 class Measuring(TorchDispatchMode):
@@ -101,7 +104,7 @@ class Taking(TorchDispatchMode):
     def _take(self, number: int, out: Any) -> None:
         leaves, spec = tree_flatten(out)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        result = _Result([None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec, tensors)
+        result = _Result([_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec, tensors)
         self.taken.results[number] = result
         for each in tensors:
             self._storages[each.untyped_storage()._cdata] = result

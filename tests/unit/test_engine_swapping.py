@@ -174,6 +174,24 @@ def test_only_the_chosen_products_are_left_out_of_the_recomputation():
         assert torch.equal(block(x), expected)
 
 
+def test_what_a_product_leaves_undefined_stays_so_in_its_replay(monkeypatch):
+    """A GPU's flash attention returns tensors, numbers, and between them tensors that are not there."""
+    monkeypatch.setattr("memascend.engine.operators.Generators", lambda _: 0)  # "meta" has none
+    query = torch.empty(2, 4, 16, 8, dtype=torch.bfloat16, device="meta")
+    attend = torch.ops.aten._scaled_dot_product_flash_attention.default
+
+    def kinds(results):
+        return [each if isinstance(each, int | None) else each.shape for each in results]
+
+    mode = Taking(frozenset({0}))
+    with mode:
+        expected = kinds(attend(query, query, query))
+    assert None in expected
+    mode.taken.bring_back(mode.taken.tensors())
+    with Replaying(mode.taken, "block 0"):
+        assert kinds(attend(query, query, query)) == expected
+
+
 def test_a_recomputation_of_other_products_is_an_error_that_names_the_block():
     block, x = model().layers[0], torch.randn(2, 24, HIDDEN)
     with torch.no_grad():
