@@ -58,6 +58,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--steps", type=int, default=30, help="(default 30)")
     p.add_argument("--compared", type=int, default=5, help="first steps that are trained twice (default 5)")
     p.add_argument("--kills", type=int, default=3, help="in the compared steps (default 3)")
+    p.add_argument("--learning-rate", type=float, default=5e-5, help="(default 5e-5: 5e-4 lets the loss of 8B rise)")
     p.add_argument("--evaluate-every", type=int, default=10, help="steps (default 10)")
     p.add_argument("--limit-gib", type=float, default=4.0, help="of the control group (default 4)")
     p.add_argument("--seed", type=int, default=0, help="of the instants of the kills (default 0)")
@@ -250,6 +251,8 @@ class Training:
             "checkpoints": "none",
             "context": args.context,
             "steps": args.steps,
+            "learning-rate": args.learning_rate,
+            "warmup": 3,
             "eval-every": args.evaluate_every,
             "eval-sequences": 4,
             "files": "*.py",
