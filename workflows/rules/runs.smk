@@ -19,7 +19,7 @@ rule record:
         "({params.command}) > {log} 2>&1"
 
 
-# In no profile: the 8B model takes an hour and more, root for a control group, and 70 GB of the drive.
+# In no profile: the 8B model takes an hour and more, root for a control group, and 65 GB of the drive.
 rule flagship:
     output:
         record=f"{RAW}/flagship-llama3.1-8b.json",
@@ -31,7 +31,7 @@ rule flagship:
     params:
         lock=f"{RAW}/.machine.lock",
     shell:
-        "flock {params.lock} python -m workflows.run.flagship --model llama3.1-8b --out {output.record} > {log} 2>&1"
+        "flock {params.lock} python -m workflows.run.flagship --states int8 --out {output.record} > {log} 2>&1"
 
 
 ruleorder: flagship > record

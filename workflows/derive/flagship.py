@@ -1,0 +1,97 @@
+"""Draw a run of `workflows.run.flagship`: host memory, loss, and seconds of a step beside what bounds them.
+
+usage: python -m workflows.derive.flagship results/reference/HOST/flagship-llama3.1-8b.json --out docs/img/flagship.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from workflows.panels import style
+
+_GIB = 1 << 30
+# MemAscend, V-C: peak system memory of Llama3.1-8B, fp16 mixed precision (workflows/papers/memascend/claims.yaml).
+PUBLISHED_GIB = {"ZeRO-Infinity": 91.06, "MemAscend": 44.71}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(argv)
+    draw(json.loads(args.record.read_text()), args.out)
+    return 0
+
+
+def draw(record: dict[str, Any], target: Path) -> None:
+    figure, (memory, loss, seconds) = style.canvas(3, 1, (11.0, 3.4), [1.0, 1.35, 1.0])
+    draw_memory(memory, record)
+    draw_loss(loss, record)
+    draw_seconds(seconds, record)
+    asked, host = record["points_requested"], record["host"]
+    billions = record["summary"]["parameters"] / 1e9
+    footer = (
+        f"{asked['model']}, {billions:.2f} billion parameters, all trained, {asked['states']} states, "
+        f"{asked['context']} tokens a step, initialised weights. Measured on {host['cpu']}, {host['cores']} cores, "
+        f"{record['started_at'][:10]}. Published (MemAscend, V-C): mixed precision in fp16, another batch and context, "
+        "so more is held in host memory there than states and buffers."
+    )
+    style.finish(figure, footer, 0.1)
+    figure.savefig(target, metadata={"Date": None})
+
+
+def draw_memory(axis: Axes, record: dict[str, Any]) -> None:
+    ours = record["summary"]["host_peak_bytes"] / _GIB
+    bars = [*((name, value, "published") for name, value in PUBLISHED_GIB.items()), ("this run", ours, "measured")]
+    for at, (name, value, lane) in enumerate(bars):
+        fill = style.colour(name, {"this run": "blue"})
+        bar = axis.bar([at], [value], 0.62, **style.surface(lane, fill))
+        axis.bar_label(bar, [f"{value:.2f}"], padding=3, fontsize=8)
+    axis.set_xticks(range(len(bars)), [f"{name}\n({lane})" for name, _, lane in bars])
+    axis.set_ylabel("GiB")
+    axis.set_title("Host memory at its peak", loc="left")
+
+
+def draw_loss(axis: Axes, record: dict[str, Any]) -> None:
+    steps, evaluations = record["points"]["steps"], record["points"]["evaluations"]
+    axis.plot([s["step"] for s in steps], [s["loss"] for s in steps], color=style.PALETTE["blue"], linewidth=1.4)
+    last = steps[-1]["step"], steps[-1]["loss"]
+    axis.annotate("training", last, xytext=(-4, -14), textcoords="offset points", ha="right")
+    held = [(e["step"], e["loss"]) for e in evaluations]
+    axis.plot(*zip(*held, strict=True), "o", color=style.PALETTE["vermilion"], markersize=5)
+    axis.annotate("held-out text", held[0], xytext=(7, 4), textcoords="offset points", color=style.PALETTE["vermilion"])
+    kills = [call["after_step"] + call["share_of_a_step"] for call in record["points"]["calls"] if call["killed"]]
+    for number, at in enumerate(kills):
+        axis.axvline(at + 1, color=style.INK, linewidth=1.0, linestyle=(0, (2, 2)))
+        if number == len(kills) - 1:
+            axis.text(at + 1.3, axis.get_ylim()[0], "kill -9, and resumed", fontsize=8, va="bottom")
+    axis.set_xlabel("step")
+    axis.set_title("Loss (cross-entropy a token)", loc="left")
+
+
+def draw_seconds(axis: Axes, record: dict[str, Any]) -> None:
+    summary = record["summary"]
+    steps = [step["seconds"] for step in record["points"]["steps"][1:]]
+    rows = {
+        "a step\n(median)": (summary["step_s"], "blue"),
+        "its bytes at\nfio's rate": (summary["drive_bound_s"], "grey"),
+        "its products\nalone": (summary["compute_bound_s"], "grey"),
+    }
+    for at, (value, fill) in enumerate(rows.values()):
+        bar = axis.bar([at], [value], 0.62, **style.surface("measured", style.PALETTE[fill]))
+        axis.bar_label(bar, [f"{value:.0f}"], padding=3, fontsize=8)
+    low, _, high = statistics.quantiles(steps, n=4, method="inclusive")
+    axis.vlines(0.36, low, high, color=style.INK, linewidth=1.4)
+    axis.set_xticks(range(len(rows)), list(rows))
+    axis.set_ylabel("seconds")
+    axis.set_title("A step, and what bounds it", loc="left")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
