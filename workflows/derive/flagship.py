@@ -39,8 +39,7 @@ def draw(record: dict[str, Any], target: Path) -> None:
     footer = (
         f"{asked['model']}, {billions:.2f} billion parameters, all trained, {asked['states']} states, "
         f"{asked['context']} tokens a step, initialised weights. Measured on {host['cpu']}, {host['cores']} cores, "
-        f"{record['started_at'][:10]}. Published (MemAscend, V-C): mixed precision in fp16, another batch and context, "
-        "so more is held in host memory there than states and buffers."
+        f"{record['started_at'][:10]}. Published: MemAscend, V-C, of mixed precision in fp16."
     )
     style.finish(figure, footer, 0.1)
     figure.savefig(target, metadata={"Date": None})
@@ -61,8 +60,8 @@ def draw_memory(axis: Axes, record: dict[str, Any]) -> None:
 def draw_loss(axis: Axes, record: dict[str, Any]) -> None:
     steps, evaluations = record["points"]["steps"], record["points"]["evaluations"]
     axis.plot([s["step"] for s in steps], [s["loss"] for s in steps], color=style.PALETTE["blue"], linewidth=1.4)
-    last = steps[-1]["step"], steps[-1]["loss"]
-    axis.annotate("training", last, xytext=(-4, -14), textcoords="offset points", ha="right")
+    first = steps[0]["step"], steps[0]["loss"]
+    axis.annotate("training", first, xytext=(48, 8), textcoords="offset points", color=style.PALETTE["blue"])
     held = [(e["step"], e["loss"]) for e in evaluations]
     axis.plot(*zip(*held, strict=True), "o", color=style.PALETTE["vermilion"], markersize=5)
     axis.annotate("held-out text", held[0], xytext=(7, 4), textcoords="offset points", color=style.PALETTE["vermilion"])
