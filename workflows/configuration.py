@@ -377,14 +377,6 @@ class Configuration:
                 return record["wall_s"]
         return self._times.get(run_id)
 
-    @cached_property
-    def _with_runs(self) -> set[str]:
-        """Exhibits that a run of some profile is for; tables of machines show the probed one."""
-        profiles = self.experiments.document["profiles"].values()
-        runs = (run for profile in profiles for kind in profile.values() for run in kind)
-        machines = {name for name, entry in self.entries.items() if entry["kind"] == "spec-table"}
-        return machines.union(*(run["exhibits"] for run in runs))
-
     def budget(self, exhibit: str) -> str:
         """What the records of an exhibit take, in words."""
         names = [Path(path).stem for path in self.records_of(exhibit)]
@@ -405,9 +397,7 @@ class Configuration:
         for name, entry in self.entries.items():
             if entry["status"] == "built":
                 drawn = "drawn; " if Path(self.figures, f"{name}.svg").exists() else ""
-                idle = "measured (no run yet)" if name not in self._with_runs else "measured"
-                lanes = [idle if lane == "measured" else lane for lane in entry["lanes"]]
-                text = f"{drawn}{', '.join(lanes) or 'a drawing of structure'}; {self.budget(name)}"
+                text = f"{drawn}{', '.join(entry['lanes']) or 'a drawing of structure'}; {self.budget(name)}"
             else:
                 text = f"waits for {entry['waits_for']}"
             lines.append(f"{name:<{width}}  {entry['status']:<7}  {text}")

@@ -47,6 +47,14 @@ def test_every_built_exhibit_has_a_run_in_every_profile(profile: str) -> None:
     assert measured <= {exhibit for group in groups(profile) for exhibit in group["exhibits"]}
 
 
+def test_an_exhibit_lists_measured_only_where_a_run_or_a_committed_record_makes_a_row() -> None:
+    named = {exhibit for profile in PROFILES for group in groups(profile) for exhibit in group["exhibits"]}
+    named |= {"memascend-tab03", "memascend-tab05"}  # the probed machine's
+    for path in (ROOT / "results/reference").glob("*/*.json"):
+        named |= set(json.loads(path.read_text()).get("exhibits", []))
+    assert {entry["id"] for entry in registry.exhibits() if "measured" in entry["lanes"]} == named
+
+
 @pytest.mark.parametrize("profile", ["smoke", "quick", "paper"])
 def test_every_paper_is_measured_in_short_profiles_too(profile: str) -> None:
     named = {exhibit.rpartition("-")[0] for group in groups(profile) for exhibit in group["exhibits"]}
