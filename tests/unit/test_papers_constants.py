@@ -4,7 +4,7 @@ import pytest
 
 from memascend.planner.machine import Calibrations
 from workflows.papers.cxl import rows as cxl
-from workflows.papers.lohan.rows import first_figure, settings
+from workflows.papers.lohan.rows import first_figure, settings, throughput
 from workflows.played import Paper, constants
 
 
@@ -45,6 +45,21 @@ def test_lohans_gpu_takes_the_seconds_that_its_rate_was_solved_from():
     assert made.played.served_s["forward"]["gpu0"] == pytest.approx(5.96, rel=1e-3)
     n = settings.net("13B", 32)
     assert n.forward_flops / settings.rates().gpu == pytest.approx(5.96, rel=1e-3)
+
+
+def test_deepspeeds_runtime_is_solved_from_the_forward_of_zero_infinity_and_predicts_its_backward():
+    """Fig. 1a: 14 s, and 26 s held out."""
+    made = settings.step(settings.ZERO, "13B", 32)
+    assert phase(made, "forward") == pytest.approx(14, rel=1e-3)
+    assert phase(made, "backward") == pytest.approx(26, rel=0.01)
+    assert settings.runtime_s(settings.LOHAN, "13B") == settings.runtime_s(settings.OFFLOAD, "13B") == 0
+
+
+def test_the_gpu_is_not_busy_while_deepspeeds_runtime_works():
+    """Fig. 2b: four forward passes' products, over a step that holds the runtime's time."""
+    found = {(row["series"], row["x_value"]): row for row in throughput.shares() if row["metric"] == "gpu_busy"}
+    step = settings.step(settings.ZERO, "13B", 32)
+    assert float(found["13B", "32"]["value"]) == pytest.approx(100 * 4 * 5.96 / step.seconds, rel=0.01)
 
 
 def test_lohans_ssd_rates_solve_the_two_utilisations_of_its_first_figure():

@@ -65,7 +65,8 @@ def shares() -> Iterator[Row]:
         for batch in (8, 16, 32, 64):
             made = own.step(own.ZERO, model, batch)
             cells = {"series": model, "model": model, "x": ("batch_size", batch)}
-            busy = sum(made.played.served_s[phase.name].get("gpu0", 0.0) for phase in made.phases)
+            served = sum(made.played.served_s[phase.name].get("gpu0", 0.0) for phase in made.phases)
+            busy = served - 2 * own.runtime_s(own.ZERO, model)
             yield shown("lohan-fig02b", "gpu_busy", 100 * busy / made.seconds, "%", own.PLAYED, **cells)
             optimizer = next(phase.seconds for phase in made.phases if phase.name == "optimizer")
             yield shown("lohan-fig02c", "optimizer_share", 100 * optimizer / made.seconds, "%", own.PLAYED, **cells)
