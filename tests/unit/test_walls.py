@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 OURS = {"baselines", "hardware", "memascend", "tests", "workflows"}
 # Words that would point into one person's machine; put together here, so that this file does not hold them.
-MACHINE_PATH = re.compile(r"(?<![\w.$}])/(?:" + "|".join(("home", "root", "work", "Users")) + r")/\w")
+MACHINE_PATH = re.compile(r"(?<![\w.$}])/(?:" + "|".join(("home", "root", "work", "Users")) + r")/[\w.]")
 
 
 def sources(pattern: str) -> list[Path]:

@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         used = training.used(place / "model")
         disk = sum(path.stat().st_blocks * 512 for path in (place / "run").rglob("*") if path.is_file())
         report = json.loads((place / "run" / "report.json").read_text())
-        report["config"]["output"] = "run"  # no path of this machine in a record
+        report["config"] |= {"output": "run", "data": list(_TEXT)}  # no path of this machine in a record
         steps, evaluations = training.steps(), training.evaluations()
         shutil.rmtree(place / "run")
         print(f"generated: {used['text']!r}", flush=True)

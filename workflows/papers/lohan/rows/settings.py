@@ -17,6 +17,7 @@ PAPER = Paper("lohan", testbed=T4090)
 shown = PAPER.shown
 LOHAN, ZERO, OFFLOAD = "LoHan", "ZeRO-Infinity", "ZeRO-Offload"
 BY_EQUATIONS, G10 = "LoHan (Eqs. 1 to 5)", "G10 (simulated)"
+PASSES = ("forward", "backward")  # over the weights
 ARMS = {
     LOHAN: ("lohan", "as_published"),
     "LoHan Optimized": ("lohan", "optimized"),
@@ -66,7 +67,7 @@ def step(series: str, model: str, batch: int, testbed: str = T4090, ssds: int = 
     """Context 1024, bf16."""
     system, arm = ARMS[series]
     work = {"context": 1024, "batch": batch, "ranks": gpus}
-    costs = PAPER.costs(own_s=dict.fromkeys(("forward", "backward"), runtime_s(series, model)))
+    costs = PAPER.costs(own_s=dict.fromkeys(PASSES, runtime_s(series, model)))
     return PAPER.step(system, arm, model, bed(testbed, ssds), costs, **work)
 
 

@@ -66,7 +66,7 @@ def shares() -> Iterator[Row]:
             made = own.step(own.ZERO, model, batch)
             cells = {"series": model, "model": model, "x": ("batch_size", batch)}
             served = sum(made.played.served_s[phase.name].get("gpu0", 0.0) for phase in made.phases)
-            busy = served - 2 * own.runtime_s(own.ZERO, model)
+            busy = served - len(own.PASSES) * own.runtime_s(own.ZERO, model)
             yield shown("lohan-fig02b", "gpu_busy", 100 * busy / made.seconds, "%", own.PLAYED, **cells)
             optimizer = next(phase.seconds for phase in made.phases if phase.name == "optimizer")
             yield shown("lohan-fig02c", "optimizer_share", 100 * optimizer / made.seconds, "%", own.PLAYED, **cells)
