@@ -1,5 +1,6 @@
 """What a machine must have for a marked test; without it the test is skipped, and says why."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -107,6 +108,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if mark == "numa_vm" and marked and not reason and not several_numa_nodes():
             wanted = [item for item in marked if not item.get_closest_marker("skip")]
             config.stash[GUEST] = in_guest.Guest(config, wanted)
+
+
+def pytest_collection_finish() -> None:
+    """What stays until the end, thousands of tests and their modules, is looked at by no later collection of garbage:
+    each took half a second, and there are many, since tests of what frees memory ask for one."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
