@@ -32,7 +32,7 @@ def register(address: int, length_bytes: int) -> None:
     if code != _CUDA_SUCCESS:
         raise RuntimeError(
             f"cudaHostRegister of {length_bytes} bytes at {address:#x} failed with code {code}: "
-            "raise the locked-memory limit (ulimit -l) or allocate with cuda=False"
+            "raise the locked-memory limit (ulimit -l) or allocate with register_cuda=False"
         )
     _registered[address] = (length_bytes, os.getpid())
 

@@ -116,6 +116,26 @@ def test_an_unknown_option_is_one_line(tmp_path):
         pass
 
 
+def test_the_snippet_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    snippet = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    names = {}
+    exec(compile(snippet, "README.md", "exec"), names)
+    assert all(each.grad is not None for each in names["model"].parameters())
+    assert list((tmp_path / "swap").iterdir()) == []  # the folder is created, and the file in it removed
+
+
+def test_a_folder_whose_parent_is_missing_is_one_line(tmp_path):
+    with (
+        pytest.raises(
+            ValueError, match=r"offload_activations: .*/nvme/swap cannot be made, since .*/nvme does not exist"
+        ),
+        memascend.offload_activations(tmp_path / "nvme/swap"),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_the_peak_of_resident_memory_falls_as_predicted(kind, tmp_path):

@@ -84,9 +84,9 @@ def test_a_mistake_in_the_json_is_the_last_line_and_nothing_of_deepspeed_stands_
 
 
 @pytest.mark.slow
-def test_the_script_of_the_readme_trains_as_it_stands(tmp_path):
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    (tmp_path / "train.py").write_text(readme.split("```python\n")[1].split("```")[0])
+def test_the_script_of_the_first_run_trains_as_it_stands(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/tutorials/first-run.md").read_text()
+    (tmp_path / "train.py").write_text(page.split("```python\n")[1].split("```")[0])
     command = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", "1", "train.py"]
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     done = subprocess.run(

@@ -214,12 +214,12 @@ SCORED = {claim["exhibit_id"].rpartition("-")[0] for claim in CLAIMS}
 
 
 @pytest.mark.parametrize("paper", sorted(SCORED))
-def test_the_score_in_the_readme_is_that_of_the_committed_record(paper: str) -> None:
+def test_the_score_in_the_status_is_that_of_the_committed_record(paper: str) -> None:
     verdicts = report.read_verdicts(ROOT / f"results/reference/modelled/{paper}-claims.csv")
     assert {v.claim_id for v in verdicts} == {c["id"] for c in CLAIMS if c["id"].startswith(f"{paper}-")}
     assert {v.lane for v in verdicts} == {"modelled"}
     said = f"{registry.PAPERS[paper]}, modelled: {claims.score(verdicts, 'modelled')}"
-    assert said in " ".join((ROOT / "README.md").read_text().split())
+    assert said in " ".join((ROOT / "docs/status.md").read_text().split())
 
 
 BECAUSE = "The model has no such thing."

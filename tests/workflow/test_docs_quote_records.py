@@ -227,8 +227,9 @@ VALIDATIONS = [json.loads(path.read_text()) for path in sorted(REFERENCE.glob("v
 def test_how_far_the_simulator_was_off_is_what_the_records_of_its_validation_say(record):
     systems = WORDS[len({(row["system"], row["arm"]) for row in record["rows"]})]
     phases, steps = record["phases"], record["steps"]
-    readme, reference = (" ".join(path.read_text().split()) for path in (ROOT / "README.md", REFERENCE / "README.md"))
-    assert f"more than {phases['median_size_percent']:.0f} % off for {systems} systems" in readme
+    pages = (ROOT / "docs/status.md", REFERENCE / "README.md")
+    status, reference = (" ".join(path.read_text().split()) for path in pages)
+    assert f"more than {phases['median_size_percent']:.0f} % off for {systems} systems" in status
     for what, found in (("phases", phases), ("steps", steps)):
         ends = f"{found['lowest_percent']:+.0f} to {found['highest_percent']:+.0f} %"
         half = f"half of them by more than {found['median_size_percent']:.0f} %"
@@ -291,3 +292,22 @@ def test_images_a_second_of_diffusion_transformers_are_what_the_reference_says(n
     theirs = f"{batch / took[batch, 'memory']:.1f} | {batch}" if batch else "out of memory | -"
     row = f"| {name} | {16 / took[16, 'optimized']:.1f} | {theirs} |"
     assert row in (REFERENCE / "README.md").read_text()
+
+
+def test_the_savings_on_the_first_page_are_those_of_the_records():
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| ")]
+    stock, ours = (
+        json.loads((REFERENCE / f"train-qwen2.5-7b-k8-fp16-{arm}.json").read_text())["memory"]["host_peak_net_bytes"]
+        for arm in ("as_published", "memascend")
+    )
+    said = f"| {64 * stock / 2**30:.1f} GiB | **{64 * ours / 2**30:.1f} GiB** | measured"
+    assert sum(said in row for row in rows) == 1
+    flagship = json.loads((REFERENCE / "flagship-llama3.1-8b.json").read_text())
+    peak, step = flagship["summary"]["host_peak_bytes"] / 2**30, flagship["summary"]["step_s"]
+    said = f"| **{peak:.2f} GiB** | [measured at full size](docs/how-to/train-8b-in-4-gib.md), {step:.0f} s per step"
+    assert sum(said in row for row in rows) == 1
+    record = json.loads((REFERENCE / "kernel-activations-h8192-paper.json").read_text())
+    swapped = next(row for row in record["summary"] if (row["way"], row["batch"]) == ("ssd", 16))
+    left, times = 100 * (1 - swapped["peak_reduction"]), swapped["seconds_of_keeping"]["median"]
+    said = f"**{left:.0f} %**, the rest waits on the SSD; a step takes {times:.2f} times as long"
+    assert sum(said in row for row in rows) == 1

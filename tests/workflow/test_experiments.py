@@ -61,10 +61,10 @@ def test_every_paper_is_measured_in_short_profiles_too(profile: str) -> None:
     assert named == set(registry.PAPERS)
 
 
-def test_the_readme_says_how_many_exhibits_of_the_four_other_papers_are_measured() -> None:
+def test_the_status_says_how_many_exhibits_of_the_four_other_papers_are_measured() -> None:
     named = {exhibit for group in groups("paper") for exhibit in group["exhibits"]}
     count = sum(not exhibit.startswith("memascend-") for exhibit in named)
-    text = " ".join((ROOT / "README.md").read_text().split())
+    text = " ".join((ROOT / "docs/status.md").read_text().split())
     assert f"exhibits {count} are measured" in text
     assert f"and {count} measured" in text
 
