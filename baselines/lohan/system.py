@@ -141,9 +141,7 @@ class LoHan(PlannedSystem):
 
     def trainer(self, config: TrainConfig, prepared: dict[str, Any], run_id: str, swap: str) -> Setup:
         """States outlive a kill: they are not among the swap files, which do not."""
-        parent = Path(config.nvme).absolute() if config.nvme else config.output_folder
-        name = hashlib.sha256(str(config.output_folder).encode()).hexdigest()[:8]
-        folder = parent / f"memascend-states-{run_id}-{name}"
+        folder = _states_folder(config)
         arm = config.arm or next(iter(_ARMS))
         settings: dict[str, Any] = {"folder": str(folder), "arm": "optimized" if arm in SWAPPING_ARMS else arm}
         settings["versions"] = {"auto": None, "two": VERSIONS}.get(config.state_versions, 1)
@@ -154,6 +152,22 @@ class LoHan(PlannedSystem):
             settings["swap"] = SWAPPING_ARMS.get(arm) or ("best" if amount == "auto" else amount)
             settings["swap_room"] = _room(config, prepared)
         return Setup(backend=STREAMING, settings=settings, swaps=False)
+
+
+def _states_folder(config: TrainConfig) -> Path:
+    """Return the folder of the run's states. Its name is unique among runs that share a drive.
+
+    A run that was moved with its states, or is named by a link, finds them.
+    """
+    run = config.output_folder
+    parent = Path(config.nvme).absolute() if config.nvme else run
+    named = [
+        parent / f"memascend-states-{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+        for path in (run, run.resolve())
+    ]
+    inside = [] if config.nvme else sorted(run.glob("memascend-states-*"))
+    moved = inside if len(inside) == 1 else []
+    return next((folder for folder in [*named, *moved] if folder.exists()), named[0])
 
 
 def _room(config: TrainConfig, prepared: dict[str, Any]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +13,8 @@ from memascend.memory.budget import parse_bytes
 from memascend.planner.command import count
 from memascend.training import config as configs
 from memascend.training import systems
+
+_LEAST_TEMPERATURE = 1e-3
 
 
 def add_train(commands: Any) -> None:
@@ -54,20 +57,37 @@ def add_generate(commands: Any) -> None:
         "states are on the SSD. Each token reads all weights once; no more of them is in memory than in training.",
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run (--output of train)")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to go on with")
+    parser.add_argument("--prompt", required=True, type=_text, metavar="TEXT", help="the text to go on with")
     parser.add_argument("--tokens", type=count, default=32, metavar="N", help="at most so many more (default 32)")
     parser.add_argument(
         "--temperature", type=_temperature, default=0.0, metavar="T", help="0: the likeliest token each (default)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn with a temperature (default 0)")
+    parser.add_argument("--seed", type=_seed, default=0, help="of what is drawn with a temperature (default 0)")
     parser.set_defaults(run=_generate)
 
 
 def _temperature(text: str) -> float:
     value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: a number from 0 on")
+    if value and not _LEAST_TEMPERATURE <= value < math.inf:  # smaller ones overflow what logits are divided into
+        raise argparse.ArgumentTypeError(
+            f"{text}: use 0 (the likeliest token), or a number from {_LEAST_TEMPERATURE} on"
+        )
     return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text}: use a whole number from 0 to 2^63 - 1")
+    return value
+
+
+def _text(given: str) -> str:
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("the text is not valid UTF-8: check the terminal's locale") from None
+    return given
 
 
 def add_verify(commands: Any) -> None:

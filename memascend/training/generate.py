@@ -8,6 +8,7 @@ from pathlib import Path
 from memascend.integrations import text
 from memascend.training.folder import RunFolder
 from memascend.training.kept import kept_backend, kept_source, require_run
+from memascend.training.progress import read_metrics
 
 
 def generate(run: Path, prompt: str, tokens: int, temperature: float = 0.0, seed: int = 0) -> str:
@@ -22,6 +23,8 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float = 0.0, seed
     """
     folder = RunFolder(run)
     require_run(folder)
+    if not folder.tokenizer.is_dir():
+        raise ValueError(f"{folder.tokenizer} does not exist: generate needs the run's tokenizer")
     backend = kept_backend(folder)
     with folder.held(resume=True):
         if backend is None or not backend.kept_step():
@@ -44,5 +47,8 @@ def _why_none(folder: RunFolder, *, streams: bool) -> str:
             f"{folder.root} has no states on the SSD: load its newest checkpoint, {folder.model}, with from_pretrained"
         )
     if streams:
+        made = max((row["step"] for row in read_metrics(folder.metrics)), default=0)
+        if made > 1:  # the first one may have been cut off before it was kept
+            return f"{folder.root} has made {made} steps, and its states are gone: bring them back to where they were"
         return f"{folder.root} has no weights yet: no step of it was completed"
     return f"{folder.root} has no states on the SSD, and no checkpoint: generate is for runs of --system lohan"

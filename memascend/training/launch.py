@@ -39,8 +39,9 @@ SetupOf = Callable[[TrainConfig, dict[str, Any], str, str], backends.Setup]
 
 
 def saved_config(folder: RunFolder) -> TrainConfig:
-    """The configuration that the run began with, or goes on with."""
-    return configs.complete(configs.read_config(folder.config))
+    """The configuration that the run began with, or goes on with; its output is `folder`, also where that was moved."""
+    config = configs.complete(configs.read_config(folder.config))
+    return dataclasses.replace(config, output=str(folder.root.absolute()))
 
 
 def save_config(folder: RunFolder, config: TrainConfig) -> None:

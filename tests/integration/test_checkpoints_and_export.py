@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -113,7 +114,7 @@ def test_a_run_that_was_killed_is_exported_and_goes_on(runs, tmp_path):
     )
 
 
-def test_states_that_are_gone_are_an_error_and_no_new_beginning(runs, tmp_path):
+def test_states_that_are_gone_are_an_error_and_no_new_beginning(runs, tmp_path, capsys):
     folder = tmp_path / "lost"
     done = train(folder, *OPTIONS, "--data", str(runs / "text"), "--steps", "3", "--checkpoints", "none")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -124,6 +125,8 @@ def test_states_that_are_gone_are_an_error_and_no_new_beginning(runs, tmp_path):
     assert "has made 3 steps, and" in done.stderr
     assert "does not hold its states" in done.stderr
     assert main(["export", str(folder), str(tmp_path / "model")]) == 2
+    capsys.readouterr()
+    assert "has made 3 steps, and its states are gone" in refusal(capsys, "generate", folder, "--prompt", "a")
     (tmp_path / "elsewhere").rename(states)
     done = resume(folder, "--steps", "4")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -180,7 +183,7 @@ def test_generate_goes_on_with_a_text_as_the_exported_model_does(runs, tmp_path,
         assert main(["generate", str(runs / "none"), "--prompt", prompt, "--tokens", "6", "--seed", "5", *options]) == 0
         said, _, told = capsys.readouterr().out.rstrip("\n").rpartition("\n")
         assert said == tokenizer.decode(expected[0], skip_special_tokens=True)
-        assert f"from the weights of step 6 of {runs / 'none'})" in told
+        assert re.search(rf"from the weights of step [46] of {runs / 'none'}\)", told)
 
 
 def test_generate_refuses_what_has_no_states_and_texts_that_are_too_long(runs, tmp_path, capsys):
@@ -192,8 +195,25 @@ def test_generate_refuses_what_has_no_states_and_texts_that_are_too_long(runs, t
     line = refusal(capsys, "generate", runs / "none", "--prompt", "a b", "--tokens", "1000000")
     assert "1000000 more (--tokens)" in line
     assert "positions" in line
-    for wrong in ("-1", "nan", "x"):
-        assert "--temperature" in refusal(capsys, "generate", runs / "none", "--prompt", "a", "--temperature", wrong)
+    for option, wrong in [
+        *(("--temperature", each) for each in ("-1", "nan", "x", "1e-40")),
+        *(("--seed", each) for each in ("-1", str(1 << 63))),
+        ("--prompt", "\udcff"),  # as a byte that is no UTF-8 arrives
+    ]:
+        given = {"--prompt": "a"} | {option: wrong}
+        assert option in refusal(capsys, "generate", runs / "none", *(word for pair in given.items() for word in pair))
+
+
+def test_a_run_that_was_moved_or_is_named_by_a_link_has_its_states(runs, tmp_path, capsys):
+    shutil.copytree(runs / "none", tmp_path / "moved")
+    (tmp_path / "link").symlink_to(tmp_path / "moved")
+    texts = set()
+    for folder in (runs / "none", tmp_path / "moved", tmp_path / "link"):
+        assert main(["generate", str(folder), "--prompt", "a", "--tokens", "4"]) == 0
+        texts.add(capsys.readouterr().out.rpartition("\n(")[0])
+    assert len(texts) == 1
+    (tmp_path / "moved" / "tokenizer").rename(tmp_path / "tokenizer")
+    assert "moved/tokenizer does not exist" in refusal(capsys, "generate", tmp_path / "moved", "--prompt", "a")
 
 
 def load_all(folder):
