@@ -227,9 +227,16 @@ def require_own_memory(model: nn.Module) -> None:
                 raise NotStreamable(
                     f"{name} and {reached[other][1]} lie in the same memory, and a parameter of a streamed model is "
                     "moved by itself: let both be one nn.Parameter (head.weight = embedding.weight, not .data), or "
-                    "make one of them a copy (.clone())"
+                    f"make one of them a copy (.clone()){_instead_of_spectral_norm(name, reached[other][1])}"
                 )
         reached[is_parameter] = max(reached[is_parameter], (end, name))
+
+
+def _instead_of_spectral_norm(*names: str) -> str:
+    """Return what to use for torch's old function, whose memory nobody can divide; nothing for other names."""
+    if not any(name.endswith("_orig") for name in names):
+        return ""
+    return "; in place of torch.nn.utils.spectral_norm use torch.nn.utils.parametrizations.spectral_norm"
 
 
 def _has_all_elements(tensor: torch.Tensor) -> bool:

@@ -31,8 +31,8 @@ class EngineOptions:
         checkpoints: where the inputs of blocks wait for backward: `tier` (the SSD) or `device` (its memory).
         states: dtype of moments and master weights: torch.float32, or torch.bfloat16 (rounded stochastically; for
             weights of 16 bits alone), or torch.int8: weights of bfloat16 alone, rounded stochastically, are the only
-            master, and both moments are 8-bit codes (`memascend.ops.adamw8`): 4.1 bytes a parameter, as `AdamW8bit`
-            to the bit.
+            master, and both moments are 8-bit codes (`memascend.ops.adamw8`): 4.1 bytes a parameter. Bits are
+            those of `AdamW8bit(model.parameters(), seed=ROUNDING_SEED)`, which numbers elements in that order too.
         gradients: dtype of gradients that wait: torch.float32, bfloat16 or float16.
         zero_missing: a parameter that got no gradient in a step is updated with zeros, as in ZeRO's flat groups; else
             it is left as it is, as torch.optim does.

@@ -28,12 +28,11 @@ from memascend.engine.layout import SUM_ELEMENTS, Layout, Part, Piece, Run, Unit
 from memascend.engine.pieces import Gradients, PieceState, StepPieces
 from memascend.engine.square_sums import SquareSums
 from memascend.engine.weights import WeightStream
-from memascend.ops.adamw import adamw_
+from memascend.ops.adamw import ROUNDING_SEED, adamw_
 from memascend.ops.adamw8 import adamw8_, scales_shape
 from memascend.ops.threads import compute_alone
 
 ARMS = ("optimized", "naive", "none")
-ROUNDING_SEED = 0x4D656D41  # of bf16 and 8-bit states, as in every other system here
 
 
 REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")  # of torch's settings

@@ -86,6 +86,8 @@ def divided_work(near: int, elsewhere: int, topology: Topology) -> dict[str, Any
 
 
 # What a parameter may need, by the key of its state, with the name and the owner of its ledger entries.
+# Of stochastic rounding, wherever the library trains by itself: a run that goes on rounds as one that did not stop.
+ROUNDING_SEED = 0x4D656D41
 STATE_OWNERS = {"master": "master_weights", "exp_avg": "momentum", "exp_avg_sq": "variance"}
 
 

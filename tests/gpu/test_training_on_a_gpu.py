@@ -12,9 +12,9 @@ from memascend import offload_activations
 from memascend.engine.blocks import NotStreamable
 from memascend.engine.options import EngineOptions
 from memascend.engine.streaming import streaming
-from memascend.engine.updates import ROUNDING_SEED
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
+from memascend.ops.adamw import ROUNDING_SEED
 from memascend.ops.adamw8 import AdamW8bit
 from tests.late_device.plugin import HostAdamW, on_host
 from tests.unit import test_streaming_engine as on_the_cpu

@@ -349,6 +349,14 @@ def test_verify_finds_equal_bits_and_then_the_one_element_that_was_changed(tmp_p
     assert changed["tensors"]["master weights"]["different"] == 0
 
 
+def test_how_states_lie_on_the_ssd_is_asked_of_the_system_and_not_of_the_reference():
+    asked = {"state_versions": "one", "accumulation": "vertical", "accumulate": 2, "checkpoints": "none"}
+    config = complete({"model": "llama3.2-1b", "twin": 32, "data": ["x"], "system": "lohan", **asked})
+    theirs = verify.reference_of(config, None)
+    assert (theirs.system, theirs.accumulate) == ("in_memory", 2)
+    assert (theirs.state_versions, theirs.accumulation, theirs.checkpoints) == ("auto", "horizontal", "full")
+
+
 @pytest.mark.slow
 def test_verify_finds_equal_bits_of_8_bit_moments_on_the_ssd_and_in_memory(tmp_path):
     work = [*MODEL, "--data", str(text_folder(tmp_path)), "--files", "*.py", "--context", "32", "--steps", "2"]

@@ -11,7 +11,7 @@ from memascend.engine.home import NotThisModel
 from memascend.engine.layout import Kind, UnitParameters, make_layout
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
-from memascend.engine.updates import ROUNDING_SEED
+from memascend.ops.adamw import ROUNDING_SEED
 from memascend.ops.adamw8 import AdamW8bit, decode_moments, rounding_bounds
 from tests.unit.test_streaming_engine import SETTINGS, assert_equal, batches, groups, model, streamed, train
 from tests.unit.test_streaming_loop import begin, loop

@@ -74,6 +74,13 @@ def test_memory_that_a_parameter_shares_is_refused_before_anything_moves(tmp_pat
     assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
 
 
+def test_the_old_spectral_norm_is_refused_with_the_one_to_use(tmp_path):
+    model = Model()
+    nn.utils.spectral_norm(model.layers[1].linear)
+    with pytest.raises(NotStreamable, match=r"same memory.* use torch\.nn\.utils\.parametrizations\.spectral_norm$"):
+        begin(tmp_path / "home", model)
+
+
 def test_parameters_beside_each_other_in_one_memory_and_tied_ones_train(tmp_path):
     model = Model()
     cut_out_of_one_memory(model)

@@ -15,12 +15,10 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from memascend.ops.adamw import adamw_
+from memascend.ops.adamw import ROUNDING_SEED, adamw_
 from memascend.ops.unscale import unscale_norm_overflow_
 
 from .late_conversion import adam_state
-
-_ROUNDING_SEED = 0x4D656D41  # fixed: a resumed run rounds as the uninterrupted one does
 
 
 class FastNumerics:
@@ -87,7 +85,7 @@ class FastNumerics:
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             grad_scale=self._grad_scale,
-            seed=_ROUNDING_SEED,
+            seed=ROUNDING_SEED,
             element_offset=self._first_element[sub_group_id],
         )
 

@@ -15,7 +15,6 @@ from torch.optim.adamw import adamw
 from memascend.training.backends.groups import Group
 
 _NORMED_AT_ONCE = 250_000_000  # elements, as DeepSpeed's stage3._constant_buffered_norm2: the order of sums
-_ROUNDING_SEED = 0x4D656D41  # as memascend.integrations.deepspeed.numerics
 
 
 class Update(Protocol):
@@ -110,7 +109,7 @@ class MemAscendUpdate(_Unscaling):
         return unscale_norm_overflow_(gradient, 1.0).sum_squares.sqrt()
 
     def apply(self, group: Group, step: int, learning_rate: float, *, scale: float, norm: torch.Tensor) -> None:
-        from memascend.ops.adamw import adamw_
+        from memascend.ops.adamw import ROUNDING_SEED, adamw_
         from memascend.ops.adamw8 import adamw8_, scales_shape
 
         if self.clip > 0:
@@ -123,7 +122,7 @@ class MemAscendUpdate(_Unscaling):
             "eps": self.eps,
             "weight_decay": self.weight_decay,
             "grad_scale": 1.0 / scale,
-            "seed": _ROUNDING_SEED,
+            "seed": ROUNDING_SEED,
             "element_offset": group.first_element,
         }
         if group.scales is not None:
