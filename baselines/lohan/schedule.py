@@ -11,7 +11,8 @@ offloading, its section IV-C and Fig. 3).
 Traffic of a step over the SSD is the paper's: weights 2P in forward, 14P in backward (2P weights, 12P states), and 14P
 written. Inputs of blocks wait on the SSD, as the streaming engine keeps them; each block is recomputed. `as_published`
 is `optimized` with what the paper's Algorithm 1 swaps besides (section IV-D), so that less is computed again;
-`released` swaps what the authors' released script does (erratum L18).
+`released` swaps what the authors' released script does (erratum L18). A workload whose parts name one of these rules
+(`swap`) has it in any arm.
 
 With clipping, or one version of the states that a step can be done again from, all gradients must have come before one
 is used: they wait on the SSD in every arm. Of several batches those of the earlier ones do. (The paper has neither.)
@@ -42,8 +43,8 @@ _SLOTS = 3  # one that is read, one that is updated, one that is written (Fig. 3
 
 
 def schedule(step: Step) -> None:
-    if step.work.arm_name in SWAPPING_ARMS:
-        swap_activations(step)
+    if rule := swapping_rule(step.work):
+        swap_activations(step, rule)
     done = forward(step, stores_checkpoints=True)
     if gradients_wait(step.work):
         done = backward(step, after=done, stores_checkpoints=True, arrived=waiting_gradients(step))
@@ -99,8 +100,13 @@ def waiting_gradients(step: Step) -> Arrived:
     return arrived
 
 
-def swap_activations(step: Step) -> None:
-    """Pieces carry what the arm's rule swaps on this machine, and backward computes only the rest again.
+def swapping_rule(work: Workload) -> str | None:
+    """By which an arm swaps more than the inputs of blocks: its own, or the one that the workload's parts name."""
+    return SWAPPING_ARMS.get(work.arm_name) or work.arrangement.parts.get("swap")
+
+
+def swap_activations(step: Step, rule: str) -> None:
+    """Pieces carry what the rule swaps on this machine, and backward computes only the rest again.
 
     The operators are those of a GPT of the model's depth and width; GPUs share the SSDs alike. Without a machine's
     rates nothing but the inputs of blocks is swapped.
@@ -117,7 +123,7 @@ def swap_activations(step: Step) -> None:
         read=machine.ssd_read_bytes_per_s,
         write=machine.ssd_write_bytes_per_s,
     )
-    swapped = RULES[SWAPPING_ARMS[work.arm_name]](net, rates)
+    swapped = RULES[rule](net, rates)
     more = swapped / net.between_blocks
     step.pieces = [replace(piece, checkpoint_bytes=round(more * piece.checkpoint_bytes)) for piece in step.pieces]
     again = net.recomputed_flops(swapped) / net.block_flops

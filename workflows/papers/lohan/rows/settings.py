@@ -7,8 +7,10 @@ from dataclasses import replace
 from functools import cache
 
 from baselines.lohan.equations import GIB, Net, Rates
+from memascend.arrangements import Arrangement
 from memascend.planner.machine import Machine
 from memascend.planner.step_time import StepTime
+from memascend.systems import arrangement
 from workflows.played import Paper, machine
 from workflows.registry import ROOT
 
@@ -19,7 +21,7 @@ LOHAN, ZERO, OFFLOAD = "LoHan", "ZeRO-Infinity", "ZeRO-Offload"
 BY_EQUATIONS, G10 = "LoHan (Eqs. 1 to 5)", "G10 (simulated)"
 PASSES = ("forward", "backward")  # over the weights
 ARMS = {
-    LOHAN: ("lohan", "as_published"),
+    LOHAN: ("lohan", "released"),
     "LoHan Optimized": ("lohan", "optimized"),
     "LoHan Naive": ("lohan", "naive"),
     "LoHan+ZeRO": ("lohan", "none"),
@@ -63,12 +65,19 @@ def bed(testbed: str, ssds: int = 12) -> Machine:
 
 
 @cache
-def step(series: str, model: str, batch: int, testbed: str = T4090, ssds: int = 12, gpus: int = 1) -> StepTime:
-    """Context 1024, bf16."""
+def step(
+    series: str, model: str, batch: int, testbed: str = T4090, ssds: int = 12, gpus: int = 1, swap: str = ""
+) -> StepTime:
+    """Context 1024, bf16. `swap`: by which of `memascend.swapping`'s rules an arm of LoHan swaps, if not its own."""
     system, arm = ARMS[series]
-    work = {"context": 1024, "batch": batch, "ranks": gpus}
+    work = {"context": 1024, "batch": batch, "ranks": gpus, "parts": swapping(system, arm, swap) if swap else None}
     costs = PAPER.costs(own_s=dict.fromkeys(PASSES, runtime_s(series, model)))
     return PAPER.step(system, arm, model, bed(testbed, ssds), costs, **work)
+
+
+def swapping(system: str, arm: str, rule: str) -> Arrangement:
+    own = arrangement(system, arm)
+    return replace(own, parts={**own.parts, "swap": rule})
 
 
 def runtime_s(series: str, model: str) -> float:
