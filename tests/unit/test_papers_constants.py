@@ -4,7 +4,7 @@ import pytest
 
 from memascend.planner.machine import Calibrations
 from workflows.papers.cxl import rows as cxl
-from workflows.papers.lohan.rows import first_figure, settings, throughput
+from workflows.papers.lohan.rows import first_figure, settings, sizes, throughput
 from workflows.played import Paper, constants
 
 
@@ -75,6 +75,17 @@ def test_an_arm_of_gradients_swaps_by_the_rule_that_it_is_given():
     assert named.seconds == settings.step(settings.LOHAN, "13B", 64).seconds
     naive, alone = (settings.step("LoHan Naive", "13B", 64, swap=rule) for rule in ("released", ""))
     assert naive.of_resource("GPU products") < 0.95 * alone.of_resource("GPU products")
+
+
+def test_each_system_has_its_own_largest_batch():
+    """LoHan 13B at 128 (Fig. 5a); a baseline holds logits and DeepSpeed's buffers, and 175B not at all (III-B)."""
+    found = {
+        (series, model): sizes.largest_batch(series, model, throughput.BATCHES)
+        for series in (settings.LOHAN, settings.ZERO)
+        for model in ("13B", "135B", "175B")
+    }
+    assert [found[settings.LOHAN, model] for model in ("13B", "135B", "175B")] == [128, 32, 16]
+    assert [found[settings.ZERO, model] for model in ("13B", "135B", "175B")] == [32, 16, 0]
 
 
 def test_lohans_ssd_rates_solve_the_two_utilisations_of_its_first_figure():

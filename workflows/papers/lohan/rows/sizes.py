@@ -12,6 +12,8 @@ from functools import cache
 
 from baselines.lohan.equations import GIB, POLICIES, DiT
 from memascend.planner import Workload, plan
+from memascend.planner.gpu_memory import gpu_memory
+from memascend.planner.options import Stack
 from memascend.planner.workload import papers
 from workflows.cases import Row
 from workflows.papers.lohan.rows import settings as own
@@ -92,11 +94,27 @@ def largest(fitting: Callable[[str], bool]) -> str | None:
 @cache
 def host_bytes(series: str, model: str, batch: int = 1, gpus: int = 1) -> int:
     """Of the plan, with the activation checkpoints that the system keeps in host memory."""
+    return plan(workload(series, model, batch, gpus)).host_bytes
+
+
+def workload(series: str, model: str, batch: int, gpus: int = 1) -> Workload:
+    """With PyTorch's own cross-entropy, which has all logits on the GPU."""
     system, arm = own.ARMS[series]
-    work = Workload(
-        spec=own.PAPER.spec(model), system=system, arm=arm, dtype="bf16", context=1024, batch=batch, ranks=gpus
-    )
-    return plan(papers(work)).host_bytes
+    work = {"dtype": "bf16", "context": 1024, "batch": batch, "ranks": gpus, "stack": Stack(loss="plain")}
+    return papers(Workload(spec=own.PAPER.spec(model), system=system, arm=arm, **work))
+
+
+def largest_batch(series: str, model: str, among: tuple[int, ...], memory_gb: int = 768, gpu_gib: int = 24) -> int:
+    """Of those that fit; 0 where none does. LoHan's by the rule of Fig. 6, without logits: its released model has no
+    output matrix, and Fig. 5a has 13B at batch 128. A baseline's by DeepSpeed's plan of the GPU, with them."""
+
+    def fitting(batch: int) -> bool:
+        if series == own.LOHAN:
+            return own.on_gpu(model, batch, gpu_gib)
+        return gpu_memory(workload(series, model, batch)).device_bytes <= gpu_gib * GIB
+
+    held = (b for b in among if fitting(b) and host_bytes(series, model, b) <= memory_gb * GIB)
+    return max(held, default=0)
 
 
 def fits(series: str, model: str, memory_gb: int, gpu_gib: float, batch: int = 1, gpus: int = 1) -> bool:

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from baselines.lohan.equations import GIB, DiT, best, iteration_s, released
 from workflows.cases import Row
 from workflows.papers.lohan.rows import settings as own
+from workflows.papers.lohan.rows.sizes import largest_batch
 
 shown = own.shown
 
 DRIVES = (1, 2, 3, 6, 12)
+BATCHES = (8, 16, 32, 64, 128)  # of Fig. 5a
 # Prices of Table VII in dollars, and the memory of one of the DGX's GPUs.
 SERVER, GPU_PRICE, SSD_PRICE, DGX = 14098, 1600, 308, 200000
 DGX_GPU_GIB = 80
@@ -76,37 +78,41 @@ def shares() -> Iterator[Row]:
 
 
 def best_of_sizes() -> Iterator[Row]:
-    """Fig. 5c: at the largest batch that the GPU holds, by the paper's count of FLOP."""
+    """Fig. 5c: at the largest batch that each system can have, by the paper's count of FLOP."""
     peak = own.net("13B", 32)
     whole = 2 * peak.forward_flops + peak.forward_flops + peak.block_flops
     top, most = peak.reported_tflops(whole / own.PAPER.value("gpu_throughput")), 0.0
     for model in ("13B", "30B", "70B", "135B", "175B"):
-        batch = own.most_on_gpu(model, 24, (8, 16, 32, 64, 128))
-        n, r = own.net(model, batch), own.rates()
         cells = {"model": model, "x": ("model_size_B", model.removesuffix("B"))}
-        both = {series: own.step(series, model, batch).seconds for series in (own.LOHAN, own.ZERO)}
-        took = {series: (seconds, own.PLAYED, f", batch {batch}") for series, seconds in both.items()}
-        took[own.BY_EQUATIONS] = iteration_s(n, r, best(n, r)), own.EQUATIONS, ""
-        for series, (seconds, source, more) in took.items():
-            value = n.reported_tflops(seconds)
-            yield shown("lohan-fig05c", "throughput", value, "TFLOPS", source + more, series=series, **cells)
+        found = {series: largest_batch(series, model, BATCHES) for series in (own.LOHAN, own.ZERO)}
+        reached = {
+            series: (own.net(model, batch).reported_tflops(own.step(series, model, batch).seconds), own.PLAYED, batch)
+            for series, batch in found.items()
+            if batch
+        }
+        n, r = own.net(model, found[own.LOHAN]), own.rates()
+        tflops = n.reported_tflops(iteration_s(n, r, best(n, r)))
+        reached[own.BY_EQUATIONS] = tflops, own.EQUATIONS, found[own.LOHAN]
+        for series, (value, how, batch) in reached.items():
+            source = f"{how}, batch {batch}"
+            yield shown("lohan-fig05c", "throughput", value, "TFLOPS", source, series=series, **cells)
             yield shown("lohan-fig05c", "share_of_peak", 100 * value / top, "%", source, series=series, **cells)
         yield shown("lohan-fig05c", "throughput", top, "TFLOPS", "THP_G alone", series="peak of the GPU", **cells)
-        most = max(most, n.reported_tflops(both[own.ZERO]))
+        most = max(most, reached.get(own.ZERO, (0.0,))[0])
     yield shown("lohan-fig05c", "most of any size", most, "TFLOPS", own.PLAYED, series=own.ZERO)
 
 
 def by_drives() -> Iterator[Row]:
-    """Fig. 10: 135B at the largest batch, 13B at three."""
-    batch = own.most_on_gpu("135B", 24, (8, 16, 32, 64))
-    for series in (own.LOHAN, own.ZERO):
+    """Fig. 10: 135B at the largest batch of each system, 13B at three."""
+    most = {series: largest_batch(series, "135B", BATCHES) for series in (own.LOHAN, own.ZERO)}
+    for series, batch in most.items():
         few, many = (own.step(series, "135B", batch, ssds=n).tokens_per_second for n in (DRIVES[0], DRIVES[-1]))
         cells = {"series": series, "model": "135B"}
         yield shown("lohan-fig10a", "gain from 1 to 12 SSDs", many / few, "x", own.PLAYED, **cells)
     for drives in DRIVES:
-        for series in (own.LOHAN, own.ZERO):
+        for series, batch in most.items():
             tokens = own.step(series, "135B", batch, ssds=drives).tokens_per_second
-            source = f"{own.PLAYED}; batch {batch} is assumed"
+            source = f"{own.PLAYED}; batch {batch}, the largest by plan"
             cells = {"series": series, "model": "135B", "x": ("num_SSDs", drives)}
             yield shown("lohan-fig10a", "throughput", tokens, "token/s", source, **cells)
         for size in (32, 48, 64):
