@@ -20,6 +20,7 @@ shown = PAPER.shown
 LOHAN, ZERO, OFFLOAD = "LoHan", "ZeRO-Infinity", "ZeRO-Offload"
 BY_EQUATIONS, G10 = "LoHan (Eqs. 1 to 5)", "G10 (simulated)"
 PASSES = ("forward", "backward")  # over the weights
+SSDS, MEMORY_GB = 12, 768  # of the server (Table III)
 ARMS = {
     LOHAN: ("lohan", "released"),
     "LoHan Optimized": ("lohan", "optimized"),
@@ -55,18 +56,21 @@ def billions(model: str | None) -> float:
 
 
 @cache
-def bed(testbed: str, ssds: int = 12) -> Machine:
-    """A testbed with the SSD rates that Fig. 1c implies, or those of so many drives where they are slower."""
+def bed(testbed: str, ssds: int = SSDS) -> Machine:
+    """A testbed with the SSD rates that Fig. 1c implies for twelve drives, or those of so many.
+
+    A byte passes drives as fast as their data sheet, and then the host, which takes the rest of twelve's time."""
     rates = {}
     for way in ("read", "write"):
         whole, one = PAPER.value(f"ssd_{way}_gb_per_s"), PAPER.value(f"one_ssd_{way}_gb_per_s")
-        rates[f"ssd_{way}_bytes_per_s"] = 1e9 * min(whole, ssds * one)
+        host = 1 / whole - 1 / (SSDS * one)  # seconds for 1 GB
+        rates[f"ssd_{way}_bytes_per_s"] = 1e9 / (1 / (ssds * one) + host)
     return replace(machine(testbed), **rates)
 
 
 @cache
 def step(
-    series: str, model: str, batch: int, testbed: str = T4090, ssds: int = 12, gpus: int = 1, swap: str = ""
+    series: str, model: str, batch: int, testbed: str = T4090, ssds: int = SSDS, gpus: int = 1, swap: str = ""
 ) -> StepTime:
     """Context 1024, bf16. `swap`: by which of `memascend.swapping`'s rules an arm of LoHan swaps, if not its own."""
     system, arm = ARMS[series]
@@ -93,7 +97,7 @@ def net(model: str, batch: int) -> Net:
 
 
 @cache
-def rates(ssds: int = 12, room: float = 0.0) -> Rates:
+def rates(ssds: int = SSDS, room: float = 0.0) -> Rates:
     """Of an RTX 4090; `room`: bytes of main memory for activations."""
     drives = bed(T4090, ssds)
     ways = {"read": drives.ssd_read_bytes_per_s, "write": drives.ssd_write_bytes_per_s}

@@ -104,7 +104,7 @@ def workload(series: str, model: str, batch: int, gpus: int = 1) -> Workload:
     return papers(Workload(spec=own.PAPER.spec(model), system=system, arm=arm, **work))
 
 
-def largest_batch(series: str, model: str, among: tuple[int, ...], memory_gb: int = 768, gpu_gib: int = 24) -> int:
+def largest_batch(series: str, model: str, among: tuple[int, ...], gpu_gib: int = 24) -> int:
     """Of those that fit; 0 where none does. LoHan's by the rule of Fig. 6, without logits: its released model has no
     output matrix, and Fig. 5a has 13B at batch 128. A baseline's by DeepSpeed's plan of the GPU, with them."""
 
@@ -113,7 +113,7 @@ def largest_batch(series: str, model: str, among: tuple[int, ...], memory_gb: in
             return own.on_gpu(model, batch, gpu_gib)
         return gpu_memory(workload(series, model, batch)).device_bytes <= gpu_gib * GIB
 
-    held = (b for b in among if fitting(b) and host_bytes(series, model, b) <= memory_gb * GIB)
+    held = (b for b in among if fitting(b) and host_bytes(series, model, b) <= own.MEMORY_GB * GIB)
     return max(held, default=0)
 
 

@@ -140,9 +140,11 @@ def diffusion(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
 
 
 def together(drives: int) -> float:
-    """Bytes a second of so many SSDs that read as much as they write."""
-    rates = own.rates(drives)
-    return 2 / (1 / rates.read + 1 / rates.write)
+    """GB/s of so many SSDs that read as much as they write, as paths of twins stand for them: each as fast as its data
+    sheet, up to the rate of twelve."""
+    ways = ("read", "write")
+    whole, one = ([own.PAPER.value(f"{of}ssd_{way}_gb_per_s") for way in ways] for of in ("", "one_"))
+    return 2 / sum(1 / min(most, drives * each) for most, each in zip(whole, one, strict=True))
 
 
 def by_drives(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
