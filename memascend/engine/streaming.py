@@ -90,7 +90,8 @@ class streaming:
         self._blocks: Sequence[nn.Module] | None = None
         self._device: torch.device | str | None = None
         self.engine: StreamingEngine | None = None
-        # Of the user's, as JSON of less than 1 MiB; kept with each step, and here again after a resume.
+        # The user's, as JSON of less than 1 MiB: kept with each step, and here again after a resume. Keys of dicts may
+        # be numbers, too; a dict's subclass comes back as a dict.
         self.note: dict[str, Any] = {}
 
     def hook(
@@ -209,7 +210,7 @@ class streaming:
             except BaseException:
                 engine.close()
                 raise
-            self.engine, self.note = engine, facts.get("note", {})
+            self.engine, self.note = engine, _from_json(facts.get("note", {}))
         else:
             self.engine = found
         made.attach(self)
@@ -514,7 +515,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             raise ValueError(f"home.note: a dict, got {self._home.note!r}")
         names = self.engine.units.names
         groups = [{**_plain(group), "members": _members(group, names)} for group in self.param_groups]
-        return {"note": self._home.note, "groups": groups}
+        return {"note": _as_json(self._home.note), "groups": groups}
 
     def _names(self) -> dict[torch.Tensor, str]:
         names = self.engine.units.names
@@ -560,6 +561,31 @@ def _checked_step(name: str, saved: dict[str, Any]) -> int:
 def _members(group: dict[str, Any], names: Mapping[torch.Tensor, str]) -> str:
     """Short for the names of a group's parameters."""
     return hashlib.sha256("\n".join(sorted(names[p] for p in group["params"])).encode()).hexdigest()[:16]
+
+
+_PAIRS, _TUPLE = "memascend: pairs", "memascend: tuple"
+
+
+def _as_json(value: Any) -> Any:
+    """Return what `_from_json` turns into an equal value again. JSON alone makes strings of a dict's keys, such as the
+    epochs of a scheduler, and lists of tuples."""
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return {key: _as_json(each) for key, each in value.items()}
+        return {_PAIRS: [[_as_json(key), _as_json(each)] for key, each in value.items()]}
+    if isinstance(value, tuple):
+        return {_TUPLE: [_as_json(each) for each in value]}
+    return [_as_json(each) for each in value] if isinstance(value, list) else value
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {_PAIRS}:
+            return {_from_json(key): _from_json(each) for key, each in value[_PAIRS]}
+        if set(value) == {_TUPLE}:
+            return tuple(map(_from_json, value[_TUPLE]))
+        return {key: _from_json(each) for key, each in value.items()}
+    return list(map(_from_json, value)) if isinstance(value, list) else value
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:

@@ -206,10 +206,11 @@ class Updates:
 
     def end_unit(self, unit: Unit, *, wait: bool, last: bool) -> None:
         """Backward has gone through the unit: what came of pieces that are not complete goes the way of the others, and
-        pieces of which nothing came wait for nothing any more, so that the unit's slot is free."""
+        pieces of which nothing came wait for nothing any more, so that the unit's slot is free. Where no gradient came
+        at all (torch.autograd.grad of activations), the sums of earlier passes stay on the tier: more may come."""
         left = [piece for piece in unit.pieces if not self._pieces.has_begun(piece)]
         came = [piece for piece in left if self._has_come(piece)]
-        if not wait and (came or self._pieces.is_open(unit.key) or any(map(self._pieces.is_on_tier, left))):
+        if not wait and (came or self._pieces.is_open(unit.key)):
             came += [p for p in left if p not in came and (self._has_zeros(p) or self._pieces.is_on_tier(p))]
         for piece in came:
             self._complete(piece, wait=wait, last=last)

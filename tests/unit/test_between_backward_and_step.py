@@ -333,6 +333,27 @@ def test_functional_transforms_are_one_line_and_leave_the_model_as_it_was(tmp_pa
     home.close()
 
 
+@pytest.mark.parametrize("arm", ["optimized", "naive", "none"])
+def test_a_gradient_of_activations_in_the_last_pass_uses_no_sum_of_earlier_ones(tmp_path, arm):
+    """As GradNorm's: over the graph of the loss that the pass then goes through."""
+    ours, theirs, data = model(), model(), batches(4)
+    home, optimizer = begin(ours, tmp_path / "run", accumulate=2, options=EngineOptions(arm=arm))
+    other = AdamW(theirs.parameters(), **SETTINGS)
+    for of, updates in ((ours, optimizer), (theirs, other)):
+        for number, ids in enumerate(data):
+            kept = []
+            hook = of.layers[0].register_forward_hook(lambda _, __, result, kept=kept: kept.append(result))
+            loss = of(ids)
+            hook.remove()
+            (found,) = torch.autograd.grad(loss, kept, retain_graph=True)
+            (loss * (1 + found.detach().norm())).backward()
+            if number % 2:
+                updates.step()
+                updates.zero_grad()
+    assert_equal(home, theirs)
+    home.close()
+
+
 @pytest.mark.parametrize("options", [{}, {"wait": True}, {"options": EngineOptions(zero_missing=True)}], ids=str)
 def test_a_gradient_of_activations_alone_is_no_pass_of_the_step(tmp_path, options):
     """Saliency, adversarial examples."""

@@ -148,6 +148,19 @@ def test_a_note_that_cannot_be_kept_is_one_line_before_the_update_and_the_step_c
     home.close(), reference.close()
 
 
+def test_a_note_comes_back_equal(tmp_path):
+    note = {"at": {1: [2, (3, {"x": None})], 2.5: True}, "empty": {}, "text": "a", (1, 2): "a tuple"}
+    of = model()
+    home, optimizer = begin(of, tmp_path / "run")
+    of(batches(1)[0]).backward()
+    home.note = note
+    optimizer.step()
+    home.close()
+    home, _ = begin(model(), tmp_path / "run", resume=True)
+    assert home.note == note
+    home.close()
+
+
 def test_the_names_of_a_loop_come_from_one_place_and_importing_it_is_light():
     assert memascend.streaming is streaming
     assert memascend.EngineOptions is EngineOptions

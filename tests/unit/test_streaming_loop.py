@@ -86,11 +86,15 @@ def test_schedulers_and_groups_are_torch_s(tmp_path):
     home.close()
 
 
-def test_a_scheduler_goes_on_after_a_resume_as_the_how_to_says(tmp_path):
-    """One that computes each rate from the last; rates are kept as the last completed step had them."""
+SCHEDULERS = {
+    "each rate from the last": lambda of: torch.optim.lr_scheduler.CosineAnnealingLR(of, T_max=5),
+    "keys that are numbers": lambda of: torch.optim.lr_scheduler.MultiStepLR(of, milestones=[1, 3]),
+}
 
-    def scheduled(of):
-        return torch.optim.lr_scheduler.CosineAnnealingLR(of, T_max=5)
+
+@pytest.mark.parametrize("scheduled", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_a_scheduler_goes_on_after_a_resume_as_the_how_to_says(tmp_path, scheduled):
+    """Rates are kept as the last completed step had them."""
 
     def step(of, optimizer, scheduler, ids, home=None):
         of(ids).backward()
