@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator, ExitStack
 from typing import Any
 
 from memascend.activation.cache import ActivationCache
-from memascend.activation.options import options_from
+from memascend.activation.options import CacheOptions, options_from
 from memascend.storage.engine_tiers import DirectTier
 from memascend.storage.folders import swap_folder
 from memascend.storage.tier import Tier
 
 
-@contextmanager
-def offload_activations(where: str | os.PathLike[str] | Tier, **options: Any) -> Iterator[ActivationCache]:
+def offload_activations(where: str | os.PathLike[str] | Tier, **options: Any) -> OffloadedActivations:
     """What forward passes save for backward waits on the SSD inside this context.
 
         with memascend.offload_activations("/mnt/nvme"):
@@ -27,21 +25,43 @@ def offload_activations(where: str | os.PathLike[str] | Tier, **options: Any) ->
         where: a folder on the SSD (created if only its last part is missing; a file is made in it and removed at the
             end), or an open tier, which is closed at the end.
         options: see :class:`memascend.activation.cache.CacheOptions`.
-    Yields the cache: `statistics`, and `record` of the last forward pass. Gradients are those of keeping everything,
-    bit for bit. A backward pass has to end inside the context.
+    Entering it gives the cache: `statistics`, and `record` of the last forward pass. Gradients are those of keeping
+    everything, bit for bit. A backward pass has to end inside the context. With a folder it may be entered again after
+    its end, with a new cache; it may be a decorator, too.
     Raises:
         ValueError: an unknown option, or a folder that cannot be created or written. StorageError: no room.
         ActivationError (from `backward`): a saved tensor is lost, or was changed in place since; it is named. As in
             plain PyTorch, changes through `.data` or NumPy are not seen; backward may then use the values as saved.
     """
-    chosen = options_from(options)
-    if isinstance(where, Tier):
-        tier = where
-    else:
-        tier = DirectTier.in_file(swap_folder(where, "offload_activations"), owner="activations")
-    cache = ActivationCache(tier, chosen)
-    try:
-        with cache.active():
-            yield cache
-    finally:
-        cache.close()
+    return OffloadedActivations(where, options_from(options))
+
+
+class OffloadedActivations(ContextDecorator):
+    """What `offload_activations` returns."""
+
+    def __init__(self, where: str | os.PathLike[str] | Tier, options: CacheOptions) -> None:
+        self._where, self._options = where, options
+        self._entered: ExitStack | None = None
+
+    def __enter__(self) -> ActivationCache:
+        if self._entered is not None:
+            raise RuntimeError(
+                "this offload_activations(...) is active already: call it again for a context of its own"
+            )
+        tier = self._where
+        if not isinstance(tier, Tier):
+            tier = DirectTier.in_file(swap_folder(tier, "offload_activations"), owner="activations")
+        cache = ActivationCache(tier, self._options)
+        with ExitStack() as entered:
+            entered.callback(cache.close)
+            entered.enter_context(cache.active())
+            self._entered = entered.pop_all()
+        return cache
+
+    def _recreate_cm(self) -> OffloadedActivations:
+        """For each call of a function that is decorated with it."""
+        return OffloadedActivations(self._where, self._options)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        entered, self._entered = self._entered, None
+        return entered.__exit__(*error)

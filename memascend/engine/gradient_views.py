@@ -173,6 +173,12 @@ class _OfAStreamedModel:
         return engine is not None and engine.give_values(self)
 
     def _refuse(self, what: str) -> NotStreamable:
+        if what in ("grad", "backward"):
+            return NotStreamable(
+                f"torch.autograd.grad(loss, parameters) and backward(inputs=...) do not reach a streamed parameter "
+                f"({getattr(self, _SOURCE, (None, ''))[1]}): call loss.backward() without inputs, and look at "
+                "p.grad.norm() before step() (wait=True when the optimizer is made)"
+            )
         return NotStreamable(
             f"{what} of {getattr(self, _SOURCE, (None, 'a parameter'))[1]} outside of its module's forward pass: its "
             "values are on the SSD then: take them from state_dict(), the model's or the module's, or from "

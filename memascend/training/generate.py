@@ -8,6 +8,7 @@ from pathlib import Path
 from memascend.integrations import text
 from memascend.training.folder import RunFolder
 from memascend.training.kept import kept_backend, kept_source, require_run
+from memascend.training.launch import read_prepared
 from memascend.training.progress import read_metrics
 
 
@@ -23,12 +24,12 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float = 0.0, seed
     """
     folder = RunFolder(run)
     require_run(folder)
-    if not folder.tokenizer.is_dir():
-        raise ValueError(f"{folder.tokenizer} does not exist: generate needs the run's tokenizer")
     backend = kept_backend(folder)
     with folder.held(resume=True):
         if backend is None or not backend.kept_step():
             raise ValueError(_why_none(folder, streams=backend is not None))
+        if not folder.tokenizer.is_dir():
+            raise ValueError(f"{folder.tokenizer} does not exist: generate needs the run's tokenizer")
         step = backend.open_kept(kept_source(folder))
         try:
             began = time.perf_counter()
@@ -51,4 +52,6 @@ def _why_none(folder: RunFolder, *, streams: bool) -> str:
         if made > 1:  # the first one may have been cut off before it was kept
             return f"{folder.root} has made {made} steps, and its states are gone: bring them back to where they were"
         return f"{folder.root} has no weights yet: no step of it was completed"
+    if read_prepared(folder) is None:
+        return f"{folder.root} has no weights yet: it ended before training began; go on with it by train --resume"
     return f"{folder.root} has no states on the SSD, and no checkpoint: generate is for runs of --system lohan"

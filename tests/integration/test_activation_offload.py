@@ -125,6 +125,26 @@ def test_the_snippet_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch):
     assert list((tmp_path / "swap").iterdir()) == []  # the folder is created, and the file in it removed
 
 
+def test_a_context_is_entered_again_after_its_end_and_not_inside_of_itself(tmp_path):
+    offloading = memascend.offload_activations(tmp_path, amount="all", minimum_bytes=512)
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
+
+    @offloading
+    def step(depth=0):
+        module(torch.randn(64, 64)).square().sum().backward()
+        if depth:
+            step(depth - 1)
+
+    for _ in range(2):
+        with offloading as cache:
+            module(torch.randn(64, 64)).square().sum().backward()
+        assert cache.statistics.written > 0
+    step(depth=1)
+    with offloading, pytest.raises(RuntimeError, match="is active already"), offloading:
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_whose_parent_is_missing_is_one_line(tmp_path):
     with (
         pytest.raises(

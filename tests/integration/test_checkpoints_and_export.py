@@ -192,6 +192,9 @@ def test_generate_refuses_what_has_no_states_and_texts_that_are_too_long(runs, t
     line = refusal(capsys, "generate", tmp_path / "full", "--prompt", "a")
     assert "load its newest checkpoint" in line
     assert str(tmp_path / "full" / "model") in line
+    (tmp_path / "begun").mkdir()
+    shutil.copy(runs / "none/config.yaml", tmp_path / "begun")
+    assert "it ended before training began" in refusal(capsys, "generate", tmp_path / "begun", "--prompt", "a")
     line = refusal(capsys, "generate", runs / "none", "--prompt", "a b", "--tokens", "1000000")
     assert "1000000 more (--tokens)" in line
     assert "positions" in line

@@ -333,6 +333,24 @@ def test_functional_transforms_are_one_line_and_leave_the_model_as_it_was(tmp_pa
     home.close()
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda loss, weight: torch.autograd.grad(loss, weight),
+        lambda loss, weight: loss.backward(inputs=[weight]),
+    ],
+    ids=["grad", "backward"],
+)
+def test_a_gradient_that_is_asked_of_one_parameter_is_refused_with_what_to_call(tmp_path, ask):
+    ours, data = model(), batches(2)
+    home, optimizer = begin(ours, tmp_path / "run")
+    with pytest.raises(NotStreamable, match=r"streamed parameter \(layers\.0\..*\): call loss\.backward\(\)"):
+        ask(ours(data[0]), next(ours.layers[0].parameters()))
+    optimizer.zero_grad()
+    loop(ours, optimizer, data)
+    home.close()
+
+
 @pytest.mark.parametrize("arm", ["optimized", "naive", "none"])
 def test_a_gradient_of_activations_in_the_last_pass_uses_no_sum_of_earlier_ones(tmp_path, arm):
     """As GradNorm's: over the graph of the loss that the pass then goes through."""
