@@ -55,6 +55,12 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def _say_amid_a_print(text: str) -> None:
+    """`say` for a signal's handler: while a print is being written, Python's file refuses another one."""
+    with contextlib.suppress(OSError, ValueError):
+        os.write(sys.stdout.fileno(), f"{text}\n".encode())
+
+
 class Stuck(ValueError):
     """Processes of the run were killed and have not ended: they may still use its files."""
 
@@ -79,7 +85,7 @@ class Stopping:
             self.status = exit_status(number)
             clear = "\r\x1b[K" if sys.stdout.isatty() else ""  # a passing line of rank 0 may stand there
             after = "a checkpoint follows after this step" if self.saves else "after this step"
-            say(f"{clear}stopping: {after} (once more leaves at once)")
+            _say_amid_a_print(f"{clear}stopping: {after} (once more leaves at once)")
         for child in self.children:
             if child.poll() is None:
                 child.send_signal(signal.SIGTERM if self.asked == 1 else signal.SIGKILL)

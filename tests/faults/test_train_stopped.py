@@ -32,6 +32,36 @@ RANKS = {
 }
 
 
+AMID_A_PRINT = """
+import io, os, signal, sys
+from memascend.training import launch
+
+class Raw(io.RawIOBase):  # the signal comes while what is printed is being written
+    writable = lambda self: True
+    fileno = lambda self: 1
+    asked = False
+
+    def write(self, data):
+        if not self.asked:
+            self.asked = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        return os.write(1, data)
+
+sys.stdout = io.TextIOWrapper(io.BufferedWriter(Raw()))
+stopping = launch.Stopping()
+stopping.install()
+launch.say("output")
+assert stopping.asked == 1
+"""
+
+
+def test_a_signal_that_comes_amid_a_print_asks_to_stop_like_any_other():
+    done = subprocess.run([sys.executable, "-c", AMID_A_PRINT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines())[0] == "output"
+    assert "stopping: " in done.stdout
+
+
 @pytest.fixture
 def stopping():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
