@@ -64,17 +64,20 @@ class Generators:
         same = self._other is None or torch.equal(self._other, other._other)
         return same and torch.equal(self._cpu, other._cpu)
 
+    def restore(self) -> None:
+        """Random numbers come as from these states."""
+        torch.set_rng_state(self._cpu)
+        if self._other is not None:
+            torch.get_device_module(self._device).set_rng_state(self._other, self._device)
+
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Random numbers come as from these states; afterwards as if nothing had been drawn."""
-        if self._other is None:
-            with torch.random.fork_rng(devices=[]):
-                torch.set_rng_state(self._cpu)
-                yield
-            return
-        with torch.random.fork_rng(devices=[self._device.index], device_type=self._device.type):
-            torch.set_rng_state(self._cpu)
-            torch.get_device_module(self._device).set_rng_state(self._other, self._device)
+        """As `restore`; afterwards as if nothing had been drawn."""
+        others = {"devices": []}
+        if self._other is not None:
+            others = {"devices": [self._device.index], "device_type": self._device.type}
+        with torch.random.fork_rng(**others):
+            self.restore()
             yield
 
 

@@ -3,7 +3,7 @@
 All gradients of a step lie on the tier, and what they are used with beside them, before the first state is replaced.
 From then on the step will be completed, if need be by `StreamingEngine.resume`: unit by unit, each with its weights and
 states in one commit, from the gradients that are still there. It takes a version, the gradients, and room for the units
-under way; a step writes and reads the gradients once more, as with clipping.
+under way; a step writes and reads the gradients once more.
 
 Without a redo, if the user says so, none of that is there: a step replaces the states in parts, in room for two units.
 A kill meanwhile leaves them torn, and training goes on from a checkpoint.

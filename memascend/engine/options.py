@@ -26,7 +26,8 @@ class EngineOptions:
         arm: how gradients go into the states: `optimized` (reads, updates and writes overlap while backward goes on),
             `naive` (one after the other) or `none` (after backward); see `memascend.engine.updates`.
         accumulate: backward passes in a step, at least 1. With more than one, gradients wait on the tier.
-        clip: the largest 2-norm of all gradients; 0 for any. Gradients wait on the tier for it.
+        clip: the largest 2-norm of all gradients; 0 for any. Gradients wait on the tier for it, except in steps that
+            can be done again (`memascend.engine.speculation`).
         wait: gradients wait on the tier until `step()`, for a loop that looks at them or clips them by itself.
         checkpoints: where the inputs of blocks wait for backward: `tier` (the SSD) or `device` (its memory).
         states: dtype of moments and master weights: torch.float32, or torch.bfloat16 (rounded stochastically; for

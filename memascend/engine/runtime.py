@@ -54,8 +54,10 @@ from memascend.engine.operators import Taken
 from memascend.engine.options import EngineOptions
 from memascend.engine.profile import StepProfile
 from memascend.engine.recompute import OldGraph, PassUnderWay
+from memascend.engine.speculation import Beginning, Speculation
 from memascend.engine.spilled import releasable_bytes
 from memascend.engine.swap import Decision, Swapping, link_rate
+from memascend.engine.traffic import matrix_uses
 from memascend.engine.updates import AdamSettings, Updates
 from memascend.engine.vertical import ORDERS, ForwardFootprint, Lanes, Route, SummedGradients, cannot_be_carried_over
 from memascend.engine.weights import WeightStream
@@ -143,7 +145,8 @@ class StreamingEngine(HookedRuntime):
         self._forwards = 0  # forward passes with a graph
         self._visits: list[str] | None = None  # units of blocks in the order of this pass; None: it has not begun
         self._pattern: list[str] = []
-        self._clip = options.clip  # of this step
+        self._clip, self._waits = options.clip, options.waits  # of this step
+        self.speculation = Speculation(self.layout, options, matrix_uses(units))
         self.gradients = StepGradients()
         self._numbers_of_slices = {
             unit.key: number for slices in units.matrices.values() for number, unit in enumerate(slices)
@@ -509,7 +512,7 @@ class StreamingEngine(HookedRuntime):
         if together is None or together.forwards_ended == together.count:
             self._profile.end_forward(passes=1 if together is None else together.count)
         first = together is None or together.forwards_ended == 1
-        if first and not self.options.waits and self._passes + self._side_by_side == self.options.accumulate:
+        if first and not self._waits and self._passes + self._side_by_side == self.options.accumulate:
             self.updates.expect()
 
     @property
@@ -541,7 +544,7 @@ class StreamingEngine(HookedRuntime):
         self._use(part, gradient)
 
     def _use(self, part: Part, gradient: torch.Tensor) -> None:
-        self.updates.arrive(part, gradient, wait=self.options.waits or not self._is_last, last=self._is_last)
+        self.updates.arrive(part, gradient, wait=self._waits or not self._is_last, last=self._is_last)
 
     @whole
     def backward_begins(self, generation: int | None = None) -> None:
@@ -583,7 +586,7 @@ class StreamingEngine(HookedRuntime):
 
     def _passes_end(self) -> None:
         """Of a backward pass, or of all that were under way together."""
-        self.updates.end_pass(wait=self.options.waits or not self._is_last, last=self._is_last)
+        self.updates.end_pass(wait=self._waits or not self._is_last, last=self._is_last)
         self.gradients.whole = frozenset(self.updates.arrived)
         self._passes += self._side_by_side
         self._pattern, self._visits = self._visits or [], None
@@ -634,7 +637,7 @@ class StreamingEngine(HookedRuntime):
                 return
             for part, gradient in self._together.sums.take(unit):
                 self._use(part, gradient)
-        self.updates.end_unit(unit, wait=self.options.waits or not self._is_last, last=self._is_last)
+        self.updates.end_unit(unit, wait=self._waits or not self._is_last, last=self._is_last)
 
     def require_not_updated(self, unit: Unit) -> None:
         if self.updates.has_begun(unit):
@@ -654,7 +657,12 @@ class StreamingEngine(HookedRuntime):
     # -- several micro-batches (`memascend.engine.vertical`) -----------------------------------------------------------
 
     def accumulate(
-        self, function: Callable[[Any], Any], micro_batches: Iterable[Any], *, order: str = "vertical"
+        self,
+        function: Callable[[Any], Any],
+        micro_batches: Iterable[Any],
+        *,
+        order: str = "vertical",
+        repeatable: bool = False,
     ) -> list[Any]:
         """`[function(each) for each in micro_batches]`, whose backward passes are all of this step.
 
@@ -662,6 +670,11 @@ class StreamingEngine(HookedRuntime):
         with a function, and those that cannot be, go one after the other. Gradients are equal to the bit. After an
         error the step under way is given up, and nothing runs any more. Raises what `function` raises, ValueError for
         another order, RuntimeError for more passes than were announced, before any has begun.
+
+        `repeatable`: the function changes nothing but the model and draws no numbers but from torch's, NumPy's and
+        Python's own generators, and nobody looks at gradients before `finish_step`. So where all of a step's passes are
+        in this call, their gradients may be used before their norm is known, and all of them be done again where they
+        are to be clipped (`memascend.engine.speculation`); what they return is then the second pass's.
         """
         if order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
@@ -677,6 +690,51 @@ class StreamingEngine(HookedRuntime):
                 f"{self.options.accumulate}: call optimizer.step() before them, or say how many there are in a step "
                 "(accumulate=)"
             )
+        begins = self._speculated(batches, order) if repeatable else None
+        results = self._in_order(function, batches, order)
+        if begins is not None and self._is_to_be_clipped():
+            begins.restore()
+            results = self._in_order(function, batches, order)
+        return results
+
+    def _speculated(self, batches: Sequence[Any], order: str) -> Beginning | None:
+        """Decide whether the gradients of this step wait for their norm; if not, what it can be done again from."""
+        if self._passes or len(batches) != self.options.accumulate:
+            return None
+        side_by_side = order == "vertical" and self._not_vertical() is None
+        if not self.speculation.pays(1 if side_by_side else len(batches)):
+            return None
+        begins = Beginning(self.model, self.units.device)
+        if not begins.can_be_restored:
+            return None
+        self._waits = False
+        self.speculation.speculated += 1
+        return begins
+
+    @whole
+    def _is_to_be_clipped(self) -> bool:
+        """After all passes of a step whose gradients did not wait: whether their norm is too large. Nothing of the step
+        stays then."""
+        if not self.updates.pending:
+            return False
+        try:
+            self.updates.finish_direct()
+            norm = self.updates.sums.norm(self.layout.order)
+            if not bool(torch.isfinite(norm)) or self._clipping(norm) == 1.0:
+                return False
+            self._take_back(written=True)
+            self._hooks.give_back_kept()
+        except BaseException as error:
+            self._give_up_after(error)
+            raise
+        self.speculation.done_again += 1
+        return True
+
+    def _clipping(self, norm: torch.Tensor) -> float:
+        """What gradients are divided by beside the loss scale."""
+        return max(1.0, (float(norm) / self.scale + 1e-6) / self._clip) if self._clip > 0 else 1.0
+
+    def _in_order(self, function: Callable[[Any], Any], batches: Sequence[Any], order: str) -> list[Any]:
         if order == "horizontal" or len(batches) < 2:
             self.accumulated = "horizontal", "as asked for" if len(batches) > 1 else "one micro-batch"
             return self._one_after_another(function, batches)
@@ -865,7 +923,7 @@ class StreamingEngine(HookedRuntime):
                 raise RuntimeError("the last backward pass ended in an error: its step cannot be finished, do it again")
             norm = self._finish(facts or {}) if self.updates.pending else 0.0
             self.generation += 1  # weights that wait for a backward pass are given back here, also without gradients
-            self._passes = 0  # also of passes that no parameter got a gradient of
+            self._forget_passes()  # also those that no parameter got a gradient of
             self._hooks.give_back_kept()
             if keep:  # in here, so that no interrupt finds the step updated and neither kept nor given up
                 self._keep(facts or {})
@@ -914,7 +972,7 @@ class StreamingEngine(HookedRuntime):
             )
         if name not in self._arrived:
             return False
-        if not self.options.waits or self.updates.touched:
+        if not self._waits or self.updates.touched:
             raise RuntimeError(
                 f"the gradient of {name} is not in memory: those of a streamed model are used as they come. To clip "
                 "them, or to look at their norms, let them wait (clip=... or wait=True when the optimizer is made)"
@@ -980,7 +1038,7 @@ class StreamingEngine(HookedRuntime):
     def _finish(self, facts: dict[str, Any]) -> float | None:
         updates, options = self.updates, self.options
         updates.scale = self.scale
-        waited = options.waits or self._passes < options.accumulate
+        waited = self._waits or self._passes < options.accumulate
         if waited:
             updates.sum_waiting()
         else:
@@ -995,8 +1053,9 @@ class StreamingEngine(HookedRuntime):
                 torn.args = (f"a gradient was infinite or NaN; {torn}",)
                 raise
             return None
-        if waited and self._clip > 0:
-            updates.scale *= max(1.0, (float(norm) / self.scale + 1e-6) / self._clip)
+        clipping = self._clipping(norm)
+        if waited:
+            updates.scale *= clipping
         if options.redoes:
             self._beside.gradients.flush()
             settings = [self._settings(name) for name in self.steps]
@@ -1004,14 +1063,17 @@ class StreamingEngine(HookedRuntime):
         elif waited:
             updates.finish_waiting()
         self._flush()
+        self.speculation.saw(clipped=clipping > 1)
         self._count_step()
         step = max(self.steps.values(), default=0)
         self._profile.end_step(step, "optimizer" if waited else "backward", self.home.since_opened, updates.fastest)
         self._decide_on_swapping()
         updates.end_step()
-        self._passes, self._clip = 0, options.clip
         self._heap.after_step()
         return float(norm / self.scale)
+
+    def _forget_passes(self) -> None:
+        self._passes, self._clip, self._waits = 0, self.options.clip, self.options.waits
 
     def _count_step(self) -> None:
         updated = self.updates.arrived | self.updates.zeroed
@@ -1102,7 +1164,7 @@ class StreamingEngine(HookedRuntime):
         self._kept_buffers.forget_written()
         with contextlib.suppress(OSError, RequestCancelled):
             self._close_streams()
-        self._passes, self._clip = 0, self.options.clip
+        self._forget_passes()
         self.steps = dict(self._kept_steps)
         if self._half_taken_back:
             try:

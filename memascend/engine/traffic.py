@@ -67,6 +67,10 @@ class Traffic:
     def total_written(self) -> int:
         return self.written.total()
 
+    @property
+    def total(self) -> int:
+        return self.total_read + self.total_written
+
     def written_by_kind(self) -> dict[str, int]:
         sums: Counter[str] = Counter()
         for (_, what), nbytes in self.written.items():

@@ -1,0 +1,121 @@
+"""`kill -9` in each phase of a step that is clipped after its gradients were used: resume goes on to the same bits."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from memascend.engine import home as homes
+from memascend.engine.options import EngineOptions
+
+STEPS, LOUD = 9, 6  # the step (from 0) that is clipped; from the third one on none waits
+PROGRAM = r"""
+import torch
+from torch import nn
+from memascend.engine import home as homes
+from memascend.engine.options import EngineOptions
+from memascend.engine.runtime import StreamingEngine
+from memascend.training import random_state
+
+def run(folder, steps, options, loud, say=lambda engine, step: None, repeatable=True):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128), nn.Dropout(0.1)) for _ in range(6)]
+    model = nn.Sequential(*layers).to(torch.bfloat16)
+    groups = [{"params": list(model.parameters()), "lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}]
+    torch.manual_seed(1)
+    step = 0
+    if homes.is_home(folder):
+        engine, facts = StreamingEngine.resume(model, folder, groups, options)
+        engine.speculation.take_over(facts["clipping"])
+        random_state.restore_json(facts["random"])
+        step = facts["step"]
+    else:
+        engine = StreamingEngine.start(model, folder, groups, options)
+    norms = {}
+    while step < steps:
+        say(engine, step)
+        batch = torch.randn(8, 128, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
+
+        def passes(batch):
+            (model(batch).float().square().mean() * (1000.0 if step == loud else 0.01)).backward()
+
+        engine.accumulate(passes, [batch], repeatable=repeatable)
+        norms[step] = engine.finish_step(keep=False)
+        step += 1
+        facts = {"step": step, "random": random_state.as_json(), "clipping": engine.speculation.facts()}
+        engine.keep(facts)
+    made = {name: values.clone() for name, values in engine.read_weights()}
+    for name in engine.steps:
+        made |= {f"{name} {state}": values for state, values in engine.read_states(name).items()}
+    made |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    again = engine.speculation.done_again
+    engine.close()
+    return made, norms, again
+"""
+CHILD = (
+    PROGRAM
+    + r"""
+import os, signal, sys
+from pathlib import Path
+
+owner, method, count, loud = sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+calls = 0
+
+def die_in(engine, step):
+    if step != loud:
+        return
+    part = {"home": engine.home, "engine": engine, "updates": engine.updates}[owner]
+    plain = getattr(part, method)
+    def counted(*args, **named):
+        global calls
+        calls += 1
+        if calls == count and owner != "engine":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = plain(*args, **named)
+        if calls == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    setattr(part, method, counted)
+
+torch.set_num_threads(1)
+run(Path(sys.argv[1]), loud + 1, EngineOptions(clip=1.0, versions=2), loud, die_in)
+"""
+)
+# What is called for which time in the clipped step. States and weights are written of six blocks of one piece each.
+PHASES = {
+    "speculation": ("home", "write", 5),
+    "its last write": ("home", "write", 12),
+    "before the roll back": ("home", "roll_back", 1),
+    "between roll back and repeat": ("engine", "_is_to_be_clipped", 1),
+    "the repeat's backward": ("updates", "_spill", 3),
+    "the repeat's update": ("home", "write", 12 + 7),
+    "before the step is completed": ("home", "commit", 1),
+}
+
+
+@pytest.fixture(scope="module", name="never_killed")
+def _never_killed(tmp_path_factory):
+    names = {}
+    exec(compile(PROGRAM, "program", "exec"), names)
+    torch.set_num_threads(1)
+    folder, options = tmp_path_factory.mktemp("never killed"), EngineOptions(clip=1.0, versions=2)
+    waiting = names["run"](folder / "waiting", STEPS, options, LOUD, repeatable=False)
+    return names["run"], options, waiting
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_run_that_is_killed_in_a_clipped_step_goes_on_to_the_bits_of_waiting(tmp_path, never_killed, phase):
+    run, options, (expected, norms, _) = never_killed
+    folder, what = tmp_path / "home", map(str, (*PHASES[phase], LOUD))
+    killed = subprocess.run([sys.executable, "-c", CHILD, str(folder), *what], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert homes.kept_facts(folder)["step"] == LOUD
+    found, of_rest, again = run(folder, STEPS, options, LOUD)
+    assert again == 1
+    assert of_rest == {step: norm for step, norm in norms.items() if step >= LOUD}
+    assert norms[LOUD] > 1
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(found[name], values), name
