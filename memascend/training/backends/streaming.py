@@ -184,12 +184,15 @@ class StreamingBackend:
 
     def _counters(self) -> dict[str, Any]:
         scale = self._scale.facts() if self._scale else {}
-        return {"adam_step": self._steps, "skipped_steps": self._skipped, "loss_scaler": scale}
+        counters = {"adam_step": self._steps, "skipped_steps": self._skipped, "loss_scaler": scale}
+        return counters | {"clipping": self.engine.speculation.facts()}
 
     def _take_over(self, counters: dict[str, Any]) -> None:
         self._steps, self._skipped = counters["adam_step"], counters["skipped_steps"]
         if self._scale is not None:
             self._scale = LossScale(**counters["loss_scaler"])
+        if (clipping := counters.get("clipping")) is not None:  # a run of an earlier version has none
+            self.engine.speculation.take_over(clipping)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -216,7 +219,8 @@ class StreamingBackend:
 
         # The phases of a trace are those of one batch.
         in_turn = self._config.accumulation == "horizontal" or self._recorder is not None
-        losses = self.engine.accumulate(accumulated, batches, order="horizontal" if in_turn else "vertical")
+        order = "horizontal" if in_turn else "vertical"
+        losses = self.engine.accumulate(accumulated, batches, order=order, repeatable=True)
         with phase(self._recorder, "optimizer"):
             facts = self._facts_of_next()
             norm = self.engine.finish_step(keep=False, facts=facts)
@@ -242,7 +246,8 @@ class StreamingBackend:
         return self._scale.value if self._scale else None
 
     def remark(self) -> str | None:
-        """How near to the bound the step was; after the first one also what goes by slices and what is swapped."""
+        """How near to the bound the step was, and whether gradients wait for their norm from it on; after the first one
+        also what goes by slices and what is swapped."""
         said = [] if self.engine.limit is None else [str(self.engine.limit)]
         slices = self.engine.units.matrices
         if not self._told:
@@ -251,6 +256,7 @@ class StreamingBackend:
             said.append(f"{' and '.join(slices)} by {sum(map(len, slices.values()))} slices")
         if self.engine.decision is not None and not self._told:
             said.append(str(self.engine.decision))
+        said += self.engine.speculation.take_news()
         self._told = True
         return "; ".join(said) or None
 
@@ -272,6 +278,9 @@ class StreamingBackend:
         facts["state_versions"] = {"count": versions, "why": self.engine.versions_why}
         if self.engine.accumulated is not None:
             facts["accumulation"] = dict(zip(("order", "why"), self.engine.accumulated, strict=True))
+        if (speculation := self.engine.speculation).is_possible:
+            done = {"speculated_steps": speculation.speculated, "done_again": speculation.done_again}
+            facts["clipping"] = {"gradients": speculation.decision, **done}
         facts["state_versions"]["after_a_kill"] = "checkpoint" if self.engine.options.tears else "step"
         return facts | ({"activation_swapping": dataclasses.asdict(decision)} if decision is not None else {})
 
