@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baselines.lohan.schedule import SWAPPING_ARMS
+from baselines.lohan.options import SWAPPING_ARMS
 
 if TYPE_CHECKING:
     from memascend.planner.footprint import RankFootprint

@@ -10,9 +10,10 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from baselines.lohan.schedule import SWAPPING_ARMS, VERSIONS
+from baselines.lohan.options import options_of
 from memascend.engine.layout import Kind, Layout, UnitParameters, make_layout
-from memascend.engine.options import CHECKPOINTS, EngineOptions
+from memascend.engine.options import EngineOptions
+from memascend.engine.speculation import as_they_come, break_even
 from memascend.engine.traffic import (
     GRADIENTS,
     INPUTS,
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from memascend.planner.tensors import TensorSpec
     from memascend.planner.workload import Workload
 
-_WAYS = {"auto": None, "two": VERSIONS, "one": 1, "checkpoint": 1}
-
 
 @dataclass(frozen=True)
 class PlannedRun:
@@ -43,11 +42,22 @@ class PlannedRun:
     options: EngineOptions
     input_numel: int  # of a block's input
 
-    def traffic(self) -> Traffic:
-        """Of a steady step, with what `memascend train` keeps with each."""
-        return step_traffic(
-            self.layout, self.options, input_numel=self.input_numel, uses=self.uses, facts_bytes=_facts_bytes()
-        )
+    @property
+    def speculates(self) -> bool:
+        """Whether gradients need not wait for their norm while few steps are clipped."""
+        return as_they_come(self.options, self.layout.weights) is not None
+
+    @property
+    def break_even(self) -> float:
+        """The share of clipped steps from which on they wait."""
+        return break_even(self.layout, self.options, input_numel=self.input_numel, uses=self.uses)
+
+    def traffic(self, *, waiting: bool = False) -> Traffic:
+        """Of a steady step that is not clipped, with what `memascend train` keeps with each. `waiting`: for its norm,
+        also where that need not be."""
+        options = None if waiting else as_they_come(self.options, self.layout.weights)
+        size = {"input_numel": self.input_numel, "uses": self.uses, "facts_bytes": _facts_bytes()}
+        return step_traffic(self.layout, options or self.options, **size)
 
     def folder_bytes(self) -> int:
         return folder_bytes(self.layout, self.options, input_numel=self.input_numel, uses=self.uses)
@@ -71,23 +81,6 @@ def run_of(work: Workload) -> PlannedRun:
     layout, uses = layout_of(work)
     inputs = work.batch * work.context * work.spec.hidden
     return PlannedRun(layout, uses, options_of(work), inputs)
-
-
-def options_of(work: Workload) -> EngineOptions:
-    """As the backend of `memascend train` makes them."""
-    redo = work.state_versions != "checkpoint"
-    return EngineOptions(
-        arm="optimized" if work.arm_name in SWAPPING_ARMS else work.arm_name,
-        accumulate=work.accumulation,
-        clip=work.clip,
-        checkpoints=CHECKPOINTS.get(work.stack.checkpointing, "device"),
-        states=TORCH_DTYPES[work.kept_states],
-        gradients=TORCH_DTYPES[work.gradients],
-        zero_missing=True,
-        versions=_WAYS[work.state_versions],
-        redo=redo,
-        wait=not redo and work.dtype == "fp16",
-    )
 
 
 def volume_of(work: Workload) -> IoVolume:
@@ -150,7 +143,8 @@ def _facts_bytes() -> int:
     """Of what a run keeps with a step: for the most part the states of random generators."""
     from memascend.training import random_state
 
-    counters = {"adam_step": 1000, "skipped_steps": 0, "loss_scaler": {}}
+    seen = {"steps": 1 / 3, "clipped": 1 / 3}
+    counters = {"adam_step": 1000, "skipped_steps": 0, "loss_scaler": {}, "clipping": seen}
     return len(json.dumps({"facts": {"step": 1000, "random": random_state.as_json(), "backend": counters}}))
 
 
@@ -166,12 +160,31 @@ def writes_in_words(work: Workload) -> str:
     return f"written in a step: {', '.join(parts)}"
 
 
+def clipping_in_words(work: Workload) -> list[str]:
+    """What a step moves that is clipped, where the others do not wait for their norm."""
+    run = run_of(work)
+    if not run.speculates:
+        return []
+    calm, waiting = (run.traffic(waiting=each) for each in (False, True))
+    even = f"{run.break_even:.0%}"
+    return [
+        f"a step that is clipped is done again, {_moved(calm, waiting)} in all;",
+        f"while {even} of the recent steps or more were, gradients wait for their norm, {_moved(waiting)}",
+    ]
+
+
+def _moved(*steps: Traffic) -> str:
+    read, written = sum(step.total_read for step in steps), sum(step.total_written for step in steps)
+    return f"{read / 1e9:,.1f} GB read and {written / 1e9:,.1f} GB written"
+
+
 def _why_they_wait(run: PlannedRun) -> str:
     options = run.options
+    clips = options.clip > 0 and not run.speculates
     whys = {
-        "they wait for their norm, with --clip 0 they do not": options.clip > 0,
-        "they wait for the other batches of a step": options.accumulate > 1,
+        "they wait for their norm, with --clip 0 they do not": clips and not options.redoes and options.arm != "none",
         "so that a step can be done again": options.redoes,
+        "they wait for the other batches of a step": options.accumulate > 1,
         "the optimizer comes after backward": options.arm == "none",
     }
     return next((why for why, holds in whys.items() if holds), "of the tied head")

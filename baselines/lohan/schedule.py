@@ -14,8 +14,9 @@ is `optimized` with what the paper's Algorithm 1 swaps besides (section IV-D), s
 `released` swaps what the authors' released script does (erratum L18). A workload whose parts name one of these rules
 (`swap`) has it in any arm.
 
-With clipping, or one version of the states that a step can be done again from, all gradients must have come before one
-is used: they wait on the SSD in every arm. Of several batches those of the earlier ones do. (The paper has neither.)
+With one version of the states that a step can be done again from, all gradients must have come before one is used: they
+wait on the SSD in every arm. Of several batches those of the earlier ones do. (The paper has neither.) Steps are played
+that are not clipped: with two versions they move nothing for clipping (`memascend.engine.speculation`).
 Bytes that a plan prints are the engine's, to the byte (`baselines.lohan.run`); these tasks say how long they take.
 """
 
@@ -25,6 +26,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from baselines.lohan.equations import Net, Rates
+from baselines.lohan.options import SWAPPING_ARMS, step_options
 from baselines.protocol.schedules import backward, forward, swapping_optimizer
 from memascend.planner.workload import ELEMENT_BYTES, INT8_MOMENTS_BYTES
 from memascend.swapping import RULES
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
     from memascend.planner.workload import Workload
 
 STATE_SLOTS = "state slots"
-SWAPPING_ARMS = {"as_published": "algorithm 1", "released": "released"}
-VERSIONS = 2  # of weights and states on the SSD, so that a kill loses nothing but the step under way
 MOMENTS = 2
 _SLOTS = 3  # one that is read, one that is updated, one that is written (Fig. 3b)
 
@@ -75,8 +75,8 @@ def state_tensors(step: Step) -> float:
 
 
 def gradients_wait(work: Workload) -> bool:
-    """Whether all gradients of a step wait until the last one has come (`memascend.engine.options`)."""
-    return work.arm_name == "none" or work.clip > 0 or work.state_versions == "one"
+    """Whether all gradients of a step that is not clipped wait until the last one has come (`memascend.engine`)."""
+    return step_options(work).waits
 
 
 def gradient_bytes(step: Step) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baselines.lohan.footprint import footprint
-from baselines.lohan.schedule import SWAPPING_ARMS, VERSIONS, schedule
+from baselines.lohan.options import SWAPPING_ARMS, VERSIONS
+from baselines.lohan.schedule import gradients_wait, schedule
 from baselines.protocol import PlannedSystem
 from memascend.arrangements import Arrangement
 from memascend.memory.budget import parse_bytes
@@ -98,17 +100,18 @@ class LoHan(PlannedSystem):
     @classmethod
     def storage_notes(cls, work: Workload, room_bytes: float | None = None) -> list[str]:
         """What a step writes, how many versions of the states a run keeps, and why."""
-        from baselines.lohan.run import writes_in_words
+        from baselines.lohan.run import clipping_in_words, writes_in_words
         from memascend.planner.limits import within_room
 
-        return [writes_in_words(within_room(work, room_bytes)), *cls._versions(work, room_bytes)]
+        kept = within_room(work, room_bytes)
+        return [writes_in_words(kept), *clipping_in_words(kept), *cls._versions(work, room_bytes)]
 
     @classmethod
     def _versions(cls, work: Workload, room_bytes: float | None) -> list[str]:
         stored = {way: cls.stored_in(way, work) for way in ("two", "one", "checkpoint")}
         two, one, alone = (f"{nbytes / GIB:.2f} GiB" for nbytes in stored.values())
         again = "a step writes and reads its gradients once more for it"
-        if work.clip > 0 or work.arm_name == "none":
+        if gradients_wait(replace(work, state_versions="two")):
             again = "its gradients are on the SSD in any case, and none are written more than with two"
         if work.state_versions == "checkpoint":
             return [

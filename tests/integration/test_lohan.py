@@ -369,9 +369,11 @@ def test_the_plan_says_how_many_versions_of_the_states_there_are_and_why(capsys)
     ("options", "line"),
     [
         (
-            [],
+            ["--state-versions", "checkpoint"],
             "states 91.4 GB, gradients 30.5 GB (they wait for their norm, with --clip 0 they do not), weights 15.2 GB",
         ),
+        ([], "states 91.4 GB, weights 15.2 GB, inputs of blocks"),
+        (["--state-versions", "one"], "gradients 30.5 GB (so that a step can be done again)"),
         (["--clip", "0"], "states 91.4 GB, weights 15.2 GB, inputs of blocks"),
         (["--clip", "0", "--accumulate", "3"], "gradients 60.9 GB (they wait for the other batches of a step)"),
         (["--clip", "0", "--state-versions", "one"], "gradients 30.5 GB (so that a step can be done again)"),

@@ -196,10 +196,13 @@ def test_versions_of_the_states_take_the_same_space_in_both(capsys, clip, versio
     ("options", "written"),
     [
         ({"clip": 0}, 2 + 12),
-        ({}, 2 + 12 + 4),
+        ({}, 2 + 12),  # a step that is not clipped
+        ({"state-versions": "one"}, 2 + 12 + 4),
         ({"clip": 0, "accumulate": 4}, 2 + 12 + 3 * 4),
-        ({"accumulate": 4}, 2 + 12 + 4 * 4),
-        ({"gradients": "bf16", "states": "bf16"}, 2 + 4 + 2),
+        ({"accumulate": 4}, 2 + 12 + 3 * 4),
+        ({"accumulate": 4, "arm": "none"}, 2 + 12 + 4 * 4),
+        ({"gradients": "bf16", "states": "bf16"}, 2 + 4),
+        ({"state-versions": "checkpoint"}, 2 + 12 + 4),
         ({"clip": 0, "states": "int8"}, 2 + 2 + 2 / 32),
         ({"clip": 0, "state-versions": "one"}, 2 + 12 + 4),
     ],

@@ -1,0 +1,42 @@
+"""Arms of LoHan, and a workload's options of the streaming engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memascend.engine.options import EngineOptions
+    from memascend.planner.workload import Workload
+
+SWAPPING_ARMS = {"as_published": "algorithm 1", "released": "released"}
+VERSIONS = 2  # of weights and states on the SSD, so that a kill loses nothing but the step under way
+_WAYS = {"auto": None, "two": VERSIONS, "one": 1, "checkpoint": 1}
+
+
+def options_of(work: Workload) -> EngineOptions:
+    """As the backend of `memascend train` makes them."""
+    from memascend.engine.options import CHECKPOINTS, EngineOptions
+    from memascend.planner.footprint import TORCH_DTYPES
+
+    redo = work.state_versions != "checkpoint"
+    return EngineOptions(
+        arm="optimized" if work.arm_name in SWAPPING_ARMS else work.arm_name,
+        accumulate=work.accumulation,
+        clip=work.clip,
+        checkpoints=CHECKPOINTS.get(work.stack.checkpointing, "device"),
+        states=TORCH_DTYPES[work.kept_states],
+        gradients=TORCH_DTYPES[work.gradients],
+        zero_missing=True,
+        versions=_WAYS[work.state_versions],
+        redo=redo,
+        wait=not redo and work.dtype == "fp16",
+    )
+
+
+def step_options(work: Workload) -> EngineOptions:
+    """Of a step that is not clipped."""
+    from memascend.engine.speculation import as_they_come
+    from memascend.planner.footprint import TORCH_DTYPES
+
+    options = options_of(work)
+    return as_they_come(options, TORCH_DTYPES[work.dtype]) or options
