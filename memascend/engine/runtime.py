@@ -145,7 +145,7 @@ class StreamingEngine(HookedRuntime):
         self._forwards = 0  # forward passes with a graph
         self._visits: list[str] | None = None  # units of blocks in the order of this pass; None: it has not begun
         self._pattern: list[str] = []
-        self._clip, self._waits = options.clip, options.waits  # of this step
+        self._clip, self._speculates = options.clip, False  # of this step
         self.speculation = Speculation(self.layout, options, matrix_uses(units))
         self.gradients = StepGradients()
         self._numbers_of_slices = {
@@ -516,6 +516,11 @@ class StreamingEngine(HookedRuntime):
             self.updates.expect()
 
     @property
+    def _waits(self) -> bool:
+        """Whether this step's gradients wait on the tier until all have come."""
+        return self.options.waits and not self._speculates
+
+    @property
     def _side_by_side(self) -> int:
         """Backward passes that are under way together."""
         return 1 if self._together is None else self._together.count
@@ -707,7 +712,7 @@ class StreamingEngine(HookedRuntime):
         begins = Beginning(self.model, self.units.device)
         if not begins.can_be_restored:
             return None
-        self._waits = False
+        self._speculates = True
         self.speculation.speculated += 1
         return begins
 
@@ -1073,7 +1078,7 @@ class StreamingEngine(HookedRuntime):
         return float(norm / self.scale)
 
     def _forget_passes(self) -> None:
-        self._passes, self._clip, self._waits = 0, self.options.clip, self.options.waits
+        self._passes, self._clip, self._speculates = 0, self.options.clip, False
 
     def _count_step(self) -> None:
         updated = self.updates.arrived | self.updates.zeroed
