@@ -254,7 +254,7 @@ class Configuration:
         testbeds = {str(p): p.stat().st_size for p in sorted(Path("hardware").glob("**/*.yaml"))}
         texts = [Path(path).read_text() for path in testbeds]
         own = [Path("workflows/papers/releases.yaml"), *sorted(Path("workflows/papers", paper).glob("*.yaml"))]
-        drawn = ("exhibits.yaml", "figures.yaml", "captions.yaml", "claims.yaml", "errata.yaml")
+        drawn = ("exhibits.yaml", "figures.yaml", "captions.yaml", "claims.yaml", "errata.yaml", "paper.yaml")
         own += [path for path in sorted(Path(self.published).glob("*.csv")) if path.stem.replace("_", "") == paper]
         texts += [path.read_text() for path in own if path.name not in drawn]
         return self.code(f"workflows.papers.{paper}.rows", systems_named(paper), None, texts)
@@ -345,8 +345,11 @@ class Configuration:
         """Files of the papers' folders."""
         return [str(path) for name in names for path in sorted(Path("workflows/papers").glob(f"*/{name}"))]
 
-    def templates(self, page: str) -> list[str]:
-        return [f"workflows/derive/{name}.html" for name in ("head", "verdicts", page)]
+    @property
+    def site_sources(self) -> list[str]:
+        """Templates, style sheet and script of the report."""
+        folders = (Path("workflows/derive/site", name) for name in ("assets", "templates"))
+        return [str(path) for folder in folders for path in sorted(folder.iterdir())]
 
     def reference_of(self, exhibit: str) -> list[str]:
         """Committed records of named machines that may have rows of an exhibit; or all that do not say."""

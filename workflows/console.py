@@ -87,7 +87,7 @@ class Console(logging.Filter):
     def _start(self, job: logging.LogRecord) -> None:
         name = job.wildcards.get("run_id") or job.wildcards.get("exhibit") or job.wildcards.get("paper")
         self.running[job.jobid] = name or job.rule_name, time.monotonic()
-        if name is None and job.rule_name not in ("claims_table", "report_page"):
+        if name is None and job.rule_name not in ("claims_table", "report_pages"):
             return  # a target: nothing runs
         seconds = self.known.seconds(name) if job.rule_name == "record" else None
         about = f", about {length(seconds)}" if seconds else ""

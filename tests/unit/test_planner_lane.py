@@ -11,7 +11,7 @@ from memascend.planner import Workload, plan
 from memascend.planner.workload import papers
 from tests.modelled_lane import modelled
 from workflows import registry, tidy
-from workflows.derive import claims, report, table
+from workflows.derive import claims, table
 from workflows.growth import RELEASES
 from workflows.papers.memascend.rows import sweeps, times
 
@@ -78,7 +78,7 @@ def test_every_selector_of_a_claim_that_the_lane_can_decide_finds_one_row(paper)
 def test_the_committed_verdicts_are_those_of_the_lane(paper):
     """results/reference/modelled: the record that the score in the README is tested against."""
     made_rows = pd.DataFrame(rows(paper)).reindex(columns=tidy.COLUMNS).fillna("").astype(str)
-    record = report.read_verdicts(ROOT / f"results/reference/modelled/{paper}-claims.csv")
+    record = claims.read_verdicts(ROOT / f"results/reference/modelled/{paper}-claims.csv")
     committed = {verdict.claim_id: verdict for verdict in record}
     for claim in claims_of(paper):
         mine = made_rows[made_rows["exhibit_id"] == claim["exhibit_id"]]

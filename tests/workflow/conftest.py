@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from report_fixtures import Page, filled
 from sweep_fixtures import full_sweeps, smoke_sweeps
 from workflow_fixtures import built_exhibits, full_set, modelled_rows, smoke_set, write_records
 
@@ -43,3 +44,16 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the smoke profile would leave: one model."""
     return build(tmp_path_factory.mktemp("smoke"), [*smoke_set(), *smoke_sweeps()])
+
+
+@pytest.fixture(scope="session")
+def report_folder(smoke: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`figures` with the report of the smoke set, and claims.csv and the lists of runs that it is made of."""
+    return filled(tmp_path_factory.mktemp("report"), smoke)
+
+
+@pytest.fixture(scope="session")
+def report_pages(report_folder: Path) -> dict[str, Page]:
+    """Path in the report -> page."""
+    figures = report_folder / "figures"
+    return {path.relative_to(figures).as_posix(): Page(path) for path in sorted(figures.rglob("*.html"))}

@@ -13,7 +13,7 @@ from workflow_fixtures import built_exhibits
 
 from tests.modelled_lane import modelled
 from workflows import registry, tidy
-from workflows.derive import claims, figure, report
+from workflows.derive import figure
 from workflows.derive.table import assemble
 from workflows.panels import bars, data, lines, style
 
@@ -178,40 +178,8 @@ def test_measured_bars_stand_at_the_originals_size(full: Path) -> None:
     assert measured == pytest.approx(printed, rel=0.1)
 
 
-def test_the_report_shows_each_exhibit_and_needs_nothing_from_outside(full: Path, tmp_path: Path) -> None:
-    document = {"claims": registry.claims()}
-    verdicts = claims.decide_all(claims.of_built(document["claims"], REGISTRY), full / "exhibits")
-    for exhibit in BUILT:
-        (tmp_path / f"{exhibit}.md").write_text(f"**{exhibit}.** Prose & more.\n\n- measured: here\n")
-    text = report.page(REGISTRY, tmp_path, verdicts)
-    assert all(f"src='{exhibit}.svg'" in text and f"href='{exhibit}.csv'" in text for exhibit in BUILT)
-    assert "http" not in text
-    assert all(entry["id"] in text for entry in REGISTRY)
-    lines = re.search("<nav>(.*)</nav>", text)[1].split("</p>")
-    assert [re.search("<b>(.*)</b>", line)[1] for line in lines[:-1]] == list(registry.PAPERS.values())
-    assert set(re.findall("href='#([a-z0-9-]+)'", lines[1])) == {name for name in BUILT if "lohan" in name}
-
-
-@pytest.mark.parametrize(("amount", "coarse"), [("full", False), ("smoke", True)])
-def test_the_report_says_when_a_twin_is_coarse(
-    request: pytest.FixtureRequest, tmp_path: Path, amount: str, coarse: bool
-) -> None:
-    folder = request.getfixturevalue(amount)
-    document = {"claims": registry.claims()}
-    verdicts = claims.decide_all(claims.of_built(document["claims"], REGISTRY), folder / "exhibits")
-    verdicts = verdicts if coarse else [v for v in verdicts if "k32" not in v.testbed and "k64" not in v.testbed]
-    for exhibit in BUILT:
-        (tmp_path / f"{exhibit}.md").write_text(f"**{exhibit}.** Prose.\n")
-    assert ("one page of memory then stands for 16 MiB" in report.page(REGISTRY, tmp_path, verdicts)) is coarse
-
-
 def test_two_ranks_are_shown_beside_one(full: Path) -> None:
     figure = drawn(full, "memascend-fig15")
     texts = [t.get_text() for t in figure.findobj(matplotlib.text.Text)]
     assert any("2 ranks" in text for text in texts)
     plt.close(figure)
-
-
-def test_the_report_says_which_exhibit_is_not_drawn(tmp_path: Path) -> None:
-    with pytest.raises(tidy.TableError, match="memascend-fig01 is not drawn yet"):
-        report.page(REGISTRY, tmp_path, [])

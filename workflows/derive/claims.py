@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
-from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import mean
@@ -22,8 +20,7 @@ import pandas as pd
 from memascend.planner.machine import CALIBRATIONS, PROCESS_OVERHEAD
 from memascend.simulator.calibration import Calibration, CircularClaim, require_held_out
 from workflows import registry, tidy
-from workflows.derive import pages, tolerances
-from workflows.derive.errata import errata_of
+from workflows.derive import tolerances
 from workflows.derive.table import paper_of, twin_k
 from workflows.derive.tolerances import Tolerance
 from workflows.played import constants
@@ -330,30 +327,9 @@ def decide_all(claims: list[dict[str, Any]], tables: Path) -> list[Verdict]:
     return out
 
 
-COARSE_TWIN = 32  # from this divisor on, pages and Python objects are no longer small beside the buffers
-
-
 def value_text(value: float) -> str:
     """Four digits, and all of a larger number."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def coarse_twins(verdicts: list[Verdict]) -> str:
-    """A sentence where small twins were judged; empty otherwise."""
-    divisors = [int(k) for v in verdicts for k in re.findall(r"-k(\d+)", v.testbed)]
-    if not divisors or max(divisors) < COARSE_TWIN:
-        return ""
-    return (
-        f" Some twins here are of k = {max(divisors)}: one page of memory then stands for"
-        f" {4 * max(divisors) ** 2 / 1024:.0f} MiB, so bytes are coarse; judge the paper by larger ones."
-    )
-
-
-def by_exhibit(verdicts: list[Verdict]) -> dict[str, list[Verdict]]:
-    found = defaultdict(list)
-    for verdict in verdicts:
-        found[verdict.exhibit_id].append(verdict)
-    return found
 
 
 def score(verdicts: list[Verdict], lane: str) -> str:
@@ -361,20 +337,10 @@ def score(verdicts: list[Verdict], lane: str) -> str:
     return registry.scored(v.verdict for v in verdicts if v.lane == lane and v.basis == HELD_OUT)
 
 
-def page(verdicts: list[Verdict]) -> str:
-    """The claims as one HTML page without outside resources."""
-    summary = []
-    for lane in LANES:
-        mine = [v for v in verdicts if v.lane == lane]
-        others = [v for v in mine if v.basis != HELD_OUT and v.verdict in (REPRODUCED, DEVIATES, NO_RESULT)]
-        unchecked = sum(v.verdict == NOT_CHECKABLE for v in mine)
-        shown = f"{len(others)} more that do not count, {unchecked} {NOT_CHECKABLE}"
-        summary.append(f"{lane.capitalize()}: {score(mine, lane)}; {shown}.")
-    papers = dict.fromkeys(paper_of(v.exhibit_id) for v in verdicts)
-    errata = [errata_of(paper) for paper in papers]
-    errata = [found for found in errata if found and any(each.get("claims") for each in found["errata"])]
-    text = " ".join(summary) + coarse_twins(verdicts)
-    return pages.page("claims", "Claims and verdicts", summary=text, errata=errata, sections=by_exhibit(verdicts))
+def read_verdicts(path: Path) -> list[Verdict]:
+    """Return the lines of claims.csv."""
+    table = pd.read_csv(path, dtype=str, keep_default_na=False)
+    return [Verdict(**{f.name: line[f.name] for f in fields(Verdict)}) for line in table.to_dict("records")]
 
 
 def write(verdicts: list[Verdict], out: Path) -> None:
@@ -385,12 +351,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="claims.csv")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--tables", type=Path, help="folder of the exhibits' tidy tables; needs --page")
-    source.add_argument("--modelled", type=Path, help="a paper's modelled lane, decided alone and without a page")
-    parser.add_argument("--page", type=Path, help="claims.html")
+    source.add_argument("--tables", type=Path, help="folder of the exhibits' tidy tables")
+    source.add_argument("--modelled", type=Path, help="a paper's modelled lane, decided alone")
     args = parser.parse_args()
-    if args.tables and not args.page:
-        parser.error("--tables needs --page")
     try:
         claims = registry.claims()
         tidy.check({"claims": claims}, "claims.schema.json", "workflows/papers/*/claims.yaml")
@@ -399,7 +362,6 @@ def main() -> None:
             verdicts = decide_modelled([c for c in claims if c["exhibit_id"].startswith(f"{paper}-")], args.modelled)
         else:
             verdicts = decide_all(of_built(claims, registry.exhibits()), args.tables)
-            tidy.atomically(args.page, lambda path: path.write_text(page(verdicts)))
         write(verdicts, args.out)
     except (tidy.TableError, ValueError, OSError) as error:
         tidy.fail(error)

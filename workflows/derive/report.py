@@ -1,67 +1,60 @@
-"""One page with every exhibit that is drawn: picture, caption, data, claims with verdicts; then what is not built."""
+"""Write the report: one folder of plain HTML that a browser opens from disk, beside the pictures that it shows.
+
+index.html (papers and exhibits), exhibits/<id>.html, claims.html, errata.html, site.css, site.js, and records/ with a
+copy of every record that an exhibit was drawn from.
+"""
 
 from __future__ import annotations
 
 import argparse
-import html
-import re
-from dataclasses import fields
+import shutil
 from pathlib import Path
-from typing import Any
 
-import pandas as pd
-from markupsafe import Markup
+from workflows import tidy
+from workflows.derive.site import pages
+from workflows.derive.site.content import Site, gather
+from workflows.derive.site.templates import HERE
 
-from workflows import registry, tidy
-from workflows.derive import pages
-from workflows.derive.claims import Verdict, by_exhibit, coarse_twins
-
-
-def markdown(text: str) -> Markup:
-    """HTML of a caption: paragraphs, one list, bold. Captions hold nothing else."""
-    out = []
-    for block in text.strip().split("\n\n"):
-        lines = [re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html.escape(line)) for line in block.splitlines()]
-        if all(line.startswith("- ") for line in lines):
-            out.append("<ul>" + "".join(f"<li>{line[2:]}</li>" for line in lines) + "</ul>")
-        else:
-            out.append(f"<p>{' '.join(lines)}</p>")
-    return Markup("".join(out))
+ASSETS = ("site.css", "site.js")
 
 
-def read_verdicts(path: Path) -> list[Verdict]:
-    """The lines of claims.csv."""
-    table = pd.read_csv(path, dtype=str, keep_default_na=False)
-    return [Verdict(**{f.name: line[f.name] for f in fields(Verdict)}) for line in table.to_dict("records")]
+def write(site: Site, figures: Path, records: Path) -> None:
+    """Write every page, and copy the records of `site` from the folder `records`; pages and records of an earlier
+    report that are no longer shown are deleted."""
+    written = {Path(name): text for name, text in pages.every(site)}
+    for name, text in written.items():
+        tidy.atomically(figures / name, lambda path, text=text: path.write_text(text, encoding="utf-8"))
+    for name in ASSETS:
+        tidy.atomically(figures / name, lambda path, name=name: shutil.copyfile(HERE / "assets" / name, path))
+    kept = {f"{run['run_id']}.json" for exhibit in site.exhibits for run in exhibit.runs}
+    for name in sorted(kept):
+        if not (records / name).is_file():
+            raise tidy.TableError(
+                f"{records / name}: the record of a run that an exhibit shows is missing; run it again"
+            )
+        tidy.atomically(figures / "records" / name, lambda path, name=name: shutil.copyfile(records / name, path))
+    delete_others(figures / "exhibits", {path.name for path in written})
+    delete_others(figures / "records", kept)
 
 
-def page(entries: list[dict[str, Any]], figures: Path, verdicts: list[Verdict]) -> str:
-    """The whole page; it needs nothing but the files beside it."""
-    built = [entry for entry in entries if entry["status"] == "built"]
-    missing = [entry["id"] for entry in built if not (figures / f"{entry['id']}.md").exists()]
-    if missing:
-        raise tidy.TableError(f"{missing[0]} is not drawn yet; draw it with: snakemake --cores all {missing[0]}")
-    return pages.page(
-        "report",
-        "Exhibits",
-        coarse=coarse_twins(verdicts),
-        papers=registry.PAPERS,
-        built=built,
-        captions={entry["id"]: markdown((figures / f"{entry['id']}.md").read_text()) for entry in built},
-        verdicts=by_exhibit(verdicts),
-        planned=[entry for entry in entries if entry["status"] == "planned"],
-    )
+def delete_others(folder: Path, kept: set[str]) -> None:
+    """Delete the files of a folder of the report that are not named."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.name not in kept:
+            path.unlink()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--claims", type=Path, required=True, help="claims.csv")
-    parser.add_argument("--figures", type=Path, required=True, help="folder of the drawn exhibits")
-    parser.add_argument("--out", type=Path, required=True, help="index.html, in the same folder")
+    parser.add_argument("--runs", type=Path, required=True, help="folder of the exhibits' lists of runs")
+    parser.add_argument("--records", type=Path, required=True, help="folder of the runs' records")
+    parser.add_argument("--profile", required=True, help="name of the list of runs that was measured")
+    parser.add_argument("--figures", type=Path, required=True, help="folder of the drawn exhibits, and of the report")
     args = parser.parse_args()
     try:
-        text = page(registry.exhibits(), args.figures, read_verdicts(args.claims))
-        tidy.atomically(args.out, lambda path: path.write_text(text))
+        write(gather(args.claims, args.figures, args.runs, args.profile), args.figures, args.records)
     except (tidy.TableError, ValueError, OSError) as error:
         tidy.fail(error)
 

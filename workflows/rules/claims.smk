@@ -3,16 +3,14 @@
 
 rule claims_table:
     input:
-        said=KNOWN.said("claims.yaml", "errata.yaml"),
+        said=KNOWN.said("claims.yaml"),
         tolerances=[
             "workflows/papers/tolerances.yaml",
             "workflows/papers/tolerance-history.csv",
         ],
-        template=KNOWN.templates("claims"),
         tables=expand(f"{DERIVED}/exhibits/{{exhibit}}.csv", exhibit=KNOWN.claimed),
     output:
         table=f"{DERIVED}/claims.csv",
-        page=f"{FIGURES}/claims.html",
     log:
         f"{DERIVED}/logs/claims.log",
     conda:
@@ -21,5 +19,4 @@ rule claims_table:
         tables=lambda w, input: os.path.dirname(input.tables[0]),
         code=KNOWN.code("workflows.derive.claims"),
     shell:
-        "python -IS workflows/derive/ask.py claims --tables {params.tables} --out {output.table} --page {output.page}"
-        " > {log} 2>&1"
+        "python -IS workflows/derive/ask.py claims --tables {params.tables} --out {output.table} > {log} 2>&1"

@@ -1,4 +1,4 @@
-# From records and models to the tables and pictures of exhibits, and the page that shows them. An exhibit's table and its
+# From records and models to the tables and pictures of exhibits, and the pages that show them. An exhibit's table and its
 # picture are one job: what starts a job takes longer than a table.
 
 
@@ -66,21 +66,30 @@ rule drawing:
         "python -IS workflows/derive/ask.py figure --exhibit {wildcards.exhibit} --draw-in {params.figures} > {log} 2>&1"
 
 
-rule report_page:
+# One job writes all pages: each shows its neighbours and what claims say.
+rule report_pages:
     input:
         captions=expand(f"{FIGURES}/{{exhibit}}.md", exhibit=KNOWN.built),
+        runs=expand(f"{DERIVED}/runs/{{exhibit}}.csv", exhibit=KNOWN.with_table),
+        records=KNOWN.all_records(KNOWN.built),
         claims=f"{DERIVED}/claims.csv",
-        said=KNOWN.said("exhibits.yaml"),
-        template=KNOWN.templates("report"),
+        said=KNOWN.said("exhibits.yaml", "claims.yaml", "errata.yaml", "paper.yaml"),
+        site=KNOWN.site_sources,
     output:
-        page=f"{FIGURES}/index.html",
+        pages=expand(f"{FIGURES}/{{page}}.html", page=("index", "claims", "errata")),
+        assets=multiext(f"{FIGURES}/site", ".css", ".js"),
+        exhibits=directory(f"{FIGURES}/exhibits"),
+        records=directory(f"{FIGURES}/records"),
     log:
         f"{DERIVED}/logs/report.log",
     conda:
         "../envs/memascend.yaml"
     params:
-        figures=lambda w, output: os.path.dirname(output.page),
+        figures=lambda w, output: os.path.dirname(output.pages[0]),
+        runs=lambda w, input: os.path.dirname(input.runs[0]),
+        raw=lambda w, input: os.path.dirname(input.records[0]),
+        profile=KNOWN.config["profile"],
         code=KNOWN.code("workflows.derive.report"),
     shell:
-        "python -IS workflows/derive/ask.py report --claims {input.claims} --figures {params.figures}"
-        " --out {output.page} > {log} 2>&1"
+        "python -IS workflows/derive/ask.py report --claims {input.claims} --runs {params.runs} --records {params.raw}"
+        " --profile {params.profile} --figures {params.figures} > {log} 2>&1"

@@ -1,0 +1,88 @@
+"""A report made of the smoke set, and its pages as a parser reads them."""
+
+from __future__ import annotations
+
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+from workflows import registry
+from workflows.derive import claims, report
+from workflows.derive.site import content
+
+REGISTRY = registry.exhibits()
+BUILT = [entry["id"] for entry in REGISTRY if entry["status"] == "built"]
+VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
+ENDS = ("svg", "pdf", "png", "csv")
+
+
+class Page(HTMLParser):
+    """A page that was read: its elements with their attributes, texts of rows of claims, and tags that do not match."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.open, self.crossed = path, [], []
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.rows: dict[str, tuple[dict[str, str], str]] = {}
+        self.text, self._row = "", ""
+        self.feed(path.read_text(encoding="utf-8"))
+        self.crossed += self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.elements.append((tag, given))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr" and "data-verdict" in given:
+            self._row = given["id"]
+            self.rows[self._row] = given, ""
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.crossed.append(f"/{tag}")
+        self._row = "" if tag == "tr" else self._row
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._row:
+            given, text = self.rows[self._row]
+            self.rows[self._row] = given, text + data
+
+    @property
+    def ids(self) -> list[str]:
+        return [given["id"] for _, given in self.elements if "id" in given]
+
+    def of(self, tag: str, attribute: str) -> list[str]:
+        return [given[attribute] for name, given in self.elements if name == tag and attribute in given]
+
+    @property
+    def targets(self) -> list[str]:
+        """What the page links to or loads."""
+        pairs = (("a", "href"), ("link", "href"), ("img", "src"), ("script", "src"))
+        return [target for tag, attribute in pairs for target in self.of(tag, attribute)]
+
+
+def write(folder: Path, raw: Path) -> None:
+    """Write the report of a folder that `filled` made."""
+    site = content.gather(folder / "claims.csv", folder / "figures", folder / "runs", "smoke")
+    report.write(site, folder / "figures", raw)
+
+
+def filled(made: Path, results: Path) -> Path:
+    """Pictures (empty), captions, lists of runs and claims.csv of a set of results, and the report of them."""
+    figures, runs = made / "figures", made / "runs"
+    figures.mkdir()
+    runs.mkdir()
+    for entry in (entry for entry in REGISTRY if entry["id"] in BUILT):
+        for end in ENDS:
+            (figures / f"{entry['id']}.{end}").touch()
+        words = (
+            f"**{entry['id']}.** Prose & <more>.\n\n- measured: twins on local\n- reference: elsewhere, 2026-01-02\n"
+        )
+        (figures / f"{entry['id']}.md").write_text(words)
+        if "measured" in entry["lanes"] and entry["paper"] == "memascend":
+            shutil.copy(results / "runs.csv", runs / f"{entry['id']}.csv")
+    verdicts = claims.decide_all(claims.of_built(registry.claims(), REGISTRY), results / "exhibits")
+    claims.write(verdicts, made / "claims.csv")
+    write(made, results / "raw")
+    return made

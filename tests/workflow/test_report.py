@@ -1,0 +1,284 @@
+"""The report as a browser gets it: links lead somewhere, every exhibit has its page, every deviation says why."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+from report_fixtures import BUILT, ENDS, REGISTRY, Page, write
+
+from workflows import registry, tidy
+from workflows.derive import claims
+from workflows.derive.site import content, judged
+from workflows.derive.site.templates import HERE, slug
+
+
+@pytest.fixture(scope="module")
+def lines(report_folder: Path) -> list[dict[str, str]]:
+    """The lines of claims.csv."""
+    with (report_folder / "claims.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_link_and_picture_is_there_and_none_is_elsewhere(
+    report_pages: dict[str, Page], report_folder: Path
+) -> None:
+    missing, seen = [], 0
+    for name, page in report_pages.items():
+        for target in page.targets:
+            parts = urlsplit(target)
+            assert not parts.scheme, f"{name}: {target}"
+            assert not parts.netloc, f"{name}: {target}"
+            file = (page.path.parent / unquote(parts.path)).resolve() if parts.path else page.path
+            assert file.is_relative_to(report_folder / "figures"), f"{name}: {target} leads out of the site"
+            there = file.is_file()
+            if there and parts.fragment and "=" not in parts.fragment:
+                there = (
+                    unquote(parts.fragment) in report_pages[file.relative_to(report_folder / "figures").as_posix()].ids
+                )
+            missing += [] if there else [f"{name}: {target}"]
+            seen += 1
+    assert missing == []
+    assert seen > 20 * len(BUILT)
+
+
+def test_pages_are_well_formed_and_no_id_is_given_twice(report_pages: dict[str, Page]) -> None:
+    for name, page in report_pages.items():
+        assert page.crossed == [], name
+        assert [each for each, count in Counter(page.ids).items() if count > 1] == [], name
+        assert page.of("html", "lang") == ["en"]
+        assert page.elements.count(("main", {"id": "main"})) == 1
+        assert sum(tag == "h1" for tag, _ in page.elements) == 1
+        assert all("alt" in given for tag, given in page.elements if tag == "img"), name
+
+
+def test_every_exhibit_has_its_page_with_picture_data_command_and_neighbours(report_pages: dict[str, Page]) -> None:
+    assert {Path(name).stem for name in report_pages if name.startswith("exhibits/")} == set(BUILT)
+    for place, exhibit in enumerate(BUILT):
+        page = report_pages[f"exhibits/{exhibit}.html"]
+        assert page.of("img", "src") == [f"../{exhibit}.svg"]
+        assert {f"../{exhibit}.{end}" for end in ENDS} <= set(page.of("a", "href"))
+        assert f"snakemake --cores all {exhibit}" in page.text
+        assert "Prose & <more>." in page.text
+        assert f"**{exhibit}" not in page.text
+        around = {given["rel"]: given["href"] for tag, given in page.elements if tag == "a" and "rel" in given}
+        before, after = BUILT[place - 1 : place], BUILT[place + 1 : place + 2]
+        assert around == {
+            **({"prev": f"{before[0]}.html"} if before else {}),
+            **({"next": f"{after[0]}.html"} if after else {}),
+        }
+
+
+def test_the_first_page_has_the_papers_and_every_exhibit_by_title_with_its_picture(
+    report_pages: dict[str, Page],
+) -> None:
+    page = report_pages["index.html"]
+    for paper in registry.PAPERS:
+        about = registry.read(registry.file_of(paper, "paper.yaml"))
+        assert about["title"] in page.text
+        assert all(author in page.text for author in about["authors"])
+        assert about["picture"] in BUILT
+        assert about["picture"].startswith(f"{paper}-")
+    assert all(f"{exhibit}.png" in page.of("img", "src") for exhibit in BUILT)
+    assert all(content.opening(entry["title"]) in page.text for entry in REGISTRY if entry["id"] in BUILT)
+    assert "Not built" not in page.text
+    assert re.search(r"\d+ runs on local \(Example CPU, 2 cores, 16.0 GiB\), 2026-01-02, profile smoke", page.text)
+    assert "elsewhere, 2026-01-02" in page.text
+
+
+def test_the_scores_of_the_first_page_are_those_of_the_claims(
+    report_pages: dict[str, Page], lines: list[dict[str, str]]
+) -> None:
+    count = Counter((*(slug(each[name]) for name in ("lane", "verdict", "basis")), paper_of(each)) for each in lines)
+    links = [
+        urlsplit(target) for target in report_pages["index.html"].of("a", "href") if target.startswith("claims.html#")
+    ]
+    linked = [parse_qs(link.fragment) for link in links if "verdict" in link.fragment]
+    keys = {(*(slug(named[name][0]) for name in ("lane", "verdict", "basis")), named["paper"][0]) for named in linked}
+    assert keys == set(count)
+    source = (report_pages["index.html"].path).read_text()
+    numbers = {
+        found[0]: int(found[1]) for found in re.findall(r'href="claims.html#([^"]*verdict[^"]*)">(\d+)<', source)
+    }
+    for fragment, number in numbers.items():
+        named = parse_qs(fragment.replace("&amp;", "&"))
+        key = *(slug(named[name][0]) for name in ("lane", "verdict", "basis")), named["paper"][0]
+        assert number == count[key], fragment
+    assert sum(numbers.values()) == len(lines)
+
+
+def paper_of(line: dict[str, str]) -> str:
+    return line["exhibit_id"].rpartition("-")[0]
+
+
+def test_what_filters_read_agrees_with_the_table_of_claims(
+    report_pages: dict[str, Page], lines: list[dict[str, str]]
+) -> None:
+    rows = report_pages["claims.html"].rows
+    assert sorted(rows) == sorted(f"{line['claim_id']}.{line['lane']}" for line in lines)
+    for line in lines:
+        given, _ = rows[f"{line['claim_id']}.{line['lane']}"]
+        assert given["data-paper"] == paper_of(line)
+        assert [given[f"data-{name}"] for name in ("lane", "verdict", "basis")] == [
+            line["lane"],
+            line["verdict"],
+            line["basis"],
+        ]
+        assert bool(given["data-distance"]) == bool(line["value"]) == bool(given["data-tolerances"])
+    choices = {(given.get("value")) for tag, given in report_pages["claims.html"].elements if tag == "option"}
+    assert {
+        value for line in lines for value in (paper_of(line), line["lane"], line["verdict"], line["basis"])
+    } <= choices
+
+
+def test_more_than_the_tolerance_off_is_what_deviates_means(report_pages: dict[str, Page]) -> None:
+    decided = 0
+    for given, _ in report_pages["claims.html"].rows.values():
+        if given["data-verdict"] in (claims.REPRODUCED, claims.DEVIATES):
+            off = float(given["data-tolerances"])
+            # Of a value that is kept to six digits.
+            assert off <= 1.001 if given["data-verdict"] == claims.REPRODUCED else off >= 0.999, given["id"]
+            decided += 1
+    assert decided > 100
+
+
+def test_every_claim_that_is_not_reproduced_shows_its_reason_on_both_its_pages(
+    report_pages: dict[str, Page], lines: list[dict[str, str]]
+) -> None:
+    seen = Counter()
+    for line in lines:
+        if line["verdict"] == claims.REPRODUCED:
+            continue
+        reason = line["deviates_because"] if line["verdict"] == claims.DEVIATES else line["reason"]
+        reason = reason or "No cause is recorded for this run."
+        for name in ("claims.html", f"exhibits/{line['exhibit_id']}.html"):
+            text = report_pages[name].rows[f"{line['claim_id']}.{line['lane']}"][1]
+            assert reason[1:] in text, f"{name}: {line['claim_id']}"  # the first letter is a capital there
+        seen[line["verdict"]] += 1
+    assert seen[claims.DEVIATES] > 10
+    assert seen[claims.NOT_CHECKABLE] > 10
+
+
+def test_an_exhibit_shows_its_claims_their_quotes_and_the_errata_that_they_rest_on(
+    report_pages: dict[str, Page],
+) -> None:
+    quotes = {claim["id"]: claim["quote"] for claim in registry.claims()}
+    for name, page in report_pages.items():
+        for anchor, (_, text) in page.rows.items():
+            assert judged.plain(quotes[anchor.rpartition(".")[0]]) in text, f"{name}: {anchor}"
+    assert "5.507 s / 13.36 % = 41.22 s" in report_pages["exhibits/memascend-fig03.html"].text
+    assert "memascend-M5" in report_pages["exhibits/memascend-fig03.html"].ids
+    assert "memascend-M5" not in report_pages["exhibits/memascend-fig11.html"].ids
+
+
+def test_a_run_leads_to_its_record(report_pages: dict[str, Page], report_folder: Path, smoke: Path) -> None:
+    with (smoke / "runs.csv").open(newline="") as file:
+        runs = [line["run_id"] for line in csv.DictReader(file)]
+    assert len(runs) > 3
+    for run in runs:
+        assert f"../records/{run}.json" in report_pages["exhibits/memascend-fig11.html"].targets
+        copied = report_folder / "figures/records" / f"{run}.json"
+        assert json.loads(copied.read_text()) == json.loads((smoke / "raw" / f"{run}.json").read_text())
+
+
+def test_the_same_results_give_the_same_bytes_and_what_is_no_longer_shown_goes(
+    report_folder: Path, smoke: Path
+) -> None:
+    figures = report_folder / "figures"
+    before = {path: path.read_bytes() for path in figures.rglob("*") if path.is_file()}
+    for stale in ("exhibits/memascend-fig99.html", "records/old.json"):
+        (figures / stale).write_text("of an earlier report")
+    write(report_folder, smoke / "raw")
+    assert {path: path.read_bytes() for path in figures.rglob("*") if path.is_file()} == before
+
+
+def test_a_quote_is_read_without_the_marks_of_tex() -> None:
+    assert judged.plain("about $2.25\\times$ the\n  original") == "about 2.25× the original"
+    assert judged.plain(r"US\$360 and $\approx 2s$") == "US$360 and ≈ 2s"
+    assert not [claim["id"] for claim in registry.claims() if "\\" in judged.plain(claim["quote"])]
+
+
+@pytest.mark.parametrize(
+    ("testbed", "said"), [("local/qwen2.5-7b-k64", True), ("local/qwen2.5-7b-k8", False), ("", False)]
+)
+def test_the_report_says_when_a_twin_is_coarse(testbed: str, said: bool) -> None:
+    made = verdict(testbed=testbed, verdict=claims.DEVIATES)
+    assert ("one page of memory then stands for 16 MiB" in judged.coarse_twins([made])) is said
+    assert ("one page of memory stands for 16 MiB" in judged.why(made)) is said
+    assert judged.why(dataclasses.replace(made, deviates_because="The reason.")) == "The reason."
+
+
+def verdict(**more: str) -> claims.Verdict:
+    empty = dict.fromkeys((field.name for field in dataclasses.fields(claims.Verdict)), "")
+    return claims.Verdict(**empty | {"lane": "measured"} | more)
+
+
+@pytest.mark.parametrize(
+    ("expected", "unit", "value", "words", "distance", "tolerances"),
+    [
+        (100, "GiB", "100", "0", 0, 0),
+        (100, "GiB", "112", "+12 %", 0.12, 2.4),
+        (100, "GiB", "300", "+200 %", 2, 40),
+        (100, "GiB", "90", "−10 %", 0.1, 2),
+        ([None, 100], "GiB", "50", "0", 0, 0),
+        ([90, 100], "GiB", "80", "−11 %", 1 / 9, 20 / 9),
+        (0, "GiB", "2.5", "+2.5 GiB", math.inf, 5),
+        (50, "%", "53", "+3.0 points", 0.06, 1.2),
+    ],
+)
+def test_how_far_a_value_is_off(expected, unit, value, words, distance, tolerances) -> None:
+    kind = "expected_range" if isinstance(expected, list) else "expected"
+    tolerance = {"relative_percent": 5} if expected else {"absolute": 0.5}
+    lanes = {"measured": {"tolerance": tolerance if unit != "%" else {"absolute": 2.5}}}
+    claim = {"id": "x", "quote": "100", "quantity": "order", "unit": unit, "lanes": lanes, kind: expected}
+    found = judged.judged(verdict(value=value, unit=unit, verdict=claims.REPRODUCED), claim)
+    assert found.off_by == words
+    assert (found.distance, found.tolerances) == (pytest.approx(distance), pytest.approx(tolerances, rel=0.02))
+
+
+def test_an_exhibit_that_is_not_drawn_and_a_record_that_is_gone_are_named(
+    report_folder: Path, smoke: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(report_folder, copy)
+    with pytest.raises(tidy.TableError, match=r"\.json: the record of a run that an exhibit shows is missing"):
+        write(copy, tmp_path)
+    (copy / "figures/memascend-fig01.md").unlink()
+    with pytest.raises(tidy.TableError, match="memascend-fig01 is not drawn yet"):
+        write(copy, smoke / "raw")
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of #rrggbb (WCAG 2.1)."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_text_stands_out_from_its_ground_in_light_and_in_dark() -> None:
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    style = (HERE / "assets/site.css").read_text()
+    light, dark = (
+        dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in re.findall(r":root \{(.*?)\}", style, re.S)
+    )
+    assert light.keys() == dark.keys()
+    for scheme in (light, dark):
+        grounds = ("ground", "surface", "marked")
+        pairs = [(text, ground) for text in ("text", "muted", "link") for ground in grounds]
+        pairs += [(slug(each), f"{slug(each)}-ground") for each in judged.VERDICTS]
+        weak = {pair: contrast(*(scheme[name] for name in pair)) for pair in pairs}
+        assert {pair: ratio for pair, ratio in weak.items() if ratio < 4.5} == {}
+        assert min(contrast(scheme["focus"], scheme[ground]) for ground in grounds) >= 3

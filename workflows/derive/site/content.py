@@ -1,0 +1,164 @@
+"""What the pages show, gathered from claims.csv, the captions, the lists of runs and the papers' folders."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from workflows import registry, tidy
+from workflows.derive.claims import LANES, read_verdicts
+from workflows.derive.errata import errata_of
+from workflows.derive.site import judged
+from workflows.derive.site.judged import Judged
+from workflows.derive.site.templates import markdown, opening
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """A drawn exhibit: `prose` is its caption without the title, `notes` where its numbers come from (lane -> HTML, in
+    order), `runs` a line a record, `errata` those that concern it."""
+
+    id: str
+    paper: str
+    number: str
+    title: str
+    prose: Markup
+    notes: list[tuple[str, Markup]]
+    runs: list[dict[str, str]]
+    claims: list[Judged]
+    errata: list[dict[str, Any]]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Verdict -> how many, in both lanes and on every basis."""
+        return Counter(each.verdict.verdict for each in self.claims)
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper with its drawn exhibits; `about` is its paper.yaml."""
+
+    id: str
+    name: str
+    about: dict[str, Any]
+    exhibits: list[Exhibit]
+    errata: list[dict[str, Any]]
+
+    @property
+    def claims(self) -> list[Judged]:
+        return [each for exhibit in self.exhibits for each in exhibit.claims]
+
+    @property
+    def measured(self) -> str:
+        """What was run here, where and when."""
+        return measured_here([run for exhibit in self.exhibits for run in exhibit.runs])
+
+    @property
+    def references(self) -> list[str]:
+        """Machines whose committed records are shown beside the runs of this one, with the days."""
+        days = defaultdict(set)
+        said = [str(text) for exhibit in self.exhibits for lane, text in exhibit.notes if lane == "reference"]
+        for machine, day in re.findall(r"([\w.-]+), (\d{4}-\d{2}-\d{2})", " ".join(said)):
+            days[machine].add(day)
+        return [f"{machine}, {from_to(days[machine])}" for machine in sorted(days)]
+
+
+@dataclass(frozen=True)
+class Site:
+    """All that is shown; `profile` is the list of runs that was measured."""
+
+    papers: list[Paper]
+    profile: str
+    coarse: str
+
+    @property
+    def exhibits(self) -> list[Exhibit]:
+        return [exhibit for paper in self.papers for exhibit in paper.exhibits]
+
+    @property
+    def claims(self) -> list[Judged]:
+        return [each for paper in self.papers for each in paper.claims]
+
+
+def gather(claims: Path, figures: Path, runs: Path, profile: str) -> Site:
+    """Return the site of `claims` (claims.csv), `figures` (folder of the captions) and `runs` (folder of their lists).
+    TableError where an exhibit that is built is not drawn."""
+    verdicts = read_verdicts(claims)
+    decided = defaultdict(list)
+    for each in judged.all_of(verdicts):
+        decided[each.verdict.exhibit_id].append(each)
+    papers = []
+    for paper, name in registry.PAPERS.items():
+        path = registry.file_of(paper, "paper.yaml")
+        tidy.check(about := registry.read(path), "paper.schema.json", str(path))
+        entries = [e for e in registry.exhibits() if e["paper"] == paper and e["status"] == "built"]
+        errata = (errata_of(paper) or {"errata": []})["errata"]
+        drawn = [exhibit(entry, figures, runs, decided[entry["id"]], errata) for entry in entries]
+        papers.append(Paper(paper, name, about, drawn, errata))
+    return Site(papers, profile, judged.coarse_twins(verdicts))
+
+
+def exhibit(
+    entry: dict[str, Any], figures: Path, runs: Path, claims: list[Judged], errata: list[dict[str, Any]]
+) -> Exhibit:
+    """Return one exhibit with what its caption, its runs and its claims say."""
+    path = figures / f"{entry['id']}.md"
+    if not path.exists():
+        raise tidy.TableError(f"{entry['id']} is not drawn yet; draw it with: snakemake --cores all {entry['id']}")
+    caption = path.read_text()
+    prose, notes = parts(caption)
+    ids = {each.verdict.claim_id for each in claims}
+    said = " ".join([caption, *(each.why for each in claims)])
+    cited = set(re.findall(r"\berratum ([A-Z]\d+)\b", said))
+    mine = [each for each in errata if each["id"] in cited or ids.intersection(each.get("claims", ()))]
+    title = opening(entry["title"])
+    listed = read_runs(runs / f"{entry['id']}.csv")
+    return Exhibit(entry["id"], entry["paper"], entry["number"], title, prose, notes, listed, claims, mine)
+
+
+def parts(caption: str) -> tuple[Markup, list[tuple[str, Markup]]]:
+    """Return the prose of a caption, without the bold title that opens it, and its list as (lane or "", HTML)."""
+    lines = caption.strip().splitlines()
+    prose = " ".join(line for line in lines if not line.startswith("- "))
+    notes = []
+    for line in (line[2:] for line in lines if line.startswith("- ")):
+        lane, colon, rest = line.partition(": ")
+        known = bool(colon) and lane in (*tidy.LANES, "reference")
+        notes.append((lane, markdown(rest)) if known else ("", markdown(line)))
+    return markdown(re.sub(r"^\*\*.+?\*\*\s*", "", prose)), notes
+
+
+def read_runs(path: Path) -> list[dict[str, str]]:
+    """Return the lines of an exhibit's list of runs; none of a drawing of structure, or of an exhibit without a run."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def measured_here(runs: list[dict[str, str]]) -> str:
+    """Return how many runs there were, on which machine and when; empty where nothing but the machine was probed."""
+    own = {run["run_id"]: run for run in runs if run["kind"] != "testbed"}
+    if not own:
+        return ""
+    machines = {f"{r['host']} ({r['cpu']}, {r['cores']} cores, {r['memory_gib']} GiB)" for r in own.values()}
+    days = from_to({run["started_at"][:10] for run in own.values()})
+    return f"{len(own)} {'run' if len(own) == 1 else 'runs'} on {' and '.join(sorted(machines))}, {days}"
+
+
+def from_to(days: set[str]) -> str:
+    return " to ".join(dict.fromkeys((min(days), max(days))))
+
+
+def by_lane(claims: list[Judged]) -> list[tuple[str, str, Counter[str]]]:
+    """Return (lane, basis, verdict -> how many) for each lane and basis that has a claim."""
+    found: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for verdict in (each.verdict for each in claims):
+        found[verdict.lane, verdict.basis][verdict.verdict] += 1
+    return [(lane, basis, found[lane, basis]) for lane in LANES for basis in judged.BASES if found[lane, basis]]
