@@ -15,7 +15,7 @@ from tests.modelled_lane import modelled
 from workflows import registry, tidy
 from workflows.derive import figure
 from workflows.derive.table import assemble
-from workflows.panels import bars, data, lines, style
+from workflows.panels import bars, data, lines, style, text
 
 ROOT = Path(__file__).resolve().parents[2]
 REGISTRY = registry.exhibits()
@@ -183,3 +183,14 @@ def test_two_ranks_are_shown_beside_one(full: Path) -> None:
     texts = [t.get_text() for t in figure.findobj(matplotlib.text.Text)]
     assert any("2 ranks" in text for text in texts)
     plt.close(figure)
+
+
+def test_a_listing_keeps_its_indentation_in_a_browser() -> None:
+    """Which makes one space of several, and none of those at the beginning."""
+    gap = "\N{NO-BREAK SPACE}"
+    shown = text.indented("for layer:\n    volume += 1  # bytes\n return")
+    assert shown == f"for layer:\n{4 * gap}volume += 1{2 * gap}# bytes\n{gap}return"
+    axis = plt.figure().subplots()
+    text.draw(axis, pd.DataFrame(), {"blocks": [{"title": "a", "lines": "if x:\n    y"}]})
+    assert "  " not in axis.texts[1].get_text()
+    plt.close("all")

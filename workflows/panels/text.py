@@ -6,6 +6,7 @@ blocks   [{title, lines}]: side by side, monospaced;   code   {title, file, name
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,13 @@ def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[s
         x = i / len(blocks) + 0.01
         axis.text(x, 1.0, title, transform=axis.transAxes, va="top", fontsize=9.5, fontweight="bold")
         mono = {"family": "DejaVu Sans Mono", "fontsize": panel.get("fontsize", 7.5), "linespacing": 1.45}
-        axis.text(x, 0.93, lines, transform=axis.transAxes, va="top", color=style.INK, **mono)
+        axis.text(x, 0.93, indented(lines), transform=axis.transAxes, va="top", color=style.INK, **mono)
     return []
+
+
+def indented(lines: str) -> str:
+    """The lines with no-break spaces where several stand together: in an SVG a browser makes one of plain ones."""
+    return re.sub(r"^ +| {2,}", lambda spaces: "\N{NO-BREAK SPACE}" * len(spaces[0]), lines, flags=re.MULTILINE)
 
 
 def source(block: dict[str, Any]) -> str:
