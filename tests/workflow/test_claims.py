@@ -71,6 +71,13 @@ def test_no_row_in_the_lane_is_not_checkable_and_says_which() -> None:
     assert found.reason == "not in this lane: peak of A"
 
 
+def test_a_point_that_is_missing_is_named_by_its_axis() -> None:
+    peak = {"operation": "value", "of": {"series": "A", "metric": "peak", "x_name": "context (tokens)"}}
+    claim = changed(compute=peak, over={"x_value": [512, 4096]}, join="mean")
+    found = claims.decide(claim, "measured", table(("modelled", "A", "100", "c1")))
+    assert found.reason == "not in this lane: context (tokens) 512, 4096"
+
+
 def test_a_claim_that_cannot_be_checked_gives_its_reason_whatever_the_rows() -> None:
     claim = changed(lanes={"modelled": {"not_checkable": "needs two H100"}, "measured": CLAIM["lanes"]["measured"]})
     found = claims.decide(claim, "modelled", table(("modelled", "A", "100", "c1")))

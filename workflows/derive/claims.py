@@ -134,8 +134,15 @@ class Computation:
             except Missing:
                 missing.append(str(value))  # a run without a result is told at once: NoResult goes through
         if missing:
-            raise Missing(f"{column} {', '.join(missing)}")
+            raise Missing(f"{self._named(column)} {', '.join(missing)}")
         return JOINS[self.claim["join"]](results)
+
+    def _named(self, column: str) -> str:
+        """Return a column as a reader knows it: of x its name, such as "context (tokens)"."""
+        operands = [each for name, each in self.claim["compute"].items() if name != "operation"]
+        selectors = [one for each in operands for one in (each if isinstance(each, list) else [each])]
+        names = [one["x_name"] for one in selectors if "x_name" in one]
+        return names[0] if column == "x_value" and names else column
 
     def _once(self, fixed: dict[str, Any]) -> float:
         compute = self.claim["compute"]
