@@ -32,7 +32,6 @@ def in_a_browser(address: str, tmp_path: Path, width: int = 1400) -> tuple[Page,
     return Page(tmp_path / "dom.html"), said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fragment", "fits"),
     [
@@ -54,7 +53,6 @@ def test_filters_follow_the_address(report_folder: Path, tmp_path: Path, fragmen
     assert said == ""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("by", ["distance", "tolerances"])
 def test_search_finds_words_and_sorting_puts_the_farthest_first(report_folder: Path, tmp_path: Path, by: str) -> None:
     address = f"{(report_folder / 'figures/claims.html').as_uri()}#q=Qwen2.5-7b+reduction&sort={by}"
@@ -88,7 +86,6 @@ next(0);
 </script></body>"""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [400, 1400])
 def test_no_page_is_wider_than_the_screen(
     report_folder: Path, report_pages: dict[str, Page], tmp_path: Path, width: int

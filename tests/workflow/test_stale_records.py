@@ -91,6 +91,9 @@ def test_a_change_reaches_the_exhibits_that_it_is_about_and_no_others(tmp_path: 
 
     assert touched(papers / "lohan/captions.yaml", "Simulated throughput by", "Throughput by") == {"lohan-fig05a"}
     assert touched(papers / "cxl/figures.yaml", "cxl-alg01:", "cxl-alg01:\n  head: 0.2") == {"cxl-alg01"}
+    # What the report's pages say and how they are written reaches no picture.
+    assert touched(papers / "lohan/paper.yaml", "idea:", "# changed\nidea:") == set()
+    assert touched(tmp_path / "workflows/derive/site/pages.py", "from __future__", "# new\nfrom __future__") == set()
     lohan = touched(papers / "lohan/rows/sizes.py", "from __future__", "# changed\nfrom __future__")
     assert {exhibit.partition("-")[0] for exhibit in lohan} == {"lohan"}
     assert len(touched(tmp_path / "workflows/panels/style.py", "from __future__", "# new\nfrom __future__")) > 120
@@ -117,6 +120,10 @@ def test_a_change_of_a_system_reaches_the_modelled_lanes_of_its_papers_alone(tmp
         after = lanes()
         return {paper for paper in after if after[paper] != before[paper]}
 
+    unchanged = lanes()
+    with (tmp_path / "workflows/papers/lohan/paper.yaml").open("a") as file:
+        file.write("# what the report's first page says is in no lane\n")
+    assert lanes() == unchanged
     assert changed("lohan") == {"lohan"}
     assert changed("cxl") == {"cxl"}
     assert changed("zero_infinity") == {"memascend", "lohan"}
