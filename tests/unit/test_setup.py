@@ -152,3 +152,11 @@ def test_a_read_only_checkout_ends_in_one_line(tmp_path):
 def test_the_commands_run_as_a_module():
     done = subprocess.run([sys.executable, "-m", "memascend", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["memascend", memascend.__version__]
+
+
+def test_the_folder_that_holds_the_checkout_does_not_hide_the_package(tmp_path):
+    """There "import memascend" also meets the checkout, which is a folder of that name without an __init__.py."""
+    (tmp_path / "memascend").symlink_to(ROOT)
+    said = "import memascend; print(memascend.__version__)"
+    done = subprocess.run([sys.executable, "-c", said], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [memascend.__version__], done.stderr

@@ -126,6 +126,10 @@ pip_install() {
     "$environment/bin/python" -m pip install --disable-pip-version-check --no-input --no-build-isolation "$@"
 }
 
+# The checkout goes onto sys.path by a .pth file. setuptools' default, a finder, is asked last: in the folder
+# that holds the checkout, "import memascend" would find the checkout itself as an empty namespace package.
+editable=(--config-settings editable_mode=compat)
+
 install_packages() {
     local files=("$constraints") hash
     hash=$(digest torch)
@@ -139,7 +143,7 @@ install_packages() {
     files=("$constraints" pyproject.toml)
     hash=$(digest "$extras")
     if ! fresh packages "$hash"; then
-        logged "packages [$extras], and the extension" pip_install -c "$constraints" -e ".[$extras]"
+        logged "packages [$extras], and the extension" pip_install -c "$constraints" "${editable[@]}" -e ".[$extras]"
         echo "$hash" >"$stamps/packages"
         extension_hash >"$stamps/extension"
     fi
@@ -154,7 +158,7 @@ extension_hash() {
 
 build_extension() {
     if fresh extension "$(extension_hash)"; then return 0; fi
-    logged "extension" pip_install --no-deps -e .
+    logged "extension" pip_install --no-deps "${editable[@]}" -e .
     extension_hash >"$stamps/extension"
 }
 
