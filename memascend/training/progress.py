@@ -182,3 +182,17 @@ def rewind_metrics(path: Path, step: int) -> int:
     temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
     os.replace(temporary, path)
     return sum(row["kind"] == "step" for row in rows) - sum(row["kind"] == "step" for row in kept)
+
+
+def add_cut_off_step(
+    path: Path, step: int, *, tokens: int, loss: float, learning_rate: float, loss_scale: float | None
+) -> None:
+    """The row of a step whose update a kill cut off, and that was completed afterwards, unless it has one. What the
+    process that died has not said is None: seconds, bytes moved, peaks, the norm of the gradients."""
+    if any(row["kind"] == "step" and row["step"] == step for row in read_metrics(path)):
+        return
+    unknown = ("grad_norm", "seconds", "host_peak_bytes", "device_peak_bytes", "read_bytes", "written_bytes")
+    known = {"step": step, "loss": loss, "learning_rate": learning_rate, "loss_scale": loss_scale, "tokens": tokens}
+    row = {"kind": "step", **known, "skipped": False, **dict.fromkeys(unknown), "remark": "completed after a kill"}
+    with path.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(row) + "\n")

@@ -49,9 +49,11 @@ def merged(rows_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of all rows of metrics.jsonl: the first step warms up and is left out of the medians."""
+    """Of all rows of metrics.jsonl: the first step warms up and is left out of the medians; one that a kill cut off has
+    neither seconds nor bytes."""
     steps = [row for row in rows if row["kind"] == "step"]
-    steady = steps[1:] or steps
+    measured = [row for row in steps if row["seconds"] is not None]
+    steady = measured[1:] or measured
     evaluations = [row for row in rows if row["kind"] == "eval"]
     return {
         "steps": steps[-1]["step"] if steps else 0,
@@ -60,12 +62,12 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "first_loss": steps[0]["loss"] if steps else None,
         "last_loss": steps[-1]["loss"] if steps else None,
         "eval_loss": evaluations[-1]["loss"] if evaluations else None,
-        "training_s": sum(row["seconds"] for row in steps),
+        "training_s": sum(row["seconds"] for row in measured),
         "median_step_s": statistics.median(row["seconds"] for row in steady) if steady else None,
         "median_tokens_per_s": statistics.median(row["tokens"] / row["seconds"] for row in steady) if steady else None,
         "read_bytes_per_step": statistics.median(row["read_bytes"] for row in steady) if steady else None,
         "written_bytes_per_step": statistics.median(row["written_bytes"] for row in steady) if steady else None,
-        "written_bytes": sum(row["written_bytes"] for row in steps),
+        "written_bytes": sum(row["written_bytes"] for row in measured),
     }
 
 
@@ -79,9 +81,7 @@ def as_text(report: dict[str, Any]) -> str:
         + (f", {s['skipped_steps']} skipped for overflow" if s["skipped_steps"] else ""),
         f"- loss {s['first_loss']:.4f} at the first step, {s['last_loss']:.4f} at the last"
         + (f"; {s['eval_loss']:.4f} on the evaluation text" if s["eval_loss"] is not None else ""),
-        f"- {s['median_step_s']:.2f} s a step, {s['median_tokens_per_s']:,.0f} tokens/s (medians)",
-        f"- SSD: {byte_count(s['read_bytes_per_step'])} read and {byte_count(s['written_bytes_per_step'])} written a "
-        f"step, {byte_count(s['written_bytes'])} written in all",
+        *_medians(s),
         "",
         "| host memory | buffers | GiB | share |",
         "|---|---:|---:|---:|",
@@ -104,6 +104,16 @@ def as_text(report: dict[str, Any]) -> str:
         lines.append(f"GPU memory: {byte_count(memory['device_peak_bytes'])} at the peak, all ranks.")
     lines.append(memory["note"])
     return "\n".join(lines) + "\n"
+
+
+def _medians(s: dict[str, Any]) -> list[str]:
+    if s["median_step_s"] is None:  # a single step, which a kill cut off
+        return []
+    return [
+        f"- {s['median_step_s']:.2f} s a step, {s['median_tokens_per_s']:,.0f} tokens/s (medians)",
+        f"- SSD: {byte_count(s['read_bytes_per_step'])} read and {byte_count(s['written_bytes_per_step'])} written a "
+        f"step, {byte_count(s['written_bytes'])} written in all",
+    ]
 
 
 def _memory_nodes(found: dict[str, Any] | None) -> list[str]:

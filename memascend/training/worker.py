@@ -39,7 +39,15 @@ from memascend.training.config import TrainConfig, complete
 from memascend.training.data import Sequences
 from memascend.training.folder import Lock, RunFolder
 from memascend.training.processes import die_with_parent, exit_status
-from memascend.training.progress import Progress, StepRecord, byte_count, first_step_note, read_metrics, rewind_metrics
+from memascend.training.progress import (
+    Progress,
+    StepRecord,
+    add_cut_off_step,
+    byte_count,
+    first_step_note,
+    read_metrics,
+    rewind_metrics,
+)
 from memascend.training.schedule import learning_rate, sequence_numbers
 
 FINISHED, STOPPED = "finished", "stopped"
@@ -83,6 +91,8 @@ class Worker:
         self.stop = Stop()
         self.out = out
         self.step = 0
+        self.saved = self.evaluated = 0  # the step of the newest checkpoint, and of the newest evaluation
+        self.cut_off: dict[str, Any] | None = None  # of the step that the run goes on after: what its row is to say
         self.recorder: Recorder | None = None
 
     # -- start ---------------------------------------------------------------------------------------------------------
@@ -154,8 +164,12 @@ class Worker:
                 print(f"resume  {anew}, and the {made} steps that were made are lost", file=self.out, flush=True)
             self._build(source)
         self.saved = source.step if source else 0
+        evaluated = {row["step"] for row in read_metrics(self.folder.metrics) if row["kind"] == "eval"}
+        self.evaluated = self.step if self.step in evaluated else 0
         if self.rank == 0:
             rewind_metrics(self.folder.metrics, self.step)
+            if self.cut_off is not None:
+                add_cut_off_step(self.folder.metrics, self.step, tokens=self._tokens(), **self.cut_off)
 
     def _require_states(self, source: checkpoint.Checkpoint | None, kept: int | None) -> None:
         """ValueError where a run that has no checkpoint to go on from has lost its states."""
@@ -183,7 +197,7 @@ class Worker:
     def _go_on(self, source: checkpoint.Checkpoint | None) -> None:
         facts = self.backend.go_on(self._start(source))
         random_state.restore_json(facts["random"])
-        self.step = facts["step"]
+        self.step, self.cut_off = facts["step"], facts.get("row")
         if self.rank == 0:
             print(f"resume  from step {self.step}, which the tier has kept", file=self.out, flush=True)
 
@@ -233,20 +247,23 @@ class Worker:
             self.progress.say(f"nothing to do: the states are at step {self.step} of {self.steps}; raise --steps")
             if self.step > self.steps:
                 return FINISHED
-        if self.step > self.saved and self._is_due(config.save_every, self.step == self.steps):
-            self._save()  # of a step that was kept, and was cut off before this
+        if self.step and self._after_step(False):  # of a step that was kept, what a kill or a stop cut off
+            return STOPPED
         while self.step < self.steps:
-            stop = self._one_step()
-            last = self.step == self.steps
-            if not stop and self._is_due(config.eval_every, last):
-                stop = self._evaluate()
-            if stop or self._is_due(config.save_every, last):
-                self._save()
-            self._keep()
-            if stop and not last:
+            if self._after_step(self._one_step()):
                 return STOPPED
         assert self.saved == self.step
         return FINISHED
+
+    def _after_step(self, stop: bool) -> bool:
+        """Evaluation and checkpoint where they are due and not there yet. Returns whether the run stops here."""
+        config, last = self.config, self.step == self.steps
+        if not stop and self.evaluated != self.step and self._is_due(config.eval_every, last):
+            stop = self._evaluate()
+        if self.step > self.saved and (stop or self._is_due(config.save_every, last)):
+            self._save()
+        self._keep()
+        return stop and not last
 
     def _is_due(self, every: int, last: bool) -> bool:
         return last or bool(every and self.step % every == 0)
@@ -279,7 +296,7 @@ class Worker:
             grad_norm=norm,
             loss_scale=scale,
             skipped=norm is None,
-            tokens=config.batch * config.accumulate * self.ranks * self.job["prepared"]["context"],
+            tokens=self._tokens(),
             seconds=time.monotonic() - begin,
             host_peak_bytes=int(host),
             device_peak_bytes=int(gpu),
@@ -312,6 +329,11 @@ class Worker:
             raise ValueError(f"cannot write the trace {path}: {error.strerror}; name another file") from None
         self.progress.say(f"{record.step:>6}  trace of this step: {path}")
 
+    def _tokens(self) -> int:
+        """Of one step, over all ranks."""
+        config = self.config
+        return config.batch * config.accumulate * self.ranks * self.job["prepared"]["context"]
+
     def _batch(self, number: int) -> torch.Tensor:
         config = self.config
         first = ((self.step * config.accumulate + number) * self.ranks + self.rank) * config.batch
@@ -343,7 +365,7 @@ class Worker:
             total += loss
         if stop:
             return True
-        sequences = batches * self.ranks * config.batch
+        self.evaluated, sequences = self.step, batches * self.ranks * config.batch
         self.progress.evaluation(self.step, total / (batches * self.ranks), sequences, time.monotonic() - begin)
         return False
 

@@ -85,7 +85,7 @@ def draw_loss(axis: Axes, record: dict[str, Any]) -> None:
 
 def draw_seconds(axis: Axes, record: dict[str, Any]) -> None:
     summary = record["summary"]
-    steps = [step["seconds"] for step in record["points"]["steps"][1:]]
+    steps = [step["seconds"] for step in record["points"]["steps"][1:] if step["seconds"] is not None]
     rows = {
         "a step\n(median)": (summary["step_s"], "blue"),
         "its bytes at\nfio's rate": (summary["drive_bound_s"], "grey"),

@@ -117,13 +117,14 @@ def _asked(args: argparse.Namespace) -> dict[str, Any]:
 def summary(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     """What the run shows, each with the number that it rests on."""
     steps = found["steps"]
-    seconds = statistics.median(step["seconds"] for step in steps[1:] or steps)
+    timed = [step for step in steps if step["seconds"] is not None]  # others a kill cut off
+    timed = timed[1:] or timed
+    seconds = statistics.median(step["seconds"] for step in timed)
     compute = statistics.median(each["seconds"] for each in found["products"])
     rate = statistics.median(each["bytes_per_s"] for each in found["drive"])
-    moved = statistics.median(step["read_bytes"] + step["written_bytes"] for step in steps[1:] or steps)
+    moved = statistics.median(step["read_bytes"] + step["written_bytes"] for step in timed)
     bound = max(compute, moved / rate)
     parameters = found["report"]["parameters"]
-    # A step that a kill met after it was kept and before its row was written has no row.
     losses = [{step["step"]: step["loss"] for step in rows} for rows in (found["compared"]["steps"], steps)]
     compared = sorted(losses[0].keys() & losses[1].keys())
     return {
@@ -145,7 +146,10 @@ def summary(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spoken(steps: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{step['loss']:.4f} in {step['seconds']:.1f} s" for step in steps)
+    def took(seconds: float | None) -> str:
+        return "" if seconds is None else f" in {seconds:.1f} s"
+
+    return ", ".join(f"{step['loss']:.4f}{took(step['seconds'])}" for step in steps)
 
 
 # ---------------------------------------------------------------------------------------------------- the training
@@ -183,7 +187,8 @@ class Training:
                 while not self._has_done(step):
                     self._require_running(process)
                     time.sleep(_POLL_S)
-                last = self.steps()[-1]["seconds"] if step else _FIRST_STEP_S
+                times = [row["seconds"] for row in self.steps() if row["seconds"] is not None]
+                last = times[-1] if times else _FIRST_STEP_S
                 time.sleep(share * last)
                 calls.append(self._killed(process, group) | {"after_step": step, "share_of_a_step": share})
             print(f"killed after step {step} and {share * last:.1f} s", flush=True)
@@ -271,7 +276,7 @@ class Training:
         return self._call(group, killed=True)
 
     def _call(self, group: MemoryGroup, *, killed: bool) -> dict[str, Any]:
-        peaks = [step["host_peak_bytes"] for step in self.steps()]
+        peaks = [step["host_peak_bytes"] or 0 for step in self.steps()]
         return {"killed": killed, "group_peak_bytes": group.peak_bytes, "host_peak_bytes": max(peaks, default=0)}
 
     def _require_running(self, process: subprocess.Popen[bytes]) -> None:

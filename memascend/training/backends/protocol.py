@@ -90,7 +90,8 @@ class Backend(Protocol):
 
     def go_on(self, source: Path | dict[str, Any]) -> dict[str, Any]:
         """In place of `build` and `restore`: everything as it was kept, and the facts. `source` as for `build`, for the
-        architecture alone. Once."""
+        architecture alone. Once. A step that a kill may have cut off before it had a row in the metrics has `row` among
+        its facts: loss, learning_rate and loss_scale."""
 
     def keep(self, facts: dict[str, Any]) -> None:
         """All that belongs to the step that was made has been done: from here on a run that is killed may go on after

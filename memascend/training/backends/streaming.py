@@ -170,17 +170,19 @@ class StreamingBackend:
         self.engine.keep(facts | {"backend": self._counters()})
         self._finished = False
 
-    def _facts_of_next(self) -> dict[str, Any]:
+    def _facts_of_next(self, loss: torch.Tensor) -> dict[str, Any]:
         """What the run is going to keep with the step under way, if it is done: where there is one version of the
-        states, of a step that a kill cuts off once its update has begun, or that is kept as soon as it is done."""
+        states, of a step that a kill cuts off once its update has begun, or that is kept as soon as it is done. Such a
+        step has no row in the metrics yet: what it would say of training is kept along."""
         if self.engine.options.versions == 2:
             return {}
+        row = {"loss": float(loss), "learning_rate": self._groups[0]["lr"], "loss_scale": self.loss_scale()}
         scale = copy.copy(self._scale)
         if scale is not None:
             scale.after_step(False)
         counters = self._counters() | {"adam_step": self._steps + 1, "loss_scaler": scale.facts() if scale else {}}
         step = self._steps + self._skipped + 1
-        return {"step": step, "random": random_state.as_json(), "backend": counters}
+        return {"step": step, "random": random_state.as_json(), "backend": counters, "row": row}
 
     def _counters(self) -> dict[str, Any]:
         scale = self._scale.facts() if self._scale else {}
@@ -220,9 +222,9 @@ class StreamingBackend:
         # The phases of a trace are those of one batch.
         in_turn = self._config.accumulation == "horizontal" or self._recorder is not None
         order = "horizontal" if in_turn else "vertical"
-        losses = self.engine.accumulate(accumulated, batches, order=order, repeatable=True)
+        loss = torch.stack(self.engine.accumulate(accumulated, batches, order=order, repeatable=True)).mean()
         with phase(self._recorder, "optimizer"):
-            facts = self._facts_of_next()
+            facts = self._facts_of_next(loss)
             norm = self.engine.finish_step(keep=False, facts=facts)
             if self.engine.options.tears and norm is not None:  # or a kill while a checkpoint is saved finds them torn
                 self.engine.keep(facts)
@@ -233,7 +235,7 @@ class StreamingBackend:
             self._skipped += 1
         else:
             self._steps += 1
-        return torch.stack(losses).mean(), norm
+        return loss, norm
 
     @torch.no_grad()
     def evaluate(self, batch: torch.Tensor) -> float:

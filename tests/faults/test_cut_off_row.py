@@ -1,0 +1,76 @@
+"""What a kill cuts off behind a step that is kept (its row in the metrics, its evaluation) is there after --resume."""
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from tests.train_runs import STEPS, command, environment, evaluations, finished_run, losses, options_for, train
+
+# Python imports it when it starts; a rank then kills itself where DIES_IN says.
+KILLER = r"""
+import os, signal, sys
+
+if "memascend.training.worker" in sys.orig_argv:
+    from memascend.engine.home import StateHome
+    from memascend.training.progress import Progress
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def dies_in_an_update(self, record, commit=StateHome.commit):
+        commit(self, record)
+        redo = record.get("redo", {})
+        if len(redo.get("done", ())) == 3 and redo["facts"]["step"] == 3:
+            die()
+
+    def dies_as_it_evaluates(self, step, *found, evaluation=Progress.evaluation):
+        evaluation(self, step, *found) if step < 4 else die()
+
+    def dies_before_the_row(self, record, step=Progress.step):
+        step(self, record) if record.step < 3 else die()
+
+    if os.environ["DIES_IN"] == "update":
+        StateHome.commit = dies_in_an_update
+    elif os.environ["DIES_IN"] == "row":
+        Progress.step = dies_before_the_row
+    else:
+        Progress.evaluation = dies_as_it_evaluates
+"""
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("place", "at"), [("update", 3), slow("row", 3), slow("evaluation", 4)])
+def test_a_step_that_a_kill_cut_off_has_its_row_and_its_evaluation(tmp_path, tmp_path_factory, place, at):
+    """One version of the states: a step is kept before the rest of what belongs to it has been done."""
+    reference, more = finished_run(tmp_path_factory, "lohan"), ("--state-versions", "one")
+    output, options = tmp_path / "run", options_for(reference.parent / "text", "lohan", *more)
+    (tmp_path / "sitecustomize.py").write_text(KILLER)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    killer = {**environment(), "PYTHONPATH": os.pathsep.join(paths), "DIES_IN": place}
+    died = subprocess.run(command(output, *options), env=killer, capture_output=True, text=True, timeout=280)
+    assert died.returncode != 0
+    assert max(losses(output)) == (at if place == "evaluation" else at - 1)
+    assert at not in evaluations(output)
+
+    done = train(output, "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"resume  from step {at}, which the tier has kept" in done.stdout
+    assert losses(output) == losses(reference)
+    assert evaluations(output) == evaluations(reference)
+    report = json.loads((output / "report.json").read_text())
+    assert report["summary"]["steps"] == STEPS
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if row["kind"] == "step" and row["step"] == at]
+    known = [json.loads(line) for line in (reference / "metrics.jsonl").read_text().splitlines()]
+    (same,) = [row for row in known if row["kind"] == "step" and row["step"] == at]
+    for name in ("loss", "learning_rate", "loss_scale", "skipped", "tokens"):
+        assert row[name] == same[name], name
+    assert row.keys() == same.keys()
+    assert (row["seconds"] is None) == (place != "evaluation")
