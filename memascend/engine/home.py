@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import gc
 import json
 import os
 import threading
@@ -402,10 +403,19 @@ def is_home(folder: str | os.PathLike[str]) -> bool:
 
 
 def require_not_open_here(folder: str | os.PathLike[str]) -> None:
-    """ValueError where this process has a home in the folder open."""
-    for home in list(StateHome._open_here):
-        if home._pid == os.getpid() and Path(folder).resolve() == home.folder.resolve():
-            raise ValueError(f"{folder} is in use by this process: close the other home first, or end it")
+    """ValueError where this process has a home in the folder open; one that was dropped without `close` is none."""
+    if _is_open_here(folder):
+        gc.collect()  # a dropped one is part of cycles: model, hooks and engine
+        if _is_open_here(folder):
+            raise ValueError(
+                f"{folder} is in use by this process: close the other home first (its close()), or let go of it, its "
+                "optimizer and its model"
+            )
+
+
+def _is_open_here(folder: str | os.PathLike[str]) -> bool:
+    where = Path(folder).resolve()
+    return any(home._pid == os.getpid() and where == home.folder.resolve() for home in list(StateHome._open_here))
 
 
 def tensors_in(folder: str | os.PathLike[str]) -> dict[str, tuple[str, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 from memascend.storage import interrupts
@@ -15,19 +16,18 @@ Job = Callable[[], None]
 class JobThread:
     """Runs jobs one by one, in a thread that the first one starts. After a failure it runs none until `abandon`.
 
-    All methods are the training thread's, but for `let_go`. `begin`: what the thread does first. `clean_up`: called
-    where a job has failed, in the thread that it failed in.
+    All methods are the training thread's, but for `let_go`. `begin`: what the thread does first; it holds nothing of
+    the owner. `clean_up`: called where a job has failed, in the thread that it failed in. Between jobs the thread holds
+    neither this object nor its owner: where they are dropped without `close`, it ends.
     """
 
     def __init__(self, name: str, begin: Job, clean_up: Job, most_waiting_bytes: int) -> None:
         self._name, self._begin, self._clean_up = name, begin, clean_up
         self._most_waiting_bytes = most_waiting_bytes
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()
-        self._queued = 0
-        self._waiting_bytes = 0
-        self._failure: BaseException | None = None
+        self._shared = _Shared()
+        self._finalizer = weakref.finalize(self, self._shared.jobs.put, None)
+        self._finalizer.atexit = False
         self.failure_was_raised = False
 
     @whole
@@ -35,18 +35,19 @@ class JobThread:
         """Run it after those before it. Raises the first failure of these."""
         self.raise_failure()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            work = self._shared.work
+            self._thread = threading.Thread(target=work, args=(self._begin,), name=self._name, daemon=True)
             self._thread.start()
-        with self._changed:
-            self._queued += 1
-        self._jobs.put(job)
+        with self._shared.changed:
+            self._shared.queued += 1
+        self._shared.jobs.put((job, self._clean_up))
 
     @whole
     def run(self, job: Job) -> None:
         """Run it in the calling thread when all that was submitted is done. Raises the first failure."""
         self.drain()
-        error = self._tried(job)
-        self._failure = self._failure or error
+        error = tried(job, self._clean_up)
+        self._shared.failure = self._shared.failure or error
         self.raise_failure()
 
     @whole
@@ -56,28 +57,29 @@ class JobThread:
         self.raise_failure()
 
     def _await_all(self) -> None:
-        with self._changed:
-            while self._queued:
-                interrupts.wait(self._changed.wait)
+        with self._shared.changed:
+            while self._shared.queued:
+                interrupts.wait(self._shared.changed.wait)
 
     def raise_failure(self) -> None:
-        if self._failure is not None:
+        if self._shared.failure is not None:
             self.failure_was_raised = True
-            raise self._failure
+            raise self._shared.failure
 
     @whole
     def abandon(self) -> None:
         """Run nothing of what is still queued, and forget failures. Nothing runs any more on return."""
-        with self._changed:
-            self._failure = self._failure or RuntimeError("the step was given up")
+        shared = self._shared
+        with shared.changed:
+            shared.failure = shared.failure or RuntimeError("the step was given up")
         self._await_all()
-        self._failure, self.failure_was_raised, self._waiting_bytes = None, False, 0
+        shared.failure, self.failure_was_raised, shared.waiting_bytes = None, False, 0
 
     @whole
     def close(self) -> None:
         """End the thread. Idempotent."""
         if self._thread is not None:
-            self._jobs.put(None)
+            self._shared.jobs.put(None)
             while self._thread.is_alive():
                 interrupts.check()
                 self._thread.join(interrupts.SLICE_S)
@@ -88,37 +90,49 @@ class JobThread:
     @whole
     def hold_back(self, more_bytes: int) -> None:
         """Count memory that jobs will use; wait first while there is more than may be. Raises the first failure."""
-        with self._changed:
-            while self._waiting_bytes > self._most_waiting_bytes and self._queued and self._failure is None:
-                interrupts.wait(self._changed.wait)
-            self._waiting_bytes += more_bytes
+        shared = self._shared
+        with shared.changed:
+            while shared.waiting_bytes > self._most_waiting_bytes and shared.queued and shared.failure is None:
+                interrupts.wait(shared.changed.wait)
+            shared.waiting_bytes += more_bytes
         self.raise_failure()
 
     @whole
     def let_go(self, nbytes: int) -> None:
         """Of what `hold_back` has counted. Any thread."""
-        with self._changed:
-            self._waiting_bytes -= nbytes
-            self._changed.notify_all()
+        with self._shared.changed:
+            self._shared.waiting_bytes -= nbytes
+            self._shared.changed.notify_all()
 
-    # -- in the thread -------------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        error = self._tried(self._begin)
-        with self._changed:
-            self._failure = self._failure or error
-        while (job := self._jobs.get()) is not None:
-            error = self._tried(job) if self._failure is None else None
-            del job
-            with self._changed:
-                self._failure = self._failure or error
-                self._queued -= 1
-                self._changed.notify_all()
+class _Shared:
+    """What the thread and the object have in common."""
 
-    def _tried(self, job: Job) -> BaseException | None:
-        try:
-            job()
-        except BaseException as error:
-            self._clean_up()
-            return error
-        return None
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue[tuple[Job, Job] | None] = queue.SimpleQueue()
+        self.changed = threading.Condition()
+        self.queued = 0
+        self.waiting_bytes = 0
+        self.failure: BaseException | None = None
+
+    def work(self, begin: Job) -> None:
+        error = tried(begin, lambda: None)
+        with self.changed:
+            self.failure = self.failure or error
+        while (entry := self.jobs.get()) is not None:
+            error = tried(*entry) if self.failure is None else None
+            del entry
+            with self.changed:
+                self.failure = self.failure or error
+                self.queued -= 1
+                self.changed.notify_all()
+            del error
+
+
+def tried(job: Job, clean_up: Job) -> BaseException | None:
+    try:
+        job()
+    except BaseException as error:
+        clean_up()
+        return error
+    return None

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import select
@@ -306,12 +307,21 @@ class _Dispatcher:
             self._epoll.register(fd, select.EPOLLIN | select.EPOLLET)
 
     @whole
-    def unwatch(self, fd: int) -> None:
+    def unwatch(self, fd: int, take: Callable[[], None]) -> None:
+        """Nothing where `fd` is another's by now."""
         with self._lock:
-            if self._sources.pop(fd, None) is not None and self._epoll is not None:
-                with contextlib.suppress(OSError):
-                    self._epoll.unregister(fd)
-                self._wake()
+            if self._sources.get(fd) is take:
+                del self._sources[fd]
+                if self._epoll is not None:
+                    with contextlib.suppress(OSError):
+                        self._epoll.unregister(fd)
+                    self._wake()
+
+    def unwatch_soon(self, fd: int, take: Callable[[], None]) -> None:
+        """The same, in the thread; without the lock, which whoever is collected may be in the middle of."""
+        if self._sources.get(fd) is take:  # so there is a thread
+            self._calls.append(functools.partial(self.unwatch, fd, take))
+            os.eventfd_write(self._wake_fd, 1)
 
     def _wake(self) -> None:
         if self._thread is None:
@@ -400,9 +410,14 @@ def watch(fd: int, take: Callable[[], None]) -> None:
     _dispatcher.watch(fd, take)
 
 
-def unwatch(fd: int) -> None:
-    """Before `fd` is closed."""
-    _dispatcher.unwatch(fd)
+def unwatch(fd: int, take: Callable[[], None]) -> None:
+    """Before `fd` is closed; `take` as for `watch`, the same object."""
+    _dispatcher.unwatch(fd, take)
+
+
+def unwatch_soon(fd: int, take: Callable[[], None]) -> None:
+    """For finalizers, which run at any place of any thread."""
+    _dispatcher.unwatch_soon(fd, take)
 
 
 def _begin_anew_in_child() -> None:

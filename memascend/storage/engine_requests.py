@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from typing import ClassVar
 
 from memascend.storage import completion as completions
 from memascend.storage import interrupts, leaving
@@ -84,9 +86,14 @@ class Transfer(Completion):
 
 
 class Requests:
-    """The transfers of one engine by number. Their outcomes come from whoever waits, or from the dispatcher."""
+    """The transfers of one engine by number. Their outcomes come from whoever waits, or from the dispatcher.
+
+    The dispatcher holds it as long as there are transfers under way, and no longer: an engine that is dropped without
+    `close` ends.
+    """
 
     _MANY = 1024  # outcomes that nobody has asked for are collected every so many submissions
+    _at_work: ClassVar[set[Requests]] = set()  # those that the dispatcher is going to take outcomes of
 
     def __init__(self, engine: StorageEngine) -> None:
         self.engine: StorageEngine | None = engine
@@ -105,6 +112,8 @@ class Requests:
             transfer._number = number = submit()
             self._live[number] = transfer
             self._submitted += 1
+            if self._fd >= 0:
+                self._at_work.add(self)
             collect = self._fd < 0 and self._submitted % self._MANY == 0
         if collect:
             self.take()
@@ -114,8 +123,12 @@ class Requests:
         """From now on the dispatcher takes what ends."""
         with self._lock:
             if self._fd < 0 and not self._closed:
-                self._fd = self.engine.completion_fd
-                completions.watch(self._fd, self.take)
+                self._fd, self._take = self.engine.completion_fd, _taking(self)
+                if self._live:
+                    self._at_work.add(self)
+                completions.watch(self._fd, self._take)
+                self._finalizer = weakref.finalize(self, completions.unwatch_soon, self._fd, self._take)
+                self._finalizer.atexit = False
 
     @whole
     def cancel(self, number: int) -> bool:
@@ -162,6 +175,8 @@ class Requests:
             if self._reporting - {threading.get_ident()}:
                 return False
             self._live.pop(number, None)
+            if not self._live:
+                self._at_work.discard(self)
             return True
 
     @whole
@@ -188,6 +203,8 @@ class Requests:
     def _ended(self, number: int, error: BaseException | None) -> None:
         with self._lock:
             transfer = self._live.pop(number, None)
+            if not self._live:
+                self._at_work.discard(self)
         # None: Ctrl-C came when it had been submitted, and whoever asked for it never got it.
         if transfer is not None and not self._left:
             transfer.end(error)
@@ -200,9 +217,7 @@ class Requests:
     def leave(self) -> None:
         """The engine stays as it is until the process ends, and nobody is told any more of what ends there."""
         self._left = self._closed = True  # without the lock: a call that holds it may hang
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            completions.unwatch(fd)
+        self._unwatch()
         if self.engine is not None:
             self.engine.leave()
 
@@ -213,10 +228,29 @@ class Requests:
             return
         with self._lock:
             self._closed = True
-            fd, self._fd = self._fd, -1
-        if fd >= 0:
-            completions.unwatch(fd)
+        self._unwatch()
         self.engine.end()
         self.take()
         self.engine.close()
         self.engine = None  # with its descriptor
+
+    def _unwatch(self) -> None:
+        fd, self._fd = self._fd, -1
+        self._at_work.discard(self)
+        if fd >= 0:
+            self._finalizer.detach()
+            completions.unwatch(fd, self._take)
+
+
+def _taking(requests: Requests) -> Callable[[], None]:
+    """Its `take`, for the dispatcher, which does not keep it alive."""
+    there = weakref.ref(requests)
+
+    def take() -> None:
+        if (requests := there()) is not None:
+            requests.take()
+
+    return take
+
+
+os.register_at_fork(after_in_child=Requests._at_work.clear)  # the parent's

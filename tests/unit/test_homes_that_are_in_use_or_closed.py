@@ -1,5 +1,8 @@
-"""A home that is closed, open already, or of another model, and a loss scaler: one line says what to do."""
+"""A home that is closed, dropped, open already, or of another model, and a loss scaler: one line says what to do."""
 
+import gc
+import os
+import threading
 import time
 
 import pytest
@@ -7,6 +10,7 @@ import torch
 
 from memascend.engine.blocks import NotStreamable
 from memascend.engine.home import NotThisModel
+from memascend.engine.options import EngineOptions
 from memascend.engine.streaming import streaming
 from memascend.ops.adamw import AdamW
 from tests.unit.test_streaming_engine import SETTINGS, batches, model
@@ -45,6 +49,56 @@ def test_a_folder_that_is_open_in_this_process_is_refused_at_once(tmp_path):
     assert loop(ours, optimizer, data) == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
     home.close()
     begin(model(), tmp_path / "run", resume=True)[0].remove()
+
+
+def held():
+    """How many descriptors and threads of homes this process has."""
+    gc.collect()
+    names = (os.readlink(entry) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry))
+    threads = sum(t.name == "memascend-updates" for t in threading.enumerate())
+    return sum("memascend" in name or "io_uring" in name for name in names) + threads
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"clip": 1.0},
+        {"accumulate": 2},
+        {"options": EngineOptions(swap="all", states=torch.int8, versions=1)},
+        {"options": EngineOptions(wait=True, arm="naive")},
+    ],
+    ids=["as it is", "clipping", "accumulating", "int8 with swapped activations", "naive and waiting"],
+)
+@pytest.mark.parametrize("at", ["after a step", "after backward"])
+def test_a_home_that_is_dropped_without_close_leaves_nothing_and_may_be_resumed_here(tmp_path, options, at):
+    """As a notebook's cell does that is run again, and a sweep over settings in a function."""
+    data = batches(4)
+
+    def cell(*, resume):
+        ours = model(dtype=torch.bfloat16)
+        home, optimizer = begin(ours, tmp_path / "run", resume=resume, **options)
+        if "accumulate" in options:
+            home.accumulate(lambda ids: ours(ids).backward(), data[:2])
+            optimizer.step()
+        else:
+            loop(ours, optimizer, data[:1])
+        if at == "after backward":
+            ours(data[2]).backward()
+        return home.steps
+
+    before = held()
+    assert cell(resume=False) == 1
+    deadline = time.monotonic() + 20
+    while held() > before and time.monotonic() < deadline:
+        time.sleep(0.01)  # nothing is let go while an update is at work, and threads end a moment later
+    assert held() <= before
+    gc.disable()
+    try:
+        assert cell(resume=True) == 2
+        assert cell(resume=True) == 3  # the one before is not collected yet
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

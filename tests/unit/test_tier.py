@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -622,3 +623,21 @@ def test_a_file_that_cannot_grow_asks_for_less_only_where_space_is_missing(error
             tier.write("a", torch.zeros(1 << 16))
         assert len(asked) == attempts
         assert asked == sorted(asked, reverse=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tier_that_is_dropped_without_close_ends_once_nothing_is_under_way(kind, tmp_path, faults):
+    """What is under way ends, its callbacks run, and then descriptors go; nobody has to hold the tier for that."""
+    before, told = len(os.listdir("/proc/self/fd")), threading.Event()
+    faults.add("write", delay_us=300_000, times=1)
+    made = KINDS[kind](tmp_path, faults)
+    written = made.write("a", tensor(1.0))
+    written.then(lambda _: told.set())
+    del made, written
+    gc.collect()
+    assert told.wait(MAX_S)
+    deadline = time.monotonic() + MAX_S
+    while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) <= before
