@@ -1,0 +1,49 @@
+"""Twins foretell the host peaks of full models: the program that compares them, and its committed records."""
+
+import json
+
+import pytest
+
+from workflows import registry
+from workflows.run import full_size
+
+FOLDER = registry.ROOT / "results/reference/epyc-genoa-2core"
+
+
+def record(name):
+    return json.loads((FOLDER / name).read_text())
+
+
+def test_what_was_foretold_stands_beside_what_came(tmp_path):
+    points = [{"case": "a:b:m", "k": 8, "full_bytes": 100}, {"case": "a:b:m", "k": 16, "full_bytes": 90}]
+    foretold = full_size.summary(points, {})
+    assert foretold == {"a:b:m": {"full_bytes": {"8": 100, "16": 90}}}
+    found = full_size.summary([{"case": "a:b:m", "k": 1, "full_bytes": 99}], foretold)
+    assert found["a:b:m"] == {"full_bytes": {"1": 99}, "foretold_bytes": 100, "of_the_foretold": 0.99}
+    assert "foretold_bytes" not in full_size.summary([{"case": "a:b:n", "k": 1, "full_bytes": 9}], foretold)["a:b:n"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--cases", "lohan"], "'lohan' is no case; write system:arm:model"),
+        (["--foretold", "nowhere.json"], "there is no record nowhere.json"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(tmp_path, capsys, more, said):
+    with pytest.raises(SystemExit):
+        full_size.parse(["--ks", "8", "--out", str(tmp_path / "out.json"), *more])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+def test_small_twins_of_two_kinds_foretell_their_like(tmp_path):
+    words = ["--cases", "zero_infinity:as_published:llama3.2-1b", "lohan:optimized:llama3.2-1b"]
+    words += ["--folder", str(tmp_path / "nvme"), "--out", str(tmp_path / "out.json")]
+    assert full_size.main([*words, "--ks", "32", "16"]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())["summary"]
+    for each in found.values():
+        coarse, fine = (each["full_bytes"][k] for k in ("32", "16"))
+        assert 0.8 < coarse / fine < 1.6  # what does not scale weighs more in the smaller one
+    assert not list((tmp_path / "nvme").iterdir())

@@ -1,0 +1,138 @@
+"""Host peaks of twins, and of the models themselves beside what their twins foretell.
+
+usage: python -m workflows.run.full_size --ks 16 8 4 --out foretold.json
+       python -m workflows.run.full_size --ks 1 --foretold foretold.json --out full-size.json
+
+A case is system:arm:model. DeepSpeed's systems are run by `workflows.run.training`, which tells the part of a GPU
+apart: their figure is the host's peak less the process before it has a model. LoHan is run by `memascend train`, where
+the ledger's buffers are compared: its process also holds what a GPU would. Sequences are the tokens of the full model
+divided by k, so that everything scales by 1/k². The foretold value is the one of k = 8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from workflows import staleness
+from workflows.run import children, provenance
+
+CASES = (
+    "zero_infinity:as_published:llama3.2-1b",
+    "memascend:memascend:llama3.2-1b",
+    "memascend:memascend:llama3.2-3b",
+    "lohan:optimized:llama3.2-1b",
+    "lohan:optimized:llama3.2-3b",
+)
+FORETELLS = 8
+_TOKENS = 128  # of the full model
+_STEPS = 3
+_GIB = 1 << 30
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--cases", nargs="+", default=list(CASES), metavar="SYSTEM:ARM:MODEL")
+    p.add_argument("--ks", nargs="+", type=int, required=True, help="divisors of the models, powers of two; 1: none")
+    p.add_argument("--foretold", type=Path, help="a record of this program, with k = 8")
+    p.add_argument("--folder", type=Path, default=Path(os.environ.get("MEMASCEND_NVME", "nvme")), help="on the drive")
+    p.add_argument("--time-limit", type=float, default=1800, help="seconds of a run (default 1800)")
+    p.add_argument("--run-id", default="")
+    p.add_argument("--out", type=Path, required=True, help="the record")
+    args = p.parse_args(argv)
+    if bad := [case for case in args.cases if case.count(":") != 2]:
+        p.error(f"--cases: {bad[0]!r} is no case; write system:arm:model, such as {CASES[0]}")
+    if args.foretold is not None and not args.foretold.is_file():
+        p.error(f"--foretold: there is no record {args.foretold}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    foretold = json.loads(args.foretold.read_text())["summary"] if args.foretold else {}
+    points = []
+    for case in args.cases:
+        for k in args.ks:
+            points.append(measured(case, k, args))
+            print(f"{case} k = {k}: {_gib(points[-1]['full_bytes'])}", flush=True)
+    asked = {name: getattr(args, name) for name in ("cases", "ks", "time_limit")}
+    fields = {"points_requested": asked, "points": points, "summary": summary(points, foretold)}
+    code = staleness.digest("workflows.run.full_size", models=None)
+    record = provenance.write_record(args.out, args.run_id or args.out.stem, "full_size", code, fields)
+    print(json.dumps(record["summary"], indent=1))
+    return 0
+
+
+def measured(case: str, k: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One run; `full_bytes` is what it says of the full model."""
+    system, arm, model = case.split(":")
+    run = _trained if system == "lohan" else _under_deepspeed
+    with children.scratch_folder(args.folder) as place:
+        found = run(system, arm, model, k, place, args.time_limit)
+    return {"case": case, "k": k, **found, "full_bytes": found["host_bytes"] * k * k}
+
+
+def _under_deepspeed(system: str, arm: str, model: str, k: int, place: Path, limit: float) -> dict[str, Any]:
+    out = place / "run.json"
+    command = [sys.executable, "-m", "workflows.run.training", "--run-id", "run", "--out", str(out)]
+    command += ["--system", system, "--arm", arm, "--model", model, "--k", str(k), "--dtype", "bf16"]
+    command += ["--sequence", str(_TOKENS // k), "--steps", str(_STEPS), "--time-limit", str(limit)]
+    _run([*command, "--nvme", str(place / "swap")])
+    record = json.loads(out.read_text())
+    if record["status"] != "ok":
+        raise ValueError(f"{system} {arm} on {model}, k = {k}, ended as {record['status']}, not ok")
+    memory = record["memory"]
+    names = ("baseline_bytes", "raw_peak_bytes", "device_peak_bytes", "ledger_peak_bytes")
+    return {"host_bytes": memory["host_peak_net_bytes"], **{name: memory[name] for name in names}}
+
+
+def _trained(system: str, arm: str, model: str, k: int, place: Path, limit: float) -> dict[str, Any]:
+    folder, text = place / "run", place / "text"
+    text.mkdir()
+    for name in ("argparse.py", "inspect.py", "typing.py"):
+        (text / name).write_text((Path(os.__file__).parent / name).read_text())
+    command = [sys.executable, "-m", "memascend.cli", "train", "--output", str(folder), "--model", model]
+    command += [] if k == 1 else ["--twin", str(k)]
+    command += ["--system", system, "--arm", arm, "--dtype", "bf16", "--context", str(_TOKENS // k)]
+    command += ["--steps", str(_STEPS), "--checkpoints", "none", "--save-every", "0", "--eval-sequences", "0"]
+    _run([*command, "--data", str(text), "--files", "*.py", "--nvme", str(place / "swap")], limit)
+    report = json.loads((folder / "report.json").read_text())
+    memory = report["memory"]
+    names = ("idle_bytes", "host_peak_bytes")
+    return {
+        "host_bytes": sum(row["reserved_bytes"] for row in report["ledger"]),
+        **{name: memory[name] for name in names},
+        "ledger": {row["owner"]: row["reserved_bytes"] for row in report["ledger"]},
+    }
+
+
+def _run(command: list[str], limit: float | None = None) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
+    if done.returncode != 0:
+        raise ValueError(f"{' '.join(command[2:4])} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+
+
+def summary(points: list[dict[str, Any]], foretold: dict[str, Any]) -> dict[str, Any]:
+    """By case: bytes of the full model by k, and those of k = 1 over what was foretold of them."""
+    found: dict[str, Any] = {}
+    for point in points:
+        found.setdefault(point["case"], {"full_bytes": {}})["full_bytes"][str(point["k"])] = point["full_bytes"]
+    for case, each in found.items():
+        theirs = foretold.get(case, {}).get("full_bytes", {}).get(str(FORETELLS))
+        if theirs is not None and "1" in each["full_bytes"]:
+            each |= {"foretold_bytes": theirs, "of_the_foretold": each["full_bytes"]["1"] / theirs}
+    return found
+
+
+def _gib(size: float) -> str:
+    return f"{size / _GIB:.2f} GiB"
+
+
+if __name__ == "__main__":
+    sys.exit(provenance.program("full_size", main))
