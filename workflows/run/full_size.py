@@ -98,7 +98,7 @@ def _trained(system: str, arm: str, model: str, k: int, place: Path, limit: floa
     for name in ("argparse.py", "inspect.py", "typing.py"):
         (text / name).write_text((Path(os.__file__).parent / name).read_text())
     command = [sys.executable, "-m", "memascend.cli", "train", "--output", str(folder), "--model", model]
-    command += [] if k == 1 else ["--twin", str(k)]
+    command += ["--random-weights"] if k == 1 else ["--twin", str(k)]
     command += ["--system", system, "--arm", arm, "--dtype", "bf16", "--context", str(_TOKENS // k)]
     command += ["--steps", str(_STEPS), "--checkpoints", "none", "--save-every", "0", "--eval-sequences", "0"]
     _run([*command, "--data", str(text), "--files", "*.py", "--nvme", str(place / "swap")], limit)
