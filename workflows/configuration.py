@@ -351,6 +351,14 @@ class Configuration:
         folders = (Path("workflows/derive/site", name) for name in ("assets", "templates"))
         return [str(path) for folder in folders for path in sorted(folder.iterdir())]
 
+    @property
+    def against(self) -> list[str]:
+        """The other claims.csv that the report compares with, if one is named."""
+        named = self.config.get("against")
+        if named and not Path(named).is_file():
+            stop(f"config: against: {named} is no file; name a claims.csv, as results/reference/<host>/claims.csv")
+        return [named] if named else []
+
     def reference_of(self, exhibit: str) -> list[str]:
         """Committed records of named machines that may have rows of an exhibit; or all that do not say."""
         if not self.is_measured(exhibit):

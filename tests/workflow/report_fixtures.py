@@ -8,10 +8,22 @@ from pathlib import Path
 
 from workflows import registry
 from workflows.derive import claims, report
-from workflows.derive.site import content
+from workflows.derive.site import against, content
 
 REGISTRY = registry.exhibits()
 BUILT = [entry["id"] for entry in REGISTRY if entry["status"] == "built"]
+# Files that are no claims.csv, and what is said of each, in the terminal and on the page.
+HEAD, ROW = ",".join(against.COLUMNS), "x-fig01-a,measured,deviates,2.5,1 GiB,GiB"
+BAD_SETS = {
+    "": "no claims.csv: column 'claim_id' is missing",
+    "claim_id,lane,value\nx,measured,1\n": "no claims.csv: column 'verdict' is missing",
+    HEAD: "a claims.csv without a claim",
+    f"{HEAD}\n{ROW.replace('measured', 'guessed')}": "claim 1: unknown lane 'guessed'; lanes are modelled, measured",
+    f"{HEAD}\n{ROW.replace('deviates', 'fine')}": "claim 1: unknown verdict 'fine'; verdicts are reproduced, deviates",
+    f"{HEAD}\n{ROW.replace('2.5', 'many')}": "claim 1: value 'many' is no number",
+    f"{HEAD}\n{ROW.replace('x-fig01-a', '')}": "claim 1: it has no id",
+    f"{HEAD}\n{ROW}\n{ROW}\n": "claim 2: x-fig01-a stands twice in lane measured",
+}
 VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
 ENDS = ("svg", "pdf", "png", "csv")
 
@@ -62,9 +74,9 @@ class Page(HTMLParser):
         return [target for tag, attribute in pairs for target in self.of(tag, attribute)]
 
 
-def write(folder: Path, raw: Path) -> None:
-    """Write the report of a folder that `filled` made."""
-    site = content.gather(folder / "claims.csv", folder / "figures", folder / "runs", "smoke")
+def write(folder: Path, raw: Path, other: Path | None = None) -> None:
+    """Write the report of a folder that `filled` made, beside another claims.csv if one is given."""
+    site = content.gather(folder / "claims.csv", folder / "figures", folder / "runs", "smoke", other)
     report.write(site, folder / "figures", raw)
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
-from report_fixtures import BUILT, ENDS, REGISTRY, Page, write
+from report_fixtures import BAD_SETS, BUILT, ENDS, REGISTRY, ROW, Page, write
 
 from workflows import registry, tidy
 from workflows.derive import claims
-from workflows.derive.site import content, judged
+from workflows.derive.site import against, content, judged
 from workflows.derive.site.templates import HERE, slug
 
 
@@ -254,6 +254,39 @@ def test_an_exhibit_that_is_not_drawn_and_a_record_that_is_gone_are_named(
     (copy / "figures/memascend-fig01.md").unlink()
     with pytest.raises(tidy.TableError, match="memascend-fig01 is not drawn yet"):
         write(copy, smoke / "raw")
+
+
+def test_another_set_is_embedded_whole_and_cannot_end_its_script(tmp_path: Path) -> None:
+    line = dict(zip(against.COLUMNS, ROW.split(","), strict=True)) | {"expected": '1 GiB</script><b> "or", more'}
+    tidy.write_table([line], tmp_path / "before/claims.csv", list(line))
+    text = against.embedded(tmp_path / "before/claims.csv")
+    assert "<" not in text
+    assert json.loads(text) == {"name": "before/claims.csv", "lines": [line]}
+
+
+@pytest.mark.parametrize(("text", "said"), BAD_SETS.items())
+def test_what_is_no_set_of_claims_ends_with_a_line_that_names_it(tmp_path: Path, text: str, said: str) -> None:
+    (path := tmp_path / "claims.csv").write_text(text)
+    with pytest.raises(tidy.TableError) as caught:
+        against.read(path)
+    assert str(caught.value).startswith(f"{path}: {said}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_set_that_is_not_there_or_no_text_ends_with_a_line_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "figure.png").write_bytes(b"\x89PNG\xff\xfe")
+    for name, said in (
+        ("none.csv", "cannot be read: No such file"),
+        ("figure.png", "no claims.csv: it is not a table"),
+    ):
+        with pytest.raises(tidy.TableError, match=f"{name}: {said}"):
+            against.read(tmp_path / name)
+
+
+def test_the_committed_sets_of_claims_can_be_compared_with() -> None:
+    found = sorted((registry.ROOT / "results/reference").glob("*/claims.csv"))
+    assert found
+    assert all(against.read(path) for path in found)
 
 
 def luminance(colour: str) -> float:

@@ -1,7 +1,8 @@
-"""The report in a real browser: filters, search, sorting, and nothing wider than the screen."""
+"""The report in a real browser: filters, search, sorting, another set of results, and nothing wider than the screen."""
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import shutil
@@ -9,8 +10,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from report_fixtures import BUILT, Page
+from report_fixtures import BAD_SETS, BUILT, HEAD, ROW, Page, write
 
+from workflows import tidy
 from workflows.derive import claims
 
 
@@ -64,6 +66,111 @@ def test_search_finds_words_and_sorting_puts_the_farthest_first(report_folder: P
     assert keys == sorted(keys, reverse=True)
     assert keys[0] > keys[-1] == -1
     assert said == ""
+
+
+# Chooses one file after the other in the page's file input, and notes what the page says of each; the last one stays.
+CHOOSE = """addEventListener("load", async () => {
+  const input = document.getElementById("compare-file"), said = [document.getElementById("shown").value];
+  for (const text of %s) {
+    const chosen = new DataTransfer();
+    chosen.items.add(new File([text], "there.csv"));
+    input.files = chosen.files;
+    input.dispatchEvent(new Event("change"));
+    while (input.files.length) await new Promise((done) => setTimeout(done, 1)); // until it has been read
+    said.push(document.getElementById("compare-error").textContent);
+  }
+  const list = document.createElement("script");
+  list.type = "application/json";
+  list.id = "said";
+  list.textContent = JSON.stringify(said);
+  document.body.append(list);
+});"""
+
+
+@pytest.fixture(scope="module")
+def sets(report_folder: Path) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """The lines of claims.csv, and those of another set: a verdict and a value changed, some missing, one more."""
+    with (report_folder / "claims.csv").open(newline="") as file:
+        here = list(csv.DictReader(file))
+    there = [dict(line) for line in here if line["lane"] == "measured"]
+    decided = [
+        line for line in there if line["value"] and float(line["value"]) > 1 and not line["unit"].startswith("%")
+    ]
+    decided[0] |= {"verdict": other(decided[0]["verdict"]), "value": str(float(decided[0]["value"]) / 2)}
+    decided[1]["value"] = str(float(decided[1]["value"]) * 2)
+    return here, [*there, decided[0] | {"claim_id": "memascend-fig99-gone", "sentence": 'Of "old", and\nmore.'}]
+
+
+def other(verdict: str) -> str:
+    return claims.DEVIATES if verdict == claims.REPRODUCED else claims.REPRODUCED
+
+
+def compared(page: Page) -> dict[str, list[str]]:
+    """State of a row beside the other set -> anchors."""
+    found: dict[str, list[str]] = {}
+    for anchor, (given, _) in page.rows.items():
+        found.setdefault(given.get("data-compare", ""), []).append(anchor)
+    return found
+
+
+def expect_compared(page: Page, here: list[dict[str, str]], there: list[dict[str, str]]) -> None:
+    """Every claim beside the other set, and the counts of that at the head of the page."""
+    before = {(line["claim_id"], line["lane"]): line for line in there}
+    wanted: dict[str, list[str]] = {}
+    for line in here:
+        found = before.get((line["claim_id"], line["lane"]))
+        same = found and (found["verdict"], found["value"]) == (line["verdict"], line["value"])
+        state = "the same" if same else "same verdict, another value" if found else "only here"
+        state = "verdict changed" if found and found["verdict"] != line["verdict"] else state
+        wanted.setdefault(state, []).append(f"{line['claim_id']}.{line['lane']}")
+    states = ("verdict changed", "same verdict, another value", "the same", "only here")
+    assert {state: len(wanted[state]) for state in states[:2]} == dict.fromkeys(states[:2], 1)
+    assert {state: sorted(ids) for state, ids in compared(page).items()} == {k: sorted(v) for k, v in wanted.items()}
+    assert all(f"{len(wanted[state])} {state}" in page.text for state in states)
+    assert "1 only there" in page.text
+    assert "memascend-fig99-gone, measured: " in page.text
+    (changed,), (moved,) = (wanted[state] for state in states[:2])
+    given, text = page.rows[changed]
+    assert f"1 {other(given['data-verdict'])} → {given['data-verdict']}" in page.text
+    assert "+100 %" in text  # there is half of here
+    assert "−50 %" in page.rows[moved][1]
+
+
+def test_a_chosen_set_stands_beside_the_claims_and_a_bad_one_is_named(
+    report_folder: Path, sets: tuple[list[dict[str, str]], list[dict[str, str]]], tmp_path: Path
+) -> None:
+    here, there = sets
+    shutil.copytree(report_folder / "figures", copy := tmp_path / "figures", ignore=shutil.ignore_patterns("exhibits"))
+    tidy.write_table(there, tmp_path / "there.csv", list(there[0]))
+    files = [*BAD_SETS, f"{HEAD}\n{ROW}", f'{HEAD}\n"{ROW}', (tmp_path / "there.csv").read_text()]
+    (copy / "choose.js").write_text(CHOOSE % json.dumps(files))
+    text = (copy / "claims.html").read_text().replace("</body>", '<script src="choose.js"></script></body>')
+    (copy / "claims.html").write_text(text)
+    page, console = in_a_browser(f"{(copy / 'claims.html').as_uri()}#compare=verdict+changed", tmp_path)
+    said = json.loads(re.search(r'id="said">(.*?)</script>', (tmp_path / "dom.html").read_text(), re.DOTALL)[1])
+    assert said.pop(0) == f"{len(here)} of {len(here)} verdicts"  # the address asks for changes beside no set
+    wanted = [*BAD_SETS.values(), "none of its claims is on this page", "no claims.csv: a quote is not closed"]
+    assert [line.startswith(f"there.csv: {words}") for line, words in zip(said[:-1], wanted, strict=True)] == [
+        True for _ in wanted
+    ], said
+    assert said[-1] == ""
+    expect_compared(page, here, there)
+    assert console == ""
+
+
+def test_a_report_made_beside_another_set_opens_with_it_and_filters_what_changed(
+    report_folder: Path, smoke: Path, sets: tuple[list[dict[str, str]], list[dict[str, str]]], tmp_path: Path
+) -> None:
+    here, there = sets
+    shutil.copytree(report_folder, copy := tmp_path / "copy")
+    tidy.write_table(there, tmp_path / "before/claims.csv", list(there[0]))
+    write(copy, smoke / "raw", tmp_path / "before/claims.csv")
+    page, console = in_a_browser(f"{(copy / 'figures/claims.html').as_uri()}#compare=verdict+changed", tmp_path)
+    expect_compared(page, here, there)
+    assert "Compared with before/claims.csv" in page.text
+    shown = [anchor for anchor, (given, _) in page.rows.items() if "hidden" not in given]
+    assert shown == compared(page)["verdict changed"]
+    assert console == ""
 
 
 # Loads each page in a frame of that width, and notes how much wider than the frame it is.

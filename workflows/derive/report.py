@@ -1,7 +1,7 @@
 """Write the report: one folder of plain HTML that a browser opens from disk, beside the pictures that it shows.
 
-index.html (papers and exhibits), exhibits/<id>.html, claims.html, errata.html, site.css, site.js, and records/ with a
-copy of every record that an exhibit was drawn from.
+index.html (papers and exhibits), exhibits/<id>.html, claims.html, errata.html, style sheet, scripts, and records/ with
+a copy of every record that an exhibit was drawn from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from workflows.derive.site import pages
 from workflows.derive.site.content import Site, gather
 from workflows.derive.site.templates import HERE
 
-ASSETS = ("site.css", "site.js")
+ASSETS = ("site.css", "site.js", "compare.js")
 
 
 def write(site: Site, figures: Path, records: Path) -> None:
@@ -52,9 +52,11 @@ def main() -> None:
     parser.add_argument("--records", type=Path, required=True, help="folder of the runs' records")
     parser.add_argument("--profile", required=True, help="name of the list of runs that was measured")
     parser.add_argument("--figures", type=Path, required=True, help="folder of the drawn exhibits, and of the report")
+    parser.add_argument("--against", type=Path, help="another claims.csv, which the claims page compares with")
     args = parser.parse_args()
     try:
-        write(gather(args.claims, args.figures, args.runs, args.profile), args.figures, args.records)
+        site = gather(args.claims, args.figures, args.runs, args.profile, args.against)
+        write(site, args.figures, args.records)
     except (tidy.TableError, ValueError, OSError) as error:
         tidy.fail(error)
 

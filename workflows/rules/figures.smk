@@ -73,11 +73,14 @@ rule report_pages:
         runs=expand(f"{DERIVED}/runs/{{exhibit}}.csv", exhibit=KNOWN.with_table),
         records=KNOWN.all_records(KNOWN.built),
         claims=f"{DERIVED}/claims.csv",
+        against=KNOWN.against,
         said=KNOWN.said("exhibits.yaml", "claims.yaml", "errata.yaml", "paper.yaml"),
         site=KNOWN.site_sources,
     output:
         pages=expand(f"{FIGURES}/{{page}}.html", page=("index", "claims", "errata")),
-        assets=multiext(f"{FIGURES}/site", ".css", ".js"),
+        assets=expand(
+            f"{FIGURES}/{{asset}}", asset=("site.css", "site.js", "compare.js")
+        ),
         exhibits=directory(f"{FIGURES}/exhibits"),
         records=directory(f"{FIGURES}/records"),
     log:
@@ -89,7 +92,8 @@ rule report_pages:
         runs=lambda w, input: os.path.dirname(input.runs[0]),
         raw=lambda w, input: os.path.dirname(input.records[0]),
         profile=KNOWN.config["profile"],
+        against=lambda w, input: (f"--against {input.against}" if input.against else ""),
         code=KNOWN.code("workflows.derive.report"),
     shell:
         "python -IS workflows/derive/ask.py report --claims {input.claims} --runs {params.runs} --records {params.raw}"
-        " --profile {params.profile} --figures {params.figures} > {log} 2>&1"
+        " --profile {params.profile} --figures {params.figures} {params.against} > {log} 2>&1"

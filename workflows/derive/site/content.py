@@ -15,6 +15,7 @@ from workflows import registry, tidy
 from workflows.derive.claims import LANES, read_verdicts
 from workflows.derive.errata import errata_of
 from workflows.derive.site import judged
+from workflows.derive.site.against import embedded
 from workflows.derive.site.judged import Judged
 from workflows.derive.site.templates import markdown, opening
 
@@ -76,6 +77,7 @@ class Site:
     papers: list[Paper]
     profile: str
     coarse: str
+    against: Markup | None = None  # another claims.csv, as JSON
 
     @property
     def exhibits(self) -> list[Exhibit]:
@@ -86,9 +88,10 @@ class Site:
         return [each for paper in self.papers for each in paper.claims]
 
 
-def gather(claims: Path, figures: Path, runs: Path, profile: str) -> Site:
-    """Return the site of `claims` (claims.csv), `figures` (folder of the captions) and `runs` (folder of their lists).
-    TableError where an exhibit that is built is not drawn."""
+def gather(claims: Path, figures: Path, runs: Path, profile: str, against: Path | None = None) -> Site:
+    """Return the site of `claims` (claims.csv), `figures` (folder of the captions) and `runs` (folder of their lists);
+    `against` is another claims.csv to compare with. TableError where an exhibit that is built is not drawn."""
+    compared = against and embedded(against)
     verdicts = read_verdicts(claims)
     decided = defaultdict(list)
     for each in judged.all_of(verdicts):
@@ -101,7 +104,7 @@ def gather(claims: Path, figures: Path, runs: Path, profile: str) -> Site:
         errata = (errata_of(paper) or {"errata": []})["errata"]
         drawn = [exhibit(entry, figures, runs, decided[entry["id"]], errata) for entry in entries]
         papers.append(Paper(paper, name, about, drawn, errata))
-    return Site(papers, profile, judged.coarse_twins(verdicts))
+    return Site(papers, profile, judged.coarse_twins(verdicts), compared)
 
 
 def exhibit(

@@ -46,7 +46,14 @@ def claims(site: Site) -> str:
     exhibits = {each.id: each for each in site.exhibits}
     choices = {"paper": registry.PAPERS, "lane": LANES, "verdict": judged.VERDICTS, "basis": judged.BASES}
     return render(
-        "claims", "Claims", **common("claims.html"), site=site, lanes=lanes, exhibits=exhibits, choices=choices
+        "claims",
+        "Claims",
+        **common("claims.html"),
+        site=site,
+        lanes=lanes,
+        exhibits=exhibits,
+        choices=choices,
+        against=site.against,
     )
 
 

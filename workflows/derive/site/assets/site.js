@@ -1,8 +1,8 @@
-// Filters, search and sorting of the claims page. Their state is the URL's hash, as #paper=cxl&verdict=deviates&sort=distance;
+// Filters, search and sorting of the claims page, also of what compare.js adds to it. Their state is the URL's hash, as #paper=cxl&verdict=deviates&sort=distance;
 // a hash without "=" names a claim. Every other page works without this file.
 "use strict";
 
-const FILTERS = ["paper", "lane", "verdict", "basis"];
+const FILTERS = ["paper", "lane", "verdict", "basis", "compare"];
 const WAIT_MS = 150; // after the last key, before the search
 
 function start(form) {
@@ -39,7 +39,7 @@ function start(form) {
   const order = (by) => {
     if (by === ordered) return;
     ordered = by;
-    const key = ({ row }) => (row.dataset[by] === "" ? -1 : row.dataset[by] === "inf" ? Infinity : Number(row.dataset[by]));
+    const key = ({ row }) => (!row.dataset[by] ? -1 : row.dataset[by] === "inf" ? Infinity : Number(row.dataset[by]));
     const compare = (a, b) => (by && key(a) !== key(b) ? (key(a) < key(b) ? 1 : -1) : a.place - b.place);
     body.append(...[...rows].sort(compare).map(({ row }) => row));
   };
@@ -54,7 +54,10 @@ function start(form) {
     const hash = location.hash.slice(1);
     const names = hash.includes("=") ? new URLSearchParams(hash) : new URLSearchParams();
     for (const name of [...FILTERS, "sort", "q"]) form.elements[name].value = names.get(name) ?? "";
-    for (const name of [...FILTERS, "sort"]) if (form.elements[name].selectedIndex < 0) form.elements[name].value = "";
+    for (const name of [...FILTERS, "sort"]) {
+      const list = form.elements[name], chosen = list.selectedOptions[0]; // none that is not offered, as of no other set
+      if (!chosen || chosen.hidden || list.closest("label").hidden) list.value = "";
+    }
     apply();
     if (hash && !hash.includes("=")) document.getElementById(decodeURIComponent(hash))?.scrollIntoView({ block: "center" });
   };
@@ -66,6 +69,10 @@ function start(form) {
   });
   form.addEventListener("reset", () => setTimeout(remember, 0));
   form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("compared", () => {
+    ordered = null;
+    remember();
+  });
   addEventListener("hashchange", read);
   read();
 }
