@@ -5,7 +5,7 @@ import json
 import pytest
 
 from workflows import registry
-from workflows.run import full_size
+from workflows.run import full_size, training
 
 FOLDER = registry.ROOT / "results/reference/epyc-genoa-2core"
 
@@ -34,6 +34,18 @@ def test_what_cannot_be_run_is_refused_in_one_line(tmp_path, capsys, more, said)
     with pytest.raises(SystemExit):
         full_size.parse(["--ks", "8", "--out", str(tmp_path / "out.json"), *more])
     assert said in capsys.readouterr().err
+
+
+def test_a_run_that_had_no_room_says_what_for(tmp_path, monkeypatch, capsys):
+    reason = "pinned buffer 'flat': 8192 MiB is more than the 4000 MiB of RAM that is free now"
+    outcome = {"status": "oom", "results": [{"status": "oom", "reason": reason}], "samples": [], "wall_s": 1.0}
+    monkeypatch.setattr(training, "_train", lambda *_: outcome)
+    words = ["--run-id", "r", "--system", "zero_infinity", "--arm", "as_published", "--model", "llama3.2-1b"]
+    words += ["--k", "32", "--dtype", "bf16", "--nvme", str(tmp_path / "nvme"), "--out", str(tmp_path / "r.json")]
+    assert training.main(words) == 0
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert (record["status"], record["reason"]) == ("oom", reason)
+    assert reason in capsys.readouterr().out
 
 
 @pytest.mark.slow

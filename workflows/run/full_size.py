@@ -60,7 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     for case in args.cases:
         for k in args.ks:
             points.append(measured(case, k, args))
-            print(f"{case} k = {k}: {_gib(points[-1]['full_bytes'])}", flush=True)
+            said = points[-1].get("reason") or f"{points[-1]['full_bytes'] / _GIB:.2f} GiB"
+            print(f"{case} k = {k}: {said}", flush=True)
     asked = {name: getattr(args, name) for name in ("cases", "ks", "time_limit")}
     fields = {"points_requested": asked, "points": points, "summary": summary(points, foretold)}
     code = staleness.digest("workflows.run.full_size", models=None)
@@ -70,12 +71,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measured(case: str, k: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One run; `full_bytes` is what it says of the full model."""
+    """One run; `full_bytes` is what it says of the full model. `reason`: why it has none."""
     system, arm, model = case.split(":")
     run = _trained if system == "lohan" else _under_deepspeed
     with children.scratch_folder(args.folder) as place:
         found = run(system, arm, model, k, place, args.time_limit)
-    return {"case": case, "k": k, **found, "full_bytes": found["host_bytes"] * k * k}
+    full = None if found["host_bytes"] is None else found["host_bytes"] * k * k
+    return {"case": case, "k": k, **found, "full_bytes": full}
 
 
 def _under_deepspeed(system: str, arm: str, model: str, k: int, place: Path, limit: float) -> dict[str, Any]:
@@ -86,7 +88,7 @@ def _under_deepspeed(system: str, arm: str, model: str, k: int, place: Path, lim
     _run([*command, "--nvme", str(place / "swap")])
     record = json.loads(out.read_text())
     if record["status"] != "ok":
-        raise ValueError(f"{system} {arm} on {model}, k = {k}, ended as {record['status']}, not ok")
+        return {"host_bytes": None, "reason": f"{record['status']}: {record.get('reason', 'killed, or out of time')}"}
     memory = record["memory"]
     names = ("baseline_bytes", "raw_peak_bytes", "device_peak_bytes", "ledger_peak_bytes")
     return {"host_bytes": memory["host_peak_net_bytes"], **{name: memory[name] for name in names}}
@@ -125,13 +127,9 @@ def summary(points: list[dict[str, Any]], foretold: dict[str, Any]) -> dict[str,
         found.setdefault(point["case"], {"full_bytes": {}})["full_bytes"][str(point["k"])] = point["full_bytes"]
     for case, each in found.items():
         theirs = foretold.get(case, {}).get("full_bytes", {}).get(str(FORETELLS))
-        if theirs is not None and "1" in each["full_bytes"]:
+        if theirs is not None and each["full_bytes"].get("1") is not None:
             each |= {"foretold_bytes": theirs, "of_the_foretold": each["full_bytes"]["1"] / theirs}
     return found
-
-
-def _gib(size: float) -> str:
-    return f"{size / _GIB:.2f} GiB"
 
 
 if __name__ == "__main__":

@@ -117,8 +117,11 @@ def run(args: argparse.Namespace) -> int:
         return 1
     _write_trace(args.out, outcome)
     record = _record(args, twin, system, config, outcome)
+    if record["status"] != "ok":
+        print(f"{args.run_id}: {record['status']}: {record.get('reason', 'killed, or out of time')}")
+        return 0
     print(
-        f"{args.run_id}: {record['status']}  loss {record.get('losses', [None])[-1]}  host peak net "
+        f"{args.run_id}: {record['status']}  loss {record['losses'][-1]}  host peak net "
         f"{record.get('memory', {}).get('host_peak_net_bytes', 0) / MIB:.1f} MiB"
     )
     return 0
@@ -290,6 +293,8 @@ def _record(
     }
     if outcome["status"] == "ok":
         fields |= _results(args, outcome)
+    elif reasons := [result["reason"] for result in outcome["results"] if "reason" in result]:
+        fields["reason"] = reasons[0]
     code = staleness.digest("workflows.run.training", [args.system], [args.model])
     return provenance.write_record(args.out, args.run_id, "training", code, fields)
 
