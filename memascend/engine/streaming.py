@@ -152,7 +152,8 @@ class streaming:
             kind: torch.optim.AdamW or Adam (without decay).
             params: what torch takes (default: all that train).
             accumulate: backward passes in a step; one more is refused.
-            clip: the largest norm of all gradients.
+            clip: the largest norm of all gradients. It may differ in the last digit from the one that torch's
+                clip_grad_norm_ finds in memory.
             wait: torch.nn.utils.clip_grad_norm_ is called in the loop, or norms of gradients are looked at. With any of
                 these three, gradients wait on the SSD for one more pass; without, `parameter.grad` raises.
             implicit_step: the loop has no `optimizer.step()` (LoHan, Fig. 4b); each forward pass completes the step

@@ -250,7 +250,9 @@ class Worker:
         if self.step and self._after_step(False):  # of a step that was kept, what a kill or a stop cut off
             return STOPPED
         while self.step < self.steps:
-            if self._after_step(self._one_step()):
+            stop = self._one_step()
+            self._keep()  # before what may take long
+            if self._after_step(stop):
                 return STOPPED
         assert self.saved == self.step
         return FINISHED
@@ -262,7 +264,6 @@ class Worker:
             stop = self._evaluate()
         if self.step > self.saved and (stop or self._is_due(config.save_every, last)):
             self._save()
-        self._keep()
         return stop and not last
 
     def _is_due(self, every: int, last: bool) -> bool:

@@ -94,8 +94,9 @@ class Backend(Protocol):
         its facts: loss, learning_rate and loss_scale."""
 
     def keep(self, facts: dict[str, Any]) -> None:
-        """All that belongs to the step that was made has been done: from here on a run that is killed may go on after
-        it. `facts` (JSON, with `step`) are for `go_on`. A backend that keeps nothing does nothing."""
+        """The step that was made has its row in the metrics: from here on a run that is killed may go on after it, and
+        makes the evaluation and the checkpoint that are due then. `facts` (JSON, with `step`) are for `go_on`. A
+        backend that keeps nothing does nothing."""
 
     def remark(self) -> str | None:
         """What else is worth saying of the last step, in a few words beside its line; None: nothing."""
