@@ -1,6 +1,8 @@
 """Twins foretell the host peaks of full models: the program that compares them, and its committed records."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -12,6 +14,34 @@ FOLDER = registry.ROOT / "results/reference/epyc-genoa-2core"
 
 def record(name):
     return json.loads((FOLDER / name).read_text())
+
+
+def test_pages_say_what_the_records_say():
+    found, foretold = record("full-size.json"), record("full-size-foretold.json")
+    for case, each in found["summary"].items():
+        assert each["foretold_bytes"] == foretold["summary"][case]["full_bytes"]["8"]
+        assert each == full_size.summary(found["points"], foretold["summary"])[case]
+    gib = {case: each["full_bytes"]["1"] / 2**30 for case, each in found["summary"].items()}
+    ours, lohan = gib["memascend:memascend:llama3.2-1b"], gib["lohan:optimized:llama3.2-1b"]
+    share = found["summary"]["memascend:memascend:llama3.2-1b"]["of_the_foretold"]
+    text = " ".join((registry.ROOT / "docs/explanation/how-it-is-measured.md").read_text().split())
+    assert f"took {ours:.2f} GiB" in text
+    assert f"which took {lohan:.2f} GiB" in text
+    assert f"the full model took {share:.3f} of that" in (registry.ROOT / "README.md").read_text()
+    rows = (FOLDER / "README.md").read_text()
+    assert f"takes {ours:.2f} GiB, {share:.3f} of what was foretold" in rows
+    assert f"LoHan: {lohan:.2f} GiB (1B) and {gib['lohan:optimized:llama3.2-3b']:.2f} (3B)" in rows
+
+
+@pytest.mark.parametrize("model", ["llama3.2-1b", "llama3.2-3b"])
+def test_the_plan_of_the_full_model_is_what_the_streaming_engine_took(model):
+    words = ["plan", "--model", model, "--system", "lohan", "--context", "128", "--json"]
+    done = subprocess.run([sys.executable, "-m", "memascend.cli", *words], capture_output=True, text=True, check=True)
+    planned = {}
+    for row in json.loads(done.stdout)["ledger"]:
+        planned[row["owner"]] = planned.get(row["owner"], 0) + row["reserved_bytes"]
+    (point,) = [each for each in record("full-size.json")["points"] if each["case"] == f"lohan:optimized:{model}"]
+    assert {owner: planned[owner] for owner in point["ledger"]} == point["ledger"]
 
 
 def test_what_was_foretold_stands_beside_what_came(tmp_path):
