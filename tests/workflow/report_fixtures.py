@@ -6,7 +6,7 @@ import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
-from workflows import registry
+from workflows import registry, tidy
 from workflows.derive import claims, report
 from workflows.derive.site import against, content
 
@@ -24,6 +24,14 @@ BAD_SETS = {
     f"{HEAD}\n{ROW.replace('x-fig01-a', '')}": "claim 1: it has no id",
     f"{HEAD}\n{ROW}\n{ROW}\n": "claim 2: x-fig01-a stands twice in lane measured",
 }
+# A time line of two lanes, and a row that is none. Its exhibit draws one too.
+TIMELINE = "memascend-fig01"
+TASKS = [
+    ("modelled", "SSD, read", "B1", 0.5, 0.25),
+    ("modelled", "GPU </script>", "B1", 0.75, 1.25),
+    ("modelled", "SSD, read", "B2", 1.0, 3.0),
+    ("measured", "GPU", "B1", 0.0, 0.5),
+]
 VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
 ENDS = ("svg", "pdf", "png", "csv")
 
@@ -94,6 +102,9 @@ def filled(made: Path, results: Path) -> Path:
         (figures / f"{entry['id']}.md").write_text(words)
         if "measured" in entry["lanes"] and entry["paper"] == "memascend":
             shutil.copy(results / "runs.csv", runs / f"{entry['id']}.csv")
+    named = ("lane", "series", "metric", "x_value", "value")
+    rows = [dict(zip(named, task, strict=True)) | {"x_name": "begin (s)", "testbed": "c1"} for task in TASKS]
+    tidy.write_table([*rows, rows[0] | {"x_name": "constant"}], figures / f"{TIMELINE}.csv")
     verdicts = claims.decide_all(claims.of_built(registry.claims(), REGISTRY), results / "exhibits")
     claims.write(verdicts, made / "claims.csv")
     write(made, results / "raw")

@@ -13,8 +13,9 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
-from report_fixtures import BAD_SETS, BUILT, ENDS, REGISTRY, ROW, Page, write
+from report_fixtures import BAD_SETS, BUILT, ENDS, REGISTRY, ROW, TASKS, TIMELINE, Page, write
 
+from memascend.simulator.trace import read_trace
 from workflows import registry, tidy
 from workflows.derive import claims
 from workflows.derive.site import against, content, judged
@@ -75,6 +76,32 @@ def test_every_exhibit_has_its_page_with_picture_data_command_and_neighbours(rep
             **({"prev": f"{before[0]}.html"} if before else {}),
             **({"next": f"{after[0]}.html"} if after else {}),
         }
+
+
+def test_time_lines_are_traces_of_their_rows_and_on_their_pages_only(
+    report_pages: dict[str, Page], report_folder: Path
+) -> None:
+    folder = report_folder / "figures/traces"
+    files = {path.name for path in folder.iterdir()}
+    assert files == {f"{TIMELINE}-{lane}.json" for lane in ("modelled", "measured")}
+    found = []
+    for lane in ("modelled", "measured"):
+        events, facts = read_trace(folder / f"{TIMELINE}-{lane}.json")
+        assert (facts["lane"], facts["source"], facts["exhibit"]) == (lane, "c1", TIMELINE)
+        found += [(lane, each.resource, each.name, each.begin_s, each.seconds) for each in events]
+    assert found == TASKS
+    page = report_pages[f"exhibits/{TIMELINE}.html"]
+    assert {f"../traces/{name}" for name in files} <= set(page.of("a", "href"))
+    text = re.search(r'id="timeline-data">(.*?)</script>', page.path.read_text(), re.S)[1]
+    embedded = [
+        (lane["lane"], *(each[name] for name in ("resource", "name", "begin", "seconds")))
+        for lane in json.loads(text)
+        for each in lane["events"]
+    ]
+    assert embedded == TASKS
+    assert [name for name, page in report_pages.items() if "timeline" in page.ids] == [f"exhibits/{TIMELINE}.html"]
+    scripts = [name for name, page in report_pages.items() if "../timeline.js" in page.of("script", "src")]
+    assert scripts == [f"exhibits/{TIMELINE}.html"]
 
 
 def test_the_first_page_has_the_papers_and_every_exhibit_by_title_with_its_picture(
@@ -194,7 +221,7 @@ def test_the_same_results_give_the_same_bytes_and_what_is_no_longer_shown_goes(
 ) -> None:
     figures = report_folder / "figures"
     before = {path: path.read_bytes() for path in figures.rglob("*") if path.is_file()}
-    for stale in ("exhibits/memascend-fig99.html", "records/old.json"):
+    for stale in ("exhibits/memascend-fig99.html", "records/old.json", "traces/old.json"):
         (figures / stale).write_text("of an earlier report")
     write(report_folder, smoke / "raw")
     assert {path: path.read_bytes() for path in figures.rglob("*") if path.is_file()} == before

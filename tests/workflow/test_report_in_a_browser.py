@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from report_fixtures import BAD_SETS, BUILT, HEAD, ROW, Page, write
+from report_fixtures import BAD_SETS, BUILT, HEAD, ROW, TIMELINE, Page, write
 
 from workflows import tidy
 from workflows.derive import claims
@@ -170,6 +170,45 @@ def test_a_report_made_beside_another_set_opens_with_it_and_filters_what_changed
     assert "Compared with before/claims.csv" in page.text
     shown = [anchor for anchor, (given, _) in page.rows.items() if "hidden" not in given]
     assert shown == compared(page)["verdict changed"]
+    assert console == ""
+
+
+# Zooms, focuses the second task, and notes the axis before and after, and what is said.
+LOOK = """addEventListener("load", () => {
+  const axis = () => [...document.querySelectorAll("#timeline .axis text")].map((each) => each.lastChild.data).join();
+  const said = document.querySelector("#timeline output"), before = axis();
+  document.querySelector("#timeline [name=in]").click();
+  const after = axis();
+  document.querySelector("#timeline [name=all]").click();
+  document.querySelector('[data-task="1"]').dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+  const pointed = said.value;
+  document.querySelector('[data-task="1"]').focus();
+  document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight", bubbles: true }));
+  const list = document.createElement("script");
+  list.type = "application/json";
+  list.id = "said";
+  list.textContent = JSON.stringify([before, after, axis(), pointed, said.value]).replaceAll("<", "\\\\u003c");
+  document.body.append(list);
+});"""
+
+
+def test_a_time_line_zooms_and_tells_its_tasks(report_folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "figures"
+    shutil.copytree(report_folder / "figures", copy)
+    page_path = copy / f"exhibits/{TIMELINE}.html"
+    (copy / "look.js").write_text(LOOK)
+    page_path.write_text(page_path.read_text().replace("</body>", '<script src="../look.js"></script></body>'))
+    _, console = in_a_browser(page_path.as_uri(), tmp_path)
+    said = re.search(r'id="said">(.*?)</script>', (tmp_path / "dom.html").read_text(), re.DOTALL)
+    assert said, console
+    before, after, again, pointed, focused = json.loads(said[1])
+    assert "0.0 s" in before
+    assert "4.0 s" in before
+    assert "0.0 s" not in after
+    assert "2.0" in after
+    assert again == before
+    assert pointed == "B1 on GPU </script>: begins at 0.75 s, takes 1.25 s"
+    assert focused == "B2 on SSD, read: begins at 1 s, takes 3 s"
     assert console == ""
 
 

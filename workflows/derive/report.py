@@ -1,7 +1,7 @@
 """Write the report: one folder of plain HTML that a browser opens from disk, beside the pictures that it shows.
 
-index.html (papers and exhibits), exhibits/<id>.html, claims.html, errata.html, style sheet, scripts, and records/ with
-a copy of every record that an exhibit was drawn from.
+index.html (papers and exhibits), exhibits/<id>.html, claims.html, errata.html, style sheet, scripts, records/ with a
+copy of every record that an exhibit was drawn from, and traces/ with the time lines that exhibits show.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from workflows.derive.site import pages
 from workflows.derive.site.content import Site, gather
 from workflows.derive.site.templates import HERE
 
-ASSETS = ("site.css", "site.js", "compare.js")
+ASSETS = ("site.css", "site.js", "compare.js", "timeline.js")
 
 
 def write(site: Site, figures: Path, records: Path) -> None:
@@ -35,6 +35,10 @@ def write(site: Site, figures: Path, records: Path) -> None:
         tidy.atomically(figures / "records" / name, lambda path, name=name: shutil.copyfile(records / name, path))
     delete_others(figures / "exhibits", {path.name for path in written})
     delete_others(figures / "records", kept)
+    traces = {f"{one.id}-{each.lane}.json": (one.id, each) for one in site.exhibits for each in one.timelines}
+    for name, (exhibit, each) in traces.items():
+        tidy.atomically(figures / "traces" / name, lambda path, exhibit=exhibit, each=each: each.write(path, exhibit))
+    delete_others(figures / "traces", set(traces))
 
 
 def delete_others(folder: Path, kept: set[str]) -> None:

@@ -79,10 +79,12 @@ rule report_pages:
     output:
         pages=expand(f"{FIGURES}/{{page}}.html", page=("index", "claims", "errata")),
         assets=expand(
-            f"{FIGURES}/{{asset}}", asset=("site.css", "site.js", "compare.js")
+            f"{FIGURES}/{{asset}}",
+            asset=("site.css", "site.js", "compare.js", "timeline.js"),
         ),
         exhibits=directory(f"{FIGURES}/exhibits"),
         records=directory(f"{FIGURES}/records"),
+        traces=directory(f"{FIGURES}/traces"),
     log:
         f"{DERIVED}/logs/report.log",
     conda:

@@ -18,12 +18,14 @@ from workflows.derive.site import judged
 from workflows.derive.site.against import embedded
 from workflows.derive.site.judged import Judged
 from workflows.derive.site.templates import markdown, opening
+from workflows.derive.site.timelines import Timeline
+from workflows.derive.site.timelines import read as read_timelines
 
 
 @dataclass(frozen=True)
 class Exhibit:
     """A drawn exhibit: `prose` is its caption without the title, `notes` where its numbers come from (lane -> HTML, in
-    order), `runs` a line a record, `errata` those that concern it."""
+    order), `runs` a line a record, `errata` those that concern it, `timelines` a lane each."""
 
     id: str
     paper: str
@@ -34,6 +36,7 @@ class Exhibit:
     runs: list[dict[str, str]]
     claims: list[Judged]
     errata: list[dict[str, Any]]
+    timelines: list[Timeline]
 
     @property
     def counts(self) -> Counter[str]:
@@ -122,7 +125,8 @@ def exhibit(
     mine = [each for each in errata if each["id"] in cited or ids.intersection(each.get("claims", ()))]
     title = opening(entry["title"])
     listed = read_runs(runs / f"{entry['id']}.csv")
-    return Exhibit(entry["id"], entry["paper"], entry["number"], title, prose, notes, listed, claims, mine)
+    timelines = read_timelines(figures / f"{entry['id']}.csv")
+    return Exhibit(entry["id"], entry["paper"], entry["number"], title, prose, notes, listed, claims, mine, timelines)
 
 
 def parts(caption: str) -> tuple[Markup, list[tuple[str, Markup]]]:

@@ -10,6 +10,7 @@ from workflows.derive.claims import LANES, score
 from workflows.derive.site import judged
 from workflows.derive.site.content import Exhibit, Site, by_lane
 from workflows.derive.site.templates import render
+from workflows.derive.site.timelines import embedded
 
 
 def every(site: Site) -> Iterator[tuple[str, str]]:
@@ -36,7 +37,8 @@ def front(site: Site) -> str:
 def exhibit(one: Exhibit, before: Exhibit | None, after: Exhibit | None) -> str:
     """Return the page of one exhibit, with its neighbours in the order of the papers."""
     title = f"{registry.PAPERS[one.paper]}, {one.number}: {one.title}"
-    return render("exhibit", title, **common(f"exhibits/{one.id}.html", "../"), one=one, before=before, after=after)
+    shown = {"one": one, "before": before, "after": after, "timelines": embedded(one.timelines)}
+    return render("exhibit", title, **common(f"exhibits/{one.id}.html", "../"), **shown)
 
 
 def claims(site: Site) -> str:

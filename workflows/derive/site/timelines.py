@@ -1,0 +1,69 @@
+"""Time lines of an exhibit: rows of its CSV with x_name "begin (s)", as traces to download and to look at."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from memascend.simulator import trace
+from workflows import tidy
+from workflows.derive.site.against import script_safe
+from workflows.panels.timeline import BEGIN
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One lane of an exhibit: its events, in the order of the rows, and the testbeds that they are of."""
+
+    lane: str
+    source: str
+    model: str
+    events: list[trace.Event]
+
+    def write(self, path: Path, exhibit: str) -> None:
+        """Write the trace that Perfetto opens."""
+        trace.write_trace(path, self.events, lane=self.lane, source=self.source, exhibit=exhibit, model=self.model)
+
+
+def read(path: Path) -> list[Timeline]:
+    """Return the time lines of an exhibit's CSV, a lane each; none where no row is one."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        found = [row for row in csv.DictReader(file) if row["x_name"] == BEGIN and row["lane"] in trace.LANES]
+    lanes: dict[str, list[dict[str, str]]] = defaultdict(list)
+    for row in found:
+        if tidy.numeric(row["value"]) is not None:
+            lanes[row["lane"]].append(row)
+    return [
+        Timeline(lane, named(lanes[lane], "testbed"), named(lanes[lane], "model"), [*map(event, lanes[lane])])
+        for lane in trace.LANES
+        if lanes[lane]
+    ]
+
+
+def named(rows: list[dict[str, str]], column: str) -> str:
+    return ", ".join(dict.fromkeys(row[column] for row in rows if row[column]))
+
+
+def event(row: dict[str, str]) -> trace.Event:
+    begin = float(row["x_value"])
+    end = begin + float(row["value"])
+    return trace.Event(name=row["metric"], phase=row["metric"], resource=row["series"], begin_s=begin, end_s=end)
+
+
+def embedded(timelines: list[Timeline]) -> Markup:
+    """Return time lines as JSON for a script element: a page opened from disk cannot fetch the files."""
+    said: list[dict[str, Any]] = []
+    for each in timelines:
+        events = [
+            {"name": e.name, "resource": e.resource, "begin": e.begin_s, "seconds": e.seconds} for e in each.events
+        ]
+        said.append({"lane": each.lane, "source": each.source, "events": events})
+    return script_safe(json.dumps(said, ensure_ascii=False, separators=(",", ":")))
