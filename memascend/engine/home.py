@@ -44,6 +44,7 @@ _CHUNK_BYTES = 16 << 10  # unit of space: half of it is lost with each tensor, o
 _FIXED_BYTES = 1 << 20  # superblocks, and what the store rounds up
 _LOG_BYTES_A_KEY = 1024  # of each half: a record takes some 150, and a step writes all of them
 _DEAD_S = 30.0  # a killed process holds its space until the kernel has taken down its rings
+_DROPPED_S = 5.0  # a home that was dropped is let go of when its last update is done
 META_BYTES = 1 << 20  # room for the facts of a step
 
 
@@ -404,13 +405,17 @@ def is_home(folder: str | os.PathLike[str]) -> bool:
 
 def require_not_open_here(folder: str | os.PathLike[str]) -> None:
     """ValueError where this process has a home in the folder open; one that was dropped without `close` is none."""
-    if _is_open_here(folder):
-        gc.collect()  # a dropped one is part of cycles: model, hooks and engine
-        if _is_open_here(folder):
+    deadline = time.monotonic() + _DROPPED_S
+    while _is_open_here(folder):
+        gc.collect()  # a dropped one is part of cycles (model, hooks, engine), and held while an update is at work
+        if not _is_open_here(folder):
+            return
+        if time.monotonic() > deadline:
             raise ValueError(
                 f"{folder} is in use by this process: close the other home first (its close()), or let go of it, its "
                 "optimizer and its model"
             )
+        time.sleep(0.05)
 
 
 def _is_open_here(folder: str | os.PathLike[str]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Exhibit:
     runs: list[dict[str, str]]
     claims: list[Judged]
     errata: list[dict[str, Any]]
-    timelines: list[Timeline]
+    timelines: list[Timeline] = field(default_factory=list)
 
     @property
     def counts(self) -> Counter[str]:
