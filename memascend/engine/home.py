@@ -408,8 +408,6 @@ def require_not_open_here(folder: str | os.PathLike[str]) -> None:
     deadline = time.monotonic() + _DROPPED_S
     while _is_open_here(folder):
         gc.collect()  # a dropped one is part of cycles (model, hooks, engine), and held while an update is at work
-        if not _is_open_here(folder):
-            return
         if time.monotonic() > deadline:
             raise ValueError(
                 f"{folder} is in use by this process: close the other home first (its close()), or let go of it, its "

@@ -46,7 +46,7 @@ class JobThread:
     def run(self, job: Job) -> None:
         """Run it in the calling thread when all that was submitted is done. Raises the first failure."""
         self.drain()
-        error = tried(job, self._clean_up)
+        error = _tried(job, self._clean_up)
         self._shared.failure = self._shared.failure or error
         self.raise_failure()
 
@@ -116,11 +116,11 @@ class _Shared:
         self.failure: BaseException | None = None
 
     def work(self, begin: Job) -> None:
-        error = tried(begin, lambda: None)
+        error = _tried(begin, lambda: None)
         with self.changed:
             self.failure = self.failure or error
         while (entry := self.jobs.get()) is not None:
-            error = tried(*entry) if self.failure is None else None
+            error = _tried(*entry) if self.failure is None else None
             del entry
             with self.changed:
                 self.failure = self.failure or error
@@ -129,7 +129,7 @@ class _Shared:
             del error
 
 
-def tried(job: Job, clean_up: Job) -> BaseException | None:
+def _tried(job: Job, clean_up: Job) -> BaseException | None:
     try:
         job()
     except BaseException as error:

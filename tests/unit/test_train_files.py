@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout, tensor_spans
-from memascend.training import checkpoint, launch
+from memascend.training import checkpoint, launch, report
 from memascend.training.folder import OWNER, Lock, RunFolder, SwapFolder, collect_dead
-from memascend.training.progress import read_metrics, rewind_metrics
+from memascend.training.progress import add_cut_off_step, read_metrics, rewind_metrics
 
 TENSORS = {
     "bf16": torch.arange(7, dtype=torch.bfloat16).reshape(7, 1),
@@ -376,3 +376,17 @@ def test_what_a_run_needs_and_lacks_is_named_with_the_way_to_have_it_again(tmp_p
     folder.metrics.write_bytes(b'{"step": 1}\n\xff\xfe')
     with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged"):
         read_metrics(folder.metrics)
+
+
+def test_a_step_that_a_kill_cut_off_has_one_row_and_no_part_in_medians(tmp_path):
+    path, known = tmp_path / "metrics.jsonl", {"tokens": 64, "learning_rate": 1e-3, "loss_scale": None}
+    for loss in (2.5, 9.0):  # the second finds it there
+        add_cut_off_step(path, 1, loss=loss, **known)
+    summary = report.summary(read_metrics(path))
+    assert (summary["steps"], summary["first_loss"], summary["tokens"]) == (1, 2.5, 64)
+    assert (summary["median_step_s"], summary["training_s"], summary["written_bytes"]) == (None, 0, 0)
+    timed = {"kind": "step", "step": 2, "loss": 2.0, "skipped": False, "seconds": 4.0, "read_bytes": 6} | known
+    path.write_text(path.read_text() + json.dumps(timed | {"written_bytes": 8}) + "\n")
+    summary = report.summary(read_metrics(path))
+    assert (summary["steps"], summary["tokens"], summary["last_loss"]) == (2, 128, 2.0)
+    assert (summary["median_step_s"], summary["median_tokens_per_s"], summary["written_bytes"]) == (4.0, 16.0, 8)

@@ -115,7 +115,10 @@ def _trained(system: str, arm: str, model: str, k: int, place: Path, limit: floa
 
 
 def _run(command: list[str], limit: float | None = None) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{' '.join(command[2:4])} took longer than {limit:g} s: raise --time-limit") from None
     if done.returncode != 0:
         raise ValueError(f"{' '.join(command[2:4])} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
 

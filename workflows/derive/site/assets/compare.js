@@ -4,7 +4,6 @@
 
 const COLUMNS = ["claim_id", "lane", "verdict", "value", "expected", "unit"];
 const LARGEST = 20e6; // bytes; the set of all papers has below one million
-const STATES = ["verdict changed", "same verdict, another value", "the same", "only here"];
 
 // The records of comma-separated text; an error where a quote is not closed.
 function parseCsv(text) {
@@ -98,6 +97,7 @@ function startComparing(box) {
   const stop = document.getElementById("compare-stop");
   const chosen = (name) => [...form.elements[name].options].map((each) => each.value).filter(Boolean);
   const lanes = chosen("lane"), verdicts = chosen("verdict");
+  const STATES = chosen("compare"); // verdict changed; same verdict, another value; the same; only here
 
   const clear = () => {
     for (const added of table.querySelectorAll(".added")) added.remove();
@@ -145,7 +145,7 @@ function startComparing(box) {
     const there = new Map(lines.map((line) => [`${line.claim_id}.${line.lane}`, line]));
     const missing = lines.filter((line) => !shown.has(`${line.claim_id}.${line.lane}`));
     const head = element("p", "Compared with ");
-    head.append(element("b", name), `: ${rows.length - count["only here"]} verdicts are in both.`);
+    head.append(element("b", name), `: ${rows.length - count[STATES[3]]} verdicts are in both.`);
     const list = element("ul");
     for (const state of STATES) {
       const item = element("li");

@@ -1,5 +1,5 @@
-// Filters, search and sorting of the claims page, also of what compare.js adds to it. Their state is the URL's hash, as #paper=cxl&verdict=deviates&sort=distance;
-// a hash without "=" names a claim. Every other page works without this file.
+// Filters, search and sorting of the claims page, also of what compare.js adds to it. Their state is the URL's hash, as
+// #paper=cxl&verdict=deviates&sort=distance; a hash without "=" names a claim. Every other page works without this file.
 "use strict";
 
 const FILTERS = ["paper", "lane", "verdict", "basis", "compare"];
