@@ -472,7 +472,11 @@ class ActivationCache:
             self._let_go_of_memory(saved)
             if saved.on_tier and not self._closed:
                 saved.on_tier = False
-                self.tier.erase(saved.key)
+                try:
+                    self.tier.erase(saved.key)
+                except RuntimeError:
+                    if not self._closing:  # else Ctrl-C has left `close`, and the tier was closed meanwhile
+                        raise
             self._releasing.discard(saved)
             self._released.notify_all()
 

@@ -67,6 +67,8 @@ class MemoryTier:
         return self._submit("read", key, lambda: tensor.copy_(self.kept[key]))
 
     def erase(self, key):
+        if self.closed:
+            raise RuntimeError("the tier is closed")
         self.kept.pop(key, None)
 
     @property
@@ -481,6 +483,29 @@ def test_closing_with_a_graph_alive_names_what_is_lost_and_entering_again_is_ref
         loss.backward()
     with pytest.raises(RuntimeError, match="closed"), cache.active():
         pass
+
+
+def test_writes_that_end_after_an_interrupted_close_say_nothing(monkeypatch, caplog):
+    tier, model = MemoryTier(), net()
+    cache = offloading(tier)
+    tier.gates["write"].clear()
+    with cache.active():
+        dropped, alive = model(batch(0)), model(batch(1))
+    del dropped
+    assert cache.statistics.live_tensors  # what was dropped waits for its writes; `alive` has its own
+    with monkeypatch.context() as patched:
+        patched.setattr(_Done, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.close()
+    tier.closed = True
+    tier.gates["write"].set()
+    tier.close()  # waits for the threads
+    assert alive.requires_grad
+    assert caplog.messages == []
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
 
 
 def record(sizes, seconds=1.0, offloaded=0):
