@@ -122,6 +122,21 @@ def test_words_of_fig10_keep_off_the_curves(full: Path) -> None:
     plt.close(figure)
 
 
+@pytest.mark.parametrize("exhibit", ["memascend-fig02", "memascend-fig08", "memascend-fig12"])
+def test_a_pointer_reads_the_values_of_bars_stacks_and_lines(full: Path, tmp_path: Path, exhibit: str) -> None:
+    picture = drawn(full, exhibit)
+    figure.save(picture, tmp_path / exhibit)
+    svg = (tmp_path / f"{exhibit}.svg").read_text()
+    told = re.findall(r'<g class="value"><title>([^<]*)</title>', svg)
+    table = tidy.read_table(full / "exhibits" / f"{exhibit}.csv")
+    values = [number for number in map(tidy.numeric, table["value"]) if number is not None]
+    for words in told:
+        number = float(re.search(r"(published|modelled|measured).*: (-?[\d.,]+)", words)[2].replace(",", ""))
+        assert any(abs(number - value) <= 5e-4 * abs(value) for value in values), words
+    assert all(any(lane in words for words in told) for lane in ("modelled", "measured"))
+    assert style.VALUE not in svg
+
+
 def test_the_same_table_gives_the_same_bytes(full: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         figure.save(drawn(full, "memascend-fig11"), tmp_path / name)

@@ -9,17 +9,18 @@ import math
 import re
 import shutil
 from collections import Counter
+from html import unescape
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
-from report_fixtures import BAD_SETS, BUILT, ENDS, REGISTRY, ROW, TASKS, TIMELINE, Page, write
+from report_fixtures import BAD_SETS, BUILT, ENDS, REGISTRY, ROW, TASKS, TIMELINE, TOLD, Page, write
 
 from memascend.simulator.trace import read_trace
 from workflows import registry, tidy
 from workflows.derive import claims
-from workflows.derive.site import against, content, judged
-from workflows.derive.site.templates import HERE, slug
+from workflows.derive.site import against, content, judged, picture
+from workflows.derive.site.templates import HERE, opening, slug
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +64,15 @@ def test_pages_are_well_formed_and_no_id_is_given_twice(report_pages: dict[str, 
 
 def test_every_exhibit_has_its_page_with_picture_data_command_and_neighbours(report_pages: dict[str, Page]) -> None:
     assert {Path(name).stem for name in report_pages if name.startswith("exhibits/")} == set(BUILT)
+    names = {entry["id"]: entry["title"] for entry in REGISTRY}
     for place, exhibit in enumerate(BUILT):
         page = report_pages[f"exhibits/{exhibit}.html"]
-        assert page.of("img", "src") == [f"../{exhibit}.svg"]
+        assert page.of("img", "src") == []
+        assert page.of("svg", "role")[0] == "img"
+        assert page.of("svg", "aria-label")[0] == opening(names[exhibit])
+        assert TOLD in page.text
+        assert "of nobody" not in page.text
+        assert '<style type="text/css">.picture svg *{' in page.path.read_text()
         assert {f"../{exhibit}.{end}" for end in ENDS} <= set(page.of("a", "href"))
         assert f"snakemake --cores all {exhibit}" in page.text
         assert "Prose & <more>." in page.text
@@ -76,6 +83,25 @@ def test_every_exhibit_has_its_page_with_picture_data_command_and_neighbours(rep
             **({"prev": f"{before[0]}.html"} if before else {}),
             **({"next": f"{after[0]}.html"} if after else {}),
         }
+
+
+def test_the_values_of_an_exhibit_are_a_table_on_its_page(report_pages: dict[str, Page]) -> None:
+    page = report_pages[f"exhibits/{TIMELINE}.html"].path.read_text()
+    rows = re.findall(r"<tr><td>(.*)</td></tr>", page)
+    cells = [[unescape(cell) for cell in row.split("</td><td>")] for row in rows]
+    expected = [
+        [series, "", f"begin (s) {x}", metric, str(value), "", lane] for lane, series, metric, x, value in TASKS
+    ]
+    assert cells[: len(TASKS)] == expected
+    assert len(cells) == len(TASKS) + 1
+    assert f"The table behind it ({len(cells)} rows)" in page
+    assert "The table behind it" not in report_pages[f"exhibits/{BUILT[-1]}.html"].text  # its table has no row
+
+
+def test_a_picture_that_is_no_drawing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x-fig01.svg").write_text("")
+    with pytest.raises(tidy.TableError, match=r"x-fig01\.svg: no SVG drawing.*snakemake --cores all x-fig01"):
+        picture.inlined(tmp_path / "x-fig01.svg", "A title")
 
 
 def test_time_lines_are_traces_of_their_rows_and_on_their_pages_only(

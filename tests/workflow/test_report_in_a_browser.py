@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from report_fixtures import BAD_SETS, BUILT, HEAD, ROW, TIMELINE, Page, write
+from report_fixtures import BAD_SETS, BUILT, HEAD, ROW, TIMELINE, TOLD, Page, write
 
 from workflows import tidy
 from workflows.derive import claims
@@ -209,6 +209,29 @@ def test_a_time_line_zooms_and_tells_its_tasks(report_folder: Path, tmp_path: Pa
     assert again == before
     assert pointed == "B1 on GPU </script>: begins at 0.75 s, takes 1.25 s"
     assert focused == "B2 on SSD, read: begins at 1 s, takes 3 s"
+    assert console == ""
+
+
+# Points at a value of the picture, then away from it, and notes what is said.
+POINT = """addEventListener("load", () => {
+  const line = document.querySelector(".told"), said = [line.checkVisibility(), line.value];
+  const over = (what) => document.querySelector(what).dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+  over(".picture .value path");
+  said.push(line.value);
+  over(".picture #figure_1 > path");
+  document.body.append(JSON.stringify([...said, line.value]));
+});"""
+
+
+def test_a_pointer_reads_the_values_of_a_picture(report_folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "figures"
+    shutil.copytree(report_folder / "figures", copy)
+    page_path = copy / f"exhibits/{BUILT[0]}.html"
+    (copy / "point.js").write_text(POINT)
+    page_path.write_text(page_path.read_text().replace("</body>", '<script src="../point.js"></script></body>'))
+    page, console = in_a_browser(page_path.as_uri(), tmp_path)
+    hint = "Point at a bar or a mark to read its value."
+    assert json.dumps([True, hint, TOLD, hint], separators=(",", ":")) in page.text
     assert console == ""
 
 

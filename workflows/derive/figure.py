@@ -9,6 +9,7 @@ and where its runs were made), so that drawing again gives the same files.
 from __future__ import annotations
 
 import argparse
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,9 @@ def caption(entry: dict[str, Any], prose: str, rows: pd.DataFrame, origins: dict
 
 def save(figure: Figure, stem: Path) -> None:
     """SVG, PDF and PNG without a date in them: the same table gives the same bytes."""
-    tidy.atomically(stem.with_suffix(".svg"), lambda path: figure.savefig(path, metadata={"Date": None}))
+    drawing = io.StringIO()
+    figure.savefig(drawing, format="svg", metadata={"Date": None})
+    tidy.atomically(stem.with_suffix(".svg"), lambda path: path.write_text(style.titled(drawing.getvalue())))
     tidy.atomically(stem.with_suffix(".pdf"), lambda path: figure.savefig(path, metadata={"CreationDate": None}))
     tidy.atomically(stem.with_suffix(".png"), lambda path: figure.savefig(path, dpi=160))
     plt.close(figure)

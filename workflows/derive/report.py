@@ -15,7 +15,7 @@ from workflows.derive.site import pages
 from workflows.derive.site.content import Site, gather
 from workflows.derive.site.templates import HERE
 
-ASSETS = ("site.css", "site.js", "compare.js", "timeline.js")
+ASSETS = ("site.css", "site.js", "compare.js", "timeline.js", "values.js")
 
 
 def write(site: Site, figures: Path, records: Path) -> None:

@@ -40,10 +40,12 @@ def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[s
     drawn = []
     for position, name in enumerate(names):
         present = bars_of(table[table[groups] == name], within, panel)
-        for i, (series, lane, height) in enumerate(present):
+        for i, row in enumerate(present):
+            series, lane, height = row["series"], row["lane"], row["number"]
             at = position + (i - (len(present) - 1) / 2) * width
             fill = style.colour(series, panel.get("colours"))
             bar = axis.bar([at], [height], 0.86 * width, **style.surface(lane, fill))
+            style.tell(bar[0], of.words(row, panel))
             text = value_text(height, panel)
             style.label_inside(axis, bar, [text]) if panel.get("inside") else style.label_bars(axis, bar, [text], fill)
             drawn.append((series, lane))
@@ -68,14 +70,14 @@ def several_ranks(panel: dict[str, Any]) -> list[str]:
     return lines
 
 
-def bars_of(table: pd.DataFrame, within: str | None, panel: dict[str, Any]) -> list[tuple[str, str, float]]:
-    """(series, lane, height) in drawing order."""
+def bars_of(table: pd.DataFrame, within: str | None, panel: dict[str, Any]) -> list[pd.Series]:
+    """A row of the table for each bar, in drawing order."""
     out = []
     for series in of.ordered(table["series"], panel.get("series", of.SERIES)) if within else [None]:
         for lane in of.lanes_of(table):
             found = table[(table["lane"] == lane) & (table["series"].eq(series) if series else True)]
             if len(found):
-                out.append((found["series"].iloc[0], lane, found["number"].iloc[0]))
+                out.append(found.iloc[0])
     return out
 
 
@@ -149,10 +151,12 @@ def stacked(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tupl
     for number, (a, b) in enumerate(stacks):
         position += 0 if not number else 1.0 if a == stacks[number - 1][0] else 1.6
         mine = table[(table[outer] == a) & (table[inner] == b)]
-        lane = mine["lane"].iloc[0]
         heights = {part: of.first(mine, {"metric": part}) or 0.0 for part in parts}
         heights = {part: h for part, h in heights.items() if h > THIN * tallest}
-        drawn += one_stack(axis, position, lane, heights, {**panel, "_tallest": tallest})
+        who = mine.iloc[0].copy()
+        if panel.get("part") == "x_value":
+            who[["x_name", "x_value"]] = ""  # of its first part
+        drawn += one_stack(axis, position, who, heights, {**panel, "_tallest": tallest})
         stated, top = of.first(mine, {"metric": total}) if total else None, sum(heights.values())
         whole = top if stated is None else stated
         above = f"\n({top - whole:.1f} less than its ledger)" if top > whole + THIN * tallest else ""
@@ -167,11 +171,13 @@ def stacked(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tupl
 
 
 def one_stack(
-    axis: Axes, at: float, lane: str, heights: dict[str, float], panel: dict[str, Any]
+    axis: Axes, at: float, who: pd.Series, heights: dict[str, float], panel: dict[str, Any]
 ) -> list[tuple[str, str]]:
-    bottom = 0.0
+    """`who` is any row of the stack: its parts have the system, the model and the lane in common."""
+    bottom, lane = 0.0, who["lane"]
     for part, height in heights.items():
         bar = axis.bar([at], [height], 0.8, bottom=[bottom], **style.surface(lane, style.colour(part, panel["parts"])))
+        style.tell(bar[0], f"{part}, {of.words(who, panel, height)}")
         if panel.get("values") and height > 0.055 * panel["_tallest"]:
             box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85}
             axis.bar_label(bar, [f"{height:.1f}"], label_type="center", fontsize=7, bbox=box)

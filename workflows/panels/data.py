@@ -62,7 +62,9 @@ def shown(data: pd.DataFrame, panel: dict[str, Any]) -> pd.DataFrame:
     derive = panel.get("derive")
     if "rates" in panel:  # GB/s, from microseconds and the bytes at x
         timed = select(data, panel["rates"])
-        data = pd.concat([data, timed.assign(metric=panel["metric"], number=timed["at"] / timed["number"] / 1e3)])
+        data = pd.concat(
+            [data, timed.assign(metric=panel["metric"], number=timed["at"] / timed["number"] / 1e3, unit="GB/s")]
+        )
     if derive:
         data = derived(data, *next(iter(derive.items())), panel.get("metric"))
     elif "metric" in panel:
@@ -87,6 +89,25 @@ def derived(data: pd.DataFrame, how: str, names: Any, metric: str | None) -> pd.
         "over": part / below,
     }[how]
     return rest[rest["number"].notna()]
+
+
+def words(row: pd.Series, panel: dict[str, Any], number: float | None = None) -> str:
+    """A value as a reader wants it: which system and model, at what x, in which lane, how much.
+
+    `number` in place of the row's own, such as a part of a sum."""
+    number = row["number"] if number is None else number
+    twin = f", from a twin of k = {row['k']}" if row["lane"] == "measured" and row["k"] > 1 else ""
+    ranks = f", {row['ranks']} ranks" if row["ranks"] > 1 else ""
+    number_at = plain(row["at"]) if row["at"] >= 10_000 else row["x_value"]
+    at = f"{row['x_name']} {number_at}".strip() if row["x_name"] != "model" else ""
+    which = [row["series"], row["model"], at, f"{row['lane']}{twin}{ranks}"]
+    how = next(iter(panel.get("derive", {})), None)
+    unit = {None: row["unit"], "over": ""}.get(how, "%")
+    return f"{', '.join(dict.fromkeys(filter(None, which)))}: {plain(number)} {unit}".strip()
+
+
+def plain(number: float) -> str:
+    return f"{number:,.2f}".rstrip("0").rstrip(".") if abs(number) >= 1000 else f"{number:.4g}"
 
 
 def first(data: pd.DataFrame, where: dict[str, Any]) -> float | None:

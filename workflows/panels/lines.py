@@ -86,6 +86,7 @@ def one_line(
         axis.step(line["at"], line["number"], where="post", **kind)
         return
     axis.plot(line["at"], line["number"], **kind)
+    style.tell_points(axis, line["at"], line["number"], (of.words(row, panel) for _, row in line.iterrows()))
     if lane == "measured" and panel.get("joined"):
         band = of.select(whole, {"series": series, "lane": lane, "x_name": line["x_name"].iloc[0]})
         ends = [band[band["metric"] == panel.get("metric", "") + end].set_index("at")["number"] for end in (LOW, HIGH)]
@@ -108,8 +109,9 @@ def decorate(axis: Axes, table: pd.DataFrame, mine: pd.DataFrame, panel: dict[st
     axis.grid(visible=True, axis="both", which="major")
     for each in panel.get("points", []):
         printed = of.select(whole, each["where"])
-        for row in printed[printed["number"].notna()].itertuples():
-            axis.plot([each.get("at", row.at)], [row.number], **look(row.series, "published", panel))
+        for _, row in printed[printed["number"].notna()].iterrows():
+            mark = axis.plot([each.get("at", row["at"])], [row["number"]], **look(row["series"], "published", panel))
+            style.tell(mark[0], of.words(row, panel))
     for level in panel.get("levels", []):
         axis.axhline(level["at"], color=style.PALETTE["black"], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
         place = {"xytext": (0, level.get("above", 2)), "textcoords": "offset points", "ha": "center", "fontsize": 7}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -32,6 +35,7 @@ PALETTE = {
     "light": "#D9D9D9",
 }
 INK, FAINT = "#222222", "#888888"
+VALUE = "value: "  # begins the id of an artist that tells one
 REFERENCE = "reference"  # records of another machine, committed; drawn as a lane of their own
 LANES = ("published", "author", "modelled", "measured", REFERENCE)
 LANE_TEXT = {
@@ -70,9 +74,25 @@ def surface(lane: str, fill: str) -> dict[str, Any]:
     """Bar arguments of a lane: measured solid, modelled hatched, published outlined, a reference dotted."""
     if lane == "measured":
         return {"facecolor": fill, "edgecolor": fill, "linewidth": 1.0}
-    hatch = {"modelled": "//////", REFERENCE: "....."}.get(lane)
+    hatch = {"modelled": "//////", REFERENCE: "..."}.get(lane)
     more = {"hatch": hatch, "linewidth": 1.0} if hatch else {"linewidth": 1.6}
     return {"facecolor": "white", "edgecolor": fill, **more}
+
+
+def tell(artist: Artist, words: str) -> None:
+    """Say `words` where a pointer rests on the artist, in the SVG that a page shows."""
+    artist.set_gid(VALUE + words)
+
+
+def tell_points(axis: Axes, xs: Iterable[float], ys: Iterable[float], words: Iterable[str]) -> None:
+    """The same for points, of which matplotlib draws a whole line as one artist: an unseen mark on each."""
+    for x, y, text in zip(xs, ys, words, strict=True):
+        tell(axis.plot([x], [y], linestyle="none", marker="o", markersize=9, alpha=0)[0], text)
+
+
+def titled(svg: str) -> str:
+    """The SVG with a title element in each artist that has something to tell, in place of its id."""
+    return re.sub(f'<g id="{VALUE}([^"]*)">', r'<g class="value"><title>\1</title>', svg)
 
 
 def canvas(

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from workflows import registry, tidy
 from workflows.derive.claims import LANES, read_verdicts
 from workflows.derive.errata import errata_of
-from workflows.derive.site import judged
+from workflows.derive.site import judged, picture
 from workflows.derive.site.against import embedded
 from workflows.derive.site.judged import Judged
 from workflows.derive.site.templates import markdown, opening
@@ -25,7 +25,8 @@ from workflows.derive.site.timelines import read as read_timelines
 @dataclass(frozen=True)
 class Exhibit:
     """A drawn exhibit: `prose` is its caption without the title, `notes` where its numbers come from (lane -> HTML, in
-    order), `runs` a line a record, `errata` those that concern it, `timelines` a lane each."""
+    order), `runs` a line a record, `errata` those that concern it, `picture` an SVG element, `data` the rows that
+    it was drawn from, `timelines` a lane each."""
 
     id: str
     paper: str
@@ -36,6 +37,8 @@ class Exhibit:
     runs: list[dict[str, str]]
     claims: list[Judged]
     errata: list[dict[str, Any]]
+    picture: Markup
+    data: list[dict[str, str]]
     timelines: list[Timeline] = field(default_factory=list)
 
     @property
@@ -126,7 +129,9 @@ def exhibit(
     title = opening(entry["title"])
     listed = read_runs(runs / f"{entry['id']}.csv")
     timelines = read_timelines(figures / f"{entry['id']}.csv")
-    return Exhibit(entry["id"], entry["paper"], entry["number"], title, prose, notes, listed, claims, mine, timelines)
+    shown = picture.inlined(figures / f"{entry['id']}.svg", title), picture.data(figures / f"{entry['id']}.csv")
+    who = entry["id"], entry["paper"], entry["number"]
+    return Exhibit(*who, title, prose, notes, listed, claims, mine, *shown, timelines)
 
 
 def parts(caption: str) -> tuple[Markup, list[tuple[str, Markup]]]:

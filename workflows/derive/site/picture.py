@@ -1,0 +1,30 @@
+"""The picture of an exhibit as an element of its page, where a pointer reads its values, and the rows of its table."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+from markupsafe import Markup, escape
+
+from workflows import tidy
+
+EVERYWHERE = '<style type="text/css">*{'  # matplotlib's, for a document of its own
+
+
+def inlined(path: Path, title: str) -> Markup:
+    """Return the drawing of an SVG file as an element of a page, named `title`. TableError where it is none."""
+    svg = path.read_text(encoding="utf-8")
+    begin = svg.find("<svg ")
+    if begin < 0:
+        raise tidy.TableError(f"{path}: no SVG drawing; draw it again with: snakemake --cores all {path.stem}")
+    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg[begin:], count=1, flags=re.DOTALL)
+    svg = svg.replace(EVERYWHERE, EVERYWHERE.replace("*", ".picture svg *"), 1)
+    return Markup(svg.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1))
+
+
+def data(path: Path) -> list[dict[str, str]]:
+    """Return the rows of an exhibit's CSV; none of a drawing of structure."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
