@@ -221,6 +221,9 @@ class ActivationCache:
     # -- forward: pack -------------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> InMemory | View:
+        if getattr(self._local, "stack", None) is None and not self.in_backward():
+            torch._C._autograd._pop_saved_tensors_default_hooks()  # left by Ctrl-C: `active` has ended
+            return InMemory(tensor, "")
         name = self._where()
         if not self._is_activation(tensor):
             return InMemory(tensor, name)

@@ -168,6 +168,7 @@ class StateHome:
             deadline = time.monotonic() + _DEAD_S
             while tier.engine.space().processes > 1:
                 interrupts.check()
+                gc.collect()  # a store of ours that a dropped home has left with transfers under way
                 if time.monotonic() > deadline:
                     raise ValueError(f"{self.folder} is in use by another process: wait for it, or name another folder")
                 time.sleep(0.02)
@@ -407,6 +408,7 @@ def require_not_open_here(folder: str | os.PathLike[str]) -> None:
     """ValueError where this process has a home in the folder open; one that was dropped without `close` is none."""
     deadline = time.monotonic() + _DROPPED_S
     while _is_open_here(folder):
+        _let_go_of_failed_backward()
         gc.collect()  # a dropped one is part of cycles (model, hooks, engine), and held while an update is at work
         if time.monotonic() > deadline:
             raise ValueError(
@@ -414,6 +416,12 @@ def require_not_open_here(folder: str | os.PathLike[str]) -> None:
                 "optimizer and its model"
             )
         time.sleep(0.05)
+
+
+def _let_go_of_failed_backward() -> None:
+    """Autograd holds what a failed backward pass has not come to, until the next pass of the thread begins."""
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.ones((), requires_grad=True).clone().backward()
 
 
 def _is_open_here(folder: str | os.PathLike[str]) -> bool:

@@ -6,6 +6,8 @@ result that was kept is what the recomputation would have made, to the bit; it g
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,23 +66,45 @@ class _Result:
         return tree_unflatten([next(given) if leaf is _TENSOR else leaf for leaf in self.leaves], self.spec)
 
 
-class Measuring(TorchDispatchMode):
+class _OfAPass(TorchDispatchMode):
+    """Around one pass. One that Ctrl-C has left on torch's stack, between two bytecodes, does nothing afterwards."""
+
+    _is_over = False
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        try:
+            with self:
+                yield
+        finally:
+            self._is_over = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_over:
+            return func(*args, **(kwargs or {}))
+        return self.dispatched(func, args, kwargs or {})
+
+    def dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class Measuring(_OfAPass):
     """Finds out what the products of a pass cost."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Seen] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out, fixed = _run(func, args, kwargs or {})
+    def dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out, fixed = _run(func, args, kwargs)
         if is_product(func):
             tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
             nbytes = sum(each.nbytes for each in tensors) if fixed else 0
-            self.seen.append(Seen(str(func), _flops(func, args, kwargs or {}, out), nbytes))
+            self.seen.append(Seen(str(func), _flops(func, args, kwargs, out), nbytes))
         return out
 
 
-class Taking(TorchDispatchMode):
+class Taking(_OfAPass):
     """Takes the results of the products `chosen`, by number; one that is changed in place later is copied before."""
 
     def __init__(self, chosen: frozenset[int]) -> None:
@@ -88,12 +112,12 @@ class Taking(TorchDispatchMode):
         self.taken, self._chosen = Taken(), chosen
         self._storages: dict[int, _Result] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func._schema.is_mutable and self._storages:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, torch.Tensor):
                     self._copy(self._storages.pop(leaf.untyped_storage()._cdata, None))
-        out, fixed = _run(func, args, kwargs or {})
+        out, fixed = _run(func, args, kwargs)
         if is_product(func):
             number = len(self.taken.names)
             self.taken.names.append(str(func))
@@ -115,7 +139,7 @@ class Taking(TorchDispatchMode):
             result.tensors, result.changed = [each.clone() for each in result.tensors], True
 
 
-class Replaying(TorchDispatchMode):
+class Replaying(_OfAPass):
     """Puts what was taken in the place of its products. Raises RuntimeError for a pass of other products, at the first
     of them."""
 
@@ -123,9 +147,9 @@ class Replaying(TorchDispatchMode):
         super().__init__()
         self._taken, self._where, self._number = taken, where, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not is_product(func):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         number, self._number = self._number, self._number + 1
         there = self._taken.names[number] if number < len(self._taken.names) else "none"
         if there != str(func):
@@ -134,7 +158,7 @@ class Replaying(TorchDispatchMode):
                 f"{there}): what was swapped of it has no place; train without swapping activations"
             )
         result = self._taken.results.get(number)
-        return func(*args, **(kwargs or {})) if result is None else result.rebuilt()
+        return func(*args, **kwargs) if result is None else result.rebuilt()
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:

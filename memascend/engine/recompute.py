@@ -312,6 +312,10 @@ def _saved(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return _Inputs.apply(torch.empty(0, requires_grad=True), *tensors)
 
 
+def _no_node() -> None:
+    return None
+
+
 class BlockPass:
     """One forward pass of a block with a graph, and its visit in backward. Lives as long as one of its handles does."""
 
@@ -326,7 +330,9 @@ class BlockPass:
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self._handles: list[weakref.ref[_Handle]] = []
         self._values: dict[int, torch.Tensor] = {}  # of the visit, by the number of their handle
-        self._of_node: tuple[Any, dict[int, torch.Tensor]] = None, {}  # what the node at work has had already
+        # What the autograd.Function at work has had already. Not the function itself, which holds our handles: an error
+        # may leave the visit open, and nobody would find that cycle.
+        self._had: tuple[Callable[[], Any], dict[int, torch.Tensor]] = _no_node, {}
         self._in_forward = True
         self._computed_in = -1  # the backward pass in which the block was computed again last
         self.backward = -1  # autograd's number of the backward pass that the visit belongs to
@@ -422,7 +428,7 @@ class BlockPass:
             if kept is not tensors[first]:
                 self._on_tier = first, kept
                 tensors = [*tensors[:first], *tensors[first + 1 :]]
-        products = taken.tensors()
+        products = [each.detach() for each in taken.tensors()]  # of the graph, which would hold itself by our handles
         self._products = len(products)
         saved = _saved([*tensors, *products])
         self._source = lambda: list(saved.grad_fn.saved_tensors)
@@ -439,7 +445,9 @@ class BlockPass:
             if result.requires_grad and not any(result is each for each in inputs):
                 result.register_hook(begin)
 
-    def _pack(self, tensor: torch.Tensor) -> _Handle:
+    def _pack(self, tensor: torch.Tensor) -> _Handle | torch.Tensor:
+        if not self._in_forward:
+            return _left_by_ctrl_c(tensor)
         handle = _Handle(self, len(self._handles), tensor)
         if self._samples is not None:
             self._samples.add(tensor)
@@ -479,7 +487,7 @@ class BlockPass:
             self._runtime.weights.give_back(self.unit)
 
     def forget_visit(self) -> None:
-        self._values, self._of_node, self._since = {}, (None, {}), math.inf
+        self._values, self._had, self._since = {}, (_no_node, {}), math.inf
 
     def value(self, number: int) -> torch.Tensor:
         """What the forward pass saved as `number`; the recomputation's memory of it is let go of."""
@@ -497,15 +505,17 @@ class BlockPass:
             self._runtime.visits.end()  # another backward pass over the same graph
         self._runtime.visits.begin(self)
         node = torch._C._current_autograd_node()
-        if self._of_node[0] is not node:
-            self._of_node = node, {}
-        if number in self._of_node[1]:  # a custom Function that looks at ctx.saved_tensors twice
-            return self._of_node[1][number]
+        if not isinstance(node, BackwardCFunction):
+            self._had = _no_node, {}
+        elif self._had[0]() is not node:
+            self._had = weakref.ref(node), {}
+        elif number in self._had[1]:  # it looks at ctx.saved_tensors twice
+            return self._had[1][number]
         if number not in self._values:
             self._recompute()
         found = self._values.pop(number)
         if isinstance(node, BackwardCFunction):
-            self._of_node[1][number] = found
+            self._had[1][number] = found
         return found
 
     def _recompute(self) -> None:
@@ -515,8 +525,11 @@ class BlockPass:
         last = max((n for n, each in enumerate(self._handles) if each() is not None), default=-1)
         args, kwargs = self._arguments.rebuilt(self._inputs_again())
         saved: list[int] = [0]
+        is_over = False
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if is_over:
+                return _left_by_ctrl_c(tensor)
             number, saved[0] = saved[0], saved[0] + 1
             tensor = tensor.detach()
             handle = self._handles[number]() if number < len(self._handles) else None
@@ -550,6 +563,7 @@ class BlockPass:
         else:
             raise self._differs(f"autograd saves {saved[0]} tensors of it, where it saved {len(self._handles)}")
         finally:
+            is_over = True
             self._runtime.in_block -= 1
             self._forget_casts()
             self._taken.tensors()  # autograd has what it needs of them
@@ -590,8 +604,15 @@ class BlockPass:
         self._leave()
 
 
-def _unpack(handle: _Handle) -> torch.Tensor:
-    return handle.owner.value(handle.number)
+def _unpack(handle: _Handle | torch.Tensor) -> torch.Tensor:
+    return handle if isinstance(handle, torch.Tensor) else handle.owner.value(handle.number)
+
+
+def _left_by_ctrl_c(tensor: torch.Tensor) -> torch.Tensor:
+    """Pack a tensor as without hooks, by hooks whose pass is over: Ctrl-C came between torch's `__enter__` and the
+    body, or before `__exit__` did anything. They are on top, since they were called, and are taken off here."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    return tensor.detach()
 
 
 def _words(tensor: torch.Tensor) -> str:

@@ -156,21 +156,22 @@ class Swapping:
     def forward(self, key: str, inputs: Sequence[torch.Tensor]) -> Iterator[Taken]:
         """Around a block's forward pass: what is taken of it, complete at the end."""
         if self.decision is None:
-            with Measuring() as measuring:
+            measuring = Measuring()
+            with measuring.around():
                 yield (taken := Taken())
             taken.names = [each.name for each in measuring.seen]
             self._seen[key] = measuring.seen
             self._inputs[key] = next((t.nbytes for t in inputs if t.is_floating_point()), 0)
         elif key in self._chosen:
             mode = Taking(self._chosen[key])
-            with mode:
+            with mode.around():
                 yield mode.taken
         else:
             yield Taken()
 
     def backward(self, key: str, taken: Taken) -> contextlib.AbstractContextManager[Any]:
         """Around its recomputation."""
-        return Replaying(taken, key) if taken.names else contextlib.nullcontext()
+        return Replaying(taken, key).around() if taken.names else contextlib.nullcontext()
 
     def decide(self, rates: Rates, outside_share: float, **traffic: float) -> Decision:
         """After the first iteration. `outside_share`: of forward, over the blocks; `traffic`: of `Iteration`."""

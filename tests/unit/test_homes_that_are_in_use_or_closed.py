@@ -59,6 +59,13 @@ def held():
     return sum("memascend" in name or "io_uring" in name for name in names) + threads
 
 
+def with_a_backward_that_fails(layer, inputs, result):
+    def fail(gradient):
+        raise ZeroDivisionError
+
+    result.register_hook(fail)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -70,7 +77,7 @@ def held():
     ],
     ids=["as it is", "clipping", "accumulating", "int8 with swapped activations", "naive and waiting"],
 )
-@pytest.mark.parametrize("at", ["after a step", "after backward"])
+@pytest.mark.parametrize("at", ["after a step", "after forward", "in a backward that failed", "after backward"])
 def test_a_home_that_is_dropped_without_close_leaves_nothing_and_may_be_resumed_here(tmp_path, options, at):
     """As a notebook's cell does that is run again, and a sweep over settings in a function."""
     data = batches(4)
@@ -85,10 +92,19 @@ def test_a_home_that_is_dropped_without_close_leaves_nothing_and_may_be_resumed_
             loop(ours, optimizer, data[:1])
         if at == "after backward":
             ours(data[2]).backward()
+        elif at == "after forward":
+            ours(data[2])
+        elif at == "in a backward that failed":
+            inside = next(each for each in ours.layers[1].modules() if isinstance(each, torch.nn.Linear))
+            inside.register_forward_hook(with_a_backward_that_fails)
+            with pytest.raises(ZeroDivisionError):
+                ours(data[2]).backward()
         return home.steps
 
     before = held()
     assert cell(resume=False) == 1
+    if at == "in a backward that failed":  # autograd itself holds what it has not come to, until its next pass
+        torch.ones((), requires_grad=True).backward()
     deadline = time.monotonic() + 20
     while held() > before and time.monotonic() < deadline:
         time.sleep(0.01)  # nothing is let go while an update is at work, and threads end a moment later
