@@ -33,6 +33,8 @@ def offload_activations(where: str | os.PathLike[str] | Tier, **options: Any) ->
         ActivationError (from `backward`): a saved tensor is lost, or was changed in place since; it is named. As in
             plain PyTorch, changes through `.data` or NumPy are not seen; backward may then use the values as saved.
     """
+    if not isinstance(where, Tier) and (not isinstance(where, str | os.PathLike) or not os.fspath(where)):
+        raise ValueError(f"offload_activations(where): the path of a folder on the SSD, or an open tier, got {where!r}")
     return OffloadedActivations(where, options_from(options))
 
 

@@ -14,6 +14,7 @@ import dataclasses
 import errno
 import gc
 import json
+import logging
 import os
 import threading
 import time
@@ -35,6 +36,8 @@ from memascend.storage.freed_space import free_bytes, unlink
 from memascend.storage.native import _C
 from memascend.storage.shared_memory import control_file_bytes
 from memascend.storage.tier import Transferred
+
+log = logging.getLogger("memascend")
 
 _FILE, _META, _BUFFERS = "states", "completed step", "buffers"
 _BESIDE_STATES = {_META, _BUFFERS}
@@ -95,7 +98,7 @@ class StateHome:
         self._replacing = threading.Lock()
         self._replaced: deque[tuple[int, Completion]] = deque()  # bytes and writes since the last commit
         self._facts: dict[str, Any] = {}  # of the last completed step
-        self._torn = False
+        self._torn = self._is_missed = False
         self._committing: dict[str, Any] | None = None  # facts of a commit that was begun, and of which no end is known
         self._open_here.add(self)
 
@@ -124,7 +127,10 @@ class StateHome:
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty: name another folder for the states, or remove it")
         made = [each for each in (folder, *folder.parents) if not each.exists()]
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{folder} cannot be made ({error.strerror}): name a folder on the SSD") from None
         path, log = folder / _FILE, _log_bytes(len(sizes) + len(beside))
         try:
             _allocate(path, store_bytes(sizes, versions=versions, beside=beside, slack=slack), versions, released)
@@ -273,6 +279,13 @@ class StateHome:
         self._replaced.clear()
         self._facts, self._torn = facts, False
         self._committing = None
+        if not self._is_missed and not is_home(self.folder):
+            self._is_missed = True
+            log.warning(
+                "memascend: %s, where the states are, was removed or moved. If it was removed, this training is lost "
+                "when it ends: save what you need of it (the model's state_dict()) before",
+                self.folder,
+            )
 
     @property
     def all_compared(self) -> bool:

@@ -23,15 +23,23 @@ def collect_tensor_files(folder: str | os.PathLike[str]) -> None:
 class TensorFile:
     """Room for copies of tensors of `sizes` bytes, in a file in `folder` that goes with the last of them.
 
-    Each tensor has a storage of its own, so that what is saved of one is that one. Raises OSError where the disk has no
-    room.
+    Each tensor has a storage of its own, so that what is saved of one is that one. Raises OSError, which says so, where
+    the disk has no room.
     """
 
     def __init__(self, folder: Path, sizes: list[int]) -> None:
         self._place, size = 0, max(1, sum(-(-each // _ALIGNMENT) * _ALIGNMENT for each in sizes))
-        with tempfile.TemporaryFile(dir=folder, prefix=_PREFIX) as file:  # without a name: a kill leaves nothing
-            os.posix_fallocate(file.fileno(), 0, size)
-            self._bytes = mmap.mmap(file.fileno(), size)
+        there = next(each for each in (folder, *folder.parents) if each.is_dir())  # it may have been removed meanwhile
+        try:
+            with tempfile.TemporaryFile(dir=there, prefix=_PREFIX) as file:  # without a name: a kill leaves nothing
+                os.posix_fallocate(file.fileno(), 0, size)
+                self._bytes = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"the values of a state dict need {size} bytes in {there} for as long as they are used: "
+                f"{os.strerror(error.errno)}",
+            ) from None
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
         """A copy, of the same shape. ValueError where there is no room left for it."""

@@ -155,9 +155,12 @@ def left_empty(model: nn.Module, nothing: torch.Tensor, folder: Path) -> None:
         if not any(p.untyped_storage().data_ptr() == place for p in model.parameters()):  # others have been loaded
             reopened(model)
             return
+        others = "load others (load_state_dict(..., assign=True))"
+        if not folder.exists():
+            raise RuntimeError(f"this model's weights were in {folder}, which was removed: {others}")
         raise RuntimeError(
             f"this model's weights are in {folder}, which was closed: open it again (streaming({str(folder)!r}, "
-            "resume=True)), or load others (load_state_dict(..., assign=True))"
+            f"resume=True)), or {others}"
         )
 
     def guarded(stock: Callable[..., Any]) -> Callable[..., Any]:

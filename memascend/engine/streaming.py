@@ -74,8 +74,16 @@ class streaming:
     ) -> None:
         if not isinstance(folder, str | os.PathLike) or not os.fspath(folder) or "\0" in str(folder):
             raise ValueError(f"streaming(folder): the path of a folder, got {folder!r}")
+        if allocator is not None and not callable(getattr(allocator, "allocate", None)):
+            raise ValueError(f"streaming(allocator=...): an allocator of memascend.memory.pinned, got {allocator!r}")
         # Absolute: the loop may change its directory, and its states stay where they are.
         self.folder, self._allocator = Path(folder).absolute(), allocator
+        try:
+            os.stat(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            raise ValueError(f"streaming(folder): {str(folder)[:200]}: {error.strerror}") from None
         if not self.folder.is_dir() and os.path.lexists(self.folder):
             kind = "a link to nowhere" if self.folder.is_symlink() and not self.folder.exists() else "a file"
             raise ValueError(f"{self.folder} is {kind}: name a folder, or what may become one")
@@ -122,11 +130,12 @@ class streaming:
         """
         self._require_no_optimizer()
         if not isinstance(model, nn.Module):
-            raise ValueError(f"hook(model): a torch.nn.Module, got {model!r}")
+            raise ValueError(f"hook(model): a torch.nn.Module, got an object of type {type(model).__name__}")
         if blocks is not None:
             blocks = list(blocks) if isinstance(blocks, Iterable) else [blocks]
             if other := [each for each in blocks if not isinstance(each, nn.Module)]:
-                raise ValueError(f"hook(model, blocks=...): modules of the model in a list, got {other[0]!r}")
+                found = type(other[0]).__name__
+                raise ValueError(f"hook(model, blocks=...): modules of the model in a list, got one of type {found}")
         if device is not None:
             EngineOptions(device=device)  # or it raises
         require_not_streamed(model)

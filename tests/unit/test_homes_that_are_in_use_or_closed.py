@@ -1,13 +1,16 @@
 """A home that is closed, dropped, open already, or of another model, and a loss scaler: one line says what to do."""
 
+import errno
 import gc
 import os
+import shutil
 import threading
 import time
 
 import pytest
 import torch
 
+from memascend import offload_activations
 from memascend.engine.blocks import NotStreamable
 from memascend.engine.home import NotThisModel
 from memascend.engine.options import EngineOptions
@@ -170,3 +173,52 @@ def test_a_folder_is_looked_at_without_a_model_of_it(tmp_path):
     begin(model(), tmp_path / "run")[0].close()
     with pytest.raises(ValueError, match="holds the states of an earlier training"):
         streaming(tmp_path / "run")
+
+
+def test_a_folder_that_is_removed_in_the_middle_is_said_once_and_the_weights_can_be_saved(tmp_path, caplog):
+    ours, theirs, data = model(), model(), batches(3)
+    home, optimizer = begin(ours, tmp_path / "run")
+    loop(ours, optimizer, data[:1])
+    shutil.rmtree(tmp_path / "run")
+    loop(ours, optimizer, data[1:])
+    (said,) = (text for text in caplog.messages if "was removed or moved" in text)
+    assert said.startswith(f"memascend: {tmp_path / 'run'}, where the states are, was")
+    loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
+    for name, values in ours.state_dict().items():
+        assert torch.equal(values, theirs.state_dict()[name]), name
+    home.close()
+    with pytest.raises(RuntimeError, match=r"weights were in .*run, which was removed: load others"):
+        ours(data[0])
+
+
+def test_a_state_dict_that_finds_no_room_says_how_much_it_needs_and_where(tmp_path, monkeypatch):
+    home, _ = begin(ours := model(), tmp_path / "run")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"values of a state dict need \d+ bytes in .*run for as long .*: No space left"):
+        ours.state_dict()
+    home.remove()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda path: streaming(path, allocator=3), r"^streaming\(allocator=\.\.\.\): an allocator of .*, got 3$"),
+        (lambda path: streaming(path / ("x" * 300)), r"^streaming\(folder\): .*: File name too long$"),
+        (lambda path: begin(model(), "/proc/states/here"), r"^/proc/states/here cannot be made \(.*\): name a folder"),
+        (lambda path: streaming(path / "a").hook([model()]), r"^hook\(model\): .* got an object of type list$"),
+        (
+            lambda path: streaming(path / "a").hook(model(), blocks=[3]),
+            r"^hook\(model, blocks=\.\.\.\): .* got one of type int$",
+        ),
+        (lambda path: offload_activations(""), r"^offload_activations\(where\): .*, got ''$"),
+        (lambda path: offload_activations(None), r"^offload_activations\(where\): .*, got None$"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_before_anything_is_made(tmp_path, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        wrong(tmp_path)
+    assert list(tmp_path.iterdir()) == []
