@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
+from memascend.activation.gone import Gone
 from memascend.activation.options import CacheOptions, CacheStatistics
 from memascend.activation.record import Plan, Record, next_plan
 from memascend.activation.saved import ActivationError, InMemory, Region, View, known_identity, span_of
@@ -96,7 +97,8 @@ class ActivationCache:
         self._live: set[Region] = set()
         self._releasing: set[Region] = set()  # waiting for their last transfer to end
         self._released = threading.Condition(self._lock)
-        self._let_go: deque[Region] = deque()
+        self._views: set[Gone] = set()
+        self._let_go: deque[Gone] = deque()  # views that are gone, perhaps since our own lock was taken
         self._local = threading.local()
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
         # Storages of parameters and buffers, by the outermost module that ran; an address may be used again.
@@ -250,7 +252,9 @@ class ActivationCache:
                 self._count(deduplicated=tensor.nbytes)
             saved.references += 1
             saved.packs += 1
-            return View(self, saved, tensor)
+            view = View(self, saved, tensor)
+            self._views.add(Gone(view, self._let_go, saved))
+            return view
 
     def _is_activation(self, tensor: torch.Tensor) -> bool:
         if tensor.device.type != self._device or tensor.layout != torch.strided or self.in_backward():
@@ -443,14 +447,12 @@ class ActivationCache:
 
     # -- release -------------------------------------------------------------------------------------------------------
 
-    def forget(self, saved: Region) -> None:
-        """A view of the region is gone, in whichever thread, perhaps inside our own lock: an append is atomic."""
-        self._let_go.append(saved)
-
     def _release_unreferenced(self) -> None:
         """Give back the extents of what no graph holds any more. The lock is held."""
         while self._let_go:
-            saved = self._let_go.popleft()
+            gone = self._let_go.popleft()
+            self._views.discard(gone)
+            saved = gone.of
             saved.references -= 1
             if saved.references == 0:
                 self._release(saved)

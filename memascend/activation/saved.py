@@ -111,12 +111,9 @@ class Owner(Protocol):
     def unpack(self, view: View) -> torch.Tensor:
         """Return the saved tensor, for backward."""
 
-    def forget(self, saved: Region) -> None:
-        """One view of the region is gone. Called from any thread, perhaps inside of the cache's own lock."""
-
 
 class View:
-    """A saved tensor as a view of its region. The region is released with its last view.
+    """A saved tensor as a view of its region. Its cache releases the region with the last view.
 
     Autograd does not check versions under hooks, so `unpack` does, wherever the region is by then.
     """
@@ -152,9 +149,6 @@ class View:
         found.set_(memory.untyped_storage(), begin // found.element_size(), self.shape, self.stride)
         found = torch._conj(found) if self.conj else found
         return torch._neg_view(found) if self.neg else found
-
-    def __del__(self) -> None:
-        self._owner.forget(self.saved)
 
 
 def identity_of(storage: torch.UntypedStorage) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from memascend.activation.gone import Gone
 from memascend.memory.pinned import Allocator
 
 OWNER = "activation_checkpoints"
@@ -26,8 +27,8 @@ class _Segment:
     def __init__(self, buffer: torch.Tensor, slot_bytes: int) -> None:
         self.buffer = buffer.view(torch.uint8)
         self.pending: dict[torch.device, Any] = {}
-        # Slots come back from destructors, which may run inside any other call: an append is atomic.
-        self.returned: deque[int] = deque()
+        self.leased: set[Gone] = set()
+        self.returned: deque[Gone] = deque()
         self.carve(slot_bytes)
 
     def carve(self, slot_bytes: int) -> None:
@@ -37,7 +38,9 @@ class _Segment:
 
     def collect(self) -> None:
         while self.returned:
-            self.free.append(self.returned.popleft())
+            gone = self.returned.popleft()
+            self.leased.discard(gone)
+            self.free.append(gone.of)
 
     @property
     def empty(self) -> bool:
@@ -53,6 +56,7 @@ class Slot:
 
     def __init__(self, segment: _Segment, index: int) -> None:
         self._segment, self._index = segment, index
+        segment.leased.add(Gone(self, segment.returned, index))
         self.pending = segment.pending
 
     def view(self, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -60,9 +64,6 @@ class Slot:
         begin = self._index * self._segment.slot_bytes
         flat = self._segment.buffer[begin : begin + math.prod(size) * dtype.itemsize].view(dtype)
         return flat.as_strided(size, stride, flat.storage_offset())
-
-    def __del__(self) -> None:
-        self._segment.returned.append(self._index)
 
 
 class CheckpointStore:

@@ -1,6 +1,9 @@
-"""Ctrl-C between a context manager of torch and the body of its `with`: what stays on torch's stacks does no harm."""
+"""Ctrl-C where Python gives no second chance: in context managers of torch, and in what a graph lets go of."""
 
+import _thread
+import contextlib
 import itertools
+import operator
 
 import pytest
 import torch
@@ -8,7 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memascend import offload_activations
+from memascend.activation.checkpointing import OffloadedCheckpoint
+from memascend.activation.store import CheckpointStore
 from memascend.engine.options import EngineOptions
+from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.ops.adamw import AdamW
 from tests.unit.test_streaming_engine import SETTINGS, batches, model
 from tests.unit.test_streaming_loop import assert_equal, begin, loop
@@ -72,3 +78,27 @@ def test_activations_of_a_model_outside_stay_in_memory(tmp_path, monkeypatch, me
         plain_gradient()
     assert torch.equal(plain_gradient(), alone)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def offloaded_in_the_cache(tmp_path):
+    context = offload_activations(tmp_path, amount="all", minimum_bytes=1)
+    return context, lambda layer, x: torch.tanh(layer(x)).sum()
+
+
+def offloaded_checkpoints(tmp_path):
+    checkpointed = OffloadedCheckpoint(CheckpointStore(PageAlignedPinnedAllocator(), blocks=1))
+    return contextlib.nullcontext(), lambda layer, x: checkpointed(layer, x).sum()
+
+
+@pytest.mark.parametrize("kind", [offloaded_in_the_cache, offloaded_checkpoints])
+def test_ctrl_c_arrives_while_a_graph_is_let_go_of(tmp_path, kind):
+    """C++ does that between the nodes of a backward pass, where a `__del__` of ours would be the first code to hear of
+    it, and Python ignores what a `__del__` raises."""
+    context, loss_of = kind(tmp_path)
+    layer, x = torch.nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
+    with context:
+        held = [loss_of(layer, x)]
+        with pytest.raises(KeyboardInterrupt):
+            list(map(operator.call, [_thread.interrupt_main, held.clear]))  # one call from Python's point of view
+        loss_of(layer, x).backward()
+    assert x.grad is not None
