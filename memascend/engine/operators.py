@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
@@ -67,12 +72,14 @@ class _Result:
 
 
 class _OfAPass(TorchDispatchMode):
-    """Around one pass. One that Ctrl-C has left on torch's stack, between two bytecodes, does nothing afterwards."""
+    """Around one pass. One that Ctrl-C has left on torch's stack, between two bytecodes, does nothing afterwards, and
+    goes with the next pass, or when the step is given up."""
 
     _is_over = False
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
+        take_off_left_over()
         try:
             with self:
                 yield
@@ -86,6 +93,25 @@ class _OfAPass(TorchDispatchMode):
 
     def dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
+
+
+def take_off_left_over() -> None:
+    """Take modes of passes that are over, which Ctrl-C has left there, off the thread's stack."""
+    over = [isinstance(each, _OfAPass) and each._is_over for each in _get_current_dispatch_mode_stack()]
+    if True not in over:
+        return
+    others = []
+    for is_over in reversed(over[over.index(True) :]):
+        mode = _get_current_dispatch_mode_stack()[-1]
+        if not is_over:
+            others.append(_pop_mode())
+            continue
+        try:
+            mode.__exit__(None, None, None)
+        except IndexError:  # it was interrupted in the middle of this
+            _pop_mode()
+    for mode in reversed(others):
+        _push_mode(mode)
 
 
 class Measuring(_OfAPass):

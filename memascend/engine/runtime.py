@@ -50,7 +50,7 @@ from memascend.engine.model_guards import (
 )
 from memascend.engine.one_version import Redo, beside
 from memascend.engine.opening import kept_home, lies_as, new_home
-from memascend.engine.operators import Taken
+from memascend.engine.operators import Taken, take_off_left_over
 from memascend.engine.options import EngineOptions
 from memascend.engine.profile import StepProfile
 from memascend.engine.recompute import OldGraph, PassUnderWay
@@ -1036,6 +1036,7 @@ class StreamingEngine(HookedRuntime):
     def forget_gradients(self, *, set_to_none: bool = True) -> None:
         """As `zero_grad` of all parameters."""
         self._require_no_function("optimizer.zero_grad()")
+        take_off_left_over()
         self.gradients.forget(self._arrived, set_to_none=set_to_none)
         if self.updates.pending or self._passes:
             self.give_up()
@@ -1209,6 +1210,7 @@ class StreamingEngine(HookedRuntime):
             return
         self.weights.require_own_process()
         leaving.begin_if_asked()
+        take_off_left_over()
         self.visits.forget()
         self.at_work = PassUnderWay()
         self._hooks.forget()

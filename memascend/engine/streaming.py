@@ -18,6 +18,7 @@ import hashlib
 import logging
 import math
 import os
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -41,6 +42,11 @@ from memascend.storage.interrupts import uninterrupted
 log = logging.getLogger("memascend")
 
 _SUPPORTED = {"lr", "betas", "eps", "weight_decay"}
+
+
+def _shortly(thing: object) -> str:
+    """Of whatever a user hands over, in one line."""
+    return textwrap.shorten(repr(thing), 100, placeholder=" ...")
 
 
 class streaming:
@@ -130,12 +136,11 @@ class streaming:
         """
         self._require_no_optimizer()
         if not isinstance(model, nn.Module):
-            raise ValueError(f"hook(model): a torch.nn.Module, got an object of type {type(model).__name__}")
+            raise ValueError(f"hook(model): a torch.nn.Module, got {_shortly(model)}")
         if blocks is not None:
             blocks = list(blocks) if isinstance(blocks, Iterable) else [blocks]
             if other := [each for each in blocks if not isinstance(each, nn.Module)]:
-                found = type(other[0]).__name__
-                raise ValueError(f"hook(model, blocks=...): modules of the model in a list, got one of type {found}")
+                raise ValueError(f"hook(model, blocks=...): modules of the model in a list, got {_shortly(other[0])}")
         if device is not None:
             EngineOptions(device=device)  # or it raises
         require_not_streamed(model)

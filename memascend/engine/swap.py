@@ -18,7 +18,7 @@ from torch import nn
 
 from memascend.activation import ActivationCache, CacheOptions, attach_cache
 from memascend.activation.host_first import HostFirst
-from memascend.engine.operators import Measuring, Replaying, Seen, Taken, Taking
+from memascend.engine.operators import Measuring, Replaying, Seen, Taken, Taking, take_off_left_over
 from memascend.fates import OFFLOAD
 from memascend.memory.pinned import Allocator
 from memascend.storage.tier import Tier
@@ -222,6 +222,7 @@ class Swapping:
 
     def close(self) -> None:
         """What was swapped is lost. Idempotent."""
+        take_off_left_over()
         self._undo()
         self._undo = lambda: None
         if self.cache is not None:

@@ -8,7 +8,7 @@ import operator
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from memascend import offload_activations
 from memascend.activation.checkpointing import OffloadedCheckpoint
@@ -59,6 +59,7 @@ def test_a_training_goes_on_and_so_does_any_other_model(tmp_path, monkeypatch, m
         with pytest.raises(KeyboardInterrupt):
             ours(data[2]).backward()
     optimizer.zero_grad()
+    assert _get_current_dispatch_mode_stack() == []
     assert home.steps == 2
     alone = plain_gradient()
     assert loop(ours, optimizer, data[2:]) == loop(theirs, plain, data[2:])
@@ -67,6 +68,7 @@ def test_a_training_goes_on_and_so_does_any_other_model(tmp_path, monkeypatch, m
     home.remove()
     assert torch.equal(plain_gradient(), alone)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert _get_current_dispatch_mode_stack() == []
 
 
 @pytest.mark.parametrize("method", ["__enter__", "__exit__"])

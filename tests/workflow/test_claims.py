@@ -53,7 +53,7 @@ def page_of(verdicts: list[claims.Verdict], claim: dict = CLAIM) -> str:
     """The page of claims that holds these verdicts of one claim, as if they were of an exhibit that is built."""
     where = "memascend-fig03"
     shown = [judged.judged(dataclasses.replace(each, exhibit_id=where), claim) for each in verdicts]
-    one = content.Exhibit(where, "memascend", "Figure 3", "A title", Markup(""), [], [], shown, [])
+    one = content.Exhibit(where, "memascend", "Figure 3", "A title", Markup(""), [], [], shown, [], Markup(""), [])
     return pages.claims(content.Site([content.Paper("memascend", "MemAscend", {}, [one], [])], "smoke", ""))
 
 

@@ -102,7 +102,8 @@ def test_values_of_fig12_keep_off_the_dashed_line_and_each_other() -> None:
 
 def test_a_stack_may_have_other_words_under_it_than_its_model_s_name() -> None:
     names, parts = ["m", "m, simplex"], {"one": "blue", "other": "green"}
-    cells = {"lane": "modelled", "series": "s", "number": 1.0, "ranks": 1}
+    cells = {"lane": "modelled", "series": "s", "number": 1.0, "ranks": 1, "k": 1, "unit": "GiB"}
+    cells |= {"x_name": "", "x_value": "", "at": float("nan")}
     table = pd.DataFrame([{"model": name, "metric": part, **cells} for name in names for part in parts])
     figure, axis = plt.subplots()
     bars.stacked(axis, table, {"parts": parts, "order": names, "ticks": {"m, simplex": "m,\nsimplex"}})
