@@ -58,8 +58,9 @@ class NotThisModel(ValueError):
 class TornStates(ValueError):
     """A step was cut off while it replaced the only version of its states."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(
+    @classmethod
+    def of(cls, folder: Path) -> TornStates:
+        return cls(
             f"{folder}: a step was cut off while it replaced the only version of the states, which are torn (one "
             "version is kept, and nothing to do a step again from): go on from the last checkpoint"
         )
@@ -67,9 +68,6 @@ class TornStates(ValueError):
 
 class KeptAfterAll(TornStates):
     """A step that could not be completed was."""
-
-    def __init__(self, text: str) -> None:
-        ValueError.__init__(self, text)
 
 
 class StateHome:
@@ -124,6 +122,8 @@ class StateHome:
         for a folder that holds something.
         """
         folder, sizes = Path(folder), list(sizes)
+        if _is_open_here(folder):
+            raise ValueError(_in_use(folder))
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty: name another folder for the states, or remove it")
         made = [each for each in (folder, *folder.parents) if not each.exists()]
@@ -338,7 +338,7 @@ class StateHome:
         if found is None:
             return None
         if found.get(_TORN):
-            raise TornStates(self.folder)
+            raise TornStates.of(self.folder)
         self._facts = found
         return found
 
@@ -364,7 +364,7 @@ class StateHome:
         if the folder holds it. Raises TornStates where that is not the whole of a step, or where the drive has kept a
         commit that it had said to have failed in."""
         if self._torn and self._room_bytes is not None and self._committing is None:
-            raise TornStates(self.folder)
+            raise TornStates.of(self.folder)
         facts, torn, begun = self._facts, self._torn, self._committing
         self._reopen()
         self._replaced.clear()
@@ -373,7 +373,7 @@ class StateHome:
             return
         self._committing = None
         if torn and self._room_bytes is not None:
-            raise TornStates(self.folder)
+            raise TornStates.of(self.folder)
         if not torn and (self.completed() or {}) != facts:
             raise KeptAfterAll(
                 f"{self.folder}: the drive failed while a step was completed, and has kept it all the same: close the "
@@ -424,11 +424,15 @@ def require_not_open_here(folder: str | os.PathLike[str]) -> None:
         _let_go_of_failed_backward()
         gc.collect()  # a dropped one is part of cycles (model, hooks, engine), and held while an update is at work
         if time.monotonic() > deadline:
-            raise ValueError(
-                f"{folder} is in use by this process: close the other home first (its close()), or let go of it, its "
-                "optimizer and its model"
-            )
+            raise ValueError(_in_use(folder))
         time.sleep(0.05)
+
+
+def _in_use(folder: str | os.PathLike[str]) -> str:
+    return (
+        f"{folder} is in use by this process: close the other home first (its close()), or let go of it, its optimizer "
+        "and its model"
+    )
 
 
 def _let_go_of_failed_backward() -> None:

@@ -467,6 +467,12 @@ class StreamingEngine(HookedRuntime):
         self.updates.raise_failure()
         ends_here = self.options.implicit_step and torch.is_grad_enabled() and self._passes >= self.options.accumulate
         if self.updates.touched and not ends_here:
+            if self.options.implicit_step:
+                raise RuntimeError(
+                    "this forward pass has no graph, or comes before the last backward pass of the step, and would see "
+                    "weights that are half updated: call optimizer.step() first (implicit_step=True completes a step "
+                    "with the next forward pass that has a graph)"
+                )
             raise RuntimeError(
                 "a forward pass between backward() and step() would see weights that are half updated: call "
                 "optimizer.step() first; where more backward passes are to come in this step, say how many there are "
@@ -1099,7 +1105,7 @@ class StreamingEngine(HookedRuntime):
         if self._unfinished is _CUT_OFF and self._completes:
             self._complete_here()
         if self._unfinished is not None:
-            raise RuntimeError(self._unfinished)
+            raise RuntimeError(self._unfinished) if self._unfinished is _CUT_OFF else homes.TornStates(self._unfinished)
 
     def _update_in_parts(self, redo: Redo) -> None:
         """Each unit's weights and states with one commit, that says so; gradients go with the step's own."""

@@ -8,6 +8,8 @@ The parameters have shapes and a type, and one NaN for values. Types are convert
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from torch import nn
 from memascend.engine.spilled import wait_in
 from memascend.integrations.pretrained import configuration, persistent_buffers
 from memascend.storage.tensor_folder import StoredTensor, TensorFolder, has_tensor_files
+
+log = logging.getLogger("memascend")
 
 
 class NotAsStored(ValueError):
@@ -71,6 +75,7 @@ def waiting_model(folder: str | Path, dtype: torch.dtype) -> Any:
     if _is_converted(model):
         raise NotAsStored(f"transformers converts the tensors of {type(model).__name__} as it loads them")
     names: dict[nn.Parameter, list[str]] = {}
+    used: set[str] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     for parameter, known in names.items():
@@ -82,16 +87,34 @@ def waiting_model(folder: str | Path, dtype: torch.dtype) -> Any:
             )
         for each in found:
             _require_shape(each, tuple(parameter.shape))
+        used |= {each.name for each in found}
         if len(found) > 1 and not _equal(found):
             raise NotAsStored(f"{' and '.join(known)} are tied, and have different values in {folder}")
         wait_in(parameter, found[0])
     for name, buffer in persistent_buffers(model):
         if (stored := _stored(files, model, name)) is not None:
             _require_shape(stored, tuple(buffer.shape))
+            used.add(stored.name)
             buffer.copy_(stored.flat().view(buffer.shape))
             stored.let_go()
+    _warn_of_unused(model, sorted(files.tensors.keys() - used), folder)
     _take_generation_settings(model, folder)
     return model
+
+
+def _warn_of_unused(model: Any, names: list[str], folder: Path) -> None:
+    """As transformers does: a config.json of fewer layers makes another model without an error."""
+    expected = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    left = [name for name in names if not any(re.search(pattern, name) for pattern in expected)]
+    if left:
+        log.warning(
+            "memascend: %d tensors in %s are not of the model that its config.json describes, and are left out (%s%s): "
+            "if that is not meant, copy or download the folder again",
+            len(left),
+            folder,
+            left[0],
+            " and others" if len(left) > 1 else "",
+        )
 
 
 def _is_converted(model: Any) -> bool:

@@ -52,7 +52,11 @@ def add_plan(commands: Any, probe: Callable[[Path | None], Any]) -> None:
         "the installed transformers has it (auto)",
     )
     how = parser.add_argument_group("how")
-    how.add_argument("--system", help="memascend (default), zero_infinity, zero_offload, all_in_gpu, in_memory")
+    how.add_argument(
+        "--system",
+        help="memascend (default), lohan, zero_infinity, zero_offload, mlp_offload, ssdtrain, cxl, all_in_gpu or "
+        "in_memory",
+    )
     how.add_argument("--arm", help="a variant of the system, such as as_published or today for zero_infinity")
     for name, words in MODEL_OPTIONS.items():
         preset = getattr(DEFAULT_STACK, name)

@@ -52,7 +52,9 @@ class TrainConfig:
     tokenizer: str | None = _option(
         None, "local folder or hub name; default: the model's, else one trained on the text"
     )
-    dtype: str = _option("bf16", "weights and activations; fp32 in memory alone", choices=("bf16", "fp16", "fp32"))
+    dtype: str = _option(
+        "bf16", "weights and activations; fp32: in_memory and lohan alone", choices=("bf16", "fp16", "fp32")
+    )
     # What it is trained on.
     data: list[str] = dataclasses.field(
         default_factory=list, metadata=_limits("text files, folders, .jsonl files, or one datasets name")
@@ -90,7 +92,9 @@ class TrainConfig:
     clip: float = _option(DEFAULT_CLIP, "largest norm of the gradients; 0 leaves them as they are", least=0)
     seed: int = _option(0, "of the initial weights, the split and the order of the data", least=0)
     # Where memory goes.
-    system: str = _option("memascend", "memascend, zero_infinity, zero_offload ..., or in_memory: plain PyTorch")
+    system: str = _option(
+        "memascend", "memascend, lohan, zero_infinity, zero_offload, mlp_offload, ssdtrain, cxl, in_memory"
+    )
     arm: str | None = _option(None, "a variant of the system; default: its first")
     ranks: int = _option(1, "processes, one a GPU", least=1)
     matmul: str = _option(

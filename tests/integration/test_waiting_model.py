@@ -104,6 +104,18 @@ def test_a_waiting_model_has_shapes_and_buffers_and_its_values_in_the_files(tmp_
         assert torch.equal(mine, other), name
 
 
+def test_tensors_that_the_model_has_not_are_named_and_left_out(tmp_path, caplog):
+    source = saved(tmp_path / "model")
+    waiting_model(source, torch.float32)
+    assert "left out" not in caplog.text
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    waiting_model(source, torch.float32)
+    (said,) = caplog.messages
+    assert said.startswith(f"memascend: 26 tensors in {source} are not of the model that its config.json describes")
+    assert "(model.layers.1.input_layernorm.weight and others)" in said
+
+
 def rewritten(path, change):
     tensors = load_file(path)
     change(tensors)

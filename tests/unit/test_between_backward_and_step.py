@@ -173,6 +173,8 @@ def test_the_option_of_a_loop_without_step_is_a_field_too(tmp_path):
     for ids in data:
         ours(ids).backward()
     assert home.steps == 1
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"has no graph.*: call optimizer\.step\(\) first \("):
+        ours(data[0])
     home.close()
 
 

@@ -12,7 +12,7 @@ import torch
 
 from memascend import offload_activations
 from memascend.engine.blocks import NotStreamable
-from memascend.engine.home import NotThisModel
+from memascend.engine.home import NotThisModel, StateHome
 from memascend.engine.options import EngineOptions
 from memascend.engine.streaming import streaming
 from memascend.ops.adamw import AdamW
@@ -49,6 +49,8 @@ def test_a_folder_that_is_open_in_this_process_is_refused_at_once(tmp_path):
     with pytest.raises(ValueError, match="is in use by this process: close the other home first"):
         begin(model(), tmp_path / "run", resume=True)
     assert time.monotonic() - began < 10
+    with pytest.raises(ValueError, match="is in use by this process: close the other home first"):
+        StateHome.create(tmp_path / "run", "ours", [1 << 20])
     assert loop(ours, optimizer, data) == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
     home.close()
     begin(model(), tmp_path / "run", resume=True)[0].remove()

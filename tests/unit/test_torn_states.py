@@ -116,9 +116,9 @@ def test_a_step_that_is_given_up_before_anything_was_replaced_is_forgotten_and_o
     engine.finish_step(keep=False)
     with pytest.raises(TornStates):
         engine.give_up()
-    with pytest.raises(RuntimeError, match="which are torn"):
+    with pytest.raises(TornStates, match="which are torn"):
         ours(batch(1))
-    with pytest.raises(RuntimeError, match="which are torn"):
+    with pytest.raises(TornStates, match="which are torn"):
         engine.keep({})
     engine.close()
     with pytest.raises(TornStates):
