@@ -167,6 +167,7 @@ class StreamingEngine(HookedRuntime):
                 model, units.blocks, options.swap, self._beside.swap_tier, options.swap_room, allocator, device
             )
         self._unfinished: str | None = None  # what is to be done about an update that is half on the tier
+        self._torn: type[homes.TornStates] = homes.TornStates
         self._half_taken_back = False  # a step that failed, on a tier that failed again
         self._completes = False  # an interrupt alone has cut an update off, which is completed at the next use
         self._in_forward = False  # of the model as a whole
@@ -1105,7 +1106,7 @@ class StreamingEngine(HookedRuntime):
         if self._unfinished is _CUT_OFF and self._completes:
             self._complete_here()
         if self._unfinished is not None:
-            raise RuntimeError(self._unfinished) if self._unfinished is _CUT_OFF else homes.TornStates(self._unfinished)
+            raise (RuntimeError if self._unfinished is _CUT_OFF else self._torn)(self._unfinished)
 
     def _update_in_parts(self, redo: Redo) -> None:
         """Each unit's weights and states with one commit, that says so; gradients go with the step's own."""
@@ -1182,7 +1183,7 @@ class StreamingEngine(HookedRuntime):
             try:
                 self.home.roll_back()
             except homes.TornStates as error:
-                self._unfinished = str(error)
+                self._unfinished, self._torn = str(error), type(error)
                 raise
             self._beside.home_was_opened_again()
             self._look_at_kept_steps()

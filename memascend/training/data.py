@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from memascend.training.folder import TOKEN_BYTES
+
 _DOCUMENTS_AT_A_TIME = 256
 _DTYPE = np.dtype("<u4")
 
@@ -54,7 +56,7 @@ def move_tail(folder: Path, tokens: int) -> None:
     """Make the last `tokens` of train.tokens the evaluation text: where there were too few documents to split."""
     with (folder / "train.tokens").open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
-        start = max(0, size - tokens * _DTYPE.itemsize)
+        start = max(0, size - tokens * TOKEN_BYTES)
         file.seek(start)
         (folder / "eval.tokens").write_bytes(file.read())
         file.truncate(start)
@@ -64,7 +66,7 @@ class Sequences:
     """A token file as sequences of `context` tokens; what does not fill the last one is left out."""
 
     def __init__(self, path: Path, context: int) -> None:
-        tokens = path.stat().st_size // _DTYPE.itemsize
+        tokens = path.stat().st_size // TOKEN_BYTES
         self._count = tokens // context
         self._context = context
         self._tokens = np.memmap(path, dtype=_DTYPE, mode="r") if tokens else np.zeros(0, dtype=_DTYPE)

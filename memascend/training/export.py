@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from memascend.training.backends.streaming import StreamingBackend
 
 SHARD_BYTES = 50 * 10**9  # as transformers' save_pretrained
+_MARK = ".memascend-export"  # in what an export that is cut off leaves, which the next one removes
 INDEX = f"{checkpoint.WEIGHTS}.index.json"
 
 
@@ -44,6 +45,8 @@ def export(run: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> str:
     if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not an empty folder: name a new one")
     partial = target.with_name(f".{target.name}.partial")
+    if partial.is_dir() and not (partial / _MARK).exists() and any(partial.iterdir()):
+        raise ValueError(f"{partial} exists and is of no export: move it, or name another folder than {target.name}")
     made = missing_folders(target.parent)
     with folder.held(resume=True):
         found = [
@@ -53,6 +56,7 @@ def export(run: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> str:
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir(parents=True)
+            (partial / _MARK).touch()
             step = _write(folder, newest, partial, shard_bytes)
             written = list(partial.iterdir())
             nbytes = sum(path.stat().st_size for path in written)
@@ -61,6 +65,7 @@ def export(run: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> str:
             if target.exists():
                 target.rmdir()
             os.rename(partial, target)
+            (target / _MARK).unlink()
             sync(target.parent)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)

@@ -24,6 +24,7 @@ from memascend.storage.names import SCRATCH_PREFIX
 from memascend.training.config import SAVED_AS
 
 LOCK = "run.lock"
+TOKEN_BYTES = 4  # of the files of tokens
 OWNER = "owner.json"
 SWAP_PREFIX = "memascend-swap-"
 MIB = 1 << 20

@@ -25,7 +25,15 @@ from memascend.storage.shared_memory import collect_shared_memory
 from memascend.training import backends, checkpoint, preflight, systems
 from memascend.training import config as configs
 from memascend.training.config import TrainConfig
-from memascend.training.folder import Lock, RunFolder, SwapFolder, collect_dead, missing_folders, remove_empty
+from memascend.training.folder import (
+    TOKEN_BYTES,
+    Lock,
+    RunFolder,
+    SwapFolder,
+    collect_dead,
+    missing_folders,
+    remove_empty,
+)
 from memascend.training.processes import PARENT, exit_status, free_port, remove_shared_buffers, waits_for
 from memascend.training.progress import byte_count
 
@@ -214,7 +222,7 @@ def _prepare(folder: RunFolder, stopping: Stopping) -> dict[str, Any]:
         for note in prepared.get("notes", []):
             say(f"note: {note}")
     else:
-        _require_tokens(folder)
+        _require_as_prepared(folder, prepared)
     return prepared
 
 
@@ -226,10 +234,24 @@ def read_prepared(folder: RunFolder) -> dict[str, Any] | None:
         raise ValueError(f"{folder.prepared} is damaged ({error}): {_prepares_again(folder)}") from error
 
 
-def _require_tokens(folder: RunFolder) -> None:
-    for tokens in ("train.tokens", "eval.tokens"):
-        if not (folder.data / tokens).is_file():
-            raise ValueError(f"{folder.data / tokens} is gone: bring it back, or {_prepares_again(folder)}")
+def _require_as_prepared(folder: RunFolder, prepared: dict[str, Any]) -> None:
+    """The files that the preparation has made are there, and whole as far as their sizes say: with other text a resume
+    would go on to other weights."""
+    for name in ("train", "eval"):
+        path, wanted = folder.data / f"{name}.tokens", prepared[f"{name}_tokens"] * TOKEN_BYTES
+        if not path.is_file():
+            raise ValueError(f"{path} is gone: bring it back, or {_prepares_again(folder)}")
+        if (size := path.stat().st_size) != wanted:
+            raise ValueError(
+                f"{path} has {size} bytes, and {wanted} were prepared: bring it back, or {_prepares_again(folder)}"
+            )
+    if not folder.tokenizer.is_dir():
+        raise ValueError(f"{folder.tokenizer} is gone: bring it back, or {_prepares_again(folder)}")
+    for path in sorted(folder.tokenizer.glob("*.json")):
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({error}): bring it back, or {_prepares_again(folder)}") from error
 
 
 def _prepares_again(folder: RunFolder) -> str:

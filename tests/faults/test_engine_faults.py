@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from memascend.engine import runtime
+from memascend.engine.home import KeptAfterAll
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.memory.ledger import Ledger
@@ -165,7 +166,7 @@ def test_a_commit_that_the_drive_has_kept_against_its_word_is_gone_on_from_by_re
         with pytest.raises(StorageError) as failed:
             step(ours, engine, data[1])
     assert "close the engine, and resume, which goes on from there" in failed.value.__notes__[0]
-    with pytest.raises(RuntimeError, match="close the engine, and resume, which goes on from there"):
+    with pytest.raises(KeptAfterAll, match="close the engine, and resume, which goes on from there"):
         ours(data[1])
     engine.close()
     again = model(seed=4)
