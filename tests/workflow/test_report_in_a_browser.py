@@ -173,6 +173,16 @@ def test_a_report_made_beside_another_set_opens_with_it_and_filters_what_changed
     assert console == ""
 
 
+def exhibit_with_a_script(report_folder: Path, tmp_path: Path, exhibit: str, script: str) -> tuple[Page, str]:
+    """The page of an exhibit after a script of the test's own has run there, and what the console said."""
+    copy = tmp_path / "figures"
+    shutil.copytree(report_folder / "figures", copy)
+    path = copy / f"exhibits/{exhibit}.html"
+    (copy / "own.js").write_text(script)
+    path.write_text(path.read_text().replace("</body>", '<script src="../own.js"></script></body>'))
+    return in_a_browser(path.as_uri(), tmp_path)
+
+
 # Zooms, focuses the second task, and notes the axis before and after, and what is said.
 LOOK = """addEventListener("load", () => {
   const axis = () => [...document.querySelectorAll("#timeline .axis text")].map((each) => each.lastChild.data).join();
@@ -193,12 +203,7 @@ LOOK = """addEventListener("load", () => {
 
 
 def test_a_time_line_zooms_and_tells_its_tasks(report_folder: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "figures"
-    shutil.copytree(report_folder / "figures", copy)
-    page_path = copy / f"exhibits/{TIMELINE}.html"
-    (copy / "look.js").write_text(LOOK)
-    page_path.write_text(page_path.read_text().replace("</body>", '<script src="../look.js"></script></body>'))
-    _, console = in_a_browser(page_path.as_uri(), tmp_path)
+    _, console = exhibit_with_a_script(report_folder, tmp_path, TIMELINE, LOOK)
     said = re.search(r'id="said">(.*?)</script>', (tmp_path / "dom.html").read_text(), re.DOTALL)
     assert said, console
     before, after, again, pointed, focused = json.loads(said[1])
@@ -224,12 +229,7 @@ POINT = """addEventListener("load", () => {
 
 
 def test_a_pointer_reads_the_values_of_a_picture(report_folder: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "figures"
-    shutil.copytree(report_folder / "figures", copy)
-    page_path = copy / f"exhibits/{BUILT[0]}.html"
-    (copy / "point.js").write_text(POINT)
-    page_path.write_text(page_path.read_text().replace("</body>", '<script src="../point.js"></script></body>'))
-    page, console = in_a_browser(page_path.as_uri(), tmp_path)
+    page, console = exhibit_with_a_script(report_folder, tmp_path, BUILT[0], POINT)
     hint = "Point at a bar or a mark to read its value."
     assert json.dumps([True, hint, TOLD, hint], separators=(",", ":")) in page.text
     assert console == ""
