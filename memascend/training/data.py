@@ -12,7 +12,7 @@ import numpy as np
 from memascend.training.folder import TOKEN_BYTES
 
 _DOCUMENTS_AT_A_TIME = 256
-_DTYPE = np.dtype("<u4")
+_DTYPE = np.dtype(f"<u{TOKEN_BYTES}")
 
 
 def in_eval(number: int, seed: int, share: float) -> bool:

@@ -46,7 +46,9 @@ def export(run: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> str:
         raise ValueError(f"{target} exists and is not an empty folder: name a new one")
     partial = target.with_name(f".{target.name}.partial")
     if partial.is_dir() and not (partial / _MARK).exists() and any(partial.iterdir()):
-        raise ValueError(f"{partial} exists and is of no export: move it, or name another folder than {target.name}")
+        raise ValueError(
+            f"{partial} exists and was not left by an export: move it, or name another folder than {target.name}"
+        )
     made = missing_folders(target.parent)
     with folder.held(resume=True):
         found = [

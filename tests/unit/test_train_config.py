@@ -1,12 +1,13 @@
 """What `memascend train` takes: keys of the YAML file and flags, and what it says to those it does not take."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
-from memascend import cli
+from memascend import cli, systems
 from memascend.training import config as configs
 from memascend.training.config import TrainConfig, checked, complete, from_text, read_config, resumed
 
@@ -95,6 +96,15 @@ def test_every_key_has_a_flag_and_a_help_text():
     )
     for name in configs.OPTIONS:
         assert f"--{name.replace('_', '-')}" in done.stdout
+
+
+def test_the_help_of_system_names_every_one_that_the_command_takes(capsys):
+    for command in ("plan", "train"):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        words = capsys.readouterr().out.partition("\n  --system ")[2].partition("\n  --")[0]
+        taken = [name for name in systems.names() if command == "plan" or systems.arrangement(name).runs]
+        assert sorted(set(systems.names()) & set(re.findall(r"\w+", words))) == taken
 
 
 def test_a_configuration_survives_its_file(tmp_path):

@@ -111,7 +111,7 @@ def decorate(axis: Axes, table: pd.DataFrame, mine: pd.DataFrame, panel: dict[st
         printed = of.select(whole, each["where"])
         for _, row in printed[printed["number"].notna()].iterrows():
             mark = axis.plot([each.get("at", row["at"])], [row["number"]], **look(row["series"], "published", panel))
-            style.tell(mark[0], of.words(row, panel))
+            style.tell(mark[0], of.words(row, {}))  # as printed, whatever the panel derives
     for level in panel.get("levels", []):
         axis.axhline(level["at"], color=style.PALETTE["black"], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
         place = {"xytext": (0, level.get("above", 2)), "textcoords": "offset points", "ha": "center", "fontsize": 7}

@@ -18,8 +18,7 @@ from workflows.derive.site import judged, picture
 from workflows.derive.site.against import embedded
 from workflows.derive.site.judged import Judged
 from workflows.derive.site.templates import markdown, opening
-from workflows.derive.site.timelines import Timeline
-from workflows.derive.site.timelines import read as read_timelines
+from workflows.derive.site.timelines import Timeline, timelines_of
 
 
 @dataclass(frozen=True)
@@ -127,11 +126,10 @@ def exhibit(
     cited = set(re.findall(r"\berratum ([A-Z]\d+)\b", said))
     mine = [each for each in errata if each["id"] in cited or ids.intersection(each.get("claims", ()))]
     title = opening(entry["title"])
-    listed = read_runs(runs / f"{entry['id']}.csv")
-    timelines = read_timelines(figures / f"{entry['id']}.csv")
-    shown = picture.inlined(figures / f"{entry['id']}.svg", title), picture.data(figures / f"{entry['id']}.csv")
+    listed, rows = read_rows(runs / f"{entry['id']}.csv"), read_rows(figures / f"{entry['id']}.csv")
+    shown = picture.inlined(figures / f"{entry['id']}.svg", title)
     who = entry["id"], entry["paper"], entry["number"]
-    return Exhibit(*who, title, prose, notes, listed, claims, mine, *shown, timelines)
+    return Exhibit(*who, title, prose, notes, listed, claims, mine, shown, rows, timelines_of(rows))
 
 
 def parts(caption: str) -> tuple[Markup, list[tuple[str, Markup]]]:
@@ -146,8 +144,9 @@ def parts(caption: str) -> tuple[Markup, list[tuple[str, Markup]]]:
     return markdown(re.sub(r"^\*\*.+?\*\*\s*", "", prose)), notes
 
 
-def read_runs(path: Path) -> list[dict[str, str]]:
-    """Return the lines of an exhibit's list of runs; none of a drawing of structure, or of an exhibit without a run."""
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the lines of an exhibit's list of runs, or of its table; none of a drawing of structure, or of an exhibit
+    without a run."""
     if not path.exists():
         return []
     with path.open(newline="") as file:

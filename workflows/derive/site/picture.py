@@ -1,8 +1,7 @@
-"""The picture of an exhibit as an element of its page, where a pointer reads its values, and the rows of its table."""
+"""The picture of an exhibit as an element of its page, where a pointer reads its values."""
 
 from __future__ import annotations
 
-import csv
 import re
 from pathlib import Path
 
@@ -22,9 +21,3 @@ def inlined(path: Path, title: str) -> Markup:
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg[begin:], count=1, flags=re.DOTALL)
     svg = svg.replace(EVERYWHERE, EVERYWHERE.replace("*", ".picture svg *"), 1)
     return Markup(svg.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1))
-
-
-def data(path: Path) -> list[dict[str, str]]:
-    """Return the rows of an exhibit's CSV; none of a drawing of structure."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))

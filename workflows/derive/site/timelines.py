@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections import defaultdict
 from dataclasses import dataclass
@@ -31,12 +30,9 @@ class Timeline:
         trace.write_trace(path, self.events, lane=self.lane, source=self.source, exhibit=exhibit, model=self.model)
 
 
-def read(path: Path) -> list[Timeline]:
-    """Return the time lines of an exhibit's CSV, a lane each; none where no row is one."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        found = [row for row in csv.DictReader(file) if row["x_name"] == BEGIN and row["lane"] in trace.LANES]
+def timelines_of(rows: list[dict[str, str]]) -> list[Timeline]:
+    """Return the time lines in an exhibit's table, a lane each; none where no row is one."""
+    found = [row for row in rows if row["x_name"] == BEGIN and row["lane"] in trace.LANES]
     lanes: dict[str, list[dict[str, str]]] = defaultdict(list)
     for row in found:
         if tidy.numeric(row["value"]) is not None:
