@@ -45,7 +45,8 @@ def export(run: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> str:
     if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not an empty folder: name a new one")
     partial = target.with_name(f".{target.name}.partial")
-    if partial.is_dir() and not (partial / _MARK).exists() and any(partial.iterdir()):
+    is_foreign = partial.is_dir() and not (partial / _MARK).exists() and any(partial.iterdir())
+    if is_foreign or partial.is_symlink() or (partial.exists() and not partial.is_dir()):
         raise ValueError(
             f"{partial} exists and was not left by an export: move it, or name another folder than {target.name}"
         )

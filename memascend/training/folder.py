@@ -125,9 +125,15 @@ class RunFolder:
         return self.root / "tokenizer"
 
     @property
-    def partial_tokenizer(self) -> Path:
-        """What becomes the tokenizer; left where making it was cut short."""
-        return self.root / ".tokenizer.partial"
+    def partial_text(self) -> Path:
+        """What becomes `tokenizer` and `data`; left where making it was cut short."""
+        return self.root / ".text.partial"
+
+    @property
+    def text(self) -> Path:
+        """Size and checksum of each token file, as the run's first steps read them. It outlives `prepared`: with other
+        text the run does not go on."""
+        return self.root / "text.json"
 
     @property
     def prepared(self) -> Path:
@@ -150,6 +156,8 @@ class RunFolder:
         found = sorted(path.name for path in self.root.iterdir()) if self.root.is_dir() else []
         if self.root.exists() and not self.root.is_dir():
             raise ValueError(f"{self.root} is a file; name a folder with --output")
+        if resume and SAVED_AS not in found and {"checkpoints", "prepared.json", "metrics.jsonl"} & set(found):
+            raise ValueError(f"{self.config} is gone: bring it back to go on, or begin anew in another --output")
         if resume and SAVED_AS not in found:
             raise ValueError(f"nothing to resume: {self.root} holds no run; name the run's folder with --output")
         if not resume and set(found) - {LOCK, "logs", f".{SAVED_AS}.partial"}:  # what a refused or killed call leaves

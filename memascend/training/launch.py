@@ -22,7 +22,7 @@ from memascend.memory.heap import MALLOC
 from memascend.storage.durable import write_atomically
 from memascend.storage.folders import swap_folder
 from memascend.storage.shared_memory import collect_shared_memory
-from memascend.training import backends, checkpoint, preflight, systems
+from memascend.training import backends, checkpoint, preflight, recorded_text, systems
 from memascend.training import config as configs
 from memascend.training.config import TrainConfig
 from memascend.training.folder import (
@@ -35,7 +35,7 @@ from memascend.training.folder import (
     remove_empty,
 )
 from memascend.training.processes import PARENT, exit_status, free_port, remove_shared_buffers, waits_for
-from memascend.training.progress import byte_count
+from memascend.training.progress import byte_count, read_metrics
 
 # A rank was stopped before its end, with all that --resume needs (128 + SIGTERM, which is what it gets of its parent).
 STOPPED = exit_status(signal.SIGTERM)
@@ -67,6 +67,10 @@ def _say_amid_a_print(text: str) -> None:
     """`say` for a signal's handler: while a print is being written, Python's file refuses another one."""
     with contextlib.suppress(OSError, ValueError):
         os.write(sys.stdout.fileno(), f"{text}\n".encode())
+
+
+class NothingToDo(Exception):
+    """The run is as far as the call asks for; it has been said."""
 
 
 class Stuck(ValueError):
@@ -107,7 +111,7 @@ def launch(config: TrainConfig, *, resume: bool, wanted: dict[str, Any], setup_o
     """
     folder = RunFolder(config.output_folder)
     stopping = Stopping()
-    with _opened(folder, config, resume, wanted) as (config, lock):
+    with contextlib.suppress(NothingToDo), _opened(folder, config, resume, wanted) as (config, lock):
         stopping.saves = config.checkpoints != "none"
         stopping.install()
         prepared = _prepare(folder, stopping)
@@ -115,7 +119,8 @@ def launch(config: TrainConfig, *, resume: bool, wanted: dict[str, Any], setup_o
             say("stopped before training began")
             return stopping.status
         with _composed(config, folder, prepared, setup_of) as job:
-            return _run_ranks(job, folder, stopping, lock) if job else 0
+            return _run_ranks(job, folder, stopping, lock)
+    return 0
 
 
 def join(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
@@ -125,8 +130,7 @@ def join(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
     """
     import torch
 
-    from memascend.training.worker import STOPPED as LEFT
-    from memascend.training.worker import Worker
+    from memascend.training import worker as workers
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local = os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
@@ -136,11 +140,13 @@ def join(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
         raise ValueError(f"--ranks {config.ranks}, but the launcher started {ranks}; leave --ranks out")
     config = dataclasses.replace(config, ranks=ranks)
     backends.load(backends.DEEPSPEED).start(config.threads or max(1, len(os.sched_getaffinity(0)) // ranks))
-    with contextlib.ExitStack() as held:
+    with contextlib.suppress(NothingToDo), contextlib.ExitStack() as held:
         job: dict[str, Any] | None = None
         if rank == 0:
             try:
                 job = held.enter_context(_first_rank(config, resume, wanted | {"ranks": ranks}))
+            except NothingToDo:
+                job = None
             except (ValueError, OSError) as error:
                 job = {"error": str(error)}
         told = [job]
@@ -152,14 +158,17 @@ def join(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
             if rank == 0:
                 raise ValueError(job["error"])
             return 2
-        worker = Worker(job, sys.stdout)
+        worker = workers.Worker(job, sys.stdout)
         outcome = worker.run()
         torch.distributed.barrier()
-    return worker.stop.status if outcome == LEFT else 0
+        if outcome == workers.NOTHING_TO_DO:
+            raise NothingToDo
+        return worker.stop.status if outcome == workers.STOPPED else 0
+    return 0
 
 
 @contextlib.contextmanager
-def _first_rank(config: TrainConfig, resume: bool, wanted: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+def _first_rank(config: TrainConfig, resume: bool, wanted: dict[str, Any]) -> Iterator[dict[str, Any]]:
     folder = RunFolder(config.output_folder)
     with (
         _opened(folder, config, resume, wanted) as (config, _),
@@ -173,8 +182,10 @@ def _opened(
     folder: RunFolder, config: TrainConfig, resume: bool, wanted: dict[str, Any]
 ) -> Iterator[tuple[TrainConfig, Lock]]:
     """The run's folder, locked, and its configuration, written down there. A call that fails before the first step
-    leaves nothing of its own but logs that say why; what was there before a --resume stays."""
+    leaves nothing of its own but logs that say why; what was there before a --resume stays, also where there was
+    nothing to do."""
     with folder.held(resume=resume) as lock:
+        before, made = folder.config.read_text(encoding="utf-8") if resume else "", _steps_made(folder)
         try:
             _take_over(lock)
             if resume:
@@ -187,7 +198,13 @@ def _opened(
         except BaseException:
             if not resume and not _has_trained(folder):
                 _discard(folder)
+            elif resume and _steps_made(folder) == made:
+                write_atomically(folder.config, before)
             raise
+
+
+def _steps_made(folder: RunFolder) -> int:
+    return sum(row["kind"] == "step" for row in read_metrics(folder.metrics))
 
 
 def _prepare(folder: RunFolder, stopping: Stopping) -> dict[str, Any]:
@@ -235,8 +252,8 @@ def read_prepared(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def _require_as_prepared(folder: RunFolder, prepared: dict[str, Any]) -> None:
-    """The files that the preparation has made are there, and whole as far as their sizes say: with other text a resume
-    would go on to other weights."""
+    """The files that the preparation has made are there, and as they were: with other text a resume would go on to
+    other weights."""
     for name in ("train", "eval"):
         path, wanted = folder.data / f"{name}.tokens", prepared[f"{name}_tokens"] * TOKEN_BYTES
         if not path.is_file():
@@ -244,6 +261,12 @@ def _require_as_prepared(folder: RunFolder, prepared: dict[str, Any]) -> None:
         if (size := path.stat().st_size) != wanted:
             raise ValueError(
                 f"{path} has {size} bytes, and {wanted} were prepared: bring it back, or {_prepares_again(folder)}"
+            )
+    for name, was in (recorded_text.recorded(folder) or {}).items():
+        if checkpoint.file_checksum(folder.data / name) != was["crc32"]:
+            raise ValueError(
+                f"{folder.data / name} is not as it was prepared (its checksum is another): bring it back, or "
+                f"{_prepares_again(folder)}"
             )
     if not folder.tokenizer.is_dir():
         raise ValueError(f"{folder.tokenizer} is gone: bring it back, or {_prepares_again(folder)}")
@@ -266,9 +289,9 @@ def _has_trained(folder: RunFolder) -> bool:
 
 def _discard(folder: RunFolder) -> None:
     """After a refusal nothing is left that would stand in the way of the corrected command."""
-    for path in (folder.data, folder.tokenizer, folder.partial_tokenizer):
+    for path in (folder.data, folder.tokenizer, folder.partial_text):
         shutil.rmtree(path, ignore_errors=True)
-    for path in (folder.config, folder.prepared, folder.metrics):
+    for path in (folder.config, folder.prepared, folder.text, folder.metrics):
         path.unlink(missing_ok=True)
     remove_empty([folder.logs, folder.checkpoints])
 
@@ -280,8 +303,8 @@ def _steps(config: TrainConfig, prepared: dict[str, Any]) -> int:
 @contextlib.contextmanager
 def _composed(
     config: TrainConfig, folder: RunFolder, prepared: dict[str, Any], setup_of: SetupOf = systems.setup
-) -> Iterator[dict[str, Any] | None]:
-    """What the ranks are told, or None where there is nothing to do; its swap folder goes at the end."""
+) -> Iterator[dict[str, Any]]:
+    """What the ranks are told; its swap folder goes at the end. NothingToDo, once that is said."""
     checkpoint.clean(folder.checkpoints)
     found, refused = checkpoint.listed(folder.checkpoints)
     for line in refused:
@@ -289,8 +312,7 @@ def _composed(
     steps = _steps(config, prepared)
     if found and found[-1].step >= steps:
         say(f"nothing to do: {found[-1].path} is at step {found[-1].step} of {steps}; raise --steps to go on")
-        yield None
-        return
+        raise NothingToDo
     if found and found[-1].manifest["ranks"] != config.ranks:
         raise ValueError(f"{found[-1].path} was written by {found[-1].manifest['ranks']} ranks, not {config.ranks}")
     made = missing_folders(Path(config.nvme).absolute()) if config.nvme else []
@@ -382,6 +404,8 @@ def _announce(config: TrainConfig, prepared: dict[str, Any], job: dict[str, Any]
     memory = f", {byte_count(planned)} of host memory planned" if planned else ""
     say(f"system  {config.system}{f' ({config.arm})' if config.arm else ''}{memory}")
     say(f"output  {config.output_folder}")
+    if config.warmup and config.warmup > job["config"]["steps"]:
+        say(f"note: the learning rate rises over --warmup {config.warmup} steps, and there are fewer: it does not fall")
     if found:
         say(f"resume  from step {found[-1].step}")
 
@@ -498,6 +522,8 @@ def _outcome(work: Path, folder: RunFolder, stopping: Stopping, after: str) -> i
     errors = [result["error"] for result in results if "error" in result]
     if errors:
         raise ValueError(errors[0])
+    if any(result["outcome"] == "nothing to do" for result in results):
+        raise NothingToDo
     if stopping.asked > 1:
         say(f"left at once; --resume goes on from the last {after}" if _has_trained(folder) else "left at once")
         return stopping.status

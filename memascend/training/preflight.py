@@ -25,6 +25,8 @@ WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Path | None) -> None:
     """ValueError that says what is missing and what would help."""
+    if config.trace and Path(config.trace).is_dir():
+        raise ValueError(f"--trace {config.trace} is a folder: name a file in it, such as {config.trace}/trace.json")
     needed = prepared["planned_host_bytes"]
     budget = parse_bytes(config.host_memory) if config.host_memory else None
     if needed is not None and budget is not None and needed > budget:

@@ -17,7 +17,7 @@ from memascend.planner.options import default_context, longest_context
 from memascend.planner.tensors import TensorSpec, named_tensors
 from memascend.storage.durable import write_atomically
 from memascend.systems import arrangement
-from memascend.training import data
+from memascend.training import data, recorded_text
 from memascend.training.backends import IN_MEMORY
 from memascend.training.config import TrainConfig
 from memascend.training.folder import RunFolder
@@ -45,7 +45,10 @@ def prepare(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
         **sizes,
         **(_in_memory(config, sizes["parameters"]) if in_memory else _plan(config, model_config, context, notes)),
     }
-    facts |= _text(config, folder, source, model_config, context, notes)
+    try:
+        facts |= _text(config, folder, source, model_config, context, notes)
+    finally:
+        shutil.rmtree(folder.partial_text, ignore_errors=True)
     facts["notes"] = notes
     write_atomically(folder.prepared, json.dumps(facts, indent=1))
     return facts
@@ -217,15 +220,18 @@ def _text(
         )
 
     texts = documents(config.data)
-    _tokenizer(config, folder, source, texts, model_config, notes)
-    encode = Encoder(folder.tokenizer)
+    shutil.rmtree(folder.partial_text, ignore_errors=True)
+    folder.partial_text.mkdir()
+    tokenizer, tokens = folder.partial_text / folder.tokenizer.name, folder.partial_text / folder.data.name
+    _tokenizer(config, tokenizer, source, texts, model_config, notes)
+    encode = Encoder(tokenizer)
     vocabulary = int(model_config["vocab_size"])
     if encode.size > vocabulary:
         raise ValueError(
             f"the tokenizer has {encode.size} ids and the model {vocabulary}; name the model's own with --tokenizer"
         )
     share = 0.0 if config.eval_data or not config.eval_sequences else config.eval_share
-    counts = data.write_tokens(folder.data, texts, encode, seed=config.seed, eval_share=share)
+    counts = data.write_tokens(tokens, texts, encode, seed=config.seed, eval_share=share)
     if texts.skipped and not counts["train_tokens"] + counts["eval_tokens"]:
         raise ValueError(
             f"there is no text in {', '.join(config.data)}: {len(texts.skipped)} files are not UTF-8 text and were "
@@ -234,26 +240,30 @@ def _text(
     if texts.skipped:
         notes.append(f"skipped {len(texts.skipped)} files that are not UTF-8 text, such as {texts.skipped[0]}")
     if config.eval_data and config.eval_sequences:
-        held = data.write_tokens(folder.data / "eval", documents(config.eval_data), encode, seed=0, eval_share=0)
-        (folder.data / "eval" / "train.tokens").replace(folder.data / "eval.tokens")
-        shutil.rmtree(folder.data / "eval")
+        held = data.write_tokens(tokens / "eval", documents(config.eval_data), encode, seed=0, eval_share=0)
+        (tokens / "eval" / "train.tokens").replace(tokens / "eval.tokens")
+        shutil.rmtree(tokens / "eval")
         counts |= {"eval_documents": held["train_documents"], "eval_tokens": held["train_tokens"]}
-    return counts | _sequences(config, folder, counts, context, share)
+    counts |= _sequences(config, tokens, counts, context, share)
+    recorded_text.require_recorded(folder, tokens)
+    for made, path in ((tokenizer, folder.tokenizer), (tokens, folder.data)):
+        shutil.rmtree(path, ignore_errors=True)
+        made.rename(path)
+    recorded_text.record(folder)
+    return counts
 
 
-def _sequences(
-    config: TrainConfig, folder: RunFolder, counts: dict[str, int], context: int, share: float
-) -> dict[str, Any]:
+def _sequences(config: TrainConfig, tokens: Path, counts: dict[str, int], context: int, share: float) -> dict[str, Any]:
     """Counts of whole sequences; with too few documents to split, the end of the text is evaluated on."""
     if share and counts["eval_tokens"] < context * config.ranks:
         total = counts["train_tokens"] // context
         tail = max(config.ranks, round(total * share)) * context
         if total * context >= 2 * tail:
-            data.move_tail(folder.data, tail)
+            data.move_tail(tokens, tail)
             counts["train_tokens"] -= tail
             counts["eval_tokens"] = tail
-    train = len(data.Sequences(folder.data / "train.tokens", context))
-    held = len(data.Sequences(folder.data / "eval.tokens", context))
+    train = len(data.Sequences(tokens / "train.tokens", context))
+    held = len(data.Sequences(tokens / "eval.tokens", context))
     needed = config.batch * config.accumulate * config.ranks
     if train < needed:
         raise ValueError(
@@ -266,7 +276,7 @@ def _sequences(
 
 def _tokenizer(
     config: TrainConfig,
-    folder: RunFolder,
+    folder: Path,
     source: Path | None,
     texts: Any,
     model_config: dict[str, Any],
@@ -274,18 +284,14 @@ def _tokenizer(
 ) -> None:
     from memascend.integrations.text import load_tokenizer, train_tokenizer
 
-    shutil.rmtree(folder.tokenizer, ignore_errors=True)
-    partial = folder.partial_tokenizer
-    shutil.rmtree(partial, ignore_errors=True)
     named = config.tokenizer or source
-    if named is not None and load_tokenizer(_tokenizer_folder(named), partial):
+    if named is not None and load_tokenizer(_tokenizer_folder(named), folder):
         pass
     elif config.tokenizer or not config.initialised:
         raise ValueError(f"no tokenizer can be loaded from {named}; name one with --tokenizer")
     else:
-        train_tokenizer(texts, int(model_config["vocab_size"]), partial)
+        train_tokenizer(texts, int(model_config["vocab_size"]), folder)
         notes.append("the model has no tokenizer here: one was trained on the text")
-    partial.rename(folder.tokenizer)
 
 
 def _tokenizer_folder(named: str | Path) -> Path:

@@ -155,8 +155,13 @@ class Progress:
         self._write(row | {"written_bytes": written_bytes, "shared_bytes": shared_bytes})
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._metrics.write(json.dumps(row) + "\n")
-        self._metrics.flush()
+        try:
+            self._metrics.write(json.dumps(row) + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            raise ValueError(
+                f"cannot write {self._metrics.name}: {error.strerror}; make room, and go on with --resume"
+            ) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -50,7 +50,7 @@ from memascend.training.progress import (
 )
 from memascend.training.schedule import learning_rate, sequence_numbers
 
-FINISHED, STOPPED = "finished", "stopped"
+FINISHED, STOPPED, NOTHING_TO_DO = "finished", "stopped", "nothing to do"
 _PATIENCE_S = 5.0  # without a byte from a drive, for a step that is to be finished
 STEP_IN_TRACE = "{step}"  # in the name of --trace: its number
 
@@ -98,7 +98,7 @@ class Worker:
     # -- start ---------------------------------------------------------------------------------------------------------
 
     def run(self) -> str:
-        """Train to the end or to a stop; returns FINISHED or STOPPED."""
+        """Train to the end or to a stop; returns FINISHED, STOPPED or NOTHING_TO_DO."""
         self.stop.install()
         if self.placement == PROCESS_INTERLEAVE:
             interleave_process()
@@ -135,7 +135,8 @@ class Worker:
             self.progress.say("note: products of bf16 matrices are computed in fp32 on this CPU (--matmul)")
         self.stop.training = True
         outcome = self._train()
-        self._report(outcome)
+        if outcome != NOTHING_TO_DO:
+            self._report(outcome)
         self.progress.close()
         self.backend.close()
         if lock is not None:
@@ -163,13 +164,21 @@ class Worker:
                 anew = f"from the start: there is no checkpoint in {self.folder.checkpoints}"
                 print(f"resume  {anew}, and the {made} steps that were made are lost", file=self.out, flush=True)
             self._build(source)
-        self.saved = source.step if source else 0
+        self.saved = max((each.step for each in self._saved() if each.step <= self.step), default=0)
         evaluated = {row["step"] for row in read_metrics(self.folder.metrics) if row["kind"] == "eval"}
         self.evaluated = self.step if self.step in evaluated else 0
         if self.rank == 0:
             rewind_metrics(self.folder.metrics, self.step)
             if self.cut_off is not None:
                 add_cut_off_step(self.folder.metrics, self.step, tokens=self._tokens(), **self.cut_off)
+            if missing := self.step - sum(row["kind"] == "step" for row in read_metrics(self.folder.metrics)):
+                lacks = f"{self.folder.metrics} lacks {missing} of {self.step} steps"
+                print(f"note: {lacks}: the report says nothing of them", file=self.out, flush=True)
+
+    def _saved(self) -> list[checkpoint.Checkpoint]:
+        """The checkpoints that hold what --checkpoints asks for, or more."""
+        found = checkpoint.listed(self.folder.checkpoints)[0]
+        return [each for each in found if each.is_full or self.config.checkpoints != "full"]
 
     def _require_states(self, source: checkpoint.Checkpoint | None, kept: int | None) -> None:
         """ValueError where a run that has no checkpoint to go on from has lost its states."""
@@ -246,7 +255,7 @@ class Worker:
         if self.step >= self.steps and config.checkpoints == "none":
             self.progress.say(f"nothing to do: the states are at step {self.step} of {self.steps}; raise --steps")
             if self.step > self.steps:
-                return FINISHED
+                return NOTHING_TO_DO
         if self.step and self._after_step(False):  # of a step that was kept, what a kill or a stop cut off
             return STOPPED
         while self.step < self.steps:
@@ -390,8 +399,8 @@ class Worker:
         if self.config.checkpoints == "full":
             layouts = layouts + self.ranks * self.backend.state_layouts()
         needed, free = sum(layout.nbytes for layout in layouts), shutil.disk_usage(folder).free
-        before = checkpoint.listed(folder)[0]
-        go_on = f"goes on after step {before[-1].step}" if before else "begins again, since none was saved before"
+        kept = [self.backend.kept_step() or 0, *(each.step for each in checkpoint.listed(folder)[0] if each.is_full)]
+        go_on = f"goes on after step {max(kept)}" if any(kept) else "begins again, since no step was kept or saved"
         return (
             f"cannot save the checkpoint of step {self.step} in {folder} ({error.strerror}): it takes "
             f"{byte_count(needed)}, and {byte_count(free)} are free; make room, then: memascend train --output "

@@ -19,6 +19,7 @@ from memascend.cli import main
 from memascend.training import export
 from memascend.training.folder import RunFolder
 from memascend.training.kept import kept_backend, kept_source
+from memascend.training.progress import read_metrics
 from tests import forked
 from tests.loop_devices import small_file_system
 from tests.train_runs import command, environment, losses, text_folder, train
@@ -81,6 +82,12 @@ def test_it_goes_on_to_more_steps_and_its_export_is_the_other_s_model(runs, caps
     again = resume(folder)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "nothing to do: the states are at step 6 of 6; raise --steps" in again.stdout
+    config, report = ((folder / name).read_bytes() for name in ("config.yaml", "report.json"))
+    fewer = resume(folder, "--steps", "3")
+    assert (fewer.returncode, fewer.stderr) == (0, "")
+    assert "nothing to do: the states are at step 6 of 3; raise --steps" in fewer.stdout
+    assert "done" not in fewer.stdout
+    assert ((folder / "config.yaml").read_bytes(), (folder / "report.json").read_bytes()) == (config, report)
     assert not list(runs.glob(".exported*"))
 
 
@@ -105,9 +112,16 @@ def test_a_run_that_was_killed_is_exported_and_goes_on(runs, tmp_path):
     (first,) = folder.glob("checkpoints/step-*")
     assert sorted(path.name for path in first.iterdir()) == ["manifest.json", "model"]
     exported(folder, tmp_path / "model")
-    done = resume(folder)
+    rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(rows[1:]))
+    done = resume(folder, "--log-every", "1")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "metrics.jsonl lacks 1 of" in done.stdout
+    lost, *_ = rows
+    (folder / "metrics.jsonl").write_text(lost + (folder / "metrics.jsonl").read_text())
     assert losses(folder) == losses(runs / "full")
+    saved = [row["step"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "checkpoint"]
+    assert len(saved) == len(set(saved))  # one that was there when the kill came is not written again
     assert_same_weights(
         AutoModelForCausalLM.from_pretrained(folder / "model"),
         AutoModelForCausalLM.from_pretrained(runs / "full" / "model"),

@@ -172,11 +172,13 @@ def test_an_existing_run_is_not_overwritten(finished):
 
 
 def test_a_finished_run_has_nothing_to_resume(finished):
-    done = train(finished, "--resume")
-    assert done.returncode == 0
-    assert (
-        f"nothing to do: {finished / 'checkpoints' / f'step-{STEPS:08d}'} is at step {STEPS} of {STEPS}" in done.stdout
-    )
+    before = (finished / "config.yaml").read_bytes()
+    for steps in (STEPS, 2):
+        done = train(finished, "--resume", "--steps", str(steps), "--save-every", "5")
+        assert done.returncode == 0
+        newest = finished / "checkpoints" / f"step-{STEPS:08d}"
+        assert f"nothing to do: {newest} is at step {STEPS} of {steps}" in done.stdout
+        assert (finished / "config.yaml").read_bytes() == before  # what did nothing has asked for nothing
 
 
 @pytest.mark.slow
@@ -391,7 +393,7 @@ def test_a_refused_resume_leaves_a_run_as_it_was(tmp_path):
     done = train(tmp_path / "run", "--resume")
     assert done.returncode == 2
     assert "the model takes at most 131072 tokens" in done.stderr
-    assert "context: 2000000" in (tmp_path / "run" / "config.yaml").read_text()
+    assert (tmp_path / "run" / "config.yaml").read_text() == config
 
 
 def test_what_cannot_work_is_one_line_and_leaves_the_name_free(tmp_path):

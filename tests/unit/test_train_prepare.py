@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from memascend.planner import model_spec
+from memascend.training import launch
 from memascend.training.config import complete
 from memascend.training.folder import RunFolder
 from memascend.training.prepare import prepare
@@ -76,3 +77,33 @@ def test_a_second_time_gives_the_same_tokens(tmp_path, text):
     before = first.read_bytes()
     prepared(tmp_path)
     assert first.read_bytes() == before
+
+
+def test_a_run_that_is_prepared_again_takes_the_text_it_began_with_and_refuses_another(tmp_path, text):
+    _, folder = prepared(tmp_path)
+    files = {path: path.read_bytes() for path in (*folder.data.iterdir(), *folder.tokenizer.iterdir(), folder.text)}
+    folder.prepared.unlink()
+    source = text / "heapq.py"
+    whole = source.read_bytes()
+    source.write_bytes(whole.replace(b"heap", b"pile"))
+    with pytest.raises(ValueError, match=r"the text is not what this run has trained on .*: bring back the files of"):
+        prepared(tmp_path)
+    assert not folder.prepared.exists()
+    assert {path: path.read_bytes() for path in files} == files
+    assert not folder.partial_text.exists()
+    source.write_bytes(whole)
+    prepared(tmp_path)
+    assert {path: path.read_bytes() for path in files} == files
+
+
+def test_tokens_that_were_changed_in_place_are_not_gone_on_with(tmp_path, text):
+    _, folder = prepared(tmp_path)
+    launch._prepare(folder, launch.Stopping())
+    tokens = folder.data / "train.tokens"
+    whole = tokens.read_bytes()
+    tokens.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    with pytest.raises(ValueError, match=r"train\.tokens is not as it was prepared .*: bring it back, or remove"):
+        launch._prepare(folder, launch.Stopping())
+    folder.text.write_text("{")
+    with pytest.raises(ValueError, match=r"text\.json is damaged .*: bring it back, or remove it, and --resume takes"):
+        launch._prepare(folder, launch.Stopping())

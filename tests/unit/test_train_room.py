@@ -1,7 +1,10 @@
 """Too little memory, a full disk, a folder that was moved, text that is none: one line with what to do."""
 
+import contextlib
 import dataclasses
 import errno
+import io
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +17,7 @@ from memascend.training import launch, preflight
 from memascend.training.config import TrainConfig, complete
 from memascend.training.folder import RunFolder
 from memascend.training.prepare import prepare
+from memascend.training.progress import Progress
 from memascend.training.worker import Worker
 from tests.loop_devices import small_file_system
 from tests.train_runs import text_folder
@@ -37,7 +41,10 @@ def test_a_checkpoint_onto_a_full_disk_says_path_bytes_and_how_to_go_on(tmp_path
     worker.folder, worker.step, worker.ranks = RunFolder(tmp_path / "run"), 7, 2
     worker.config = SimpleNamespace(checkpoints="full")
     layouts = [TensorLayout("a", torch.float32, (1 << 18,))]
-    worker.backend = SimpleNamespace(weight_layouts=lambda: layouts, state_layouts=lambda: layouts)
+    kept = [None, 5]
+    worker.backend = SimpleNamespace(
+        weight_layouts=lambda: layouts, state_layouts=lambda: layouts, kept_step=lambda: kept.pop(0)
+    )
     with pytest.raises(ValueError, match=r"cannot save the checkpoint of step 7 in .*/run/checkpoints") as refused:
         full_disk(worker)._save()
     said = str(refused.value)
@@ -45,6 +52,22 @@ def test_a_checkpoint_onto_a_full_disk_says_path_bytes_and_how_to_go_on(tmp_path
     assert f"then: memascend train --output {tmp_path / 'run'} --resume (begins again" in said
     assert "\n" not in said
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    with pytest.raises(ValueError, match=r"--resume \(goes on after step 5\)"):  # which the tier has kept
+        full_disk(worker)._save()
+
+
+def test_metrics_onto_a_full_disk_name_their_file_and_how_to_go_on(tmp_path):
+    progress = Progress(io.StringIO(), Path("/dev/full"), terminal=False, steps=1, log_every=1)
+    with pytest.raises(ValueError, match=r"cannot write /dev/full: No space left on device; make room, and go on with"):
+        progress.evaluation(1, 2.5, 4, 0.1)
+    with contextlib.suppress(OSError):  # the row is tried again
+        progress.close()
+
+
+def test_a_trace_into_a_folder_is_refused_before_the_start(tmp_path):
+    prepared = {"planned_host_bytes": 1, "planned_components": {}, "parameters": 10}
+    with pytest.raises(ValueError, match=r"--trace .* is a folder: name a file in it, such as .*/trace\.json"):
+        preflight.check(dataclasses.replace(CONFIG, trace=str(tmp_path)), prepared, tmp_path, None)
 
 
 def test_another_error_of_the_disk_stays_what_it_is(tmp_path):

@@ -1,0 +1,49 @@
+"""Sizes and checksums of the run's token files, written down once: with other text a run does not go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from memascend.storage.durable import write_atomically
+from memascend.training.checkpoint import file_checksum
+from memascend.training.folder import TOKEN_BYTES, RunFolder
+
+TOKEN_FILES = ("train.tokens", "eval.tokens")
+Fingerprints = dict[str, dict[str, int]]
+
+
+def fingerprints(data: Path) -> Fingerprints:
+    """Size in bytes and crc32 of each token file in the folder `data`."""
+    files = [data / name for name in TOKEN_FILES]
+    return {path.name: {"size": path.stat().st_size, "crc32": file_checksum(path)} for path in files}
+
+
+def recorded(folder: RunFolder) -> Fingerprints | None:
+    """What the run began with; None where nothing was recorded. ValueError where the record cannot be read."""
+    try:
+        return json.loads(folder.text.read_text()) if folder.text.is_file() else None
+    except ValueError as error:
+        raise ValueError(
+            f"{folder.text} is damaged ({error}): bring it back, or remove it, and --resume takes {folder.data} as "
+            "it is"
+        ) from error
+
+
+def record(folder: RunFolder) -> None:
+    """Write down what the token files are, unless that is done."""
+    if not folder.text.exists():
+        write_atomically(folder.text, json.dumps(fingerprints(folder.data), indent=1))
+
+
+def require_recorded(folder: RunFolder, data: Path) -> None:
+    """The token files in `data`, prepared again, are those that the run began with; ValueError where they are not."""
+    before = recorded(folder)
+    if before is None or (found := fingerprints(data)) == before:
+        return
+    count, was = (files["train.tokens"]["size"] // TOKEN_BYTES for files in (found, before))
+    raise ValueError(
+        f"the text is not what this run has trained on ({count} tokens to train on, and {was} before; checksums in "
+        f"{folder.text}): bring back the files of --data and the tokenizer as they were, or begin a run on the new "
+        f"text (--model {folder.model} --output another)"
+    )
