@@ -38,6 +38,7 @@ from memascend.storage.completion import Completion
 from memascend.storage.tier import Tier
 
 log = logging.getLogger("memascend")
+_CLOSED_BEFORE = "the activation cache was closed before backward: call backward() inside of offload_activations"
 
 REFUSES_COMPILE = (
     "activations of a model under torch.compile cannot be offloaded: its saved tensors never pass the hooks; leave out "
@@ -145,7 +146,7 @@ class ActivationCache:
             self._released.wait_for(lambda: not self._releasing)
             for saved in self._live:
                 if saved.memory is None and saved.error is None:
-                    saved.error = RuntimeError("the activation cache was closed before backward")
+                    saved.error = RuntimeError(_CLOSED_BEFORE)
             self._live.clear()
             self._closed = True
         self.tier.close()
@@ -410,6 +411,9 @@ class ActivationCache:
 
     def _read(self, saved: Region) -> None:
         if saved.reading is not None or saved.memory is not None or saved.error is not None:
+            return
+        if self._closed:  # it was in memory then, until its write had ended
+            saved.error = RuntimeError(_CLOSED_BEFORE)
             return
         memory = torch.empty(saved.nbytes, dtype=torch.uint8, device=saved.device)
         try:

@@ -50,6 +50,14 @@ def scratch_file_bytes(sizes: Iterable[int]) -> int:
     return grown + _INDEX_BYTES + control_file_bytes(grown, UNIT_BYTES)
 
 
+def _file_system(path: Path) -> os.statvfs_result:
+    """Of `path`, or of the folder above it where it was removed while it is open."""
+    for place in (path, *path.parents):
+        with contextlib.suppress(FileNotFoundError):
+            return os.statvfs(place)
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
 def _with_spare(used_bytes: int) -> int:
     """What a file grows to for tensors of `used_bytes`."""
     return used_bytes + min(max(int(used_bytes * _GROWTH), _LEAST_GROWTH_BYTES), _MOST_GROWTH_BYTES)
@@ -366,7 +374,7 @@ class DirectTier(_EngineTier):
         self._require_open()
         free = self.engine.space().free_bytes
         if self._in_file:
-            volume = os.statvfs(self.engine.paths[0])
+            volume = _file_system(Path(self.engine.paths[0]))
             free += volume.f_bavail * volume.f_frsize
         return free
 

@@ -485,6 +485,19 @@ def test_closing_with_a_graph_alive_names_what_is_lost_and_entering_again_is_ref
         pass
 
 
+def test_what_lay_in_memory_as_the_cache_was_closed_and_left_it_since_is_named_too():
+    """A write's last act comes after those that wait for it are told: close may look in between."""
+    model, cache = net(), offloading()
+    with cache.active():
+        loss = model(batch())
+    saved = next(iter(cache._live))
+    cache.close()
+    with cache._lock:
+        saved.error = saved.memory = None
+    with pytest.raises(ActivationError, match=r"closed before backward: call backward\(\) inside of"):
+        loss.backward()
+
+
 def test_writes_that_end_after_an_interrupted_close_say_nothing(monkeypatch, caplog):
     tier, model = MemoryTier(), net()
     cache = offloading(tier)

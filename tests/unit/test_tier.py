@@ -7,6 +7,7 @@ import errno
 import gc
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -171,6 +172,18 @@ def test_room_is_reserved_or_refused(tier):
     with pytest.raises(StorageError, match="has not that much free"):
         tier.reserve(1 << 50)
     tier.write("w", tensor(1)).wait(MAX_S)
+
+
+def test_a_folder_that_is_removed_takes_no_room_from_a_tier_that_is_open_in_it(tmp_path):
+    (tmp_path / "removed").mkdir()
+    with DirectTier.in_file(tmp_path / "removed", owner="tests") as tier:
+        tier.write("w", tensor(1)).wait(MAX_S)
+        shutil.rmtree(tmp_path / "removed")
+        assert tier.free_bytes > 0
+        tier.write("v", tensor(2)).wait(MAX_S)
+        for key, values in (("w", tensor(1)), ("v", tensor(2))):
+            tier.read(key, out := torch.empty(50_000)).wait(MAX_S)
+            assert torch.equal(out, values)
 
 
 def test_bytes_and_seconds_of_each_direction_are_measured(tier):
