@@ -8,8 +8,9 @@ VENV ?= .venv
 CORES ?= all
 PROFILE ?=
 PYTEST ?=
-# A process a core; more than four would wait for the longest file of tests.
-WORKERS ?= -n logical --maxprocesses 4
+# One process more than there are cores, since many tests wait for a drive or for another process; more than four would
+# wait for the longest file of tests.
+WORKERS ?= -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4)))
 ifdef CUDA
 CONSTRAINTS ?= constraints-cuda.txt
 EXTRAS ?= cuda,deepspeed,huggingface,test,workflow

@@ -122,7 +122,7 @@ def assert_left_with_one_line(done, path):
     assert not any(word in done.stderr for word in ("terminate called", "Aborted", "Fatal Python error")), done.stderr
 
 
-ALWAYS = (("a context", "direct"), ("the activation cache", "direct"))  # some seconds each
+ALWAYS = (("the activation cache", "direct"),)  # some seconds each
 EACH = [(end, kind) for end in ENDS for kind in ("direct", "files") if (end, kind) != ("the file engine", "direct")]
 
 

@@ -48,7 +48,7 @@ def slow(*values):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("place", "at", "versions"),
-    [("update", 3, "one"), slow("row", 3, "one"), slow("evaluation", 4, "one"), slow("evaluation", 4, "two")],
+    [slow("update", 3, "one"), slow("row", 3, "one"), slow("evaluation", 4, "one"), slow("evaluation", 4, "two")],
 )
 def test_a_step_that_a_kill_cut_off_has_its_row_and_its_evaluation(tmp_path, tmp_path_factory, place, at, versions):
     """With one version of the states a step is kept before its row, with two after it; evaluations follow."""

@@ -57,7 +57,7 @@ ENDS = {
 }
 
 
-ALWAYS = (("by an exception", "direct"), ("while it is tried again", "direct"))  # some seconds each
+ALWAYS = (("by an exception", "direct"),)  # some seconds each
 EACH = [(end, kind) for end in ENDS for kind in ("direct", "files")]
 
 

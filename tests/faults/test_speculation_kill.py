@@ -95,6 +95,9 @@ PHASES = {
 }
 
 
+ALWAYS = ("speculation", "between roll back and repeat", "before the step is completed")  # three seconds each
+
+
 @pytest.fixture(scope="module", name="never_killed")
 def _never_killed(tmp_path_factory):
     names = {}
@@ -105,7 +108,9 @@ def _never_killed(tmp_path_factory):
     return names["run"], options, waiting
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "phase", [phase if phase in ALWAYS else pytest.param(phase, marks=pytest.mark.slow) for phase in PHASES]
+)
 def test_a_run_that_is_killed_in_a_clipped_step_goes_on_to_the_bits_of_waiting(tmp_path, never_killed, phase):
     run, options, (expected, norms, _) = never_killed
     folder, what = tmp_path / "home", map(str, (*PHASES[phase], LOUD))

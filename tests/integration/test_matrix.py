@@ -12,7 +12,8 @@ import itertools
 import pytest
 from trainings import Job, train_all
 
-pytestmark = pytest.mark.deepspeed
+# All of it is slow: test_training_is_unchanged.py holds the whole drop-in to the same reference in every run.
+pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 
 STEPS = 30
 # Everything of ours that another part does not need: the ground on which parts are switched on alone and in pairs.
@@ -105,7 +106,6 @@ def test_the_training_learns(quick):
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("condition", CONDITIONS)
@@ -117,7 +117,6 @@ def test_every_part_alone_in_pairs_and_all_together(tmp_path, condition, model):
         assert_same(results[name], results["reference"])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("condition", ["plain", "everything"])
 def test_two_ranks_equal_their_own_reference(tmp_path, condition):

@@ -7,6 +7,7 @@ import pytest
 pytestmark = pytest.mark.deepspeed
 
 PUBLISHED, OURS = ("zero_infinity", "as_published"), ("memascend", "memascend")
+EACH = [pytest.param(PUBLISHED, marks=pytest.mark.slow), OURS]  # a training each
 
 
 @pytest.fixture(scope="module")
@@ -19,13 +20,13 @@ def held(record, owner):
     return sum(e["reserved_bytes"] for e in record["ledger"] if e["at_peak"] and e["owner"] == owner)
 
 
-@pytest.mark.parametrize("arm", [PUBLISHED, OURS], ids="-".join)
+@pytest.mark.parametrize("arm", EACH, ids="-".join)
 def test_locked_buffers_are_what_the_kernel_locks(record, arm):
     memory = record(arm)["memory"]
     assert memory["locked_bytes"] == pytest.approx(memory["locked_buffers_bytes"], rel=0.02)
 
 
-@pytest.mark.parametrize("arm", [PUBLISHED, OURS], ids="-".join)
+@pytest.mark.parametrize("arm", EACH, ids="-".join)
 def test_the_ledger_explains_the_measured_peak(record, arm):
     assert record(arm)["memory"]["ledger_explained_share"] == pytest.approx(1.0, abs=0.03)
 
@@ -34,6 +35,7 @@ def test_no_ledger_entry_is_called_other(record):
     assert not [e for e in record(OURS)["ledger"] if "other" in e["owner"]]
 
 
+@pytest.mark.slow
 def test_the_chain_needs_one_and_a_quarter_times_the_gradient_buffer(record):
     published = record(PUBLISHED)
     requested = next(
@@ -46,6 +48,7 @@ def test_the_fused_check_needs_no_memory(record):
     assert record(OURS)["memory"]["overflow_spike_bytes"] == 0
 
 
+@pytest.mark.slow
 def test_power_of_two_rounding_holds_more_than_was_asked_for(record):
     entries = [e for e in record(PUBLISHED)["ledger"] if e["allocator"] == "power_of_two"]
     assert entries
@@ -55,6 +58,7 @@ def test_power_of_two_rounding_holds_more_than_was_asked_for(record):
     )
 
 
+@pytest.mark.slow
 def test_the_adaptive_pool_is_smaller_than_nine_embeddings(record):
     published, ours = record(PUBLISHED), record(OURS)
     assert held(ours, "parameter_pool") < 0.4 * held(published, "parameter_pool")

@@ -32,7 +32,7 @@ def train(backend, first, last):
 @pytest.mark.parametrize(
     ("model", "changes"),
     [
-        (DROPPING, {}),
+        pytest.param(DROPPING, {}, marks=pytest.mark.slow),
         (MODEL, {"accumulate": 2, "accumulation": "auto", "states": "bf16", "gradients": "bf16"}),
         pytest.param(MODEL, {"dtype": "fp16"}, marks=pytest.mark.slow),
         pytest.param(DROPPING, {"accumulate": 2}, marks=pytest.mark.slow),

@@ -20,6 +20,14 @@ from tests.unit.test_streaming_engine import SETTINGS, batches, model
 from tests.unit.test_streaming_loop import assert_equal, begin, loop
 
 
+@pytest.fixture(scope="module", autouse=True)
+def others_objects_are_not_looked_at_again():
+    """Each collection of garbage takes half a second in a process that has run thousands of tests, and these ask for
+    hundreds."""
+    gc.collect()
+    gc.freeze()
+
+
 def test_a_closed_home_says_so_whatever_is_asked_of_it(tmp_path):
     ours = model()
     home, optimizer = begin(ours, tmp_path / "run")

@@ -39,7 +39,13 @@ DEPENDENT = [
     "AuxiliaryLossByHooks",
     "StochasticDepth",
 ]
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in (*INDEPENDENT, *REFUSED)]
+
+
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+OTHERS = [slow(name) for name in SHAPES if name not in (*INDEPENDENT, *REFUSED)]
 
 
 class Loop:
@@ -111,9 +117,7 @@ def assert_both_orders_are_equal(kind, folder, count, expected, *rest, **options
 
 @pytest.mark.parametrize("clip", [0.0, 0.5], ids=["as they come", "clipped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "count", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow), 8]
-)
+@pytest.mark.parametrize("count", [slow(1), 2, slow(4), slow(8)])
 def test_any_number_of_micro_batches_trains_as_one_after_the_other(tmp_path, count, dtype, clip):
     assert_both_orders_are_equal("Plain", tmp_path, count, "vertical" if count > 1 else "horizontal", dtype, clip=clip)
 
@@ -138,10 +142,8 @@ def test_a_shape_in_bf16_trains_as_with_one_micro_batch_after_the_other(tmp_path
     "options",
     [
         {"arm": "naive"},
-        {"arm": "none"},
-        {"checkpoints": "device"},
         {"versions": 1},
-        {"versions": 1, "redo": False},
+        *(slow(options) for options in ({"arm": "none"}, {"checkpoints": "device"}, {"versions": 1, "redo": False})),
         {"zero_missing": True},
         {"blocks_in_flight": 1, "clip": 0.5},
         {"measure": True},
