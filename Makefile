@@ -23,7 +23,7 @@ IN_VENV := export PATH="$(CURDIR)/$(VENV)/bin:$$PATH";
 SNAKEMAKE := $(IN_VENV) snakemake --cores $(CORES)
 export PYTHON MAX_JOBS MEMASCEND_CACHE NO_SYSTEM_PACKAGES
 
-.PHONY: help setup figures smoke test zoo zoo-drop-in zoo-night chaos lint native-tests python-tests numa-guest numa-test ops docs clean deepspeed_016
+.PHONY: help setup figures smoke test zoo zoo-drop-in zoo-night chaos lint native-tests python-tests numa-guest numa-test ops docs diagrams clean deepspeed_016
 
 help: ## list the targets
 	@grep -hE '^[a-z_0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z_0-9-]+):.*## (.*)/make \1|\2/' | column -t -s '|'
@@ -78,7 +78,19 @@ lint: setup ## ruff, snakefmt, snakemake --lint
 ops: setup ## DeepSpeed's compiled ops alone (part of setup)
 	@$(IN_VENV) python workflows/setup/build_ops.py
 
-docs: setup ## redraw the pictures in docs/ from the code
+DOCS_ENV := .cache/envs/docs
+docs: setup $(DOCS_ENV)/.made ## the documentation as a site with search: .cache/site/index.html
+	@$(IN_VENV) python docs/site/commands.py > .cache/commands.json
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_ENV)/bin/mkdocs build --strict --quiet
+	@echo "$(CURDIR)/.cache/site/index.html"
+
+$(DOCS_ENV)/.made: constraints-docs.txt
+	@rm -rf $(DOCS_ENV)
+	@$(VENV)/bin/python -m venv $(DOCS_ENV)
+	@$(DOCS_ENV)/bin/pip install --quiet --disable-pip-version-check -r constraints-docs.txt
+	@touch $@
+
+diagrams: setup ## redraw the pictures in docs/ from the code
 	@$(IN_VENV) python docs/diagrams.py
 
 deepspeed_016: ## the papers' releases (DeepSpeed 0.16.7, transformers 4.51), in .cache/envs

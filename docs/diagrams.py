@@ -1,6 +1,7 @@
 """Draw the two architecture pictures from the code: which room imports which, and how a number reaches a figure.
 
-usage: python docs/diagrams.py     (make docs; needs graphviz's `dot`)  ->  docs/img/rooms.svg, docs/img/data-flow.svg
+usage: python docs/diagrams.py     (make diagrams; needs graphviz's `dot`)
+Writes docs/img/rooms.svg and docs/img/data-flow.svg.
 
 Rooms and arrows come from the import statements, the flow from Snakemake's own graph of its rules, so that neither
 picture shows what the code does not do. (torch is left out: all rooms but hardware use it.)

@@ -84,15 +84,18 @@ def enable(ds_config: dict[str, Any] | str | PathLike[str], **options: Any) -> E
         ds_config: the DeepSpeed configuration as a dict, a path or JSON in base64; it stays as it is. Its section
             ``"memascend"`` chooses parts; ``{"enabled": false}`` leaves DeepSpeed alone.
         options: any key of that section, which it overrides; `ledger`, the account that buffers are written to. See
-            :func:`memascend.integrations.deepspeed.enable`.
+            `memascend.integrations.deepspeed.enable`.
+
     Returns:
         What was enabled: `parts`, `ledger`, `io` (bytes that were moved).
+
     Raises:
         ValueError: one line that names the key and the fix.
         TypeError: an unknown keyword.
         RuntimeError: it is enabled already, or this DeepSpeed lacks what is replaced.
 
     Example:
+
         memascend.enable("ds_config.json")
         engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
     """
@@ -102,7 +105,7 @@ def enable(ds_config: dict[str, Any] | str | PathLike[str], **options: Any) -> E
 
 
 def disable() -> None:
-    """Give DeepSpeed back as it was before :func:`enable`; does nothing when it is not enabled.
+    """Give DeepSpeed back as it was before `enable`; does nothing when it is not enabled.
 
     Engines that were built meanwhile keep their parts until they are gone. Same thread rule as `enable`.
     """
@@ -119,11 +122,13 @@ def offload_activations(where: str | PathLike[str] | Tier, **options: Any) -> Ab
     Args:
         where: a folder on the SSD (a file is made in it and removed at the end), or an open tier, which is closed at
             the end.
-        options: fields of :class:`memascend.activation.options.CacheOptions`: `amount`, bytes a pass, "all" or "auto",
+        options: fields of `memascend.activation.options.CacheOptions`: `amount`, bytes a pass, "all" or "auto",
             and others.
+
     Returns:
         A context that yields the cache: `statistics`, and `record` of the last forward pass. Gradients are those of
         keeping everything, to the bit.
+
     Raises:
         ValueError: an unknown option.
         StorageError: no such folder, or no room.
@@ -131,6 +136,7 @@ def offload_activations(where: str | PathLike[str] | Tier, **options: Any) -> Ab
             plain PyTorch, changes through `.data` or NumPy are not seen; backward may then use the values as saved.
 
     Example:
+
         with memascend.offload_activations("/mnt/nvme", amount="all"):
             model(batch).backward()
             optimizer.step()

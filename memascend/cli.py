@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit status: 0, 2 for an error, or a subcommand's own (plan and doctor: 1 for no)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        options = _parse(arguments)
+        options = command_line().parse_args(arguments)
         answer = options.run(options)
         text, status = answer if isinstance(answer, tuple) else (answer, 0)
         print(text)
@@ -72,7 +72,8 @@ def _told(error: Exception) -> str:
     return str(error)
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
+def command_line() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     parser = _Parser(prog="memascend", description="Full-parameter fine-tuning where host memory is scarce.")
     parser.add_argument("--version", action="version", version=f"memascend {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=_Parser)
@@ -85,7 +86,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add_generate(commands)
     add_verify(commands)
     add_compare(commands)
-    return parser.parse_args(arguments)
+    return parser
 
 
 def _local_machine(nvme: Path | None) -> Any:

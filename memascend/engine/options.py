@@ -61,6 +61,7 @@ class EngineOptions:
         ValueError: a value of another type, an unknown word, a number out of range; it names the option.
 
     Example:
+
         home.optimizer(torch.optim.AdamW, lr=1e-5, options=EngineOptions(versions=1, states=torch.bfloat16))
     """
 

@@ -132,6 +132,7 @@ class streaming:
                 weights.
 
         Example:
+
             model = home.hook(Model(config), device="cuda")
         """
         self._require_no_optimizer()
@@ -188,6 +189,7 @@ class streaming:
             at work (see the class).
 
         Example:
+
             optimizer = home.optimizer(torch.optim.AdamW, model.named_parameters(), lr=1e-5, clip=1.0)
         """
         if self._model is None:
@@ -270,6 +272,7 @@ class streaming:
             What `function` returned, in the order of the micro-batches.
 
         Example:
+
             def train(batch):
                 loss = model(**batch).loss / 8
                 loss.backward()
