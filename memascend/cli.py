@@ -16,7 +16,7 @@ from memascend.compare import add_compare
 from memascend.doctor.command import add_doctor
 from memascend.planner.command import add_plan, count
 from memascend.storage.commands import add_storage
-from memascend.training.command import add_export, add_generate, add_train, add_verify
+from memascend.training.command import add_export, add_generate, add_info, add_train, add_verify
 
 
 class _Parser(argparse.ArgumentParser):
@@ -82,10 +82,12 @@ def command_line() -> argparse.ArgumentParser:
     _add_bench(commands)
     add_storage(commands)
     add_train(commands)
+    add_info(commands)
     add_export(commands)
     add_generate(commands)
     add_verify(commands)
     add_compare(commands)
+    _add_completion(commands)
     return parser
 
 
@@ -104,6 +106,23 @@ def _add_bench(commands: Any) -> None:
         description="Alternating rounds; medians with quartiles. Keep the machine free of other work meanwhile.",
     )
     add_benchmarks(parser.add_subparsers(dest="part", required=True, metavar="part", parser_class=_Parser), count)
+
+
+def _add_completion(commands: Any) -> None:
+    parser = commands.add_parser(
+        "completion",
+        help="a script that completes commands and options in your shell",
+        description="Print a completion script. For bash, for example: memascend completion bash > "
+        "~/.local/share/bash-completion/completions/memascend",
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+    parser.set_defaults(run=_completion)
+
+
+def _completion(options: argparse.Namespace) -> str:
+    import shtab
+
+    return shtab.complete(command_line(), shell=options.shell)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,26 @@ def add_train(commands: Any) -> None:
         "same; a flag wins. SIGTERM or Ctrl-C leaves with a checkpoint; --resume goes on as if nothing had happened.",
     )
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check model, text, memory and disk, say what would be trained, and leave nothing behind",
+    )
     _add_options(parser)
     parser.set_defaults(run=_train)
+
+
+def add_info(commands: Any) -> None:
+    """Registers `info`."""
+    parser = commands.add_parser(
+        "info",
+        help="how far a run is, what its folder holds, and what to type next",
+        description="Look at a run's folder: model, step, losses, checkpoints, states, and the next command. Nothing "
+        "is changed; it may train meanwhile.",
+    )
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run (--output of train)")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.set_defaults(run=_info)
 
 
 def add_export(commands: Any) -> None:
@@ -138,8 +156,18 @@ def _train(options: argparse.Namespace) -> NoReturn:
     config = configs.complete({"model": "?", "data": ["?"], **wanted} if resume else systems.with_defaults(wanted))
     from memascend.training.launch import join, launch
 
-    start = join if "RANK" in os.environ and "WORLD_SIZE" in os.environ else launch
-    raise SystemExit(start(config, resume=resume, wanted=wanted))
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if options.dry_run:
+            raise ValueError("--dry-run is of one process: leave the launcher out")
+        raise SystemExit(join(config, resume=resume, wanted=wanted))
+    raise SystemExit(launch(config, resume=resume, wanted=wanted, dry_run=options.dry_run))
+
+
+def _info(options: argparse.Namespace) -> str:
+    from memascend.training.info import as_text, info
+
+    found = info(options.run_folder.absolute())
+    return json.dumps(found, indent=1) if options.json else as_text(found)
 
 
 def _export(options: argparse.Namespace) -> str:

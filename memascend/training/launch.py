@@ -103,11 +103,18 @@ class Stopping:
                 child.send_signal(signal.SIGTERM if self.asked == 1 else signal.SIGKILL)
 
 
-def launch(config: TrainConfig, *, resume: bool, wanted: dict[str, Any], setup_of: SetupOf = systems.setup) -> int:
+def launch(
+    config: TrainConfig,
+    *,
+    resume: bool,
+    wanted: dict[str, Any],
+    dry_run: bool = False,
+    setup_of: SetupOf = systems.setup,
+) -> int:
     """Train in child processes. Returns the exit status: 0, or where it was stopped 130 (Ctrl-C) or 143.
 
-    `wanted`: the keys that the caller set. `setup_of`: what its backend is told. Raises ValueError in one line for
-    whatever the user can change.
+    `wanted`: the keys that the caller set. `dry_run`: all that comes before the first step, and then nothing is left
+    of it. `setup_of`: what its backend is told. Raises ValueError in one line for whatever the user can change.
     """
     folder = RunFolder(config.output_folder)
     stopping = Stopping()
@@ -119,6 +126,9 @@ def launch(config: TrainConfig, *, resume: bool, wanted: dict[str, Any], setup_o
             say("stopped before training began")
             return stopping.status
         with _composed(config, folder, prepared, setup_of) as job:
+            if dry_run:
+                say("nothing was trained, and nothing is left of it (--dry-run)")
+                raise NothingToDo
             return _run_ranks(job, folder, stopping, lock)
     return 0
 
@@ -296,7 +306,7 @@ def _discard(folder: RunFolder) -> None:
     remove_empty([folder.logs, folder.checkpoints])
 
 
-def _steps(config: TrainConfig, prepared: dict[str, Any]) -> int:
+def planned_steps(config: TrainConfig, prepared: dict[str, Any]) -> int:
     return config.steps or max(1, round(config.epochs * prepared["steps_an_epoch"]))
 
 
@@ -309,7 +319,7 @@ def _composed(
     found, refused = checkpoint.listed(folder.checkpoints)
     for line in refused:
         say(f"note: {line}")
-    steps = _steps(config, prepared)
+    steps = planned_steps(config, prepared)
     if found and found[-1].step >= steps:
         say(f"nothing to do: {found[-1].path} is at step {found[-1].step} of {steps}; raise --steps to go on")
         raise NothingToDo

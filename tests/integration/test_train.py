@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from memascend.cli import main
 from memascend.simulator import read_trace
 from memascend.training import verify
 from memascend.training.checkpoint import listed
 from memascend.training.config import complete
+from memascend.training.folder import Lock
 from memascend.training.processes import free_port
+from memascend.training.progress import rewind_metrics
 from tests import forked
 from tests.train_runs import (
     MODEL,
@@ -191,6 +194,57 @@ def test_a_streamed_run_goes_on_from_a_checkpoint_where_the_tier_has_kept_nothin
     assert done.returncode == 0, done.stderr
     assert f"resume  from step {STEPS - 2}\n" in done.stdout
     assert losses(output) == losses(reference)
+
+
+def changed_at(folder):
+    """When each file below `folder` was last written."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(finished, tmp_path):
+    done = train(tmp_path / "new" / "run", *options_for(finished.parent / "text"), "--dry-run")
+    assert (done.returncode, done.stderr) == (0, "")
+    said = done.stdout.splitlines()
+    for word in ("model", "data", "steps", "system", "output"):
+        assert any(line.startswith(f"{word} ") for line in said), done.stdout
+    assert said[-1] == "nothing was trained, and nothing is left of it (--dry-run)"
+    assert list(tmp_path.iterdir()) == []
+    before, config = changed_at(finished), (finished / "config.yaml").read_bytes()
+    done = train(finished, "--resume", "--steps", str(STEPS + 5), "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert f"resume  from step {STEPS}" in done.stdout
+    assert (finished / "config.yaml").read_bytes() == config
+    after = changed_at(finished)
+    written = {path.name for path in before | after if before.get(path) != after.get(path)}
+    assert written <= {"config.yaml", "run.lock"}
+    refused = train(tmp_path / "bad", *options_for(finished.parent / "text"), "--dry-run", "--host-memory", "10MiB")
+    assert refused.returncode == 2
+    assert "of host memory" in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_info_says_how_far_a_run_is_and_what_to_type_next(finished, tmp_path, capsys):
+    assert main(["info", str(finished)]) == 0
+    said = capsys.readouterr().out
+    assert f"step         {STEPS} of {STEPS}" in said
+    assert f"it is done: the weights are in {finished / 'model'}" in said
+    shutil.copytree(finished, tmp_path / "copy", symlinks=True)
+    shutil.rmtree(tmp_path / "copy" / "checkpoints" / f"step-{STEPS:08d}")
+    rewind_metrics(tmp_path / "copy" / "metrics.jsonl", STEPS - 2)
+    assert main(["info", "--json", str(tmp_path / "copy")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["steps"], found["trains"]) == (STEPS - 2, STEPS, None)
+    assert found["loss"] == losses(finished)[STEPS - 2]
+    assert [each["step"] for each in found["checkpoints"]] == [STEPS - 4, STEPS - 2]
+    lock = Lock(tmp_path / "copy", alone=True)
+    lock.say("pid 123")
+    assert main(["info", str(tmp_path / "copy")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "next         wait: it trains (pid 123)"
+    lock.close()
+    assert main(["info", str(tmp_path / "copy")]) == 0
+    assert capsys.readouterr().out.endswith(f"memascend train --output {tmp_path / 'copy'} --resume\n")
+    assert main(["info", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
 
 
 def test_a_resumed_run_keeps_its_settings(finished):

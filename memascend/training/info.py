@@ -1,0 +1,115 @@
+"""`memascend info`: what a run's folder holds, how far it is, and what to type next."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from memascend.training import checkpoint, launch
+from memascend.training.folder import InUse, Lock, RunFolder
+from memascend.training.kept import kept_backend, require_run
+from memascend.training.progress import byte_count, duration, read_metrics
+
+
+def info(run: Path) -> dict[str, Any]:
+    """Facts of the run in `run`; nothing is changed, also while it trains. ValueError where the folder holds no run.
+
+    `step`: completed, by the newest of rows, checkpoints and states. `steps`: planned, None where --epochs decides and
+    the text was not prepared. `kept_step`: the step that the states on the SSD are of, None where there are none.
+    """
+    folder = RunFolder(run)
+    require_run(folder)
+    config, prepared = launch.saved_config(folder), launch.read_prepared(folder)
+    rows = read_metrics(folder.metrics)
+    steps = [row for row in rows if row["kind"] == "step"]
+    evaluations = [row for row in rows if row["kind"] == "eval"]
+    found, refused = checkpoint.listed(folder.checkpoints)
+    kept, torn = _kept(folder)
+    seconds = [row["seconds"] for row in steps if row["seconds"] is not None]
+    planned = config.steps or (launch.planned_steps(config, prepared) if prepared else None)
+    return {
+        "run": str(folder.root),
+        "model": config.model if config.twin == 1 else f"{config.model} divided by {config.twin}",
+        "parameters": prepared["parameters"] if prepared else None,
+        "system": config.system,
+        "dtype": config.dtype,
+        "trains": _trains(folder),
+        "step": max((kept or 0, *(row["step"] for row in steps), *(each.step for each in found))),
+        "steps": planned,
+        "loss": steps[-1]["loss"] if steps else None,
+        "evaluation": evaluations[-1]["loss"] if evaluations else None,
+        "seconds": sum(seconds),
+        "kept_step": kept,
+        "states_are_torn": torn,
+        "checkpoints": [{"path": str(each.path), "step": each.step, "full": each.is_full} for each in found],
+        "incomplete": refused,
+        "bytes_on_disk": _bytes_below(folder.root),
+    }
+
+
+def _kept(folder: RunFolder) -> tuple[int | None, bool]:
+    """The step of the states on the SSD, and whether they were left in the middle of one."""
+    from memascend.training.backends.protocol import KeptIsTorn
+
+    backend = kept_backend(folder)
+    try:
+        return (backend.kept_step() if backend is not None else None), False
+    except KeptIsTorn:
+        return None, True
+
+
+def _trains(folder: RunFolder) -> str | None:
+    """What the lock file says of the process that uses the folder; None where nobody does."""
+    if not (folder.root / "run.lock").exists() or not os.access(folder.root / "run.lock", os.W_OK):
+        return None
+    try:
+        Lock(folder.root, alone=False).close()
+    except InUse as user:
+        return str(user)
+    return None
+
+
+def _bytes_below(folder: Path) -> int:
+    """What its files take on the disk, links not followed; one that goes meanwhile takes nothing."""
+    size = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                size += os.lstat(os.path.join(root, name)).st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return size
+
+
+def as_text(found: dict[str, Any]) -> str:
+    of = f" of {found['steps']:,}" if found["steps"] else ""
+    size = f", {found['parameters'] / 1e6:,.1f} M parameters" if found["parameters"] else ""
+    lines = [
+        f"run          {found['run']}, {byte_count(found['bytes_on_disk'])} on disk",
+        f"model        {found['model']}{size}, {found['dtype']}",
+        f"system       {found['system']}",
+        f"step         {found['step']:,}{of}, {duration(found['seconds'])} of training",
+    ]
+    if found["loss"] is not None:
+        held = f"; {found['evaluation']:.4f} on the evaluation text" if found["evaluation"] is not None else ""
+        lines.append(f"loss         {found['loss']:.4f}{held}")
+    if found["kept_step"]:
+        lines.append(f"states       of step {found['kept_step']}, on the SSD")
+    if found["states_are_torn"]:
+        lines.append("states       torn: a step was cut off; --resume goes on from the last full checkpoint")
+    for each in found["checkpoints"]:
+        lines.append(f"checkpoint   {each['path']}{'' if each['full'] else ' (weights alone)'}")
+    lines += [f"note         {line}" for line in found["incomplete"]]
+    lines.append(f"next         {_next(found)}")
+    return "\n".join(lines)
+
+
+def _next(found: dict[str, Any]) -> str:
+    if found["trains"]:
+        return f"wait: it trains ({found['trains']})"
+    if not found["steps"] or found["step"] < found["steps"]:
+        return f"memascend train --output {found['run']} --resume"
+    if found["checkpoints"]:
+        return f"it is done: the weights are in {Path(found['run'], 'model')}, for from_pretrained"
+    return f"memascend export {found['run']} NEW_FOLDER"

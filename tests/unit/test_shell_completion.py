@@ -1,0 +1,33 @@
+"""`memascend completion`: a shell completes commands and options with it."""
+
+import subprocess
+
+import pytest
+
+from memascend.cli import main
+
+
+def completed(script, words):
+    """What bash offers for the last of `words`."""
+    quoted = " ".join(f"'{word}'" for word in words)
+    asked = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _shtab_memascend; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", f"{script}\n{asked}"], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["memascend", "tr"], ["train"]),
+        (["memascend", "train", "--dry"], ["--dry-run"]),
+        (["memascend", "storage", "for"], ["format"]),
+    ],
+)
+def test_bash_completes_commands_and_options(capsys, words, offered):
+    assert main(["completion", "bash"]) == 0
+    assert completed(capsys.readouterr().out, words) == offered
+
+
+def test_another_shell_is_one_line(capsys):
+    assert main(["completion", "fish"]) == 2
+    assert "invalid choice: 'fish'" in capsys.readouterr().err
