@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import pandas as pd
+import seaborn
 from matplotlib.axes import Axes
 
 from workflows.panels import data as of
@@ -25,13 +26,14 @@ def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[s
     cells = mine.pivot_table(index=down, columns="x_value", values="number", aggfunc="first")
     cells = cells.reindex(index=names, columns=columns)
     low, high = panel.get("limits", (None, None))
-    axis.imshow(cells.to_numpy(dtype=float), cmap="Blues", aspect="auto", alpha=0.75, vmin=low, vmax=high)
+    words = cells.map(panel.get("form", "{:g}").format)
+    look = {"cmap": "Blues", "alpha": 0.75, "vmin": low, "vmax": high, "cbar": False}
+    seaborn.heatmap(cells, ax=axis, annot=words, fmt="", annot_kws={"fontsize": 8, "color": style.INK}, **look)
+    for y, x in zip(*cells.isna().to_numpy().nonzero()):
+        empty = panel.get("empty", "not stated")
+        axis.text(x + 0.5, y + 0.5, empty, ha="center", va="center", fontsize=8, color=style.INK)
     axis.grid(visible=False)
-    axis.set_xticks(range(len(columns)), columns)
-    axis.set_yticks(range(len(names)), [panel.get("ticks", {}).get(name, name) for name in names])
-    for y, name in enumerate(names):
-        for x, column in enumerate(columns):
-            number = cells.loc[name, column]
-            text = panel.get("empty", "not stated") if pd.isna(number) else panel.get("form", "{:g}").format(number)
-            axis.text(x, y, text, ha="center", va="center", fontsize=8, color=style.INK)
+    axis.set(xlabel="", ylabel="")
+    axis.tick_params(rotation=0)
+    axis.set_yticks(axis.get_yticks(), [panel.get("ticks", {}).get(name, name) for name in names])
     return sorted({(row.series, row.lane) for row in mine.itertuples()})
