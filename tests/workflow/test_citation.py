@@ -1,0 +1,48 @@
+"""CITATION.cff, .zenodo.json and codemeta.json say the same, and what the project and its papers' folders say."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import memascend
+from workflows.derive import citation
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("name", citation.FILES)
+def test_the_committed_file_is_what_the_project_says(name: str) -> None:
+    assert (ROOT / name).read_text(encoding="utf-8") == citation.FILES[name](), "python -m workflows.derive.citation"
+
+
+def test_all_three_name_one_version_one_licence_and_the_five_papers_with_all_authors() -> None:
+    cff = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    zenodo, codemeta = (json.loads((ROOT / name).read_text()) for name in (".zenodo.json", "codemeta.json"))
+    assert {cff["version"], zenodo["version"], codemeta["version"]} == {memascend.__version__}
+    assert cff["license"] == zenodo["license"] == codemeta["license"].rpartition("/")[2]
+    papers = [
+        (each["title"], [f"{name['given-names']} {name['family-names']}" for name in each["authors"]])
+        for each in cff["references"]
+    ]
+    assert len(papers) == 5
+    assert papers == [
+        (each["name"], [f"{name['givenName']} {name['familyName']}" for name in each["author"]])
+        for each in codemeta["citation"]
+    ]
+    assert zenodo["references"] == [f"{', '.join(names)}. {title}." for title, names in papers]
+    known = [each["doi"] for each in cff["references"] if "doi" in each]
+    assert known == [each["identifier"] for each in zenodo["related_identifiers"]]
+
+
+def test_readme_cites_the_same_titles_authors_and_identifiers() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    for paper in citation.papers():
+        assert paper["title"] in text
+        for name in paper["authors"]:
+            family = name.split()[-1]
+            assert re.search(rf"\. {family}\b", text), name
+        if paper["doi"]:
+            assert paper["doi"].removeprefix("10.48550/arXiv.") in text

@@ -1,0 +1,129 @@
+"""How to cite the project and the five papers: CITATION.cff, .zenodo.json and codemeta.json.
+
+usage: python -m workflows.derive.citation     (from the top of the checkout)
+
+All three say the same, from pyproject.toml and each paper's `paper.yaml`: Citation File Format 1.2.0, Zenodo's deposit
+metadata, CodeMeta 3.0. A test compares them with what this program writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from workflows import registry
+
+ROOT = Path(__file__).resolve().parents[2]
+AUTHORS = "The memascend developers"
+ABSTRACT = (
+    "A library that fine-tunes all weights of a large language model with little host memory, by keeping optimizer "
+    "states, weights and activations on SSDs, several drives or CXL memory; and a harness that measures five published "
+    "offloading systems on equal terms and redraws every figure and table of their papers."
+)
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def papers() -> list[dict[str, Any]]:
+    """Title, authors and, where known, `doi` of each paper, in the project's order; an arXiv number as its DOI."""
+    found = []
+    for name in registry.PAPERS:
+        described = yaml.safe_load((ROOT / f"workflows/papers/{name}/paper.yaml").read_text())
+        source = described.get("source", "")
+        doi = re.search(r"doi (10\.\S+)", source)
+        arxiv = re.search(r"arXiv (\d{4}\.\d{5})", source)
+        identifier = doi[1] if doi else f"10.48550/arXiv.{arxiv[1]}" if arxiv else None
+        found.append({"title": described["title"], "authors": described["authors"], "doi": identifier})
+    return found
+
+
+def person(name: str) -> dict[str, str]:
+    given, _, family = name.rpartition(" ")
+    return {"family-names": family, "given-names": given}
+
+
+def citation_file() -> str:
+    references = [
+        {"type": "article", "title": each["title"], "authors": [person(name) for name in each["authors"]]}
+        | ({"doi": each["doi"]} if each["doi"] else {})
+        for each in papers()
+    ]
+    said = {
+        "cff-version": "1.2.0",
+        "message": "If you use this software, please cite it, and the papers whose methods you use.",
+        "type": "software",
+        "title": project()["name"],
+        "abstract": ABSTRACT,
+        "authors": [{"name": AUTHORS}],
+        "version": project()["version"],
+        "license": project()["license"],
+        "keywords": project()["keywords"],
+        "references": references,
+    }
+    return yaml.safe_dump(said, sort_keys=False, width=110, allow_unicode=True)
+
+
+def zenodo() -> str:
+    related = [
+        {"identifier": each["doi"], "relation": "isDerivedFrom", "resource_type": "publication-article"}
+        for each in papers()
+        if each["doi"]
+    ]
+    said = {
+        "upload_type": "software",
+        "title": project()["name"],
+        "description": ABSTRACT,
+        "creators": [{"name": AUTHORS}],
+        "version": project()["version"],
+        "license": project()["license"],
+        "keywords": project()["keywords"],
+        "references": [f"{', '.join(each['authors'])}. {each['title']}." for each in papers()],
+        "related_identifiers": related,
+    }
+    return json.dumps(said, indent=2, ensure_ascii=False) + "\n"
+
+
+def codemeta() -> str:
+    def article(paper: dict[str, Any]) -> dict[str, Any]:
+        writers = [
+            {"@type": "Person", "givenName": name["given-names"], "familyName": name["family-names"]}
+            for name in map(person, paper["authors"])
+        ]
+        known = {"@id": f"https://doi.org/{paper['doi']}"} if paper["doi"] else {}
+        return {"@type": "ScholarlyArticle", **known, "name": paper["title"], "author": writers}
+
+    said = {
+        "@context": "https://w3id.org/codemeta/3.0",
+        "@type": "SoftwareSourceCode",
+        "name": project()["name"],
+        "description": ABSTRACT,
+        "author": [{"@type": "Organization", "name": AUTHORS}],
+        "version": project()["version"],
+        "license": f"https://spdx.org/licenses/{project()['license']}",
+        "keywords": project()["keywords"],
+        "programmingLanguage": ["Python", "C++"],
+        "operatingSystem": "Linux",
+        "runtimePlatform": f"Python {project()['requires-python']}",
+        "citation": [article(each) for each in papers()],
+    }
+    return json.dumps(said, indent=2, ensure_ascii=False) + "\n"
+
+
+FILES = {"CITATION.cff": citation_file, ".zenodo.json": zenodo, "codemeta.json": codemeta}
+
+
+def main() -> None:
+    for name, content in FILES.items():
+        (ROOT / name).write_text(content(), encoding="utf-8")
+        print(name)
+
+
+if __name__ == "__main__":
+    main()
