@@ -34,6 +34,7 @@ def short(tmp_path_factory):
     return curves(tmp_path_factory.mktemp("bf16"), ["memascend", "memascend_bf16"], SEEDS[:1], 30)
 
 
+@pytest.mark.slow
 def test_a_step_moves_little_more_than_half_the_bytes(short):
     """fp32: 16 + 2 x 2 read, 18 written for each parameter; bf16: 8 + 2 x 2 and 10. Small tensors stay in memory."""
     fp32, bf16 = short["memascend-0"], short["memascend_bf16-0"]
@@ -41,6 +42,7 @@ def test_a_step_moves_little_more_than_half_the_bytes(short):
     assert bf16["io_bytes"][-1] / fp32["io_bytes"][-1] == pytest.approx(22 / 38, rel=0.03)
 
 
+@pytest.mark.slow
 def test_it_learns_as_fp32_does(short):
     assert final_loss(short["memascend_bf16-0"]) == pytest.approx(final_loss(short["memascend-0"]), abs=0.03)
     assert final_loss(short["memascend_bf16-0"]) < 0.9 * short["memascend_bf16-0"]["losses"][0][0]

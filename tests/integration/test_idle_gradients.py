@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from idle_trainings import Job, train_all
 
-pytestmark = pytest.mark.deepspeed
+pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 
 OURS = {
     "direct": {"aio": "direct"},
@@ -97,7 +97,7 @@ def test_the_reference_does_what_the_tests_are_about(results):
     assert results["overflow-reference"]["skipped"][-1] >= 2
 
 
-@pytest.mark.parametrize("after", [pytest.param(FIRST, marks=pytest.mark.slow), ALL])
+@pytest.mark.parametrize("after", [FIRST, ALL])
 def test_a_resumed_training_is_that_of_the_optimizer_in_memory(tmp_path, after):
     """Neither has the gradients of before. Where the next step has its own for all, it is the uninterrupted one too."""
     experts = tuple((used,) for used in (ALL, FIRST, SECOND, ALL, after, FIRST, SECOND))
@@ -113,7 +113,6 @@ def test_a_resumed_training_is_that_of_the_optimizer_in_memory(tmp_path, after):
     assert (resumed == whole) is (after == ALL)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_both_engines_and_both_ways_of_gradients_under_every_condition(tmp_path, ranks):

@@ -70,15 +70,19 @@ def assert_the_plan_is_the_run(folder, spec, **options):
     assert planned(config, spec) == {name: pytest.approx(size, rel=0.01) for name, size in made.items()}, options
 
 
+def slow(spec, options):
+    return pytest.param(spec, options, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("spec", "options"),
     [
         (TIED, {"clip": NOT_REACHED}),
-        (UNTIED, {"clip": 0.0, "checkpointing": "plain"}),
+        slow(UNTIED, {"clip": 0.0, "checkpointing": "plain"}),
         (UNTIED, {"states": "bf16", "gradients": "bf16", "accumulate": 2, "state_versions": "one"}),
-        (TIED, {"clip": 0.0, "accumulate": 2, "dtype": "fp16", "state_versions": "checkpoint"}),
+        slow(TIED, {"clip": 0.0, "accumulate": 2, "dtype": "fp16", "state_versions": "checkpoint"}),
         (UNTIED, {"states": "int8", "state_versions": "one"}),
-        (UNTIED, {"clip": NOT_REACHED, "accumulate": 2, "state_versions": "checkpoint"}),
+        slow(UNTIED, {"clip": NOT_REACHED, "accumulate": 2, "state_versions": "checkpoint"}),
     ],
     ids=["defaults", "used as they come", "one version", "torn", "8 bits", "torn and clipped"],
 )

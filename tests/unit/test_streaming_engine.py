@@ -200,7 +200,7 @@ def test_a_parameter_in_several_pieces_trains_to_the_same_bits(tmp_path):
     engine.close()
 
 
-@pytest.mark.parametrize("arm", ["optimized", "naive", "none"])
+@pytest.mark.parametrize("arm", ["optimized", *(pytest.param(a, marks=pytest.mark.slow) for a in ("naive", "none"))])
 def test_host_buffers_are_those_of_the_largest_blocks_whatever_the_depth(tmp_path, arm):
     peaks = []
     for depth in (4, 8, 16):

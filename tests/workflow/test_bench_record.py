@@ -20,15 +20,19 @@ def test_records_of_every_part_are_known_to_the_schema():
     assert [set(field["enum"]) for field in fields if field] == [set(bench_record.PARTS)]
 
 
+def slow(part, options):
+    return pytest.param(part, options, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("part", "options"),
     [
         ("overflow", ["--dtypes", "fp16", "--numels", "1000", "--repeats", "1"]),
-        ("unscale", ["--dtypes", "bf16", "--numels", "1000", "--repeats", "1"]),
-        ("adamw", ["--numels", "1000", "--repeats", "1"]),
-        ("pinned", ["--mib", "1", "--repeats", "1"]),
+        slow("unscale", ["--dtypes", "bf16", "--numels", "1000", "--repeats", "1"]),
+        slow("adamw", ["--numels", "1000", "--repeats", "1"]),
+        slow("pinned", ["--mib", "1", "--repeats", "1"]),
         ("pool", ["--model", "llama3.2-1b", "--repeats", "1"]),
-        pytest.param(
+        slow(
             "activations",
             [
                 "--folder",
@@ -44,14 +48,12 @@ def test_records_of_every_part_are_known_to_the_schema():
                 "--batches",
                 "16",
             ],
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        slow(
             "engine",
             ["--folder", ".", "--model", "llama3.2-1b", "--twin", "32", "--contexts", "16", "--repeats", "1"],
-            marks=pytest.mark.slow,
         ),
-        ("latency", ["--kib", "64,1024", "--repeats", "1"]),
+        slow("latency", ["--kib", "64,1024", "--repeats", "1"]),
         ("placement", ["--twin", "32", "--context", "16", "--repeats", "1", "--placements", "node"]),
         ("nvme", ["--folder", ".", "--questions", "sizes", "--mib", "1", "--repeats", "1"]),
     ],

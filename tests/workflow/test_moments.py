@@ -8,6 +8,8 @@ import pytest
 
 from workflows.run import moments
 
+pytestmark = pytest.mark.slow  # twelve trainings
+
 SCHEMA = Path(__file__).resolve().parents[2] / "workflows" / "schemas" / "record.schema.json"
 
 

@@ -53,7 +53,9 @@ def test_draws_and_keeps_its_text_inside(request: pytest.FixtureRequest, amount:
     plt.close(figure)
 
 
-@pytest.mark.parametrize("exhibit", UNMEASURED)
+@pytest.mark.parametrize(  # each sixth; `make smoke` draws all of them
+    "exhibit", [pytest.param(name, marks=[pytest.mark.slow] * (n % 6 > 0)) for n, name in enumerate(UNMEASURED)]
+)
 def test_what_shows_published_or_modelled_numbers_or_a_structure_draws_and_says_so(exhibit: str) -> None:
     entry = figure.entry_of(exhibit)
     table = pd.DataFrame(columns=tidy.COLUMNS, dtype=str)

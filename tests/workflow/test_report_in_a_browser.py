@@ -34,14 +34,19 @@ def in_a_browser(address: str, tmp_path: Path, width: int = 1400) -> tuple[Page,
     return Page(tmp_path / "dom.html"), said
 
 
+def slow(*values: object) -> object:
+    """Some seconds of a browser each."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("fragment", "fits"),
     [
         ("paper=memascend&verdict=deviates", {"data-paper": "memascend", "data-verdict": claims.DEVIATES}),
-        ("lane=modelled&basis=by+construction", {"data-lane": "modelled", "data-basis": "by construction"}),
-        ("", {}),
         ("memascend-fig08-reduction.measured", {}),
-        ("paper=nobody", {}),
+        slow("lane=modelled&basis=by+construction", {"data-lane": "modelled", "data-basis": "by construction"}),
+        slow("", {}),
+        slow("paper=nobody", {}),
     ],
 )
 def test_filters_follow_the_address(report_folder: Path, tmp_path: Path, fragment: str, fits: dict[str, str]) -> None:
@@ -55,7 +60,7 @@ def test_filters_follow_the_address(report_folder: Path, tmp_path: Path, fragmen
     assert said == ""
 
 
-@pytest.mark.parametrize("by", ["distance", "tolerances"])
+@pytest.mark.parametrize("by", ["distance", slow("tolerances")])
 def test_search_finds_words_and_sorting_puts_the_farthest_first(report_folder: Path, tmp_path: Path, by: str) -> None:
     address = f"{(report_folder / 'figures/claims.html').as_uri()}#q=Qwen2.5-7b+reduction&sort={by}"
     page, said = in_a_browser(address, tmp_path)

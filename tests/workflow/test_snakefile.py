@@ -92,7 +92,9 @@ def test_a_folder_without_the_right_to_write_is_refused(tmp_path: Path) -> None:
     assert "cannot be written" in last_line(done)
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize(
+    "profile", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("quick", "gpu"))) for name in PROFILES]
+)
 def test_the_plan_of_every_profile_holds_its_runs_and_all_exhibits(tmp_path: Path, profile: str) -> None:
     done = snakemake("-n", "figures", f"profile={profile}", fresh=tmp_path)
     text = done.stdout + done.stderr

@@ -36,6 +36,7 @@ def made_again(project: Path) -> set[str]:
     return set(re.findall(r"output: results/raw/(\S+)\.json", snakemake(project, "-n")))
 
 
+@pytest.mark.slow
 def test_a_change_reaches_the_records_that_it_can_have_changed_and_no_others(tmp_path: Path) -> None:
     for name in ("workflows", "profiles", "memascend", "baselines", "hardware"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
