@@ -41,6 +41,9 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
+        words = message.removeprefix("unrecognized arguments: ").split()
+        if words != message.split() and any(Path(word).exists() for word in words):
+            message += "; a pattern needs quotes, such as --files '*.md', or the shell puts files in its place"
         raise ValueError(f"{message} (see {self.prog} --help)")
 
 

@@ -61,6 +61,14 @@ class Console(logging.Filter):
                 handler.addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Called by Snakemake's threads, which an exception would end: where nobody reads any more (`| head`), nothing
+        is said."""
+        try:
+            return self._is_shown(record)
+        except BrokenPipeError:
+            return False
+
+    def _is_shown(self, record: logging.LogRecord) -> bool:
         event = getattr(getattr(record, "event", None), "name", None)
         if event == "RUN_INFO":
             self._plan(record.stats)

@@ -134,8 +134,8 @@ def norm(text: str) -> float:
 
 
 def gib(text: str) -> float:
-    """A positive number of GiB, for argparse."""
-    return _positive(text, "GiB")
+    """A positive number of GiB, for argparse; the unit may be written."""
+    return _positive(text.removesuffix("GiB"), "GiB")
 
 
 def factor(text: str) -> float:

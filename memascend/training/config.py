@@ -354,8 +354,10 @@ def resumed(saved: dict[str, Any], wanted: dict[str, Any]) -> TrainConfig:
     for name, value in wanted.items():
         if name in ("output", *MAY_CHANGE_ON_RESUME) or value == getattr(current, name):
             continue
+        before = current.peak_learning_rate if name == "learning_rate" else getattr(current, name)
+        was = "was not given" if before is None else f"was {before!r}"
         raise ValueError(
-            f"--resume goes on as the run began, and '{name}' was {getattr(current, name)!r}, not {value!r}; leave it "
+            f"--resume goes on as the run began, and '{name}' {was}, not {value!r}; leave it "
             "out, or start a new run from this one's weights: --model OUTPUT/model --output another"
         )
     changes = {name: value for name, value in wanted.items() if name in MAY_CHANGE_ON_RESUME}

@@ -331,7 +331,8 @@ def _composed(
         say(line)
     if left := collect_shared_memory():
         size = sum(each.bytes for each in left) / (1 << 20)
-        say(f"removed {size:,.0f} MiB that killed processes had left in shared memory ({len(left)} files)")
+        files = "1 file" if len(left) == 1 else f"{len(left)} files"
+        say(f"removed {size:,.0f} MiB ({files}) that earlier runs, now dead, had left in shared memory")
     swap = None
     unused = [] if config.nvme else [nvme]  # a folder that the user named stays
     try:
@@ -527,6 +528,15 @@ def _ends(stopping: Stopping) -> tuple[int, ...]:
     return (0, *stopped, -signal.SIGTERM) if stopping.asked else (0, *stopped)
 
 
+def _goes_on(folder: RunFolder, after: str) -> str:
+    """What --resume does: `after` is what it goes on from, a checkpoint or a step that the SSD has kept."""
+    if not _has_trained(folder):
+        return "--resume begins anew"
+    if after == "checkpoint" and not any(each.is_full for each in checkpoint.listed(folder.checkpoints)[0]):
+        return "there is no checkpoint yet: --resume begins again"
+    return f"--resume goes on from the last {after}"
+
+
 def _outcome(work: Path, folder: RunFolder, stopping: Stopping, after: str) -> int:
     results = [json.loads(path.read_text()) for path in sorted(work.glob("result*.json"))]
     errors = [result["error"] for result in results if "error" in result]
@@ -535,15 +545,14 @@ def _outcome(work: Path, folder: RunFolder, stopping: Stopping, after: str) -> i
     if any(result["outcome"] == "nothing to do" for result in results):
         raise NothingToDo
     if stopping.asked > 1:
-        say(f"left at once; --resume goes on from the last {after}" if _has_trained(folder) else "left at once")
+        say(f"left at once; {_goes_on(folder, after)}" if _has_trained(folder) else "left at once")
         return stopping.status
     codes = {rank: child.returncode for rank, child in enumerate(stopping.children)}
     bad = {rank: code for rank, code in codes.items() if code not in _ends(stopping)}
     if not bad:
         stopped = any(codes.values())
         if stopped and not results:
-            goes_on = f"goes on from the last {after}" if _has_trained(folder) else "begins anew"
-            say(f"stopped before a step was made; --resume {goes_on}")
+            say(f"stopped before a step was made; {_goes_on(folder, after)}")
         return stopping.status if stopped else 0
     # The rank that fails first takes the others along (they are killed): name one that ended by itself.
     rank, code = next(((r, c) for r, c in bad.items() if c != -signal.SIGKILL), next(iter(bad.items())))

@@ -374,6 +374,7 @@ class Worker:
                 break
             total += loss
         if stop:
+            self.progress.say(f"{self.step:>6}  the evaluation was left out, since the run stops")
             return True
         self.evaluated, sequences = self.step, batches * self.ranks * config.batch
         self.progress.evaluation(self.step, total / (batches * self.ranks), sequences, time.monotonic() - begin)

@@ -110,10 +110,22 @@ def test_a_stopped_run_ends_with_the_status_of_the_signal(tmp_path, stopping, mo
     assert "stopped before a step was made; --resume begins anew" in capsys.readouterr().out
 
 
-def test_one_that_is_stopped_before_a_further_step_says_what_it_goes_on_from(tmp_path, stopping, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        (True, "--resume goes on from the last checkpoint"),
+        (False, "there is no checkpoint yet: --resume begins again"),
+    ],
+)
+def test_one_that_is_stopped_before_a_further_step_says_what_it_goes_on_from(
+    tmp_path, stopping, monkeypatch, capsys, saved, said
+):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
+    if saved:
+        (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+        (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").write_text('{"files": {}}')
     assert run_ranks(tmp_path, stopping, monkeypatch, "starting", signal.SIGINT) == 130
-    assert "--resume goes on from the last checkpoint" in capsys.readouterr().out
+    assert said in capsys.readouterr().out
 
 
 def test_a_second_signal_leaves_at_once_with_the_status_of_the_first(tmp_path, stopping, monkeypatch, capsys):

@@ -128,3 +128,12 @@ def test_initialised_weights_learn_faster_by_default():
     assert TrainConfig(model="m").peak_learning_rate == 1e-5
     assert TrainConfig(model="m", random_weights=True).peak_learning_rate == 5e-4
     assert TrainConfig(model="m", random_weights=True, learning_rate=0.1).peak_learning_rate == 0.1
+
+
+def test_a_setting_that_was_not_given_is_named_by_what_it_was():
+    saved = {"model": "m", "data": ["d"], "system": "lohan"}
+    rate = complete(saved).peak_learning_rate
+    with pytest.raises(ValueError, match=rf"'learning_rate' was {rate:g}, not 0\.5; leave it out"):
+        resumed(saved, {"learning_rate": 0.5})
+    with pytest.raises(ValueError, match=r"'warmup' was not given, not 7; leave it out"):
+        resumed(saved, {"warmup": 7})

@@ -136,6 +136,13 @@ def test_exhibits_lists_all_130(tmp_path: Path) -> None:
     assert measured.isdisjoint({"lohan-fig05b", "cxl-fig13"})
 
 
+def test_a_list_of_which_the_first_lines_are_enough_ends(tmp_path: Path) -> None:
+    folders = " ".join(f"{name}_dir={tmp_path / name}" for name in ("raw", "derived", "figures"))
+    command = f"{sys.executable} -m snakemake exhibits --config {folders} 2>&1 | head -n 3"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert len(done.stdout.splitlines()) == 3
+
+
 def test_lint_and_format_are_clean(tmp_path: Path) -> None:
     assert snakemake("--lint", fresh=tmp_path).returncode == 0
     done = subprocess.run(
