@@ -93,7 +93,8 @@ def outputs(environment: dict[str, str], folder: Path, beginning: str) -> list[s
 def test_the_tutorial_s_system_is_planned_compared_and_simulated(typed: dict[str, str], tmp_path: Path) -> None:
     own, others, simulated = outputs(typed, tmp_path, "memascend plan")
     assert [done.returncode for done in (own, others, simulated)] == [0, 0, 0]
-    assert "toy buffer" in own.stdout or "Toy" in own.stdout
+    size = re.search(r"It takes ([0-9.]+) GiB", TUTORIAL)[1]
+    assert f" {size} " in own.stdout
     assert "Toy (wooden) would take" in others.stdout
     assert "play" in simulated.stdout
     assert "fetch" in simulated.stdout
