@@ -38,7 +38,7 @@ _ARMS = {
         {"pinned": "power_of_two", "pool": "stock", "overflow": "stock", "aio": "file"},
         whole_swap_out=True,
     ),
-    "today": _arm("DeepSpeed 0.19.8", _STOCK),
+    "today": _arm("DeepSpeed 0.19.8", _STOCK, shown_beside=True),
     "today_pipelined": _arm("DeepSpeed 0.19.8, pipelined", _STOCK, pipelined=True),
 }
 

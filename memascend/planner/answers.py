@@ -71,6 +71,14 @@ class Wear:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Peer:
+    """The same run with another system. `seconds` of a step; None where no machine is named, or it lacks a rate."""
+
+    plan: Plan
+    seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Answers:
     """One plan with all that follows from it. `time` None where `no_time` says why."""
 
@@ -84,7 +92,7 @@ class Answers:
     time: StepTime | None
     no_time: str
     wear: Wear
-    others: tuple[Plan, ...]
+    others: tuple[Peer, ...]
     choice: Choice | None = None  # where the system lets the fates of activations be chosen, within a GPU's memory
     paths: tuple[PathPlan, ...] = ()  # where the system uses several
     nodes: NodePlan | None = None  # where a machine with several memory nodes is described
@@ -148,7 +156,7 @@ def answer(
             seconds_per_step=time.seconds if time else None,
             endurance_tb=endurance_tb,
         ),
-        others=tuple(_others(work)),
+        others=tuple(Peer(plan=peer, seconds=_seconds(peer.work, machine)) for peer in _others(work)),
         choice=_choice(work, machine, limits.gpu_bytes) if time else None,
         paths=tuple(paths),
         nodes=_nodes(host, machine, placement or work.arrangement.placement, not work.arrangement.swaps_gradients),
@@ -187,6 +195,11 @@ def _others(work: Workload) -> Iterator[Plan]:
                 states = "fp32" if parts.refuses_bf16_states or eight else work.kept_states
                 own = {"states": states, "parts": None, "sizes": SwapSizes(), "state_versions": "auto"}
                 yield plan(replace(work, system=name, arm=arm, **own))
+
+
+def _seconds(work: Workload, machine: Machine | None) -> float | None:
+    time, _ = _time(work, machine)
+    return time.seconds if time else None
 
 
 def _time(work: Workload, machine: Machine | None) -> tuple[StepTime | None, str]:

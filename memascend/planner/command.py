@@ -29,88 +29,111 @@ def add_plan(commands: Any, probe: Callable[[Path | None], Any]) -> None:
     """Register the subcommand. ``probe``: the machine at hand, its SSD tried in the folder that is given."""
     parser = commands.add_parser(
         "plan",
-        help="where every GiB would go, whether it fits, how long a step takes and what it writes",
-        description="Memory, time and SSD wear of one training step, before a run. Sizes are GiB (2^30 bytes). "
-        "Exit status: 0, or 1 where something does not fit what was given, or 2 for an error.",
+        help="predict memory, step time and SSD writes of a run, and say whether it fits",
+        description="Predict host memory, GPU memory, step time and SSD wear of one training step. Sizes are in GiB "
+        "(2^30 bytes). Exit status: 0; 1 if something does not fit the given limits; 2 on an error.",
     )
-    what = parser.add_argument_group("what is trained")
-    what.add_argument("--model", required=True, help="qwen2.5-7b, Qwen/Qwen2.5-7B, or a path to a config.json")
+    what = parser.add_argument_group("the training run")
+    what.add_argument("--model", required=True, help="a known name (qwen2.5-7b, Qwen/Qwen2.5-7B) or a config.json")
     what.add_argument("--twin", type=count, default=1, metavar="K", help="divide the model's widths by K")
-    what.add_argument("--gpus", "--ranks", type=count, default=1, help="data-parallel ranks here (default 1)")
-    what.add_argument("--context", type=count, help="tokens a sequence (default 4096, or the model's longest if less)")
-    what.add_argument("--batch", type=count, help="sequences a GPU at a time (default 1)")
-    what.add_argument("--accumulate", type=count, help="batches a step (default 1)")
-    what.add_argument("--clip", type=norm, help="largest norm of the gradients, as train's (default 1.0; 0: any)")
-    what.add_argument("--dtype", help="bf16 (default), or fp16, which needs an overflow check")
-    what.add_argument("--states", help="fp32 (default), or with --dtype bf16: bf16, or int8 (--system lohan)")
-    what.add_argument("--gradients", help="the gradient buffer: fp32 (default), or bf16 with --dtype bf16")
+    what.add_argument(
+        "--gpus", "--ranks", type=count, default=1, metavar="N", help="data-parallel ranks on this machine (default 1)"
+    )
+    what.add_argument(
+        "--context",
+        type=count,
+        metavar="TOKENS",
+        help="tokens per sequence (default: 4096, or the model's maximum if that is less)",
+    )
+    what.add_argument("--batch", type=count, metavar="N", help="sequences per GPU in one forward pass (default 1)")
+    what.add_argument("--accumulate", type=count, metavar="N", help="micro-batches per optimizer step (default 1)")
+    what.add_argument("--clip", type=norm, metavar="NORM", help="maximum gradient norm (default 1.0; 0: no clipping)")
+    what.add_argument("--dtype", metavar="DTYPE", help="bf16 (default), or fp16, which needs an overflow check")
+    what.add_argument(
+        "--states",
+        metavar="DTYPE",
+        help="optimizer states: fp32 (default); with --dtype bf16 also bf16, or int8 (--system lohan)",
+    )
+    what.add_argument(
+        "--gradients", metavar="DTYPE", help="gradient buffer: fp32 (default), or bf16 (with --dtype bf16)"
+    )
     what.add_argument(
         "--experts",
         default="auto",
         choices=("auto", "fused", "separate"),
-        help="how a mixture's experts are stored: fused (transformers 5), separate (one matrix each, to 4.57), or as "
-        "the installed transformers has it (auto)",
+        help="storage of a mixture's experts: fused (transformers 5), separate (one matrix each, up to 4.57), or auto: "
+        "as the installed transformers does (default)",
     )
-    how = parser.add_argument_group("how")
+    how = parser.add_argument_group("the offloading system")
     how.add_argument(
         "--system",
+        metavar="NAME",
         help="memascend (default), lohan, zero_infinity, zero_offload, mlp_offload, ssdtrain, cxl, all_in_gpu or "
         "in_memory",
     )
-    how.add_argument("--arm", help="a variant of the system, such as as_published or today for zero_infinity")
+    how.add_argument(
+        "--arm", metavar="NAME", help="a variant of the system, such as as_published or today of zero_infinity"
+    )
     for name, words in MODEL_OPTIONS.items():
         preset = getattr(DEFAULT_STACK, name)
-        how.add_argument(f"--{name}", help=f"{', '.join(words)} (default {preset}), as train's")
+        how.add_argument(f"--{name}", metavar="NAME", help=f"{', '.join(words)} (default {preset}); as in train")
     how.add_argument(
         "--state-versions",
         choices=STATE_VERSIONS,
         default="auto",
-        help="of system lohan's states on the SSD, as train's: auto (default) is two where they fit",
+        help="copies of the states that --system lohan keeps on the SSD, as in train; auto (default): two if they fit",
     )
     how.add_argument(
         "--ds-config",
         type=Path,
         metavar="FILE",
-        help="plan the run of this DeepSpeed JSON: it says dtype, batch, system",
+        help="plan the run that this DeepSpeed JSON describes: it gives dtype, batch and system",
     )
-    where = parser.add_argument_group("what there is")
+    where = parser.add_argument_group("the machine")
     where.add_argument("--gpu-memory", type=gib, metavar="GIB", help="memory of one GPU")
     where.add_argument("--ram", type=gib, metavar="GIB", help="host memory")
     where.add_argument(
         "--host-memory",
         metavar="SIZE",
-        help="a hard budget, such as 24GiB: a plan beyond it is refused",
+        help="a hard limit, such as 24GiB: a plan that exceeds it is refused",
     )
-    where.add_argument("--ssd-space", type=gib, metavar="GIB", help="room for swap files")
+    where.add_argument("--ssd-space", type=gib, metavar="GIB", help="space for swap files")
     where.add_argument(
-        "--ssd-endurance", type=terabytes, metavar="TB", help="terabytes that the drive is rated to write"
+        "--ssd-endurance", type=terabytes, metavar="TB", help="the drive's rated endurance, in terabytes written"
     )
     where.add_argument(
         "--ssd-endurance-gain",
         type=factor,
         default=1.0,
-        metavar="X",
-        help="lifetime writes over that rating (default 1); SSDTrain takes 215 for activations: 2.5 since its writes "
-        "are large and sequential, times 86 since data must last a day and not three years",
+        metavar="FACTOR",
+        help="expected lifetime writes over the rated endurance (default 1). The SSDTrain paper assumes 215 for "
+        "activations: 2.5 for large sequential writes, times 86 for retention of a day instead of three years",
     )
-    where.add_argument("--nvme", type=Path, metavar="FOLDER", help="folder for swap files: its free space is the room")
+    where.add_argument("--nvme", type=Path, metavar="DIR", help="folder for swap files; its free space is the limit")
     where.add_argument(
         "--testbed",
-        help="local (this machine; with --nvme its SSD is tried for some seconds), a described machine's "
-        "name in a checkout (memascend-c1), or a YAML file; gives times, and limits that are not given",
+        metavar="NAME",
+        help="local (this machine; with --nvme its SSD is measured for some seconds), a machine described in the "
+        "checkout (memascend-c1), or a YAML file; gives step times, and limits that are not given",
     )
     where.add_argument(
         "--placement",
         metavar="POLICY",
-        help="of a testbed with several memory nodes: latency_first (default), interleave, process_interleave or "
-        "'{class: node, ...}', as train's",
+        help="host buffers on a testbed with several memory nodes: latency_first (default), interleave, "
+        "process_interleave or '{class: node, ...}', as in train",
     )
-    out = parser.add_argument_group("what comes out")
-    out.add_argument("--json", action="store_true", help="machine-readable, with the whole ledger")
-    out.add_argument("--picture", type=Path, metavar="FILE", help="stacked bars of every system: .svg, .png or .pdf")
-    out.add_argument("--write-config", type=Path, metavar="FILE", help="the DeepSpeed JSON of this plan (needs --nvme)")
-    out.add_argument("--trace", type=Path, metavar="FILE", help="the simulated step, for Perfetto (needs --testbed)")
-    out.add_argument("--force", action="store_true", help="let the files that are written replace others")
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print JSON, with the whole ledger")
+    out.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw stacked bars of every system (.svg, .png, .pdf)"
+    )
+    out.add_argument(
+        "--write-config", type=Path, metavar="FILE", help="write this plan as a DeepSpeed JSON (needs --nvme)"
+    )
+    out.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write the simulated step for Perfetto (needs --testbed)"
+    )
+    out.add_argument("--force", action="store_true", help="overwrite existing output files")
     parser.set_defaults(run=run, probe=probe)
 
 

@@ -35,7 +35,7 @@ def draw(answers: Answers, path: Path, *, force: bool = False) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("--picture needs matplotlib: pip install matplotlib, then the same command again") from None
-    plans = [answers.host, *answers.others]
+    plans = [answers.host, *(peer.plan for peer in answers.others)]
     figure = Figure(figsize=(9, 2.2 + _BAR_INCHES * len(plans)), layout="constrained")
     axes = figure.add_subplot()
     _bars(axes, plans)

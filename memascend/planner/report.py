@@ -8,7 +8,6 @@ from typing import Any
 
 from memascend import systems
 from memascend.planner.answers import Answers, Need, Wear
-from memascend.planner.footprint import Plan
 from memascend.planner.limits import SSD_SPACE
 from memascend.planner.machine import REASONS, Calibrations
 from memascend.planner.options import longest_context
@@ -33,7 +32,7 @@ def as_text(answers: Answers) -> str:
         _verdicts(answers),
         _time(answers),
         _choice(answers),
-        [_other(answers, other) for other in answers.others],
+        _others(answers),
     ]
     return "\n".join("\n".join(lines) for lines in _separated(sections))
 
@@ -258,18 +257,29 @@ def _choice(answers: Answers) -> list[str]:
     return [*lines, "  modelled"]
 
 
-def _other(answers: Answers, other: Plan) -> str:
+def _others(answers: Answers) -> list[str]:
+    """Host memory, and seconds of a step where a machine is named, of the same run with each other system."""
+    if not answers.others:
+        return []
     limit = next(need.limit_bytes for need in answers.needs if need.name == "host memory")
-    fits = "" if limit is None else (", fits" if other.host_bytes <= limit else ", does not fit")
-    ratio = other.host_bytes / answers.host.host_bytes
-    return f"{other.label} would take {gib(other.host_bytes)} GiB of host memory ({ratio:.2f} x{fits})"
+    timed = answers.time is not None or any(peer.seconds is not None for peer in answers.others)
+    width = max(_WIDTH, *(len(peer.plan.label) + 4 for peer in answers.others))
+    head = f"{'the same run with another system (modelled)':<{width}}{'GiB':>10}{'ratio':>8}"
+    lines = [f"{head}{'s per step':>13}" if timed else head]
+    for peer in answers.others:
+        size = peer.plan.host_bytes
+        line = f"  {peer.plan.label:<{width - 2}}{gib(size):>10}{size / answers.host.host_bytes:>7.2f}x"
+        if timed:
+            line += f"{'-' if peer.seconds is None else f'{peer.seconds:.3g}':>13}"
+        lines.append(line if limit is None else f"{line}   {'fits' if size <= limit else 'does not fit'}")
+    return lines
 
 
 def as_json(answers: Answers) -> dict[str, Any]:
     """Plain types; bytes and seconds. Keys are only added."""
     work, made = answers.work, answers.host
     limits = {need.name: need for need in answers.needs}
-    others = [(other.work, other.host_bytes) for other in answers.others]
+    others = [(peer.plan.work, peer.plan.host_bytes) for peer in answers.others]
     defaults = {name: systems.default_arm(name) for name in systems.names()}
     ram = limits["host memory"].limit_bytes
     return {
@@ -317,6 +327,7 @@ def as_json(answers: Answers) -> dict[str, Any]:
         "paths": [dataclasses.asdict(path) for path in answers.paths],
         "memory_nodes": _nodes_json(answers),
         "others": {peer.system: size for peer, size in others if peer.arm_name == defaults[peer.system]},
+        "others_seconds": {f"{p.plan.work.system}/{p.plan.work.arm_name}": p.seconds for p in answers.others},
         "arms": {f"{peer.system}/{peer.arm_name}": size for peer, size in others},
         "ledger": [dataclasses.asdict(entry) for entry in (*made.entries, *answers.device.entries)],
     }

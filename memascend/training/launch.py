@@ -22,7 +22,7 @@ from memascend.memory.heap import MALLOC
 from memascend.storage.durable import write_atomically
 from memascend.storage.folders import swap_folder
 from memascend.storage.shared_memory import collect_shared_memory
-from memascend.training import backends, checkpoint, preflight, recorded_text, systems
+from memascend.training import backends, checkpoint, preflight, processes, recorded_text, systems
 from memascend.training import config as configs
 from memascend.training.config import TrainConfig
 from memascend.training.folder import (
@@ -34,7 +34,14 @@ from memascend.training.folder import (
     missing_folders,
     remove_empty,
 )
-from memascend.training.processes import PARENT, exit_status, free_port, remove_shared_buffers, waits_for
+from memascend.training.processes import (
+    NOTHING_TO_DO,
+    PARENT,
+    exit_status,
+    free_port,
+    remove_shared_buffers,
+    waits_for,
+)
 from memascend.training.progress import byte_count, read_metrics
 
 # A rank was stopped before its end, with all that --resume needs (128 + SIGTERM, which is what it gets of its parent).
@@ -171,9 +178,9 @@ def join(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
         worker = workers.Worker(job, sys.stdout)
         outcome = worker.run()
         torch.distributed.barrier()
-        if outcome == workers.NOTHING_TO_DO:
+        if outcome == NOTHING_TO_DO:
             raise NothingToDo
-        return worker.stop.status if outcome == workers.STOPPED else 0
+        return worker.stop.status if outcome == processes.STOPPED else 0
     return 0
 
 
@@ -320,7 +327,8 @@ def _composed(
     for line in refused:
         say(f"note: {line}")
     steps = planned_steps(config, prepared)
-    if found and found[-1].step >= steps:
+    done = found and found[-1].step >= steps
+    if done and (found[-1].step > steps or not _lacks_evaluation(config, folder, prepared, steps)):
         say(f"nothing to do: {found[-1].path} is at step {found[-1].step} of {steps}; raise --steps to go on")
         raise NothingToDo
     if found and found[-1].manifest["ranks"] != config.ranks:
@@ -358,6 +366,13 @@ def _composed(
             swap.remove()
         remove_empty(unused)
         collect_shared_memory()  # also of ranks that were still dying when this run began
+
+
+def _lacks_evaluation(config: TrainConfig, folder: RunFolder, prepared: dict[str, Any], step: int) -> bool:
+    """Whether the last evaluation of a run was interrupted, or its row is lost."""
+    if min(prepared["eval_sequences"], config.eval_sequences) < config.ranks * config.batch:
+        return False
+    return not any(row["kind"] == "eval" and row["step"] == step for row in read_metrics(folder.metrics))
 
 
 def _states_to_come(setup: backends.Setup) -> Path | None:
@@ -542,7 +557,7 @@ def _outcome(work: Path, folder: RunFolder, stopping: Stopping, after: str) -> i
     errors = [result["error"] for result in results if "error" in result]
     if errors:
         raise ValueError(errors[0])
-    if any(result["outcome"] == "nothing to do" for result in results):
+    if any(result["outcome"] == NOTHING_TO_DO for result in results):
         raise NothingToDo
     if stopping.asked > 1:
         say(f"left at once; {_goes_on(folder, after)}" if _has_trained(folder) else "left at once")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 PARENT = "MEMASCEND_PARENT_PID"
+FINISHED, STOPPED, NOTHING_TO_DO = "finished", "stopped", "nothing to do"  # how a rank says that it has ended
 # Calls of x86-64: read, write, close, pread64, pwrite64, readv, writev, fsync, fdatasync, ftruncate, fallocate.
 _ON_DESCRIPTORS = frozenset((0, 1, 3, 17, 18, 19, 20, 74, 75, 77, 285))
 

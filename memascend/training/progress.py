@@ -13,6 +13,7 @@ from memascend.training.config import TrainConfig
 
 GIB, MIB = 1 << 30, 1 << 20
 SHORT_CONTEXT = 512  # tokens a sequence, of which a CPU does a few in a time that one waits for
+LONG_S = 10.0  # a log says how long an evaluation takes, if it takes longer
 _HEADER_EVERY = 25  # lines, so that the columns' names stay on the screen
 
 
@@ -99,11 +100,26 @@ class Progress:
     """Lines to `out` and records to `metrics`. On a terminal the newest step is always shown, overwriting itself;
     elsewhere a line is a line, without control characters."""
 
-    def __init__(self, out: TextIO, metrics: Path, *, terminal: bool, steps: int, log_every: int) -> None:
+    def __init__(
+        self,
+        out: TextIO,
+        metrics: Path,
+        *,
+        terminal: bool,
+        steps: int,
+        log_every: int,
+        eval_every: int = 0,
+        eval_batches: float = 0.0,
+    ) -> None:
+        """`eval_every`: steps between evaluations (0: one, at the end); `eval_batches`: batches of an evaluation, over
+        those of a step."""
         self._out, self._terminal, self._steps, self._every = out, terminal, steps, log_every
         self._metrics = metrics.open("a", encoding="utf-8")
         self._lines = 0
         self._recent: list[float] = []
+        self._eval_every, self._eval_batches = eval_every, eval_batches
+        self._evaluation_s: float | None = None  # of the newest evaluation
+        self._told = False  # in a log: how long the evaluation that runs takes
         self._passing = False
 
     def say(self, text: str) -> None:
@@ -113,8 +129,7 @@ class Progress:
     def step(self, record: StepRecord) -> None:
         self._write({"kind": "step", **asdict(record)})
         self._recent = [*self._recent[-19:], record.seconds]
-        left = (self._steps - record.step) * sum(self._recent) / len(self._recent)
-        text = line(record, self._steps, left)
+        text = line(record, self._steps, self._seconds_left(record.step))
         if record.step % self._every == 0 or record.step == self._steps or not self._lines:
             if self._lines % _HEADER_EVERY == 0:
                 self.say(header(record.device_peak_bytes > 0))
@@ -124,6 +139,23 @@ class Progress:
             self._emit(f"\r{text}\x1b[K")
             self._passing = True
 
+    def _seconds_left(self, step: int) -> float:
+        """Of the steps and evaluations to come, at the pace of the newest; before the first evaluation its batch counts
+        a third of a step's, whose backward pass takes twice as long as its forward pass."""
+        pace, every, last = sum(self._recent) / len(self._recent), self._eval_every, self._steps
+        evaluations = 1 + ((last - 1) // every - (step - 1) // every if every else 0) if self._eval_batches else 0
+        each = self._eval_batches * pace / 3 if self._evaluation_s is None else self._evaluation_s
+        return (last - step) * pace + evaluations * each
+
+    def evaluating(self, done: int, sequences: int, seconds: float) -> None:
+        """How far an evaluation is, where it takes longer than some seconds; in a log, once."""
+        left = seconds / done * (sequences - done)
+        if self._terminal:
+            self.passing(f"evaluating: {done} of {sequences} sequences, {duration(left)} left")
+        elif not self._told and seconds + left > LONG_S:
+            self._told = True
+            self.say(f"evaluating {sequences} sequences, about {duration(seconds + left)}")
+
     def passing(self, text: str) -> None:
         """Something that takes a while; on a terminal alone, and gone with the next line."""
         if self._terminal:
@@ -131,6 +163,7 @@ class Progress:
             self._passing = True
 
     def evaluation(self, step: int, loss: float, sequences: int, seconds: float) -> None:
+        self._evaluation_s, self._told = seconds, False
         self._write({"kind": "eval", "step": step, "loss": loss, "sequences": sequences, "seconds": seconds})
         self.say(f"{step:>6}  evaluation: loss {loss:.4f} over {sequences} sequences, {seconds:.1f} s")
 

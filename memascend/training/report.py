@@ -164,6 +164,17 @@ def memory_facts(
     }
 
 
+def read(path: Path) -> dict[str, Any] | None:
+    """The report of an earlier process of the run; None where there is none, or none that can be read."""
+    import json
+
+    try:
+        found = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and {"config", "memory", "ledger"} <= found.keys() else None
+
+
 def write(path: Path, report: dict[str, Any]) -> None:
     """`path`.md and `path`.json."""
     import json

@@ -38,7 +38,7 @@ from memascend.training.backends.protocol import KeptIsTorn
 from memascend.training.config import TrainConfig, complete
 from memascend.training.data import Sequences
 from memascend.training.folder import Lock, RunFolder
-from memascend.training.processes import die_with_parent, exit_status
+from memascend.training.processes import FINISHED, NOTHING_TO_DO, STOPPED, die_with_parent, exit_status
 from memascend.training.progress import (
     Progress,
     StepRecord,
@@ -50,7 +50,6 @@ from memascend.training.progress import (
 )
 from memascend.training.schedule import learning_rate, sequence_numbers
 
-FINISHED, STOPPED, NOTHING_TO_DO = "finished", "stopped", "nothing to do"
 _PATIENCE_S = 5.0  # without a byte from a drive, for a step that is to be finished
 STEP_IN_TRACE = "{step}"  # in the name of --trace: its number
 
@@ -90,7 +89,7 @@ class Worker:
         self.steps = int(self.config.steps or 0)
         self.stop = Stop()
         self.out = out
-        self.step = 0
+        self.step = self.first = 0  # the newest step, and the one that this process began after
         self.saved = self.evaluated = 0  # the step of the newest checkpoint, and of the newest evaluation
         self.cut_off: dict[str, Any] | None = None  # of the step that the run goes on after: what its row is to say
         self.recorder: Recorder | None = None
@@ -125,6 +124,8 @@ class Worker:
             terminal=self.job["terminal"],
             steps=self.steps,
             log_every=self.config.log_every,
+            eval_every=self.config.eval_every,
+            eval_batches=self._eval_batches() / self.config.accumulate,
         )
         self.startup_peak = resident_bytes("VmHWM")
         wait = first_step_note(self.config, self.job["prepared"]["context"])
@@ -164,6 +165,7 @@ class Worker:
                 anew = f"from the start: there is no checkpoint in {self.folder.checkpoints}"
                 print(f"resume  {anew}, and the {made} steps that were made are lost", file=self.out, flush=True)
             self._build(source)
+        self.first = self.step
         self.saved = max((each.step for each in self._saved() if each.step <= self.step), default=0)
         evaluated = {row["step"] for row in read_metrics(self.folder.metrics) if row["kind"] == "eval"}
         self.evaluated = self.step if self.step in evaluated else 0
@@ -252,7 +254,8 @@ class Worker:
 
     def _train(self) -> str:
         config = self.config
-        if self.step >= self.steps and config.checkpoints == "none":
+        done = self.step > self.steps or (self.step == self.steps and self._has_evaluated())
+        if done and config.checkpoints == "none":
             self.progress.say(f"nothing to do: the states are at step {self.step} of {self.steps}; raise --steps")
             if self.step > self.steps:
                 return NOTHING_TO_DO
@@ -269,11 +272,19 @@ class Worker:
     def _after_step(self, stop: bool) -> bool:
         """Evaluation and checkpoint where they are due and not there yet. Returns whether the run stops here."""
         config, last = self.config, self.step == self.steps
-        if not stop and self.evaluated != self.step and self._is_due(config.eval_every, last):
+        if not stop and not self._has_evaluated() and self._is_due(config.eval_every, last):
             stop = self._evaluate()
         if self.step > self.saved and (stop or self._is_due(config.save_every, last)):
             self._save()
         return stop and not last
+
+    def _has_evaluated(self) -> bool:
+        """Whether nothing is left to evaluate after this step."""
+        return self.evaluated == self.step or not self._eval_batches()
+
+    def _eval_batches(self) -> int:
+        """Of each rank, in one evaluation."""
+        return min(len(self.eval_data), self.config.eval_sequences) // (self.ranks * self.config.batch)
 
     def _is_due(self, every: int, last: bool) -> bool:
         return last or bool(every and self.step % every == 0)
@@ -360,12 +371,8 @@ class Worker:
 
     def _evaluate(self) -> bool:
         """Mean loss over the evaluation sequences; returns whether any rank was asked to stop meanwhile."""
-        config, begin = self.config, time.monotonic()
-        batches = min(len(self.eval_data), config.eval_sequences) // (self.ranks * config.batch)
-        if not batches:
-            return False
-        self.progress.passing(f"evaluating {batches * self.ranks * config.batch} sequences ...")
-        total = 0.0
+        config, begin, batches, total = self.config, time.monotonic(), self._eval_batches(), 0.0
+        each = self.ranks * config.batch
         for number in range(batches):
             first = (number * self.ranks + self.rank) * config.batch
             ids = torch.from_numpy(self.eval_data.rows(range(first, first + config.batch))).to(self.backend.device)
@@ -373,11 +380,13 @@ class Worker:
             if stop:
                 break
             total += loss
+            self.progress.evaluating((number + 1) * each, batches * each, time.monotonic() - begin)
         if stop:
-            self.progress.say(f"{self.step:>6}  the evaluation was left out, since the run stops")
+            last = self.step == self.steps
+            self.progress.say(f"{self.step:>6}  evaluation interrupted" + ("; --resume repeats it" if last else ""))
             return True
-        self.evaluated, sequences = self.step, batches * self.ranks * config.batch
-        self.progress.evaluation(self.step, total / (batches * self.ranks), sequences, time.monotonic() - begin)
+        self.evaluated = self.step
+        self.progress.evaluation(self.step, total / (batches * self.ranks), batches * each, time.monotonic() - begin)
         return False
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -514,6 +523,8 @@ class Worker:
             result["memory_nodes"] = report.memory_nodes(self.backend.ledger, self.placement)
         if (divided := divided_work(int(peaks[4]), int(peaks[5]), Topology.read())) is not None:
             result["adamw_by_node"] = divided
+        if self.step == self.first and (before := report.read(self.folder.report)):  # nothing but an evaluation
+            result = before | {"outcome": outcome, "summary": result["summary"]}
         report.write(self.folder.report, result)
         root = self.folder.root
         if outcome == STOPPED:

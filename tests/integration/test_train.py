@@ -184,6 +184,23 @@ def test_a_finished_run_has_nothing_to_resume(finished):
         assert (finished / "config.yaml").read_bytes() == before  # what did nothing has asked for nothing
 
 
+def test_a_last_evaluation_that_was_interrupted_is_made_by_a_resume(finished, tmp_path):
+    shutil.copytree(finished, output := tmp_path / "run", symlinks=True)
+    (output / "model").unlink()
+    (output / "model").symlink_to(next((output / "checkpoints").glob(f"*{STEPS}")) / "model")
+    rows = (output / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [row for row in rows if not {"kind": "eval", "step": STEPS}.items() <= json.loads(row).items()]
+    assert len(kept) == len(rows) - 1
+    (output / "metrics.jsonl").write_text("".join(kept))
+    memory = json.loads((output / "report.json").read_text())["memory"]
+    done = train(output, "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert evaluations(output) == evaluations(finished)
+    assert losses(output) == losses(finished)
+    assert json.loads((output / "report.json").read_text())["memory"] == memory  # of the training, not of this call
+    assert "nothing to do" in train(output, "--resume").stdout
+
+
 @pytest.mark.slow
 def test_a_streamed_run_goes_on_from_a_checkpoint_where_the_tier_has_kept_nothing(tmp_path, tmp_path_factory):
     """Two versions of the states are then written before the first step is."""

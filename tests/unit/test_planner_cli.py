@@ -44,7 +44,7 @@ def test_plan_says_how_much_is_missing_and_what_is_largest(capsys):
 def test_systems_are_compared_with_the_baseline_whose_rounding_pytorch_bounds(capsys):
     _, out, _ = run(capsys, "plan", "--model", "qwen2.5-7b", "--dtype", "fp16", "--checkpointing", "plain")
     (line,) = (line for line in out.splitlines() if "rounding bounded by PyTorch" in line)
-    assert "would take 85.77 GiB" in line
+    assert " 85.77 " in line
     made = json.loads(run(capsys, "plan", "--model", "qwen2.5-7b", "--dtype", "fp16", "--json")[1])
     assert made["others"]["zero_infinity"] == made["arms"]["zero_infinity/as_published"]
     assert made["arms"]["zero_infinity/as_published_round_threshold"] < made["others"]["zero_infinity"]

@@ -165,6 +165,40 @@ def test_in_a_log_a_line_is_a_line_without_control_characters(tmp_path):
     assert "0:01:18" in lines[1]
 
 
+def test_the_time_left_counts_the_evaluations_to_come(tmp_path):
+    def lefts(**more):
+        out = io.StringIO()
+        progress = Progress(out, tmp_path / "m.jsonl", terminal=False, steps=6, log_every=1, **more)
+        for step in range(1, 7):
+            progress.step(record(step, seconds=3.0))
+            if step == 4:
+                progress.evaluation(step, 2.25, 8, 60.0)
+        progress.close()
+        return [line.split()[-1] for line in out.getvalue().splitlines() if "/6 " in line]
+
+    assert lefts() == [f"0:00:{left:02d}" for left in (15, 12, 9, 6, 3, 0)]
+    # 8 batches of an evaluation for one of a step: 8 s before the first one, then the 60 s that it took.
+    assert lefts(eval_batches=8) == [f"0:00:{left:02d}" for left in (23, 20, 17, 14)] + ["0:01:03", "0:01:00"]
+    assert lefts(eval_batches=8, eval_every=4)[:4] == [f"0:00:{left:02d}" for left in (31, 28, 25, 22)]
+    assert lefts(eval_batches=8, eval_every=4)[4:] == ["0:01:03", "0:01:00"]
+
+
+def test_a_log_says_once_how_long_an_evaluation_takes(tmp_path):
+    def said(terminal, seconds):
+        out = io.StringIO()
+        progress = Progress(out, tmp_path / "m.jsonl", terminal=terminal, steps=1, log_every=1)
+        for done in range(1, 5):
+            progress.evaluating(done, 4, done * seconds)
+        progress.evaluation(1, 2.25, 4, 4 * seconds)
+        progress.close()
+        return out.getvalue()
+
+    assert said(False, 1.0).count("evaluating") == 0
+    assert said(False, 60.0).splitlines()[0] == "evaluating 4 sequences, about 0:04:00"
+    assert said(False, 60.0).count("evaluating") == 1
+    assert "evaluating: 3 of 4 sequences, 0:01:00 left" in said(True, 60.0)
+
+
 def test_on_a_terminal_steps_between_lines_overwrite_themselves(tmp_path):
     text = shown(tmp_path, terminal=True, log_every=10)
     assert text.count("\n") == 1 + 1 + 4 + 1  # header, first step, every tenth, evaluation
