@@ -50,8 +50,8 @@ def _why_none(folder: RunFolder, *, streams: bool) -> str:
     if streams:
         made = max((row["step"] for row in read_metrics(folder.metrics)), default=0)
         if made > 1:  # the first one may have been cut off before it was kept
-            return f"{folder.root} has made {made} steps, and its states are gone: bring them back to where they were"
+            return f"{folder.root} has finished {made} steps, but its states are missing: restore them"
         return f"{folder.root} has no weights yet: no step of it was completed"
     if read_prepared(folder) is None:
-        return f"{folder.root} has no weights yet: it ended before training began; go on with it by train --resume"
+        return f"{folder.root} has no weights yet: it ended before training began; continue with train --resume"
     return f"{folder.root} has no states on the SSD, and no checkpoint: generate is for runs of --system lohan"

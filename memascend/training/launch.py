@@ -103,8 +103,8 @@ class Stopping:
         if self.asked == 1:
             self.status = exit_status(number)
             clear = "\r\x1b[K" if sys.stdout.isatty() else ""  # a passing line of rank 0 may stand there
-            after = "a checkpoint follows after this step" if self.saves else "after this step"
-            _say_amid_a_print(f"{clear}stopping: {after} (once more leaves at once)")
+            after = "finishing this step, then writing a checkpoint" if self.saves else "finishing this step"
+            _say_amid_a_print(f"{clear}stopping: {after} (press Ctrl-C again to quit at once)")
         for child in self.children:
             if child.poll() is None:
                 child.send_signal(signal.SIGTERM if self.asked == 1 else signal.SIGKILL)
@@ -134,7 +134,7 @@ def launch(
             return stopping.status
         with _composed(config, folder, prepared, setup_of) as job:
             if dry_run:
-                say("nothing was trained, and nothing is left of it (--dry-run)")
+                say("dry run: nothing was trained, and no files were left")
                 raise NothingToDo
             return _run_ranks(job, folder, stopping, lock)
     return 0
@@ -152,7 +152,7 @@ def join(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local = os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
     if int(local) != ranks:
-        raise ValueError(f"memascend train runs on one machine, and {ranks} ranks are spread over several")
+        raise ValueError(f"memascend train runs on one machine, but the {ranks} ranks are on several")
     if config.ranks not in (1, ranks):
         raise ValueError(f"--ranks {config.ranks}, but the launcher started {ranks}; leave --ranks out")
     config = dataclasses.replace(config, ranks=ranks)
@@ -274,24 +274,24 @@ def _require_as_prepared(folder: RunFolder, prepared: dict[str, Any]) -> None:
     for name in ("train", "eval"):
         path, wanted = folder.data / f"{name}.tokens", prepared[f"{name}_tokens"] * TOKEN_BYTES
         if not path.is_file():
-            raise ValueError(f"{path} is gone: bring it back, or {_prepares_again(folder)}")
+            raise ValueError(f"{path} is missing: restore it, or {_prepares_again(folder)}")
         if (size := path.stat().st_size) != wanted:
             raise ValueError(
-                f"{path} has {size} bytes, and {wanted} were prepared: bring it back, or {_prepares_again(folder)}"
+                f"{path} has {size} bytes, {wanted} were prepared: restore it, or {_prepares_again(folder)}"
             )
     for name, was in (recorded_text.recorded(folder) or {}).items():
         if checkpoint.file_checksum(folder.data / name) != was["crc32"]:
             raise ValueError(
-                f"{folder.data / name} is not as it was prepared (its checksum is another): bring it back, or "
+                f"{folder.data / name} has changed since it was prepared (checksum mismatch): restore it, or "
                 f"{_prepares_again(folder)}"
             )
     if not folder.tokenizer.is_dir():
-        raise ValueError(f"{folder.tokenizer} is gone: bring it back, or {_prepares_again(folder)}")
+        raise ValueError(f"{folder.tokenizer} is missing: restore it, or {_prepares_again(folder)}")
     for path in sorted(folder.tokenizer.glob("*.json")):
         try:
             json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{path} is damaged ({error}): bring it back, or {_prepares_again(folder)}") from error
+            raise ValueError(f"{path} is damaged ({error}): restore it, or {_prepares_again(folder)}") from error
 
 
 def _prepares_again(folder: RunFolder) -> str:
@@ -329,7 +329,7 @@ def _composed(
     steps = planned_steps(config, prepared)
     done = found and found[-1].step >= steps
     if done and (found[-1].step > steps or not _lacks_evaluation(config, folder, prepared, steps)):
-        say(f"nothing to do: {found[-1].path} is at step {found[-1].step} of {steps}; raise --steps to go on")
+        say(f"nothing to do: {found[-1].path} is at step {found[-1].step} of {steps}; raise --steps to train further")
         raise NothingToDo
     if found and found[-1].manifest["ranks"] != config.ranks:
         raise ValueError(f"{found[-1].path} was written by {found[-1].manifest['ranks']} ranks, not {config.ranks}")
@@ -340,7 +340,7 @@ def _composed(
     if left := collect_shared_memory():
         size = sum(each.bytes for each in left) / (1 << 20)
         files = "1 file" if len(left) == 1 else f"{len(left)} files"
-        say(f"removed {size:,.0f} MiB ({files}) that earlier runs, now dead, had left in shared memory")
+        say(f"removed {size:,.0f} MiB ({files}) that earlier runs that were killed had left in shared memory")
     swap = None
     unused = [] if config.nvme else [nvme]  # a folder that the user named stays
     try:
@@ -431,7 +431,7 @@ def _announce(config: TrainConfig, prepared: dict[str, Any], job: dict[str, Any]
     say(f"system  {config.system}{f' ({config.arm})' if config.arm else ''}{memory}")
     say(f"output  {config.output_folder}")
     if config.warmup and config.warmup > job["config"]["steps"]:
-        say(f"note: the learning rate rises over --warmup {config.warmup} steps, and there are fewer: it does not fall")
+        say(f"note: --warmup {config.warmup} is longer than the run: the learning rate never reaches its peak")
     if found:
         say(f"resume  from step {found[-1].step}")
 
@@ -532,8 +532,8 @@ def _stuck(remaining: dict[str, int]) -> str:
     whose = " and ".join(f"{name} (pid {pid}, {waits_for(pid)})" for name, pid in remaining.items())
     have = "has" if len(remaining) == 1 else "have"
     return (
-        f"{whose} {have} not ended {KILLED_S:g} s after being killed: check the drive or the mount (dmesg), and go on "
-        "with --resume once no such process is left"
+        f"{whose} {have} not ended {KILLED_S:g} s after being killed: check the drive or the mount (dmesg), and "
+        "continue with --resume once no such process is left"
     )
 
 
@@ -546,10 +546,10 @@ def _ends(stopping: Stopping) -> tuple[int, ...]:
 def _goes_on(folder: RunFolder, after: str) -> str:
     """What --resume does: `after` is what it goes on from, a checkpoint or a step that the SSD has kept."""
     if not _has_trained(folder):
-        return "--resume begins anew"
+        return "--resume starts over"
     if after == "checkpoint" and not any(each.is_full for each in checkpoint.listed(folder.checkpoints)[0]):
-        return "there is no checkpoint yet: --resume begins again"
-    return f"--resume goes on from the last {after}"
+        return "there is no checkpoint yet: --resume starts over"
+    return f"--resume continues from the last {after}"
 
 
 def _outcome(work: Path, folder: RunFolder, stopping: Stopping, after: str) -> int:
@@ -560,22 +560,22 @@ def _outcome(work: Path, folder: RunFolder, stopping: Stopping, after: str) -> i
     if any(result["outcome"] == NOTHING_TO_DO for result in results):
         raise NothingToDo
     if stopping.asked > 1:
-        say(f"left at once; {_goes_on(folder, after)}" if _has_trained(folder) else "left at once")
+        say(f"interrupted; {_goes_on(folder, after)}" if _has_trained(folder) else "interrupted")
         return stopping.status
     codes = {rank: child.returncode for rank, child in enumerate(stopping.children)}
     bad = {rank: code for rank, code in codes.items() if code not in _ends(stopping)}
     if not bad:
         stopped = any(codes.values())
         if stopped and not results:
-            say(f"stopped before a step was made; {_goes_on(folder, after)}")
+            say(f"stopped before the first step was finished; {_goes_on(folder, after)}")
         return stopping.status if stopped else 0
     # The rank that fails first takes the others along (they are killed): name one that ended by itself.
     rank, code = next(((r, c) for r, c in bad.items() if c != -signal.SIGKILL), next(iter(bad.items())))
     log = folder.logs / f"rank{rank}.log"
     if code == -signal.SIGKILL:
         raise ValueError(
-            f"rank {rank} was killed (signal 9), as the kernel does when memory runs out; see dmesg, plan with less "
-            f"(memascend plan){', and go on with --resume' if _has_trained(folder) else ''}"
+            f"rank {rank} was killed (signal 9), probably by the out-of-memory killer: see dmesg, plan a smaller run "
+            f"(memascend plan){', and continue with --resume' if _has_trained(folder) else ''}"
         )
     said = _last_line(log).removeprefix(f"[rank{rank}]: ")
     raise ValueError(f"rank {rank} failed (exit {code}): {said}; see {log}")
@@ -583,4 +583,4 @@ def _outcome(work: Path, folder: RunFolder, stopping: Stopping, after: str) -> i
 
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"

@@ -90,9 +90,9 @@ def first_step_note(config: TrainConfig, context: int) -> str | None:
         return None
     sequences = config.batch * config.accumulate * config.ranks
     return (
-        f"note: no GPU here: nothing shows until the first step has done its {sequences * context:,} tokens (batch "
-        f"{config.batch} x accumulate {config.accumulate} x ranks {config.ranks} x context {context}); a run with "
-        f"--context {SHORT_CONTEXT} does {sequences * SHORT_CONTEXT:,}"
+        f"note: no GPU: the first line appears after a whole step of {sequences * context:,} tokens (batch "
+        f"{config.batch} x accumulate {config.accumulate} x ranks {config.ranks} x context {context}); with "
+        f"--context {SHORT_CONTEXT} it is {sequences * SHORT_CONTEXT:,}"
     )
 
 
@@ -193,7 +193,7 @@ class Progress:
             self._metrics.flush()
         except OSError as error:
             raise ValueError(
-                f"cannot write {self._metrics.name}: {error.strerror}; make room, and go on with --resume"
+                f"cannot write {self._metrics.name}: {error.strerror}; free some space, and continue with --resume"
             ) from error
 
 

@@ -25,8 +25,7 @@ def recorded(folder: RunFolder) -> Fingerprints | None:
         return json.loads(folder.text.read_text()) if folder.text.is_file() else None
     except ValueError as error:
         raise ValueError(
-            f"{folder.text} is damaged ({error}): bring it back, or remove it, and --resume takes {folder.data} as "
-            "it is"
+            f"{folder.text} is damaged ({error}): restore it, or remove it, and --resume takes {folder.data} as it is"
         ) from error
 
 

@@ -163,7 +163,7 @@ class Worker:
             self._require_states(source, kept)
             if self.rank == 0 and source is None and (made := self._steps_made()):
                 anew = f"from the start: there is no checkpoint in {self.folder.checkpoints}"
-                print(f"resume  {anew}, and the {made} steps that were made are lost", file=self.out, flush=True)
+                print(f"resume  {anew}, the {made} finished steps are lost", file=self.out, flush=True)
             self._build(source)
         self.first = self.step
         self.saved = max((each.step for each in self._saved() if each.step <= self.step), default=0)
@@ -174,8 +174,8 @@ class Worker:
             if self.cut_off is not None:
                 add_cut_off_step(self.folder.metrics, self.step, tokens=self._tokens(), **self.cut_off)
             if missing := self.step - sum(row["kind"] == "step" for row in read_metrics(self.folder.metrics)):
-                lacks = f"{self.folder.metrics} lacks {missing} of {self.step} steps"
-                print(f"note: {lacks}: the report says nothing of them", file=self.out, flush=True)
+                lacks = f"{self.folder.metrics} has no rows for {missing} of {self.step} steps"
+                print(f"note: {lacks}: the report leaves them out", file=self.out, flush=True)
 
     def _saved(self) -> list[checkpoint.Checkpoint]:
         """The checkpoints that hold what --checkpoints asks for, or more."""
@@ -189,8 +189,8 @@ class Worker:
         made = self._steps_made()
         if made > 1 + (kept or 0):  # the last one may have been cut off before it was kept
             raise ValueError(
-                f"this run has made {made} steps, and {self.job['settings']['folder']} does not hold its states; there "
-                "is no full checkpoint either: bring the states back, or begin anew in another --output"
+                f"this run has finished {made} steps, but {self.job['settings']['folder']} does not hold their states, "
+                "and there is no full checkpoint: restore the states, or start over in another --output"
             )
 
     def _steps_made(self) -> int:
@@ -210,7 +210,7 @@ class Worker:
         random_state.restore_json(facts["random"])
         self.step, self.cut_off = facts["step"], facts.get("row")
         if self.rank == 0:
-            print(f"resume  from step {self.step}, which the tier has kept", file=self.out, flush=True)
+            print(f"resume  from step {self.step}, whose states are on the SSD", file=self.out, flush=True)
 
     def _start(self, source: checkpoint.Checkpoint | None) -> Path | dict[str, Any]:
         """Weights in a folder, or the configuration of a model to initialise."""
@@ -330,7 +330,7 @@ class Worker:
             self._write_trace(record)
         if not math.isfinite(record.loss) and norm is not None and config.dtype != "fp16":
             raise ValueError(
-                f"the loss of step {self.step} is {record.loss}: training has diverged; go back to an earlier "
+                f"the loss of step {self.step} is {record.loss}: training has diverged; resume from an earlier "
                 "checkpoint with a lower --learning-rate"
             )
         return stop > 0
@@ -410,7 +410,7 @@ class Worker:
             layouts = layouts + self.ranks * self.backend.state_layouts()
         needed, free = sum(layout.nbytes for layout in layouts), shutil.disk_usage(folder).free
         kept = [self.backend.kept_step() or 0, *(each.step for each in checkpoint.listed(folder)[0] if each.is_full)]
-        go_on = f"goes on after step {max(kept)}" if any(kept) else "begins again, since no step was kept or saved"
+        go_on = f"continues after step {max(kept)}" if any(kept) else "starts over, since no step was saved"
         return (
             f"cannot save the checkpoint of step {self.step} in {folder} ({error.strerror}): it takes "
             f"{byte_count(needed)}, and {byte_count(free)} are free; make room, then: memascend train --output "
@@ -528,11 +528,11 @@ class Worker:
         report.write(self.folder.report, result)
         root = self.folder.root
         if outcome == STOPPED:
-            self.progress.say(f"stopped after step {self.step} of {self.steps}; go on with:")
+            self.progress.say(f"stopped after step {self.step} of {self.steps}; to continue:")
             self.progress.say(f"  memascend train --output {root} --resume")
         elif self.config.checkpoints == "none":
             self.progress.say(
-                f"done: the states are kept, report in {root / 'report.md'}; weights for from_pretrained:"
+                f"done: states kept on the SSD, report in {root / 'report.md'}; weights for from_pretrained:"
             )
             self.progress.say(f"  memascend export {root} NEW_FOLDER")
         else:

@@ -64,7 +64,7 @@ def test_a_step_that_a_kill_cut_off_has_its_row_and_its_evaluation(tmp_path, tmp
 
     done = train(output, "--resume")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"resume  from step {at}, which the tier has kept" in done.stdout
+    assert f"resume  from step {at}, whose states are on the SSD" in done.stdout
     assert losses(output) == losses(reference)
     assert evaluations(output) == evaluations(reference)
     report = json.loads((output / "report.json").read_text())

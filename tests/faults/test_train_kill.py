@@ -78,7 +78,7 @@ def test_a_run_that_is_stopped_and_then_killed_goes_on_as_if_nothing_had_happene
     output = tmp_path / "run"
     status, said = stop_at_step(output, 3, *options_for(reference.parent / "text"))
     assert status == 143
-    assert "stopping: a checkpoint follows" in "".join(said)
+    assert "stopping: finishing this step, then writing a checkpoint" in "".join(said)
     assert said[-1] == f"  memascend train --output {output} --resume\n"
     assert listed(output / "checkpoints")[0][-1].step in (3, 4, 5)
     kill_at_step(output, random.SystemRandom().randrange(6, STEPS), "--resume")
@@ -105,8 +105,11 @@ def test_states_that_the_tier_has_kept_are_gone_on_from_and_not_the_checkpoint(
     kill_at_step(output, 4, *options)
     assert not (output / "checkpoints").exists()
     said = resume_to_the_end(output)
-    kept = [line for line in said.splitlines() if "which the tier has kept" in line]
-    assert kept in (["resume  from step 3, which the tier has kept"], ["resume  from step 4, which the tier has kept"])
+    kept = [line for line in said.splitlines() if "whose states are on the SSD" in line]
+    assert kept in (
+        ["resume  from step 3, whose states are on the SSD"],
+        ["resume  from step 4, whose states are on the SSD"],
+    )
     assert losses(output) == losses(reference)
     assert not list(output.glob("memascend-states-*"))
 
@@ -125,7 +128,7 @@ def test_after_a_kill_every_kind_of_states_and_checkpoints_goes_on_to_the_same_l
     kill_at_step(output, step, *options_for(reference.parent / "text", "lohan"), *options)
     said = resume_to_the_end(output)
     (resumed,) = [line for line in said.splitlines() if line.startswith("resume  from step ") and "tier" in line]
-    assert resumed in [f"resume  from step {each}, which the tier has kept" for each in range(step - 1, STEPS)]
+    assert resumed in [f"resume  from step {each}, whose states are on the SSD" for each in range(step - 1, STEPS)]
     assert losses(output) == losses(reference)
     assert evaluations(output)[STEPS] == evaluations(reference)[STEPS]
     assert len(list(output.glob("memascend-states-*"))) == (0 if checkpoints == "full" else 1)

@@ -107,14 +107,14 @@ def run_ranks(folder, stopping, monkeypatch, rank, *numbers):
 @pytest.mark.parametrize("rank", ["starting", "training"])
 def test_a_stopped_run_ends_with_the_status_of_the_signal(tmp_path, stopping, monkeypatch, capsys, rank, number):
     assert run_ranks(tmp_path, stopping, monkeypatch, rank, number) == STATUS[number]
-    assert "stopped before a step was made; --resume begins anew" in capsys.readouterr().out
+    assert "stopped before the first step was finished; --resume starts over" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("saved", "said"),
     [
-        (True, "--resume goes on from the last checkpoint"),
-        (False, "there is no checkpoint yet: --resume begins again"),
+        (True, "--resume continues from the last checkpoint"),
+        (False, "there is no checkpoint yet: --resume starts over"),
     ],
 )
 def test_one_that_is_stopped_before_a_further_step_says_what_it_goes_on_from(
@@ -130,7 +130,7 @@ def test_one_that_is_stopped_before_a_further_step_says_what_it_goes_on_from(
 
 def test_a_second_signal_leaves_at_once_with_the_status_of_the_first(tmp_path, stopping, monkeypatch, capsys):
     assert run_ranks(tmp_path, stopping, monkeypatch, "deaf", signal.SIGINT, signal.SIGTERM) == 130
-    assert "left at once" in capsys.readouterr().out
+    assert "interrupted" in capsys.readouterr().out
 
 
 def test_a_run_that_was_at_its_end_anyway_has_succeeded(tmp_path, stopping, monkeypatch):
@@ -152,7 +152,7 @@ def test_a_rank_that_somebody_else_has_ended_is_an_error(tmp_path, stopping, mon
 STUCK = (
     f"rank 1 (pid {os.getpid()}, none of its threads waits for a device) has not ended 0.3 s after being killed: check "
 )
-STUCK += "the drive or the mount (dmesg), and go on with --resume once no such process is left"
+STUCK += "the drive or the mount (dmesg), and continue with --resume once no such process is left"
 
 
 class Unkillable:

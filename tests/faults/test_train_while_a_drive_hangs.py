@@ -73,5 +73,5 @@ def test_a_run_whose_drive_hangs_ends_when_it_is_asked_to_and_goes_on(tmp_path):
     assert "memascend-states" in said.splitlines()[-1]
     assert "the drive or the mount hangs" in said.splitlines()[-1]
     resumed = train(run, "--resume")
-    assert "resume  from step 2, which the tier has kept" in resumed.stdout, resumed.stdout + resumed.stderr
+    assert "resume  from step 2, whose states are on the SSD" in resumed.stdout, resumed.stdout + resumed.stderr
     assert sorted(losses(run)) == [1, 2, 3, 4]

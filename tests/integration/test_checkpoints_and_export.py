@@ -73,7 +73,7 @@ def test_it_goes_on_to_more_steps_and_its_export_is_the_other_s_model(runs, caps
     folder = runs / "none"
     done = resume(folder, "--steps", "6")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "resume  from step 4, which the tier has kept" in done.stdout
+    assert "resume  from step 4, whose states are on the SSD" in done.stdout
     assert losses(folder) == losses(runs / "full")
     model = exported(folder, runs / "exported")
     assert f"step 6 of {folder}" in capsys.readouterr().out
@@ -116,7 +116,7 @@ def test_a_run_that_was_killed_is_exported_and_goes_on(runs, tmp_path):
     (folder / "metrics.jsonl").write_text("".join(rows[1:]))
     done = resume(folder, "--log-every", "1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "metrics.jsonl lacks 1 of" in done.stdout
+    assert "metrics.jsonl has no rows for 1 of" in done.stdout
     lost, *_ = rows
     (folder / "metrics.jsonl").write_text(lost + (folder / "metrics.jsonl").read_text())
     assert losses(folder) == losses(runs / "full")
@@ -136,11 +136,11 @@ def test_states_that_are_gone_are_an_error_and_no_new_beginning(runs, tmp_path, 
     states.rename(tmp_path / "elsewhere")
     done = resume(folder, "--steps", "4")
     assert done.returncode == 2
-    assert "has made 3 steps, and" in done.stderr
-    assert "does not hold its states" in done.stderr
+    assert "has finished 3 steps, but" in done.stderr
+    assert "does not hold their states" in done.stderr
     assert main(["export", str(folder), str(tmp_path / "model")]) == 2
     capsys.readouterr()
-    assert "has made 3 steps, and its states are gone" in refusal(capsys, "generate", folder, "--prompt", "a")
+    assert "has finished 3 steps, but its states are missing" in refusal(capsys, "generate", folder, "--prompt", "a")
     (tmp_path / "elsewhere").rename(states)
     done = resume(folder, "--steps", "4")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -104,10 +104,10 @@ def test_a_cpu_says_before_a_long_first_step_what_it_waits_for(finished, tmp_pat
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     assert said[said.index(next(line for line in said if "s/step" in line)) - 1] == (
-        "note: no GPU here: nothing shows until the first step has done its 1,200 tokens (batch 2 x accumulate 1 x "
-        "ranks 1 x context 600); a run with --context 512 does 1,024"
+        "note: no GPU: the first line appears after a whole step of 1,200 tokens (batch 2 x accumulate 1 x "
+        "ranks 1 x context 600); with --context 512 it is 1,024"
     )
-    assert "no GPU here" not in (finished.parent / "said").read_text()
+    assert "note: no GPU" not in (finished.parent / "said").read_text()
 
 
 def test_the_trace_of_a_step_holds_its_phases_its_blocks_and_every_byte_that_was_swapped(finished, tmp_path):
@@ -224,7 +224,7 @@ def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(finished, tmp_p
     said = done.stdout.splitlines()
     for word in ("model", "data", "steps", "system", "output"):
         assert any(line.startswith(f"{word} ") for line in said), done.stdout
-    assert said[-1] == "nothing was trained, and nothing is left of it (--dry-run)"
+    assert said[-1] == "dry run: nothing was trained, and no files were left"
     assert list(tmp_path.iterdir()) == []
     before, config = changed_at(finished), (finished / "config.yaml").read_bytes()
     done = train(finished, "--resume", "--steps", str(STEPS + 5), "--dry-run")

@@ -367,19 +367,19 @@ def test_what_a_run_needs_and_lacks_is_named_with_the_way_to_have_it_again(tmp_p
     folder.data.mkdir()
     folder.prepared.write_text('{"train_tokens": 2, "eval_tokens": 0}')
     (folder.data / "train.tokens").write_bytes(bytes(8))
-    with pytest.raises(ValueError, match=r"eval\.tokens is gone: bring it back, or remove .*prepared\.json"):
+    with pytest.raises(ValueError, match=r"eval\.tokens is missing: restore it, or remove .*prepared\.json"):
         launch._prepare(folder, launch.Stopping())
     (folder.data / "eval.tokens").touch()
-    with pytest.raises(ValueError, match=r"/tokenizer is gone: bring it back, or remove .*prepared\.json"):
+    with pytest.raises(ValueError, match=r"/tokenizer is missing: restore it, or remove .*prepared\.json"):
         launch._prepare(folder, launch.Stopping())
     folder.tokenizer.mkdir()
     (folder.tokenizer / "tokenizer.json").write_text("{}")
     launch._prepare(folder, launch.Stopping())
     (folder.tokenizer / "tokenizer.json").write_text("")
-    with pytest.raises(ValueError, match=r"tokenizer\.json is damaged .*: bring it back, or remove"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json is damaged .*: restore it, or remove"):
         launch._prepare(folder, launch.Stopping())
     (folder.data / "train.tokens").write_bytes(bytes(7))  # other text, without an error
-    with pytest.raises(ValueError, match=r"train\.tokens has 7 bytes, and 8 were prepared: bring it back, or remove"):
+    with pytest.raises(ValueError, match=r"train\.tokens has 7 bytes, 8 were prepared: restore it, or remove"):
         launch._prepare(folder, launch.Stopping())
     for damaged in (b"", b'{"context": ', b"\xff\xfe"):
         folder.prepared.write_bytes(damaged)

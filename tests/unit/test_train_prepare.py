@@ -102,8 +102,8 @@ def test_tokens_that_were_changed_in_place_are_not_gone_on_with(tmp_path, text):
     tokens = folder.data / "train.tokens"
     whole = tokens.read_bytes()
     tokens.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-    with pytest.raises(ValueError, match=r"train\.tokens is not as it was prepared .*: bring it back, or remove"):
+    with pytest.raises(ValueError, match=r"train\.tokens has changed since it was prepared .*: restore it, or remove"):
         launch._prepare(folder, launch.Stopping())
     folder.text.write_text("{")
-    with pytest.raises(ValueError, match=r"text\.json is damaged .*: bring it back, or remove it, and --resume takes"):
+    with pytest.raises(ValueError, match=r"text\.json is damaged .*: restore it, or remove it, and --resume takes"):
         launch._prepare(folder, launch.Stopping())

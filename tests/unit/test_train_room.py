@@ -49,16 +49,18 @@ def test_a_checkpoint_onto_a_full_disk_says_path_bytes_and_how_to_go_on(tmp_path
         full_disk(worker)._save()
     said = str(refused.value)
     assert "(No space left on device): it takes 3.0 MiB, and " in said
-    assert f"then: memascend train --output {tmp_path / 'run'} --resume (begins again" in said
+    assert f"then: memascend train --output {tmp_path / 'run'} --resume (starts over" in said
     assert "\n" not in said
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
-    with pytest.raises(ValueError, match=r"--resume \(goes on after step 5\)"):  # which the tier has kept
+    with pytest.raises(ValueError, match=r"--resume \(continues after step 5\)"):  # whose states are on the SSD
         full_disk(worker)._save()
 
 
 def test_metrics_onto_a_full_disk_name_their_file_and_how_to_go_on(tmp_path):
     progress = Progress(io.StringIO(), Path("/dev/full"), terminal=False, steps=1, log_every=1)
-    with pytest.raises(ValueError, match=r"cannot write /dev/full: No space left on device; make room, and go on with"):
+    with pytest.raises(
+        ValueError, match=r"cannot write /dev/full: No space left on device; free some space, and continue with"
+    ):
         progress.evaluation(1, 2.5, 4, 0.1)
     with contextlib.suppress(OSError):  # the row is tried again
         progress.close()
