@@ -34,7 +34,7 @@ class Mix:
     written_bytes: int
 
     def __str__(self) -> str:
-        parts = ((self.offloaded, "to the SSD"), (self.recomputed, "computed again"), (self.kept, "kept"))
+        parts = ((self.offloaded, "to the SSD"), (self.recomputed, "recomputed"), (self.kept, "kept"))
         return ", then ".join(f"{count} {what}" for count, what in parts if count)
 
     @property

@@ -40,7 +40,7 @@ def draw(answers: Answers, path: Path, *, force: bool = False) -> None:
     axes = figure.add_subplot()
     _bars(axes, plans)
     _limit(axes, answers)
-    axes.set_xlabel("host memory at the worst instant of a step (GiB)")
+    axes.set_xlabel("host memory at the peak of a step (GiB)")
     axes.set_title(_title(answers), loc="left", fontsize=10)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)

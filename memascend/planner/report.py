@@ -20,9 +20,9 @@ def as_text(answers: Answers) -> str:
     """The whole answer, section by section."""
     sections = [
         [_title(answers), f"{answers.work.stack}", *_beyond_the_model(answers)],
-        _table("host memory at the worst instant of a step", answers.host.components(), answers.work.spec.k),
+        _table("host memory at the peak of a step", answers.host.components(), answers.work.spec.k),
         _table(
-            "memory of each GPU at the worst instant",
+            "memory of each GPU at its peak",
             answers.device.components(),
             answers.work.spec.k,
         ),
@@ -55,7 +55,7 @@ def _title(answers: Answers) -> str:
     parameters = f"{spec.parameters / 1e9:.2f} B" if spec.parameters >= 1e9 else f"{spec.parameters / 1e6:.1f} M"
     return (
         f"{answers.host.label}: {spec.display}{twin}, {parameters} parameters{experts}, {work.dtype}{states}, {gpus}, "
-        f"batch {work.batch}{more} a GPU, context {work.context}"
+        f"batch {work.batch}{more} per GPU, context {work.context}"
     )
 
 
@@ -63,7 +63,7 @@ def _beyond_the_model(answers: Answers) -> list[str]:
     work, most = answers.work, longest_context(answers.work.spec.config)
     if most is None or work.context <= most:
         return []
-    return [f"note: the model takes at most {most:,} tokens a sequence; memascend train refuses {work.context:,}"]
+    return [f"note: the model takes at most {most:,} tokens per sequence; memascend train refuses {work.context:,}"]
 
 
 def _table(title: str, components: dict[str, int], k: int) -> list[str]:
@@ -93,8 +93,8 @@ def _ssd(answers: Answers) -> list[str]:
     if not wear.bytes_per_step:
         return ["SSD: not used"]
     lines = [
-        f"SSD: {gib(answers.swap_bytes)} GiB of swap files; a step reads {_gb(volume.total_read_bytes)} "
-        f"and writes {_gb(volume.total_write_bytes)}"
+        f"SSD: {gib(answers.swap_bytes)} GiB ({_gb(answers.swap_bytes)}) of swap files; a step reads "
+        f"{_gb(volume.total_read_bytes)} and writes {_gb(volume.total_write_bytes)}"
     ]
     tell = getattr(systems.load(answers.work.system), "storage_notes", None)
     room = next((need.limit_bytes for need in answers.needs if need.name == SSD_SPACE), None)
@@ -102,11 +102,11 @@ def _ssd(answers: Answers) -> list[str]:
     if wear.activation_bytes:
         lines += _activations(wear)
     if wear.tb_per_day is not None:
-        lines.append(f"  without a pause that is {wear.tb_per_day:,.2f} TB written a day")
+        lines.append(f"  running without a pause writes {wear.tb_per_day:,.2f} TB per day")
     if answers.paths:
         return lines
     if wear.endurance_tb is None:
-        lines.append("  life of the drive: not given without its rated endurance (--ssd-endurance, TB written)")
+        lines.append("  drive lifetime: needs the rated endurance (--ssd-endurance, TB written)")
     elif wear.days_of_life is not None:
         lines.append(
             f"  rated for {_rating(wear)} written: {wear.steps_of_life:,.0f} steps, "
@@ -122,17 +122,17 @@ def _paths(answers: Answers) -> list[str]:
     if not answers.paths:
         return []
     head = f"paths of {answers.machine.name}, side by side without RAID"
-    lines = [f"{head:<{_WIDTH}}{'share':>8}{'GiB':>11}{'written a step':>17}{'s without it':>15}{'days of life':>15}"]
+    lines = [f"{head:<{_WIDTH}}{'share':>8}{'GiB':>11}{'written/step':>17}{'s without it':>15}{'days of life':>15}"]
     for path in answers.paths:
         without = "-" if path.seconds_without is None else f"{path.seconds_without:,.3g}"
         life = "-" if path.days_of_life is None else f"{path.days_of_life:,.1f}"
         cells = f"{path.share:>8.1%}{gib(path.stored_bytes):>11}{_gb(path.write_bytes_per_step):>17}"
         lines.append(f"  {path.name:<{_WIDTH - 2}}{cells}{without:>15}{life:>15}")
     wear = answers.wear
-    rated = "not given without their rated endurance (--ssd-endurance)"
+    rated = "needs their rated endurance (--ssd-endurance)"
     return [
         *lines,
-        f"  life of each drive: {rated if wear.endurance_tb is None else f'rated for {_rating(wear)} written'}",
+        f"  lifetime of each drive: {rated if wear.endurance_tb is None else f'rated for {_rating(wear)} written'}",
     ]
 
 
@@ -158,7 +158,7 @@ def _nodes(answers: Answers) -> list[str]:
 def _rating(wear: Wear) -> str:
     if wear.endurance_gain == 1:
         return f"{wear.endurance_tb:,g} TB"
-    return f"{wear.endurance_tb:,g} TB, and trusted with {wear.endurance_gain:,g} times that (--ssd-endurance-gain),"
+    return f"{wear.endurance_tb:,g} TB, times {wear.endurance_gain:,g} (--ssd-endurance-gain),"
 
 
 def _activations(wear: Wear) -> list[str]:
@@ -175,7 +175,7 @@ def _activations(wear: Wear) -> list[str]:
 def _verdicts(answers: Answers) -> list[str]:
     checked = [need for need in answers.needs if need.fits is not None]
     if not checked:
-        return ["will it fit? say how much there is: --gpu-memory, --ram, --ssd-space (GiB), or --testbed"]
+        return ["to check whether it fits, give --gpu-memory, --ram and --ssd-space (GiB), or --testbed"]
     return [*(_verdict(need, answers) for need in checked), *_largest(answers)]
 
 
@@ -200,11 +200,11 @@ def _largest(answers: Answers) -> list[str]:
     model = found.model or "none of the committed models"
     at_both = f"largest model at batch {work.batch} and context {work.context}: {model}"
     if found.unbounded:
-        return ["what was given bounds neither context nor batch", at_both]
+        return ["the given limits bound neither context nor batch", at_both]
     context = f"{found.context:,} tokens" if found.context else "none"
     trained = work.spec.config.get("max_position_embeddings")
     if found.context and isinstance(trained, int) and found.context > trained:
-        context += f" (the model is made for {trained:,})"
+        context += f" (the model is trained for {trained:,})"
     batch = f"{found.batch:,}" if found.batch else "none"
     return [
         f"largest context at batch {work.batch}: {context}",
@@ -215,10 +215,10 @@ def _largest(answers: Answers) -> list[str]:
 
 def _time(answers: Answers) -> list[str]:
     if answers.time is None:
-        return [f"seconds a step: not given; {answers.no_time}"]
+        return [f"step time: not predicted; {answers.no_time}"]
     made, name = answers.time, answers.machine.name
     lines = [
-        f"{made.seconds:.3g} s a step, {made.tokens_per_second:,.4g} tokens/s on {name} (modelled); "
+        f"{made.seconds:.3g} s per step, {made.tokens_per_second:,.4g} tokens/s on {name} (modelled); "
         f"bottleneck: {made.bottleneck}",
         f"  {'phase':<18}{'seconds':>9}   waits for",
     ]
@@ -240,9 +240,9 @@ def _choice(answers: Answers) -> list[str]:
         return []
     room = gib(max(0.0, made.room_bytes))
     heading = f"activations of {answers.work.spec.layers} blocks in the {room} GiB that the rest leaves"
-    rows = {"fastest that fits": made.fastest, "all kept": made.all_kept, "all computed again": made.all_recomputed}
+    rows = {"fastest that fits": made.fastest, "all kept": made.all_kept, "all recomputed": made.all_recomputed}
     rows["all to the SSD"] = made.all_offloaded
-    lines = [f"{heading:<{_WIDTH + 14}}{'s a step':>10}{'GiB':>9}{'written':>12}"]
+    lines = [f"{heading:<{_WIDTH + 14}}{'s/step':>10}{'GiB':>9}{'written':>12}"]
     for name, mix in rows.items():
         if mix is None:
             lines.append(f"  {name}: none; a smaller batch or context needs less")

@@ -110,9 +110,9 @@ def _medians(s: dict[str, Any]) -> list[str]:
     if s["median_step_s"] is None:  # a single step, which a kill cut off
         return []
     return [
-        f"- {s['median_step_s']:.2f} s a step, {s['median_tokens_per_s']:,.0f} tokens/s (medians)",
-        f"- SSD: {byte_count(s['read_bytes_per_step'])} read and {byte_count(s['written_bytes_per_step'])} written a "
-        f"step, {byte_count(s['written_bytes'])} written in all",
+        f"- {s['median_step_s']:.2f} s per step, {s['median_tokens_per_s']:,.0f} tokens/s (medians)",
+        f"- SSD: {byte_count(s['read_bytes_per_step'])} read and {byte_count(s['written_bytes_per_step'])} written per "
+        f"step, {byte_count(s['written_bytes'])} written in total",
     ]
 
 
@@ -157,7 +157,7 @@ def memory_facts(
         "rest_bytes": rest,
         "rest_name": "what a GPU would hold, and pageable memory" if on_cpu else "pageable memory and CUDA",
         "note": (
-            "No GPU here: gathered weights, activations and logits are in host memory too, in the last line but one."
+            "No GPU: gathered weights, activations and logits are in host memory too, in the row above the peak."
             if on_cpu
             else "Pageable memory: Python objects, the heap, optimizer states of parameters too small for the SSD."
         ),

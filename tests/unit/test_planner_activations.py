@@ -83,7 +83,7 @@ def test_the_command_says_what_to_do_with_which_blocks(capsys):
     out = capsys.readouterr().out
     assert "activations of 16 blocks in the " in out
     assert "fastest that fits: " in out
-    assert "all computed again" in out
+    assert "all recomputed" in out
     mix = re.search(r"--checkpointing ssd --activations (\S+)", out).group(1)
     config = {"model": "llama3.2-1b", "data": ["text"], "checkpointing": "ssd", "activations": mix}
     assert len(complete(config).block_fates().a_block(16, "")) == 16  # as the trainer reads it

@@ -150,8 +150,8 @@ def planned(capsys, *arguments: str) -> dict:
 def test_without_limits_nothing_is_judged_and_the_plan_says_how_to_ask(capsys):
     status, out, _ = run(capsys, "plan", "--model", "qwen2.5-7b")
     assert status == 0
-    assert "will it fit? say how much there is" in out
-    assert "seconds a step: not given; no machine was named" in out
+    assert "to check whether it fits, give --gpu-memory" in out
+    assert "step time: not predicted; no machine was named" in out
     assert planned(capsys)["fits"] is None
 
 
@@ -183,7 +183,7 @@ def test_the_largest_model_is_the_largest_that_fits(capsys):
 
 def test_a_limit_that_bounds_nothing_is_said_so(capsys):
     _, out, _ = run(capsys, "plan", "--model", "qwen2.5-7b", "--ssd-space", "500")
-    assert "what was given bounds neither context nor batch" in out
+    assert "the given limits bound neither context nor batch" in out
 
 
 def test_a_testbed_gives_limits_seconds_and_the_bottleneck(capsys):
@@ -232,7 +232,7 @@ def test_wear_follows_from_bytes_and_seconds(capsys):
 
 def test_without_an_endurance_the_life_is_not_made_up(capsys):
     _, out, _ = run(capsys, "plan", "--model", "qwen2.5-7b", "--testbed", "memascend-c1")
-    assert "life of the drive: not given without its rated endurance (--ssd-endurance" in out
+    assert "drive lifetime: needs the rated endurance (--ssd-endurance" in out
     assert planned(capsys)["wear"]["days_of_life"] is None
 
 

@@ -101,7 +101,7 @@ def test_the_command_says_it_and_writes_it_as_json(capsys, tmp_path):
     out = capsys.readouterr().out
     assert "paths of mlpoffload-testbed1, side by side without RAID" in out
     assert all(f"  {path} " in out for path in TIERS)
-    assert "life of each drive: rated for 600 TB written" in out
+    assert "lifetime of each drive: rated for 600 TB written" in out
     main([*words, "--json"])
     found = json.loads(capsys.readouterr().out)["paths"]
     assert [path["name"] for path in found] == TIERS
