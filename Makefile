@@ -23,7 +23,7 @@ IN_VENV := export PATH="$(CURDIR)/$(VENV)/bin:$$PATH";
 SNAKEMAKE := $(IN_VENV) snakemake --cores $(CORES)
 export PYTHON MAX_JOBS MEMASCEND_CACHE NO_SYSTEM_PACKAGES
 
-.PHONY: help setup figures smoke test zoo zoo-drop-in zoo-night chaos lint native-tests python-tests numa-guest numa-test ops docs diagrams clean deepspeed_016
+.PHONY: help setup figures smoke artifact test zoo zoo-drop-in zoo-night chaos lint native-tests python-tests numa-guest numa-test ops docs diagrams clean deepspeed_016
 
 help: ## list the targets
 	@grep -hE '^[a-z_0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z_0-9-]+):.*## (.*)/make \1|\2/' | column -t -s '|'
@@ -37,6 +37,10 @@ figures: setup ## every exhibit that is built: runs, models, figures/index.html
 
 smoke: setup ## the same in minutes, on the smallest twins
 	@$(SNAKEMAKE) figures --config profile=smoke
+
+artifact: setup ## the profile's artifact, one zip; checked from the zip alone
+	@$(SNAKEMAKE) artifact $(if $(PROFILE),--config profile=$(PROFILE))
+	@$(SNAKEMAKE) artifact-verify $(if $(PROFILE),--config profile=$(PROFILE))
 
 test: setup ## all tests but those that are slow or need what this machine lacks
 	@$(MAKE) -j $$(($$(nproc) + 1)) native-tests python-tests

@@ -1,5 +1,5 @@
 # The way in: snakemake --cores all figures
-# Also: tables, claims, report, exhibits, artifact, flagship; one exhibit by its id (memascend-fig11); one paper by its name (lohan).
+# Also: tables, claims, report, exhibits, artifact, artifact-verify, flagship; one exhibit by its id (memascend-fig11); one paper by its name (lohan).
 from snakemake.utils import min_version
 
 min_version("9.0")
@@ -12,6 +12,7 @@ include: "workflows/rules/common.smk"
 include: "workflows/rules/runs.smk"
 include: "workflows/rules/claims.smk"
 include: "workflows/rules/figures.smk"
+include: "workflows/rules/artifact.smk"
 
 
 rule figures:
@@ -35,13 +36,6 @@ rule report:
     input:
         f"{FIGURES}/index.html",
         f"{FIGURES}/claims.html",
-
-
-rule artifact:
-    input:
-        rules.figures.input,
-        rules.tables.input,
-        rules.report.input,
 
 
 rule exhibits:

@@ -1,18 +1,21 @@
 """`memascend compare A B`: two steps phase by phase, or two sets of results with their spread and verdicts.
 
 A step is a trace, from `plan --trace` or `train --trace`. A set of results is a record or a folder of them (JSON whose
-`points` hold repeats), or a table of claims (CSV with a column `verdict`). No torch here.
+`points` hold repeats), a table of claims (CSV with a column `verdict`), or an artifact's zip, which holds both. No
+torch here.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import statistics
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from memascend.simulator.side_by_side import StepOf, as_text, rows, step_of_trace
@@ -24,14 +27,16 @@ def add_compare(commands: Any) -> None:
     """Registers `compare` with the argparse subparsers `commands`."""
     parser = commands.add_parser(
         "compare",
-        help="two steps phase by phase, such as a simulated and a measured one; or two sets of results",
-        description="Two traces (of plan --trace and train --trace) are set side by side, phase by phase. Two records, "
-        "folders of records or tables of claims are compared row by row: medians, quartiles, and what they decide.",
+        help="compare two steps phase by phase (simulated and measured, for example), or two sets of results",
+        description="Compare two traces (from plan --trace and train --trace) phase by phase; or two records, folders "
+        "of records, tables of claims or artifacts (the zips of snakemake artifact): medians and quartiles of what "
+        "was timed, and every claim whose verdict differs.",
     )
     parser.add_argument(
-        "a", type=Path, metavar="A", help="a trace, a record, a folder of records, or a table of claims"
+        "a", type=Path, metavar="A", help="a trace, a record, a folder of records, a table of claims, or an artifact"
     )
     parser.add_argument("b", type=Path, metavar="B", help="what to compare it with, of the same kind")
+    parser.add_argument("--all", action="store_true", help="list the claims with the same verdict too")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw both steps: .svg, .png or .pdf")
     parser.add_argument("--force", action="store_true", help="let --picture replace a file")
@@ -53,7 +58,9 @@ def _run(options: argparse.Namespace) -> tuple[str, int]:
         raise ValueError(f"{options.a} and {options.b} have no measurement in common")
     if options.json:
         return json.dumps(found, indent=1), 0
-    return "\n".join([f"A: {options.a}", f"B: {options.b}", "", *map(_line, found), "", _summary(found, a, b)]), 0
+    listed = [each for each in found if options.all or "ratio" in each or each["verdict"] == "other verdict"]
+    head = [f"A: {options.a}", f"B: {options.b}", ""]
+    return "\n".join([*head, *map(_line, listed), *([""] if listed else []), _summary(found, a, b)]), 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +74,13 @@ class Results:
 def load(path: Path) -> StepOf | Results:
     """What lies at `path`. ValueError, in one line, where it is nothing that can be compared."""
     if path.is_dir():
-        files = sorted([*path.rglob("*.json"), *path.rglob("*claims*.csv")])
-        found = [_results(file) for file in files]
-        if not any(each.repeats or each.claims for each in found):
-            raise ValueError(f"{path} holds no records with repeats and no table of claims")
-        return Results(
-            repeats={name: values for each in found for name, values in each.repeats.items()},
-            claims={name: verdict for each in found for name, verdict in each.claims.items()},
-        )
+        return _together(path, [_results(file) for file in [*path.rglob("*.json"), *path.rglob("*claims*.csv")]])
     if not path.is_file():
-        raise ValueError(f"there is no {path}: name a trace, a record, a folder of records, or a table of claims")
+        raise ValueError(
+            f"there is no {path}: name a trace, a record, a folder of records, a table of claims, or an artifact"
+        )
+    if path.suffix == ".zip":
+        return _together(path, list(_of_artifact(path)))
     if path.suffix == ".json" and "traceEvents" in _json(path):
         return step_of_trace(*read_trace(path))
     found = _results(path)
@@ -85,29 +89,65 @@ def load(path: Path) -> StepOf | Results:
     return found
 
 
+def _together(path: Path, found: list[Results]) -> Results:
+    if not any(each.repeats or each.claims for each in found):
+        raise ValueError(f"{path} holds no records with repeats and no table of claims")
+    return Results(
+        repeats={name: values for each in found for name, values in each.repeats.items()},
+        claims={name: verdict for each in found for name, verdict in each.claims.items()},
+    )
+
+
+def _of_artifact(path: Path) -> Iterator[Results]:
+    """The records and claims of a zip that `snakemake artifact` has made."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            for name in sorted(map(PurePosixPath, file.namelist())):
+                inside = name.parts[1:]
+                if inside == ("tables", "claims.csv") or (inside[:1] == ("records",) and name.suffix == ".json"):
+                    yield _results_of(Path(name), file.read(str(name)).decode("utf-8"))
+    except (zipfile.BadZipFile, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path} as an artifact: {error}") from None
+
+
 def _kind(loaded: StepOf | Results) -> str:
     return "a step" if isinstance(loaded, StepOf) else "a set of results"
 
 
 def _json(path: Path) -> dict[str, Any]:
+    return _parsed(path, _text(path))
+
+
+def _text(path: Path) -> str:
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+
+
+def _parsed(path: Path, text: str) -> dict[str, Any]:
+    try:
+        loaded = json.loads(text)
+    except ValueError as error:
         raise ValueError(f"cannot read {path}: {error}") from None
     return loaded if isinstance(loaded, dict) else {}
 
 
 def _results(path: Path) -> Results:
+    return _results_of(path, _text(path)) if path.suffix in (".csv", ".json") else Results(repeats={}, claims={})
+
+
+def _results_of(path: Path, text: str) -> Results:
+    """Of a file called `path` that holds `text`."""
     if path.suffix == ".csv":
-        with path.open(newline="", encoding="utf-8") as file:
-            lines = list(csv.DictReader(file))
+        lines = list(csv.DictReader(io.StringIO(text)))
         if not lines or "verdict" not in lines[0]:
             return Results(repeats={}, claims={})
         return Results(
             repeats={},
             claims={f"{line['claim_id']} ({line['lane']})": (line["verdict"], line["value"]) for line in lines},
         )
-    record = _json(path) if path.suffix == ".json" else {}
+    record = _parsed(path, text)
     points = record.get("points")
     called = record.get("run_id") or record.get("benchmark") or path.stem
     repeats = dict(_repeats(str(called), points)) if isinstance(points, list) else {}
@@ -133,12 +173,16 @@ def compared(a: Results, b: Results) -> Iterator[dict[str, Any]]:
             apart = theirs[0] > mine[2] or theirs[2] < mine[0]
             slower = theirs[1] > mine[1]
             verdict = "within the spread" if not apart else "B is slower" if slower else "B is faster"
-            yield {"name": name, "a_s": mine, "b_s": theirs, "ratio": theirs[1] / mine[1], "verdict": verdict}
+            yield {"name": name, "a_s": mine, "b_s": theirs, "ratio": _ratio(theirs[1], mine[1]), "verdict": verdict}
     for name in a.claims:
         if name in b.claims:
             before, after = a.claims[name], b.claims[name]
             verdict = "equal" if before == after else "other value" if before[0] == after[0] else "other verdict"
             yield {"name": name, "a": before, "b": after, "verdict": verdict}
+
+
+def _ratio(b: float, a: float) -> float | None:
+    return b / a if a else None
 
 
 def _quartiles(values: list[float]) -> tuple[float, float, float]:
@@ -152,7 +196,8 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
 def _line(found: dict[str, Any]) -> str:
     if "ratio" in found:
         a, b = (f"{m:.4g} [{low:.4g}, {high:.4g}]" for low, m, high in (found["a_s"], found["b_s"]))
-        return f"{found['name']}: A {a} s, B {b} s, B / A {found['ratio']:.3f}: {found['verdict']}"
+        ratio = "" if found["ratio"] is None else f", B / A {found['ratio']:.3f}"
+        return f"{found['name']}: A {a} s, B {b} s{ratio}: {found['verdict']}"
     (before, was), (after, now) = found["a"], found["b"]
     if found["verdict"] == "equal":
         return f"{found['name']}: {after}, {now or 'no value'}"

@@ -13,7 +13,9 @@ import difflib
 import json
 import os
 import re
+import subprocess
 import sys
+import tomllib
 from collections import Counter
 from functools import cache, cached_property
 from pathlib import Path
@@ -24,7 +26,7 @@ import jsonschema
 from workflows import registry
 from workflows.staleness import Tree, versions
 
-NAMED_TARGETS = ("figures", "tables", "claims", "report", "exhibits", "artifact", "flagship")
+NAMED_TARGETS = ("figures", "tables", "claims", "report", "exhibits", "artifact", "artifact-verify", "flagship")
 PAPER_TARGETS = {"mlpoffload": "mlp-offload"}  # as typed, where they differ from the folder
 _MEASURED = ("sequence", "batch", "steps", "ranks", "mode", "device", "matmul", "evaluate_every", "time_limit_s")
 
@@ -334,6 +336,26 @@ class Configuration:
                 if near:
                     named = ", ".join(NAMED_TARGETS)
                     stop(f"{word} is no target; did you mean {near[0]}? Targets: {named}, a paper or an exhibit")
+
+    @property
+    def artifact(self) -> str:
+        """The zip of the profile, named for the project's version."""
+        project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+        return f"{self.config.get('artifact_dir', 'artifact')}/memascend-{project['version']}-{self.config['profile']}.zip"
+
+    @property
+    def commit(self) -> str:
+        """Of the checkout, which an artifact holds the sources of."""
+        words = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+
+    @property
+    def bundle(self) -> str:
+        """The zip that artifact-verify checks: the one that is named, or the profile's own."""
+        path = self.config.get("bundle", self.artifact)
+        if not Path(path).is_file():
+            stop(f"there is no {path}: name a zip with --config bundle=FILE, or make one with snakemake artifact")
+        return path
 
     @property
     def claimed(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import zipfile
 
 import pytest
 
@@ -165,6 +166,28 @@ def test_claims_that_change_their_verdict_are_named(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "x (modelled): A deviates (23.6), B reproduced (23.5)" in said
     assert "2 in common: 1 other verdict, 1 other value" in said or "2 in common: 1 other value, 1 other" in said
+    assert "y (modelled)" not in said
+    assert cli.main(["compare", str(tmp_path / "a.csv"), str(tmp_path / "b.csv"), "--all"]) == 0
+    assert "y (modelled): A reproduced (1), B reproduced (2)" in capsys.readouterr().out
+
+
+def test_two_artifacts_are_compared_by_their_records_and_claims(tmp_path, capsys):
+    for name, verdict, seconds in (("a", "deviates", 1.0), ("b", "reproduced", 0.0)):
+        record(tmp_path / name, [seconds] * 5)
+        with zipfile.ZipFile(tmp_path / f"{name}.zip", "w") as file:
+            file.writestr("root/tables/claims.csv", f"claim_id,lane,verdict,value\nx,modelled,{verdict},1\n")
+            file.write(tmp_path / name / "r.json", "root/records/r.json")
+            file.writestr("root/source/results/reference/claims.csv", "not,read\n")
+    command = ["compare", str(tmp_path / "a.zip"), str(tmp_path / "b.zip")]
+    assert cli.main(command) == 0
+    said = capsys.readouterr().out
+    assert "x (modelled): A deviates (1), B reproduced (1)" in said
+    assert "r: one 4 forward_s: A 1 [1, 1] s, B 0 [0, 0] s, B / A 0.000: B is faster" in said
+    assert cli.main([command[0], command[2], command[1]]) == 0  # nothing is divided by a median of zero
+    assert "B 1 [1, 1] s: B is slower" in capsys.readouterr().out
+    (tmp_path / "a.zip").write_bytes(b"PK")
+    assert cli.main(command) == 2
+    assert "as an artifact" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

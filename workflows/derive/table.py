@@ -100,6 +100,29 @@ def assemble(exhibit: str, published: Path, modelled: pd.DataFrame, *measured: p
     return table
 
 
+def make(
+    exhibit: str,
+    out: Path,
+    *,
+    published: Path,
+    modelled: Path | None,
+    records: list[Path],
+    reference: list[Path],
+    runs_out: Path | None = None,
+    draw_in: Path | None = None,
+) -> None:
+    """Write an exhibit's table; with `runs_out` its list of runs, with `draw_in` its picture in that folder too."""
+    loaded = load(records)
+    lanes = [measured_rows(paper_of(exhibit), loaded)]
+    lanes.append(reference_rows(exhibit, load(reference), lanes[0]))
+    planned = tidy.read_table(modelled) if modelled else lanes[0].iloc[:0]
+    tidy.write_table(assemble(exhibit, published, planned, *lanes), out)
+    if runs_out:
+        tidy.write_table(map(run_summary, loaded), runs_out, RUN_COLUMNS)
+    if draw_in:
+        figure.make(exhibit, draw_in, out, runs_out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--exhibit", help="id, such as memascend-fig11")
@@ -116,15 +139,9 @@ def main() -> None:
         if args.modelled_lane_of:
             tidy.write_table(rows_of(args.modelled_lane_of).modelled(), args.out)
             return
-        records = load(args.records)
-        lanes = [measured_rows(paper_of(args.exhibit), records)]
-        lanes.append(reference_rows(args.exhibit, load(args.reference), lanes[0]))
-        modelled = tidy.read_table(args.modelled) if args.modelled else lanes[0].iloc[:0]
-        tidy.write_table(assemble(args.exhibit, args.published, modelled, *lanes), args.out)
-        if args.runs_out:
-            tidy.write_table(map(run_summary, records), args.runs_out, RUN_COLUMNS)
-        if args.draw_in:
-            figure.make(args.exhibit, args.draw_in, args.out, args.runs_out)
+        sources = {"published": args.published, "modelled": args.modelled}
+        sources |= {"records": args.records, "reference": args.reference}
+        make(args.exhibit, args.out, **sources, runs_out=args.runs_out, draw_in=args.draw_in)
     except (tidy.TableError, ValueError, OSError, KeyError) as error:
         tidy.fail(error)
 

@@ -1,4 +1,5 @@
 # The configuration, read and checked; all that the rules know of it comes from workflows.configuration.
+import json
 import os
 import sys
 

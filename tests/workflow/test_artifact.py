@@ -1,0 +1,215 @@
+"""An artifact's zip: what it holds, and what a check of it finds. `make smoke` makes one and checks it."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+from workflow_fixtures import header
+
+from workflows import registry
+from workflows.artifact import bundle, crate, layout, verify
+from workflows.configuration import Configuration
+
+EXHIBITS = {
+    "memascend-fig08": {"paper": "memascend", "title": "Peak", "table": True, "records": ["train-a.json"]},
+    "memascend-alg01": {"paper": "memascend", "title": "Order", "table": False, "records": []},
+}
+MANIFEST = {
+    "format": layout.FORMAT,
+    "version": "0.1.0",
+    "profile": "smoke",
+    "commit": "c0ffee",
+    "committed": "2026-01-02T03:04:05+00:00",
+    "packages": {"python": "3.11.7", "numpy": "2.0.0", "snakemake": "9.0.0"},
+    "exhibits": {name: {"published": "results/published", "reference": [], **each} for name, each in EXHIBITS.items()},
+}
+CLAIM = {"claim_id": "memascend-fig08-pool-memascend", "exhibit_id": "memascend-fig08", "lane": "measured"}
+TERMS = {  # of RO-Crate 1.1's context, the ones that we use
+    *("@id", "@type", "about", "actionStatus", "agent", "author", "citation", "conformsTo", "contentSize"),
+    *("datePublished", "description", "encodingFormat", "endTime", "error", "hasPart", "instrument", "license"),
+    *("location", "mainEntity", "mentions", "name", "object", "position", "programmingLanguage", "result"),
+    *("softwareVersion", "startTime", "step", "url", "value", "version", "workExample"),
+}
+OURS = {"lane", "basis", "verdict", "expected", "unit"}
+
+
+def lines(verdict: str = "reproduced") -> str:
+    head = (
+        "claim_id,exhibit_id,lane,sentence,verdict,basis,value,unit,expected,tolerance,reason,deviates_because,testbed"
+    )
+    row = ",".join(
+        [*CLAIM.values(), "Of a pool.", verdict, "held out", "2.47", "GiB", "2.46 GiB", "± 5 %", "", "", "local"]
+    )
+    return f"{head}\n{row}\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What a bundle of two exhibits and one run holds, unpacked."""
+    made = tmp_path / "memascend-0.1.0-smoke"
+    record = header("train-a", "training", 7) | {"wall_s": 12.25}
+    texts = {
+        "source/Snakefile": "",
+        "source/workflows/derive/table.py": "",
+        "records/train-a.json": json.dumps(record),
+        "records/train-a.trace.csv": "time\n",
+        "tables/claims.csv": lines(),
+        "tables/modelled/memascend.csv": "a\n",
+        "tables/exhibits/memascend-fig08.csv": "a\n",
+        "figures/memascend-fig08.svg": "<svg/>",
+        "figures/memascend-alg01.svg": "<svg/>",
+        "figures/index.html": "<html>",
+        layout.MANIFEST: json.dumps(MANIFEST),
+    }
+    texts |= {f"tables/modelled/{paper}.csv": "a\n" for paper in registry.PAPERS}
+    for name, text in texts.items():
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        (made / name).write_text(text)
+    (made / "claims.json").write_text(json.dumps(bundle.claims_of(made, MANIFEST)))
+    layout.write_sums(made)
+    return made
+
+
+def test_the_same_files_give_the_same_zip(folder: Path, tmp_path: Path) -> None:
+    zips = [tmp_path / f"{name}.zip" for name in "ab"]
+    for path in zips:
+        bundle.pack(folder, path, folder.name, (2026, 1, 2, 3, 4, 6))
+    assert zips[0].read_bytes() == zips[1].read_bytes()
+    unpacked = verify.unpack(zips[0], tmp_path / "out")
+    assert unpacked == tmp_path / "out" / folder.name
+    assert verify.damaged(unpacked) == []
+    assert verify.manifest_of(unpacked) == MANIFEST
+
+
+def test_a_file_that_was_changed_added_or_removed_is_damaged(folder: Path) -> None:
+    (folder / "tables/claims.csv").write_text(lines("deviates"))
+    (folder / "figures/more.svg").write_text("<svg/>")
+    (folder / "records/train-a.trace.csv").unlink()
+    assert verify.damaged(folder) == ["figures/more.svg", "records/train-a.trace.csv", "tables/claims.csv"]
+
+
+def zipped(path: Path, *names: str) -> Path:
+    with zipfile.ZipFile(path, "w") as file:
+        for name in names:
+            file.writestr(name, "x")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["a/x", "../evil"], "leads out of it"),
+        (["/etc/evil"], "leads out of it"),
+        (["a/x", "b/y"], "holds 2 folders, not one"),
+        ([], "holds 0 folders"),
+    ],
+)
+def test_what_is_no_bundle_is_one_line_and_nothing_is_unpacked_outside(
+    tmp_path: Path, names: list[str], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        verify.unpack(zipped(tmp_path / "b.zip", *names), tmp_path / "into")
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_file_that_is_no_zip_or_a_damaged_one_is_named(folder: Path, tmp_path: Path) -> None:
+    bundle.pack(folder, tmp_path / "b.zip", folder.name, (2026, 1, 2, 3, 4, 6))
+    whole = (tmp_path / "b.zip").read_bytes()
+    for number, data in enumerate((b"", whole[:200])):
+        (tmp_path / "bad.zip").write_bytes(data)
+        with pytest.raises(ValueError, match="cannot be read as a zip"):
+            verify.unpack(tmp_path / "bad.zip", tmp_path / f"into{number}")
+    (folder / layout.SUMS).unlink()
+    with pytest.raises(ValueError, match="SHA256SUMS is missing"):
+        verify.damaged(folder)
+
+
+def test_every_kind_of_file_is_compared_and_what_differs_is_named(folder: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    for part in layout.MADE:
+        for name in layout.files_in(folder / part):
+            (again / part / name).parent.mkdir(parents=True, exist_ok=True)
+            (again / part / name).write_bytes((folder / part / name).read_bytes())
+    assert not any(verify.compared(folder, again).values())
+    (again / "figures/memascend-fig08.svg").write_text("<svg></svg>")
+    (again / "figures/index.html").unlink()
+    (again / "tables/exhibits/extra.csv").write_text("a\n")
+    (again / "tables/claims.csv").write_text(lines("deviates"))
+    found = {kind: names for kind, names in verify.compared(folder, again).items() if names}
+    assert found == {
+        "pictures, .svg": ["figures/memascend-fig08.svg"],
+        "the report": ["figures/index.html"],
+        "tables, exhibits": ["tables/exhibits/extra.csv"],
+        "claims": ["tables/claims.csv"],
+    }
+    assert verify.counted(folder, again)["tables, exhibits"] == 2
+    assert verify.flipped(folder, again) == [
+        "memascend-fig08-pool-memascend, measured: reproduced in the bundle, deviates here"
+    ]
+
+
+def test_a_failure_of_the_bundle_s_own_sources_is_one_line(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"drawing again failed: .*No module named 'workflows\.artifact"):
+        verify.redraw(folder, tmp_path, build=False)
+
+
+def test_claims_for_programs_say_what_decides_them_where_and_how_long(folder: Path) -> None:
+    (claim,) = json.loads((folder / "claims.json").read_text())
+    assert CLAIM.items() <= claim.items()
+    wanted = {"value": 2.47, "unit": "GiB", "expected": "2.46 GiB", "tolerance": "± 5 %", "verdict": "reproduced"}
+    wanted |= {"command": "snakemake --cores all memascend-fig08", "seconds": 12.2, "hosts": ["Example CPU, 2 cores"]}
+    assert wanted.items() <= claim.items()
+    assert "73% reduction" in claim["quote"]
+
+
+def test_the_crate_ties_figures_to_tables_records_and_commands(folder: Path) -> None:
+    crate.write(folder, MANIFEST)
+    graph = json.loads((folder / "ro-crate-metadata.json").read_text())["@graph"]
+    entities = {each["@id"]: each for each in graph}
+    assert len(entities) == len(graph)
+    used = {name for each in graph for name in each}
+    assert used <= TERMS | OURS, used - TERMS - OURS
+
+    def mentioned(value: object) -> set[str]:
+        if isinstance(value, list):
+            return set().union(*map(mentioned, value))
+        return {value["@id"]} if isinstance(value, dict) else set()
+
+    names = set().union(*(mentioned(value) for each in graph for name, value in each.items() if name != "@id"))
+    outside = {name for name in names - entities.keys() if not name.startswith(("http://", "https://"))}
+    assert outside == set()
+    run = entities["#record-train-a"]
+    assert (run["startTime"], run["endTime"]) == ("2026-01-02T03:04:05+00:00", "2026-01-02T03:04:17.250000+00:00")
+    assert [each["@id"] for each in run["result"]] == ["records/train-a.json", "records/train-a.trace.csv"]
+    drawn = entities["#figure-memascend-fig08"]
+    assert {"@id": "records/train-a.json"} in drawn["object"]
+    assert {"@id": "figures/memascend-fig08.svg"} in drawn["result"]
+    verdict = entities["#claim-memascend-fig08-pool-memascend-measured"]
+    assert (verdict["verdict"], verdict["lane"], verdict["value"]) == ("reproduced", "measured", 2.47)
+    assert entities["./"]["datePublished"] == MANIFEST["committed"]
+
+
+CONFIG = {
+    "profile": "smoke",
+    "raw_dir": "results/raw",
+    "derived_dir": "results/derived",
+    "published_dir": "results/published",
+    "reference_dir": "results/reference",
+    "figures_dir": "figures",
+    "artifact_dir": "artifact",
+    "experiments": "workflows/config/experiments.yaml",
+}
+
+
+def test_the_bundle_to_check_is_the_named_one_or_the_profile_s_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(registry.ROOT)
+    (tmp_path / "memascend-0.1.0-smoke.zip").touch()
+    own = Configuration(CONFIG | {"artifact_dir": str(tmp_path)}, [])
+    assert own.bundle == own.artifact == str(tmp_path / "memascend-0.1.0-smoke.zip")
+    with pytest.raises(SystemExit, match=r"there is no none\.zip: name a zip with --config bundle=FILE"):
+        _ = Configuration(CONFIG | {"bundle": "none.zip"}, []).bundle

@@ -1,0 +1,219 @@
+"""Write a profile's artifact: a zip from which every exhibit can be drawn and every verdict decided again, offline.
+
+usage: python -m workflows.artifact.bundle --config JSON --out artifact/memascend-0.1.0-quick.zip
+(the rule `artifact` does it, once everything is drawn; run at the top of the checkout)
+
+In it: the sources (every file that git tracks, as it is now), the records of the profile's runs, tables, pictures, the
+report's pages, claims.json for programs, an RO-Crate description, artifact.json and SHA256SUMS. Times in the zip are
+those of the commit, so the same inputs give the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import shutil
+import subprocess
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from workflows import registry, tidy
+from workflows.artifact import crate
+from workflows.artifact.layout import (
+    FIGURES,
+    FORMAT,
+    MADE,
+    MANIFEST,
+    RECORDS,
+    SOURCE,
+    TABLES,
+    TRACE,
+    files_in,
+    write_sums,
+)
+from workflows.configuration import Configuration
+from workflows.derive.report import ASSETS
+from workflows.run.provenance import atomically
+from workflows.staleness import versions
+
+PICTURES = (".svg", ".pdf", ".png", ".csv", ".md")
+DRAWN_WITH = ("matplotlib", "numpy", "pandas", "seaborn", "snakemake")  # what decides the bytes of a table or picture
+README = """\
+# memascend {version}, profile {profile}
+
+Records, tables, figures and verdicts of five papers' exhibits, with the sources that made them (commit {commit}).
+
+- `figures/index.html`: the report; open it in a browser.
+- `claims.json`: every claim with its verdict, for programs. `tables/claims.csv`: the same as a table.
+- `records/`: what was measured, one file per run. `tables/`: what was computed from them.
+- `source/`: the project; its README says how to install it.
+- `ro-crate-metadata.json`: how runs, tables and figures hang together (RO-Crate 1.1).
+- `SHA256SUMS`: check with `sha256sum -c SHA256SUMS`.
+
+To draw all exhibits and decide all claims again from this file alone, and compare every byte:
+
+    python -m workflows.artifact.verify {name}
+
+in a checkout with its environment, or in `source/` of this bundle. It needs no network.
+"""
+
+
+def name_of(profile: str) -> str:
+    """memascend-<version>-<profile>"""
+    return f"memascend-{project_version()}-{profile}"
+
+
+def project_version() -> str:
+    return tomllib.loads((registry.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+
+
+def git(*words: str) -> str:
+    done = subprocess.run(["git", "-C", str(registry.ROOT), *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"git {words[0]}: {done.stderr.strip()}; an artifact is made in a git checkout")
+    return done.stdout
+
+
+def exhibits_of(known: Configuration) -> dict[str, dict[str, Any]]:
+    """What each exhibit that is built is drawn from."""
+    return {
+        name: {
+            "paper": known.entries[name]["paper"],
+            "title": known.entries[name]["title"],
+            "table": name in known.with_table,
+            "published": known.published,
+            "records": [Path(path).name for path in known.records_of(name)],
+            "reference": known.reference_of(name) if name in known.with_table else [],
+        }
+        for name in known.built
+    }
+
+
+def manifest_of(known: Configuration) -> dict[str, Any]:
+    changed = [line[3:] for line in git("status", "--porcelain", "--untracked-files=no").splitlines()]
+    return {
+        "format": FORMAT,
+        "version": project_version(),
+        "profile": known.config["profile"],
+        "commit": git("rev-parse", "HEAD").strip(),
+        "committed": git("log", "-1", "--format=%cI").strip(),
+        "changed_since": changed,
+        "packages": {**versions(), **{name: metadata.version(name) for name in DRAWN_WITH}},
+        "exhibits": exhibits_of(known),
+    }
+
+
+def fill(folder: Path, known: Configuration, manifest: dict[str, Any]) -> None:
+    """Put everything but the list of sums into an empty folder. TableError names what is missing."""
+    for name in git("ls-files", "-z").split("\0"):
+        if name and (path := registry.ROOT / name).is_file():
+            copy(path, folder / SOURCE / name)
+    for record in sorted({record for each in manifest["exhibits"].values() for record in each["records"]}):
+        copy(Path(known.raw, record), folder / RECORDS / record)
+        if (trace := Path(known.raw, record).with_suffix(TRACE)).is_file():  # resident memory over time
+            copy(trace, folder / RECORDS / trace.name)
+    derived, figures = Path(known.derived), Path(known.figures)
+    tables = ["claims.csv", *(f"modelled/{paper}.csv" for paper in registry.PAPERS)]
+    tables += [f"{kind}/{name}.csv" for kind in ("exhibits", "runs") for name in known.with_table]
+    for name in tables:
+        copy(derived / name, folder / TABLES / name)
+    for name in pages(figures, manifest):
+        copy(figures / name, folder / FIGURES / name)
+    written = {"claims.json": claims_of(folder, manifest), MANIFEST: manifest}
+    for name, value in written.items():
+        (folder / name).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    words = {"version": manifest["version"], "profile": manifest["profile"], "commit": manifest["commit"][:12]}
+    (folder / "README.md").write_text(README.format(**words, name=f"{name_of(manifest['profile'])}.zip"))
+    crate.write(folder, manifest)
+
+
+def pages(figures: Path, manifest: dict[str, Any]) -> Iterator[str]:
+    """Files of the pictures and of the report; what else lies in the folder is of other profiles."""
+    yield from (f"{name}{ending}" for name in manifest["exhibits"] for ending in PICTURES)
+    yield from ("index.html", "claims.html", "errata.html", *ASSETS)
+    for folder in ("exhibits", "records", "traces"):
+        yield from (f"{folder}/{name}" for name in files_in(figures / folder) if not name.startswith("."))
+
+
+def copy(source: Path, target: Path) -> None:
+    if not source.is_file():
+        raise tidy.TableError(f"{source} is missing: run snakemake --cores all figures first")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+
+
+def claims_of(folder: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every claim and lane as programs read them: with the command that decides it, and the seconds and hosts of its
+    exhibit's runs."""
+    sentences = {claim["id"]: claim for claim in registry.claims()}
+    runs = {name: read_runs(folder, each["records"]) for name, each in manifest["exhibits"].items()}
+    with (folder / TABLES / "claims.csv").open(newline="", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    return [
+        {
+            **{name: line[name] for name in ("claim_id", "exhibit_id", "lane", "sentence", "verdict", "basis")},
+            "quote": sentences[line["claim_id"]].get("quote", ""),
+            "value": tidy.numeric(line["value"]) if line["value"] else None,
+            "unit": line["unit"],
+            "expected": line["expected"],
+            "tolerance": line["tolerance"],
+            "reason": line["deviates_because"] or line["reason"],
+            "testbed": line["testbed"],
+            "command": f"snakemake --cores all {line['exhibit_id']}",
+            **(runs[line["exhibit_id"]] if line["lane"] == "measured" else {"seconds": None, "hosts": []}),
+        }
+        for line in lines
+    ]
+
+
+def read_runs(folder: Path, records: list[str]) -> dict[str, Any]:
+    read = [json.loads((folder / RECORDS / name).read_text(encoding="utf-8")) for name in records]
+    hosts = dict.fromkeys(f"{record['host']['cpu']}, {record['host']['cores']} cores" for record in read)
+    return {"seconds": round(sum(record.get("wall_s") or 0.0 for record in read), 1), "hosts": [*hosts]}
+
+
+def pack(folder: Path, out: Path, root: str, when: tuple[int, ...]) -> None:
+    """Zip a folder below the name `root`, in order, every time the commit's."""
+
+    def write(path: Path) -> None:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file:
+            for name in files_in(folder):
+                entry = zipfile.ZipInfo(f"{root}/{name}", when)
+                entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+                file.writestr(entry, (folder / name).read_bytes())
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    atomically(out, write)
+
+
+def commit_time() -> tuple[int, ...]:
+    return tuple(map(int, git("log", "-1", "--date=format:%Y %m %d %H %M %S", "--format=%cd").split()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=json.loads, required=True, help="Snakemake's configuration, as JSON")
+    parser.add_argument("--out", type=Path, required=True, help="the zip")
+    args = parser.parse_args()
+    try:
+        known = Configuration(args.config, [])
+        manifest = manifest_of(known)
+        with tempfile.TemporaryDirectory(prefix="memascend-artifact-") as made:
+            fill(folder := Path(made), known, manifest)
+            write_sums(folder)
+            pack(folder, args.out, name_of(manifest["profile"]), commit_time())
+            count = sum(1 for name in files_in(folder) if name.startswith(MADE))
+    except (tidy.TableError, ValueError, OSError) as error:
+        tidy.fail(error)
+    print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB, {count} tables, pictures and pages")
+    print(f"check it with: snakemake --cores all artifact-verify --config bundle={args.out}")
+
+
+if __name__ == "__main__":
+    main()

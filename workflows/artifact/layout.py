@@ -1,0 +1,47 @@
+"""Where things lie in a bundle, and how its files are listed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+MANIFEST, SUMS = "artifact.json", "SHA256SUMS"
+SOURCE, RECORDS, TABLES, FIGURES = "source", "records", "tables", "figures"
+TRACE = ".trace.csv"  # ends the name of what was sampled in a run, beside its record
+MADE = (TABLES, FIGURES)  # folders whose every file is made again by a check
+FORMAT = 1
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_in(folder: Path) -> Iterator[str]:
+    """Every file below a folder, as a path in it, sorted."""
+    yield from sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def sums_of(folder: Path) -> dict[str, str]:
+    """Path -> SHA-256 of every file below a folder, the list itself left out."""
+    return {name: sha256(folder / name) for name in files_in(folder) if name != SUMS}
+
+
+def read_sums(folder: Path) -> dict[str, str]:
+    """The list that a bundle holds. ValueError, in one line, where there is none or a line is no sum."""
+    path = folder / SUMS
+    if not path.is_file():
+        raise ValueError(f"{path.name} is missing: this is not a bundle, or not all of one")
+    found = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        digest, _, name = line.partition("  ")
+        if len(digest) != 64 or not name:
+            raise ValueError(f"{SUMS}, line {number}: not a SHA-256 and a path")
+        found[name] = digest
+    return found
+
+
+def write_sums(folder: Path) -> None:
+    text = "".join(f"{digest}  {name}\n" for name, digest in sums_of(folder).items())
+    (folder / SUMS).write_text(text, encoding="utf-8")

@@ -1,0 +1,76 @@
+"""Make every table, picture, verdict and page of a bundle again, from its records and with the sources it holds.
+
+usage: python -m workflows.artifact.redraw BUNDLE OUT     (in BUNDLE/source; workflows.artifact.verify does it)
+
+BUNDLE is an unpacked bundle; OUT gets its folders tables and figures. Exhibits are shared out over the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+from workflows import registry, tidy
+from workflows.artifact.layout import FIGURES, MANIFEST, RECORDS, TABLES
+from workflows.derive import claims, figure, report, table
+from workflows.derive.site.content import gather
+
+
+def lane(paper: str, out: Path) -> None:
+    tidy.write_table(table.rows_of(paper).modelled(), out / TABLES / "modelled" / f"{paper}.csv")
+
+
+def exhibit(name: str, wanted: dict[str, Any], bundle: Path, out: Path) -> None:
+    """Table, list of runs and picture of one exhibit."""
+    if not wanted["table"]:
+        figure.make(name, out / FIGURES)
+        return
+    tables = out / TABLES
+    table.make(
+        name,
+        tables / "exhibits" / f"{name}.csv",
+        published=Path(wanted["published"]),
+        modelled=tables / "modelled" / f"{wanted['paper']}.csv",
+        records=[bundle / RECORDS / record for record in wanted["records"]],
+        reference=[Path(path) for path in wanted["reference"]],
+        runs_out=tables / "runs" / f"{name}.csv",
+        draw_in=out / FIGURES,
+    )
+
+
+def everything(bundle: Path, out: Path) -> None:
+    """Of a bundle; the working folder is its sources."""
+    manifest = json.loads((bundle / MANIFEST).read_text(encoding="utf-8"))
+    for folder in ("modelled", "exhibits", "runs"):
+        (out / TABLES / folder).mkdir(parents=True, exist_ok=True)
+    (out / FIGURES).mkdir(exist_ok=True)
+    at_once = {"max_workers": len(os.sched_getaffinity(0)), "mp_context": multiprocessing.get_context("fork")}
+    with concurrent.futures.ProcessPoolExecutor(**at_once) as pool:
+        list(pool.map(lane, registry.PAPERS, [out] * len(registry.PAPERS)))
+        made = [pool.submit(exhibit, *each, bundle, out) for each in manifest["exhibits"].items()]
+        for each in made:
+            each.result()
+    decided = claims.decide_all(claims.of_built(registry.claims(), registry.exhibits()), out / TABLES / "exhibits")
+    claims.write(decided, out / TABLES / "claims.csv")
+    site = gather(out / TABLES / "claims.csv", out / FIGURES, out / TABLES / "runs", manifest["profile"])
+    report.write(site, out / FIGURES, bundle / RECORDS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args()
+    try:
+        everything(args.bundle.absolute(), args.out.absolute())
+    except (tidy.TableError, ValueError, OSError, KeyError) as error:
+        tidy.fail(error)
+
+
+if __name__ == "__main__":
+    main()

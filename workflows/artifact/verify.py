@@ -1,0 +1,218 @@
+"""Check an artifact: from the zip alone, draw every exhibit and decide every claim again, and compare the bytes.
+
+usage: python -m workflows.artifact.verify artifact/memascend-0.1.0-quick.zip [--keep FOLDER] [--no-build]
+
+The zip is unpacked into a temporary folder and its checksums are checked. There its sources are built, and their
+`workflows.artifact.redraw` runs, without a network where the kernel allows that (`unshare`). What it writes is compared
+with what the zip holds, byte for byte. Exit status: 0 if everything is equal, 1 if something differs, 2 on an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from workflows.artifact.layout import FORMAT, MADE, MANIFEST, SOURCE, files_in, read_sums, sha256, sums_of
+
+NO_NETWORK = (["unshare", "--net"], ["unshare", "--map-root-user", "--net"])
+
+
+def unpack(bundle: Path, into: Path) -> Path:
+    """The one folder that the zip holds. ValueError for what is no bundle, or holds paths that lead out of it."""
+    try:
+        with zipfile.ZipFile(bundle) as file:
+            names = [PurePosixPath(name) for name in file.namelist()]
+            if any(name.is_absolute() or ".." in name.parts for name in names):
+                raise ValueError(f"{bundle} holds a path that leads out of it: it is not unpacked")
+            if (bad := file.testzip()) is not None:
+                raise ValueError(f"{bundle}: {bad} is damaged; copy or download the file again")
+            file.extractall(into)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise ValueError(f"{bundle} cannot be read as a zip: {error}") from None
+    folders = {name.parts[0] for name in names}
+    if len(folders) != 1 or not (folder := into / folders.pop()).is_dir():
+        raise ValueError(f"{bundle} is no bundle: it holds {len(folders)} folders, not one")
+    return folder
+
+
+def damaged(folder: Path) -> list[str]:
+    """Files that are not what the list of sums says, are missing, or are not in it."""
+    said, found = read_sums(folder), sums_of(folder)
+    return sorted(name for name in said.keys() | found.keys() if said.get(name) != found.get(name))
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{MANIFEST} cannot be read: {error}") from None
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"the bundle has format {manifest.get('format')}, and this program reads {FORMAT}")
+    return manifest
+
+
+def other_packages(manifest: dict[str, Any]) -> list[str]:
+    """Packages that are not of the version with which the bundle was made."""
+    here = {name: installed(name) for name in manifest["packages"] if name != "python"}
+    return [
+        f"{name} {here[name] or 'is not installed'} ({wanted} in the bundle)"
+        for name, wanted in manifest["packages"].items()
+        if name in here and here[name] != wanted
+    ]
+
+
+def installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def without_network() -> list[str]:
+    """How to start a program that has no network; nothing where this is not allowed."""
+    if shutil.which("unshare"):
+        for words in NO_NETWORK:
+            if not subprocess.run([*words, "true"], capture_output=True, check=False).returncode:
+                return words
+    return []
+
+
+def redraw(folder: Path, out: Path, *, build: bool) -> str:
+    """Run the bundle's own sources on it; whether there was a network. ValueError with what they said where they fail.
+
+    The planner allocates with the library's own classes, so it needs the C++ extension: built from the bundle's
+    sources, or with `build` False the one that is installed."""
+    isolated, source = without_network(), folder / SOURCE
+    if build:
+        run([*isolated, sys.executable, "setup.py", "-q", "build_ext", "--inplace"], source, "building the extension")
+    else:
+        from memascend import _C
+
+        shutil.copy(_C.__file__, source / "memascend")
+    program = [sys.executable, "-m", "workflows.artifact.redraw", str(folder), str(out)]
+    run([*isolated, *program], source, "drawing again")
+    return "without a network" if isolated else "with the network (unshare is not allowed here)"
+
+
+def run(command: list[str], source: Path, what: str) -> None:
+    kept = {name: os.environ[name] for name in ("HOME", "PATH", "LANG", "TMPDIR") if name in os.environ}
+    more = {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "MAX_JOBS": str(len(os.sched_getaffinity(0)))}
+    done = subprocess.run(command, cwd=source, env=kept | more, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        raise ValueError(f"{what} failed: {lines[-1] if lines else f'exit status {done.returncode}'}")
+
+
+def compared(folder: Path, out: Path) -> dict[str, list[str]]:
+    """For each kind of file what differs; all that a bundle's folders `MADE` hold is made again."""
+    found: dict[str, list[str]] = {}
+    for part in MADE:
+        theirs, ours = set(files_in(folder / part)), set(files_in(out / part))
+        for name in sorted(theirs | ours):
+            kind = kind_of(part, name)
+            equal = name in theirs & ours and sha256(folder / part / name) == sha256(out / part / name)
+            found.setdefault(kind, [])
+            found[kind] += [] if equal else [f"{part}/{name}"]
+    return found
+
+
+def kind_of(part: str, name: str) -> str:
+    path = PurePosixPath(name)
+    if part == "tables":
+        return "claims" if name == "claims.csv" else f"tables, {path.parts[0]}"
+    return (
+        "the report" if len(path.parts) > 1 or path.suffix in (".html", ".css", ".js") else f"pictures, {path.suffix}"
+    )
+
+
+def counted(folder: Path, out: Path) -> dict[str, int]:
+    names = [(part, name) for part in MADE for name in {*files_in(folder / part), *files_in(out / part)}]
+    kinds = [kind_of(*each) for each in names]
+    return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+
+
+def flipped(folder: Path, out: Path) -> list[str]:
+    """Claims that are decided otherwise than the bundle says."""
+    theirs, ours = (verdicts(each / "tables/claims.csv") for each in (folder, out))
+    return [
+        f"{claim}, {lane}: {theirs.get((claim, lane), 'not there')} in the bundle, "
+        f"{ours.get((claim, lane), 'not there')} here"
+        for claim, lane in sorted(theirs.keys() | ours.keys())
+        if theirs.get((claim, lane)) != ours.get((claim, lane))
+    ]
+
+
+def verdicts(path: Path) -> dict[tuple[str, str], str]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return {(line["claim_id"], line["lane"]): line["verdict"] for line in csv.DictReader(file)}
+
+
+def check(bundle: Path, keep: Path | None = None, *, build: bool = True) -> bool:
+    """Print a line for each kind of file; whether all is equal."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="memascend-verify-") as temporary:
+        folder, out = unpack(bundle, Path(temporary) / "bundle"), Path(temporary) / "again"
+        out.mkdir()
+        wrong = damaged(folder)
+        line(not wrong, f"checksums of {len(read_sums(folder)):,} files", wrong)
+        manifest = manifest_of(folder)
+        others = other_packages(manifest)
+        if others:
+            print(f"note  other packages than in the bundle: {', '.join(others)}", flush=True)
+        how = redraw(folder, out, build=build)
+        whose = "the bundle's" if build else "the installed"
+        print(f"note  drawn again by the bundle's sources with {whose} C++ extension, {how}", flush=True)
+        found, many = compared(folder, out), counted(folder, out)
+        for kind, differ in sorted(found.items()):
+            line(not differ, f"{kind}: {many[kind] - len(differ):,} of {many[kind]:,} files equal", differ)
+        turned = flipped(folder, out)
+        decided = len(verdicts(folder / "tables/claims.csv"))
+        line(not turned, f"verdicts: {decided - len(turned):,} of {decided:,} as the bundle says", turned)
+        if keep is not None:
+            shutil.copytree(out, keep)
+            print(f"note  what was made again is in {keep}")
+    good = not wrong and not turned and not any(found.values())
+    seconds = time.monotonic() - began
+    print(f"{'PASS' if good else 'FAIL'}  {bundle.name}, {len(manifest['exhibits'])} exhibits, {seconds:.0f} s")
+    return good
+
+
+def line(good: bool, text: str, wrong: list[str]) -> None:
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    print(f"{'ok  ' if good else 'FAIL'}  {text}" + (f": {'; '.join(wrong[:3])}{more}" if wrong else ""), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what is made again in a new folder")
+    parser.add_argument(
+        "--no-build",
+        action="store_true",
+        help="use the C++ extension that is installed, not one of the bundle's sources",
+    )
+    args = parser.parse_args()
+    try:
+        if args.keep is not None and args.keep.exists():
+            raise ValueError(f"--keep {args.keep} exists: name a new folder")
+        if not args.bundle.is_file():
+            raise ValueError(f"there is no {args.bundle}: name an artifact's zip (snakemake artifact makes one)")
+        return 0 if check(args.bundle, args.keep, build=not args.no_build) else 1
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
