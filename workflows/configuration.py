@@ -341,7 +341,8 @@ class Configuration:
     def artifact(self) -> str:
         """The zip of the profile, named for the project's version."""
         project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
-        return f"{self.config.get('artifact_dir', 'artifact')}/memascend-{project['version']}-{self.config['profile']}.zip"
+        folder = self.config.get("artifact_dir", "artifact")
+        return f"{folder}/memascend-{project['version']}-{self.config['profile']}.zip"
 
     @property
     def commit(self) -> str:

@@ -1,4 +1,4 @@
-"""What how-tos say of speed, the streaming engine's and a placement's, is what the committed records say."""
+"""What the pages say of speed, the streaming engine's and a placement's, is what the committed records say."""
 
 import json
 from pathlib import Path
@@ -10,14 +10,14 @@ from memascend.bench.rounds import ratios, spread
 from workflows.cases import step_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
-HOW_TO = (ROOT / "docs/how-to/fine-tune-with-almost-no-host-memory.md").read_text()
+COST = (ROOT / "docs/explanation/cost-of-a-streamed-step.md").read_text()
 RECORDS = sorted((ROOT / "results/reference").glob("*/bench-engine-*.json"))
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
-def test_every_ratio_of_a_record_is_a_row_of_the_how_to(path):
+def test_every_ratio_of_a_record_is_a_row_of_its_page(path):
     record = json.loads(path.read_text())
-    assert f"`{path.stem}`" in HOW_TO
+    assert f"`{path.stem}`" in COST
     rows = [row for row in record["summary"] if row["method"] != "memory"]
     assert rows
     for row in rows:
@@ -30,7 +30,7 @@ def test_every_ratio_of_a_record_is_a_row_of_the_how_to(path):
             f"{ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['most']:.2f})",
             f"{row['bound_share']:.0%}" if row["bound_share"] else "-",
         ]
-        assert f"| {' | '.join(cells)} |" in HOW_TO
+        assert f"| {' | '.join(cells)} |" in COST
         assert row["losses_apart"] < 1e-3
 
 

@@ -27,7 +27,7 @@ def test_the_how_to_says_what_the_record_says():
     said = [
         f"| {found['parameters'] / 1e9:.2f} billion |",
         f"| {found['host_peak_bytes'] / 2**30:.2f} GiB, in a control group of {found['limit_bytes'] / 2**30:.0f} GiB |",
-        f"| {found['disk_bytes_a_parameter']:.2f} bytes a parameter |",
+        f"| {found['disk_bytes_a_parameter']:.2f} bytes per parameter |",
         f"| {found['step_s']:.1f} s (median of the steps) |",
         f"| {found['compute_bound_s']:.1f} s |",
         f"| {step['read_bytes'] / 1e9:.1f} GB and {step['written_bytes'] / 1e9:.1f} GB |",
