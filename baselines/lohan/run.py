@@ -157,7 +157,7 @@ def writes_in_words(work: Workload) -> str:
         for what, nbytes in sorted(written.items(), key=lambda each: -each[1])
         if nbytes and what != RECORDS
     ]
-    return f"written in a step: {', '.join(parts)}"
+    return f"written per step: {', '.join(parts)}"
 
 
 def clipping_in_words(work: Workload) -> list[str]:
@@ -168,8 +168,8 @@ def clipping_in_words(work: Workload) -> list[str]:
     calm, waiting = (run.traffic(waiting=each) for each in (False, True))
     even = f"{run.break_even:.0%}"
     return [
-        f"a step that is clipped is done again, {_moved(calm, waiting)} in all;",
-        f"while {even} of the recent steps or more were, gradients wait for their norm, {_moved(waiting)}",
+        f"a clipped step is repeated: {_moved(calm, waiting)} in total;",
+        f"while {even} or more of the recent steps were clipped, gradients are buffered: {_moved(waiting)}",
     ]
 
 
@@ -182,9 +182,9 @@ def _why_they_wait(run: PlannedRun) -> str:
     options = run.options
     clips = options.clip > 0 and not run.speculates
     whys = {
-        "they wait for their norm, with --clip 0 they do not": clips and not options.redoes and options.arm != "none",
-        "so that a step can be done again": options.redoes,
-        "they wait for the other batches of a step": options.accumulate > 1,
+        "buffered until their norm is known; not with --clip 0": clips and not options.redoes and options.arm != "none",
+        "so that a step can be repeated": options.redoes,
+        "buffered until all batches of a step are done": options.accumulate > 1,
         "the optimizer comes after backward": options.arm == "none",
     }
     return next((why for why, holds in whys.items() if holds), "of the tied head")

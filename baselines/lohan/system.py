@@ -110,35 +110,34 @@ class LoHan(PlannedSystem):
     def _versions(cls, work: Workload, room_bytes: float | None) -> list[str]:
         stored = {way: cls.stored_in(way, work) for way in ("two", "one", "checkpoint")}
         two, one, alone = (f"{nbytes / GIB:.2f} GiB" for nbytes in stored.values())
-        again = "a step writes and reads its gradients once more for it"
+        again = "this costs one more write and read of the gradients per step"
         if gradients_wait(replace(work, state_versions="two")):
-            again = "its gradients are on the SSD in any case, and none are written more than with two"
+            again = "the gradients are on the SSD in any case: a step writes no more than with two"
         if work.state_versions == "checkpoint":
             return [
-                f"one version of the states alone is kept, {alone}, as asked for: after a kill in the middle of a step "
-                f"training goes on from the last checkpoint; with the gradients to do a step again {one}, two {two}"
+                f"one version of the states alone, as requested: {alone}; if a kill interrupts an update, training "
+                f"resumes from the last checkpoint; one with the gradients to repeat a step takes {one}, two {two}"
             ]
         if work.state_versions == "one":
             return [
-                f"one version of the states is kept, {one} with the gradients that a step can be done again from, as "
-                f"asked for; two would be {two};",
+                f"one version of the states, with the gradients to repeat a step, as requested: {one}; two would take "
+                f"{two};",
                 again,
             ]
         third = (
-            f"one alone by train --state-versions checkpoint: {alone}; after a kill in the middle of a step training "
-            "goes on from the last checkpoint"
+            f"one alone: {alone}, with --state-versions checkpoint; if a kill interrupts an update, training resumes "
+            "from the last checkpoint"
         )
         if work.state_versions == "auto" and room_bytes is not None and room_bytes < stored["two"]:
             return [
-                f"one version of the states is kept, {one} with the gradients that a step can be done again from, as "
-                f"two take {two} and there are {room_bytes / GIB:.2f} GiB;",
+                f"one version of the states, with the gradients to repeat a step: {one}, because two take {two} and "
+                f"{room_bytes / GIB:.2f} GiB are available;",
                 f"{again};",
                 third,
             ]
         return [
-            f"two versions are kept, {two}, so that a kill at any instant loses nothing but the step under way;",
-            f"one and the gradients that a step can be done again from: {one}, where the disk is too small or by train "
-            "--state-versions one;",
+            f"two versions of the states: {two}; a kill at any instant loses only the current step;",
+            f"one, with the gradients to repeat a step: {one}, if the disk is too small or with --state-versions one;",
             third,
         ]
 

@@ -163,12 +163,14 @@ def _rating(wear: Wear) -> str:
 
 def _activations(wear: Wear) -> list[str]:
     size = _gb(wear.activation_bytes)
-    said = f"  activations: a step writes {size} more" if wear.untimed_bytes else f"  of that {size} are activations"
-    said += ", and reads them back" if wear.untimed_bytes else ", which it reads back"
+    said = (
+        f"  activations: a step writes {size} more" if wear.untimed_bytes else f"  {size} of the writes are activations"
+    )
+    said += " and reads them back" if wear.untimed_bytes else ", read back in the same step"
     if wear.activation_bytes_per_s is None:
         return [said]
     rate = wear.activation_bytes_per_s / 1e9
-    lines = [f"{said}; the SSDs must take {rate:,.2f} GB/s so that it fills half of the step"]
+    lines = [f"{said}; writing them within half of the step takes {rate:,.2f} GB/s"]
     return [*lines, "  (the seconds of a step are those without this I/O)"] if wear.untimed_bytes else lines
 
 
@@ -239,7 +241,7 @@ def _choice(answers: Answers) -> list[str]:
     if made is None:
         return []
     room = gib(max(0.0, made.room_bytes))
-    heading = f"activations of {answers.work.spec.layers} blocks in the {room} GiB that the rest leaves"
+    heading = f"activations of {answers.work.spec.layers} blocks, {room} GiB left for them"
     rows = {"fastest that fits": made.fastest, "all kept": made.all_kept, "all recomputed": made.all_recomputed}
     rows["all to the SSD"] = made.all_offloaded
     lines = [f"{heading:<{_WIDTH + 14}}{'s/step':>10}{'GiB':>9}{'written':>12}"]

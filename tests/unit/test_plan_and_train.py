@@ -263,9 +263,9 @@ def test_a_plan_says_which_versions_were_asked_for_and_whose_they_are(capsys):
     words = ["plan", "--model", MODEL, "--system", "lohan", "--state-versions"]
     assert main([*words, "checkpoint"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "one version of the states alone is kept" in text
-    assert "goes on from the last checkpoint" in text
+    assert "one version of the states alone, as requested" in text
+    assert "resumes from the last checkpoint" in text
     assert main([*words, "one"]) == 0
-    assert "done again from, as asked for; two would be" in " ".join(capsys.readouterr().out.split())
+    assert "to repeat a step, as requested: " in " ".join(capsys.readouterr().out.split())
     assert main(["plan", "--model", MODEL, "--state-versions", "one"]) == 2
     assert "state_versions 'one': system 'memascend' keeps no versions" in capsys.readouterr().err

@@ -1,0 +1,50 @@
+"""What the pages quote of `memascend plan` is what it prints: blocks that begin with `$ memascend plan`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from memascend.cli import main
+from workflows.registry import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def quotes() -> list[tuple[str, str, str]]:
+    """(page, command, what is quoted) of every such block."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"^```\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+            command, _, text = block.partition("\n")
+            if command.startswith("$ memascend plan "):
+                found.append((page.relative_to(ROOT).as_posix(), command[2:], text))
+    return found
+
+
+QUOTES = quotes()
+
+
+def test_pages_quote_plans() -> None:
+    assert len({page for page, _, _ in QUOTES}) >= 4
+
+
+@pytest.mark.parametrize(
+    ("page", "command", "quoted"), QUOTES, ids=[f"{Path(p).stem}: {c[15:50]}" for p, c, _ in QUOTES]
+)
+def test_a_quoted_plan_is_what_the_command_prints(
+    page: str, command: str, quoted: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Piece by piece where dots stand for what is left out."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.chdir(ROOT)
+    main(shlex.split(command)[1:])
+    said = capsys.readouterr()
+    lines = [line.rstrip() for line in f"{said.out}{said.err}".splitlines()]
+    pieces = [piece.strip("\n") for piece in re.split(r"^\.\.\.$", quoted, flags=re.MULTILINE)]
+    missing = [line for piece in pieces for line in piece.splitlines() if line.rstrip() not in lines]
+    assert missing == [], f"{page}: {command}"
+    assert any(pieces)
