@@ -337,6 +337,29 @@ class Configuration:
                     named = ", ".join(NAMED_TARGETS)
                     stop(f"{word} is no target; did you mean {near[0]}? Targets: {named}, a paper or an exhibit")
 
+    def paper_of(self, exhibit: str) -> str:
+        """Name of the paper that an exhibit is of."""
+        return registry.PAPERS[self.entries[exhibit]["paper"]]
+
+    def caption(self, exhibit: str) -> str:
+        return registry.caption(exhibit, Path.cwd())
+
+    def report_labels(self, exhibit: str) -> dict[str, str]:
+        """Columns of an exhibit in Snakemake's own report: its title, its lanes, and its verdicts if they are there."""
+        found = self._verdicts.get(exhibit, Counter())
+        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in found.most_common()) or "-"
+        lanes = ", ".join(self.entries[exhibit]["lanes"]) or "a drawing"
+        return {"exhibit": exhibit, "title": self.entries[exhibit]["title"], "lanes": lanes, "verdicts": verdicts}
+
+    @cached_property
+    def _verdicts(self) -> dict[str, Counter[str]]:
+        """Exhibit -> how many claims have which verdict, over both lanes."""
+        counts: dict[str, Counter[str]] = {}
+        path = Path(self.derived, "claims.csv")
+        for line in csv.DictReader(path.open(newline="")) if path.is_file() else ():
+            counts.setdefault(line["exhibit_id"], Counter())[line["verdict"]] += 1
+        return counts
+
     @property
     def artifact(self) -> str:
         """The zip of the profile, named for the project's version."""

@@ -213,3 +213,16 @@ def test_the_bundle_to_check_is_the_named_one_or_the_profile_s_own(
     assert own.bundle == own.artifact == str(tmp_path / "memascend-0.1.0-smoke.zip")
     with pytest.raises(SystemExit, match=r"there is no none\.zip: name a zip with --config bundle=FILE"):
         _ = Configuration(CONFIG | {"bundle": "none.zip"}, []).bundle
+
+
+def test_snakemake_s_report_has_a_title_a_caption_and_verdicts_for_every_exhibit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(registry.ROOT)
+    known = Configuration(CONFIG | {"derived_dir": str(folder / "tables")}, [])
+    labels = {name: known.report_labels(name) for name in known.built}
+    assert all(isinstance(text, str) and text for each in labels.values() for text in each.values())
+    assert not any("{" in text for each in labels.values() for text in each.values())  # they are patterns of wildcards
+    assert labels["memascend-fig08"]["verdicts"] == "1 reproduced"
+    assert all(known.caption(name) for name in known.built)
+    assert known.paper_of("lohan-fig07a") == "LoHan"

@@ -24,7 +24,12 @@ rule figure:
     output:
         table=f"{DERIVED}/exhibits/{{exhibit}}.csv",
         runs=f"{DERIVED}/runs/{{exhibit}}.csv",
-        svg=f"{FIGURES}/{{exhibit}}.svg",
+        svg=report(
+            f"{FIGURES}/{{exhibit}}.svg",
+            caption="../report/exhibit.rst",
+            category=lambda w: KNOWN.paper_of(w.exhibit),
+            labels=lambda w: KNOWN.report_labels(w.exhibit),
+        ),
         others=multiext(f"{FIGURES}/{{exhibit}}", ".pdf", ".png", ".csv", ".md"),
     log:
         f"{DERIVED}/logs/{{exhibit}}.log",
@@ -42,6 +47,8 @@ rule figure:
             f"--reference {input.reference}" if input.reference else ""
         ),
         code=lambda w: KNOWN.derives(w.exhibit),
+        title=lambda w: KNOWN.entries[w.exhibit]["title"],
+        caption=lambda w: KNOWN.caption(w.exhibit),
     shell:
         "python -IS workflows/derive/ask.py table --exhibit {wildcards.exhibit} --published {params.published}"
         " {params.modelled} {params.reference} --records {input.records} --out {output.table}"
@@ -51,7 +58,12 @@ rule figure:
 # Structure, without numbers.
 rule drawing:
     output:
-        svg=f"{FIGURES}/{{exhibit}}.svg",
+        svg=report(
+            f"{FIGURES}/{{exhibit}}.svg",
+            caption="../report/exhibit.rst",
+            category=lambda w: KNOWN.paper_of(w.exhibit),
+            labels=lambda w: KNOWN.report_labels(w.exhibit),
+        ),
         others=multiext(f"{FIGURES}/{{exhibit}}", ".pdf", ".png", ".csv", ".md"),
     log:
         f"{DERIVED}/logs/{{exhibit}}.log",
@@ -62,6 +74,8 @@ rule drawing:
     params:
         figures=lambda w, output: os.path.dirname(output.svg),
         code=lambda w: KNOWN.draws(w.exhibit),
+        title=lambda w: KNOWN.entries[w.exhibit]["title"],
+        caption=lambda w: KNOWN.caption(w.exhibit),
     shell:
         "python -IS workflows/derive/ask.py figure --exhibit {wildcards.exhibit} --draw-in {params.figures} > {log} 2>&1"
 
