@@ -8,6 +8,9 @@ min_version("9.0")
 configfile: "workflows/config/config.yaml"
 
 
+report: "workflows/report/workflow.rst"
+
+
 include: "workflows/rules/common.smk"
 include: "workflows/rules/runs.smk"
 include: "workflows/rules/claims.smk"

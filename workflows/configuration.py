@@ -355,9 +355,9 @@ class Configuration:
     def _verdicts(self) -> dict[str, Counter[str]]:
         """Exhibit -> how many claims have which verdict, over both lanes."""
         counts: dict[str, Counter[str]] = {}
-        path = Path(self.derived, "claims.csv")
-        for line in csv.DictReader(path.open(newline="")) if path.is_file() else ():
-            counts.setdefault(line["exhibit_id"], Counter())[line["verdict"]] += 1
+        with contextlib.suppress(FileNotFoundError), open(Path(self.derived, "claims.csv"), newline="") as file:
+            for line in csv.DictReader(file):
+                counts.setdefault(line["exhibit_id"], Counter())[line["verdict"]] += 1
         return counts
 
     @property

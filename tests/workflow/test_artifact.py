@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 from workflow_fixtures import header
 
+from tests import forked
 from workflows import registry
 from workflows.artifact import bundle, crate, layout, verify
 from workflows.configuration import Configuration
@@ -152,8 +155,18 @@ def test_every_kind_of_file_is_compared_and_what_differs_is_named(folder: Path, 
 
 
 def test_a_failure_of_the_bundle_s_own_sources_is_one_line(folder: Path, tmp_path: Path) -> None:
+    (folder / "source/workflows/__init__.py").touch()
+    (folder / "source/memascend").mkdir()
     with pytest.raises(ValueError, match=r"drawing again failed: .*No module named 'workflows\.artifact"):
         verify.redraw(folder, tmp_path, build=False)
+
+
+def test_nothing_is_drawn_again_by_another_installation_s_sources(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "workflows.artifact.redraw", str(folder), str(tmp_path)]
+    done = forked.run(command, cwd=registry.ROOT, env={**os.environ, "PYTHONPATH": str(registry.ROOT)}, timeout=120)
+    assert done.returncode == 1
+    assert "is not the bundle's own" in done.stderr
+    assert not (tmp_path / "tables").exists()
 
 
 def test_claims_for_programs_say_what_decides_them_where_and_how_long(folder: Path) -> None:

@@ -12,13 +12,16 @@ import concurrent.futures
 import json
 import multiprocessing
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from workflows import registry, tidy
-from workflows.artifact.layout import FIGURES, MANIFEST, RECORDS, TABLES
+from workflows.artifact.layout import FIGURES, MANIFEST, RECORDS, SOURCE, TABLES
 from workflows.derive import claims, figure, report, table
 from workflows.derive.site.content import gather
+
+PACKAGES = ("baselines", "hardware", "memascend", "workflows")
 
 
 def lane(paper: str, out: Path) -> None:
@@ -61,13 +64,24 @@ def everything(bundle: Path, out: Path) -> None:
     report.write(site, out / FIGURES, bundle / RECORDS)
 
 
+def refuse_foreign(source: Path) -> None:
+    """ValueError where a module of ours was imported from another installation and not from `source`."""
+    ours = [(name, module) for name, module in sys.modules.items() if name.partition(".")[0] in PACKAGES]
+    places = {name: getattr(module, "__file__", None) for name, module in ours}
+    found = [name for name, place in places.items() if place and not Path(place).resolve().is_relative_to(source)]
+    if found:
+        raise ValueError(f"{found[0]} is not the bundle's own ({len(found)} such): run it in the bundle's sources")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
     try:
+        refuse_foreign((args.bundle / SOURCE).resolve())
         everything(args.bundle.absolute(), args.out.absolute())
+        refuse_foreign((args.bundle / SOURCE).resolve())
     except (tidy.TableError, ValueError, OSError, KeyError) as error:
         tidy.fail(error)
 
