@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+import typst
 from workflow_fixtures import header
 
 from tests import forked
 from workflows import registry
-from workflows.artifact import bundle, crate, layout, verify
+from workflows.artifact import appendix, bundle, crate, layout, verify
 from workflows.configuration import Configuration
 
 EXHIBITS = {
@@ -203,6 +206,34 @@ def test_the_crate_ties_figures_to_tables_records_and_commands(folder: Path) -> 
     verdict = entities["#claim-memascend-fig08-pool-memascend-measured"]
     assert (verdict["verdict"], verdict["lane"], verdict["value"]) == ("reproduced", "measured", 2.47)
     assert entities["./"]["datePublished"] == MANIFEST["committed"]
+
+
+def test_every_appendix_is_two_pages_at_most_and_counts_its_claims(folder: Path) -> None:
+    appendix.write(folder, MANIFEST)
+    made = {path.name: path.read_bytes() for path in sorted((folder / "appendix").iterdir())}
+    names = {"memascend-artifact", *(f"paper-{paper}" for paper in registry.PAPERS)}
+    assert set(made) == {f"{name}.{kind}" for name in names for kind in ("pdf", "tex")}
+    for name, (source, _) in appendix.sources(folder, MANIFEST).items():
+        pages = typst.compile(source.encode(), format="svg", ignore_system_fonts=True)
+        assert isinstance(pages, bytes) or len(pages) <= 2, name
+    assert "C1, E1 & Figure 8: Peak & - & 1 of 1 & 2 + 0.2" in made["paper-memascend.tex"].decode()
+    assert "MemAscend & 2 & - & 1 of 1" in made["memascend-artifact.tex"].decode()
+    shutil.rmtree(folder / "appendix")
+    appendix.write(folder, MANIFEST)
+    assert {path.name: path.read_bytes() for path in (folder / "appendix").iterdir()} == made
+
+
+@pytest.mark.parametrize("text", ["a_b & 50 % of #1 {x} ~ \\ $5 [*] <a@b>", "plain"])
+def test_text_is_escaped_for_both_ways_to_set_it(text: str) -> None:
+    blocks = [
+        appendix.Heading(text),
+        appendix.Paragraph(f"{text} `{text}`"),
+        appendix.Table((text,), [(text,)], (1.0,)),
+    ]
+    assert typst.compile(appendix.typst_of(text, blocks).encode(), ignore_system_fonts=True).startswith(b"%PDF")
+    tex = appendix.tex_of("t", [appendix.Paragraph(text)])
+    body = tex.split(r"\maketitle\appendix")[1]
+    assert not re.search(r"(?<!\\)[&%#_$]", body)
 
 
 CONFIG = {

@@ -4,8 +4,8 @@ usage: python -m workflows.artifact.bundle --config JSON --out artifact/memascen
 (the rule `artifact` does it, once everything is drawn; run at the top of the checkout)
 
 In it: the sources (every file that git tracks, as it is now), the records of the profile's runs, tables, pictures, the
-report's pages, claims.json for programs, an RO-Crate description, artifact.json and SHA256SUMS. Times in the zip are
-those of the commit, so the same inputs give the same bytes.
+report's pages, claims.json for programs, artifact appendices, an RO-Crate description, artifact.json and SHA256SUMS.
+Times in the zip are those of the commit, so the same inputs give the same bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from workflows import registry, tidy
-from workflows.artifact import crate
+from workflows.artifact import appendix, crate
 from workflows.artifact.layout import (
     FIGURES,
     FORMAT,
@@ -51,6 +51,7 @@ Records, tables, figures and verdicts of five papers' exhibits, with the sources
 
 - `figures/index.html`: the report; open it in a browser.
 - `claims.json`: every claim with its verdict, for programs. `tables/claims.csv`: the same as a table.
+- `appendix/`: artifact appendices, of each paper and of the whole, as PDF and LaTeX.
 - `records/`: what was measured, one file per run. `tables/`: what was computed from them.
 - `source/`: the project; its README says how to install it.
 - `ro-crate-metadata.json`: how runs, tables and figures hang together (RO-Crate 1.1).
@@ -130,6 +131,7 @@ def fill(folder: Path, known: Configuration, manifest: dict[str, Any]) -> None:
         (folder / name).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     words = {"version": manifest["version"], "profile": manifest["profile"], "commit": manifest["commit"][:12]}
     (folder / "README.md").write_text(README.format(**words, name=f"{name_of(manifest['profile'])}.zip"))
+    appendix.write(folder, manifest)
     crate.write(folder, manifest)
 
 
