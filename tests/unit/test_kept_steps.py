@@ -22,6 +22,7 @@ def test_the_checkpoint_that_was_due_is_saved_before_training_goes_on(kept, save
     run.step, run.steps, run.saved, run.evaluated, written = kept, 4, saved, 0, []
     run._write_checkpoint = lambda: written.append(run.step)
     run._evaluate = lambda: False
+    run.ranks, run.eval_data = 1, []
 
     class Backend:
         def keep(self, facts):

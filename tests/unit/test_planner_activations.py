@@ -81,7 +81,7 @@ def test_the_command_says_what_to_do_with_which_blocks(capsys):
     words += ["--checkpointing", "ssd", "--gpu-memory", "40", "--testbed", "lohan-4090"]
     main(words)
     out = capsys.readouterr().out
-    assert "activations of 16 blocks in the " in out
+    assert "activations of 16 blocks, " in out
     assert "fastest that fits: " in out
     assert "all recomputed" in out
     mix = re.search(r"--checkpointing ssd --activations (\S+)", out).group(1)
