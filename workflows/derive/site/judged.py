@@ -119,7 +119,7 @@ def coarse(verdict: Verdict) -> str:
     found = coarsest([verdict])
     if found is None:
         return ""
-    return f" Its twin is of k = {found[0]}, where one page of memory stands for {found[1]:.0f} MiB."
+    return f" Its twin has k = {found[0]}: one page of memory stands for {found[1]:.0f} MiB of the original."
 
 
 def coarse_twins(verdicts: list[Verdict]) -> str:
@@ -128,8 +128,9 @@ def coarse_twins(verdicts: list[Verdict]) -> str:
     if found is None:
         return ""
     return (
-        f"Some twins here are of k = {found[0]}: one page of memory then stands for {found[1]:.0f} MiB, so bytes are"
-        " coarse; judge the papers by larger ones."
+        f"Some of these runs train models whose widths are divided by {found[0]} (twins): one page of memory then stands"
+        f" for {found[1]:.0f} MiB of the original, so their byte counts are coarse. Judge the papers by the profile quick,"
+        " paper or full."
     )
 
 
