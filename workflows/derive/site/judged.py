@@ -128,9 +128,9 @@ def coarse_twins(verdicts: list[Verdict]) -> str:
     if found is None:
         return ""
     return (
-        f"Some of these runs train models whose widths are divided by {found[0]} (twins): one page of memory then stands"
-        f" for {found[1]:.0f} MiB of the original, so their byte counts are coarse. Judge the papers by the profile quick,"
-        " paper or full."
+        f"Some of these runs train models whose widths are divided by {found[0]} (twins): one page of memory then "
+        f"stands for {found[1]:.0f} MiB of the original, so their byte counts are coarse. Judge the papers by the "
+        "profile quick, paper or full."
     )
 
 
