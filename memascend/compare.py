@@ -24,17 +24,17 @@ def add_compare(commands: Any) -> None:
     """Registers `compare` with the argparse subparsers `commands`."""
     parser = commands.add_parser(
         "compare",
-        help="two steps phase by phase, such as a simulated and a measured one; or two sets of results",
-        description="Two traces (of plan --trace and train --trace) are set side by side, phase by phase. Two records, "
+        help="compare two steps phase by phase, such as a simulated and a measured one; or two sets of results",
+        description="Two traces (of plan --trace and train --trace) are compared phase by phase. Two records, "
         "folders of records or tables of claims are compared row by row: medians, quartiles, and what they decide.",
     )
     parser.add_argument(
         "a", type=Path, metavar="A", help="a trace, a record, a folder of records, or a table of claims"
     )
-    parser.add_argument("b", type=Path, metavar="B", help="what to compare it with, of the same kind")
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("b", type=Path, metavar="B", help="another of the same kind, to compare it with")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw both steps: .svg, .png or .pdf")
-    parser.add_argument("--force", action="store_true", help="let --picture replace a file")
+    parser.add_argument("--force", action="store_true", help="overwrite the file of --picture")
     parser.set_defaults(run=_run)
 
 
