@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         words = message.removeprefix("unrecognized arguments: ").split()
         if words != message.split() and any(Path(word).exists() for word in words):
-            message += "; a pattern needs quotes, such as --files '*.md', or the shell puts files in its place"
+            message += "; quote patterns, such as --files '*.md', or the shell expands them"
         raise ValueError(f"{message} (see {self.prog} --help)")
 
 
@@ -105,8 +105,8 @@ def _add_bench(commands: Any) -> None:
 
     parser = commands.add_parser(
         "bench",
-        help="each part against its peers and its limit, in the same run",
-        description="Alternating rounds; medians with quartiles. Keep the machine free of other work meanwhile.",
+        help="benchmark each part against its peers and its limit, in the same run",
+        description="Alternating rounds; medians with quartiles. Keep the machine otherwise idle.",
     )
     add_benchmarks(parser.add_subparsers(dest="part", required=True, metavar="part", parser_class=_Parser), count)
 
@@ -114,7 +114,7 @@ def _add_bench(commands: Any) -> None:
 def _add_completion(commands: Any) -> None:
     parser = commands.add_parser(
         "completion",
-        help="a script that completes commands and options in your shell",
+        help="print a completion script for your shell",
         description="Print a completion script. For bash, for example: memascend completion bash > "
         "~/.local/share/bash-completion/completions/memascend",
     )

@@ -35,11 +35,11 @@ def add_compare(commands: Any) -> None:
     parser.add_argument(
         "a", type=Path, metavar="A", help="a trace, a record, a folder of records, a table of claims, or an artifact"
     )
-    parser.add_argument("b", type=Path, metavar="B", help="what to compare it with, of the same kind")
+    parser.add_argument("b", type=Path, metavar="B", help="another of the same kind, to compare it with")
     parser.add_argument("--all", action="store_true", help="list the claims with the same verdict too")
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw both steps: .svg, .png or .pdf")
-    parser.add_argument("--force", action="store_true", help="let --picture replace a file")
+    parser.add_argument("--force", action="store_true", help="overwrite the file of --picture")
     parser.set_defaults(run=_run)
 
 

@@ -21,43 +21,59 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
         (
             "overflow",
             _overflow,
-            "overflow check: share of the read limit, times faster than the chain, DeepSpeed and torch",
+            "overflow check: fraction of the read limit, speed-up over the isinf/isnan chain, DeepSpeed and torch",
             "1000000,30000000",
         ),
         (
             "unscale",
             _unscale,
-            "unscale, norm and overflow: share of the limit, times faster than torch",
+            "unscale, norm and overflow: fraction of the limit, speed-up over torch",
             "1000000,30000000",
         ),
-        ("adamw", _adamw, "AdamW: times faster than DeepSpeedCPUAdam and torch, and the roofline", "1000000,30000000"),
-        ("pinned", _pinned, "pinned memory: exact against power of two", None),
+        ("adamw", _adamw, "AdamW: speed-up over DeepSpeedCPUAdam and torch, and the roofline", "1000000,30000000"),
+        ("pinned", _pinned, "pinned memory: exact allocation against rounding to powers of two", None),
         ("pool", _pool, "buffer pool: adaptive against monolithic", None),
-        ("nvme", _nvme, "direct engine: share of fio's bandwidth, times faster than DeepNVMe", None),
-        ("checkpoints", _checkpoints, "a checkpoint of train, sharing the swap files' blocks and copying them", None),
-        ("tiers", _tiers, "several drives at once, by one process and several: share of the formula, fairness", None),
+        ("nvme", _nvme, "direct engine: fraction of fio's bandwidth, speed-up over DeepNVMe", None),
+        (
+            "checkpoints",
+            _checkpoints,
+            "a checkpoint of train: sharing the blocks of the swap files against copying them",
+            None,
+        ),
+        (
+            "tiers",
+            _tiers,
+            "several drives in parallel, with one and several processes: fraction of the formula, fairness",
+            None,
+        ),
         (
             "activations",
             _activations,
-            "kept, computed again, copied to host memory or sent to the SSD: peak memory, seconds, waits",
+            "activations kept, recomputed, copied to host memory or offloaded to the SSD: peak memory, time, waits",
             None,
         ),
-        ("engine", _engine, "streaming engine: times a step in memory, share of its bound", None),
-        ("latency", _latency, "memory nodes: time of a load, by how much memory is walked through", None),
-        ("placement", _placement, "memory nodes: a training step under each placement, times one without", None),
+        ("engine", _engine, "streaming engine: step time relative to training in memory, fraction of its bound", None),
+        ("latency", _latency, "memory nodes: latency of dependent loads by working-set size", None),
+        ("placement", _placement, "memory nodes: step time under each placement, relative to none", None),
     ):
         parser = parts.add_parser(name, help=text)
-        parser.add_argument("--json", action="store_true", help="every round, machine-readable")
-        parser.add_argument("--out", type=Path, help="write the same JSON to this file")
-        parser.add_argument("--repeats", type=count, default=7, help="rounds (default 7)")
+        parser.add_argument("--json", action="store_true", help="machine-readable output with every round")
+        parser.add_argument("--out", type=Path, metavar="FILE", help="write the same JSON to FILE")
+        parser.add_argument("--repeats", type=count, default=7, metavar="N", help="rounds (default 7)")
         if numels:
-            parser.add_argument("--numels", default=numels, help=f"elements, separated by commas (default {numels})")
+            parser.add_argument(
+                "--numels", default=numels, metavar="N,...", help=f"comma-separated element counts (default {numels})"
+            )
         if name in ("overflow", "unscale"):
-            parser.add_argument("--dtypes", default="fp32,fp16,bf16", help="separated by commas (default all three)")
+            parser.add_argument(
+                "--dtypes", default="fp32,fp16,bf16", metavar="DTYPE,...", help="comma-separated (default: all three)"
+            )
         if name == "pinned":
-            parser.add_argument("--mib", default="33,130,260", help="sizes in MiB, separated by commas")
+            parser.add_argument("--mib", default="33,130,260", metavar="MIB,...", help="comma-separated sizes in MiB")
         if name == "pool":
-            parser.add_argument("--model", default="qwen2.5-7b", help="sizes of its tensors (default qwen2.5-7b)")
+            parser.add_argument(
+                "--model", default="qwen2.5-7b", help="model that gives the tensor sizes (default qwen2.5-7b)"
+            )
         if name == "nvme":
             _add_nvme(parser, count)
         if name == "tiers":
@@ -70,35 +86,61 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
             _add_engine(parser, count)
         if name == "latency":
             sizes = "32,256,1024,4096,16384,65536,262144"
-            parser.add_argument("--kib", default=sizes, help=f"sizes in KiB, separated by commas (default {sizes})")
+            parser.add_argument(
+                "--kib", default=sizes, metavar="KIB,...", help=f"comma-separated sizes in KiB (default {sizes})"
+            )
         if name == "placement":
             _add_placement(parser, count)
         parser.set_defaults(run=_runner(run, count))
 
 
 def _add_nvme(parser: argparse.ArgumentParser, count: _Count) -> None:
-    parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure; nothing is left behind")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder on the drive to measure; no files are left behind",
+    )
     parser.add_argument(
         "--target",
         choices=("auto", "file", "loop"),
         default="file",
         help="loop needs root; auto: loop if root, else file (default file)",
     )
-    parser.add_argument("--block-kib", type=count, default=1024, help="block size in KiB (default 1024)")
-    parser.add_argument("--depth", type=count, default=16, help="commands under way (default 16)")
-    parser.add_argument("--region-mib", type=count, default=512, help="what is streamed over (default 512)")
-    parser.add_argument("--ms", type=count, default=700, help="a stream in a round, in milliseconds (default 700)")
+    parser.add_argument("--block-kib", type=count, default=1024, metavar="KIB", help="block size (default 1024)")
     parser.add_argument(
-        "--mib", default="2,8,32,128", help="tensor sizes in MiB, separated by commas (default 2,8,32,128)"
-    )
-    parser.add_argument("--bytes", help="tensor sizes in bytes instead, separated by commas; fig14: those of Fig. 14")
-    parser.add_argument("--budget-mib", type=count, default=2048, help="a way moves so much of a size (default 2048)")
-    parser.add_argument("--workers", default="1", help="threads of the engine, separated by commas (default 1)")
-    parser.add_argument(
-        "--no-register", action="store_true", help="leave the buffers unregistered: every transfer looks its pages up"
+        "--depth", type=count, default=16, metavar="N", help="queue depth: commands in flight (default 16)"
     )
     parser.add_argument(
-        "--questions", default="stream,sizes", help="stream (against fio), sizes (against DeepNVMe) (default both)"
+        "--region-mib", type=count, default=512, metavar="MIB", help="region that is streamed over (default 512)"
+    )
+    parser.add_argument(
+        "--ms", type=count, default=700, metavar="MS", help="duration of a stream per round (default 700)"
+    )
+    parser.add_argument(
+        "--mib",
+        default="2,8,32,128",
+        metavar="MIB,...",
+        help="comma-separated tensor sizes in MiB (default 2,8,32,128)",
+    )
+    parser.add_argument(
+        "--bytes", metavar="BYTES,...", help="comma-separated tensor sizes in bytes instead; fig14: those of Fig. 14"
+    )
+    parser.add_argument(
+        "--budget-mib", type=count, default=2048, metavar="MIB", help="data moved per method and size (default 2048)"
+    )
+    parser.add_argument(
+        "--workers", default="1", metavar="N,...", help="comma-separated numbers of engine threads (default 1)"
+    )
+    parser.add_argument(
+        "--no-register", action="store_true", help="do not register the buffers: every transfer looks up its pages"
+    )
+    parser.add_argument(
+        "--questions",
+        default="stream,sizes",
+        metavar="NAME,...",
+        help="stream (against fio), sizes (against DeepNVMe) (default: both)",
     )
 
 
@@ -108,92 +150,144 @@ def _add_tiers(parser: argparse.ArgumentParser, count: _Count) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="folders and formatted devices, each on a drive of its own; nothing is left behind in folders",
+        help="folders and formatted devices, each on its own drive; no files are left behind in folders",
     )
-    parser.add_argument("--processes", default="1,2", help="that share them: 1,2,4 or 1..4 (default 1,2)")
-    parser.add_argument("--groups", type=count, default=12, help="sub-groups of each process (default 12)")
-    parser.add_argument("--mib", type=count, default=32, help="size of a sub-group in MiB (default 32)")
-    parser.add_argument("--held", type=count, help="sub-groups in memory at a time (default: two a path and one)")
+    parser.add_argument(
+        "--processes",
+        default="1,2",
+        metavar="N,...",
+        help="numbers of processes that share them: 1,2,4 or 1..4 (default 1,2)",
+    )
+    parser.add_argument("--groups", type=count, default=12, metavar="N", help="sub-groups per process (default 12)")
+    parser.add_argument("--mib", type=count, default=32, metavar="MIB", help="size of a sub-group (default 32)")
+    parser.add_argument(
+        "--held", type=count, metavar="N", help="sub-groups in memory at a time (default: two per path, plus one)"
+    )
     parser.add_argument(
         "--simplex",
         nargs="+",
         metavar="READ,WRITE",
-        help="hold each path to so many MB/s that reads and writes share, said once or for each: faster folders",
+        help="limit each path to these MB/s, shared by reads and writes; one for all or one per path",
     )
     parser.add_argument(
-        "--halve", type=count, default=0, metavar="PASSES", help="then hold the first to half, for so many passes more"
+        "--halve",
+        type=count,
+        default=0,
+        metavar="PASSES",
+        help="then halve the rate of the first path for PASSES more passes",
     )
-    parser.add_argument("--apart", action="store_true", help="each direction alone too, a sub-group at a time")
-    parser.add_argument("--predict", action="store_true", help="simulate the passes over --simplex, measure nothing")
+    parser.add_argument(
+        "--apart", action="store_true", help="also measure each direction alone, one sub-group at a time"
+    )
+    parser.add_argument("--predict", action="store_true", help="only simulate the passes over --simplex")
 
 
 def _add_checkpoints(parser: argparse.ArgumentParser, count: _Count) -> None:
-    parser.add_argument("--folder", type=Path, required=True, help="on the file system; nothing is left behind")
-    parser.add_argument("--model", default="qwen2.5-0.5b", help="committed name, or a folder (default qwen2.5-0.5b)")
-    parser.add_argument("--twin", type=count, default=4, help="divisor of its sizes, a power of two (default 4)")
-    parser.add_argument("--context", type=count, default=64, help="tokens (default 64)")
-    parser.add_argument("--system", default="memascend", help="as in memascend train (default memascend)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder on the file system to measure; no files are left behind",
+    )
+    parser.add_argument("--model", default="qwen2.5-0.5b", help="built-in name, or a folder (default qwen2.5-0.5b)")
+    parser.add_argument(
+        "--twin", type=count, default=4, metavar="K", help="divide the model's widths by K, a power of two (default 4)"
+    )
+    parser.add_argument("--context", type=count, default=64, metavar="TOKENS", help="tokens per sequence (default 64)")
+    parser.add_argument("--system", default="memascend", help="system, as in memascend train (default memascend)")
 
 
 def _add_activations(parser: argparse.ArgumentParser, count: _Count) -> None:
-    parser.add_argument("--folder", type=Path, required=True, help="on the SSD; nothing is left behind")
-    parser.add_argument("--model", default="llama3.2-1b", help="committed name, or a config.json (default llama3.2-1b)")
-    parser.add_argument("--twin", type=count, default=16, help="divide the model's widths (default 16)")
-    parser.add_argument("--context", type=count, default=256, help="tokens a sequence (default 256)")
-    parser.add_argument("--batches", default="8", help="sequences a step, separated by commas (default 8)")
-    parser.add_argument("--mix", help="fates of blocks, as plan prints them: offload:10,recompute:4,keep:2")
-    parser.add_argument("--threads", type=count, default=1, help="that compute; another moves bytes (default 1)")
     parser.add_argument(
-        "--ways", default="keep,recompute,save_on_cpu,ssd,mix", help="separated by commas (default all five)"
+        "--folder", type=Path, required=True, metavar="DIR", help="folder on the SSD; no files are left behind"
+    )
+    parser.add_argument("--model", default="llama3.2-1b", help="built-in name, or a config.json (default llama3.2-1b)")
+    parser.add_argument(
+        "--twin", type=count, default=16, metavar="K", help="divide the model's widths by K (default 16)"
+    )
+    parser.add_argument(
+        "--context", type=count, default=256, metavar="TOKENS", help="tokens per sequence (default 256)"
+    )
+    parser.add_argument(
+        "--batches", default="8", metavar="N,...", help="comma-separated numbers of sequences per step (default 8)"
+    )
+    parser.add_argument(
+        "--mix", metavar="POLICY", help="policy per block, as plan prints it: offload:10,recompute:4,keep:2"
+    )
+    parser.add_argument(
+        "--threads", type=count, default=1, metavar="N", help="compute threads; one more moves bytes (default 1)"
+    )
+    parser.add_argument(
+        "--ways",
+        default="keep,recompute,save_on_cpu,ssd,mix",
+        metavar="NAME,...",
+        help="comma-separated methods (default: all five)",
     )
 
 
 def _add_engine(parser: argparse.ArgumentParser, count: _Count) -> None:
-    parser.add_argument("--folder", type=Path, required=True, help="on the SSD; nothing is left behind")
+    parser.add_argument(
+        "--folder", type=Path, required=True, metavar="DIR", help="folder on the SSD; no files are left behind"
+    )
     parser.add_argument(
         "--model",
         default="qwen2.5-7b",
-        help="committed name, a config.json, or dit:LAYERSxWIDTHxPATCHES, a diffusion transformer (default qwen2.5-7b)",
+        help="built-in name, a config.json, or dit:LAYERSxWIDTHxPATCHES, a diffusion transformer (default qwen2.5-7b)",
     )
-    parser.add_argument("--twin", type=count, default=16, help="divide the model's widths (default 16)")
-    parser.add_argument("--contexts", default="256", help="tokens of a step, separated by commas (default 256)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of weights and products")
-    parser.add_argument("--threads", type=count, default=2, help="that compute (default 2)")
+    parser.add_argument(
+        "--twin", type=count, default=16, metavar="K", help="divide the model's widths by K (default 16)"
+    )
+    parser.add_argument(
+        "--contexts",
+        default="256",
+        metavar="TOKENS,...",
+        help="comma-separated numbers of tokens per step (default 256)",
+    )
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of weights and matrix products (default fp32)"
+    )
+    parser.add_argument("--threads", type=count, default=2, metavar="N", help="compute threads (default 2)")
     parser.add_argument(
         "--ways",
         default="memory,optimized",
-        help="of memory,optimized,naive,none,inputs,swapped, and swap0 to swap100, percent of what may be swapped "
-        "(default the first two)",
+        metavar="NAME,...",
+        help="comma-separated, of memory, optimized, naive, none, inputs, swapped, and swap0 to swap100 (percent of "
+        "the swappable activations) (default: the first two)",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what computes (default cpu)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="compute device (default cpu)")
     parser.add_argument(
         "--cores",
         choices=("shared", "split"),
         default="shared",
-        help="split: products have one core, and updates and I/O the others, as beside a GPU (default shared)",
+        help="split: one core for matrix products, the others for updates and I/O, as with a GPU (default shared)",
     )
     parser.add_argument(
         "--path-rate",
         type=int,
         default=0,
         metavar="BYTES",
-        help="a second, of an SSD that is slower than the folder's: then the simulator's step is shown, too",
+        help="limit the SSD to BYTES per second; also shows the simulated step",
     )
-    parser.add_argument("--trace", type=int, choices=(0, 1), default=0, help="1: events of one more step of each way")
+    parser.add_argument(
+        "--trace", type=int, choices=(0, 1), default=0, help="1: record the events of one more step per method"
+    )
 
 
 def _add_placement(parser: argparse.ArgumentParser, count: _Count) -> None:
-    parser.add_argument("--model", default="llama3.2-1b", help="committed name, or a config.json (default llama3.2-1b)")
-    parser.add_argument("--twin", type=count, default=4, help="divide the model's widths (default 4)")
-    parser.add_argument("--context", type=count, default=256, help="tokens a sequence (default 256)")
-    parser.add_argument("--batch", type=count, default=1, help="sequences a step (default 1)")
-    parser.add_argument("--threads", type=count, default=2, help="that compute (default 2)")
+    parser.add_argument("--model", default="llama3.2-1b", help="built-in name, or a config.json (default llama3.2-1b)")
+    parser.add_argument("--twin", type=count, default=4, metavar="K", help="divide the model's widths by K (default 4)")
+    parser.add_argument(
+        "--context", type=count, default=256, metavar="TOKENS", help="tokens per sequence (default 256)"
+    )
+    parser.add_argument("--batch", type=count, default=1, metavar="N", help="sequences per step (default 1)")
+    parser.add_argument("--threads", type=count, default=2, metavar="N", help="compute threads (default 2)")
     parser.add_argument(
         "--placements",
         nargs="+",
         default=["latency_first", "interleave", "node"],
         metavar="PLACEMENT",
-        help="as train takes them, and node: all on the nearest (default latency_first interleave node)",
+        help="placements as for train, or node: all on the nearest node (default latency_first interleave node)",
     )
 
 

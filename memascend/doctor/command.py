@@ -19,27 +19,31 @@ def add_doctor(commands: Any) -> None:
 
     parser = commands.add_parser(
         "doctor",
-        help="what this machine can do, what is missing, and the exact fix",
-        description="Checks kernel, memory, SSD, GPU and packages. Writes nothing but one nameless temporary file in "
-        "--nvme. Exit status: 0, 1 if something fails, 2 for an error.",
+        help="check this machine, and print what is missing with the exact fix",
+        description="Check kernel, memory, SSD, GPU and packages. Writes nothing but one unnamed temporary file in "
+        "--nvme. Exit status: 0, 1 if a check fails, 2 for an error.",
     )
-    parser.add_argument("--nvme", type=Path, metavar="FOLDER", help="folder for swap files: tried with O_DIRECT, timed")
+    parser.add_argument(
+        "--nvme", type=Path, metavar="DIR", help="folder for swap files: tested with O_DIRECT and timed"
+    )
     parser.add_argument(
         "--tiers",
         type=Path,
         nargs="+",
         default=[],
-        metavar="FOLDER",
-        help="several drives, as in the key tiers: each is tried, and what they give together",
+        metavar="DIR",
+        help="folders on several drives, as for the key tiers: each is tested, and all in parallel",
     )
-    parser.add_argument("--no-speed", action="store_true", help="leave out the timed write and read (up to 1 GiB)")
-    parser.add_argument("--model", help="check against what the plan of this model needs")
-    parser.add_argument("--system", default="memascend", help="of that plan (default memascend)")
-    parser.add_argument("--gpus", "--ranks", type=count, default=1, help="of that plan (default 1)")
-    parser.add_argument("--context", type=count, help="of that plan (default as plan's)")
-    parser.add_argument("--batch", type=count, default=1, help="of that plan (default 1)")
-    parser.add_argument("--dtype", default="bf16", help="of that plan: bf16 (default) or fp16")
-    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument("--no-speed", action="store_true", help="skip the timed write and read (up to 1 GiB)")
+    parser.add_argument("--model", metavar="MODEL", help="check against the needs of a plan for this model")
+    parser.add_argument(
+        "--system", default="memascend", metavar="SYSTEM", help="system of that plan (default memascend)"
+    )
+    parser.add_argument("--gpus", "--ranks", type=count, default=1, metavar="N", help="GPUs of that plan (default 1)")
+    parser.add_argument("--context", type=count, metavar="TOKENS", help="context of that plan (default: that of plan)")
+    parser.add_argument("--batch", type=count, default=1, metavar="N", help="batch per GPU of that plan (default 1)")
+    parser.add_argument("--dtype", default="bf16", metavar="DTYPE", help="dtype of that plan: bf16 (default) or fp16")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
 
 

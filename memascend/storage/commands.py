@@ -18,19 +18,20 @@ def add_storage(commands: Any) -> None:
     """Registers `storage` and its subcommands with the argparse subparsers `commands`."""
     parser = commands.add_parser(
         "storage",
-        help="make, list, verify and unmake stores of tensors on raw devices",
-        description="A store is a set of devices (or files) that tensors are striped over. Name all of its devices.",
+        help="create, list, verify and destroy stores of tensors on raw devices",
+        description="A store is a set of devices (or files) over which tensors are striped. Name all of its devices.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="action", parser_class=type(parser))
-    _add(actions, "format", _format, "make an empty store; refuses whatever may hold data", _format_options)
-    _add(actions, "ls", _list, "the tensors of a store", _json_option)
+    _add(actions, "format", _format, "create an empty store; refuses devices that may hold data", _format_options)
+    _add(actions, "ls", _list, "list the tensors of a store", _json_option)
     _add(actions, "verify", _verify, "read every tensor and compare its checksum; exit status 2 if any is damaged",
          lambda sub: (_json_option(sub), sub.add_argument("--repair", action="store_true",
                                                         help="erase the damaged tensors from the index")))  # fmt: skip
-    _add(actions, "gc", _collect, "remove what killed processes have left in shared memory; of a store also: rewrite "
-         "the log with live records only, free what dead processes had reserved; of a folder: remove the scratch files "
-         "that killed processes have left there", several="*")  # fmt: skip
-    _add(actions, "destroy", _destroy, "unmake a store: its tensors are gone", _destroy_options)
+    _add(actions, "gc", _collect, "remove what killed processes left in shared memory; for a store also compact the "
+         "log to its live records and free what dead processes had reserved; for a folder remove the scratch files "
+         "that "
+         "killed processes left there", several="*")  # fmt: skip
+    _add(actions, "destroy", _destroy, "destroy a store and all of its tensors", _destroy_options)
 
 
 def _add(actions: Any, name: str, run: Any, summary: str, options: Any = None, several: str = "+") -> None:
@@ -51,7 +52,7 @@ def _reported(run: Any, options: argparse.Namespace) -> str:
 
 
 def _json_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
 def _word_options(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +61,7 @@ def _word_options(parser: argparse.ArgumentParser) -> None:
         "--serial",
         action="append",
         default=[],
-        help="serial number of each device, in the same order; of a file or loop device: its full path",
+        help="serial number of each device, in the same order; for a file or loop device its full path",
     )
 
 
@@ -70,11 +71,24 @@ def _destroy_options(parser: argparse.ArgumentParser) -> None:
 
 def _format_options(parser: argparse.ArgumentParser) -> None:
     _word_options(parser)
-    parser.add_argument("--weight", action="append", type=int, default=[], help="share of each device (default alike)")
-    parser.add_argument("--chunk", type=_size, default=64 << 10, help="unit of space (default 64K)")
-    parser.add_argument("--log", type=_size, default=0, help="size of half the index log (default by device size)")
-    parser.add_argument("--size", type=_size, help="make missing files of this size, written through once")
-    parser.add_argument("--discard-contents", action="store_true", help="data of unknown kind may be lost")
+    parser.add_argument(
+        "--weight",
+        action="append",
+        type=int,
+        default=[],
+        metavar="N",
+        help="relative share of each device (default: equal)",
+    )
+    parser.add_argument("--chunk", type=_size, default=64 << 10, metavar="SIZE", help="allocation unit (default 64K)")
+    parser.add_argument(
+        "--log", type=_size, default=0, metavar="SIZE", help="size of half the index log (default: by device size)"
+    )
+    parser.add_argument(
+        "--size", type=_size, metavar="SIZE", help="create missing files of this size, fully written once"
+    )
+    parser.add_argument(
+        "--discard-contents", action="store_true", help="allow overwriting devices with unrecognised contents"
+    )
 
 
 def _size(text: str) -> int:

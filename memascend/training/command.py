@@ -21,15 +21,16 @@ def add_train(commands: Any) -> None:
     """Registers `train` with the argparse subparsers `commands`."""
     parser = commands.add_parser(
         "train",
-        help="fine-tune a model, all of its weights, on any system",
+        help="fine-tune all weights of a model, with any system",
         description="Fine-tune all weights of a causal language model. Keys of the configuration and flags are the "
-        "same; a flag wins. SIGTERM or Ctrl-C leaves with a checkpoint; --resume goes on as if nothing had happened.",
+        "same; a flag wins. SIGTERM or Ctrl-C stops the run with a checkpoint; --resume continues it with identical "
+        "results.",
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --output")
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check model, text, memory and disk, say what would be trained, and leave nothing behind",
+        help="check model, text, memory and disk, print what would be trained, and leave no files behind",
     )
     _add_options(parser)
     parser.set_defaults(run=_train)
@@ -39,12 +40,12 @@ def add_info(commands: Any) -> None:
     """Registers `info`."""
     parser = commands.add_parser(
         "info",
-        help="how far a run is, what its folder holds, and what to type next",
-        description="Look at a run's folder: model, step, losses, checkpoints, states, and the next command. Nothing "
-        "is changed; it may train meanwhile.",
+        help="show the progress of a run, the contents of its folder, and the next command",
+        description="Show a run's model, step, losses, checkpoints, states, and the next command. Read-only; the run "
+        "may be training meanwhile.",
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run (--output of train)")
-    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=_info)
 
 
@@ -52,16 +53,16 @@ def add_export(commands: Any) -> None:
     """Registers `export`."""
     parser = commands.add_parser(
         "export",
-        help="the weights of a run, stopped or finished, as a folder that from_pretrained loads",
-        description="Write a run's newest weights into a new folder, with configuration and tokenizer: of its states "
-        "on the SSD, tensor by tensor, or of its newest checkpoint, whichever is later.",
+        help="write the weights of a stopped or finished run as a folder that from_pretrained loads",
+        description="Write a run's newest weights into a new folder, with configuration and tokenizer: from its "
+        "states on the SSD, tensor by tensor, or from its newest checkpoint, whichever is later.",
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run (--output of train)")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to make")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to create")
     parser.add_argument(
         "--shard-size",
         metavar="BYTES",
-        help="at most so much in a file of weights, as 5GB; several files have an index; default 50GB",
+        help="maximum size of a file of weights, such as 5GB; several files get an index (default 50GB)",
     )
     parser.set_defaults(run=_export)
 
@@ -70,26 +71,26 @@ def add_generate(commands: Any) -> None:
     """Registers `generate`."""
     parser = commands.add_parser(
         "generate",
-        help="text from the newest weights of a run on the SSD, a block in memory at a time",
-        description="Go on with a text by the newest weights of a run of --system lohan, stopped or finished, whose "
-        "states are on the SSD. Each token reads all weights once; no more of them is in memory than in training.",
+        help="generate text from the newest weights of a run on the SSD, one block in memory at a time",
+        description="Continue a text with the newest weights of a stopped or finished run of --system lohan whose "
+        "states are on the SSD. Each token reads all weights once; no more of them are in memory than in training.",
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run (--output of train)")
-    parser.add_argument("--prompt", required=True, type=_text, metavar="TEXT", help="the text to go on with")
-    parser.add_argument("--tokens", type=count, default=32, metavar="N", help="at most so many more (default 32)")
+    parser.add_argument("--prompt", required=True, type=_text, metavar="TEXT", help="text to continue")
     parser.add_argument(
-        "--temperature", type=_temperature, default=0.0, metavar="T", help="0: the likeliest token each (default)"
+        "--tokens", type=count, default=32, metavar="N", help="maximum number of new tokens (default 32)"
     )
-    parser.add_argument("--seed", type=_seed, default=0, help="of what is drawn with a temperature (default 0)")
+    parser.add_argument(
+        "--temperature", type=_temperature, default=0.0, metavar="T", help="sampling temperature; 0: greedy (default)"
+    )
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed for sampling (default 0)")
     parser.set_defaults(run=_generate)
 
 
 def _temperature(text: str) -> float:
     value = float(text)
     if value and not _LEAST_TEMPERATURE <= value < math.inf:  # smaller ones overflow what logits are divided into
-        raise argparse.ArgumentTypeError(
-            f"{text}: use 0 (the likeliest token), or a number from {_LEAST_TEMPERATURE} on"
-        )
+        raise argparse.ArgumentTypeError(f"{text}: use 0 (greedy), or a number of at least {_LEAST_TEMPERATURE}")
     return value
 
 
@@ -112,29 +113,31 @@ def add_verify(commands: Any) -> None:
     """Registers `verify` with the argparse subparsers `commands`."""
     parser = commands.add_parser(
         "verify",
-        help="a few steps on a system against training in memory: equal to the bit, or the first tensor that differs",
-        description="Train the same few steps twice, from the same weights and batches: on the system asked for, and "
-        "in memory. Losses, gradient norms, weights, master weights and moments are compared; exit 0 where they are "
-        "as equal as they should be, else 1. Takes the keys and flags of train; --output keeps both runs.",
+        help="compare a few steps of a system with training in memory: bit-identical, or the first tensor that differs",
+        description="Train the same few steps twice, from the same weights and batches: with the given system, and in "
+        "memory. Losses, gradient norms, weights, master weights and moments are compared. Exit status: 0 if they are "
+        "as equal as expected, else 1. Takes the keys and flags of train; --output keeps both runs.",
     )
-    parser.add_argument("--json", action="store_true", help="the result as JSON")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument(
-        "--reference", help="in_memory: plain PyTorch, one process (default); zero_offload: DeepSpeed, any --ranks"
+        "--reference",
+        metavar="SYSTEM",
+        help="in_memory: plain PyTorch, one process (default); zero_offload: DeepSpeed, any --ranks",
     )
     _add_options(parser)
     parser.set_defaults(run=_verify)
 
 
 def _add_options(parser: Any) -> None:
-    parser.add_argument("--config", type=Path, help="YAML file with any of the keys below")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with any of the keys below")
     for name in configs.OPTIONS:
         flag, text = f"--{name.replace('_', '-')}", configs.help_of(name)
         if configs.is_flag(name):
             parser.add_argument(flag, action="store_true", default=None, help=text)
         elif configs.takes_many(name):
-            parser.add_argument(flag, nargs="+", metavar="TEXT", help=text)
+            parser.add_argument(flag, nargs="+", metavar=configs.metavar_of(name), help=text)
         else:
-            parser.add_argument(flag, metavar="X", help=text)
+            parser.add_argument(flag, metavar=configs.metavar_of(name), help=text)
     parser.refused = {f"--{name.replace('_', '-')}": reason for name, reason in configs.OUT_OF_SCOPE.items()}
 
 
@@ -158,7 +161,7 @@ def _train(options: argparse.Namespace) -> NoReturn:
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if options.dry_run:
-            raise ValueError("--dry-run is of one process: leave the launcher out")
+            raise ValueError("--dry-run runs in one process: start it without the launcher")
         raise SystemExit(join(config, resume=resume, wanted=wanted))
     raise SystemExit(launch(config, resume=resume, wanted=wanted, dry_run=options.dry_run))
 

@@ -32,13 +32,25 @@ MAY_CHANGE_ON_RESUME = (
 
 
 def _option(
-    default: Any, text: str, *, choices: tuple[str, ...] = (), least: float | None = None, below: float | None = None
+    default: Any,
+    text: str,
+    metavar: str = "",
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    below: float | None = None,
 ) -> Any:
-    return dataclasses.field(default=default, metadata=_limits(text, choices, least, below))
+    return dataclasses.field(default=default, metadata=_limits(text, metavar, choices, least, below))
 
 
-def _limits(text: str, choices: tuple[str, ...] = (), least: float | None = None, below: float | None = None) -> Any:
-    return {"help": text, "choices": choices, "least": least, "below": below}
+def _limits(
+    text: str,
+    metavar: str,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    below: float | None = None,
+) -> Any:
+    return {"help": text, "metavar": metavar, "choices": choices, "least": least, "below": below}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,133 +58,158 @@ class TrainConfig:
     """A run, checked key by key. Counts are steps, sequences or tokens as their help says."""
 
     # What is trained.
-    model: str = _option("", "local folder, hub name (Qwen/Qwen2.5-0.5B), or a committed name with --random-weights")
-    random_weights: bool = _option(False, "initialise the weights instead of loading them: to try things out")
-    twin: int = _option(1, "divide the model's widths by k, a power of two (implies random weights)", least=1)
+    model: str = _option(
+        "", "local folder, Hugging Face name (Qwen/Qwen2.5-0.5B), or a built-in name with --random-weights", "MODEL"
+    )
+    random_weights: bool = _option(False, "initialise the weights randomly instead of loading them, for trials")
+    twin: int = _option(1, "divide the model's widths by K, a power of two (implies --random-weights)", "K", least=1)
     tokenizer: str | None = _option(
-        None, "local folder or hub name; default: the model's, else one trained on the text"
+        None, "local folder or Hugging Face name; default: the model's, else one trained on the text", "NAME"
     )
     dtype: str = _option(
-        "bf16", "weights and activations; fp32: in_memory and lohan alone", choices=("bf16", "fp16", "fp32")
+        "bf16",
+        "dtype of weights and activations; fp32 only with --system in_memory or lohan",
+        choices=("bf16", "fp16", "fp32"),
     )
     # What it is trained on.
     data: list[str] = dataclasses.field(
-        default_factory=list, metadata=_limits("text files, folders, .jsonl files, or one datasets name")
+        default_factory=list,
+        metadata=_limits("text files, folders, .jsonl files, or the name of one Hugging Face dataset", "PATH"),
     )
-    files: str = _option("*", "which files of a folder: a pattern such as '*.py'")
-    text_field: str = _option("text", "field of a .jsonl file or dataset that holds the text")
-    subset: str | None = _option(None, "configuration of a hub dataset")
-    split: str = _option("train", "split of a hub dataset")
+    files: str = _option("*", "pattern of the files to take from a folder, such as '*.py'", "PATTERN")
+    text_field: str = _option("text", "field of a .jsonl file or dataset that holds the text", "FIELD")
+    subset: str | None = _option(None, "configuration of a Hugging Face dataset", "NAME")
+    split: str = _option("train", "split of a Hugging Face dataset", "NAME")
     eval_data: list[str] = dataclasses.field(
-        default_factory=list, metadata=_limits("text to evaluate on; default: a share of the documents of --data")
+        default_factory=list,
+        metadata=_limits("text for evaluation; default: a share of the documents of --data", "PATH"),
     )
-    eval_share: float = _option(0.02, "share of the documents kept for evaluation", least=0, below=1)
+    eval_share: float = _option(0.02, "share of the documents held out for evaluation", "SHARE", least=0, below=1)
     context: int | None = _option(
-        None, "tokens a sequence, that documents are packed to; default 4096, or the model's longest if less", least=2
+        None,
+        "tokens per sequence, into which documents are packed; default 4096, or the model's maximum if less",
+        "TOKENS",
+        least=2,
     )
     # How.
-    steps: int | None = _option(None, "optimizer steps; default: as --epochs says", least=1)
-    epochs: float = _option(1.0, "passes over the data, where --steps is not given", least=0.0001)
-    batch: int = _option(1, "sequences a rank at a time", least=1)
-    accumulate: int = _option(1, "batches whose gradients are added up before a step", least=1)
+    steps: int | None = _option(None, "optimizer steps; default: derived from --epochs", "N", least=1)
+    epochs: float = _option(1.0, "passes over the data, unless --steps is given", "N", least=0.0001)
+    batch: int = _option(1, "sequences per rank and micro-batch", "N", least=1)
+    accumulate: int = _option(1, "micro-batches per optimizer step (gradient accumulation)", "N", least=1)
     accumulation: str = _option(
         "horizontal",
-        "of system lohan: vertical, all batches of a step through a block before the next block, so that weights are "
-        "read twice a step; horizontal, one batch after the other; auto: vertical where the batches are independent "
-        "(no dropout) and the CPU computes; equal bits",
+        "order of micro-batches (system lohan): vertical runs all micro-batches of a step through a block before the "
+        "next block, so that weights are read only twice per step; horizontal runs one micro-batch after the other; "
+        "auto: vertical if the micro-batches are independent (no dropout) and the CPU computes; all give the same bits",
         choices=("auto", "vertical", "horizontal"),
     )
-    learning_rate: float | None = _option(None, "at its highest; default 1e-5, and 5e-4 for random weights", least=0)
-    warmup: int | None = _option(None, "steps over which it rises; default: 3 %% of all", least=0)
-    schedule: str = _option("cosine", "how it falls afterwards", choices=("cosine", "linear", "constant"))
-    weight_decay: float = _option(0.01, "AdamW's", least=0)
-    beta1: float = _option(0.9, "AdamW's", least=0, below=1)
-    beta2: float = _option(0.999, "AdamW's", least=0, below=1)
-    eps: float = _option(1e-8, "AdamW's", least=0)
-    clip: float = _option(DEFAULT_CLIP, "largest norm of the gradients; 0 leaves them as they are", least=0)
-    seed: int = _option(0, "of the initial weights, the split and the order of the data", least=0)
+    learning_rate: float | None = _option(
+        None, "peak learning rate; default 1e-5, or 5e-4 for random weights", "RATE", least=0
+    )
+    warmup: int | None = _option(None, "warm-up steps; default: 3 %% of all", "STEPS", least=0)
+    schedule: str = _option(
+        "cosine", "learning-rate schedule after the warm-up", choices=("cosine", "linear", "constant")
+    )
+    weight_decay: float = _option(0.01, "weight decay of AdamW", "X", least=0)
+    beta1: float = _option(0.9, "beta1 of AdamW", "X", least=0, below=1)
+    beta2: float = _option(0.999, "beta2 of AdamW", "X", least=0, below=1)
+    eps: float = _option(1e-8, "epsilon of AdamW", "X", least=0)
+    clip: float = _option(DEFAULT_CLIP, "maximum gradient norm; 0: no clipping", "NORM", least=0)
+    seed: int = _option(0, "seed of the initial weights, the evaluation split and the order of the data", "N", least=0)
     # Where memory goes.
     system: str = _option(
-        "memascend", "memascend, lohan, zero_infinity, zero_offload, mlp_offload, ssdtrain, cxl, in_memory"
+        "memascend", "memascend, lohan, zero_infinity, zero_offload, mlp_offload, ssdtrain, cxl, in_memory", "SYSTEM"
     )
-    arm: str | None = _option(None, "a variant of the system; default: its first")
-    ranks: int = _option(1, "processes, one a GPU", least=1)
+    arm: str | None = _option(None, "variant of the system; default: its first", "VARIANT")
+    ranks: int = _option(1, "processes, one per GPU", "N", least=1)
     matmul: str = _option(
         "auto",
-        "on a CPU, products of bf16 matrices: native, PyTorch's; fp32, and rounded once; auto: fp32 where this CPU has "
-        "no bf16 arithmetic (no AVX-512), and native products of backward take far longer",
+        "bf16 matrix products on a CPU: native uses PyTorch's; fp32 computes in fp32 and rounds once; auto: fp32 if "
+        "this CPU has no bf16 arithmetic (no AVX-512), where native products in backward are far slower",
         choices=("auto", "native", "fp32"),
     )
-    threads: int | None = _option(None, "CPU threads a rank; default: all cores, shared out", least=1)
-    nvme: str | None = _option(None, "folder on the SSD for swap files; default: in the output folder")
+    threads: int | None = _option(
+        None, "CPU threads per rank; default: all cores, divided among the ranks", "N", least=1
+    )
+    nvme: str | None = _option(None, "folder on the SSD for swap files; default: inside the output folder", "DIR")
     devices: list[str] = dataclasses.field(
         default_factory=list,
-        metadata=_limits("raw devices to swap to in place of files, made ready by 'memascend storage format'"),
+        metadata=_limits("raw devices to swap to instead of files, prepared by 'memascend storage format'", "DEVICE"),
     )
     tiers: list[str] = dataclasses.field(
         default_factory=list,
         metadata=_limits(
-            "several folders or raw devices to swap to together, each on a drive of its own, without RAID"
+            "several folders or raw devices to swap to in parallel, each on its own drive, without RAID", "PATH"
         ),
     )
     write_budget: str | None = _option(
-        None, "what each of the tiers may be written before the run stops: 300TB in all, or 0.5TB/day"
+        None, "stop the run when a tier has been written this much: 300TB in total, or 0.5TB/day", "SIZE"
     )
     host_memory: str | None = _option(
-        None, "host memory that this training may take, all ranks, as 24GiB: planned first, and a limit while it runs"
+        None,
+        "limit on this training's host memory, all ranks together, such as 24GiB: checked by the plan and enforced "
+        "while running",
+        "SIZE",
     )
     placement: str | None = _option(
-        None, "NUMA nodes of host buffers: latency_first, interleave, process_interleave, or {class: node, ...}"
+        None,
+        "NUMA nodes of host buffers: latency_first, interleave, process_interleave, or {class: node, ...}",
+        "POLICY",
     )
     copy_checkpoints: bool = _option(
-        False, "write all of a checkpoint, also what could share its blocks with the swap files (XFS, Btrfs)"
+        False, "write checkpoints in full, even what could share blocks with the swap files (XFS, Btrfs)"
     )
     state_versions: str = _option(
         "auto",
-        "of system lohan's states on the SSD: two, or one, 18 bytes a parameter for 28, with gradients that a step is "
-        "done again from; auto: two where they fit; checkpoint: one alone, 14 bytes (18 with clipping), and after a "
-        "kill in the middle of a step on from the last checkpoint",
+        "copies of the optimizer states on the SSD (system lohan): two; one, 18 instead of 28 bytes per parameter, "
+        "with saved gradients from which an interrupted step is redone; auto: two if they fit; checkpoint: one, 14 "
+        "bytes (18 with clipping), where a kill in the middle of a step resumes from the last checkpoint",
         choices=STATE_VERSIONS,
     )
     states: str = _option(
         "fp32",
-        "master weights and optimizer states; bf16 halves the I/O; int8 (system lohan): bf16 weights are the only "
-        "master and moments are 8-bit codes, 4.1 bytes a parameter",
+        "dtype of master weights and optimizer states; bf16 halves the I/O; int8 (system lohan): bf16 weights are the "
+        "only master and moments are 8-bit codes, 4.1 bytes per parameter",
         choices=("fp32", "bf16", "int8"),
     )
-    gradients: str = _option("fp32", "the buffer that gradients are added up in", choices=("fp32", "bf16"))
-    attention: str = _option("auto", "flash needs a GPU", choices=MODEL_OPTIONS["attention"])
-    loss: str = _option("chunked", "chunked never holds all logits", choices=MODEL_OPTIONS["loss"])
+    gradients: str = _option("fp32", "dtype of the gradient accumulation buffer", choices=("fp32", "bf16"))
+    attention: str = _option("auto", "attention implementation; flash needs a GPU", choices=MODEL_OPTIONS["attention"])
+    loss: str = _option("chunked", "loss implementation; chunked never holds all logits", choices=MODEL_OPTIONS["loss"])
     checkpointing: str = _option(
         "offloaded",
-        "gradient checkpointing; offloaded keeps the checkpoints in host memory, ssd sends all activations to the SSD",
+        "gradient checkpointing; offloaded keeps the checkpoints in host memory, ssd offloads all activations to the "
+        "SSD",
         choices=MODEL_OPTIONS["checkpointing"],
     )
     activations: str = _option(
         "auto",
-        "with checkpointing ssd: auto (what the SSD takes in time), all, bytes a forward pass such as 2GiB, or what "
-        f"becomes of the blocks, first to last, as plan prints it: {EXAMPLE}",
+        "with --checkpointing ssd: auto (what the SSD absorbs in time), all, bytes per forward pass such as 2GiB, or "
+        f"a policy per block, first to last, as plan prints it: {EXAMPLE}",
+        "POLICY",
     )
     activation_writes: str | None = _option(
-        None, "with checkpointing ssd: what may be written for activations in all, as 40TiB; default: no limit"
+        None,
+        "with --checkpointing ssd: limit on the total bytes written for activations, such as 40TiB; default: no limit",
+        "SIZE",
     )
     # What it leaves behind.
-    output: str | None = _option(None, "folder of the run; default: runs/<model>")
-    log_every: int = _option(1, "steps between two lines", least=1)
-    eval_every: int = _option(0, "steps between two evaluations; 0: at the end alone", least=0)
-    eval_sequences: int = _option(64, "at most so many sequences an evaluation; 0: none", least=0)
-    save_every: int = _option(500, "steps between two checkpoints; 0: at the end alone", least=0)
+    output: str | None = _option(None, "output folder of the run; default: runs/<model>", "DIR")
+    log_every: int = _option(1, "steps between log lines", "STEPS", least=1)
+    eval_every: int = _option(0, "steps between evaluations; 0: only at the end", "STEPS", least=0)
+    eval_sequences: int = _option(64, "maximum number of sequences per evaluation; 0: no evaluation", "N", least=0)
+    save_every: int = _option(500, "steps between checkpoints; 0: only at the end", "STEPS", least=0)
     checkpoints: str = _option(
         "full",
-        "what a checkpoint holds: all; or the weights alone, or none is written, where the states on the SSD outlive "
-        "the run (system lohan): --resume goes on from them, and memascend export makes a model folder of them",
+        "contents of a checkpoint: full; or weights only, or none is written, if the states on the SSD outlive the "
+        "run (system lohan): --resume continues from them, and memascend export turns them into a model folder",
         choices=CHECKPOINTS,
     )
-    keep: int = _option(2, "checkpoints that are kept, the newest", least=1)
+    keep: int = _option(2, "number of newest checkpoints to keep", "N", least=1)
     trace: str | None = _option(
         None,
-        "file for the events of this call's second step, which Perfetto opens; with {step} in its name a file for each "
-        "step from the second on",
+        "write the events of this call's second step to FILE, for Perfetto; with {step} in its name one file per step "
+        "from the second on",
+        "FILE",
     )
 
     @property
@@ -199,14 +236,15 @@ class TrainConfig:
         amount: str | int = self.activations
         fates = self.block_fates()
         if fates is None and amount not in ("auto", "all"):
-            amount = parse_bytes(amount, "'activations' (auto, all, bytes, or fates of blocks)")
+            amount = parse_bytes(amount, "'activations' (auto, all, bytes, or a policy per block)")
         written = parse_bytes(self.activation_writes, "'activation_writes'") if self.activation_writes else None
         if self.checkpointing == "ssd":
             return ({"amount": amount} if fates is None else {"mix": str(fates)}) | {"write_budget_bytes": written}
         for name in ("activations", "activation_writes"):
             if getattr(self, name) != _FIELDS[name].default:
                 raise ValueError(
-                    f"'{name}' says how activations go to the SSD, and checkpointing is '{self.checkpointing}': set it "
+                    f"'{name}' only applies with checkpointing ssd, but checkpointing is '{self.checkpointing}': set "
+                    "it "
                     f"to ssd, or leave {name} out"
                 )
         return None
@@ -226,11 +264,16 @@ OPTIONS = tuple(_FIELDS)
 
 
 def help_of(name: str) -> str:
-    """One line for `--help`: text, choices, default."""
+    """One line for `--help`: text, default."""
     field = _FIELDS[name]
     default = "" if field.default in (None, "", dataclasses.MISSING, False) else f" (default {field.default})"
-    choices = f": {', '.join(field.metadata['choices'])}" if field.metadata["choices"] else ""
-    return f"{field.metadata['help']}{choices}{default}"
+    return f"{field.metadata['help']}{default}"
+
+
+def metavar_of(name: str) -> str:
+    """What stands for the value in `--help`: the choices, or what the value is."""
+    metadata = _FIELDS[name].metadata
+    return "{" + ",".join(metadata["choices"]) + "}" if metadata["choices"] else metadata["metavar"]
 
 
 def is_flag(name: str) -> bool:
@@ -252,7 +295,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"the configuration {path} is not YAML: {error}") from None
     if not isinstance(loaded, dict):
-        raise ValueError(f"the configuration {path} holds no keys; the least is 'model: ...' and 'data: ...'")
+        raise ValueError(f"the configuration {path} holds no keys; it needs at least 'model: ...' and 'data: ...'")
     return {name: checked(name, value, f"{path}") for name, value in loaded.items()}
 
 
@@ -332,16 +375,16 @@ def complete(values: dict[str, Any]) -> TrainConfig:
     if not config.data:
         raise ValueError("no data: name text files, folders or a dataset with --data, or with 'data:'")
     if config.twin & (config.twin - 1):
-        raise ValueError(f"--twin {config.twin} is not a power of two: take 2, 4, 8, 16 ...")
+        raise ValueError(f"--twin {config.twin} is not a power of two: use 2, 4, 8, 16 ...")
     if config.host_memory is not None:
         parse_bytes(config.host_memory)
     config.activation_section()
     if config.write_budget is not None:
         WriteBudget.parse(config.write_budget)
         if not config.tiers:
-            raise ValueError("write_budget counts what tiers are written: name the folders with --tiers")
+            raise ValueError("write_budget applies to tiers only: name the folders with --tiers")
     if config.tiers and config.devices:
-        raise ValueError("tiers and devices exclude one another: name the devices among the --tiers")
+        raise ValueError("tiers and devices are mutually exclusive: list the devices in --tiers")
     return config
 
 
@@ -357,7 +400,7 @@ def resumed(saved: dict[str, Any], wanted: dict[str, Any]) -> TrainConfig:
         before = current.peak_learning_rate if name == "learning_rate" else getattr(current, name)
         was = "was not given" if before is None else f"was {before!r}"
         raise ValueError(
-            f"--resume goes on as the run began, and '{name}' {was}, not {value!r}; leave it "
+            f"--resume continues with the run's own configuration: '{name}' {was}, not {value!r}; leave it "
             "out, or start a new run from this one's weights: --model OUTPUT/model --output another"
         )
     changes = {name: value for name, value in wanted.items() if name in MAY_CHANGE_ON_RESUME}

@@ -94,7 +94,7 @@ def test_train_refuses_paths_where_nothing_uses_them():
         check(config_of(system="in_memory", tiers=["/a"]))
     with pytest.raises(ValueError, match="name the folders with --tiers"):
         config_of(write_budget="1TB")
-    with pytest.raises(ValueError, match="exclude one another"):
+    with pytest.raises(ValueError, match="mutually exclusive"):
         config_of(tiers=["/a"], devices=["/dev/b"])
 
 

@@ -56,7 +56,7 @@ def test_what_was_foretold_stands_beside_what_came(tmp_path):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--cases", "lohan"], "'lohan' is no case; write system:arm:model"),
+        (["--cases", "lohan"], "'lohan' is not a case: expected system:arm:model"),
         (["--foretold", "nowhere.json"], "there is no record nowhere.json"),
     ],
 )

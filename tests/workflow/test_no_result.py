@@ -47,7 +47,7 @@ def ended(folder: Path, words: str, limit: float | None, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("words", "limit", "status", "reason"),
     [
-        ("--part overflow -- --numels 30000000 --repeats 1000", 0.3, "timeout", "exit status 124, without a word"),
+        ("--part overflow -- --numels 30000000 --repeats 1000", 0.3, "timeout", "exit status 124, no output"),
         ("--part overflow -- --dtypes fp64", None, "failed", "unknown 'fp64'"),
     ],
 )

@@ -1,7 +1,7 @@
-"""Run `memascend bench PART …` and write what it measured as a run record.
+"""Run `memascend bench PART …` and write its result as a run record.
 
 usage: python -m workflows.run.bench --part adamw --out results/raw/bench-adamw.json [-- --numels 30000000]
-What follows `--` goes to the benchmark. The benchmark has a process of its own; it knows nothing of records.
+Arguments after `--` are passed to the benchmark, which runs in its own process and knows nothing of records.
 """
 
 from __future__ import annotations
@@ -26,11 +26,16 @@ PARTS += ("tiers", "checkpoints")
 
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--part", choices=PARTS, required=True)
-    p.add_argument("--run-id", default="")
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--throttle", type=int, metavar="BYTES", help="a second, each way, of a --folder made for it (root)")
-    p.add_argument("options", nargs="*", help="of the benchmark, behind --")
+    p.add_argument("--part", choices=PARTS, required=True, help="benchmark to run")
+    p.add_argument("--run-id", default="", metavar="ID", help="id of the run (default: the name of --out)")
+    p.add_argument("--out", type=Path, required=True, metavar="FILE", help="run record to write")
+    p.add_argument(
+        "--throttle",
+        type=int,
+        metavar="BYTES",
+        help="limit a --folder made for the run to BYTES per second in each direction (root)",
+    )
+    p.add_argument("options", nargs="*", help="options of the benchmark, after --")
     args = p.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder, _throttled(args.throttle) as place:
         options = [_model(option, Path(folder)) for option in args.options] + place

@@ -1,18 +1,19 @@
-"""Train a model larger than the host's memory, all of its weights, under a limit on memory, and kill it on the way.
+"""Train all weights of a model larger than host memory under a memory limit, and kill the run on the way.
 
 usage: python -m workflows.run.flagship --model llama3.1-8b --out results/raw/flagship-llama3.1-8b.json
 
 What it does, in one run on one machine:
 1. `memascend train --system lohan` from initialised weights on packages of Python's standard library, in a control
-   group that limits memory; stopped after --compared steps, its losses kept.
-2. The same again from nothing, killed (SIGKILL) at --kills random instants in these steps and resumed each time; then
-   on to --steps, with evaluations on held-out text. Losses of the first steps must equal those of 1 to the bit.
+   group that limits memory; stopped after --compared steps, keeping its losses.
+2. The same from scratch, killed (SIGKILL) at --kills random instants in these steps and resumed each time; then
+   continued to --steps, with evaluations on held-out text. Losses of the first steps must equal those of 1 to the bit.
 3. `memascend generate` and `memascend export` under the same limit. The exported folder is loaded by from_pretrained,
-   without a limit, and must go on with the same text; and two more steps begin from it.
-4. What bounds a step: matrix products at the model's shapes, timed alone with the same threads, and the bytes of a step
-   over the rate of fio at the same mix of reads and writes on the same drive; both before and after the training.
+   without a limit, and must continue with the same text; two more steps are trained from it.
+4. Bounds of a step: matrix products at the model's shapes, timed alone with the same threads, and the bytes of a step
+   divided by the rate of fio at the same mix of reads and writes on the same drive; both before and after the training.
 
-One record, kind ``flagship``: each step of each call, the peaks of memory, bytes on the disk, bounds, and what held.
+One record, kind ``flagship``: each step of each call, the peaks of memory, bytes on the disk, bounds, and which checks
+passed.
 """
 
 from __future__ import annotations
@@ -51,20 +52,46 @@ _FIO_S, _FIO_BYTES = 15, 8 << 30
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", default="llama3.1-8b", help="a committed configuration (default llama3.1-8b)")
-    p.add_argument("--twin", type=int, default=1, help="divide its widths, to try the program (default 1)")
-    p.add_argument("--states", choices=("fp32", "bf16", "int8"), default="bf16", help="(default bf16)")
-    p.add_argument("--context", type=int, default=128, help="tokens of a step (default 128)")
-    p.add_argument("--steps", type=int, default=30, help="(default 30)")
-    p.add_argument("--compared", type=int, default=5, help="first steps that are trained twice (default 5)")
-    p.add_argument("--kills", type=int, default=3, help="in the compared steps (default 3)")
-    p.add_argument("--learning-rate", type=float, default=5e-5, help="(default 5e-5: 5e-4 lets the loss of 8B rise)")
-    p.add_argument("--evaluate-every", type=int, default=10, help="steps (default 10)")
-    p.add_argument("--limit-gib", type=float, default=4.0, help="of the control group (default 4)")
-    p.add_argument("--seed", type=int, default=0, help="of the instants of the kills (default 0)")
-    p.add_argument("--folder", type=Path, default=Path(os.environ.get("MEMASCEND_NVME", "nvme")), help="on the drive")
-    p.add_argument("--run-id", default="")
-    p.add_argument("--out", type=Path, required=True, help="the record")
+    p.add_argument("--model", default="llama3.1-8b", help="built-in model (default llama3.1-8b)")
+    p.add_argument(
+        "--twin",
+        type=int,
+        default=1,
+        metavar="K",
+        help="divide the model's widths by K, to try the program (default 1)",
+    )
+    p.add_argument(
+        "--states", choices=("fp32", "bf16", "int8"), default="bf16", help="dtype of the states (default bf16)"
+    )
+    p.add_argument("--context", type=int, default=128, metavar="TOKENS", help="tokens per step (default 128)")
+    p.add_argument("--steps", type=int, default=30, metavar="N", help="training steps (default 30)")
+    p.add_argument(
+        "--compared", type=int, default=5, metavar="N", help="first steps that are trained twice (default 5)"
+    )
+    p.add_argument("--kills", type=int, default=3, metavar="N", help="kills during the compared steps (default 3)")
+    p.add_argument(
+        "--learning-rate",
+        type=float,
+        default=5e-5,
+        metavar="RATE",
+        help="(default 5e-5: with 5e-4 the loss of 8B rises)",
+    )
+    p.add_argument(
+        "--evaluate-every", type=int, default=10, metavar="STEPS", help="steps between evaluations (default 10)"
+    )
+    p.add_argument(
+        "--limit-gib", type=float, default=4.0, metavar="GIB", help="memory limit of the control group (default 4)"
+    )
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the times of the kills (default 0)")
+    p.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(os.environ.get("MEMASCEND_NVME", "nvme")),
+        metavar="DIR",
+        help="folder on the drive",
+    )
+    p.add_argument("--run-id", default="", metavar="ID")
+    p.add_argument("--out", type=Path, required=True, metavar="FILE", help="run record to write")
     args = p.parse_args(argv)
     if not 0 < args.compared <= args.steps:
         p.error("--compared: from 1 to --steps")

@@ -1,12 +1,12 @@
-"""Host peaks of twins, and of the models themselves beside what their twins foretell.
+"""Host peaks of twins, and of the full models compared with the prediction from their twins.
 
 usage: python -m workflows.run.full_size --ks 16 8 4 --out foretold.json
        python -m workflows.run.full_size --ks 1 --foretold foretold.json --out full-size.json
 
-A case is system:arm:model. DeepSpeed's systems are run by `workflows.run.training`, which tells the part of a GPU
-apart: their figure is the host's peak less the process before it has a model. LoHan is run by `memascend train`, where
-the ledger's buffers are compared: its process also holds what a GPU would. Sequences are the tokens of the full model
-divided by k, so that everything scales by 1/k². The foretold value is the one of k = 8.
+A case is system:arm:model. DeepSpeed's systems are run by `workflows.run.training`, which separates the memory of the
+GPU: their value is the host's peak minus the process before it has a model. LoHan is run by `memascend train`, where
+the ledger's buffers are compared, since its process also holds what a GPU would. Sequences are the tokens of the
+full model divided by k, so that everything scales by 1/k². The predicted value is that of k = 8.
 """
 
 from __future__ import annotations
@@ -37,16 +37,38 @@ _GIB = 1 << 30
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--cases", nargs="+", default=list(CASES), metavar="SYSTEM:ARM:MODEL")
-    p.add_argument("--ks", nargs="+", type=int, required=True, help="divisors of the models, powers of two; 1: none")
-    p.add_argument("--foretold", type=Path, help="a record of this program, with k = 8")
-    p.add_argument("--folder", type=Path, default=Path(os.environ.get("MEMASCEND_NVME", "nvme")), help="on the drive")
-    p.add_argument("--time-limit", type=float, default=1800, help="seconds of a run (default 1800)")
-    p.add_argument("--run-id", default="")
-    p.add_argument("--out", type=Path, required=True, help="the record")
+    p.add_argument(
+        "--cases", nargs="+", default=list(CASES), metavar="SYSTEM:ARM:MODEL", help="cases to run (default: all)"
+    )
+    p.add_argument(
+        "--ks",
+        nargs="+",
+        type=int,
+        required=True,
+        metavar="K",
+        help="divisors of the models' widths, powers of two; 1: the full model",
+    )
+    p.add_argument(
+        "--foretold",
+        type=Path,
+        metavar="FILE",
+        help="record of this program with k = 8, whose predictions are compared",
+    )
+    p.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(os.environ.get("MEMASCEND_NVME", "nvme")),
+        metavar="DIR",
+        help="folder on the drive",
+    )
+    p.add_argument(
+        "--time-limit", type=float, default=1800, metavar="SECONDS", help="time limit per run (default 1800)"
+    )
+    p.add_argument("--run-id", default="", metavar="ID")
+    p.add_argument("--out", type=Path, required=True, metavar="FILE", help="run record to write")
     args = p.parse_args(argv)
     if bad := [case for case in args.cases if case.count(":") != 2]:
-        p.error(f"--cases: {bad[0]!r} is no case; write system:arm:model, such as {CASES[0]}")
+        p.error(f"--cases: {bad[0]!r} is not a case: expected system:arm:model, such as {CASES[0]}")
     if args.foretold is not None and not args.foretold.is_file():
         p.error(f"--foretold: there is no record {args.foretold}")
     return args

@@ -1,14 +1,14 @@
-"""Whether 8-bit moments train as well as fp32 states do: one model, each format of the states, several seeds.
+"""Compare training with 8-bit moments and with fp32 states: one model, each format of the states, several seeds.
 
 usage: python -m workflows.run.moments --size 10m --folder .cache/moments --out results/raw/moments-10m.json
-Text: Python's standard library. A seed gives initial weights and data, the same for every format, so formats are
-compared seed by seed too. All formats compute alike: in float32 from bf16 weights, with gradients rounded to bf16; what
-differs is the states and their rounding. The learning rate warms up over a twentieth of the steps and falls to a tenth
+Text: Python's standard library. A seed determines initial weights and data, the same for every format, so formats
+are also compared seed by seed. All formats compute alike, in float32 from bf16 weights, with gradients rounded to bf16;
+only the states and their rounding differ. The learning rate warms up over a twentieth of the steps and falls to a tenth
 by a cosine; gradients are clipped to norm one.
 
-A run that was cut off goes on from its last checkpoint in --folder, and one that is done is not repeated: give the same
-command again. One record, kind ``moments``, with every run's losses, and for each format the mean over seeds, and
-whether it lies within the spread of the fp32 seeds.
+Repeating the command continues an interrupted run from its last checkpoint in --folder and skips finished runs. One
+record, kind ``moments``, with every run's losses, and for each format the mean over seeds and whether it lies within
+the spread of the fp32 seeds.
 """
 
 from __future__ import annotations
@@ -61,18 +61,28 @@ SIZES = {
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--size", choices=SIZES, default="10m", help="parameters (default 10m)")
-    p.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="of the states (default all)")
-    p.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], help="(default 0 1 2 3 4)")
-    p.add_argument("--steps", type=int, default=2000, help="(default 2000)")
-    p.add_argument("--batch", type=int, default=8, help="sequences of a step (default 8)")
-    p.add_argument("--context", type=int, default=256, help="tokens of a sequence (default 256)")
-    p.add_argument("--lr", type=float, default=1e-3, help="at its highest (default 0.001)")
-    p.add_argument("--every", type=int, default=100, help="steps between evaluations and checkpoints (default 100)")
-    p.add_argument("--device", default="cpu", help="that computes; updates are the host's (default cpu)")
-    p.add_argument("--folder", type=Path, required=True, help="where text, checkpoints and finished runs are kept")
-    p.add_argument("--out", type=Path, required=True, help="the record")
-    p.add_argument("--draw", type=Path, metavar="FILE", help="draw the curves too (.svg, .png)")
+    p.add_argument("--size", choices=SIZES, default="10m", help="number of parameters (default 10m)")
+    p.add_argument(
+        "--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="formats of the states (default: all)"
+    )
+    p.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], metavar="N", help="(default 0 1 2 3 4)")
+    p.add_argument("--steps", type=int, default=2000, metavar="N", help="training steps (default 2000)")
+    p.add_argument("--batch", type=int, default=8, metavar="N", help="sequences per step (default 8)")
+    p.add_argument("--context", type=int, default=256, metavar="TOKENS", help="tokens per sequence (default 256)")
+    p.add_argument("--lr", type=float, default=1e-3, metavar="RATE", help="peak learning rate (default 0.001)")
+    p.add_argument(
+        "--every",
+        type=int,
+        default=100,
+        metavar="STEPS",
+        help="steps between evaluations and checkpoints (default 100)",
+    )
+    p.add_argument("--device", default="cpu", help="compute device; updates run on the host (default cpu)")
+    p.add_argument(
+        "--folder", type=Path, required=True, metavar="DIR", help="folder for text, checkpoints and finished runs"
+    )
+    p.add_argument("--out", type=Path, required=True, metavar="FILE", help="run record to write")
+    p.add_argument("--draw", type=Path, metavar="FILE", help="also draw the curves (.svg, .png)")
     args = p.parse_args(argv)
     if min(args.steps, args.batch, args.context, args.every) < 1:
         p.error("--steps, --batch, --context and --every are at least one")

@@ -1,8 +1,8 @@
-"""The record of a run that left none: its time was up, it crashed, it was killed, or it refused. The rule of records
-starts this then, and the other runs go on; claims that wanted the run get the verdict `no result`.
+"""Write the record of a run that left none: it timed out, crashed, was killed or refused to start. The rule of records
+calls this, so that the other runs continue; claims that need the run get the verdict `no result`.
 
-A run that a person ended (SIGINT, SIGTERM) leaves nothing. A failure is tried again by a call of Snakemake that asks
-for it (`--config retry=1`); a time-out under the stated limit is a result, and is not.
+A run that the user stopped (SIGINT, SIGTERM) leaves no record. Snakemake repeats a failed run if asked to
+(`--config retry=1`); a time-out under the stated limit counts as a result and is not repeated.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SMALL = 1 << 16  # bytes: no other record has to be read to know that it is none
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run-id", required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--log", type=Path, required=True, help="what the program said")
-    parser.add_argument("--exit-status", type=int, required=True)
+    parser.add_argument("--run-id", required=True, metavar="ID")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="run record to write")
+    parser.add_argument("--log", type=Path, required=True, metavar="FILE", help="output of the program")
+    parser.add_argument("--exit-status", type=int, required=True, metavar="N", help="exit status of the program")
     args = parser.parse_args(argv)
     if args.exit_status in ENDED_BY_A_PERSON:
         return args.exit_status
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     fields = {"status": "timeout" if args.exit_status == TIMED_OUT else "failed", "exit_status": args.exit_status}
     if args.exit_status > 128 and args.exit_status - 128 in set(Signals):
         said.append(f"ended by {Signals(args.exit_status - 128).name}")
-    fields["reason"] = said[-1][:300] if said else f"exit status {args.exit_status}, without a word"
+    fields["reason"] = said[-1][:300] if said else f"exit status {args.exit_status}, no output"
     provenance.write_record(args.out, args.run_id, KIND, staleness.digest("workflows.run.no_result"), fields)
     print(f"{args.run_id}: {fields['status']}, no result; the run's exhibits are drawn without it")
     return 0

@@ -1,11 +1,11 @@
-"""An iteration of DeepSpeed and of MLP-Offload's arms over paths of known rates, in turns (Figs. 3, 5, 7-10, 13-15).
+"""Measure an iteration of DeepSpeed and of MLP-Offload's arms over paths of known rates (Figs. 3, 5, 7-10, 13-15).
 
-The paths are loop devices that the kernel holds to a rate in each direction (*duplex*); with `--simplex`, or where the
-kernel cannot, folders that a token bucket holds, in DeepNVMe's handle as in our tier (`memascend.bench.paced`).
-With `--ranks 2` two processes of each arm share the paths and the cores. `--predict` writes what the simulator says of
-the same arms, model and rates, and measures nothing: a record of the modelled lane, to be kept before the other one is
-made. Its rates beside the paths' (products, AdamW, memory) are micro-benchmarks of this machine: validation.json of the
-folder in results/reference that MEMASCEND_HOST names. Where there is none, nothing is predicted.
+The arms alternate. Paths are loop devices that the kernel limits to a rate per direction (*duplex*); with `--simplex`,
+or if the kernel cannot, folders that a token bucket limits, in DeepNVMe's handle as in our tier
+(`memascend.bench.paced`). With `--ranks 2` two processes of each arm share the paths and the cores. `--predict` only
+simulates the same arms, model and rates: it writes a record of the modelled lane, to be kept before the measured record
+is made. Its other rates (matrix products, AdamW, memory) are micro-benchmarks of this machine, from validation.json in
+the folder of results/reference that MEMASCEND_HOST names; without that file, nothing is predicted.
 """
 
 from __future__ import annotations
@@ -37,11 +37,20 @@ REFERENCE = Path("results/reference")
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     own: dict[str, dict[str, Any]] = {"arms": ARMS, "points": {"required": True}, "time_limit": {"default": 600}}
-    own["rounds"] = {"type": int, "default": 3, "help": "measured rounds: a step of each arm"}
-    own["rates"] = {"nargs": "+", "required": True, "metavar": "READ/WRITE", "help": "MB/s of each path"}
-    own["ranks"] = {"help": "processes of an arm"}
-    own["accumulate"] = {"nargs": "+", "type": int, "default": [], "help": "batches before an update: a point of each"}
-    own["transfers"] = {"action": "store_true", "help": "keep those of each update: direction, begin, end, bytes"}
+    own["rounds"] = {"type": int, "default": 3, "metavar": "N", "help": "measured rounds: one step of each arm"}
+    own["rates"] = {"nargs": "+", "required": True, "metavar": "READ/WRITE", "help": "rates of each path in MB/s"}
+    own["ranks"] = {"help": "processes per arm"}
+    own["accumulate"] = {
+        "nargs": "+",
+        "type": int,
+        "default": [],
+        "metavar": "N",
+        "help": "micro-batches per update: one point each",
+    }
+    own["transfers"] = {
+        "action": "store_true",
+        "help": "record the transfers of each update: direction, begin, end, bytes",
+    }
     own["simplex"] = {"action": "store_true", "help": "reads and writes of a path share its rate"}
     own["predict"] = {"action": "store_true", "help": "simulate only, and write the modelled record"}
     p = parser(__doc__, "run-id", "model", "k", "device", "matmul", "nvme", "out", **own)
@@ -53,11 +62,13 @@ def rates_of(args: argparse.Namespace) -> list[tuple[float, float]]:
     try:
         return [(1e6 * float(read), 1e6 * float(write)) for read, write in (word.split("/") for word in args.rates)]
     except ValueError:
-        raise ValueError(f"--rates: write READ/WRITE in MB/s for each path, such as 69/53, got {args.rates}") from None
+        raise ValueError(
+            f"--rates: expected READ/WRITE in MB/s for each path, such as 69/53, got {args.rates}"
+        ) from None
 
 
 def rates_here() -> dict[str, Any]:
-    """Micro-benchmarks of this machine. ValueError where there are none: another machine's say nothing of it."""
+    """Micro-benchmarks of this machine. ValueError where there are none: another machine's do not apply."""
     path = REFERENCE / provenance.host()["name"] / "validation.json"
     if not path.exists():
         how = "name the machine with MEMASCEND_HOST, or measure it with python -m workflows.run.validation"

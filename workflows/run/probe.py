@@ -1,4 +1,4 @@
-"""The machine that measures, probed, as a run record of kind ``testbed``."""
+"""Probe this machine, and write a run record of kind ``testbed``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from workflows.run import provenance
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run-id", required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--run-id", required=True, metavar="ID")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="run record to write")
     args = parser.parse_args()
     code = staleness.digest("workflows.run.probe")
     provenance.write_record(args.out, args.run_id, "testbed", code, {"testbed": probe()})

@@ -1,15 +1,15 @@
-"""A time twin: a twin whose seconds on device, SSD and host have the ratios of a described testbed.
+"""Measure a time twin: a twin whose times on device, SSD and host are in the ratios of a described testbed.
 
-A twin keeps the bytes and not the times: this machine's products, drive and host work are not in the testbed's ratio.
-Here tokens and the number of layers decide the device's seconds, the kernel's block I/O controller (direct I/O to a
-loop device) the SSD's, and host work (AdamW, overflow check) takes what it takes with its threads and share of a CPU:
-the smaller the share, the slower a drive may be. The first arm is tried without a limit, at two lengths, then at
-a length and at rates with which its seconds would stand as its schedule's on the testbed do, since host work takes
-other seconds beside a drive that is held back; then the arms take turns.
-Work that waits for nothing is counted: the training thread's own seconds for device and host, bytes over the enforced
-rates for the SSD. DeepSpeed's Python is in the device's seconds, and a floor under them.
+A twin preserves bytes but not times: matrix products, drive and host work of this machine are not in the testbed's
+ratios. Here the device's time is set by tokens and number of layers, the SSD's by the kernel's block I/O controller
+(direct I/O to a loop device), and host work (AdamW, overflow check) depends on its threads and share of a CPU: the
+smaller the share, the slower the drive may be. The first arm is tried without a limit, at two lengths, then at a length
+and at rates for which its times should be in the ratios of its schedule on the testbed, since host work takes a
+different time beside a rate-limited drive; then the arms alternate.
+Only busy time counts: the training thread's own time for device and host, bytes divided by the enforced rates for the
+SSD. The time of DeepSpeed's Python code is part of the device's, and a lower bound of it.
 
-One record, kind ``step-times``, with the ratios aimed at and reached.
+One record, kind ``step-times``, with the target and the measured ratios.
 """
 
 from __future__ import annotations
@@ -41,15 +41,32 @@ PILOT_TOKENS = (32, 256)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    rounds = {"type": int, "default": 3, "help": "measured rounds: a step of each arm"}
+    rounds = {"type": int, "default": 3, "metavar": "N", "help": "measured rounds: one step of each arm"}
     own: dict[str, dict[str, Any]] = {"rounds": rounds, "time_limit": {"default": 1200}, "arms": ARMS}
-    own["testbed"] = {"required": True, "help": "whose ratios are aimed at; it is the first arm that is tuned to them"}
-    own["layers"] = {"type": int, "help": "of the twin: fewer, larger ones have less of the framework's time in them"}
-    own["threads"] = {"type": int, "default": 0, "help": "of an arm; fewer make host work slower against the drive"}
-    own["cpu_share"] = {"type": float, "default": 0, "help": "CPU seconds a second that the arms get (0: no limit)"}
-    own["huge_pages"] = {"action": "store_true", "help": "temporaries without the many page faults of a small page"}
-    own["context"] = {"type": int, "default": 4096, "help": "tokens of a sequence in the cell"}
-    own |= {"ranks": {"help": "GPUs of the cell"}, "batch": {"default": None, "required": True, "help": "of a GPU"}}
+    own["testbed"] = {"required": True, "help": "testbed with the target ratios; the first arm is tuned to them"}
+    own["layers"] = {
+        "type": int,
+        "metavar": "N",
+        "help": "layers of the twin: with fewer, larger ones the framework takes less of the time",
+    }
+    own["threads"] = {
+        "type": int,
+        "default": 0,
+        "metavar": "N",
+        "help": "threads per arm: fewer make host work slower relative to the drive",
+    }
+    own["cpu_share"] = {
+        "type": float,
+        "default": 0,
+        "metavar": "X",
+        "help": "CPU seconds per second for the arms (0: no limit)",
+    }
+    own["huge_pages"] = {"action": "store_true", "help": "use huge pages for temporaries, which avoids page faults"}
+    own["context"] = {"type": int, "default": 4096, "metavar": "TOKENS", "help": "tokens per sequence of the cell"}
+    own |= {
+        "ranks": {"help": "GPUs of the cell"},
+        "batch": {"default": None, "required": True, "help": "batch per GPU of the cell"},
+    }
     p = parser(__doc__, "run-id", "model", "k", "nvme", "out", **own)
     p.set_defaults(device="cpu", matmul="native")
     return p.parse_args(argv)

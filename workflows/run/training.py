@@ -39,36 +39,38 @@ FREE_SPACE_FACTOR = 24  # bytes a parameter on the swap device: 18 are written e
 
 # What is asked of a run: option -> what argparse is told, beside the default where that is no part of it.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "run-id": {"required": True},
+    "run-id": {"required": True, "metavar": "ID", "help": "id of the run"},
     "system": {"required": True, "help": "a folder in baselines/"},
-    "arm": {"required": True},
-    "model": {"required": True},
-    "k": {"required": True, "type": int, "help": "the twin's divisor, a power of two"},
+    "arm": {"required": True, "help": "variant of the system"},
+    "model": {"required": True, "help": "built-in name of the model"},
+    "k": {"required": True, "type": int, "metavar": "K", "help": "divide the model's widths by K, a power of two"},
     "dtype": {"choices": ("fp16", "bf16"), "default": "fp16"},
-    "sequence": {"type": int, "default": 32, "help": "tokens"},
-    "batch": {"type": int, "default": 1, "help": "sequences a rank"},
-    "steps": {"type": int, "default": 3},
-    "seed": {"type": int, "default": 0},
-    "ranks": {"type": int, "default": 1},
-    "time-limit": {"type": float, "default": 900, "help": "seconds"},
+    "sequence": {"type": int, "default": 32, "metavar": "TOKENS", "help": "tokens per sequence"},
+    "batch": {"type": int, "default": 1, "metavar": "N", "help": "sequences per rank"},
+    "steps": {"type": int, "default": 3, "metavar": "N", "help": "training steps"},
+    "seed": {"type": int, "default": 0, "metavar": "N", "help": "random seed"},
+    "ranks": {"type": int, "default": 1, "metavar": "N", "help": "data-parallel processes"},
+    "time-limit": {"type": float, "default": 900, "metavar": "SECONDS", "help": "limit on the run's time"},
     "mode": {"choices": ("memory", "time"), "default": "memory"},
-    "nvme": {"default": os.environ.get("MEMASCEND_NVME", "nvme"), "help": "folder for swap files"},
+    "nvme": {"default": os.environ.get("MEMASCEND_NVME", "nvme"), "metavar": "DIR", "help": "folder for swap files"},
     "checkpointing": {"choices": ("reentrant", "non-reentrant", "none"), "default": "reentrant"},
     "stacks": {"nargs": "+", "default": [], "metavar": "CHECKPOINTING:ATTENTION:LOSS"},
     "device": {"choices": ("cpu", "cuda"), "default": "cpu"},
     "matmul": {"choices": ("native", "fp32"), "default": "native"},
     "points": {"nargs": "+", "default": [], "metavar": "TOKENSxBATCH"},
-    "gpus": {"type": int, "help": "GPUs whose sequences a step holds, for the record (default: the ranks)"},
+    "gpus": {"type": int, "metavar": "N", "help": "GPUs whose sequences a step holds, for the record; None: --ranks"},
     "evaluate-every": {"type": int, "default": 0, "metavar": "STEPS", "help": "loss on held-out text; 0: never"},
-    "no-gather-clone": {"action": "store_true", "help": "negative control: leave out the CPU gather repair"},
-    "out": {"required": True, "type": Path},
+    "no-gather-clone": {"action": "store_true", "help": "negative control: skip the CPU gather repair"},
+    "out": {"required": True, "type": Path, "metavar": "FILE", "help": "run record to write"},
 }
-OPTIONS["mode"]["help"] = "memory: role-aware allocator and 1 ms samples, slower steps; time: neither"
-OPTIONS["checkpointing"]["help"] = "of gradients; DeepSpeed 0.16 runs out of pool buffers with non-reentrant"
-OPTIONS["stacks"]["help"] = "all points with each of these in turn: none|plain|offloaded : eager|sdpa : plain|chunked"
-OPTIONS["device"]["help"] = "where the part of a GPU is played: in host memory, told apart by role, or on a GPU"
-OPTIONS["matmul"]["help"] = "fp32: linear layers multiply in fp32 and round, as GPUs do; a CPU is far slower in fp16"
-OPTIONS["points"]["help"] = "several in one process, --steps of each after the warm-up; peaks of each apart"
+OPTIONS["mode"]["help"] = "memory: role-aware allocator and 1 ms sampling, slower steps; time: neither"
+OPTIONS["checkpointing"]["help"] = "gradient checkpointing; DeepSpeed 0.16 runs out of pool buffers with non-reentrant"
+OPTIONS["stacks"]["help"] = "run all points with each of these: none|plain|offloaded : eager|sdpa : plain|chunked"
+OPTIONS["device"]["help"] = (
+    "where GPU memory is allocated: cpu emulates it in host memory (tracked by role), cuda uses a GPU"
+)
+OPTIONS["matmul"]["help"] = "fp32: linear layers multiply in fp32 and round, as GPUs do; fp16 is far slower on a CPU"
+OPTIONS["points"]["help"] = "several points in one process, --steps of each after the warm-up, with separate peaks"
 
 
 def parser(text: str | None, *names: str, **changed: dict[str, Any]) -> argparse.ArgumentParser:

@@ -1,9 +1,9 @@
-"""Step times of several arms on one machine in one run: they take turns, step by step, in alternating order.
+"""Measure the step times of several arms on one machine in one run: they alternate, step by step.
 
-Each arm is a process of its own with its own swap files, and another DeepSpeed where it names an environment. While one
-computes, the others wait: what drifts on a machine (other users, the drive, the clock) meets all arms alike. Memory is
-not traced, which would slow the steps.
-One immutable record, kind ``step-times``: every step's seconds by phase, and its bytes of I/O.
+Each arm is a process with its own swap files, and another DeepSpeed if it names an environment. While one computes, the
+others wait, so that drift of the machine (other users, the drive, the clock) affects all arms alike. Memory is not
+traced, which would slow the steps.
+One immutable record, kind ``step-times``: every step's time by phase, and its bytes of I/O.
 """
 
 from __future__ import annotations
@@ -37,9 +37,14 @@ ARMS = {"nargs": "+", "required": True, "metavar": "SYSTEM:ARM:DTYPE[:ENVIRONMEN
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    rounds = {"type": int, "default": 5, "help": "measured rounds at each point: a step of each arm"}
+    rounds = {"type": int, "default": 5, "metavar": "N", "help": "measured rounds per point: one step of each arm"}
     own = {"arms": ARMS, "points": {"required": True}, "time_limit": {"default": 600}, "rounds": rounds}
-    own["checkpoints"] = {"type": int, "default": 0, "help": "so many after the rounds, referencing states and copying"}
+    own["checkpoints"] = {
+        "type": int,
+        "default": 0,
+        "metavar": "N",
+        "help": "checkpoints after the rounds, of each kind (sharing and copying the states)",
+    }
     return parser(__doc__, "run-id", "model", "k", "device", "matmul", "nvme", "out", **own).parse_args(argv)
 
 
@@ -59,7 +64,9 @@ class Arm:
     def __init__(self, word: str, args: argparse.Namespace, twin: Any) -> None:
         words = word.split(":")
         if len(words) not in (3, 4) or not all(words):
-            raise ValueError(f"--arms: {word!r} is no arm; write system:arm:dtype, such as memascend:memascend:fp16")
+            raise ValueError(
+                f"--arms: {word!r} is not an arm: expected system:arm:dtype, such as memascend:memascend:fp16"
+            )
         self.system_name, self.arm, self.dtype, self.environment = [*words, ""][:4]
         self.python = interpreter(self.environment)
         self.system = load_system(self.system_name, self.arm)

@@ -1,4 +1,4 @@
-"""The simulator against measured steps of this machine, phase by phase.
+"""Compare the simulator with measured steps of this machine, phase by phase.
 
 The SSDs are loop devices that the kernel holds to a rate in each direction, and these are their rates; MLP-Offload has
 both, all others the first. Other rates come from micro-benchmarks alone: a decoder block by itself for the device,
@@ -67,10 +67,14 @@ _TEXT = Path(sysconfig.get_paths()["stdlib"]) / "json"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stage", choices=("rates", "steps", "judge"), required=True)
-    parser.add_argument("--folder", type=Path, required=True, help="where rates and traces are kept")
-    parser.add_argument("--point", type=int, choices=range(len(POINTS)), default=0, help="which --stage steps trains")
-    parser.add_argument("--out", type=Path, help="the record that --stage judge writes")
+    parser.add_argument(
+        "--stage", choices=("rates", "steps", "judge"), required=True, help="part of the comparison to run"
+    )
+    parser.add_argument("--folder", type=Path, required=True, metavar="DIR", help="folder for rates and traces")
+    parser.add_argument(
+        "--point", type=int, choices=range(len(POINTS)), default=0, help="point that --stage steps trains"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="record that --stage judge writes")
     options = parser.parse_args()
     if MALLOC.items() - os.environ.items():  # the benchmarks allocate as the trainings do
         os.execve(
