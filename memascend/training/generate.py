@@ -53,5 +53,5 @@ def _why_none(folder: RunFolder, *, streams: bool) -> str:
             return f"{folder.root} has made {made} steps, and its states are gone: bring them back to where they were"
         return f"{folder.root} has no weights yet: no step of it was completed"
     if read_prepared(folder) is None:
-        return f"{folder.root} has no weights yet: it ended before training began; go on with it by train --resume"
+        return f"{folder.root} has no weights yet: it ended before training began; continue it with train --resume"
     return f"{folder.root} has no states on the SSD, and no checkpoint: generate is for runs of --system lohan"
