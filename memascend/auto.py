@@ -32,8 +32,8 @@ def _logged(action: Callable[..., Any], *args: Any) -> Any:
     except Exception as error:
         if os.environ.get("RANK", "0") == "0":  # is_logging_rank() may be in what cannot be imported
             log.warning(
-                'memascend: the key "memascend" in DeepSpeed configurations will not be seen (%s: %s); call '
-                "memascend.enable(ds_config) before deepspeed.initialize, or install memascend again",
+                'memascend: the key "memascend" in DeepSpeed configurations will be ignored (%s: %s); call '
+                "memascend.enable(ds_config) before deepspeed.initialize, or reinstall memascend",
                 type(error).__name__,
                 error,
             )

@@ -46,7 +46,7 @@ def add_compare(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> tuple[str, int]:
     a, b = load(options.a), load(options.b)
     if type(a) is not type(b):
-        raise ValueError(f"{options.a} is {_kind(a)} and {options.b} is {_kind(b)}: compare two of a kind")
+        raise ValueError(f"{options.a} is {_kind(a)} and {options.b} is {_kind(b)}: compare two of the same kind")
     if options.picture and not isinstance(a, StepOf):
         raise ValueError("--picture draws two steps: name two traces, of plan --trace or train --trace")
     if isinstance(a, StepOf):

@@ -31,8 +31,8 @@ class BlockFates:
             found = _PART.fullmatch(part)
             if found is None or found.group(1) not in FATES:
                 raise ValueError(
-                    f"{where}: {part.strip()!r} is no fate of blocks: give some of {', '.join(FATES)}, each with its "
-                    f"number of blocks in the order of forward, as {EXAMPLE}"
+                    f"{where}: {part.strip()!r} is an invalid activation policy: expected {', '.join(FATES)}, each "
+                    f"with a number of blocks in forward order, such as {EXAMPLE}"
                 )
             runs.append((found.group(1), int(found.group(2))))
         return cls(tuple(runs))
@@ -54,5 +54,7 @@ class BlockFates:
         """The fate of each of `blocks` blocks; ValueError, in one line, for any other number of them."""
         fates = tuple(fate for fate, count in self.runs for _ in range(count))
         if len(fates) != blocks:
-            raise ValueError(f"{where}: {self} names {len(fates)} blocks and the model has {blocks}; name all of them")
+            raise ValueError(
+                f"{where}: {self} covers {len(fates)} blocks and the model has {blocks}; cover all of them"
+            )
         return fates

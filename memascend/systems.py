@@ -57,15 +57,11 @@ def provider() -> Any:
     """The module that lists and loads systems, looked up once; ValueError where none is installed."""
     found = list(importlib.metadata.entry_points(group=GROUP))
     if not found:
-        raise ValueError(
-            f"no systems are installed (entry point {GROUP}); install again: make setup, or pip install -e ."
-        )
+        raise ValueError(f"no systems are installed (entry point {GROUP}); reinstall: make setup, or pip install -e .")
     try:
         return found[0].load()
     except ImportError as error:
-        raise ValueError(
-            f"the systems of {found[0].value} cannot be loaded ({error}); install again: make setup"
-        ) from None
+        raise ValueError(f"the systems of {found[0].value} cannot be loaded ({error}); reinstall: make setup") from None
 
 
 def names() -> list[str]:
@@ -90,8 +86,8 @@ def require_states(name: str, arm: str | None, states: str, dtype: str) -> None:
         )
     if dtype != "bf16":
         raise ValueError(
-            f"states 'int8' are of bf16 weights, rounded stochastically and the only master, and dtype is {dtype!r}: "
-            "set --dtype bf16, or --states fp32"
+            "states 'int8' need bf16 weights, which are rounded stochastically and have no other master, but dtype is "
+            f"{dtype!r}: set --dtype bf16, or --states fp32"
         )
 
 
@@ -99,8 +95,8 @@ def require_versions(name: str, versions: str) -> None:
     """ValueError, in one line, for versions of the states where the system keeps none."""
     if versions != "auto" and not hasattr(load(name), "stored_in"):
         raise ValueError(
-            f"state_versions {versions!r}: system {name!r} keeps no versions of its states: "
-            "leave it out, or use --system lohan"
+            f"state_versions {versions!r}: system {name!r} keeps no versions of its states: remove it, or use --system "
+            "lohan"
         )
 
 
@@ -110,13 +106,13 @@ def require_kept_states(name: str, checkpoints: str, versions: str) -> None:
         return
     if not hasattr(load(name), "stored_in"):
         raise ValueError(
-            f"checkpoints {checkpoints!r}: the states of system {name!r} end with the run, and only a full checkpoint "
-            "outlives it: leave it out, or use --system lohan"
+            f"checkpoints {checkpoints!r}: the states of system {name!r} do not outlive the run, only a full "
+            "checkpoint does: remove it, or use --system lohan"
         )
     if versions == "checkpoint":
         raise ValueError(
-            f"checkpoints {checkpoints!r} and state_versions 'checkpoint' exclude one another: after a kill in the "
-            "middle of a step that goes on from a full checkpoint; leave one of them out"
+            f"checkpoints {checkpoints!r} and state_versions 'checkpoint' are mutually exclusive: after a kill in the "
+            "middle of a step the latter continues from a full checkpoint; remove one of them"
         )
 
 

@@ -23,7 +23,7 @@ def attach_cache(model: torch.nn.Module, cache: ActivationCache) -> Callable[[],
     does not close the cache. Raises RuntimeError where the model has a cache already, or is under torch.compile.
     """
     if cache_of(model) is not None:
-        raise RuntimeError(f"activations of this {type(model).__name__} are offloaded already: undo that first")
+        raise RuntimeError(f"activations of this {type(model).__name__} are already offloaded: undo that first")
     if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
         raise RuntimeError(REFUSES_COMPILE)
     passes = _Passes(cache)

@@ -89,8 +89,8 @@ class ActivationCache:
             self.tier = StagedTier(tier, allocator)
         elif self._device != "cpu":
             raise ValueError(
-                f"activations on {self._device} cannot be offloaded yet: only tensors of the CPU and of devices "
-                "with streams that torch sees go to the tier; use checkpointing 'offloaded' there"
+                f"activations on {self._device} cannot be offloaded yet: only CPU tensors and those of devices with "
+                "torch streams can; use checkpointing 'offloaded' there"
             )
         self._lock = threading.RLock()
         self._numbers = itertools.count()
@@ -120,7 +120,7 @@ class ActivationCache:
         Module hooks are global meanwhile (see the class). Raises RuntimeError for a closed cache.
         """
         if self._closing:
-            raise RuntimeError("this activation cache is closed: make another one")
+            raise RuntimeError("this activation cache is closed: create a new one")
         outer, self._local.stack = getattr(self._local, "stack", None), []
         before = torch_module.register_module_forward_pre_hook(self.enter_module)
         after = torch_module.register_module_forward_hook(self.leave_module, always_call=True)
@@ -338,7 +338,7 @@ class ActivationCache:
     def _stays(self, reason: str, number: int) -> bool:
         if reason not in self._warned:
             self._warned.add(reason)
-            log.warning("memascend: activations stay in memory from here on: " + reason, number)
+            log.warning("memascend: activations stay in memory from now on: " + reason, number)
         return False
 
     def _write(self, saved: Region) -> None:

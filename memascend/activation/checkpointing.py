@@ -71,8 +71,8 @@ class OffloadedCheckpoint:
         inner = plain.func if isinstance(plain, functools.partial) else plain
         if inner is not torch.utils.checkpoint.checkpoint:
             raise ValueError(
-                f"offloaded checkpointing stands around torch.utils.checkpoint.checkpoint, got {inner!r}: leave out "
-                "the other checkpointing (such as offload in activation_checkpointing_kwargs)"
+                f"offloaded checkpointing wraps torch.utils.checkpoint.checkpoint, got {inner!r}: remove the other "
+                "checkpointing (such as offload in activation_checkpointing_kwargs)"
             )
         self.store = store
         self.plain = plain
@@ -148,11 +148,11 @@ def offload_checkpoints(
     owner = next((m for m in model.modules() if hasattr(type(m), "_set_gradient_checkpointing")), None)
     if owner is None or not getattr(owner, "supports_gradient_checkpointing", False):
         raise ValueError(
-            f"{type(model).__name__} does not support gradient checkpointing the way transformers does it: use "
-            "checkpointing 'none', or wrap its blocks with memascend.activation.OffloadedCheckpoint"
+            f"{type(model).__name__} does not support transformers' gradient checkpointing: use checkpointing 'none', "
+            "or wrap its blocks with memascend.activation.OffloadedCheckpoint"
         )
     if "_set_gradient_checkpointing" in vars(owner):
-        raise RuntimeError(f"checkpoints of this {type(owner).__name__} are offloaded already: undo that first")
+        raise RuntimeError(f"checkpoints of this {type(owner).__name__} are already offloaded: undo that first")
     stock = owner._set_gradient_checkpointing
 
     @functools.wraps(stock)

@@ -37,8 +37,8 @@ def recompute_blocks(model: Any, fates: dict[torch.nn.Module, str], options: dic
     without = [block for block in fates if not hasattr(block, "gradient_checkpointing")]
     if without:
         raise ValueError(
-            f"{type(without[0]).__name__} has no switch of its own for gradient checkpointing, so that blocks cannot "
-            "be computed again one by one: use transformers 5, or a mix of keep and offload"
+            f"{type(without[0]).__name__} has no per-block switch for gradient checkpointing, so that single blocks "
+            "cannot be recomputed: use transformers 5, or a mix of keep and offload"
         )
     for block, fate in fates.items():
         block.gradient_checkpointing = fate == RECOMPUTE

@@ -47,9 +47,7 @@ class OffloadedActivations(ContextDecorator):
 
     def __enter__(self) -> ActivationCache:
         if self._entered is not None:
-            raise RuntimeError(
-                "this offload_activations(...) is active already: call it again for a context of its own"
-            )
+            raise RuntimeError("this offload_activations(...) is already active: call it again for another context")
         tier = self._where
         if not isinstance(tier, Tier):
             tier = DirectTier.in_file(swap_folder(tier, "offload_activations"), owner="activations")

@@ -48,7 +48,7 @@ class Version:
         if self._probe is not None and self._probe._version != self._expected:
             raise ActivationError(
                 f"{what} was modified in place after it had been saved for backward (version {self._probe._version}, "
-                f"expected {self._expected}): use the operation that is not in place"
+                f"expected {self._expected}): use the out-of-place operation"
             )
 
 
@@ -100,7 +100,7 @@ class InMemory:
             raise ActivationError(
                 f"a tensor saved in {self.name} ({tuple(self.tensor.shape)}, {self.tensor.dtype}) was modified in "
                 f"place before backward used it (version {self.tensor._version}, expected {self.version}): use the "
-                "operation that is not in place"
+                "out-of-place operation"
             )
         return self.tensor
 

@@ -76,6 +76,6 @@ def _saved(options: CheckpointBench, words: tuple[str, ...]) -> dict[str, Any]:
         rows = [row for row in read_metrics(Path(folder, "run/metrics.jsonl")) if row["kind"] == "checkpoint"][1:]
     if done.returncode or len(rows) != options.repeats:
         said = (done.stderr or done.stdout).strip().splitlines()[-1:]
-        raise RuntimeError(f"the training that was to save its states ended with {done.returncode}: {' '.join(said)}")
+        raise RuntimeError(f"the training to be saved ended with {done.returncode}: {' '.join(said)}")
     series = {name: [row[name] for row in rows] for name in ("seconds", "written_bytes", "shared_bytes")}
     return {"checkpoint_bytes": size, **series}

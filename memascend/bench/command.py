@@ -294,7 +294,7 @@ def _add_placement(parser: argparse.ArgumentParser, count: _Count) -> None:
 def _runner(run: Callable[..., tuple[dict[str, Any], list[str]]], count: _Count) -> Callable[..., str]:
     def run_and_write(options: argparse.Namespace) -> str:
         if options.out is not None and not options.out.parent.is_dir():
-            raise ValueError(f"--out {options.out}: there is no folder {options.out.parent}")
+            raise ValueError(f"--out {options.out}: the folder {options.out.parent} does not exist")
         result, lines = run(options, count)
         text = json.dumps(result, indent=1)
         if options.out is not None:
@@ -320,8 +320,8 @@ def _amounts(option: str, text: str, unit: str, other: str = "") -> list[int]:
         amount = float(part) if re.fullmatch(r"\d+(\.\d+)?e\d+", part) else int(part) if part.isdecimal() else 0
         if not 0 < amount < _LARGEST_AMOUNT or amount != int(amount):
             raise ValueError(
-                f"{option}: {part!r} is no number of {unit}: give some above zero, such as 1e6, separated by commas"
-                f"{other}"
+                f"{option}: {part!r} is not a number of {unit}: use comma-separated numbers above zero, such as "
+                f"1e6{other}"
             )
         amounts.append(int(amount))
     return amounts
@@ -416,9 +416,9 @@ def _pool(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], l
 
 def _require_folder(folder: Path, option: str = "--folder") -> None:
     if not folder.is_dir():
-        raise ValueError(f"{option} {folder} is no folder: make it first, on the disk to measure")
+        raise ValueError(f"{option} {folder} is not a folder: create it first, on the drive to measure")
     if not os.access(folder, os.W_OK):
-        raise ValueError(f"{option} {folder} cannot be written: make it writable, or name another on that disk")
+        raise ValueError(f"{option} {folder} cannot be written: make it writable, or name another on that drive")
 
 
 def _in_memory(folder: Path) -> list[str]:
@@ -426,7 +426,7 @@ def _in_memory(folder: Path) -> list[str]:
     from memascend.doctor.checks import IN_MEMORY, file_system
 
     kind = file_system(folder.resolve())
-    return [f"{folder} ({kind}) lies in memory: these are not a disk's speeds"] if kind in IN_MEMORY else []
+    return [f"{folder} ({kind}) is in memory: these are not a drive's rates"] if kind in IN_MEMORY else []
 
 
 def _nvme(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
@@ -599,7 +599,7 @@ def _simplex(options: argparse.Namespace, count: _Count) -> tuple[tuple[float, f
     folders = not any(Path(path).is_block_device() for path in options.tiers)
     if not folders or len(pairs) != len(options.tiers) or any(len(pair) != 2 for pair in pairs):
         said = " ".join(options.simplex)
-        raise ValueError(f"--simplex: write READ,WRITE in MB/s, once or for each of the folders, as 69,53; got {said}")
+        raise ValueError(f"--simplex: expected READ,WRITE in MB/s, once or per folder, such as 69,53; got {said}")
     return tuple((pair[0], pair[1]) for pair in pairs)
 
 
@@ -611,9 +611,9 @@ def _tiers(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], 
             _require_folder(Path(path), "--tiers")
     simplex = _simplex(options, count)
     if options.predict and (simplex is None or options.apart or options.halve):
-        raise ValueError("--predict: say with --simplex how fast the paths are, and leave --apart and --halve out")
+        raise ValueError("--predict: give the rates of the paths with --simplex, without --apart and --halve")
     if options.halve and simplex is None:
-        raise ValueError("--halve: say with --simplex how fast the paths are")
+        raise ValueError("--halve: give the rates of the paths with --simplex")
     chosen = tiers.TierOptions(
         simplex=simplex,
         paths=tuple(options.tiers),

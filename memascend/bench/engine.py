@@ -89,13 +89,15 @@ def measure(options: EngineBench) -> dict[str, Any]:
     if options.dtype not in _DTYPES:
         raise ValueError(f"--dtype {options.dtype}: use one of {', '.join(_DTYPES)}")
     if options.path_rate < 0:
-        raise ValueError(f"--path-rate {options.path_rate}: say bytes a second, or leave it out")
+        raise ValueError(f"--path-rate {options.path_rate}: use bytes per second, or omit it")
     if options.cores == "split" and len(os.sched_getaffinity(0)) < 2:
-        raise ValueError("--cores split: products and all else want a core each, and here is one: use --cores shared")
+        raise ValueError(
+            "--cores split: matrix products and everything else need a core each, but there is one: use --cores shared"
+        )
     if options.device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"--device {options.device}: torch sees no GPU here; leave it out to compute on the CPU")
+        raise ValueError(f"--device {options.device}: torch sees no GPU here; omit it to compute on the CPU")
     if options.device != "cpu" and (options.cores == "split" or options.path_rate):
-        raise ValueError("--device: with a GPU leave --cores and --path-rate out, which make one of a core")
+        raise ValueError("--device: with a GPU omit --cores and --path-rate, which emulate one with a core")
     dit = _dit(options)
     if dit is None:
         _spec(options)
@@ -130,8 +132,8 @@ def _dit(options: EngineBench) -> tuple[int, int, int] | None:
     layers, width, patches = map(int, found.groups())
     if width % (HEADS * options.twin) or patches % options.twin or not layers * width * patches:
         raise ValueError(
-            f"--model {options.model} --twin {options.twin}: use a width that the twin and {HEADS} heads divide, and "
-            "patches that the twin divides, all above zero"
+            f"--model {options.model} --twin {options.twin}: use a width divisible by the twin and {HEADS} heads, and "
+            "patches divisible by the twin, all above zero"
         )
     return layers, width // options.twin, patches // options.twin
 

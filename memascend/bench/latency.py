@@ -36,7 +36,7 @@ def measure(kibs: list[int], repeats: int) -> dict[str, Any]:
                 where = {"name": f"node {room.node}", "owner": "bench", "placement": on_node(room.node)}
                 walked[room.node, size] = allocator.allocate(size, torch.uint8, **where)
     if missing := set(sizes) - {size for _, size in walked}:
-        raise ValueError(f"--kib: {max(missing) >> 10} KiB are more than a quarter of what any node has left")
+        raise ValueError(f"--kib: {max(missing) >> 10} KiB exceed a quarter of the free memory of every node")
     seconds: dict[tuple[int, int], list[float]] = {key: [] for key in walked}
     for number in range(repeats):
         for (node, size), tensor in walked.items():

@@ -133,7 +133,7 @@ def _stream(options: NvmeOptions, path: str) -> list[dict[str, Any]]:
         engine.commit()
         extents = engine.info("fio").extents
         if len(extents) != 1:  # fio works on one range
-            raise OSError("the region for fio is in several pieces: use a smaller --region-mib")
+            raise OSError("the region for fio is fragmented: use a smaller --region-mib")
     with tempfile.NamedTemporaryFile(prefix="bench-nvme-", dir=_SHARED_MEMORY) as shared:
         buffers = _shared_buffers(shared.name, options)
         for op in ("read", "write"):

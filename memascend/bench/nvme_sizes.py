@@ -201,12 +201,12 @@ def _rounds(options: SizeOptions, ways: list[_Way], tensor: torch.Tensor, path: 
                     _blank(tensor)
                 _time(points[way.name, op], way.run[op], path)
                 if number == 0 and op == "read" and not _is_pattern(tensor):
-                    raise OSError(f"{way.name} read something else than was written to {path}: fast and wrong")
+                    raise OSError(f"{way.name} read back other data than was written to {path}")
     for point in points.values():
         if median(point["device_share"]) < _LEAST_SHARE and nvme_target.sectors(path):
             share = 100 * median(point["device_share"])
             what = f"{point['method']}, {point['op']} of {point['bytes']} bytes"
-            raise OSError(f"{what}: the disk moved {share:.0f} % of them, so a cache was measured: use another folder")
+            raise OSError(f"{what}: the drive moved {share:.0f} % of them, so a cache was measured: use another folder")
     return list(points.values())
 
 

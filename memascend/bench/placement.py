@@ -73,7 +73,7 @@ def _placement(name: str) -> str:
         return PlacementPolicy.parse(dict.fromkeys(CLASSES, nearest)).as_text()
     policy = PlacementPolicy.parse(name, "--placements")
     if policy.kind == PROCESS_INTERLEAVE:
-        raise ValueError(f"--placements: {name} is the whole process's, and here all ways share one: leave it out")
+        raise ValueError(f"--placements: {name} applies to the whole process, which all methods share here: remove it")
     return policy.as_text()
 
 

@@ -27,7 +27,7 @@ def local_machine(nvme: Path | None = None, topology: Topology | None = None) ->
             speed = device_speed(nvme)
         except OSError as error:
             raise ValueError(
-                f"cannot try the SSD in {nvme}: {error.strerror}; name a folder that is writable"
+                f"cannot test the SSD in {nvme}: {error.strerror}; name a folder that is writable"
             ) from None
         read, write = speed.read_bytes_per_s, speed.write_bytes_per_s
         tried = f"{speed.tried_bytes / 2**20:.0f} MiB by O_DIRECT in {nvme}"

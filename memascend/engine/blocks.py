@@ -151,23 +151,25 @@ class ModelUnits:
         (dtype,) = dtypes
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise NotStreamable(
-                f"weights of {dtype} cannot be streamed: convert the model, model.to(torch.float32) or to 16 bits"
+                f"{dtype} weights cannot be streamed: convert the model, model.to(torch.float32) or to 16 bits"
             )
         if dtype == torch.float32 and states == torch.bfloat16:
             raise NotStreamable(
-                f"weights of float32 have states of float32, not of {states}: convert the model (model.to("
-                "torch.bfloat16)), or leave states out"
+                f"float32 weights need float32 states, not {states}: convert the model (model.to(torch.bfloat16)), or "
+                "leave states out"
             )
         if states == torch.int8 and dtype != torch.bfloat16:
             raise NotStreamable(
-                f"states of torch.int8 are of weights of bfloat16, which are rounded stochastically and the only "
-                f"master, and these are {str(dtype).removeprefix('torch.')}: convert the model, "
-                "model.to(torch.bfloat16), or leave states out"
+                "torch.int8 states need bfloat16 weights, which are rounded stochastically and have no other master, "
+                f"but these are {str(dtype).removeprefix('torch.')}: convert the model, model.to(torch.bfloat16), or "
+                "leave states out"
             )
         if any(parameter.is_meta for parameter in self.names):
             raise NotStreamable("the model is on the meta device: give its parameters values first")
         if made := next((name for parameter, name in self.names.items() if parameter.is_inference()), None):
-            raise NotStreamable(f"{made} was made in inference mode: make the model outside of torch.inference_mode()")
+            raise NotStreamable(
+                f"{made} was created in inference mode: create the model outside of torch.inference_mode()"
+            )
         for name, module in model.named_modules():
             if getattr(module, "sparse", False) is True and any(map(_is_trained, module.parameters(recurse=False))):
                 raise NotStreamable(f"the gradient of {name}.weight is sparse: make it with sparse=False")
@@ -220,7 +222,7 @@ class ModelUnits:
 
     def _block(self, module: nn.Module, module_names: dict[nn.Module, str]) -> UnitParameters:
         if module not in module_names:
-            raise NotStreamable(f"a block ({type(module).__name__}) is no part of the model")
+            raise NotStreamable(f"a block ({type(module).__name__}) is not part of the model")
         if not _is_called(module):
             raise NotStreamable(
                 f"the block {module_names[module]} ({type(module).__name__}) has no forward pass: name its children"
@@ -346,8 +348,8 @@ class UnitWeights:
         """RuntimeError in a fork of the process that trains the model."""
         if self._pid != os.getpid():
             raise RuntimeError(
-                f"the weights of a streamed model are with the process that trains it ({self._pid}), and this is a "
-                "fork of it, such as a DataLoader's worker: use the model in that process, or set num_workers=0"
+                f"the weights of a streamed model belong to the process that trains it ({self._pid}), and this is a "
+                "fork of it, such as a DataLoader worker: use the model in that process, or set num_workers=0"
             )
 
     @whole

@@ -26,7 +26,9 @@ def device_of(parameters: Iterable[nn.Parameter], asked: torch.device | str | No
     """Where a model will be computed: `asked`, or else where its parameters are. Raises ValueError."""
     found = {parameter.device for parameter in parameters}
     if asked is None and len(found) > 1:
-        raise ValueError(f"the model lies on several devices ({_names(found)}): say which one computes (device=...)")
+        raise ValueError(
+            f"the model is on several devices ({_names(found)}): specify the one that computes (device=...)"
+        )
     device = torch.device(asked) if asked is not None else next(iter(found), torch.device("cpu"))
     if device.type in ("cpu", "meta"):
         return torch.device(device.type)
@@ -36,7 +38,7 @@ def device_of(parameters: Iterable[nn.Parameter], asked: torch.device | str | No
         )
     index = device.index if device.index is not None else torch.get_device_module(device).current_device()
     if index >= (count := torch.get_device_module(device).device_count()):
-        raise ValueError(f"torch sees {count} {device.type} devices, and {device} was asked for: name one from 0 on")
+        raise ValueError(f"torch sees {count} {device.type} devices, and {device} was requested: use one from 0 on")
     return torch.device(device.type, index)
 
 

@@ -27,12 +27,12 @@ def checked(layout: Layout, name: str, shape: torch.Size, saved: Mapping[str, An
     if codes and layout.states != torch.int8:
         kind = str(layout.states).removeprefix("torch.")
         raise ValueError(
-            f"{name}: its moments are 8-bit codes in the state that is loaded, and {kind} here: make numbers of them "
+            f"{name}: its moments are 8-bit codes in the loaded state, but {kind} here: decode them "
             "(memascend.ops.adamw8.decode_moments), or train with EngineOptions(states=torch.int8)"
         )
     needed = (*moments, "scales") if codes else moments
     if missing := [key for key in needed if not isinstance(saved.get(key), torch.Tensor)]:
-        raise ValueError(f"{name}: {missing[0]} is missing in the state that is loaded")
+        raise ValueError(f"{name}: {missing[0]} is missing in the loaded state")
     states = {key: saved[key] for key in ("master", *needed) if saved.get(key) is not None}
     for key, values in states.items():
         wanted = shape_of(key, shape)
@@ -40,7 +40,7 @@ def checked(layout: Layout, name: str, shape: torch.Size, saved: Mapping[str, An
             of = f"its blocks {wanted}" if key == "scales" else f"the parameter {wanted}"
             raise ValueError(f"{name}: {key} has shape {tuple(values.shape)}, and {of}")
         if codes and key != "master" and values.dtype != torch.uint8:
-            raise ValueError(f"{name}: {key} is {values.dtype} beside 8-bit codes: all three are torch.uint8")
+            raise ValueError(f"{name}: {key} is {values.dtype} with 8-bit codes: all three must be torch.uint8")
     if layout.states == torch.int8 and not codes:
         _require_encodable(name, states)
     return states
@@ -57,8 +57,8 @@ def _require_encodable(name: str, states: Mapping[str, torch.Tensor]) -> None:
                 limit, negative = (2.0**126, "") if key == "exp_avg" else (_LARGEST, " or negative")
                 if not most <= limit or (negative and least < 0):
                     raise ValueError(
-                        f"{name}: {key} has numbers in the state that is loaded that are NaN, infinite{negative}, and "
-                        f"8-bit codes stand for none above {limit:.3g}: load the state of a step before"
+                        f"{name}: {key} has values in the loaded state that are NaN, infinite{negative}, or above "
+                        f"{limit:.3g}, which 8-bit codes cannot represent: load the state of an earlier step"
                     )
 
 

@@ -88,16 +88,14 @@ class WaitingGradient(torch.Tensor):
     def _norm(self, order: float = 2, dim: Any = None, *_: Any, **__: Any) -> torch.Tensor:
         if order != 2 or dim is not None:
             raise NotStreamable(
-                f"the gradient of {self._name} waits on the SSD, and of its norms there is the 2-norm of the whole: "
-                "clip by that (norm_type=2.0)"
+                f"the gradient of {self._name} is on the SSD, and only its overall 2-norm is known: clip by that "
+                "(norm_type=2.0)"
             )
         return torch.tensor(self._source.gradient_norm(self._name), dtype=torch.float32, device=self.device)
 
     def _scaled(self, factor: Any) -> WaitingGradient:
         if isinstance(factor, torch.Tensor) and factor.numel() != 1:
-            raise NotStreamable(
-                f"the gradient of {self._name} waits on the SSD: it can be multiplied by a number alone"
-            )
+            raise NotStreamable(f"the gradient of {self._name} is on the SSD: it can only be multiplied by a number")
         self._source.scale_gradient(self._name, float(factor))
         return self
 
@@ -157,7 +155,8 @@ class _OfAStreamedModel:
                 return
             if value is not None:
                 raise NotStreamable(
-                    f"the gradient of {name} cannot be set: a streamed model is updated with those of backward() alone"
+                    f"the gradient of {name} cannot be set: a streamed model is only updated with the gradients of "
+                    "backward()"
                 )
             engine.forget_gradient(name)
         _STOCK.__set__(self, value)

@@ -29,8 +29,8 @@ class GroupsNow:
         number = self._numbers(groups).get(name)
         if number is None:
             raise RuntimeError(
-                f"{name} is in no group of the optimizer any more: put it back into optimizer.param_groups (to leave a "
-                "parameter as it is, give its group lr=0 and weight_decay=0)"
+                f"{name} is no longer in any param group of the optimizer: put it back into optimizer.param_groups (to "
+                "leave a parameter as it is, give its group lr=0 and weight_decay=0)"
             )
         return groups[number]
 

@@ -61,8 +61,8 @@ class TornStates(ValueError):
     @classmethod
     def of(cls, folder: Path) -> TornStates:
         return cls(
-            f"{folder}: a step was cut off while it replaced the only version of the states, which are torn (one "
-            "version is kept, and nothing to do a step again from): go on from the last checkpoint"
+            f"{folder}: a step was interrupted while it replaced the only version of the states, which are torn (one "
+            "version is kept, and no gradients to redo the step from): continue from the last checkpoint"
         )
 
 
@@ -130,7 +130,7 @@ class StateHome:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"{folder} cannot be made ({error.strerror}): name a folder on the SSD") from None
+            raise ValueError(f"{folder} cannot be created ({error.strerror}): name a folder on the SSD") from None
         path, log = folder / _FILE, _log_bytes(len(sizes) + len(beside))
         try:
             _allocate(path, store_bytes(sizes, versions=versions, beside=beside, slack=slack), versions, released)
@@ -157,7 +157,7 @@ class StateHome:
         found = owner_of(folder)
         if found != owner:
             what = "no states" if found is None else f"states of {found!r}"
-            raise NotThisModel(f"{folder} holds {what}, and {owner!r} was asked for: name another folder")
+            raise NotThisModel(f"{folder} holds {what}, but {owner!r} was requested: name another folder")
         return cls(folder, owner, _config(folder, config), faults)
 
     def take_space(self) -> None:
@@ -282,8 +282,8 @@ class StateHome:
         if not self._is_missed and not is_home(self.folder):
             self._is_missed = True
             log.warning(
-                "memascend: %s, where the states are, was removed or moved. If it was removed, this training is lost "
-                "when it ends: save what you need of it (the model's state_dict()) before",
+                "memascend: %s, the folder of the states, was removed or moved. If it was removed, this training is "
+                "lost when the process ends: save what you need (the model's state_dict()) before",
                 self.folder,
             )
 
@@ -376,8 +376,8 @@ class StateHome:
             raise TornStates.of(self.folder)
         if not torn and (self.completed() or {}) != facts:
             raise KeptAfterAll(
-                f"{self.folder}: the drive failed while a step was completed, and has kept it all the same: close the "
-                "engine, and resume, which goes on from there"
+                f"{self.folder}: the drive failed while a step was being completed, but the step was saved: close the "
+                "engine and resume, which continues from it"
             )
 
     # -- end -----------------------------------------------------------------------------------------------------------
@@ -403,11 +403,11 @@ def _as_json(facts: dict[str, Any]) -> bytes:
     try:
         raw = json.dumps(facts).encode()
     except TypeError as error:
-        raise ValueError(f"the facts (or the note) of a step are kept as JSON: {error}") from error
+        raise ValueError(f"the metadata (or the note) of a step must be JSON: {error}") from error
     if len(raw) > META_BYTES:
         raise ValueError(
-            f"the facts (or the note) of a step take {len(raw)} bytes of JSON, and {META_BYTES} are kept for them: put "
-            "less there"
+            f"the metadata (or the note) of a step takes {len(raw)} bytes of JSON, and {META_BYTES} are reserved: "
+            "store less there"
         )
     return raw
 
@@ -538,7 +538,7 @@ def _fill_with_zeros(file: BinaryIO, path: Path, size: int) -> None:
 def _allocate(path: Path, size: int, versions: int, released: int = 0) -> None:
     free = free_bytes(path.parent, size - released) + released
     if size > free:
-        what = "two versions of all states" if versions == 2 else "one version of all states and what is beside it"
+        what = "two versions of all states" if versions == 2 else "one version of all states and its auxiliary data"
         raise StorageError("allocation", str(path), 0, size, free, errno.ENOSPC, f"{what} do not fit")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o600), "wb") as file:  # all weights and moments: nobody else's to read

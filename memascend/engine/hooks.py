@@ -214,7 +214,8 @@ def _hand_over(runtime: HookedRuntime, part: Part, parameter: nn.Parameter) -> N
     gradient = stored_gradient(parameter)
     if gradient is None:
         raise NotStreamable(
-            f"a hook of the loop's took the gradient of {part.name} before the engine could use it: leave that hook out"
+            f"a hook of the training loop took the gradient of {part.name} before the engine could use it: remove "
+            "that hook"
         )
     forget_gradient(parameter)
     runtime.arrive(part, gradient)

@@ -82,8 +82,8 @@ class KeptInputs:
             copied.synchronize()
             if _version(tensor) != version:  # while it was copied, perhaps
                 raise NotStreamable(
-                    "the input of a block was changed in place while it was copied to host memory: use the operation "
-                    "that is not in place, or checkpoints='device'"
+                    "the input of a block was changed in place while it was copied to host memory: use the "
+                    "out-of-place operation, or checkpoints='device'"
                 )
             self._write(key)
 

@@ -40,8 +40,8 @@ class KeptBuffers:
         if raw is None:
             if here:
                 log.warning(
-                    "memascend: %s keeps no buffers (an earlier version began it): %d of the model, such as %s, are "
-                    "those that it was made with; load them yourself",
+                    "memascend: %s holds no buffers (an earlier version created it): %d buffers of the model, such as "
+                    "%s, have their initial values; load them yourself",
                     self._home.folder,
                     len(here),
                     next(iter(here)),
@@ -51,7 +51,7 @@ class KeptBuffers:
         kept = torch.load(io.BytesIO(raw), weights_only=True)
         if others := sorted(kept.keys() ^ here.keys()):
             log.warning(
-                "memascend: %d buffers are in the model or in %s alone, and stay as they are: %s",
+                "memascend: %d buffers are only in the model or only in %s, and stay as they are: %s",
                 len(others),
                 self._home.folder,
                 ", ".join(others[:3]),

@@ -89,7 +89,7 @@ class StreamedRows:
         if any(getattr(self._parameter, kind, None) for kind in _HOOKS):
             name, module = self._slices[0].parts[0].name, self._slices[0].matrix
             raise RuntimeError(
-                f"{name} has a hook for its gradient, which comes by slices of its rows, so that the hook would never "
+                f"{name} has a gradient hook, but its gradient arrives in slices of rows, so that the hook would never "
                 f"be called: remove it, or have {module or 'its module'} streamed in one piece by naming it among the "
                 "blocks (blocks=[...])"
             )

@@ -98,8 +98,8 @@ class ModelGuards:
         for name, parameter in module.named_parameters():
             if parameter in self._names and prefix + name in state:
                 raise NotStreamable(
-                    f"{self._names[parameter]} is on the SSD, and load_state_dict does not reach it: load weights "
-                    "before the optimizer is made, and begin in a new folder"
+                    f"{self._names[parameter]} is on the SSD, where load_state_dict cannot set it: load weights before "
+                    "the optimizer is created, and start in a new folder"
                 )
 
     def _apply(self, module: nn.Module, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +110,7 @@ class ModelGuards:
                 if (made.dtype, made.device) != (probe.dtype, probe.device):
                     raise NotStreamable(
                         f"{name} is {_kind(probe)} on the SSD and cannot become {_kind(made)} there: convert the model "
-                        "before the optimizer is made (what computes is chosen by hook(model, device=...))"
+                        "before the optimizer is created (the compute device is set by hook(model, device=...))"
                     )
             with stored_gradients_alone():
                 return stock(function, *args, **options)
@@ -201,8 +201,8 @@ def require_not_streamed(model: nn.Module) -> None:
     engine = next((engine for p in model.parameters() if (engine := source_of(p)) is not None), None)
     if engine is not None:
         raise RuntimeError(
-            f"this model's weights are in {engine.home.folder} already: close that home first and open it again with "
-            "resume=True, or make a new model"
+            f"this model's weights are already in {engine.home.folder}: close that home first and open it again with "
+            "resume=True, or create a new model"
         )
 
 
@@ -228,9 +228,9 @@ def require_own_memory(model: nn.Module) -> None:
         for other in (True, False) if is_parameter else (True,):
             if begin < reached[other][0]:
                 raise NotStreamable(
-                    f"{name} and {reached[other][1]} lie in the same memory, and a parameter of a streamed model is "
-                    "moved by itself: let both be one nn.Parameter (head.weight = embedding.weight, not .data), or "
-                    f"make one of them a copy (.clone()){_instead_of_spectral_norm(name, reached[other][1])}"
+                    f"{name} and {reached[other][1]} share memory, but each parameter of a streamed model is moved "
+                    "separately: use one nn.Parameter for both (head.weight = embedding.weight, not .data), or make "
+                    f"one of them a copy (.clone()){_instead_of_spectral_norm(name, reached[other][1])}"
                 )
         reached[is_parameter] = max(reached[is_parameter], (end, name))
 

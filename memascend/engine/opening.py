@@ -19,10 +19,10 @@ from memascend.storage.scratch import collect_scratch_files
 
 log = logging.getLogger("memascend")
 _ONE_VERSION = {
-    "redoes": "gradients wait beside it, so that a step that is cut off can be done again; a step writes and reads "
+    "redoes": "gradients are stored with it, so that an interrupted step can be redone; each step writes and reads "
     "them once more",
-    "tears": "and nothing to do a step again from: after a kill in the middle of a step training goes on from the last "
-    "checkpoint",
+    "tears": "without gradients to redo a step from: after a kill in the middle of a step training continues from the "
+    "last checkpoint",
 }
 
 
@@ -81,14 +81,14 @@ def kept_home(
         if owner_of(folder) is None:
             raise
         raise NotThisModel(
-            f"{folder} holds the states of another model: {_difference(tensors_in(folder), layout)}. Make the model as "
-            "it was when they began (its configuration and dtype, blocks=, what is trained, states=), or name another "
-            "folder for this one"
+            f"{folder} holds the states of another model: {_difference(tensors_in(folder), layout)}. Create the model "
+            "as it was when they were created (configuration and dtype, blocks=, what is trained, states=), or name "
+            "another folder for this one"
         ) from error
     try:
         kept = home.completed()
         if kept is None:
-            raise NotThisModel(f"{folder} holds no completed step: remove it and start anew")
+            raise NotThisModel(f"{folder} holds no completed step: remove it and start again")
         collect_tensor_files(folder)
     except BaseException:
         home.close()

@@ -180,8 +180,8 @@ class Replaying(_OfAPass):
         there = self._taken.names[number] if number < len(self._taken.names) else "none"
         if there != str(func):
             raise RuntimeError(
-                f"{self._where} computes otherwise in its recomputation (product {number}: {func}, in forward "
-                f"{there}): what was swapped of it has no place; train without swapping activations"
+                f"{self._where} computes something else in its recomputation (product {number}: {func}, in forward "
+                f"{there}), so that its swapped activations do not match; train without swapping activations"
             )
         result = self._taken.results.get(number)
         return func(*args, **kwargs) if result is None else result.rebuilt()

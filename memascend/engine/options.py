@@ -100,7 +100,7 @@ class EngineOptions:
         count = self.versions is None or (_is_whole(self.versions, 1) and self.versions <= 2)
         self._require("versions", count, "1 or 2, or None for what the disk has room for")
         if not self.redo and self.versions == 2:
-            raise ValueError("EngineOptions.redo: False is of one version of the states, got versions=2: leave one out")
+            raise ValueError("EngineOptions.redo: False requires versions=1, got versions=2: leave one out")
         self._require_swap()
         self._require("device", _computes(self.device), "what torch computes on, such as 'cpu' or 'cuda:0', or None")
 

@@ -84,7 +84,7 @@ class StepPieces:
         with self._lock:
             record = self._records[piece.key]
             if part in record.gradients:
-                raise AssertionError(f"{part[0]}: two gradients in one pass, and neither is whole")
+                raise AssertionError(f"{part[0]}: two gradients in one pass, both incomplete")
             if record.state is not PieceState.ARRIVED:
                 self._move(piece, PieceState.ARRIVED)
             record.gradients[part] = gradient

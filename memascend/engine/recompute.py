@@ -166,8 +166,8 @@ class StreamedForward:
         block = self._block()
         if getattr(block, "gradient_checkpointing", False) and block.training:
             raise NotStreamable(
-                f"gradient checkpointing of transformers is on in {self.unit.key}: it would recompute around the "
-                "engine, which does so by itself; switch it off (model.gradient_checkpointing_disable())"
+                f"gradient checkpointing of transformers is on in {self.unit.key}: the engine already recomputes by "
+                "itself; switch it off (model.gradient_checkpointing_disable())"
             )
         if torch.is_grad_enabled():  # a frozen block, too: a gradient may reach it by an attribute
             if self.unit.trained or any(t.requires_grad for t in tensors_in((args, kwargs))):
@@ -196,8 +196,8 @@ class StreamedForward:
         results = self.stock(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
         if any(before.is_missing_in(cache) for before, cache in caches):
             raise NotStreamable(
-                f"{self.unit.key} adds to the keys and values in a cache that is filled, where nobody would find them: "
-                "leave past_key_values out in training"
+                f"{self.unit.key} appends to a cache of keys and values that is already filled, which has no effect in "
+                "training: omit past_key_values"
             )
         return results
 
@@ -212,8 +212,8 @@ class StreamedForward:
         empty, of_pass = _while_empty.get(value, (None, self.runtime.passes_begun))
         if of_pass != self.runtime.passes_begun:
             raise NotStreamable(
-                f"{self.unit.key} gets a cache of keys and values of an earlier pass, and a pass with a graph keeps "
-                "nothing in it: leave past_key_values out in training"
+                f"{self.unit.key} gets a cache of keys and values of an earlier pass, which a pass with a graph cannot "
+                "extend: omit past_key_values in training"
             )
         if empty is None:
             empty = copy.deepcopy(value)
@@ -266,7 +266,7 @@ class OldGraph(RuntimeError):
     def __init__(self, where: str) -> None:
         super().__init__(
             f"backward goes through {where} over a graph from before the last optimizer.step() or zero_grad(), whose "
-            "weights are gone: compute the loss anew after it, or call both backward() before step() (accumulate=2)"
+            "weights are gone: compute the loss again after it, or call both backward() before step() (accumulate=2)"
         )
 
 
@@ -408,13 +408,13 @@ class BlockPass:
         if not changed <= known:
             raise NotStreamable(
                 f"{self.unit.key} changes an argument in place in this pass and did not in the first one like it, and "
-                "backward would compute it again from the changed one: use the operation that is not in place"
+                "backward would compute it again from the changed one: use the out-of-place operation"
             )
         memory = [_memory(t) for t in tensors]
         if any(memory.count(memory[n]) > 1 for n in changed):
             raise NotStreamable(
                 f"{self.unit.key} changes an argument in place that shares its memory with another one: hand over a "
-                "copy of one of them (.clone()), or use the operation that is not in place"
+                "copy of one of them (.clone()), or use the out-of-place operation"
             )
         self._changed = changed
         return [kept if n in changed else tensors[n].detach() for n, (kept, _) in enumerate(inputs)]
@@ -497,9 +497,9 @@ class BlockPass:
             return self._values.pop(number)
         if torch.is_grad_enabled():
             raise NotStreamable(
-                f"a gradient of a gradient goes through {self.unit.key}, whose weights are there for one backward pass "
-                "alone: leave out create_graph=True, and in the backward of an autograd.Function call autograd outside "
-                "of enable_grad()"
+                f"a gradient of a gradient goes through {self.unit.key}, whose weights are only there for one backward "
+                "pass: remove create_graph=True, and in the backward of an autograd.Function call autograd outside of "
+                "enable_grad()"
             )
         if self.backward != torch._C._current_graph_task_id() and self._runtime.visits.open is self:
             self._runtime.visits.end()  # another backward pass over the same graph
@@ -577,7 +577,7 @@ class BlockPass:
                 raise
             raise NotStreamable(
                 f"an input of {self.unit.key} that waits in memory was changed in place after the block had it: use "
-                f"the operation that is not in place, or let inputs wait on the SSD (checkpoints='tier'): {error}"
+                f"the out-of-place operation, or let inputs wait on the SSD (checkpoints='tier'): {error}"
             ) from error
         if self._products:
             self._taken.bring_back(tensors[-self._products :])

@@ -96,8 +96,8 @@ class StreamingEngine(HookedRuntime):
         self._groups = GroupsNow(groups, units.names)
         if missing := [name for name in self.layout.order if name not in self._groups]:
             raise ValueError(
-                f"{missing[0]} is trained and in no group of the optimizer ({len(missing)} such): add it, or freeze it "
-                "(requires_grad_(False))"
+                f"{missing[0]} requires a gradient but is in no param group of the optimizer ({len(missing)} such "
+                "parameters): add it, or freeze it (requires_grad_(False))"
             )
         self.buffers = EngineBuffers(
             self.layout,
@@ -179,7 +179,9 @@ class StreamingEngine(HookedRuntime):
         self._kept_buffers = KeptBuffers(model, home)
         self._hooks = ModelHooks(self, model, units, self.weights, self._contents, self._profile)
         for key, slices in units.matrices.items():
-            log.info("memascend: %s goes by %d slices: sums over its rows are taken slice by slice", key, len(slices))
+            log.info(
+                "memascend: %s is processed in %d slices: sums over its rows are computed per slice", key, len(slices)
+            )
         if kept := _kept_whole(self.layout):
             log.info("memascend: %s", kept)
 
@@ -410,7 +412,7 @@ class StreamingEngine(HookedRuntime):
         if self._closed:
             folder = self.home.folder
             raise RuntimeError(
-                f"this home ({folder}) is closed: open it again (streaming({str(folder)!r}, resume=True)) to go on"
+                f"this home ({folder}) is closed: open it again (streaming({str(folder)!r}, resume=True)) to continue"
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -443,8 +445,8 @@ class StreamingEngine(HookedRuntime):
     def _begin_pass(self) -> None:
         if (unfrozen := next((name for p, name in self._frozen.items() if p.requires_grad), None)) is not None:
             raise NotStreamable(
-                f"{unfrozen} was frozen when the optimizer was made, and is to be trained now: say so when it is made "
-                "(unfreezes=True), in a new folder with the model's state_dict()"
+                f"{unfrozen} was frozen when the optimizer was created, and is trainable now: announce that when it is "
+                "created (unfreezes=True), in a new folder with the model's state_dict()"
             )
         self._visits = []
         self._forwards += 1
@@ -458,8 +460,8 @@ class StreamingEngine(HookedRuntime):
         """For a forward pass: weights are those of the last completed step. What a backward pass takes is its own."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise NotStreamable(
-                "torch.func (grad, vjp, jvp, vmap and the like) computes with copies of all weights, and a streamed "
-                "model has one block's at a time: use loss.backward()"
+                "torch.func (grad, vjp, jvp, vmap and the like) needs copies of all weights, but a streamed model only "
+                "has one block's at a time: use loss.backward()"
             )
         if torch._C._current_graph_task_id() != -1:
             self.weights.require_own_process()
@@ -470,14 +472,14 @@ class StreamingEngine(HookedRuntime):
         if self.updates.touched and not ends_here:
             if self.options.implicit_step:
                 raise RuntimeError(
-                    "this forward pass has no graph, or comes before the last backward pass of the step, and would see "
-                    "weights that are half updated: call optimizer.step() first (implicit_step=True completes a step "
-                    "with the next forward pass that has a graph)"
+                    "this forward pass has no graph, or precedes the last backward pass of the step, and would see "
+                    "half-updated weights: call optimizer.step() first (implicit_step=True completes a step with the "
+                    "next forward pass that has a graph)"
                 )
             raise RuntimeError(
-                "a forward pass between backward() and step() would see weights that are half updated: call "
-                "optimizer.step() first; where more backward passes are to come in this step, say how many there are "
-                "(accumulate=); in a loop without optimizer.step(), ask for it (EngineOptions(implicit_step=True))"
+                "a forward pass between backward() and step() would see half-updated weights: call optimizer.step() "
+                "first; if the step has more backward passes, set their number (accumulate=); in a loop without "
+                "optimizer.step(), set EngineOptions(implicit_step=True)"
             )
 
     @whole
@@ -489,7 +491,7 @@ class StreamingEngine(HookedRuntime):
         if self.updates.touched:
             raise RuntimeError(
                 "between backward() and step() weights and states are half updated: call optimizer.step() first, or "
-                "optimizer.zero_grad(), which forgets the step"
+                "optimizer.zero_grad(), which discards the step"
             )
 
     @whole
@@ -499,7 +501,7 @@ class StreamingEngine(HookedRuntime):
         if self.updates.pending:
             raise RuntimeError(
                 "between backward() and step() states cannot be replaced: call optimizer.step() first, or "
-                "optimizer.zero_grad(), which forgets the step"
+                "optimizer.zero_grad(), which discards the step"
             )
 
     @whole
@@ -567,13 +569,13 @@ class StreamingEngine(HookedRuntime):
         if not self.at_work.backward_begun:
             if self._together is None and self._passes >= self.options.accumulate:
                 raise RuntimeError(
-                    f"backward pass {self._passes + 1} of a step that was to have {self.options.accumulate}: call "
-                    "optimizer.step() before it, or say how many there are in a step (accumulate=)"
+                    f"backward pass {self._passes + 1} of a step that was set to have {self.options.accumulate}: call "
+                    "optimizer.step() before it, or set their number per step (accumulate=)"
                 )
             if self.at_work.ended:
                 raise RuntimeError(
-                    "a second backward pass of one micro-batch: add its losses up and call backward() once, or call "
-                    "the function on one micro-batch after the other (order='horizontal')"
+                    "second backward pass in one micro-batch: add up its losses and call backward() once, or run "
+                    "micro-batches one after the other (order='horizontal')"
                 )
             self.at_work.backward_begun, self.at_work.got_gradients = True, False
             if self._together is None or self._together.backward_begins():
@@ -622,8 +624,8 @@ class StreamingEngine(HookedRuntime):
         if torch._C._current_graph_task_id() != -1:  # in a checkpoint's part of the user's backward pass
             if self._together is not None:
                 raise NotStreamable(
-                    f"{unit.key} is computed again by a checkpoint around it: call the function on one micro-batch "
-                    "after the other (order='horizontal'), or leave the checkpoint out"
+                    f"{unit.key} is recomputed by a checkpoint around it: run micro-batches one after the other "
+                    "(order='horizontal'), or remove the checkpoint"
                 )
             if self._looking is not None:
                 self._looking.why = "blocks are computed again by checkpoints around them"
@@ -654,8 +656,8 @@ class StreamingEngine(HookedRuntime):
     def require_not_updated(self, unit: Unit) -> None:
         if self.updates.has_begun(unit):
             raise NotStreamable(
-                f"{unit.key} would have to be computed again in one backward pass, after the update of its weights has "
-                "begun: let gradients wait (wait=True when the optimizer is made)"
+                f"{unit.key} would have to be recomputed within one backward pass, after the update of its weights has "
+                "begun: delay updates (wait=True when the optimizer is created)"
             )
 
     def computed_outside(self, seconds: float) -> None:
@@ -691,15 +693,17 @@ class StreamingEngine(HookedRuntime):
         if order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
         if self._together is not None or self._in_turn:
-            raise RuntimeError("accumulate is called in the function of a micro-batch: call it once, with all of them")
+            raise RuntimeError(
+                "accumulate was called inside the function of a micro-batch: call it once, with all of them"
+            )
         batches = list(micro_batches)
         self._require_usable()
         if self.options.implicit_step and self._passes >= self.options.accumulate:
             self.finish_step()
         if self._passes + len(batches) > self.options.accumulate:
             raise RuntimeError(
-                f"{len(batches)} micro-batches after {self._passes} backward passes of a step that was to have "
-                f"{self.options.accumulate}: call optimizer.step() before them, or say how many there are in a step "
+                f"{len(batches)} micro-batches after {self._passes} backward passes of a step that was set to have "
+                f"{self.options.accumulate}: call optimizer.step() before them, or set their number per step "
                 "(accumulate=)"
             )
         begins = self._speculated(batches, order) if repeatable else None
@@ -755,7 +759,7 @@ class StreamingEngine(HookedRuntime):
         why = self._not_vertical() or (known if isinstance(known, str) else None)
         if why is not None:
             if self.accumulated != ("horizontal", why):
-                log.info("memascend: micro-batches go one after the other: %s", why)
+                log.info("memascend: micro-batches run one after the other: %s", why)
             self.accumulated = "horizontal", why
             return self._one_after_another(function, batches)
         if known is None:
@@ -766,8 +770,8 @@ class StreamingEngine(HookedRuntime):
     def _require_no_function(self, call: str) -> None:
         if self._together is not None or self._in_turn:
             raise RuntimeError(
-                f"{call} is called in the function of a micro-batch, whose gradients are of one step with the others': "
-                "call it before home.accumulate(...), or after it"
+                f"{call} was called inside the function of a micro-batch, whose gradients belong to the same step as "
+                "the others': call it before or after home.accumulate(...)"
             )
 
     def _not_vertical(self) -> str | None:
@@ -801,7 +805,7 @@ class StreamingEngine(HookedRuntime):
             why = "they go through the blocks in different orders, or not once each"
         self.accumulated = "horizontal", why or "the first step, in which they are looked at"
         if why is not None:
-            log.info("memascend: micro-batches go one after the other: %s", why)
+            log.info("memascend: micro-batches run one after the other: %s", why)
         self._known[kind] = Route(routes[0]) if why is None else why
         return results
 
@@ -932,7 +936,7 @@ class StreamingEngine(HookedRuntime):
         try:
             self.updates.raise_failure()
             if self.at_work.backward_begun:
-                raise RuntimeError("the last backward pass ended in an error: its step cannot be finished, do it again")
+                raise RuntimeError("the last backward pass raised an error: its step cannot be finished, do it again")
             norm = self._finish(facts or {}) if self.updates.pending else 0.0
             self.generation += 1  # weights that wait for a backward pass are given back here, also without gradients
             self._forget_passes()  # also those that no parameter got a gradient of
@@ -967,9 +971,7 @@ class StreamingEngine(HookedRuntime):
             try:
                 self.home.compare_no_more()
             except OSError as error:  # the step is kept: who is told of an error would do it twice
-                log.warning(
-                    "memascend: the step is completed; opening its states anew failed, and is tried again: %s", error
-                )
+                log.warning("memascend: the step is completed; reopening its states failed and is retried: %s", error)
                 self._half_taken_back = True
                 return
             self._beside.home_was_opened_again()
@@ -979,21 +981,22 @@ class StreamingEngine(HookedRuntime):
     def gradient_waits(self, name: str) -> bool:
         if name in self.gradients.spent:
             raise RuntimeError(
-                f"the gradient of {name} went with the last step(): look at gradients before it (wait=True when the "
-                "optimizer is made, and p.grad.norm() between backward() and step())"
+                f"the gradient of {name} was released by the last step(): read gradients before it (wait=True when the "
+                "optimizer is created, and p.grad.norm() between backward() and step())"
             )
         if name not in self._arrived:
             return False
         if not self._waits or self.updates.touched:
             raise RuntimeError(
-                f"the gradient of {name} is not in memory: those of a streamed model are used as they come. To clip "
-                "them, or to look at their norms, let them wait (clip=... or wait=True when the optimizer is made)"
+                f"the gradient of {name} is not in memory: gradients of a streamed model are consumed as they arrive. "
+                "To clip them, or to read their norms, delay updates (clip=... or wait=True when the optimizer is "
+                "created)"
             )
         if self.at_work.backward_begun or self._passes < self.options.accumulate:
             raise RuntimeError(
-                f"the gradient of {name} is not whole before the last of {self.options.accumulate} backward passes: "
-                "look at it, or clip it, after that. A Trainer's last step of an epoch has fewer passes unless its "
-                "rows are a multiple of per_device_train_batch_size * gradient_accumulation_steps"
+                f"the gradient of {name} is incomplete before the last of {self.options.accumulate} backward passes: "
+                "read or clip it after that. A Trainer's last step of an epoch has fewer passes unless its rows are a "
+                "multiple of per_device_train_batch_size * gradient_accumulation_steps"
             )
         return True
 
@@ -1022,7 +1025,7 @@ class StreamingEngine(HookedRuntime):
     def forget_gradient(self, name: str) -> None:
         if name in self._arrived:
             raise RuntimeError(
-                f"the gradient of {name} cannot be forgotten alone: optimizer.zero_grad() forgets all of them"
+                f"the gradient of {name} cannot be discarded alone: optimizer.zero_grad() discards all of them"
             )
         self.gradients.spent -= {name}
 
@@ -1032,8 +1035,8 @@ class StreamingEngine(HookedRuntime):
         arrived = set(self._arrived)
         if arrived & names and arrived - names:
             raise RuntimeError(
-                f"the gradient of {min(arrived & names)} cannot be forgotten without that of {min(arrived - names)}: "
-                "optimizer.zero_grad() forgets all of them"
+                f"the gradient of {min(arrived & names)} cannot be discarded without that of {min(arrived - names)}: "
+                "optimizer.zero_grad() discards all of them"
             )
         self.gradients.forget(arrived, set_to_none=set_to_none, of=names)
         if arrived & names:
@@ -1099,7 +1102,9 @@ class StreamingEngine(HookedRuntime):
         or update ended in an error that the loop has seen is forgotten."""
         self.weights.require_own_process()
         if gives_up and (self.updates.failure_was_told or self.at_work.backward_begun):
-            log.warning("memascend: the step under way was given up after an error; it begins anew from the one before")
+            log.warning(
+                "memascend: the current step was discarded after an error; training continues from the previous one"
+            )
             self.give_up()
         if self._half_taken_back and self._unfinished in (None, _CUT_OFF):
             self._take_back(written=True)
@@ -1133,10 +1138,11 @@ class StreamingEngine(HookedRuntime):
         """The step that an earlier process has begun to use its gradients for; the facts that it is kept with."""
         if redo.record["kind"] != self._kind_of_gradients():
             raise homes.NotThisModel(
-                f"{self.home.folder} holds gradients of a step that is to be completed as {redo.record['kind']}, and "
-                f"{self._kind_of_gradients()} was asked for (gradients, zero_missing): go on with the same options once"
+                f"{self.home.folder} holds gradients of a step that must be completed as {redo.record['kind']}, but "
+                f"{self._kind_of_gradients()} was requested (gradients, zero_missing): resume once with the same "
+                "options"
             )
-        log.info("memascend: a step's update was cut off: it is completed from its gradients")
+        log.info("memascend: a step's update was interrupted: completing it from its gradients")
         self.gradient_stream()
         self.updates.take_up(redo.record, redo.settings(self.layout.order))
         self._update_in_parts(redo)
@@ -1261,7 +1267,7 @@ class StreamingEngine(HookedRuntime):
         RuntimeError where a gradient has come since the last step; ValueError for a parameter that is not trained."""
         self.require_no_gradients()
         if unknown := sorted(set(steps) - set(self.steps)):
-            raise ValueError(f"{unknown[0]} is no trained parameter of this model")
+            raise ValueError(f"{unknown[0]} is not a trained parameter of this model")
         one = self.options.versions == 1
         if one and not self._restored:
             self._restored = True
@@ -1324,8 +1330,8 @@ class _Together:
     def _require_nothing(self, why: str | None) -> None:
         if why is not None:
             raise NotStreamable(
-                f"micro-batches cannot go side by side here, as those of the first step could: {why}: call the "
-                "function on one after the other (order='horizontal')"
+                f"micro-batches cannot run side by side here, as those of the first step could: {why}: run them one "
+                "after the other (order='horizontal')"
             )
 
     def all_visited(self, unit: Unit, number: int) -> bool:

@@ -23,7 +23,7 @@ class SquareSums:
         """Of the part's elements from `begin` on, which follow those that were added before."""
         place = part.offset + begin
         if self._reached.get(part.name, 0) != place:
-            raise AssertionError(f"{part.name}: gradients from element {place} on are summed out of turn")
+            raise AssertionError(f"{part.name}: gradients from element {place} on are summed out of order")
         if place == 0 and gradient.numel() == part.numel:
             self._count(part, unscale_norm_overflow_(gradient, 1.0))
         else:

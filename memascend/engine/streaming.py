@@ -92,13 +92,13 @@ class streaming:
             raise ValueError(f"streaming(folder): {str(folder)[:200]}: {error.strerror}") from None
         if not self.folder.is_dir() and os.path.lexists(self.folder):
             kind = "a link to nowhere" if self.folder.is_symlink() and not self.folder.exists() else "a file"
-            raise ValueError(f"{self.folder} is {kind}: name a folder, or what may become one")
+            raise ValueError(f"{self.folder} is {kind}: name a folder, or one that can be created")
         if homes.is_home(self.folder) and not resume:
             raise ValueError(
-                f"{self.folder} holds the states of an earlier training: go on with it (resume=True), or remove it"
+                f"{self.folder} holds the states of an earlier training: continue it (resume=True), or remove it"
             )
         if resume and not homes.is_home(self.folder):
-            raise ValueError(f"{self.folder} holds no states to go on from: leave resume out, or name another folder")
+            raise ValueError(f"{self.folder} holds no states to continue from: omit resume, or name another folder")
         self._resume = resume
         self._model: nn.Module | None = None
         self._blocks: Sequence[nn.Module] | None = None
@@ -193,7 +193,7 @@ class streaming:
             optimizer = home.optimizer(torch.optim.AdamW, model.named_parameters(), lr=1e-5, clip=1.0)
         """
         if self._model is None:
-            raise RuntimeError("hook(model) comes first: the optimizer is of that model")
+            raise RuntimeError("call hook(model) first: the optimizer belongs to that model")
         self._require_no_optimizer()
         options = EngineOptions() if options is None else options
         if not isinstance(options, EngineOptions):
@@ -234,7 +234,7 @@ class streaming:
         if chosen.waits or chosen.accumulate > 1:
             norm = "their norm" if chosen.clip > 0 or chosen.wait else "the end of backward"
             why = "those of the step's other passes" if chosen.accumulate > 1 else norm
-            log.info("memascend: gradients wait on the SSD for %s: one more write and read of them a step", why)
+            log.info("memascend: gradients wait on the SSD for %s: one more write and read of them per step", why)
         return made
 
     def accumulate(
@@ -291,7 +291,7 @@ class streaming:
 
     def _engine(self) -> StreamingEngine:
         if self.engine is None:
-            raise RuntimeError("make the optimizer first: home.optimizer(torch.optim.AdamW, lr=...)")
+            raise RuntimeError("create the optimizer first: home.optimizer(torch.optim.AdamW, lr=...)")
         return self.engine
 
     def _require_open(self) -> None:
@@ -301,7 +301,7 @@ class streaming:
     def _require_no_optimizer(self) -> None:
         self._require_open()
         if self.engine is not None:
-            raise RuntimeError("there is an optimizer already: one training in a folder")
+            raise RuntimeError("there is already an optimizer: one training per folder")
 
     def remove(self) -> None:
         """End, and delete the states."""
@@ -361,7 +361,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         super().__init__(given, {key: defaults[key] for key in sorted(_SUPPORTED)})
         for group in [defaults, *self.param_groups]:
             if asked := [name for name in REFUSED if group.get(name)]:
-                raise NotStreamable(f"{kind.__name__} with {asked[0]} cannot be streamed: leave it out")
+                raise NotStreamable(f"{kind.__name__} with {asked[0]} cannot be streamed: remove it")
             if not decoupled and group["weight_decay"]:
                 raise NotStreamable("Adam with weight decay in the gradient cannot be streamed: use torch.optim.AdamW")
             _accepted(kind, {key: group[key] for key in _SUPPORTED})
@@ -370,8 +370,8 @@ class StreamedAdamW(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             if foreign := [p for p in group["params"] if p not in of_model]:
                 raise ValueError(
-                    f"a parameter of shape {tuple(foreign[0].shape)} in group {number} of params= is none of the "
-                    "model's"
+                    f"a parameter of shape {tuple(foreign[0].shape)} in group {number} of params= does not belong to "
+                    "the model"
                 )
 
     def attach(self, home: streaming) -> None:
@@ -380,8 +380,8 @@ class StreamedAdamW(torch.optim.Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "state" and vars(self).get("_home") is not None:
             raise NotStreamable(
-                "the states of a streamed model are on the SSD, and `state` is empty: load_state_dict puts others "
-                'there, and begins those anew that its "state" has not'
+                "the states of a streamed model are on the SSD, and `state` is empty: load_state_dict replaces "
+                'them there, and resets those that its "state" lacks'
             )
         super().__setattr__(name, value)
 
@@ -394,18 +394,20 @@ class StreamedAdamW(torch.optim.Optimizer):
         """Settings of the groups as they were kept with the last step. ValueError where the groups are others."""
         kept = facts.get("groups", [])
         if len(kept) not in (0, len(self.param_groups)):
-            raise ValueError(f"{len(self.param_groups)} groups in params=, and the run had {len(kept)}: name the same")
+            raise ValueError(
+                f"{len(self.param_groups)} groups in params=, but the run had {len(kept)}: pass the same groups"
+            )
         for number, (group, before) in enumerate(zip(self.param_groups, kept, strict=False)):
             settings = {key: tuple(value) if isinstance(value, list) else value for key, value in before.items()}
             if settings.pop("members", None) not in (None, _members(group, names)):
                 raise ValueError(
-                    f"group {number} of params= has other parameters than it had in this run: name the same groups in "
+                    f"group {number} of params= has other parameters than before in this run: pass the same groups in "
                     "the same order"
                 )
             for key in sorted(_SUPPORTED & set(settings)):
                 if settings[key] != group[key]:
                     log.info(
-                        "memascend: group %d goes on with %s=%s of the last step (%s was asked for; change it in "
+                        "memascend: group %d continues with %s=%s of the last step (%s was requested; change it in "
                         "optimizer.param_groups)",
                         number,
                         key,
@@ -417,7 +419,7 @@ class StreamedAdamW(torch.optim.Optimizer):
     @property
     def engine(self) -> StreamingEngine:
         if self._home is None:
-            raise RuntimeError("this optimizer has no model yet: make it by streaming(folder).optimizer(...)")
+            raise RuntimeError("this optimizer has no model yet: create it with streaming(folder).optimizer(...)")
         return self._home._engine()
 
     @torch.no_grad()
@@ -444,7 +446,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             self.norm = self.engine.finish_step(facts=facts)
             self.engine.gradients.spent = arrived
         if self.norm is None:
-            log.warning("memascend: a gradient was infinite or NaN: the step was left out")
+            log.warning("memascend: a gradient was infinite or NaN: the step was skipped")
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -458,7 +460,9 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._home is not None:
-            raise NotStreamable("the groups of a streamed model are fixed: name all of them when it begins (params=)")
+            raise NotStreamable(
+                "the param groups of a streamed model are fixed: pass all of them at the start (params=)"
+            )
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -494,7 +498,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         groups, own = state_dict["param_groups"], self.param_groups
         for group in groups:
             if asked := [name for name in REFUSED if group.get(name)]:
-                raise ValueError(f"the state was saved with {asked[0]}, which is not done here: train without")
+                raise ValueError(f"the state was saved with {asked[0]}, which is not supported here: train without it")
             AdamSettings.of({**self.defaults, **group}, step=1)
         self.engine.require_no_gradients()
         engine = self.engine
@@ -572,7 +576,7 @@ def _all_trained(groups: Iterable[dict[str, Any]]) -> Iterator[None]:
 def _checked_step(name: str, saved: dict[str, Any]) -> int:
     step = saved.get("step")
     if not isinstance(step, int | float | torch.Tensor) or not 0 <= float(step) < math.inf:
-        raise ValueError(f"{name}: its step is {step!r} in the state that is loaded, and counts completed steps")
+        raise ValueError(f"{name}: its step is {step!r} in the loaded state, but must be a count of completed steps")
     return int(step)
 
 

@@ -54,15 +54,17 @@ class AdamSettings:
         """From an optimizer's group. ValueError for what AdamW does not take: before anything is updated, or written
         down as to be done."""
         if asked := [name for name in REFUSED if group.get(name)]:
-            raise ValueError(f"a parameter group asks for {asked[0]}, which is not done here: leave it out")
+            raise ValueError(f"a parameter group sets {asked[0]}, which is not supported here: remove it")
         numbers = {name: _number(group.get(name)) for name in ("lr", "eps", "weight_decay")}
         for name, value in numbers.items():
             if not 0 <= value < math.inf:
-                raise ValueError(f"{name} of a parameter group is {group.get(name)!r}: use a number from zero on")
+                raise ValueError(f"{name} of a parameter group is {group.get(name)!r}: use a number of at least zero")
         given = group.get("betas")
         betas = tuple(map(_number, given)) if isinstance(given, Sequence) and not isinstance(given, str) else ()
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas of a parameter group are {given!r}: use two numbers from zero to below one")
+            raise ValueError(
+                f"betas of a parameter group are {given!r}: use two numbers of at least zero and below one"
+            )
         return cls(step=step, betas=betas, grad_factor=grad_factor, **numbers)
 
 
@@ -156,8 +158,8 @@ class Updates:
             if name in self._used_others or used != self._settings(name):
                 raise RuntimeError(
                     f"the settings of {name} (lr, betas, eps, weight_decay) were changed between backward() and "
-                    "optimizer.step(), and a part of the updates was done with the earlier ones: change them, or call "
-                    "scheduler.step(), after optimizer.step() or before backward(), or let gradients wait (wait=True)"
+                    "optimizer.step(), when part of the updates had already used the old ones: change them, or call "
+                    "scheduler.step(), after optimizer.step() or before backward(), or delay updates (wait=True)"
                 )
 
     def expect(self) -> None:
@@ -171,9 +173,9 @@ class Updates:
         self.raise_failure()
         if any(self._pieces.takes_no_more(piece, part.key) for piece, _ in self._places[part.key]):
             raise NotStreamable(
-                f"{part.name} gets a second gradient in one backward pass, after the first one was used: around blocks "
-                "that come more than once a step, checkpoints have to be those with use_reentrant=False, or none (the "
-                "engine computes blocks again by itself)"
+                f"{part.name} gets a second gradient in one backward pass, after the first one was used: blocks that "
+                "run more than once per step need checkpoints with use_reentrant=False, or none (the engine recomputes "
+                "blocks by itself)"
             )
         self._arrived.add(part.key)
         flat = gradient.detach().reshape(-1)

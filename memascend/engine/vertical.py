@@ -62,8 +62,8 @@ class Route:
             if self._keys[later] == key:
                 return later, number
         raise NotStreamable(
-            f"a micro-batch goes through {key} in another order than those of the first step did: call the function "
-            "on one micro-batch after the other (order='horizontal')"
+            f"a micro-batch runs {key} in another order than those of the first step: run micro-batches one after the "
+            "other (order='horizontal')"
         )
 
 
@@ -121,8 +121,8 @@ class Lanes:
         lane = self._running
         if lane is None or lane.thread is not threading.current_thread():
             raise NotStreamable(
-                f"{key} is used in a thread that the function of a micro-batch has started: call the function on one "
-                "micro-batch after the other (order='horizontal')"
+                f"{key} is used in a thread started by the function of a micro-batch: run micro-batches one after the "
+                "other (order='horizontal')"
             )
         if self._stopping:
             raise Stopped
@@ -232,8 +232,8 @@ class SummedGradients:
         _, total, last, came = self._sums.get(part.key, (part, None, -1, 0))
         if last >= number:
             raise NotStreamable(
-                f"gradients of {part.name} come in another order than that of the micro-batches: call the function on "
-                "one micro-batch after the other (order='horizontal')"
+                f"gradients of {part.name} arrive in another order than the micro-batches: run micro-batches one after "
+                "the other (order='horizontal')"
             )
         if total is None:  # a copy: autograd may have given the same memory to others
             total = flat.to(self._dtype, copy=True)

@@ -108,7 +108,7 @@ class WeightStream:
         log `memascend`), `describe` says there what a key stands for.
         """
         if pool is None and staging is None:
-            raise ValueError("a stream of weights needs a pool, or staging buffers until it gets one")
+            raise ValueError("a stream of weights needs a pool or staging buffers")
         self._storage, self._pool, self._staging, self._beside, self._owner = storage, pool, staging, beside, owner
         self._slot_multiple, self._read_ahead_bytes, self._wait_s = slot_multiple, read_ahead_bytes, wait_s
         self._describe, self._warn = describe, warn or logging.getLogger("memascend").warning
@@ -130,7 +130,7 @@ class WeightStream:
     def register(self, key: Hashable, numel: int) -> None:
         """Announce a tensor, or its new size. Raises ValueError."""
         if numel < 1:
-            raise ValueError(f"stream of weights: {key!r} has {numel} elements: a tensor has at least one")
+            raise ValueError(f"stream of weights: {key!r} has {numel} elements: a tensor needs at least one")
         with self._lock:
             self._numels[key] = numel
 
@@ -459,7 +459,7 @@ class WeightStream:
     def _used(self, key: Hashable, verb: str) -> _Entry:
         entry = self._entries.get(key)
         if entry is None or (self._owner is None and not entry.users):
-            raise ValueError(f"stream of weights: {key!r} is {verb}, but nobody uses it: once for each fetch")
+            raise ValueError(f"stream of weights: {key!r} is {verb}, but is not in use: do it once per fetch")
         return entry
 
     def _finish_visit(self, entry: _Entry, *, spent: bool) -> None:

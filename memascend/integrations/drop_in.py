@@ -90,7 +90,7 @@ def _require_launcher() -> None:
         script = sys.argv[0] if os.path.isfile(sys.argv[0]) else "SCRIPT"
         raise RuntimeError(
             f"memascend: this process was started without a launcher ({', '.join(missing)} not set), which DeepSpeed "
-            f"needs also for one process; start it with: torchrun --nproc_per_node 1 {script}"
+            f"needs even for one process; start it with: torchrun --nproc_per_node 1 {script}"
         )
 
 
@@ -100,8 +100,8 @@ def _warn_of_another_choice(enabled: Any, section: Any) -> None:
     _enabled_by_key.append(section)  # said once
     if is_logging_rank():
         log.warning(
-            'memascend: "%s": %r comes too late, this process runs with %r of its first configuration; call '
-            "memascend.disable() between the two, or give both the same",
+            'memascend: "%s": %r is ignored: this process is already enabled with %r of its first configuration; call '
+            "memascend.disable() in between, or use the same configuration",
             CONFIG_KEY,
             section,
             _enabled_by_key[1],

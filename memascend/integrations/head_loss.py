@@ -161,7 +161,7 @@ class _HeadLoss:
         if not known:
             raise RuntimeError(
                 f"{type(self.model).__name__} changes its logits or labels between head and loss in a way that a loss "
-                "without logits does not know: use loss 'plain'"
+                "without logits does not support: use loss 'plain'"
             )
 
 
@@ -173,7 +173,7 @@ def _linear_head(model: Any) -> torch.nn.Linear:
             "needs: use loss 'plain'"
         )
     if "forward" in vars(head):
-        raise RuntimeError(f"the loss of this {type(model).__name__} is replaced already: undo that first")
+        raise RuntimeError(f"the loss of this {type(model).__name__} is already replaced: undo that first")
     return head
 
 
@@ -183,8 +183,8 @@ def _causal_lm_loss(model: Any) -> Callable[..., torch.Tensor]:
     found = getattr(model, "loss_function", None)
     if found is not ForCausalLMLoss:
         raise ValueError(
-            f"{type(model).__name__} takes its loss by {getattr(found, '__name__', found)}, not by transformers' "
-            "causal LM loss: use loss 'plain'"
+            f"{type(model).__name__} computes its loss with {getattr(found, '__name__', found)}, not with "
+            "transformers' causal LM loss: use loss 'plain'"
         )
     return found
 

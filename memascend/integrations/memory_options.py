@@ -78,8 +78,8 @@ def _check_activations(section: Any, checkpointing: str | None) -> None:
         raise ValueError(f'memascend.activations must be a section such as {{"amount": "auto"}}, got {section!r}')
     if checkpointing != "ssd":
         raise ValueError(
-            f"memascend.activations says how checkpointing 'ssd' works, and checkpointing is {checkpointing!r}: set it "
-            "to 'ssd', or leave activations out"
+            f"memascend.activations only applies with checkpointing 'ssd', but checkpointing is {checkpointing!r}: set "
+            "it to 'ssd', or remove activations"
         )
     _cache_options(section)
 
@@ -89,7 +89,7 @@ def _cache_options(section: Mapping[str, Any]) -> CacheOptions:
         if not isinstance(mix, str):
             raise ValueError(f'memascend.activations.mix must be a text such as "{EXAMPLE}", got {mix!r}')
         if "amount" in section:
-            raise ValueError("memascend.activations: 'amount' and 'mix' exclude one another: leave one out")
+            raise ValueError("memascend.activations: 'amount' and 'mix' are mutually exclusive: remove one")
         BlockFates.parse(mix, _MIX)
     return options_from({name: value for name, value in section.items() if name not in ("folder", "mix")})
 
@@ -180,7 +180,9 @@ def initialize_with_options(
 def _require(what: str, module: str, extra: str = "make setup CUDA=1") -> None:
     """Refuse, in one line, a library of NVIDIA machines that is not here."""
     if not torch.cuda.is_available():
-        raise ValueError(f"{what} needs a CUDA GPU, and torch finds none here: leave it out, or use what runs anywhere")
+        raise ValueError(
+            f"{what} needs a CUDA GPU, but torch finds none here: remove it, or use an option that runs anywhere"
+        )
     if importlib.util.find_spec(module) is None:
         raise ValueError(f"{what} needs the package {module}, which is not installed: {extra}, or pip install {module}")
 
@@ -206,8 +208,8 @@ def _set_attention(model: Any, name: str) -> None:
         model.config._attn_implementation = name  # transformers 4.51: such models look it up in each forward pass
     if model.config._attn_implementation != name:
         raise ValueError(
-            f"{type(model).__name__} of this transformers cannot change to attention {name!r} once it is made: load it "
-            f"with attn_implementation={name!r}"
+            f"{type(model).__name__} cannot switch to attention {name!r} after creation in this version of "
+            f"transformers: load it with attn_implementation={name!r}"
         )
 
 
@@ -242,7 +244,7 @@ def _liger_loss() -> Callable[..., torch.Tensor]:
 
     def summed(hidden, weight, labels, bias, ignore_index, transform: LogitTransform):
         if transform.scale != 1.0:
-            raise ValueError("loss 'liger' does not know this model's scaled logits: use loss 'chunked'")
+            raise ValueError("loss 'liger' does not support this model's scaled logits: use loss 'chunked'")
         return liger_fused_linear_cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]),
             weight,
@@ -298,8 +300,8 @@ def _apply_ssd(
         recompute_blocks(model, fates, options)
     elif any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         log.warning(
-            "memascend: this model checkpoints its blocks, so only their inputs go to the SSD and the rest is computed "
-            "again; call model.gradient_checkpointing_disable() to send all of it"
+            "memascend: this model checkpoints its blocks, so only their inputs are offloaded and the rest is "
+            "recomputed; call model.gradient_checkpointing_disable() to offload everything"
         )
     where = swap_folder(str(named), "memascend.activations.folder")
     cache = ActivationCache(DirectTier.in_file(where, owner="activations"), cache_options, fates, allocator=allocator)

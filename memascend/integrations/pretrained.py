@@ -47,7 +47,8 @@ def _from_hub(name: str, patterns: list[str]) -> Path:
             return Path(snapshot_download(name, allow_patterns=patterns))
     except GatedRepoError:
         raise ValueError(
-            f"the hub's model {name} needs an agreement: accept it there, and log in with 'hf auth login'"
+            f"the model {name} is gated on the Hugging Face hub: accept its terms there, and log in with 'hf auth "
+            "login'"
         ) from None
     except (RepositoryNotFoundError, HFValidationError):
         raise ValueError(
@@ -95,8 +96,8 @@ def parameter_shapes(config: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]
     settings = _config(config)
     if type(settings) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
-            f"a model of type '{settings.model_type}' is no causal language model that transformers knows, and "
-            "memascend train fine-tunes nothing else; name another model"
+            f"a model of type '{settings.model_type}' is not a causal language model known to transformers, and "
+            "memascend train only fine-tunes those; name another model"
         )
     with torch.device("meta"), _quiet_transformers():
         model = AutoModelForCausalLM.from_config(settings)

@@ -60,7 +60,7 @@ class Documents:
         except (ConnectionError, FileNotFoundError, OSError, ValueError) as error:
             why = " ".join(str(error).split())[:200]
             raise ValueError(
-                f"'{name}' is no file or folder here, and no dataset that can be loaded ({why}); check the path"
+                f"'{name}' is neither a file or folder here nor a dataset that can be loaded ({why}); check the path"
             ) from None
         if self._field not in loaded.column_names:
             raise ValueError(
@@ -144,8 +144,8 @@ def train_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> 
 
     if vocabulary < ALPHABET + 1:
         raise ValueError(
-            f"the model's vocabulary of {vocabulary} ids is too small for a tokenizer of bytes ({ALPHABET + 1}); "
-            "take a smaller --twin, or name a --tokenizer"
+            f"the model's vocabulary of {vocabulary} ids is too small for a byte tokenizer ({ALPHABET + 1}); use a "
+            "smaller --twin, or name a --tokenizer"
         )
     texts = _first_bytes(documents, _TRAINED_ON_BYTES)
     tokenizer = train_byte_pairs(texts, min(vocabulary, TRAINED_VOCABULARY))
@@ -202,7 +202,7 @@ def go_on(
     if ids.shape[1] == 0:
         begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if begin is None:
-            raise ValueError("the prompt is empty, and the tokenizer has no token to begin with: give some text")
+            raise ValueError("the prompt is empty, and the tokenizer has no start token: give some text")
         ids = torch.tensor([[begin]])
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions and ids.shape[1] + tokens > positions:

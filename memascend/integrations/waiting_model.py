@@ -82,7 +82,7 @@ def waiting_model(folder: str | Path, dtype: torch.dtype) -> Any:
         found = [each for each in (_stored(files, model, name) for name in known) if each is not None]
         if not found:
             raise ValueError(
-                f"{folder} has no tensor {known[0]} {tuple(parameter.shape)}, which its config.json asks for: copy or "
+                f"{folder} has no tensor {known[0]} {tuple(parameter.shape)}, which its config.json requires: copy or "
                 "download the folder again"
             )
         for each in found:
@@ -108,8 +108,8 @@ def _warn_of_unused(model: Any, names: list[str], folder: Path) -> None:
     left = [name for name in names if not any(re.search(pattern, name) for pattern in expected)]
     if left:
         log.warning(
-            "memascend: %d tensors in %s are not of the model that its config.json describes, and are left out (%s%s): "
-            "if that is not meant, copy or download the folder again",
+            "memascend: %d tensors in %s are not part of the model that its config.json describes, and are skipped "
+            "(%s%s): if that is unexpected, copy or download the folder again",
             len(left),
             folder,
             left[0],
@@ -134,8 +134,8 @@ def _stored(files: TensorFolder, model: Any, name: str) -> StoredTensor | None:
 def _require_shape(stored: StoredTensor, shape: tuple[int, ...]) -> None:
     if stored.shape != shape:
         raise ValueError(
-            f"{stored.name} in {stored.path} is {stored.shape}, and its config.json asks for {shape}: the two are not "
-            "of one model"
+            f"{stored.name} in {stored.path} is {stored.shape}, but its config.json requires {shape}: the two belong "
+            "to different models"
         )
 
 

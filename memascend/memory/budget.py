@@ -55,7 +55,7 @@ class HostBudget:
 
     def __post_init__(self) -> None:
         if self.limit_bytes < 1 or self.ranks < 1:
-            raise ValueError(f"{KEY}: {self.limit_bytes} bytes over {self.ranks} ranks leave none: give more")
+            raise ValueError(f"{KEY}: {self.limit_bytes} bytes divided by {self.ranks} ranks leave none: use more")
 
     @classmethod
     def of_machine(cls, amount: str | int, ranks: int | None = None) -> HostBudget:
@@ -86,9 +86,9 @@ def parse_bytes(amount: str | int, what: str = KEY) -> int:
         found = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else None
         size, unit = (float(found[1]), found[2].lower()) if found else (math.nan, "")
     if unit not in _UNITS or not size * _UNITS[unit] >= 1:
-        raise ValueError(f"{what}: {amount!r} is no amount of memory: write 24GiB, 24GB, 512MiB or bytes")
+        raise ValueError(f"{what}: {amount!r} is not an amount of memory: write 24GiB, 24GB, 512MiB or bytes")
     if not unit and size < _LEAST_PLAIN_NUMBER:
-        raise ValueError(f"{what}: {amount!r} is a number of bytes, and so few are a mistake: write {size:g}GiB")
+        raise ValueError(f"{what}: {amount!r} is taken as bytes, which is too little to be meant: write {size:g}GiB")
     return amount if isinstance(amount, int) else int(size * _UNITS[unit])
 
 

@@ -27,7 +27,7 @@ def register(address: int, length_bytes: int) -> None:
     Raises ValueError if the range is registered already, RuntimeError if the driver refuses.
     """
     if address in _registered:
-        raise ValueError(f"host memory at {address:#x} is registered with CUDA already: unregister it first")
+        raise ValueError(f"host memory at {address:#x} is already registered with CUDA: unregister it first")
     code = int(torch.cuda.cudart().cudaHostRegister(address, length_bytes, _REGISTER_DEFAULT_FLAGS))
     if code != _CUDA_SUCCESS:
         raise RuntimeError(

@@ -137,7 +137,7 @@ class Ledger:
             )
         born = time.monotonic_ns() / 1e9 if born_s is None else born_s
         if died_s is not None and died_s < born:
-            raise ValueError(f"ledger entry {name!r}: dies at {died_s} s, before its birth at {born} s")
+            raise ValueError(f"ledger entry {name!r}: ends at {died_s} s, before its start at {born} s")
         entry = LedgerEntry(
             name, owner, role, allocator, requested_bytes, reserved, touched, address, locked, born, died_s, nodes
         )
@@ -200,7 +200,7 @@ class Ledger:
         if entry is None:
             raise ValueError(f"ledger has no entry {entry_id}: close what record() returned")
         if entry.died_s is not None:
-            raise ValueError(f"ledger entry {entry_id} ({entry.name}) is closed already")
+            raise ValueError(f"ledger entry {entry_id} ({entry.name}) is already closed")
         return entry
 
     def _count(self, entry: LedgerEntry, sign: int) -> None:

@@ -203,7 +203,7 @@ class _PinnedAllocator:
         if require_lock and not lock:
             raise ValueError("require_lock=True needs lock=True")
         if register_cuda and not cuda.available():
-            raise ValueError("register_cuda=True, but torch finds no CUDA device: leave it out")
+            raise ValueError("register_cuda=True, but torch finds no CUDA device: remove it")
         self.ledger = ledger
         self.lock = lock
         self.require_lock = require_lock
@@ -347,7 +347,7 @@ class CountingAllocator:
         """A 1-D meta tensor of `numel` elements, booked as a real one would be. Raises ValueError below one."""
         requested = numel * dtype.itemsize
         if requested > _MAX_BYTES:
-            raise ValueError(f"buffer {name!r} of {numel} elements is beyond any memory: check the sizes of the run")
+            raise ValueError(f"buffer {name!r} of {numel} elements exceeds any memory: check the sizes of the run")
         if requested <= 0:
             raise ValueError(f"pinned buffer {name!r} of {numel} elements: ask for at least one")
         reserved = self.reserved_bytes(requested)

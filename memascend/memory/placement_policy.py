@@ -44,11 +44,13 @@ class PlacementPolicy:
             try:
                 value = yaml.safe_load(value)
             except yaml.YAMLError:
-                raise ValueError(f"{where}: {value!r} is no mapping: write it as {{momentum: 1, weights: 2}}") from None
+                raise ValueError(
+                    f"{where}: {value!r} is not a mapping: write it as {{momentum: 1, weights: 2}}"
+                ) from None
         if isinstance(value, str):
             return cls(kind=_known(value, where))
         if not isinstance(value, dict) or not value:
-            raise ValueError(f"{where}: {value!r}: say one of {', '.join(POLICIES)}, or a mapping of class to node")
+            raise ValueError(f"{where}: {value!r}: use one of {', '.join(POLICIES)}, or a mapping of class to node")
         if "policy" in value or "limits" in value:
             return cls._with_limits(value, where)
         return cls(kind=BY_CLASS, nodes={_class(name, where): _nodes(name, at, where) for name, at in value.items()})
@@ -57,11 +59,11 @@ class PlacementPolicy:
     def _with_limits(cls, value: dict[Any, Any], where: str) -> PlacementPolicy:
         unknown = sorted(map(str, set(value) - {"policy", "limits"}))
         if unknown:
-            raise ValueError(f"{where}: unknown key {unknown[0]!r} beside policy and limits")
+            raise ValueError(f"{where}: unknown key {unknown[0]!r} next to policy and limits")
         kind = _known(value.get("policy", LATENCY_FIRST), where)
         limits = value.get("limits") or {}
         if kind != LATENCY_FIRST and limits:
-            raise ValueError(f"{where}: limits belong to latency_first, not to {kind}: leave them out")
+            raise ValueError(f"{where}: limits only apply to latency_first, not to {kind}: remove them")
         if not isinstance(limits, dict):
             raise ValueError(f"{where}: limits are a mapping of node to size, such as {{0: 100GiB}}, not {limits!r}")
         return cls(kind=kind, limits={_number(n, where): parse_bytes(str(v), where) for n, v in limits.items()})
@@ -128,5 +130,5 @@ def _nodes(name: str, value: Any, where: str) -> tuple[int, ...] | dict[int, int
 def _number(value: Any, where: str) -> int:
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise ValueError(f"{where}: {value!r} is no node: nodes have numbers from 0 (memascend doctor lists them)")
+        raise ValueError(f"{where}: {value!r} is not a node: nodes have numbers from 0 (memascend doctor lists them)")
     return number

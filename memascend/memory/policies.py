@@ -47,9 +47,9 @@ class Placement:
         available = sum(topology.nodes[number].available_bytes for number in self.nodes)
         if self.strict and reserved_bytes > available:
             raise MemoryError(
-                f"placement {self}: {reserved_bytes >> 20} MiB are more than the {available >> 20} MiB that are free "
-                "there, and the kernel would kill the process: end other programs, or use strict=False, which takes "
-                "the rest from other nodes"
+                f"placement {self}: {reserved_bytes >> 20} MiB exceed the {available >> 20} MiB free there, and the "
+                "kernel would kill the process: stop other programs, or use strict=False, which takes the rest from "
+                "other nodes"
             )
 
     def _check_weights(self, topology: Topology) -> None:

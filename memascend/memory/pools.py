@@ -232,7 +232,9 @@ class BufferPool:
             if held is None:
                 raise ValueError(f"buffer pool: {key!r} holds no buffer: returned already, or never leased here")
             if lease is not None and held[0] is not lease:
-                raise ValueError(f"buffer pool: this lease of {key!r} is stale or another pool's: return the one held")
+                raise ValueError(
+                    f"buffer pool: this lease of {key!r} is stale or belongs to another pool: return the current one"
+                )
             self._take_back(key)
 
     def holders(self) -> dict[Hashable, Lease]:
@@ -273,7 +275,7 @@ class BufferPool:
         if key in self._held:
             raise ValueError(f"buffer pool: {key!r} holds a buffer already: release it before the next lease")
         if self._waiting and any(waiter.request.key == key for waiter in self._waiting):
-            raise ValueError(f"buffer pool: {key!r} waits for a buffer in another thread: use another key")
+            raise ValueError(f"buffer pool: {key!r} is already waiting for a buffer in another thread: use another key")
         return _Request(key, numel, slot_numel, home, exact, range(home, len(self._slots) if borrow else home + 1))
 
     def _try(self, request: _Request, holder: str) -> Lease | None:

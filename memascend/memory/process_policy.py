@@ -42,7 +42,7 @@ def default_policy() -> None:
 def _set(mode: int, mask: ctypes.Array[ctypes.c_ulong] | None, what: str) -> None:
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None:
-        raise OSError(errno.ENOSYS, f"{what}: not done on {platform.machine()}; start the program with numactl")
+        raise OSError(errno.ENOSYS, f"{what}: not supported on {platform.machine()}; start the program with numactl")
     libc = ctypes.CDLL(None, use_errno=True)
     bits = 0 if mask is None else len(mask) * _BITS + 1  # the kernel leaves out the last
     if libc.syscall(ctypes.c_long(number), ctypes.c_int(mode), mask, ctypes.c_ulong(bits)) == 0:

@@ -167,7 +167,9 @@ class AdamW(torch.optim.Optimizer):
         for group in state_dict["param_groups"]:
             for option in ("amsgrad", "maximize"):
                 if group.get(option):
-                    raise ValueError(f"AdamW: the state was saved with {option}, which is not done here: train without")
+                    raise ValueError(
+                        f"AdamW: the state was saved with {option}, which is not supported here: train without it"
+                    )
         super().load_state_dict({**state_dict, "state": {}})  # checks the groups, and lets go of the former states
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, (parameter, name) in zip(numbers, self._named(), strict=True):
@@ -215,7 +217,7 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(f"{type(self).__name__}: the gradient of {name} is sparse: use a dense one")
         if asked := [option for option in ("amsgrad", "maximize") if group.get(option)]:
             raise ValueError(
-                f"{type(self).__name__}: a group asks for {asked[0]}, which is not done here: leave it out"
+                f"{type(self).__name__}: a param group sets {asked[0]}, which is not supported here: remove it"
             )
         state = self.state[parameter] or self._begin(parameter, name)
         state["step"] += 1

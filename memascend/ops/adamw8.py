@@ -125,7 +125,7 @@ def encode_moments(momentum: torch.Tensor, variance: torch.Tensor) -> tuple[torc
         largest = blocks.amax(dim=1).view(torch.int32) if blocks.numel() else torch.zeros(0, dtype=torch.int32)
         exponent = ((largest + (1 << (23 - bits)) - 1) >> 23).clamp(min=_EXPONENTS[0])
         if (exponent > _EXPONENTS[1]).any():
-            raise ValueError(f"adamw8: the {name} has numbers that are infinite, NaN or negative, or 2^127 and more")
+            raise ValueError(f"adamw8: the {name} has values that are infinite, NaN, negative, or at least 2^127")
         relative = blocks.double() / _powers_of_two(exponent).double().unsqueeze(1)
         codes.append(_nearest_code(relative, bits).flatten()[: values.numel()])
         exponents.append(exponent.to(torch.uint8))
@@ -213,8 +213,8 @@ class AdamW8bit(AdamW):
             for key in self.OWNERS:
                 if key not in state or state[key].dtype != torch.uint8:
                     raise ValueError(
-                        f"AdamW8bit: {key} of parameter {number} is no tensor of uint8: encode_moments makes codes of "
-                        "float32 states"
+                        f"AdamW8bit: {key} of parameter {number} is not a uint8 tensor: convert float32 states with "
+                        "encode_moments"
                     )
         super().load_state_dict(state_dict)
 

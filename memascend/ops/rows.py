@@ -125,7 +125,7 @@ def _embed(module: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
     rows = rows_of(module)
     padding = -1 if module.padding_idx is None else module.padding_idx
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < rows.bounds[-1][1]:
-        raise IndexError(f"embedding: a word is outside of the {rows.bounds[-1][1]} that there are")
+        raise IndexError(f"embedding: an index is out of range: the table has {rows.bounds[-1][1]} rows")
     return _SlicedEmbedding.apply(rows.anchor, ids, rows, padding)
 
 

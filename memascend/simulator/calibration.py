@@ -51,6 +51,6 @@ def require_held_out(claim: str, expected_rows: Iterable[str], calibrations: Ite
         both = sorted(row for row in rows if any(same_row(row, used) for used in calibration.solved_from))
         if both:
             raise CircularClaim(
-                f"claim {claim}: its expectation {both[0]} was used to find {calibration.name} "
-                f"({calibration.value:g} {calibration.unit}), so it cannot judge what follows from it"
+                f"claim {claim}: its expectation {both[0]} was used to calibrate {calibration.name} "
+                f"({calibration.value:g} {calibration.unit}), so it cannot test what follows from it"
             )

@@ -55,7 +55,7 @@ class Played:
                 for server, seconds in by_server.items():
                     totals[server] = totals.get(server, 0.0) + seconds
         if not totals:
-            raise ValueError(f"nothing was done in phase {phase!r}; phases: {', '.join(self.served_s)}")
+            raise ValueError(f"no work was done in phase {phase!r}; phases: {', '.join(self.served_s)}")
         return max(totals, key=lambda server: totals[server])
 
     def peak(self, pool: str) -> float:
@@ -307,7 +307,7 @@ class _Play:
     def _change(self, pool: str, amount: float) -> None:
         taken = self.taken[pool] + amount
         if taken < -_DONE * max(1.0, abs(amount)):
-            raise ValueError(f"pool {pool!r}: {-taken:g} more is given back than was taken")
+            raise ValueError(f"pool {pool!r}: {-taken:g} more is released than was acquired")
         self.taken[pool] = max(0.0, taken)
         self.levels[pool].append((self.now, self.taken[pool]))
 
@@ -315,14 +315,14 @@ class _Play:
         waiting = sorted(each for queue in self.waiting.values() for each in queue)
         if not waiting:
             names = [task.name for task in self.tasks if self._before[task.name]]
-            return f"these tasks wait for one another in a circle: {', '.join(names[:5])}"
+            return f"circular wait between tasks: {', '.join(names[:5])}"
         task = waiting[0][1]
         reasons = [
-            f"{amount:g} of pool {name!r}, of which {self.taken[name]:g} of {self.machine.pools[name]:g} are taken"
+            f"{amount:g} of pool {name!r}, of which {self.taken[name]:g} of {self.machine.pools[name]:g} are in use"
             for name, amount in task.takes.items()
             if not self._has(name, amount)
         ] + [f"lock {name!r}" for name in task.holds if name in self.held]
         return (
-            f"the play stands still at {self.now:g} s with {len(waiting)} tasks waiting: {task.name!r} waits for "
-            f"{' and '.join(reasons) or 'a resource'}, which nobody gives back"
+            f"simulation deadlock at {self.now:g} s with {len(waiting)} tasks waiting: {task.name!r} waits for "
+            f"{' and '.join(reasons) or 'a resource'}, which is never released"
         )

@@ -126,7 +126,9 @@ class Recorder:
         """All events so far, from the begin of the first on, and forget them; transfers under way are waited for."""
         with self._lock:
             if not self._lock.wait_for(lambda: self._under_way == 0, _LONGEST_TRANSFER_S):
-                raise TimeoutError(f"{self._under_way} traced transfers have not ended in {_LONGEST_TRANSFER_S} s")
+                raise TimeoutError(
+                    f"{self._under_way} traced transfers did not complete within {_LONGEST_TRANSFER_S} s"
+                )
             events, self._events = self._events, []
         waits = sorted((event.begin_s, event.end_s) for event in events if event.resource == WAIT)
         out: list[Event] = []

@@ -38,12 +38,12 @@ def check_tasks(tasks: Iterable[Task]) -> None:
     names: set[str] = set()
     for task in tasks:
         if task.name in names:
-            raise ValueError(f"two tasks are called {task.name!r}: names are unique in a play")
+            raise ValueError(f"duplicate task name {task.name!r}: names must be unique")
         names.add(task.name)
     for task in tasks:
         unknown = next((name for name in task.after if name not in names), None)
         if unknown is not None:
-            raise ValueError(f"task {task.name!r} waits for {unknown!r}, which is no task of this play")
+            raise ValueError(f"task {task.name!r} waits for {unknown!r}, which is not a task of this simulation")
         for what, amounts in (("needs", task.needs), ("takes", task.takes), ("gives", task.gives)):
             for name, amount in amounts.items():
                 if not 0 <= amount < float("inf"):

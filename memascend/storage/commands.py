@@ -135,7 +135,7 @@ def _format(options: argparse.Namespace) -> str:
     for path, word in zip(options.devices, words):
         if not os.path.lexists(path) and options.size is not None:
             if word != os.path.realpath(path):
-                raise checks.DeviceRefused(f"{path} would be made: confirm by --serial {os.path.realpath(path)}")
+                raise checks.DeviceRefused(f"{path} would be created: confirm with --serial {os.path.realpath(path)}")
         else:
             checks.require_formattable(path, word, options.discard_contents)
     for path in options.devices:
@@ -205,8 +205,8 @@ def _verify(options: argparse.Namespace) -> str:
     if damaged and not options.repair:
         first, problem = next(iter(damaged.items()))
         raise ValueError(
-            f"{len(damaged)} of {len(problems)} tensors are damaged: {', '.join(damaged)} ({first}: {problem}): "
-            "write them again, or erase them by --repair"
+            f"{len(damaged)} of {len(problems)} tensors are damaged: {', '.join(damaged)} ({first}: {problem}): write "
+            "them again, or erase them with --repair"
         )
     if options.json:
         return json.dumps({"tensors": len(problems), "erased": damaged, "without_checksum": unchecked}, indent=2)

@@ -118,7 +118,7 @@ class Completion:
     @whole
     def _block(self, timeout_s: float | None) -> None:
         if self._pid != os.getpid():
-            raise RuntimeError(f"{self._what} began before the fork, in the parent: begin it in each process")
+            raise RuntimeError(f"{self._what} was started before the fork, in the parent: start it in each process")
         if _dispatcher.is_this_thread():
             raise RuntimeError(f"{self._what} has not ended: a callback must not wait for it; chain it by then()")
         with _states:
@@ -162,7 +162,7 @@ class Completion:
 
     def __del__(self) -> None:
         if self._error is not None and not self._observed and not isinstance(self._error, RequestCancelled):
-            log.error("memascend: %s failed and nobody asked for its end: %s", self._what, self._error)
+            log.error("memascend: %s failed, and its exception was never retrieved: %s", self._what, self._error)
 
 
 class Promise(Completion):
@@ -358,7 +358,7 @@ class _Dispatcher:
         try:
             function()
         except Exception:
-            log.exception("memascend: the thread that runs callbacks goes on after an error of its own")
+            log.exception("memascend: internal error in the callback thread, which continues")
 
     def _ask(self) -> None:
         for question in list(self._questions):

@@ -127,7 +127,7 @@ def require_usable(path: str | os.PathLike[str]) -> DeviceReport:
     if report.owner is None:
         if report.contents:
             raise DeviceRefused(f"{report.path} holds no store but {report.contents[0]}: name the devices of a store")
-        raise DeviceRefused(f"{report.path} holds no store: memascend storage format makes one")
+        raise DeviceRefused(f"{report.path} holds no store: create one with memascend storage format")
     return report
 
 
@@ -140,13 +140,11 @@ def require_formattable(path: str | os.PathLike[str], word: str | None, discard_
     if report.problems:
         raise DeviceRefused(f"{report.path} {report.problems[0]}")
     if report.owner is not None:
-        raise DeviceRefused(
-            f"{report.path} holds a store of '{report.owner}': memascend storage destroy unmakes it, if it is to go"
-        )
+        raise DeviceRefused(f"{report.path} holds a store of '{report.owner}': to delete it: memascend storage destroy")
     kept = [what for what in report.contents if not (discard_contents and what == UNKNOWN_CONTENTS)]
     if kept:
         fix = f"wipefs --all {report.path}" if kept[0] != UNKNOWN_CONTENTS else "--discard-contents"
-        raise DeviceRefused(f"{report.path} holds {kept[0]}: choose another device, or if it may be lost: {fix}")
+        raise DeviceRefused(f"{report.path} holds {kept[0]}: choose another device, or if it may be overwritten: {fix}")
     return require_word(report, word)
 
 
@@ -156,8 +154,8 @@ def require_word(report: DeviceReport, word: str | None) -> DeviceReport:
     if word is None:
         size = f"{report.size_bytes / 1e9:.1f} GB"
         raise DeviceRefused(
-            f"{report.path} ({' '.join([report.model or report.kind, size])}) would lose what is on it: "
-            f"give its {what} by --serial {report.word}"
+            f"{report.path} ({' '.join([report.model or report.kind, size])}) would lose its contents: confirm with "
+            f"its {what}: --serial {report.word}"
         )
     if word != report.word:
         raise DeviceRefused(f"{report.path} has the {what} '{report.word}', not '{word}': check which device you mean")

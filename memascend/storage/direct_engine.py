@@ -222,7 +222,7 @@ class DirectEngine(StorageEngine):
         Not while another process uses the file. Raises StorageError (ENOSPC), RuntimeError.
         """
         if self._scratch is None:
-            raise RuntimeError("grow: only an engine made by create_file_store can get larger")
+            raise RuntimeError("grow: only an engine made by create_file_store can grow")
         if preallocate:
             status = os.fstat(self._scratch.fd)
             require_room(self._scratch.path, size_bytes - status.st_blocks * 512)
@@ -265,7 +265,7 @@ class DirectEngine(StorageEngine):
             # With another generation it may have another size or type: what was read could be a part of it.
             if self.info(key).generation == stored.generation:
                 return out
-        raise TimeoutError(f"'{key}' is written faster than it can be read")
+        raise TimeoutError(f"'{key}' is being overwritten faster than it can be read")
 
     def commit(self) -> int:
         """Make all changes that were waited for durable, all or none, and visible to other processes.
@@ -274,7 +274,7 @@ class DirectEngine(StorageEngine):
         all processes, open it again and verify. RuntimeError: a volatile engine keeps nothing.
         """
         if self.config.volatile:
-            raise RuntimeError("commit: a volatile engine keeps nothing: open the store without `volatile`")
+            raise RuntimeError("commit: a volatile engine persists nothing: open the store without `volatile`")
         return self._store.commit()
 
     def erase(self, key: str) -> bool:

@@ -101,7 +101,7 @@ class StorageEngine:
             outcomes = None if one is None else [(request, *one)]
         self._tell_if_buffered()
         if outcomes is None:
-            raise TimeoutError(f"{self.pending} requests have not ended after {timeout_s} s{self._where()}")
+            raise TimeoutError(f"{self.pending} requests have not completed after {timeout_s} s{self._where()}")
         raise_first([failure for _, _, failure in outcomes if failure is not None])
         if request is not None and outcomes[0][1]:
             raise RequestCancelled(f"request {request} was cancelled")
@@ -176,8 +176,8 @@ class StorageEngine:
         if device not in _told_about:
             _told_about.add(device)
             log.warning(
-                "%s: its file system refuses O_DIRECT: transfers go through the page cache, which takes memory and "
-                "time: use a folder on ext4 or XFS on the SSD itself (require_direct refuses instead)",
+                "%s: its file system refuses O_DIRECT: transfers go through the page cache, which costs memory and "
+                "time: use a folder on ext4 or XFS on the SSD itself (require_direct makes this an error)",
                 path,
             )
 

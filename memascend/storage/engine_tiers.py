@@ -512,7 +512,7 @@ class FileTier(_EngineTier):
     def _submit_read(self, key: str, tensor: torch.Tensor, offset: int, priority: int) -> int:
         path = self._file(key)
         if key in self._broken and tensor.nbytes:
-            reason = "the last write of this tensor failed or was cancelled under way: write all of it again"
+            reason = "the last write of this tensor failed or was cancelled: write all of it again"
             raise StorageError("read", path, offset, tensor.nbytes, 0, None, reason, key=key)
         return self._reading.async_read(tensor, path, offset)
 

@@ -53,7 +53,7 @@ class FairLock:
     def __init__(self, name: str, folder: str | os.PathLike[str] = FOLDER) -> None:
         """Raises ValueError (a name that is no file's), OSError."""
         if not re.fullmatch(r"[\w.-]{1,100}", name):
-            raise ValueError(f"a lock is called by letters, digits, '.', '-' and '_', got {name!r}")
+            raise ValueError(f"a lock's name consists of letters, digits, '.', '-' and '_', got {name!r}")
         self.path = os.path.join(folder, f"memascend-path-{name}")
         self._fd = _open(self.path)
         self._number: int | None = None
@@ -67,7 +67,7 @@ class FairLock:
         while not self._is_first(number):
             if time.monotonic() > end:
                 self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, _FIRST + number, 1)
-                raise OSError(errno.EBUSY, f"another process keeps {self.path} locked")
+                raise OSError(errno.EBUSY, f"another process holds the lock {self.path}")
             time.sleep(pause)
             pause = min(2 * pause, 0.005)
         self._number = number
@@ -137,7 +137,7 @@ class FairLock:
                 return self._lock(fcntl.F_OFD_SETLK, fcntl.F_WRLCK, _DESK, 1)
             except (BlockingIOError, PermissionError):
                 if time.monotonic() > end:
-                    raise OSError(errno.EBUSY, f"another process keeps {self.path} locked") from None
+                    raise OSError(errno.EBUSY, f"another process holds the lock {self.path}") from None
                 time.sleep(0.0005)
 
     def _lock(self, command: int, kind: int, begin: int, length: int) -> None:

@@ -29,12 +29,12 @@ def swap_folder(folder: str | os.PathLike[str], named_by: str) -> Path:
         missing = next(part for part in reversed([path, *path.parents]) if not part.is_dir())
         what = "is not a folder" if missing.exists() else "does not exist"
         raise ValueError(
-            f"{named_by}: {path} cannot be made, since {missing} {what}; check the spelling and that the SSD is "
+            f"{named_by}: {path} cannot be created, since {missing} {what}; check the spelling and that the SSD is "
             f"mounted, or make it: mkdir -p {path}"
         )
     if not os.path.lexists(path) and path.parent.samefile("/"):  # nobody's mount
         raise ValueError(
-            f"{named_by}: {path} does not exist, and would be made on the system's disk; check the spelling and that "
+            f"{named_by}: {path} does not exist, and would be created on the system disk; check the spelling and that "
             f"the SSD is mounted, or make it: mkdir {path}"
         )
     try:

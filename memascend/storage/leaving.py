@@ -45,8 +45,8 @@ class Leavable(Protocol):
 
 def nothing_moves(place: str, under_way: int, waited_s: float) -> StorageError:
     """Of a tier with transfers under way, of which not a byte has moved for so long."""
-    what = f"{under_way} {'transfer is' if under_way == 1 else 'transfers are'} under way"
-    return hang_error(place, f"{what}, of which nothing has moved for {waited_s:g} s")
+    what = f"{under_way} {'transfer is' if under_way == 1 else 'transfers are'} in flight"
+    return hang_error(place, f"{what}, without progress for {waited_s:g} s")
 
 
 class _Watch:
@@ -106,8 +106,8 @@ def tell(under_way: dict[str, int], waited_s: float) -> None:
     """The one line about what is left behind, with its places."""
     what = " and ".join(f"{number} on {place}" for place, number in under_way.items())
     log.warning(
-        "memascend: left with transfers under way that did not end (%s; nothing has moved for %g s): the drive or the "
-        "mount hangs: check it (dmesg); their memory stays until the process has ended",
+        "memascend: exiting with unfinished transfers in flight (%s; no progress for %g s): the drive or the mount "
+        "hangs: check it (dmesg); their memory is only freed when the process ends",
         what,
         waited_s,
     )

@@ -418,7 +418,7 @@ class MultiPathTier(TierBase):
             broken = self._broken.get(key)
             holders = self._holders.get(key)
         if broken is not None or not holders:
-            reason = "the last write of this tensor failed or was cancelled under way: write all of it again"
+            reason = "the last write of this tensor failed or was cancelled: write all of it again"
             end(StorageError("read", self._place, offset, tensor.nbytes, 0, None, reason, key=key))
             return
         path = holders[-1]

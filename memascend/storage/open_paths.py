@@ -54,8 +54,8 @@ def open_paths(
             name = getattr(tier, "drive_name", None) or name_of_place(path)
             if (first := on_drive.setdefault(name, os.fspath(path))) != os.fspath(path):
                 log.warning(
-                    "memascend: %s and %s are on one drive: they share its bandwidth and its turns, so that two paths "
-                    "are no faster than one; name folders on different drives",
+                    "memascend: %s and %s are on one drive: they share its bandwidth, so two paths are no faster than "
+                    "one; name folders on different drives",
                     first,
                     path,
                 )
@@ -78,7 +78,7 @@ def _alone(name: str) -> Iterator[None]:
             lock = held.enter_context(contextlib.closing(FairLock(name)))
             lock.acquire()
         except OSError as error:
-            log.warning("memascend: drive %s is measured without the lock between processes: %s", name, error)
+            log.warning("memascend: drive %s is measured without the inter-process lock: %s", name, error)
         yield
 
 

@@ -39,12 +39,13 @@ class PathFailures:
         with self._lock:
             if of_write and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 told, path.full = path.full, True
-                what = "is full; what has no room there goes to the other paths"
+                what = "is full; data that does not fit there goes to the other paths"
             else:
                 told = path.failure is not None
                 path.failure = path.failure or error
                 what = (
-                    "is taken out; what lies there is read as long as that works, and goes elsewhere when it is written"
+                    "is taken out of use; its data is read as long as that works, and moves to other paths when it "
+                    "is next written"
                 )
             if told:
                 return
@@ -64,14 +65,14 @@ class PathFailures:
         if path not in self.to_try(current):
             return False
         path.failure, path.full = None, False
-        log.warning("memascend: path %s is used again: what was written there was read back", path.name)
+        log.warning("memascend: path %s is used again: a test write was read back", path.name)
         return True
 
     def written(self, path: Path) -> None:
         """With the lock held: a write has ended well. Where all paths are out, that is enough for one to come back."""
         if path.failure is not None and not path.hanging and not any(each.usable for each in self._paths):
             path.failure = None
-            log.warning("memascend: path %s is used again: it was written where no path was left", path.name)
+            log.warning("memascend: path %s is used again: a write succeeded when no other path was left", path.name)
 
     def watch(self) -> None:
         """With the lock held: something is under way."""

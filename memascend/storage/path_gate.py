@@ -39,7 +39,7 @@ def _lock_of(name: str) -> FairLock | None:
     try:
         return FairLock(name)
     except OSError as error:
-        log.warning("memascend: drive %s: transfers go on without the lock between processes: %s", name, error)
+        log.warning("memascend: drive %s: transfers continue without the inter-process lock: %s", name, error)
         return None
 
 
@@ -147,7 +147,7 @@ class PathGate:
 
     def _go_on_without(self, lock: FairLock, error: Exception) -> None:
         """With the state held. Without a lock the transfers are right, only slower."""
-        log.warning("memascend: %s: transfers go on without the lock between processes: %s", lock.path, error)
+        log.warning("memascend: %s: transfers continue without the inter-process lock: %s", lock.path, error)
         self._lock = None
         lock.close()
 

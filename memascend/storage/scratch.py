@@ -184,9 +184,7 @@ class RemovedScratch:
             whose = "of a process that was killed while it made the file"
         else:
             whose = f"of '{self.owner}', process {self.pid}"
-        return (
-            f"{self.bytes:>14,} bytes {self.path} {whose}: dead, nobody holds the lock that a living owner keeps on it"
-        )
+        return f"{self.bytes:>14,} bytes {self.path} {whose}: dead, its lock is not held by any process"
 
 
 def collect_scratch_files(folder: str | os.PathLike[str], control_folder: str) -> list[RemovedScratch]:

@@ -23,7 +23,7 @@ _CONTROL_BYTES, _PAGE_BYTES = 4096 + 16 * 131072, 4096
 _CONTROL = re.compile(r"memascend-[0-9a-f]{32}")
 _BUFFER_PREFIX = "deepspeed_allreduce_buffer_"
 _OPENING, _PRESENCE = 0, 1  # bytes of a control file that carry locks: held while it is opened, and while it is used
-_UNLOCKED = "dead, nobody holds the locks that the users of a store keep on it"
+_UNLOCKED = "dead, its locks are not held by any process"
 _UNMAPPED = "dead, no process maps it"
 _YOUNG_S = 60  # ranks of another container, whose mappings are not seen here, have opened their buffers by then
 

@@ -89,7 +89,7 @@ def _shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
     try:
         named = dict(json.loads(index.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} is no index of shards ({error}): {_AGAIN}") from None
+        raise ValueError(f"{index} is not an index of shards ({error}): {_AGAIN}") from None
     shards = sorted({folder / file for file in named.values()})
     if missing := [path.name for path in shards if not path.is_file()]:
         raise ValueError(f"{folder} lacks {missing[0]} ({len(missing)} of {len(shards)} shards are missing): {_AGAIN}")

@@ -163,7 +163,7 @@ class TierBase:
         end = offset + nbytes
         if offset < 0 or offset % 4096 or end > there or (end % 4096 and end != there):
             raise ValueError(
-                f"write to bytes {offset} to {end} of '{key}', a tensor of {there}: begin and end at multiples of 4096 "
+                f"write to bytes {offset} to {end} of '{key}', a tensor of {there}: start and end at multiples of 4096 "
                 "bytes, or at the tensor's end"
             )
 

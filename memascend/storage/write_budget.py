@@ -43,12 +43,12 @@ class WriteBudget:
         """Of `300TB` or `0.5TB/day`; ValueError, in one line, for anything else."""
         amount, slash, unit = text.partition("/") if isinstance(text, str) else ("", "", "")
         if slash and unit.strip() != "day":
-            raise ValueError(f"{key}: {text!r} is no budget: write 300TB (in all) or 0.5TB/day")
+            raise ValueError(f"{key}: {text!r} is not a write budget: use 300TB (in total) or 0.5TB/day")
         terabytes = _TERABYTES.fullmatch(amount)
         try:
             limit = int(float(terabytes[1]) * 1e12) if terabytes else parse_bytes(amount, key)
         except ValueError:
-            raise ValueError(f"{key}: {text!r} is no budget: write 300TB (in all) or 0.5TB/day") from None
+            raise ValueError(f"{key}: {text!r} is not a write budget: use 300TB (in total) or 0.5TB/day") from None
         return cls(limit_bytes=max(1, limit), a_day=bool(slash), stops=stops)
 
     def used(self, path: str, today: str | None = None) -> int:

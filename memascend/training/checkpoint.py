@@ -71,7 +71,7 @@ class Checkpoint:
         if expected != got:
             raise ValueError(
                 f"the checkpoint {self.path} is damaged: {name} has checksum {got:08x}, expected {expected:08x}; move "
-                "the folder away to go on from the one before"
+                "the folder away to continue from the previous one"
             )
 
 

@@ -107,7 +107,9 @@ def differences(tested: Saved, reference: Saved, kind: str) -> Iterator[Differen
     """Those of `kind` that differ, in the model's order; ValueError where the two have other tensors."""
     ours, theirs = tested.names(kind), reference.names(kind)
     if odd := sorted(set(ours) ^ set(theirs)):
-        raise ValueError(f"only one of the two runs has {kind} of {odd[0]} ({len(odd)} such): these are other models")
+        raise ValueError(
+            f"only one of the two runs has {kind} of {odd[0]} ({len(odd)} such tensors): the models differ"
+        )
     for name in ours:
         found = difference(name, tested.tensor(kind, name), reference.tensor(kind, name))
         if found is not None:

@@ -48,7 +48,7 @@ def export(run: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> str:
     is_foreign = partial.is_dir() and not (partial / _MARK).exists() and any(partial.iterdir())
     if is_foreign or partial.is_symlink() or (partial.exists() and not partial.is_dir()):
         raise ValueError(
-            f"{partial} exists and was not left by an export: move it, or name another folder than {target.name}"
+            f"{partial} exists but was not left by an export: move it, or name a folder other than {target.name}"
         )
     made = missing_folders(target.parent)
     with folder.held(resume=True):
@@ -140,7 +140,7 @@ def _write_weights(
             for _ in shard:
                 writer.write(*next(following))
     if next(following, None) is not None:
-        raise RuntimeError("more tensors came than the files have room for")
+        raise RuntimeError("more tensors than the files have room for")
     if len(shards) > 1:
         whole = {"total_size": sum(layout.nbytes for layout in layouts)}
         where = {layout.name: name for name, shard in zip(names, shards, strict=True) for layout in shard}

@@ -157,11 +157,11 @@ class RunFolder:
         if self.root.exists() and not self.root.is_dir():
             raise ValueError(f"{self.root} is a file; name a folder with --output")
         if resume and SAVED_AS not in found and {"checkpoints", "prepared.json", "metrics.jsonl"} & set(found):
-            raise ValueError(f"{self.config} is gone: bring it back to go on, or begin anew in another --output")
+            raise ValueError(f"{self.config} is missing: restore it to continue, or start again in another --output")
         if resume and SAVED_AS not in found:
             raise ValueError(f"nothing to resume: {self.root} holds no run; name the run's folder with --output")
         if not resume and set(found) - {LOCK, "logs", f".{SAVED_AS}.partial"}:  # what a refused or killed call leaves
-            go_on = "go on with it by --resume, or " if SAVED_AS in found else ""
+            go_on = "continue it with --resume, or " if SAVED_AS in found else ""
             raise ValueError(f"{self.root} exists and is not empty; {go_on}name another folder with --output")
         try:
             self.root.mkdir(parents=True, exist_ok=True)

@@ -53,5 +53,5 @@ def _why_none(folder: RunFolder, *, streams: bool) -> str:
             return f"{folder.root} has finished {made} steps, but its states are missing: restore them"
         return f"{folder.root} has no weights yet: no step of it was completed"
     if read_prepared(folder) is None:
-        return f"{folder.root} has no weights yet: it ended before training began; continue with train --resume"
+        return f"{folder.root} has no weights yet: it ended before training began; continue it with train --resume"
     return f"{folder.root} has no states on the SSD, and no checkpoint: generate is for runs of --system lohan"

@@ -97,11 +97,11 @@ def as_text(found: dict[str, Any]) -> str:
     if found["kept_step"]:
         lines.append(f"states       of step {found['kept_step']}, on the SSD")
     if found["states_are_torn"]:
-        lines.append("states       torn: a step was cut off; --resume continues from the last full checkpoint")
+        lines.append("states       torn by an interrupted step; --resume continues from the last full checkpoint")
     if found["step"] and not found["kept_step"] and not any(each["full"] for each in found["checkpoints"]):
-        lines.append("checkpoint   none to go on from: --resume begins again")
+        lines.append("checkpoint   none to continue from: --resume starts from the beginning")
     for each in found["checkpoints"]:
-        lines.append(f"checkpoint   {each['path']}{'' if each['full'] else ' (weights alone)'}")
+        lines.append(f"checkpoint   {each['path']}{'' if each['full'] else ' (weights only)'}")
     lines += [f"note         {line}" for line in found["incomplete"]]
     lines.append(f"next         {_next(found)}")
     return "\n".join(lines)

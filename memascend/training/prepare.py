@@ -77,7 +77,7 @@ def _twin(config: TrainConfig) -> ModelSpec:
     if spec.fused_experts and spec.expert_intermediate * _WEIGHT_BYTES % _GROUPED_ALIGNMENT:
         raise ValueError(
             f"the experts of {config.model} divided by {config.twin} are {spec.expert_intermediate} wide, and torch's "
-            "product of fused experts takes multiples of 8; take a smaller --twin"
+            "product of fused experts needs multiples of 8; use a smaller --twin"
         )
     return spec
 
@@ -99,7 +99,7 @@ def _hub_name(model: str) -> str:
 def _context(config: TrainConfig, model_config: dict[str, Any]) -> int:
     most = longest_context(model_config)
     if config.context and most and config.context > most:
-        raise ValueError(f"the model takes at most {most} tokens a sequence, not {config.context}; lower --context")
+        raise ValueError(f"the model takes at most {most} tokens per sequence, not {config.context}; lower --context")
     return config.context or default_context(model_config)
 
 

@@ -25,7 +25,7 @@ def recorded(folder: RunFolder) -> Fingerprints | None:
         return json.loads(folder.text.read_text()) if folder.text.is_file() else None
     except ValueError as error:
         raise ValueError(
-            f"{folder.text} is damaged ({error}): restore it, or remove it, and --resume takes {folder.data} as it is"
+            f"{folder.text} is damaged ({error}): restore it, or remove it so that --resume uses {folder.data} as it is"
         ) from error
 
 
@@ -42,7 +42,7 @@ def require_recorded(folder: RunFolder, data: Path) -> None:
         return
     count, was = (files["train.tokens"]["size"] // TOKEN_BYTES for files in (found, before))
     raise ValueError(
-        f"the text is not what this run has trained on ({count} tokens to train on, and {was} before; checksums in "
-        f"{folder.text}): bring back the files of --data and the tokenizer as they were, or begin a run on the new "
-        f"text (--model {folder.model} --output another)"
+        f"the text is not the one that this run was trained on ({count} training tokens, {was} before; checksums in "
+        f"{folder.text}): restore the files of --data and the tokenizer, or start a run on the new text (--model "
+        f"{folder.model} --output another)"
     )

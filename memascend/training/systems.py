@@ -33,18 +33,18 @@ def check(config: Any) -> None:
     if not systems.arrangement(config.system, config.arm).runs:
         what = config.system if config.arm is None else f"{config.system} ({config.arm})"
         runs = [name for name in systems.names() if systems.arrangement(name).runs]
-        raise ValueError(f"{what} is planned and simulated alone: train with one of {', '.join(runs)}")
+        raise ValueError(f"{what} can only be planned and simulated: train with one of {', '.join(runs)}")
     system.refuse(config)
     if config.accumulation == "vertical" and not hasattr(system, "accumulates_vertically"):
         raise ValueError(
-            f"accumulation 'vertical': system {config.system!r} takes one batch after the other: leave it out, or use "
-            "--system lohan"
+            f"accumulation 'vertical': system {config.system!r} only supports horizontal accumulation: remove it, or "
+            "use --system lohan"
         )
     systems.require_states(config.system, config.arm, config.states, config.dtype)
     systems.require_versions(config.system, config.state_versions)
     systems.require_kept_states(config.system, config.checkpoints, config.state_versions)
     for device in config.devices:
         if not os.path.exists(device):
-            raise ValueError(f"there is no device {device}; 'memascend storage format' makes one ready")
+            raise ValueError(f"there is no device {device}; prepare one with 'memascend storage format'")
     if config.gradients == "bf16" and config.dtype != "bf16":
         raise ValueError("gradients 'bf16' need dtype bf16: set --dtype bf16, or --gradients fp32")

@@ -70,7 +70,7 @@ def reference_of(config: TrainConfig, reference: str | None) -> TrainConfig:
     alone = config.ranks == 1 and config.system != IN_MEMORY
     name = reference or (IN_MEMORY if alone else "zero_offload")
     if name not in REFERENCES:
-        raise ValueError(f"--reference: {name!r} is none; choose one of {', '.join(REFERENCES)}")
+        raise ValueError(f"--reference: {name!r} is unknown; choose one of {', '.join(REFERENCES)}")
     arms = {update: arm for arm, update in UPDATES.items()}
     arm = arms[_update(config)] if name == IN_MEMORY else None
     theirs = dataclasses.replace(config, system=name, arm=arm, nvme=None, devices=[], host_memory=None)
@@ -80,7 +80,7 @@ def reference_of(config: TrainConfig, reference: str | None) -> TrainConfig:
     try:
         systems.check(theirs)
     except ValueError as error:
-        raise ValueError(f"the reference {name} cannot be trained so: {error}") from None
+        raise ValueError(f"the reference {name} cannot be trained with these options: {error}") from None
     return theirs
 
 
@@ -137,7 +137,7 @@ def _run(config: TrainConfig, output: Path, name: str, setup_of: Any) -> None:
         config = dataclasses.replace(config, output=str(output))
         status = launch(config, resume=False, wanted={}, setup_of=setup_of)
     if status:
-        print(f"memascend: the {name} run was stopped; nothing was compared", file=sys.stderr)
+        print(f"memascend: the {name} run was interrupted; nothing was compared", file=sys.stderr)
         raise SystemExit(status)
 
 

@@ -37,8 +37,8 @@ _NAMED_TYPES = (
 )
 _TELLS_THE_FIX = re.compile(
     r"check the device|free space|choose another|name another|do not fit|has not that much free|remove it and|"
-    r"go on from|do it again|resume|open it again|open the store again|call optimizer|write all of it again|"
-    r"close the|free memory|raise the limit"
+    r"go on from|continue from|do it again|resume|open it again|open the store again|call optimizer|"
+    r"write all of it again|close the|free memory|raise the limit"
 )
 
 

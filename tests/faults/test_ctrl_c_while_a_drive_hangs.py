@@ -116,7 +116,7 @@ def ended(tmp_path, code, kind):
 
 def assert_left_with_one_line(done, path):
     assert "KeyboardInterrupt" in done.stderr
-    lines = [line for line in done.stderr.splitlines() if "transfers under way that did not end" in line]
+    lines = [line for line in done.stderr.splitlines() if "unfinished transfers in flight" in line]
     assert len(lines) == 1, done.stderr
     assert str(path) in lines[0]
     assert not any(word in done.stderr for word in ("terminate called", "Aborted", "Fatal Python error")), done.stderr

@@ -165,8 +165,8 @@ def test_a_commit_that_the_drive_has_kept_against_its_word_is_gone_on_from_by_re
         during.setattr(DirectTier, "commit", kept_all_the_same)
         with pytest.raises(StorageError) as failed:
             step(ours, engine, data[1])
-    assert "close the engine, and resume, which goes on from there" in failed.value.__notes__[0]
-    with pytest.raises(KeptAfterAll, match="close the engine, and resume, which goes on from there"):
+    assert "close the engine and resume, which continues from it" in failed.value.__notes__[0]
+    with pytest.raises(KeptAfterAll, match="close the engine and resume, which continues from it"):
         ours(data[1])
     engine.close()
     again = model(seed=4)

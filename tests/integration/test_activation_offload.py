@@ -140,7 +140,7 @@ def test_a_context_is_entered_again_after_its_end_and_not_inside_of_itself(tmp_p
             module(torch.randn(64, 64)).square().sum().backward()
         assert cache.statistics.written > 0
     step(depth=1)
-    with offloading, pytest.raises(RuntimeError, match="is active already"), offloading:
+    with offloading, pytest.raises(RuntimeError, match="is already active"), offloading:
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -148,7 +148,7 @@ def test_a_context_is_entered_again_after_its_end_and_not_inside_of_itself(tmp_p
 def test_a_folder_whose_parent_is_missing_is_one_line(tmp_path):
     with (
         pytest.raises(
-            ValueError, match=r"offload_activations: .*/nvme/swap cannot be made, since .*/nvme does not exist"
+            ValueError, match=r"offload_activations: .*/nvme/swap cannot be created, since .*/nvme does not exist"
         ),
         memascend.offload_activations(tmp_path / "nvme/swap"),
     ):

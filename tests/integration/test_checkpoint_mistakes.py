@@ -95,7 +95,7 @@ def found(tmp_path_factory):
 
 
 def test_a_checkpoint_without_room_is_one_line_and_leaves_nothing(found):
-    assert "/full cannot be written (File too large), and nothing of global_step1 is kept; free space" in found["full"]
+    assert "/full cannot be written (File too large), and nothing of global_step1 was kept; free space" in found["full"]
     assert "\n" not in found["full"]
     assert found["left"] == []
 

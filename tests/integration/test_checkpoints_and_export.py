@@ -316,8 +316,8 @@ def test_what_cannot_be_exported_is_one_line(runs, tmp_path, capsys):
     ("options", "message"),
     [
         (["--system", "memascend", "--checkpoints", "none"], "the states of system 'memascend' end with the run"),
-        (["--state-versions", "checkpoint", "--checkpoints", "weights"], "exclude one another"),
-        (["--state-versions", "checkpoint", "--checkpoints", "none"], "exclude one another"),
+        (["--state-versions", "checkpoint", "--checkpoints", "weights"], "mutually exclusive"),
+        (["--state-versions", "checkpoint", "--checkpoints", "none"], "mutually exclusive"),
         (["--checkpoints", "some"], "must be one of full, weights, none"),
     ],
 )

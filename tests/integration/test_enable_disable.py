@@ -103,10 +103,10 @@ def test_enabling_twice_is_refused():
         ({"zero_optimization": {"stage": 2}}, "stage 3"),
         ({"memascend": {"poool": "adaptive"}}, "poool"),
         ({"memascend": {"pool": "huge"}}, "huge"),
-        ({"memascend": {"pinned": "stock"}}, "no sense"),
+        ({"memascend": {"pinned": "stock"}}, "cannot be combined with aio"),
         ({"memascend": {"aio": "memascend"}}, "file"),
         ({"memascend": {"devices": "/dev/nvme1n1"}}, "list of paths"),
-        ({"memascend": {"devices": ["/dev/nvme1n1"], "aio": "file"}}, "makes no sense"),
+        ({"memascend": {"devices": ["/dev/nvme1n1"], "aio": "file"}}, "cannot be combined with aio"),
         ({"memascend": {"devices": ["/dev/no-such-device"]}}, "there is no"),
         ({"memascend": {"devices": ["/proc/version"]}}, "holds no store"),
         ({"memascend": {"blocks_in_flight": 0}}, "at least 1"),
@@ -119,7 +119,7 @@ def test_enabling_twice_is_refused():
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme_path"),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nowhere/x"}}},
-            "offload_param.nvme_path: /nowhere/x cannot be made, since /nowhere does not exist",
+            "offload_param.nvme_path: /nowhere/x cannot be created, since /nowhere does not exist",
         ),
         (
             {
@@ -142,7 +142,7 @@ def test_enabling_twice_is_refused():
         ({"memascend": {"require_direct": 1}}, 'require_direct" must be true or false, got 1'),
         (
             {"memascend": {"require_direct": True, "aio": "stock", "pinned": "stock", "pool": "stock"}},
-            "require_direct with aio='stock' makes no sense",
+            "require_direct has no effect with aio='stock'",
         ),
         ({"memascend": {"numerics": "fast", "overflow": "chain"}}, "set overflow to 'fused'"),
         ({"memascend": {"devices": False}}, "list of paths"),
@@ -192,7 +192,7 @@ def test_bad_configurations_are_refused_in_one_line_and_change_nothing(change, m
 def test_a_file_that_is_not_there_is_named():
     import memascend
 
-    with pytest.raises(ValueError, match=r"JSON in base64, got 'ds\.json', which is none of these; is there such"):
+    with pytest.raises(ValueError, match=r"JSON in base64, got 'ds\.json', which is neither; check that the file"):
         memascend.enable("ds.json")
 
 
@@ -221,7 +221,7 @@ def test_devices_without_anything_on_nvme_are_refused(tmp_path):
     store = str(tmp_path / "store")
     preallocate(store, 1 << 24, written=False)
     _C.storage_format([store], "tests", [], 4096, 16384)
-    with pytest.raises(ValueError, match=r"and nothing is: set zero_optimization\.offload_param\.device"):
+    with pytest.raises(ValueError, match=r"but nothing is: set zero_optimization\.offload_param\.device"):
         memascend.enable(CONFIG | {"memascend": {"devices": [store]}})
 
 

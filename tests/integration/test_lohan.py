@@ -327,7 +327,7 @@ def test_a_model_that_fills_a_cache_of_keys_trains_as_in_memory(tmp_path, option
         with torch.no_grad():
             filled = theirs(input_ids=BATCHES[0]).past_key_values
         assert isinstance(filled, DynamicCache)
-        with pytest.raises(NotStreamable, match="keys and values in a cache that is filled"):
+        with pytest.raises(NotStreamable, match="a cache of keys and values that is already filled"):
             ours(input_ids=BATCHES[0], labels=BATCHES[0], past_key_values=filled)
         carried = ours(input_ids=BATCHES[0]).past_key_values  # a pass with a graph: empty here, and not in memory
         with pytest.raises(NotStreamable, match="keys and values of an earlier pass"):
@@ -423,7 +423,7 @@ def test_the_plan_does_not_grow_with_the_vocabulary():
         ({"ranks": 2}, "system 'lohan' is one process, not 2"),
         ({"checkpointing": "none"}, "recomputes its blocks, and checkpointing 'none' does not fit"),
         ({"states": "bf16", "dtype": "fp16"}, "states 'bf16' need dtype bf16"),
-        ({"states": "int8", "dtype": "fp16"}, "states 'int8' are of bf16 weights.* and dtype is 'fp16': set --dtype"),
+        ({"states": "int8", "dtype": "fp16"}, "states 'int8' need bf16 weights.* but dtype is 'fp16': set --dtype"),
         ({"states": "int8", "system": "memascend"}, "'int8': system 'memascend' keeps no 8-bit moments: set --system"),
         ({"checkpointing": "ssd", "arm": "released"}, "arm 'released' decides by itself what goes to the SSD"),
         ({"checkpointing": "ssd", "activations": "keep:1,offload:2"}, "decides by products, not by blocks"),

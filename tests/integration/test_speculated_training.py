@@ -97,5 +97,5 @@ def test_one_version_of_the_states_waits_and_says_nothing_new(tmp_path):
     train(one, 0, 4)
     assert one.engine.speculation.speculated == 0
     assert "clipping" not in one.facts()
-    assert "gradients" not in one.remark().replace("with gradients that wait beside it", "")
+    assert "gradients" not in one.remark().replace("with saved gradients", "")
     one.close()

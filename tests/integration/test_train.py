@@ -170,7 +170,7 @@ def test_an_existing_run_is_not_overwritten(finished):
     before = losses(finished)
     done = train(finished, *options_for(finished.parent / "text"))
     assert done.returncode == 2
-    assert "go on with it by --resume, or name another folder" in done.stderr
+    assert "continue it with --resume, or name another folder" in done.stderr
     assert losses(finished) == before
 
 
@@ -473,7 +473,7 @@ def test_what_cannot_work_is_one_line_and_leaves_the_name_free(tmp_path):
     assert done.returncode == 2
     assert (
         done.stderr
-        == "memascend: error: the model takes at most 131072 tokens a sequence, not 2000000; lower --context\n"
+        == "memascend: error: the model takes at most 131072 tokens per sequence, not 2000000; lower --context\n"
     )
     assert {path.name for path in tmp_path.iterdir()} == {"text"}
 

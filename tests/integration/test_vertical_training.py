@@ -86,7 +86,7 @@ def test_dropout_takes_one_batch_after_the_other(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"system": "memascend"}, "system 'memascend' takes one batch after the other"),
+        ({"system": "memascend"}, "system 'memascend' only supports horizontal accumulation"),
         ({"system": "lohan", "checkpointing": "ssd"}, "is not done with results of blocks on the SSD"),
         ({"system": "lohan", "arm": "as_published"}, "is not done with results of blocks on the SSD"),
     ],

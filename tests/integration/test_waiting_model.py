@@ -112,7 +112,9 @@ def test_tensors_that_the_model_has_not_are_named_and_left_out(tmp_path, caplog)
     (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     waiting_model(source, torch.float32)
     (said,) = caplog.messages
-    assert said.startswith(f"memascend: 26 tensors in {source} are not of the model that its config.json describes")
+    assert said.startswith(
+        f"memascend: 26 tensors in {source} are not part of the model that its config.json describes"
+    )
     assert "(model.layers.1.input_layernorm.weight and others)" in said
 
 
@@ -163,17 +165,17 @@ def spoil_the_index(folder):
         (
             lose_a_tensor,
             "1GB",
-            r"has no tensor model.layers.1.mlp.up_proj.weight \(64, 32\), which its config.json asks",
+            r"has no tensor model.layers.1.mlp.up_proj.weight \(64, 32\), which its config.json requires",
         ),
         (
             lose_an_indexed_tensor,
             "40KB",
             r"lacks the tensor model.norm.weight, which model.safetensors.index.json says",
         ),
-        (take_another_shape, "1GB", r"lm_head.weight in .* is \(500, 16\), and its config.json asks for \(500, 32\)"),
+        (take_another_shape, "1GB", r"lm_head.weight in .* is \(500, 16\), but its config.json requires \(500, 32\)"),
         (cut, "1GB", r"model.safetensors is cut short: \d+ of \d+ bytes; copy or download the folder again"),
         (spoil, "1GB", "model.safetensors is not a safetensors file"),
-        (spoil_the_index, "40KB", "model.safetensors.index.json is no index of shards"),
+        (spoil_the_index, "40KB", "model.safetensors.index.json is not an index of shards"),
     ],
 )
 def test_a_folder_that_is_not_whole_is_one_line_and_leaves_nothing(tmp_path, damage, shard, said):

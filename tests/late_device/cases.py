@@ -130,6 +130,8 @@ def test_a_home_that_was_begun_on_one_device_goes_on_on_another(tmp_path):
 def test_a_model_on_two_devices_is_one_line():
     of = on_the_cpu.model()
     of.head.to(LATE)
-    with pytest.raises(ValueError, match=r"the model lies on several devices \(cpu, late:0\): say which one computes"):
+    with pytest.raises(
+        ValueError, match=r"the model is on several devices \(cpu, late:0\): specify the one that computes"
+    ):
         device_of(of.parameters(), None)
     assert device_of(of.parameters(), "late") == LATE

@@ -260,14 +260,14 @@ def test_undo_switches_off_what_was_off():
 def test_offloading_twice_and_models_without_checkpointing_are_refused():
     model = tiny_model()
     offload_checkpoints(model, make_store())
-    with pytest.raises(RuntimeError, match="offloaded already"):
+    with pytest.raises(RuntimeError, match="already offloaded"):
         offload_checkpoints(model, make_store())
-    with pytest.raises(ValueError, match="does not support gradient checkpointing"):
+    with pytest.raises(ValueError, match="does not support transformers' gradient checkpointing"):
         offload_checkpoints(torch.nn.Linear(2, 2), make_store())
 
 
 def test_a_second_offloader_is_refused():
-    with pytest.raises(ValueError, match="leave out the other checkpointing"):
+    with pytest.raises(ValueError, match="remove the other checkpointing"):
         OffloadedCheckpoint(make_store(), functools.partial(lambda f, *a: f(*a)))
 
 

@@ -289,18 +289,24 @@ def test_the_cache_goes_with_its_model(tmp_path):
     ("options", "line"),
     [
         ({"checkpointing": "ssd"}, "checkpointing 'ssd' needs a folder on the SSD"),
-        ({"activations": {}}, "set it to 'ssd', or leave activations out"),
+        ({"activations": {}}, "set it to 'ssd', or remove activations"),
         ({"checkpointing": "ssd", "activations": "all"}, "must be a section such as"),
         ({"checkpointing": "ssd", "activations": {"ammount": "all"}}, "unknown key 'ammount'; known: amount"),
-        ({"checkpointing": "ssd", "activations": {"mix": "offload:1", "amount": "all"}}, "'amount' and 'mix' exclude"),
-        ({"checkpointing": "ssd", "activations": {"mix": "swap:2"}}, "mix: 'swap:2' is no fate of blocks: give some"),
+        (
+            {"checkpointing": "ssd", "activations": {"mix": "offload:1", "amount": "all"}},
+            "'amount' and 'mix' are mutually exclusive",
+        ),
+        (
+            {"checkpointing": "ssd", "activations": {"mix": "swap:2"}},
+            "mix: 'swap:2' is an invalid activation policy: expected",
+        ),
         (
             {"checkpointing": "ssd", "activations": {"mix": "offload:1,keep:2", "folder": "."}},
-            "mix: offload:1,keep:2 names 3 blocks and the model has 2; name all",
+            "mix: offload:1,keep:2 covers 3 blocks and the model has 2; cover all",
         ),
         (
             {"checkpointing": "ssd", "activations": {"folder": "/no/such/ssd"}},
-            "folder: /no/such/ssd cannot be made",
+            "folder: /no/such/ssd cannot be created",
         ),
     ],
 )

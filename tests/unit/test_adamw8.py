@@ -238,9 +238,9 @@ def test_encoding_rounds_to_nearest_and_refuses_what_is_no_moment():
     assert torch.all((again[0] - momentum).abs() <= by_momentum / 2 * 1.00001)
     assert torch.all((again[1].sqrt() - variance.sqrt()).abs() <= by_root * 1.00001)
     for bad in (math.nan, math.inf):
-        with pytest.raises(ValueError, match="momentum has numbers that are infinite, NaN or negative"):
+        with pytest.raises(ValueError, match="momentum has values that are infinite, NaN, negative"):
             encode_moments(torch.tensor([bad]), torch.tensor([1.0]))
-    with pytest.raises(ValueError, match="variance has numbers"):
+    with pytest.raises(ValueError, match="variance has values"):
         encode_moments(torch.tensor([1.0]), torch.tensor([-1.0]))
 
 
@@ -437,5 +437,5 @@ def test_the_optimizer_refuses_other_parameters_and_states_of_another_optimizer(
     give_gradients(params, 0)
     theirs = torch.optim.AdamW(params)
     theirs.step()
-    with pytest.raises(ValueError, match="exp_avg of parameter 0 is no tensor of uint8: encode_moments makes codes"):
+    with pytest.raises(ValueError, match="exp_avg of parameter 0 is not a uint8 tensor: convert float32 states"):
         AdamW8bit(params, allocator=allocator()).load_state_dict(theirs.state_dict())

@@ -95,7 +95,7 @@ def test_what_is_broken_is_one_line_in_the_log_and_deepspeed_works(tree, broken,
     BROKEN[broken](tree / "memascend")
     said = run(tree, order)
     assert said.count("\n") == 1, said
-    assert said.startswith('memascend: the key "memascend" in DeepSpeed configurations will not be seen (')
+    assert said.startswith('memascend: the key "memascend" in DeepSpeed configurations will be ignored (')
 
 
 def test_rank_0_alone_says_so(tree):

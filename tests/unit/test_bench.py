@@ -156,13 +156,13 @@ def test_pool_counts_by_the_code_of_a_run(capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["overflow", "--numels", "5,x"], "'x' is no number of elements"),
-        (["overflow", "--numels", "1e30"], "'1e30' is no number of elements"),
-        (["adamw", "--numels", "1.55e1"], "'1.55e1' is no number of elements"),
+        (["overflow", "--numels", "5,x"], "'x' is not a number of elements"),
+        (["overflow", "--numels", "1e30"], "'1e30' is not a number of elements"),
+        (["adamw", "--numels", "1.55e1"], "'1.55e1' is not a number of elements"),
         (["overflow", "--dtypes", "fp64"], "unknown 'fp64': use fp32, fp16, bf16"),
         (["unscale", "--dtypes", "int8"], "unknown 'int8': use fp32, fp16, bf16"),
         (["adamw", "--repeats", "0"], "'0' is not a positive whole number"),
-        (["pool", "--out", "no/such/folder/record.json"], "there is no folder"),
+        (["pool", "--out", "no/such/folder/record.json"], "the folder no/such/folder does not exist"),
         (["nvm"], "invalid choice"),
     ],
 )

@@ -68,8 +68,8 @@ def test_the_mix_of_nobody_s_choice_names_every_block(layers):
     [
         (["--ways", "keep,swap"], "--ways: unknown way 'swap'; use keep and some of recompute"),
         (["--ways", "ssd"], "--ways: without 'keep' there is nothing to compare with"),
-        (["--mix", "offload:3"], "--mix: offload:3 names 3 blocks and the model has 16; name all of them"),
-        (["--mix", "drop:3"], "--mix: 'drop:3' is no fate of blocks"),
+        (["--mix", "offload:3"], "--mix: offload:3 covers 3 blocks and the model has 16; cover all of them"),
+        (["--mix", "drop:3"], "--mix: 'drop:3' is an invalid activation policy"),
         (["--model", "nothing"], "unknown model 'nothing'"),
     ],
 )

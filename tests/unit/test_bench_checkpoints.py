@@ -29,4 +29,4 @@ def test_states_are_shared_on_a_file_system_with_reflinks_and_written_where_that
 
 def test_a_folder_that_there_is_not_is_refused(tmp_path, capsys):
     assert main(["bench", "checkpoints", "--folder", str(tmp_path / "none")]) == 2
-    assert "make it first" in capsys.readouterr().err
+    assert "create it first" in capsys.readouterr().err

@@ -19,11 +19,11 @@ from memascend.cli import main
     [
         (["--ways", "memory,streamed"], "--ways: unknown way 'streamed'; use memory and some of optimized"),
         (["--ways", "memory,swap101"], "--ways: unknown way 'swap101'"),
-        (["--path-rate", "-3"], "--path-rate -3: say bytes a second"),
+        (["--path-rate", "-3"], "--path-rate -3: use bytes per second"),
         (["--ways", "optimized"], "--ways: without 'memory' there is nothing to compare with"),
         (["--contexts", "none"], "--contexts"),
         (["--model", "nothing"], "unknown model 'nothing'"),
-        (["--model", "dit:2x100x12"], "--model dit:2x100x12 --twin 16: use a width that the twin and 8 heads divide"),
+        (["--model", "dit:2x100x12"], "--model dit:2x100x12 --twin 16: use a width divisible by the twin and 8 heads"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(options, said, tmp_path, capsys):
@@ -37,7 +37,7 @@ def test_what_cannot_be_measured_is_one_line(options, said, tmp_path, capsys):
 def test_a_gpu_that_is_not_there_is_one_line(tmp_path, capsys):
     assert main(["bench", "engine", "--folder", str(tmp_path), "--device", "cuda"]) == 2
     said = capsys.readouterr().err.strip()
-    assert said.endswith("--device cuda: torch sees no GPU here; leave it out to compute on the CPU")
+    assert said.endswith("--device cuda: torch sees no GPU here; omit it to compute on the CPU")
     assert "\n" not in said
 
 
@@ -46,7 +46,7 @@ def test_a_gpu_is_not_made_of_a_core_as_well(tmp_path, capsys, monkeypatch):
     words = ["--folder", str(tmp_path), "--device", "cuda"]
     for more in (["--cores", "split"], ["--path-rate", "1000000"]):
         assert main(["bench", "engine", *words, *more]) == 2
-        assert "--device: with a GPU leave --cores and --path-rate out" in capsys.readouterr().err
+        assert "--device: with a GPU omit --cores and --path-rate" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
@@ -63,7 +63,9 @@ def test_one_core_is_not_split(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     assert main(["bench", "engine", "--folder", str(tmp_path), "--cores", "split"]) == 2
     said = capsys.readouterr().err.strip()
-    assert said.endswith("--cores split: products and all else want a core each, and here is one: use --cores shared")
+    assert said.endswith(
+        "--cores split: matrix products and everything else need a core each, but there is one: use --cores shared"
+    )
     assert "\n" not in said
 
 

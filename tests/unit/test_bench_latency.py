@@ -16,5 +16,5 @@ def test_every_size_of_every_node_has_its_rounds(capsys):
 def test_what_has_no_room_is_one_line(capsys):
     assert main(["bench", "latency", "--kib", "100000000"]) == 2
     out = capsys.readouterr().err.strip()
-    assert out.startswith("memascend: error: --kib: 100000000 KiB are more than")
+    assert out.startswith("memascend: error: --kib: 100000000 KiB exceed")
     assert "\n" not in out

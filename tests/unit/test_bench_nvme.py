@@ -74,7 +74,7 @@ def test_what_does_not_fit_the_disk_or_is_not_known_is_refused(tmp_path, capsys)
     assert main([*common, "sizes", "--bytes", str(1 << 60)]) == 2
     assert "are needed: use smaller sizes" in capsys.readouterr().err
     assert main([*common, "sizes", "--bytes", "1,two"]) == 2
-    assert "'two' is no number of bytes" in capsys.readouterr().err
+    assert "'two' is not a number of bytes" in capsys.readouterr().err
     assert main([*common, "sizes,speed"]) == 2
     assert "unknown 'speed': use stream, sizes" in capsys.readouterr().err
 
@@ -92,6 +92,6 @@ def test_what_is_no_folder_and_what_is_no_disk_are_said(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "nowhere", tmp_path / "file"):
         assert main(["bench", "nvme", "--folder", str(path)]) == 2
-        assert capsys.readouterr().err.startswith(f"memascend: error: --folder {path} is no folder: make it first")
-    assert _in_memory(Path("/dev/shm")) == ["/dev/shm (tmpfs) lies in memory: these are not a disk's speeds"]
+        assert capsys.readouterr().err.startswith(f"memascend: error: --folder {path} is not a folder: create it first")
+    assert _in_memory(Path("/dev/shm")) == ["/dev/shm (tmpfs) is in memory: these are not a drive's rates"]
     assert _in_memory(Path("/proc")) == []

@@ -14,7 +14,7 @@ TINY = ["--model", "llama3.2-1b", "--twin", "32", "--context", "16", "--repeats"
     ("options", "said"),
     [
         (["--placements", "nearest"], "--placements: unknown policy 'nearest'"),
-        (["--placements", "process_interleave"], "is the whole process's"),
+        (["--placements", "process_interleave"], "applies to the whole process"),
         (["--placements", "{momentum: 77}"], "there is no node 77 here"),
         (["--model", "nothing"], "unknown model 'nothing'"),
     ],

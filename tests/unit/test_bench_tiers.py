@@ -85,12 +85,12 @@ def test_the_simulator_gives_a_simplex_path_to_processes_at_its_whole_rate(tmp_p
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--predict"], "--predict: say with --simplex how fast the paths are, and leave --apart and --halve out"),
-        (["--predict", "--apart", "--simplex", "2,1"], "leave --apart and --halve out"),
-        (["--predict", "--halve", "2", "--simplex", "2,1"], "leave --apart and --halve out"),
-        (["--halve", "2"], "--halve: say with --simplex how fast the paths are"),
-        (["--simplex", "2,1", "3,1"], "once or for each of the folders, as 69,53; got 2,1 3,1"),
-        (["--simplex", "2"], "once or for each of the folders, as 69,53; got 2"),
+        (["--predict"], "--predict: give the rates of the paths with --simplex, without --apart and --halve"),
+        (["--predict", "--apart", "--simplex", "2,1"], "without --apart and --halve"),
+        (["--predict", "--halve", "2", "--simplex", "2,1"], "without --apart and --halve"),
+        (["--halve", "2"], "--halve: give the rates of the paths with --simplex"),
+        (["--simplex", "2,1", "3,1"], "once or per folder, such as 69,53; got 2,1 3,1"),
+        (["--simplex", "2"], "once or per folder, such as 69,53; got 2"),
         (["--simplex", "2,x"], "--simplex: "),
     ],
 )
@@ -101,4 +101,4 @@ def test_what_cannot_be_played_is_refused(tmp_path, capsys, words, said):
 
 def test_what_is_no_folder_is_refused(tmp_path, capsys):
     assert main(["bench", "tiers", "--tiers", str(tmp_path / "none")]) == 2
-    assert "make it first" in capsys.readouterr().err
+    assert "create it first" in capsys.readouterr().err

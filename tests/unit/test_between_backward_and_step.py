@@ -151,7 +151,7 @@ def test_after_a_refused_second_backward_the_first_one_s_step_can_be_completed(t
     home, optimizer = begin(ours, tmp_path / "run", wait=wait)
     first, second = ours(data[0]), ours(data[1])
     first.backward()
-    with pytest.raises(RuntimeError, match="backward pass 2 of a step that was to have 1"):
+    with pytest.raises(RuntimeError, match="backward pass 2 of a step that was set to have 1"):
         second.backward()
     del second
     optimizer.step()
@@ -215,7 +215,7 @@ def test_what_is_unfrozen_after_the_optimizer_was_made_is_refused_and_what_is_fr
     home, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, data[:1])
     ours.layers[1].up.weight.requires_grad_(True)
-    with pytest.raises(NotStreamable, match=r"layers\.1\.up\.weight was frozen when the optimizer was made"):
+    with pytest.raises(NotStreamable, match=r"layers\.1\.up\.weight was frozen when the optimizer was created"):
         ours(data[1])
     ours.layers[1].up.weight.requires_grad_(False)
     made = AdamW([p for p in theirs.parameters() if p.requires_grad], **SETTINGS)
@@ -329,7 +329,7 @@ def test_functional_transforms_are_one_line_and_leave_the_model_as_it_was(tmp_pa
     ours, theirs, data = model(), model(), batches(2)
     home, optimizer = begin(ours, tmp_path / "run")
     scale = torch.ones(())
-    with pytest.raises(NotStreamable, match=r"^torch\.func \(grad, vjp, jvp, vmap and the like\) computes with copies"):
+    with pytest.raises(NotStreamable, match=r"^torch\.func \(grad, vjp, jvp, vmap and the like\) needs copies"):
         transform(lambda factor: ours(data[0]) * factor, scale)
     assert loop(ours, optimizer, data) == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
     home.close()

@@ -39,14 +39,14 @@ def test_amounts_are_bytes_with_binary_and_decimal_units(amount, nbytes):
     "amount", ["24G", "GiB", "", "-1GiB", "1e3GiB", "24 gigs", "0", 0, -5, True, 1.5, None, "0.1B"]
 )
 def test_other_amounts_are_refused_with_the_key_and_an_example(amount):
-    with pytest.raises(ValueError, match=r"^host_memory: .* is no amount of memory: write 24GiB, 24GB") as refused:
+    with pytest.raises(ValueError, match=r"^host_memory: .* is not an amount of memory: write 24GiB, 24GB") as refused:
         parse_bytes(amount)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("amount", ["4", 64, "1000"])
 def test_a_few_bytes_without_a_unit_are_taken_for_a_forgotten_unit(amount):
-    with pytest.raises(ValueError, match=rf"number of bytes, and so few are a mistake: write {amount}GiB"):
+    with pytest.raises(ValueError, match=rf"taken as bytes, which is too little to be meant: write {amount}GiB"):
         parse_bytes(amount)
 
 
@@ -75,7 +75,7 @@ def test_a_machines_budget_is_divided_by_its_ranks(monkeypatch):
     assert (budget.limit_bytes, budget.ranks) == (2 * 2**30, 4)
     with pytest.raises(HostBudgetExceeded, match=r"budget of 2\.00 GiB \(this rank's share of 8\.00 GiB\).*9\.00GiB"):
         budget.check("x", "pool", 2**30, {"optimizer": 2**30 + 2**28})
-    with pytest.raises(ValueError, match="0 bytes over 4 ranks leave none"):
+    with pytest.raises(ValueError, match="0 bytes divided by 4 ranks leave none"):
         HostBudget.of_machine("3B")
 
 

@@ -163,7 +163,7 @@ def test_a_time_limit_reports_nothing_and_waiting_again_is_right(at, layer):
     layer.add("write", times=1, delay_us=100_000)
     request = at.write("t", torch.ones(100))
     for named in (request, None):
-        with pytest.raises(TimeoutError, match=r"1 requests have not ended after 0\.001 s"):
+        with pytest.raises(TimeoutError, match=r"1 requests have not completed after 0\.001 s"):
             at.engine.wait(named, timeout_s=0.001)
     assert at.engine.wait(request, timeout_s=60) == 1
 

@@ -37,7 +37,7 @@ def loop(tmp_path):
 def test_an_empty_file_is_fine_once_it_is_called_by_its_path(tmp_path):
     path = image(tmp_path)
     assert require_formattable(path, os.path.realpath(path)).kind == "file"
-    with pytest.raises(DeviceRefused, match="give its path by --serial"):
+    with pytest.raises(DeviceRefused, match="confirm with its path: --serial"):
         require_formattable(path, None)
     with pytest.raises(DeviceRefused, match="has the path"):
         require_formattable(path, path + "2")

@@ -368,5 +368,5 @@ def test_this_machine_for_the_planner(direct):
 
 
 def test_a_folder_that_cannot_be_tried_is_one_clear_line(tmp_path):
-    with pytest.raises(ValueError, match="cannot try the SSD in"):
+    with pytest.raises(ValueError, match="cannot test the SSD in"):
         local_machine(tmp_path / "none")

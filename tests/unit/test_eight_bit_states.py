@@ -169,7 +169,9 @@ def test_a_run_goes_on_from_its_last_completed_step_to_the_same_bits(tmp_path):
 def test_a_home_of_other_states_is_refused_in_one_line(tmp_path, made, asked):
     streamed(odd(), tmp_path, states=getattr(torch, made)).close()
     again = odd(seed=5)
-    with pytest.raises(NotThisModel, match=f"its states are {made}, and this model's {asked}. Make the model") as error:
+    with pytest.raises(
+        NotThisModel, match=f"its states are {made}, and this model's {asked}. Create the model"
+    ) as error:
         StreamingEngine.resume(again, tmp_path / "home", groups(again), EngineOptions(states=getattr(torch, asked)))
     assert "\n" not in str(error.value)
     options = EngineOptions(states=getattr(torch, made))
@@ -182,7 +184,7 @@ def test_a_home_of_other_states_is_refused_in_one_line(tmp_path, made, asked):
 def test_weights_that_are_no_master_are_refused_before_anything_has_moved(tmp_path, dtype):
     ours = model(dtype=dtype)
     name = str(dtype).removeprefix("torch.")
-    with pytest.raises(NotStreamable, match=f"weights of bfloat16.* these are {name}: convert the model") as error:
+    with pytest.raises(NotStreamable, match=f"need bfloat16 weights.* these are {name}: convert the model") as error:
         streamed(ours, tmp_path, states=torch.int8)
     assert "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
@@ -250,8 +252,8 @@ def test_states_that_do_not_fit_are_refused_and_nothing_has_changed(tmp_path):
     codes = optimizer.state_dict()
     variance, scales = numbers["state"][0]["exp_avg_sq"], codes["state"][0]["scales"]
     bad = {
-        "exp_avg has numbers.* NaN, infinite": changed(numbers, "exp_avg", torch.full_like(variance, torch.nan)),
-        "exp_avg_sq has numbers.* or negative": changed(numbers, "exp_avg_sq", variance - 1),
+        "exp_avg has values.* NaN, infinite": changed(numbers, "exp_avg", torch.full_like(variance, torch.nan)),
+        "exp_avg_sq has values.* or negative": changed(numbers, "exp_avg_sq", variance - 1),
         "scales is missing": changed(codes, "scales", None),
         r"scales has shape \(1, 2\), and its blocks \(250, 2\)": changed(codes, "scales", scales[:1]),
         "exp_avg_sq is torch.bfloat16 beside 8-bit codes": changed(codes, "exp_avg_sq", variance),
@@ -270,6 +272,6 @@ def test_codes_are_refused_where_moments_are_numbers(tmp_path):
     other = in_memory(theirs)
     loop(theirs, other, batches(1))
     home, optimizer = begin(ours, tmp_path / "run")
-    with pytest.raises(ValueError, match="8-bit codes in the state that is loaded, and float32 here: make numbers"):
+    with pytest.raises(ValueError, match="8-bit codes in the loaded state, but float32 here: decode them"):
         optimizer.load_state_dict(other.state_dict())
     home.close()

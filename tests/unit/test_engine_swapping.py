@@ -198,7 +198,7 @@ def test_a_recomputation_of_other_products_is_an_error_that_names_the_block():
         mode = Taking(frozenset({0}))
         with mode:
             block(x)
-    message = r"block 0 computes otherwise in its recomputation \(product 0: aten.mm"
+    message = r"block 0 computes something else in its recomputation \(product 0: aten.mm"
     with pytest.raises(RuntimeError, match=message), Replaying(mode.taken, "block 0"):
         block.down(x)
 

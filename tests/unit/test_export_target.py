@@ -35,8 +35,6 @@ def test_a_link_is_refused_and_stays(run, tmp_path, there):
 def test_a_folder_of_the_user_s_that_has_the_name_of_a_cut_off_export_stays(run, tmp_path):
     (tmp_path / ".model.partial").mkdir()
     (tmp_path / ".model.partial" / "thesis.txt").write_text("mine")
-    with pytest.raises(
-        ValueError, match=r"\.model\.partial exists and was not left by an export: move it, or name another"
-    ):
+    with pytest.raises(ValueError, match=r"\.model\.partial exists but was not left by an export: move it, or name a"):
         export(run, tmp_path / "model")
     assert (tmp_path / ".model.partial" / "thesis.txt").read_text() == "mine"

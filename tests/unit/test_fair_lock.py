@@ -118,7 +118,7 @@ def test_a_holder_is_told_that_somebody_waits(tmp_path):
 def test_what_shares_a_drive_has_one_name(tmp_path):
     (tmp_path / "folder").mkdir()
     assert name_of_place(tmp_path) == name_of_place(tmp_path / "folder")
-    with pytest.raises(ValueError, match="is called by letters"):
+    with pytest.raises(ValueError, match="consists of letters"):
         FairLock("a/b", tmp_path)
 
 
@@ -272,7 +272,7 @@ def test_a_counter_that_nobody_has_written_stops_no_transfer(tmp_path, counter, 
         gate.leave()
     gate.close()
     assert begun == [0, 1, 2]
-    assert caplog.text.count("go on without the lock") == 1
+    assert caplog.text.count("continue without the inter-process lock") == 1
 
 
 def test_a_process_that_keeps_the_desk_stops_no_transfer(tmp_path, monkeypatch, caplog):
@@ -285,7 +285,7 @@ def test_a_process_that_keeps_the_desk_stops_no_transfer(tmp_path, monkeypatch, 
     gate.close()
     other.close()
     assert begun == [1]
-    assert "another process keeps" in caplog.text
+    assert "another process holds" in caplog.text
 
 
 @pytest.mark.parametrize("what", ["a link", "a folder", "a wrong counter"])
@@ -305,7 +305,7 @@ def test_paths_open_whatever_is_in_the_place_of_the_lock_file(tmp_path, monkeypa
     gate.leave()
     gate.close()
     assert begun == [1]
-    assert "without the lock between processes" in caplog.text
+    assert "without the inter-process lock" in caplog.text
     assert not (tmp_path / "victim").exists()
 
 
@@ -315,7 +315,7 @@ def test_whoever_keeps_a_low_number_s_byte_locked_stops_nobody_for_ever(tmp_path
     Path(mine.path).write_bytes((3).to_bytes(8, "little"))
     with open(mine.path, "r+b") as foreign:
         fcntl.lockf(foreign, fcntl.LOCK_EX, 1, 16)  # the byte of number 0
-        with pytest.raises(OSError, match=r"another process keeps .*memascend-path-t locked"):
+        with pytest.raises(OSError, match=r"another process holds the lock .*memascend-path-t"):
             mine.acquire()
     assert mine.try_acquire()
 
@@ -340,7 +340,7 @@ def test_transfers_go_on_without_a_lock_that_somebody_keeps(tmp_path, monkeypatc
         assert holder.stdout.readline().strip() == "has"
         gate.enter(begun.set)
         assert begun.wait(MAX_S)
-        assert "transfers go on without the lock" in caplog.text
+        assert "transfers continue without the inter-process lock" in caplog.text
     finally:
         holder.kill()
         holder.communicate()

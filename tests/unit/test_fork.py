@@ -74,7 +74,7 @@ class Asks(Dataset):
 def assert_refused():
     ((values, told),) = DataLoader(Asks(), num_workers=1, batch_size=None, multiprocessing_context="fork", timeout=30)
     assert all(values), "a parameter of the model has values in a child"
-    assert len(told) == 5 and all("is a fork of it, such as a DataLoader's worker" in line for line in told), told
+    assert len(told) == 5 and all("is a fork of it, such as a DataLoader worker" in line for line in told), told
 """
 
 

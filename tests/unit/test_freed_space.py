@@ -42,7 +42,7 @@ def test_nothing_is_waited_for_where_that_would_not_help(tmp_path, monkeypatch):
         (small / "file").write_bytes(bytes(1 << 20))
         freed_space.unlink(small / "file")
         freed_space.unlink(small / "file")  # which is gone
-        with pytest.raises(StorageError, match="one version of all states and what is beside it do not fit"):
+        with pytest.raises(StorageError, match="one version of all states and its auxiliary data do not fit"):
             StateHome.create(small / "states", "tests", SIZES, versions=1)
         assert freed_space.free_bytes(small, 1 << 20) > 1 << 20
 

@@ -144,10 +144,10 @@ def test_a_gradient_that_is_used_as_it_comes_is_refused_with_the_option_that_kee
     assert all(p.grad is None for p in ours.parameters())
     ours(data[0]).backward()
     for look in (lambda: clip_grad_norm_(ours.parameters(), 1.0), lambda: [p.grad for p in ours.parameters()]):
-        with pytest.raises(RuntimeError, match=r"used as they come.*wait=True"):
+        with pytest.raises(RuntimeError, match=r"consumed as they arrive.*wait=True"):
             look()
     optimizer.step()
-    with pytest.raises(RuntimeError, match=r"went with the last step\(\)"):
+    with pytest.raises(RuntimeError, match=r"was released by the last step\(\)"):
         [p.grad for p in ours.parameters()]
     optimizer.zero_grad()
     assert all(p.grad is None for p in ours.parameters())
@@ -158,7 +158,7 @@ def test_before_the_last_pass_of_a_step_a_gradient_is_not_whole(tmp_path):
     ours, data = model(), batches(2)
     home, optimizer = begin(ours, tmp_path / "run", wait=True, accumulate=2)
     ours(data[0]).backward()
-    with pytest.raises(RuntimeError, match="not whole before the last of 2 backward passes"):
+    with pytest.raises(RuntimeError, match="incomplete before the last of 2 backward passes"):
         clip_grad_norm_(ours.parameters(), 1.0)
     ours(data[1]).backward()
     assert clip_grad_norm_(ours.parameters(), 1.0) > 0

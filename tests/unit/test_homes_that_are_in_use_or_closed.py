@@ -142,7 +142,7 @@ def test_a_home_that_is_dropped_without_close_leaves_nothing_and_may_be_resumed_
 )
 def test_another_model_than_the_folder_s_is_named_by_the_first_difference(tmp_path, other, message):
     begin(model(), tmp_path / "run")[0].close()
-    with pytest.raises(NotThisModel, match=rf"{message}\. Make the model as it was") as error:
+    with pytest.raises(NotThisModel, match=rf"{message}\. Create the model as it was") as error:
         begin(model(**other), tmp_path / "run", resume=True)
     assert "\n" not in str(error.value)
     begin(model(), tmp_path / "run", resume=True)[0].remove()
@@ -155,7 +155,7 @@ def test_a_loss_scaler_is_one_line_that_says_what_to_do(tmp_path, unscales, wait
     home, optimizer = begin(ours, tmp_path / "run", wait=wait)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(ours(batches(1)[0])).backward()
-    said = "let them wait" if unscales and not wait else r"GradScaler cannot .*home\.engine\.scale = "
+    said = "delay updates" if unscales and not wait else r"GradScaler cannot .*home\.engine\.scale = "
     with pytest.raises((NotStreamable, RuntimeError), match=said) as error:
         scaler.unscale_(optimizer) if unscales else scaler.step(optimizer)
     assert "\n" not in str(error.value)
@@ -192,7 +192,7 @@ def test_a_folder_that_is_removed_in_the_middle_is_said_once_and_the_weights_can
     shutil.rmtree(tmp_path / "run")
     loop(ours, optimizer, data[1:])
     (said,) = (text for text in caplog.messages if "was removed or moved" in text)
-    assert said.startswith(f"memascend: {tmp_path / 'run'}, where the states are, was")
+    assert said.startswith(f"memascend: {tmp_path / 'run'}, the folder of the states, was")
     loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
     for name, values in ours.state_dict().items():
         assert torch.equal(values, theirs.state_dict()[name]), name
@@ -218,7 +218,10 @@ def test_a_state_dict_that_finds_no_room_says_how_much_it_needs_and_where(tmp_pa
     [
         (lambda path: streaming(path, allocator=3), r"^streaming\(allocator=\.\.\.\): an allocator of .*, got 3$"),
         (lambda path: streaming(path / ("x" * 300)), r"^streaming\(folder\): .*: File name too long$"),
-        (lambda path: begin(model(), "/proc/states/here"), r"^/proc/states/here cannot be made \(.*\): name a folder"),
+        (
+            lambda path: begin(model(), "/proc/states/here"),
+            r"^/proc/states/here cannot be created \(.*\): name a folder",
+        ),
         (lambda path: streaming(path / "a").hook([model()]), r"^hook\(model\): .* got \[Model\( .{,90} \.\.\.$"),
         (
             lambda path: streaming(path / "a").hook(model(), blocks=[3]),

@@ -157,7 +157,7 @@ def test_a_home_of_an_earlier_version_goes_on_and_says_that_it_has_no_buffers(tm
     ours = made()
     with caplog.at_level(logging.WARNING, "memascend"):
         home, optimizer = begin(ours, tmp_path / "home", resume=True)
-    assert "keeps no buffers" in caplog.text
+    assert "holds no buffers" in caplog.text
     train(ours, optimizer, range(1, 3))
     home.close()
 

@@ -43,7 +43,7 @@ def test_close_once_and_only_what_is_booked():
     ledger = Ledger()
     number = ledger.record("x", "test", 100)
     ledger.close(number)
-    with pytest.raises(ValueError, match="closed already"):
+    with pytest.raises(ValueError, match="already closed"):
         ledger.close(number)
     with pytest.raises(ValueError, match="no entry 999"):
         ledger.close(999)

@@ -143,7 +143,7 @@ def test_zero_grad_of_the_model_forgets_the_step_as_the_optimizer_s_does(tmp_pat
     ours.zero_grad()
     assert all(p.grad is None for p in ours.parameters())
     ours(data[1]).backward()
-    with pytest.raises(RuntimeError, match=r"cannot be forgotten without that of"):
+    with pytest.raises(RuntimeError, match=r"cannot be discarded without that of"):
         ours.layers[0].zero_grad()
     ours.zero_grad()
     loop(ours, optimizer, data[2:])

@@ -175,7 +175,7 @@ def test_the_long_profiles_ask_for_paths_of_testbed_1s_ratio_and_for_every_arm()
 
 def test_a_rate_that_is_none_is_refused():
     words = ["--run-id", "x", "--out", "x", "--model", "40B-L4", "--k", "4", "--arms", "a:b:bf16", "--points", "16x1"]
-    with pytest.raises(ValueError, match="write READ/WRITE in MB/s"):
+    with pytest.raises(ValueError, match="expected READ/WRITE in MB/s"):
         path_twin.rates_of(path_twin.parse([*words, "--rates", "69"]))
 
 

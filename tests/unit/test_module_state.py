@@ -206,11 +206,11 @@ class Sly:
     __slots__ = ("__dict__", "_value")
 
     def __getattribute__(self, name):
-        raise AssertionError(f"{name} was asked for")
+        raise AssertionError(f"{name} was requested")
 
     @property
     def value(self):
-        raise AssertionError("the property was asked for")
+        raise AssertionError("the property was requested")
 
 
 class Callable(Holder):

@@ -171,7 +171,7 @@ def test_a_kill_at_any_instant_of_a_step_goes_on_to_the_same_bits(tmp_path, opti
         kept = homes.kept_facts(kill)["step"]
         again = model(torch.bfloat16)
         engine, facts = resume(again, kill, **options)
-        reached.append((facts["step"], "completed from its gradients" in caplog.text))
+        reached.append((facts["step"], "completing it from its gradients" in caplog.text))
         assert facts["step"] == kept
         train(again, engine, range(facts["step"], 3))
         assert_same(contents(engine), expected)
@@ -220,7 +220,7 @@ def test_an_error_in_the_middle_of_an_update_is_finished_by_a_resume(tmp_path, m
     with pytest.raises(RuntimeError, match="close the engine, and resume"):
         engine.keep({})
     engine.close()
-    with pytest.raises(NotThisModel, match="go on with the same options once"):
+    with pytest.raises(NotThisModel, match="resume once with the same options"):
         resume(model(), tmp_path / "ours", zero_missing=True)
     again = model()
     engine, facts = resume(again, tmp_path / "ours")

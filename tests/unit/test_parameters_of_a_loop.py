@@ -78,7 +78,9 @@ def test_states_of_what_is_frozen_now_are_left_out_and_that_is_said(tmp_path, ca
 
 def test_a_parameter_of_another_model_is_one_line(tmp_path):
     ours = model()
-    with pytest.raises(ValueError, match=r"a parameter of shape \(2, 2\) in group 1 of params= is none of the model's"):
+    with pytest.raises(
+        ValueError, match=r"a parameter of shape \(2, 2\) in group 1 of params= does not belong to the model"
+    ):
         begin(ours, tmp_path / "run", params=[{"params": ours.parameters()}, {"params": nn.Linear(2, 2).weight}])
     assert list(tmp_path.iterdir()) == []
 
@@ -108,7 +110,7 @@ def test_each_pair_of_types_trains_or_is_refused_before_anything_has_moved(tmp_p
     else:
         with pytest.raises(
             ValueError,
-            match=r"EngineOptions\.states|cannot be streamed: convert|have states of float32|of weights of bfloat16",
+            match=r"EngineOptions\.states|cannot be streamed: convert|need float32 states|need bfloat16 weights",
         ):
             make()
         assert list(tmp_path.iterdir()) == []
@@ -124,7 +126,7 @@ def test_a_type_of_waiting_gradients_that_cannot_be_is_refused():
 @pytest.mark.parametrize("options", [{}, {"options": EngineOptions(versions=1)}, {"clip": 1.0}], ids=str)
 @pytest.mark.parametrize(
     ("note", "message"),
-    [("x" * (1 << 20), r"take \d+ bytes of JSON, and 1048576"), (torch.ones(1), "kept as JSON: .*Tensor")],
+    [("x" * (1 << 20), r"takes \d+ bytes of JSON, and 1048576"), (torch.ones(1), "must be JSON: .*Tensor")],
     ids=["too large", "no JSON"],
 )
 def test_a_note_that_cannot_be_kept_is_one_line_before_the_update_and_the_step_can_be_completed(
@@ -238,5 +240,5 @@ def test_a_resume_with_other_groups_is_refused_and_one_with_the_same_goes_on_wit
     with caplog.at_level("INFO", "memascend"):
         home, optimizer = begin(again, tmp_path / "run", resume=True, params=matrices_and_others(again), lr=0.07)
     assert [(group["weight_decay"], group["lr"]) for group in optimizer.param_groups] == [(0.5, 0.01), (0.0, 0.01)]
-    assert "group 1 goes on with lr=0.01 of the last step (0.07 was asked for" in caplog.text
+    assert "group 1 continues with lr=0.01 of the last step (0.07 was requested" in caplog.text
     home.close()

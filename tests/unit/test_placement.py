@@ -76,7 +76,7 @@ def test_a_strict_policy_beyond_what_is_free_is_refused_before_it_is_taken():
     gc.collect()  # what earlier tests have left goes now, and not between the two counts
     before = len(_C.pinned_live())
     allocator = PageAlignedPinnedAllocator(Ledger(), lock=False, topology=MACHINE)
-    with pytest.raises(MemoryError, match=r"2048 MiB are more than the 1024 MiB that are free there.*strict=False"):
+    with pytest.raises(MemoryError, match=r"2048 MiB exceed the 1024 MiB free there.*strict=False"):
         allocate(allocator, 2 * GIB, placement=on_node(1, strict=True))
     assert (len(_C.pinned_live()), allocator.ledger.entries()) == (before, [])
 

@@ -77,7 +77,7 @@ def test_the_same_options_need_the_same_memory_and_space(capsys, options):
 @pytest.mark.parametrize(("system", "arm"), [("all_in_gpu", None), ("zero_infinity", "as_published_round_threshold")])
 def test_train_refuses_in_one_line_what_is_planned_alone(system, arm):
     config = TrainConfig(model="m", data=["d"], system=system, arm=arm)
-    with pytest.raises(ValueError, match="planned and simulated alone"):
+    with pytest.raises(ValueError, match="can only be planned and simulated"):
         systems.check(config)
 
 

@@ -106,7 +106,8 @@ def test_plan_grows_with_context_and_gpus(capsys):
         (["plan", "--model", "llama3.2-1b", "--states", "int8"], "system 'memascend' keeps no 8-bit moments: set"),
         (
             ["plan", "--model", "llama3.2-1b", "--system", "lohan", "--dtype", "fp16", "--states", "int8"],
-            "states 'int8' are of bf16 weights, rounded stochastically and the only master, and dtype is 'fp16': set",
+            "states 'int8' need bf16 weights, which are rounded stochastically and have no other master, but dtype is "
+            "'fp16': set",
         ),
         (["plan", "--model", "llama3.2-1b", "--gradients", "int8"], "unknown dtype 'int8' of the gradients"),
         (["plan", "--model", "llama3.2-1b", "--testbed", "cray"], "unknown testbed 'cray'"),

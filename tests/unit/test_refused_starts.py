@@ -32,7 +32,7 @@ def test_a_model_in_a_second_home_is_refused_and_the_first_goes_on(tmp_path):
         lambda: late.optimizer(torch.optim.AdamW),
     ):
         with pytest.raises(
-            RuntimeError, match=r"are in .*run already: close that home first .* or make a new"
+            RuntimeError, match=r"are already in .*run: close that home first .* or create a new"
         ) as error:
             again()
         one_line(error)
@@ -60,7 +60,7 @@ def test_a_start_that_fails_leaves_folders_as_they_were(tmp_path, there):
         folder.mkdir(parents=True)
     ours = model()
     first = next(iter(ours.parameters()))
-    with pytest.raises(ValueError, match="is trained and in no group"):
+    with pytest.raises(ValueError, match="is in no param group"):
         begin(ours, folder, params=[first])
     assert folder.exists() == there
     assert [each.name for each in tmp_path.iterdir()] == (["deep"] if there else [])
@@ -108,7 +108,7 @@ def test_bytes_may_be_a_number_or_a_text():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"minimum_bytes": "much"}, "minimum_bytes: 'much' is no amount"),
+        ({"minimum_bytes": "much"}, "minimum_bytes: 'much' is not an amount"),
         ({"minimum_bytes": 0}, "minimum_bytes must be bytes, at least 1, .* got 0"),
         ({"prefetch_bytes": True}, "prefetch_bytes must be bytes, .* got True"),
         ({"reserve_bytes": 1.5}, "reserve_bytes must be bytes, .* got 1.5"),
@@ -161,7 +161,10 @@ def with_sparse_gradients():
             lambda home: home.optimizer(params=[{"params": home.model.parameters(), "eps": float("inf")}]),
             "eps: a finite",
         ),
-        (lambda home: (home.hook(made_in_inference_mode()), home.optimizer()), "was made in inference mode: make the"),
+        (
+            lambda home: (home.hook(made_in_inference_mode()), home.optimizer()),
+            "was created in inference mode: create the",
+        ),
         (
             lambda home: (home.hook(with_sparse_gradients()), home.optimizer()),
             r"sparse.weight is sparse: .*sparse=False",

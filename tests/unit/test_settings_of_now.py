@@ -80,7 +80,7 @@ def test_a_parameter_taken_out_of_its_group_is_one_line(tmp_path):
     home, optimizer = begin(ours, tmp_path / "run", wait=True)
     optimizer.param_groups[0]["params"].pop()
     ours(batches(1)[0]).backward()
-    with pytest.raises(RuntimeError, match="in no group of the optimizer any more: put it back") as error:
+    with pytest.raises(RuntimeError, match="no longer in any param group of the optimizer: put it back") as error:
         optimizer.step()
     assert "\n" not in str(error.value)
     home.remove()

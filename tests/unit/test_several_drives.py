@@ -41,8 +41,8 @@ def test_one_key_is_enough_and_keeps_gradients_in_host_memory():
         ({"tiers": ["/mnt/a", "/mnt/b"], "tier_placement": [1]}, "a number for each of 2 paths"),
         ({"tiers": ["/mnt/a"], "sub_group_order": "random"}, "choose alternating or ascending"),
         ({"tiers": ["/mnt/a"], "tier_exclusive": "yes"}, "must be true or false"),
-        ({"tiers": ["/mnt/a"], "write_budget": "plenty"}, "write 300TB"),
-        ({"tiers": ["/mnt/a"], "devices": ["/dev/null"], "aio": "direct"}, "name the devices among the tiers"),
+        ({"tiers": ["/mnt/a"], "write_budget": "plenty"}, "use 300TB"),
+        ({"tiers": ["/mnt/a"], "devices": ["/dev/null"], "aio": "direct"}, "list the devices in tiers"),
         ({"tiers": ["/mnt/a"], "pinned": "stock", "pool": "stock", "aio": "stock"}, "DeepNVMe writes to nvme_path"),
         ({"sub_group_order": "ascending"}, "name them in tiers"),
         ({"tier": ["/mnt/a"]}, "did you mean tiers"),
@@ -153,7 +153,7 @@ def test_doctor_tries_a_raw_device_and_says_what_one_lacks(drives, tmp_path):
         _overwritten(tmp_path / "store")
         (refused,) = doctor.check_tiers([Path(device)], None)
         assert refused.status == "fail"
-        assert "holds no store: memascend storage format makes one" in refused.found
+        assert "holds no store: create one with memascend storage format" in refused.found
 
 
 def _overwritten(path: Path) -> None:

@@ -67,7 +67,7 @@ def test_memory_that_a_parameter_shares_is_refused_before_anything_moves(tmp_pat
     model = Model()
     share(model)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(NotStreamable, match="lie in the same memory") as refused:
+    with pytest.raises(NotStreamable, match="share memory") as refused:
         begin(tmp_path / "home", model)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "home").exists()
@@ -77,7 +77,7 @@ def test_memory_that_a_parameter_shares_is_refused_before_anything_moves(tmp_pat
 def test_the_old_spectral_norm_is_refused_with_the_one_to_use(tmp_path):
     model = Model()
     nn.utils.spectral_norm(model.layers[1].linear)
-    with pytest.raises(NotStreamable, match=r"same memory.* use torch\.nn\.utils\.parametrizations\.spectral_norm$"):
+    with pytest.raises(NotStreamable, match=r"share memory.* use torch\.nn\.utils\.parametrizations\.spectral_norm$"):
         begin(tmp_path / "home", model)
 
 

@@ -102,10 +102,12 @@ def test_a_lock_is_held_by_one_rank_at_a_time():
 
 def test_what_goes_round_in_circles_or_never_comes_back_is_one_line():
     both = [Task(name="a", phase="p", after=("b",)), Task(name="b", phase="p", after=("a",))]
-    with pytest.raises(ValueError, match=r"wait for one another in a circle: a, b"):
+    with pytest.raises(ValueError, match=r"circular wait between tasks: a, b"):
         play(both, machine())
     kept = [Task(name=f"t{i}", phase="p", takes={"m": 1}) for i in range(2)]
-    with pytest.raises(ValueError, match=r"stands still .*'t1' waits for 1 of pool 'm', of which 1 of 1 are taken"):
+    with pytest.raises(
+        ValueError, match=r"simulation deadlock .*'t1' waits for 1 of pool 'm', of which 1 of 1 are in use"
+    ):
         play(kept, machine({"m": 1}))
 
 
@@ -115,10 +117,10 @@ def test_what_goes_round_in_circles_or_never_comes_back_is_one_line():
         (Task(name="t", phase="p", needs={"tpu": 1.0}), "test has no 'tpu'; it has gpu, ssd.read, ssd.write"),
         (Task(name="t", phase="p", needs={"gpu": 1.0, "ssd.read": 1.0}), "at most one FIFO resource"),
         (Task(name="t", phase="p", takes={"m": 3}), "takes 3 of pool 'm', which holds 2"),
-        (Task(name="t", phase="p", gives={"m": 1}), "more is given back than was taken"),
+        (Task(name="t", phase="p", gives={"m": 1}), "more is released than was acquired"),
         (Task(name="t", phase="p", gives={"n": 1}), "has no pool 'n'; it has m"),
         (Task(name="t", phase="p", holds=("l",)), "has no lock 'l'; it has none"),
-        (Task(name="t", phase="p", after=("u",)), "waits for 'u', which is no task"),
+        (Task(name="t", phase="p", after=("u",)), "waits for 'u', which is not a task"),
         (Task(name="t", phase="p", needs={"gpu": -1.0}), "amounts are finite and >= 0"),
     ],
 )
@@ -224,6 +226,6 @@ def test_a_claim_cannot_be_judged_by_a_constant_that_its_expectation_fed():
     )
     require_held_out("other", ["fig17:s:32B:48:tok/s"], [fitted])
     with pytest.raises(
-        CircularClaim, match=r"claim level: its expectation fig17:s:32B:1:tok/s was used to find gpu_eff"
+        CircularClaim, match=r"claim level: its expectation fig17:s:32B:1:tok/s was used to calibrate gpu_eff"
     ):
         require_held_out("level", ["fig17:s:32B:1:tok/s"], [fitted])

@@ -247,7 +247,7 @@ def test_a_hook_for_the_gradient_of_a_matrix_is_refused_by_name(tmp_path, kind):
     ours = model()
     engine = streamed(ours, tmp_path)
     handle = getattr(ours.embedding.weight, kind)(lambda _: None)
-    with pytest.raises(RuntimeError, match=r"embedding\.weight has a hook .* remove it") as refused:
+    with pytest.raises(RuntimeError, match=r"embedding\.weight has a gradient hook.* remove it") as refused:
         ours(batches(1)[0])
     assert "\n" not in str(refused.value)
     handle.remove()

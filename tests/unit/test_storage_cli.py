@@ -70,7 +70,7 @@ def test_format_makes_no_file_and_touches_none_without_its_word(tmp_path, capsys
     assert "--serial" in err
     assert not os.path.exists(paths[0])
     assert "one for each" in run(capsys, "format", *paths, *words[:2], "--owner", "x", "--size", "4M")[2]
-    assert "confirm by" in run(capsys, "format", *paths, *words[2:], *words[:2], "--owner", "x", "--size", "4M")[2]
+    assert "confirm with" in run(capsys, "format", *paths, *words[2:], *words[:2], "--owner", "x", "--size", "4M")[2]
     assert not os.path.exists(paths[0])
     assert f"there is no {paths[0]}: name a device" in run(capsys, "format", *paths, *words, "--owner", "x")[2]
 
@@ -98,7 +98,7 @@ def test_destroy_asks_for_owner_word_and_the_whole_set(store, tmp_path, capsys):
     words = [word for path in store for word in ("--serial", path)]
     for wrong, reason in (
         ((*store, *words, "--owner", "run 2"), "belongs to 'run 1', not to 'run 2'"),
-        ((*store, "--owner", "run 1"), "give its path"),
+        ((*store, "--owner", "run 1"), "confirm with its path"),
         ((*store, *words[2:], *words[:2], "--owner", "run 1"), "has the path"),
         ((store[0], *words[:2], "--owner", "run 1"), "device 1 of 2"),
     ):

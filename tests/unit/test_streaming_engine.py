@@ -470,7 +470,9 @@ def test_a_run_goes_on_from_its_last_completed_step_to_the_same_bits(tmp_path):
     assert_equal(engine, theirs)
     engine.close()
     other = model(depth=5, dtype=torch.bfloat16)
-    with pytest.raises(NotThisModel, match=r"this model has layers\.\d.*, which it has not\. Make the model as it was"):
+    with pytest.raises(
+        NotThisModel, match=r"this model has layers\.\d.*, which it has not\. Create the model as it was"
+    ):
         StreamingEngine.resume(other, tmp_path / "home", groups(other))
 
 
@@ -525,7 +527,7 @@ def test_an_error_in_the_middle_of_backward_takes_the_step_back(tmp_path, caplog
     hook.remove()
     with caplog.at_level(logging.WARNING, "memascend"):
         losses += train(ours, engine, data[1:])
-    assert "was given up after an error" in caplog.text
+    assert "was discarded after an error" in caplog.text
     assert losses == train_in_memory(theirs, data)
     assert_equal(engine, theirs)
     engine.close()
@@ -536,7 +538,7 @@ def test_a_second_backward_pass_that_nobody_announced_is_refused(tmp_path):
     engine = streamed(ours, tmp_path)
     loss = ours(batches(1)[0])
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"say how many there are in a step \(accumulate=\)"):
+    with pytest.raises(RuntimeError, match=r"set their number per step \(accumulate=\)"):
         loss.backward()
     engine.close()
 

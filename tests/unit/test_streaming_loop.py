@@ -138,7 +138,7 @@ def test_clipping_gradients_that_are_used_as_they_come_is_refused(tmp_path):
     ours = model()
     home, optimizer = begin(ours, tmp_path / "run")
     ours(batches(1)[0]).backward()
-    with pytest.raises(RuntimeError, match=r"used as they come\. To clip them"):
+    with pytest.raises(RuntimeError, match=r"consumed as they arrive\. To clip them"):
         torch.nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
     other = torch.nn.Linear(2, 2)
     other(torch.ones(2)).sum().backward()
@@ -188,7 +188,7 @@ def test_a_loop_goes_on_after_its_last_step_with_the_user_s_note(tmp_path):
     losses += loop(again, optimizer, data[2:])
     assert losses == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
     home.close()
-    with pytest.raises(ValueError, match="holds no states to go on from"):
+    with pytest.raises(ValueError, match="holds no states to continue from"):
         streaming(tmp_path / "nothing", resume=True)
 
 
@@ -210,7 +210,7 @@ def test_waiting_gradients_are_said_once(tmp_path, caplog):
         home, optimizer = begin(ours, tmp_path / "run", clip=1.0)
         loop(ours, optimizer, batches(3))
     assert [r.message for r in caplog.records].count(
-        "memascend: gradients wait on the SSD for their norm: one more write and read of them a step"
+        "memascend: gradients wait on the SSD for their norm: one more write and read of them per step"
     ) == 1
     home.close()
 
@@ -240,7 +240,7 @@ def test_a_group_that_leaves_a_trained_parameter_out_is_refused(tmp_path):
     ours = model()
     home = streaming(tmp_path / "run")
     home.hook(ours)
-    with pytest.raises(ValueError, match="is trained and in no group of the optimizer"):
+    with pytest.raises(ValueError, match="is in no param group of the optimizer"):
         home.optimizer(torch.optim.AdamW, list(ours.layers.parameters()))
     assert list(tmp_path.iterdir()) == []
     assert not torch.isnan(ours.head.weight).any()
@@ -250,7 +250,7 @@ def test_a_setting_that_is_asked_for_later_is_refused_and_the_loop_goes_on_witho
     data, ours, theirs = batches(2), model(), model()
     home, optimizer = begin(ours, tmp_path / "run")
     optimizer.param_groups[0]["maximize"] = True
-    with pytest.raises(ValueError, match="a parameter group asks for maximize"):
+    with pytest.raises(ValueError, match="a parameter group sets maximize"):
         loop(ours, optimizer, data[:1])
     optimizer.param_groups[0]["maximize"] = False
     assert loop(ours, optimizer, data) == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)

@@ -26,7 +26,9 @@ def test_a_missing_parent_is_named_and_nothing_is_made(tmp_path):
 
 
 def test_a_missing_folder_in_the_root_folder_is_a_typo_and_is_not_made():
-    with pytest.raises(ValueError, match=r"^--nvme: /memascend-nowhere does not exist, and would be made on the syst"):
+    with pytest.raises(
+        ValueError, match=r"^--nvme: /memascend-nowhere does not exist, and would be created on the syst"
+    ):
         swap_folder("/memascend-nowhere", "--nvme")
     assert not os.path.exists("/memascend-nowhere")
     with pytest.raises(ValueError, match="does not exist"):
@@ -35,7 +37,7 @@ def test_a_missing_folder_in_the_root_folder_is_a_typo_and_is_not_made():
 
 def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"file/x cannot be made, since .*/file is not a folder"):
+    with pytest.raises(ValueError, match=r"file/x cannot be created, since .*/file is not a folder"):
         swap_folder(tmp_path / "file" / "x", "--nvme")
     with pytest.raises(ValueError, match=r"--nvme: .*/file cannot be written \(File exists\)"):
         swap_folder(tmp_path / "file", "--nvme")

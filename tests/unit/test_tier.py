@@ -131,7 +131,7 @@ def test_a_part_is_written_over(tier):
     tier.write("w", tensor(2, 1024), offset=4096)
     tier.read("w", out := torch.empty(5000)).wait(MAX_S)
     assert out.eq(2).nonzero().flatten().tolist() == list(range(1024, 2048))
-    with pytest.raises(ValueError, match="begin and end at multiples of 4096"):
+    with pytest.raises(ValueError, match="start and end at multiples of 4096"):
         tier.write("w", tensor(2, 10), offset=4)
     with pytest.raises(ValueError, match="write all of it first"):
         tier.write("v", tensor(2, 1024), offset=4096)
@@ -370,7 +370,9 @@ def test_an_error_that_nobody_asks_for_is_logged_and_one_that_was_raised_is_not(
             pass
         del read
         gc.collect()
-    assert [record.getMessage() for record in caplog.records if "nobody asked for its end" in record.getMessage()]
+    assert [
+        record.getMessage() for record in caplog.records if "its exception was never retrieved" in record.getMessage()
+    ]
 
 
 def test_callbacks_that_raise_are_logged_and_stop_nothing(tier, caplog):

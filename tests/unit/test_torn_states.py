@@ -42,7 +42,10 @@ def test_it_trains_as_with_two_versions_with_as_many_bytes_moved_in_half_the_roo
         begin(ours, tmp_path / "one", **options),
         begin(theirs, tmp_path / "two", versions=2, redo=True, **options),
     )
-    assert "nothing to do a step again from: after a kill in the middle of a step training goes on from" in caplog.text
+    assert (
+        "without gradients to redo a step from: after a kill in the middle of a step training continues from"
+        in caplog.text
+    )
     moved = [engine.transferred for engine in (one, two)]
     train(ours, one, range(4), passes)
     train(theirs, two, range(4), passes)
@@ -90,7 +93,7 @@ def test_a_kill_leaves_the_last_step_or_the_next_or_torn_states_that_are_refused
             reached.append(homes.kept_facts(kill)["step"])
         except TornStates:
             reached.append("torn")
-            with pytest.raises(TornStates, match=f"{kill}: .* which are torn .*: go on from the last checkpoint"):
+            with pytest.raises(TornStates, match=f"{kill}: .* which are torn .*: continue from the last checkpoint"):
                 resume(model(torch.bfloat16), kill, **options)
             continue
         if reached[-2:-1] != reached[-1:]:  # the first of its kind
@@ -157,7 +160,7 @@ def test_without_a_redo_there_is_one_version(tmp_path):
     assert engine.options.versions == 1
     assert engine.versions_why == "as asked for"
     engine.close()
-    with pytest.raises(ValueError, match=r"EngineOptions\.redo: False is of one version of the states, got versions=2"):
+    with pytest.raises(ValueError, match=r"EngineOptions\.redo: False requires versions=1, got versions=2"):
         EngineOptions(versions=2, redo=False)
 
 

@@ -234,7 +234,7 @@ def test_an_update_is_torchs_adamw_within_rounding(name):
         ({"states": "bf16"}, "need --arm memascend_adamw"),
         ({"states": "int8"}, "system 'in_memory' keeps no 8-bit moments: .* --arm memascend_adamw"),
         ({"states": "int8", "arm": "deepspeed_adamw"}, "arm 'deepspeed_adamw' of system 'in_memory' keeps no 8-bit"),
-        ({"states": "int8", "arm": "memascend_adamw", "dtype": "fp32"}, "bf16 weights.* and dtype is 'fp32'"),
+        ({"states": "int8", "arm": "memascend_adamw", "dtype": "fp32"}, "bf16 weights.* but dtype is 'fp32'"),
         ({"gradients": "bf16", "dtype": "fp32"}, "gradients 'bf16' need dtype bf16"),
         ({"system": "memascend", "dtype": "fp32"}, "dtype 'fp32' is for --system in_memory"),
     ],

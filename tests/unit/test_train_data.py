@@ -96,7 +96,7 @@ def test_a_tokenizer_trained_on_the_text_gives_the_text_back(tmp_path):
     for text, ids in zip(original, encode(original)):
         assert ids[-1:] == encode.end
         assert reader.decode(ids[:-1]) == text
-    with pytest.raises(ValueError, match="too small for a tokenizer of bytes"):
+    with pytest.raises(ValueError, match="too small for a byte tokenizer"):
         train_tokenizer(texts, 100, tmp_path / "other")
 
 

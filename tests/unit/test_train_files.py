@@ -191,7 +191,7 @@ def test_an_existing_folder_needs_resume_or_another_name(tmp_path):
     with pytest.raises(ValueError, match="exists and is not empty; name another folder"):
         RunFolder(tmp_path).open(resume=False)
     (tmp_path / "config.yaml").write_text("model: m")
-    with pytest.raises(ValueError, match="go on with it by --resume, or name another folder"):
+    with pytest.raises(ValueError, match="continue it with --resume, or name another folder"):
         RunFolder(tmp_path).open(resume=False)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 

@@ -24,7 +24,7 @@ def test_a_model_that_is_no_causal_lm_is_refused_by_its_type(tmp_path, text):
     (tmp_path / "t5").mkdir()
     config = {"model_type": "t5", "d_model": 32, "num_layers": 2, "num_heads": 2, "d_ff": 64, "vocab_size": 512}
     (tmp_path / "t5" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="a model of type 't5' is no causal language model") as refused:
+    with pytest.raises(ValueError, match="a model of type 't5' is not a causal language model") as refused:
         prepared(tmp_path, model=str(tmp_path / "t5"), twin=1, random_weights=True)
     assert len(str(refused.value)) < 200
 
@@ -41,16 +41,16 @@ def text(tmp_path):
         ({"model": "/nowhere", "twin": 1}, "there is no folder /nowhere"),
         ({"model": "/nowhere", "random_weights": True}, "there is no /nowhere: name a model's folder"),
         ({"data": ["/nowhere"]}, "there is no file or folder /nowhere"),
-        ({"data": ["nobody/no-such-dataset"]}, "is no file or folder here, and no dataset"),
-        ({"context": 2_000_000}, "the model takes at most 131072 tokens a sequence, not 2000000"),
+        ({"data": ["nobody/no-such-dataset"]}, "is neither a file or folder here nor a dataset"),
+        ({"context": 2_000_000}, "the model takes at most 131072 tokens per sequence, not 2000000"),
         ({"batch": 100_000, "accumulate": 2}, "one step takes 200000"),
         ({"tokenizer": "/nowhere"}, "there is no folder /nowhere"),
         ({"twin": 128}, "has no twin at k = 128"),
         (
             {"checkpointing": "ssd", "activations": "offload:9,keep:9"},
-            "'activations': offload:9,keep:9 names 18 blocks and the model has 16; name all of them",
+            "'activations': offload:9,keep:9 covers 18 blocks and the model has 16; cover all of them",
         ),
-        ({"model": "qwen3-30b-a3b", "twin": 64}, "divided by 64 are 12 wide, .* take a smaller --twin"),
+        ({"model": "qwen3-30b-a3b", "twin": 64}, "divided by 64 are 12 wide, .* use a smaller --twin"),
     ],
 )
 def test_what_cannot_work_is_one_line(tmp_path, text, changes, said):
@@ -86,7 +86,9 @@ def test_a_run_that_is_prepared_again_takes_the_text_it_began_with_and_refuses_a
     source = text / "heapq.py"
     whole = source.read_bytes()
     source.write_bytes(whole.replace(b"heap", b"pile"))
-    with pytest.raises(ValueError, match=r"the text is not what this run has trained on .*: bring back the files of"):
+    with pytest.raises(
+        ValueError, match=r"the text is not the one that this run was trained on .*: restore the files of"
+    ):
         prepared(tmp_path)
     assert not folder.prepared.exists()
     assert {path: path.read_bytes() for path in files} == files
@@ -105,5 +107,5 @@ def test_tokens_that_were_changed_in_place_are_not_gone_on_with(tmp_path, text):
     with pytest.raises(ValueError, match=r"train\.tokens has changed since it was prepared .*: restore it, or remove"):
         launch._prepare(folder, launch.Stopping())
     folder.text.write_text("{")
-    with pytest.raises(ValueError, match=r"text\.json is damaged .*: restore it, or remove it, and --resume takes"):
+    with pytest.raises(ValueError, match=r"text\.json is damaged .*: restore it, or remove it so that --resume uses"):
         launch._prepare(folder, launch.Stopping())

@@ -136,7 +136,7 @@ def test_a_budget_is_planned_and_what_would_fit_is_said(tmp_path):
 
 
 def test_an_amount_that_is_none_is_one_line():
-    with pytest.raises(ValueError, match="host_memory: '24G' is no amount of memory: write 24GiB"):
+    with pytest.raises(ValueError, match="host_memory: '24G' is not an amount of memory: write 24GiB"):
         complete({"model": "m", "data": ["d"], "host_memory": "24G"})
 
 
@@ -144,7 +144,7 @@ def test_a_missing_parent_of_the_swap_folder_is_not_made(tmp_path):
     config = dataclasses.replace(CONFIG, output=str(tmp_path / "run"), nvme=str(tmp_path / "typo" / "swap"), steps=1)
     (tmp_path / "run").mkdir()
     with (
-        pytest.raises(ValueError, match=r"--nvme: .*/typo/swap cannot be made, since .*/typo does not exist"),
+        pytest.raises(ValueError, match=r"--nvme: .*/typo/swap cannot be created, since .*/typo does not exist"),
         launch._composed(config, RunFolder(tmp_path / "run"), {"steps_an_epoch": 1}),
     ):
         pass

@@ -519,12 +519,14 @@ def test_memory_goes_with_the_call(tmp_path):
 
 def test_more_micro_batches_than_announced_are_refused_before_any(tmp_path):
     with Loop(made("Plain"), tmp_path / "run", 2) as loop:
-        with pytest.raises(RuntimeError, match="3 micro-batches after 0 backward passes of a step that was to have 2"):
+        with pytest.raises(
+            RuntimeError, match="3 micro-batches after 0 backward passes of a step that was set to have 2"
+        ):
             loop.home.accumulate(lambda _: pytest.fail("it was called"), range(3))
         with pytest.raises(ValueError, match="order must be one of vertical, horizontal"):
             loop.home.accumulate(loop.body, [], order="diagonal")
         assert loop.home.accumulate(loop.body, []) == []
-        with pytest.raises(RuntimeError, match="called in the function of a micro-batch"):
+        with pytest.raises(RuntimeError, match="called inside the function of a micro-batch"):
             loop.home.accumulate(lambda ids: loop.home.accumulate(loop.body, [ids]), [batch(0), batch(1)])
 
 
@@ -548,7 +550,7 @@ def test_calls_that_belong_around_the_micro_batches_are_refused_in_their_functio
             return loss
 
         for step in range(3):
-            with pytest.raises(RuntimeError, match=rf"{name}\(\) is called in the function of a micro-batch"):
+            with pytest.raises(RuntimeError, match=rf"{name}\(\) was called inside the function of a micro-batch"):
                 loop.accumulate(step, body)
             assert loop.step(step) == other.step(step)
         expected = other.contents()
@@ -625,7 +627,7 @@ def test_a_graph_that_micro_batches_share_and_a_second_backward_pass_are_refused
         assert_nothing_runs()
         loop.step(1, twice)
         again.append(True)
-        with pytest.raises(RuntimeError, match="a second backward pass of one micro-batch"):
+        with pytest.raises(RuntimeError, match="second backward pass in one micro-batch"):
             loop.accumulate(2, twice)
         assert_nothing_runs()
 

@@ -122,7 +122,7 @@ def test_what_does_not_fit_on_the_disk_is_one_clear_line_and_leaves_no_file(tmp_
 
 def test_what_makes_no_sense_is_refused(tmp_path):
     with create(tmp_path, 1 << 20) as engine:
-        with pytest.raises(RuntimeError, match="a volatile engine keeps nothing"):
+        with pytest.raises(RuntimeError, match="a volatile engine persists nothing"):
             engine.commit()
         with pytest.raises(ValueError, match="no such tensor"):
             engine.read("t", torch.ones(1))
@@ -147,7 +147,7 @@ def test_leftovers_of_killed_processes_are_found_and_those_of_the_living_are_not
         assert os.path.exists(left)
         assert main(["storage", "gc", str(tmp_path), "--control-folder", str(tmp_path)]) == 0
         out = capsys.readouterr().out
-        assert f"{left} of 'run 7', process {child.pid}: dead, nobody holds the lock" in out
+        assert f"{left} of 'run 7', process {child.pid}: dead, its lock is not held" in out
         assert "1 scratch files removed" in out
         assert bool((living.read_new("a") == 1).all())
     assert [path.name for path in tmp_path.iterdir()] == [f"{SCRATCH_PREFIX}diary"]

@@ -138,9 +138,9 @@ def test_a_second_release_and_one_without_a_fetch_are_refused(storage):
     stream.fetch(["a"])
     stream.release("a")
     for key in ("a", "b", "c"):
-        with pytest.raises(ValueError, match=f"'{key}' is released, but nobody uses it"):
+        with pytest.raises(ValueError, match=f"'{key}' is released, but is not in use"):
             stream.release(key)
-    with pytest.raises(ValueError, match="copied, but nobody uses it"):
+    with pytest.raises(ValueError, match="copied, but is not in use"):
         stream.copied("a")
 
 
@@ -431,7 +431,7 @@ def test_a_buffer_that_is_copied_while_it_is_used_goes_back_only_when_the_copy_h
     assert stream.prefetch(["b"]) == []
     event.passed = True
     assert stream.prefetch(["b"]) == ["b"]
-    with pytest.raises(ValueError, match="'a' is copied, but nobody uses it"):
+    with pytest.raises(ValueError, match="'a' is copied, but is not in use"):
         stream.copying("a", event)
 
 

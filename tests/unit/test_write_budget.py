@@ -18,7 +18,7 @@ def test_budgets_are_amounts_in_all_or_a_day():
     assert WriteBudget.parse("0.5 TB/day") == WriteBudget(limit_bytes=5 * 10**11, a_day=True)
     assert WriteBudget.parse("100GiB/day").limit_bytes == 100 << 30
     for wrong in ("much", "3TB/week", "TB", 5):
-        with pytest.raises(ValueError, match="write 300TB"):
+        with pytest.raises(ValueError, match="use 300TB"):
             WriteBudget.parse(wrong)
 
 

@@ -123,7 +123,7 @@ def test_a_claim_whose_expectation_solved_a_constant_is_refused_unless_it_says_c
     fitted = changed(exhibit_id="memascend-fig17", compute={"operation": "value", "of": where})
     with_batch = {"over": {"x_value": ["1", "8"]}, "join": "mean"}
     claims.refuse_circular(fitted)
-    with pytest.raises(tidy.TableError, match="used to find gpu_efficiency"):
+    with pytest.raises(tidy.TableError, match="used to calibrate gpu_efficiency"):
         claims.refuse_circular(fitted | with_batch)
     with pytest.raises(tidy.TableError, match="its modelled basis is `calibrated`"):
         claims.decide_all([fitted | with_batch], Path("nowhere"))
@@ -149,7 +149,7 @@ def test_calibrated_are_the_claims_whose_own_number_found_a_constant_and_no_othe
     calibrated = [claim for claim in mine if claims.basis_of(claim, "modelled") == "calibrated"]
     assert calibrated
     for claim in calibrated:
-        with pytest.raises(tidy.TableError, match="was used to find"):
+        with pytest.raises(tidy.TableError, match="was used to calibrate"):
             claims.refuse_circular(claim | {"basis": "held out"})
     for claim in mine:
         claims.refuse_circular(claim)

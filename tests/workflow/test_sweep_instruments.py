@@ -54,7 +54,7 @@ def test_a_word_that_is_no_stack_says_how_to_write_one() -> None:
 
 @pytest.mark.parametrize("word", ["memascend:fp16", "memascend:memascend:fp16:a:b", "memascend::fp16"])
 def test_a_word_that_is_no_arm_says_how_to_write_one(word: str) -> None:
-    with pytest.raises(ValueError, match="write system:arm:dtype"):
+    with pytest.raises(ValueError, match="expected system:arm:dtype"):
         time_arms.Arm(word, None, None)
 
 

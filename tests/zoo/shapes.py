@@ -1078,7 +1078,7 @@ REFUSED = {
     "AWeightThatTheRootsForwardChanges": "embed.weight is changed in place outside of the forward pass",
     "AWeightOfABlockThatTheRootsForwardChanges": "layers.1.up.weight is changed in place outside of the forward pass",
     "GradientPenalty": "create_graph=True",
-    "APrefixInTheCache": "layers.0 adds to the keys and values in a cache that is filled",
+    "APrefixInTheCache": "layers.0 appends to a cache of keys and values that is already filled",
     "ABlockThatReturnsItsParameter": "layers.0 returns or keeps a view of its own weights",
     "AFunctionThatKeepsAViewOfItsWeight": "layers.0 returns or keeps a view of its own weights",
     "TwoViewsOfOneTensorOfWhichOneIsChanged": "shares its memory with another one",

@@ -67,7 +67,7 @@ def install_checkpoints() -> Callable[[], None]:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"save_checkpoint: {save_dir} cannot be written ({error.strerror or error}), and nothing of {tag} is "
+                f"save_checkpoint: {save_dir} cannot be written ({error.strerror or error}), and nothing of {tag} was "
                 "kept; free space, or name another folder",
             ) from error
         return True
@@ -94,8 +94,8 @@ def install_checkpoints() -> Callable[[], None]:
         swapped = self.zero_nvme_offload_optimizer()
         if swapped and (load_module_only or not load_optimizer_states):
             raise ValueError(
-                "load_checkpoint: weights alone cannot be loaded from a checkpoint with a swapped optimizer, whose "
-                "master weights they are made of; load it whole, or load a file of save_16bit_model"
+                "load_checkpoint: weights cannot be loaded alone from a checkpoint with a swapped optimizer, since "
+                "they are derived from its master weights; load all of it, or a file of save_16bit_model"
             )
         self.optimizer.swapped_checkpoint = _rank_folder(self, folder) if swapped else None
         with _swapping_left_to_us(self), _with_frozen_to_nvme(self):

@@ -69,7 +69,9 @@ class _Batch:
                 try:
                     ended = self._handle.wait_for_all()
                     if ended != self.requests:
-                        raise RuntimeError(f"memascend: {self.requests} transfers were submitted, {ended} have ended")
+                        raise RuntimeError(
+                            f"memascend: {self.requests} transfers were submitted, but {ended} completed"
+                        )
                 except Exception as error:
                     self._failure = error
                 self.ended = True

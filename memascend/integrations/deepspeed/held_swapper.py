@@ -187,7 +187,7 @@ class HeldSwapper(PartitionedOptimizerSwapper):
         if count < 1:
             raise ValueError(
                 f"zero_optimization.offload_optimizer.buffer_count={manager.count} is too small: a sub-group over "
-                f"several paths needs {each + self.swaps_gradients} buffers; raise it, or leave it out"
+                f"several paths needs {each + self.swaps_gradients} buffers; raise it, or remove the key"
             )
         for _ in range(count):
             buffers = manager.allocate(num_elems=self.largest_numel, count=each, dtype=self.dtype)
@@ -352,8 +352,8 @@ class HeldSwapper(PartitionedOptimizerSwapper):
         tensors = room.info.tensors
         if len(tensors) > len(room.buffers):
             raise RuntimeError(
-                f"memascend.tiers: this optimizer keeps {len(tensors)} tensors a parameter, AdamW {STATES}: use AdamW, "
-                "or leave tiers out"
+                f"memascend.tiers: this optimizer has {len(tensors)} tensors per parameter, AdamW {STATES}: use AdamW, "
+                "or remove tiers"
             )
         numel = self._io_aligned_numel(room.info.numel())
         for context, buffer in zip(tensors, room.buffers, strict=False):

@@ -80,12 +80,12 @@ def enable(
     """
     global _active
     if _active is not None:
-        raise RuntimeError("memascend is enabled already; call memascend.disable() first")
+        raise RuntimeError("memascend is already enabled; call memascend.disable() first")
     config = read_configuration(ds_config)
     if config is None:
         raise ValueError(
-            f"memascend.enable takes the DeepSpeed configuration as a dict, a path or JSON in base64, got {ds_config!r}"
-            ", which is none of these; is there such a file, and is it JSON?"
+            "memascend.enable takes the DeepSpeed configuration as a dict, a path or JSON in base64, got "
+            f"{ds_config!r}, which is neither; check that the file exists and is JSON"
         )
     if switched_off(config):
         _active = Enabled(parts=TODAY, ledger=ledger or Ledger(), io=IoCounters())

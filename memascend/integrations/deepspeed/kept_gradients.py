@@ -52,6 +52,6 @@ class KeptGradients:
             if pieces is not None and pieces.is_old_view(offset):
                 raise RuntimeError(
                     f"memascend.gradients='kept': a parameter of shape {tuple(parameter.ds_shape)} got a gradient in "
-                    "an earlier micro batch of this step, but not in the last one, and its previous gradient, which "
-                    "DeepSpeed takes then, is overwritten; set memascend.gradients to 'swapped'"
+                    "an earlier micro-batch of this step but not in the last one, and its previous gradient, which "
+                    "DeepSpeed would use, is overwritten; set memascend.gradients to 'swapped'"
                 )

@@ -201,7 +201,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
     ) -> None:
         """Read ``params``. A prefetch (``async_op``) takes those for which there is room and leaves the rest."""
         if swap_in_buffers is not None:
-            raise ValueError("memascend: swap_in takes buffers of its own pool alone; swap_into_buffer takes yours")
+            raise ValueError("memascend: swap_in only takes buffers of its own pool; use swap_into_buffer for others")
         unique = {p.ds_id: p for p in params}
         if async_op:
             keys = [key for key, p in unique.items() if p.ds_status.name == "NOT_AVAILABLE"]
@@ -227,7 +227,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
     def swap_into_buffer(self, param: Any, dest_buffer: torch.Tensor) -> None:
         """Read ``param`` into a buffer of the caller's; our engine takes any address and length, so no copy."""
         if param.ds_tensor.status != PartitionedParamStatus.NOT_AVAILABLE:
-            raise RuntimeError(f"memascend: parameter {param.ds_id} is in memory already: its partition is there")
+            raise RuntimeError(f"memascend: parameter {param.ds_id} is already in memory")
         dest = dest_buffer.narrow(0, 0, self.param_id_to_numel[param.ds_id])
         self._storage.read(param.ds_id, dest).wait()
 
@@ -280,7 +280,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         """All free buffers (``fast_init`` only; refused with the adaptive pool, see parts.py)."""
         if not isinstance(self.pool, MonolithicBufferPool):
             raise ValueError(
-                "fast_init is not possible with the adaptive pool; set offload_optimizer.fast_init to false"
+                "fast_init is not supported with the adaptive pool; set offload_optimizer.fast_init to false"
             )
         self._reserved = [f"reserved-{i}" for i in range(self.pool.free_count())]
         leases = [self.pool.lease(key, self.aligned_elements_per_buffer) for key in self._reserved]

@@ -51,19 +51,19 @@ class Parts:
                 )
         if (self.pinned == "stock") != (self.aio == "stock"):
             raise ValueError(
-                f"memascend: pinned={self.pinned!r} with aio={self.aio!r} makes no sense: DeepNVMe copies every buffer "
-                "that it did not allocate through a second buffer; to leave pinned memory out, set pinned, aio and "
-                "pool to 'stock'"
+                f"memascend: pinned={self.pinned!r} cannot be combined with aio={self.aio!r}: DeepNVMe copies every "
+                "buffer that it did not allocate through a second one; to disable our pinned memory, set pinned, aio "
+                "and pool to 'stock'"
             )
         if self.pinned == "stock" and self.pool != "stock":
             raise ValueError(
-                f"memascend: pool={self.pool!r} needs an allocator of ours; to leave pinned memory out, set pinned, "
+                f"memascend: pool={self.pool!r} needs memascend's allocator; to disable our pinned memory, set pinned, "
                 "aio and pool to 'stock'"
             )
         if self.numerics == "fast" and self.overflow != "fused":
             raise ValueError(
-                f"memascend: numerics='fast' finds overflow as it takes the norm, overflow={self.overflow!r} "
-                "asks for a pass of its own; set overflow to 'fused', or numerics to 'exact'"
+                f"memascend: numerics='fast' detects overflow while computing the norm, but overflow={self.overflow!r} "
+                "requests a separate pass; set overflow to 'fused', or numerics to 'exact'"
             )
 
     def as_dict(self) -> dict[str, str]:
@@ -123,14 +123,15 @@ class EnableOptions:
                 raise ValueError(f'"{CONFIG_KEY}.{name}" must be true or false, got {getattr(self, name)!r}')
         if self.require_direct and self.parts.aio == "stock":
             raise ValueError(
-                "memascend: require_direct with aio='stock' makes no sense: DeepNVMe is not asked; set aio to "
-                "'direct' or 'file', or leave require_direct out"
+                "memascend: require_direct has no effect with aio='stock' (DeepNVMe); set aio to 'direct' or 'file', "
+                "or remove require_direct"
             )
         refuse_beside_tiers(self.paths, aio=self.parts.aio, devices=self.devices)
         _check_devices(self.devices, self.parts)
         if self.placement is not None and self.parts.pinned != "exact":
             raise ValueError(
-                f"memascend.placement needs our allocator, and pinned is {self.parts.pinned!r}: set pinned to 'exact'"
+                f"memascend.placement needs memascend's allocator, but pinned is {self.parts.pinned!r}: set pinned "
+                "to 'exact'"
             )
         if self.host_memory is not None:
             parse_bytes(self.host_memory, f'"{CONFIG_KEY}.host_memory"')
@@ -192,8 +193,8 @@ def _check_devices(devices: Any, parts: Parts) -> None:
         raise ValueError(f'"{CONFIG_KEY}.devices" must be a list of paths such as ["/dev/nvme1n1"], got {devices!r}')
     if devices and parts.aio != "direct":
         raise ValueError(
-            f"memascend: devices with aio={parts.aio!r} makes no sense: files lie on a file system; set aio to "
-            "'direct', or leave devices out"
+            f"memascend: devices cannot be combined with aio={parts.aio!r}, which needs a file system; set aio to "
+            "'direct', or remove devices"
         )
     for device in devices:
         if not os.path.exists(device):
@@ -235,8 +236,8 @@ def validate_deepspeed_config(ds_config: dict[str, Any], options: EnableOptions)
     fast_init = offloads["offload_optimizer"].get("fast_init")
     if options.parts.pool == "adaptive" and offloads["offload_param"].get("device") == "nvme" and fast_init:
         raise ValueError(
-            "offload_optimizer.fast_init needs every pool buffer to hold the largest sub-group, which is what the "
-            "adaptive pool removes; set fast_init to false or memascend.pool to 'monolithic'"
+            "offload_optimizer.fast_init needs every pool buffer to hold the largest sub-group, which the adaptive "
+            "pool avoids; set fast_init to false or memascend.pool to 'monolithic'"
         )
     for name, offload in offloads.items():
         _check_offload(f"zero_optimization.{name}", offload)
@@ -247,14 +248,14 @@ def validate_deepspeed_config(ds_config: dict[str, Any], options: EnableOptions)
         _check_direct(f"memascend.tiers: {path}", path)
     if not __debug__ and any(offload.get("device") == "nvme" for offload in offloads.values()):
         raise ValueError(
-            "python -O leaves out assert statements, and in them DeepSpeed starts and awaits its transfers to NVMe: "
-            "the training would be silently wrong; start python without -O and without PYTHONOPTIMIZE"
+            "python -O removes assert statements, in which DeepSpeed starts and awaits its transfers to NVMe: training "
+            "would be silently wrong; start python without -O and without PYTHONOPTIMIZE"
         )
     named = "devices" if options.devices else "tiers"
     if (options.devices or options.paths) and not any(o.get("device") == "nvme" for o in offloads.values()):
         raise ValueError(
-            f'"{CONFIG_KEY}.{named}" hold what DeepSpeed keeps on NVMe, and nothing is: set '
-            f"zero_optimization.offload_param.device or offload_optimizer.device to 'nvme', or leave {named} out"
+            f'"{CONFIG_KEY}.{named}" apply to what DeepSpeed keeps on NVMe, but nothing is: set '
+            f"zero_optimization.offload_param.device or offload_optimizer.device to 'nvme', or remove {named}"
         )
 
 
@@ -285,9 +286,7 @@ def _require_numbers(ds_config: dict[str, Any]) -> None:
         _require_number(f"aio.{key}", aio.get(key), 1, _AIO_LIMITS.get(key, math.inf))
     block = aio.get("block_size")
     if block not in (None, "auto") and block % _PAGE_BYTES:
-        raise ValueError(
-            f"aio.block_size must be a multiple of {_PAGE_BYTES} bytes, got {block!r}; leave it out for 1 MiB"
-        )
+        raise ValueError(f"aio.block_size must be a multiple of {_PAGE_BYTES} bytes, got {block!r}; omit it for 1 MiB")
 
 
 def _require_number(key: str, value: Any, least: int, most: float = math.inf) -> None:
@@ -296,7 +295,7 @@ def _require_number(key: str, value: Any, least: int, most: float = math.inf) ->
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not least <= value <= most or value % 1:
         limits = f"of at least {least}" if math.isinf(most) else f"from {least} to {most}"
-        raise ValueError(f"{key} must be a whole number {limits}, got {value!r}; or leave it out")
+        raise ValueError(f"{key} must be a whole number {limits}, got {value!r}; or omit it")
 
 
 def _check_offload(key: str, offload: dict[str, Any]) -> None:
@@ -315,6 +314,6 @@ def _check_offload(key: str, offload: dict[str, Any]) -> None:
 def _check_direct(key: str, folder: Any) -> None:
     if not direct_limits(folder).served:
         raise ValueError(
-            f"{key}: the file system of {folder} refuses O_DIRECT, which memascend.require_direct asks for: name a "
+            f"{key}: the file system of {folder} refuses O_DIRECT, which memascend.require_direct requires: name a "
             "folder on ext4 or XFS on the SSD itself, or set require_direct to false"
         )

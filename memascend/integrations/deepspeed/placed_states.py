@@ -33,8 +33,8 @@ class PlacedStates:
         sizes = _sizes(module, kwargs)
         if sizes is None and policy.kind == LATENCY_FIRST:
             raise ValueError(
-                "memascend.placement: 'latency_first' plans states in host memory, and zero_optimization."
-                "offload_optimizer.device is not 'cpu': set it, or name nodes, as {master_weights: 0, weights: 1}"
+                "memascend.placement: 'latency_first' plans states in host memory, but zero_optimization."
+                "offload_optimizer.device is not 'cpu': set it, or name nodes, such as {master_weights: 0, weights: 1}"
             )
         placement = policy.resolve(sizes or {}, Topology.read())
         kept = sizes is None and self.settings.parts.gradients == "kept"

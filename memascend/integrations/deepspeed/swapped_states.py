@@ -29,7 +29,8 @@ def require_transfers(ended: int, started: int, path: str) -> None:
     """Raises RuntimeError unless as many transfers of an I/O handle have ended as were started."""
     if ended != started:
         raise RuntimeError(
-            f"memascend: {path}: {started} transfers were started and {ended} have ended; others use this I/O handle"
+            f"memascend: {path}: {started} transfers were started, but {ended} completed: something else uses this "
+            "I/O handle"
         )
 
 
@@ -281,7 +282,7 @@ def _read_file(path: Path, buffer: torch.Tensor, numel: int, expected: dict[str,
     same = "load it with the model, ranks, sub_group_size and optimizer_states that saved it"
     if expected is not None and (expected["numel"], expected["dtype"]) != (numel, str(buffer.dtype)):
         raise ValueError(
-            f"checkpoint {path}: holds {expected['numel']} elements of {expected['dtype']}, this training needs "
+            f"checkpoint {path}: holds {expected['numel']} elements of {expected['dtype']}, but this training needs "
             f"{numel} of {buffer.dtype}; {same}"
         )
     needed = numel * buffer.element_size()
@@ -297,4 +298,4 @@ def _read_file(path: Path, buffer: torch.Tensor, numel: int, expected: dict[str,
             f"checkpoint {path}: damaged, {path.stat().st_size} bytes of {expected['bytes']}; load an older checkpoint"
         )
     if expected is not None and "crc32" in expected and zlib.crc32(byte_view(buffer)[:got]) != expected["crc32"]:
-        raise ValueError(f"checkpoint {path}: damaged, its checksum is another; load an older checkpoint")
+        raise ValueError(f"checkpoint {path}: damaged, its checksum does not match; load an older checkpoint")

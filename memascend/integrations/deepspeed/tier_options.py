@@ -68,8 +68,8 @@ class TierOptions:
                 raise ValueError(f'"{CONFIG_KEY}.{name}" must be true or false, got {value!r}')
         if not self.tiers and any(getattr(self, each.name) != each.default for each in fields(self)):
             raise ValueError(
-                f'"{CONFIG_KEY}": tier_placement, tier_rehome, tier_exclusive, sub_group_order and write_budget are '
-                "of several paths: name them in tiers, or leave these keys out"
+                f'"{CONFIG_KEY}": tier_placement, tier_rehome, tier_exclusive, sub_group_order and write_budget '
+                "apply to several paths: name them in tiers, or remove these keys"
             )
 
     def budget(self) -> WriteBudget | None:
@@ -102,15 +102,19 @@ def refuse_beside_tiers(options: TierOptions, *, aio: str, devices: tuple[str, .
     if not options:
         return
     if devices:
-        raise ValueError(f'"{CONFIG_KEY}": name the devices among the tiers, or leave tiers out; not both keys')
+        raise ValueError(
+            f'"{CONFIG_KEY}": devices and tiers are mutually exclusive: list the devices in tiers, or remove tiers'
+        )
     if aio == "stock":
         raise ValueError(
-            "memascend: tiers with aio='stock' makes no sense: DeepNVMe writes to nvme_path; set aio to 'direct' or "
-            "'file', or leave tiers out"
+            "memascend: tiers have no effect with aio='stock': DeepNVMe writes to nvme_path; set aio to 'direct' or "
+            "'file', or remove tiers"
         )
     for path in options.tiers:
         if aio == "file" and _is_device(path):
-            raise ValueError(f"memascend: {path} in tiers with aio='file': files lie on a file system; set 'direct'")
+            raise ValueError(
+                f"memascend: {path} in tiers cannot be used with aio='file', which needs a file system; set 'direct'"
+            )
 
 
 def check_paths(options: TierOptions) -> None:

@@ -29,7 +29,7 @@ class LossScale:
                 self.patience -= 1
             elif self.value == _LEAST:
                 raise ValueError(
-                    "gradients are infinite or NaN at the least loss scale, 1: training has diverged; lower "
+                    "gradients are infinite or NaN at the minimum loss scale, 1: training has diverged; lower "
                     "--learning-rate, or train in bf16 (--dtype bf16)"
                 )
             else:

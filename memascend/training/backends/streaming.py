@@ -264,7 +264,7 @@ class StreamingBackend:
 
     def _versions(self) -> str:
         if self.engine.options.redoes:
-            return "one version of the states, with gradients that wait beside it"
+            return "one version of the states, with saved gradients"
         if self.engine.options.tears:
             return "one version of the states; after a kill in the middle of a step on from the last checkpoint"
         return "two versions of the states"
