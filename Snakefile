@@ -14,6 +14,16 @@ include: "workflows/rules/claims.smk"
 include: "workflows/rules/figures.smk"
 
 
+# Seconds each, and forked from a process of this machine: an executor hands nodes the runs alone.
+localrules:
+    exhibits,
+    modelled,
+    figure,
+    drawing,
+    claims_table,
+    report_pages,
+
+
 rule figures:
     default_target: True
     input:
@@ -73,8 +83,9 @@ for paper in KNOWN.papers:
             KNOWN.of_paper(paper),
 
 
-KNOWN.refuse_mistyped_targets([made.name for made in workflow.rules])
-CONSOLE.attach()
+if not workflow.remote_exec:
+    KNOWN.refuse_mistyped_targets([made.name for made in workflow.rules])
+    CONSOLE.attach()
 
 
 onstart:
