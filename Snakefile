@@ -18,6 +18,17 @@ include: "workflows/rules/figures.smk"
 include: "workflows/rules/artifact.smk"
 
 
+# Seconds each, and forked from a process of this machine: an executor hands nodes the runs alone.
+localrules:
+    exhibits,
+    modelled,
+    figure,
+    drawing,
+    claims_table,
+    report_pages,
+    artifact,
+
+
 rule figures:
     default_target: True
     input:
@@ -70,8 +81,9 @@ for paper in KNOWN.papers:
             KNOWN.of_paper(paper),
 
 
-KNOWN.refuse_mistyped_targets([made.name for made in workflow.rules])
-CONSOLE.attach()
+if not workflow.remote_exec:
+    KNOWN.refuse_mistyped_targets([made.name for made in workflow.rules])
+    CONSOLE.attach()
 
 
 onstart:

@@ -11,6 +11,7 @@ import contextlib
 import csv
 import difflib
 import json
+import math
 import os
 import re
 import subprocess
@@ -28,6 +29,8 @@ from workflows.staleness import Tree, versions
 
 NAMED_TARGETS = ("figures", "tables", "claims", "report", "exhibits", "artifact", "artifact-verify", "flagship")
 PAPER_TARGETS = {"mlpoffload": "mlp-offload"}  # as typed, where they differ from the folder
+# Of a job on a node, beside the run: two processes of Snakemake, and minutes in which a cold file system is read.
+STARTS_GIB, STARTS_MIN = 1.0, 10
 _MEASURED = ("sequence", "batch", "steps", "ranks", "mode", "device", "matmul", "evaluate_every", "time_limit_s")
 
 
@@ -63,8 +66,9 @@ class Experiments:
     """The runs of one profile. A resolved run is {module, words, systems, models, exhibits, alone, environments}:
     the program, its command line, what can change its record, who draws it, and whether nothing may run beside it."""
 
-    def __init__(self, path: str, profile: str) -> None:
-        self.path, self.profile = path, profile
+    def __init__(self, path: str, profile: str, drive: str | None = None) -> None:
+        """``drive``: the folder that benchmarks of a drive take in place of the one in the file."""
+        self.path, self.profile, self.drive = path, profile, drive
         try:
             document = registry.read(Path(path))
         except ValueError as error:
@@ -79,8 +83,11 @@ class Experiments:
         found |= self._training(mine["training"])
         for bench in mine.get("bench", []):
             shown = {n: ",".join(map(str, v)) if isinstance(v, list) else v for n, v in bench["options"].items()}
+            shown |= {"folder": self.drive} if self.drive and "folder" in shown else {}
             words = f"--part {bench['part']} -- {' '.join(f'--{n} {v}' for n, v in shown.items())}"
-            found[bench["run_id"]] = resolved("bench", words, bench["exhibits"], time_limit_s=bench["time_limit_s"])
+            more = {"time_limit_s": bench["time_limit_s"], "allowed_s": bench["time_limit_s"]}
+            more["gpus"] = gpus_of(bench["options"].get("device", "cpu"), 1)
+            found[bench["run_id"]] = resolved("bench", words, bench["exhibits"], **more)
         return found | {run["run_id"]: self._turns(run) for run in mine.get("times", [])}
 
     def named(self, section: str, name: str) -> dict[str, Any]:
@@ -129,7 +136,8 @@ class Experiments:
         names = ("checkpointing", "attention", "loss")
         line += ["--stacks", *(":".join(stack[name] for name in names) for stack in stacks)] if stacks else []
         more = {"systems": [named["system"]], "models": [model], "environments": [named.get("environment")]}
-        more["gib"] = gib(model, k)
+        more |= {"gib": gib(model, k), "needs_gib": gib(model, k) * group["ranks"]}
+        more |= {"allowed_s": group["time_limit_s"], "gpus": gpus_of(group["device"], group["ranks"])}
         return "-".join(words), resolved("training", " ".join(line), sorted(group["exhibits"]), alone=timed, **more)
 
     def _turns(self, run: dict[str, Any]) -> dict[str, Any]:
@@ -150,13 +158,20 @@ class Experiments:
             line += f" --rates {' '.join(run['paths'])} --ranks {run.get('ranks', 1)}"
             line += "".join(f" --{flag}" for flag in ("simplex", "transfers") if run.get(flag))
             line += " --accumulate " + " ".join(map(str, run["accumulate"])) if "accumulate" in run else ""
+        more |= {"needs_gib": gib(run["model"], run["k"]) * len(arms), "allowed_s": run["time_limit_s"]}
+        more["gpus"] = gpus_of(run.get("device", "cpu"), run.get("ranks", 1))
         alone = run["rounds"] > 1 or "paths" in run  # one round is for bytes, but of paths it is their seconds
         return resolved(module, line, run["exhibits"], alone=alone, environments=environments, **more)
 
 
 def resolved(module: str, words: str, exhibits: list[str] | None, *, alone: bool = True, **more: Any) -> dict[str, Any]:
     own = {"module": module, "words": words, "exhibits": exhibits, "alone": alone}
-    return own | {"systems": [], "models": [], "environments": [], "time_limit_s": None, "gib": 1.0} | more
+    usual = {"systems": [], "models": [], "environments": [], "time_limit_s": None, "gib": 1.0}
+    return own | usual | {"needs_gib": 1.0, "allowed_s": 600, "gpus": 0} | more
+
+
+def gpus_of(device: str, ranks: int) -> int:
+    return ranks if device.startswith("cuda") else 0
 
 
 def gib(model: str, k: int) -> float:
@@ -184,7 +199,8 @@ class Configuration:
             if not (existing.is_dir() and os.access(existing, os.W_OK)):
                 fix = f"make {existing.absolute()} writable or name another folder"
                 stop(f"config: {folder} cannot be written; {fix}")
-        self.experiments = Experiments(config["experiments"], config["profile"])
+        drive = self.node["scratch"] if self.node else None
+        self.experiments = Experiments(config["experiments"], config["profile"], drive)
         try:
             self.entries = {entry["id"]: entry for entry in registry.exhibits(Path.cwd())}
             for path in self.said("exhibits.yaml"):
@@ -207,11 +223,52 @@ class Configuration:
             stop(f"{run_id} is no run of profile {self.config['profile']}; its runs: {', '.join(self.runs)}")
         return self.runs[run_id]
 
+    @property
+    def node(self) -> dict[str, Any] | None:
+        """What a node of a cluster has, where runs are jobs of one; None where they run on this machine."""
+        return {"scratch": "/tmp"} | self.config["node"] if "node" in self.config else None
+
+    @property
+    def lock(self) -> str:
+        """What is held by who measures: of this machine, or of the node, never of all that share a file system."""
+        return f"{self.node['scratch']}/.memascend-machine.lock" if self.node else f"{self.raw}/.machine.lock"
+
+    @property
+    def resources(self) -> dict[str, Any]:
+        """Of a record's job, for an executor that hands it to a node; on one machine they are a note."""
+
+        def mem_mb(wildcards: Any, attempt: int) -> int:
+            return self.mem_mb(wildcards.run_id, attempt)
+
+        found: dict[str, Any] = {"mem_mb": mem_mb, "runtime": lambda wildcards: self.runtime(wildcards.run_id)}
+        if self.node:
+            found["slurm_extra"] = lambda wildcards: "--exclusive" if self.run(wildcards.run_id)["alone"] else ""
+        if self.node and any(run["gpus"] for run in self.runs.values()):
+            # Not even zero of them in a profile without: an executor may look no further than the name.
+            found["gpu"] = lambda wildcards: self.run(wildcards.run_id)["gpus"]
+        return found
+
+    def mem_mb(self, run_id: str, attempt: int = 1) -> int:
+        """MiB of a run and of what starts it, twice as much where it is tried again; all of a node that it has for
+        itself."""
+        run = self.run(run_id)
+        all_of_it = int(1024 * self.node["memory_gib"]) if self.node else None
+        if run["alone"] and all_of_it:
+            return all_of_it
+        needed = math.ceil(1024 * (run["needs_gib"] + STARTS_GIB)) * attempt
+        return min(needed, all_of_it) if all_of_it else needed
+
+    def runtime(self, run_id: str) -> int:
+        """Minutes after which a run hangs: its own limit comes first, so that its time-out is recorded."""
+        return math.ceil(self.run(run_id)["allowed_s"] / 60) + STARTS_MIN
+
     def command(self, run_id: str) -> str:
         """What makes the record: the program, holding the machine where it is timed and else sharing it; where it ends
         without one, the record of that."""
         run = self.run(run_id)
-        lock = f"flock {'' if run['alone'] else '--shared '}{self.raw}/.machine.lock"
+        lock = f"flock {'' if run['alone'] else '--shared '}{self.lock}"
+        if self.node:
+            lock = f"TMPDIR={self.node['scratch']} {lock}"
         limit = f"timeout {run['time_limit_s']} " if run["time_limit_s"] else ""
         one = run["environments"][0] if run["module"] == "training" else None
         python = f".cache/envs/{one}/bin/python" if one else "python"
@@ -221,10 +278,10 @@ class Configuration:
 
     def threads(self, run_id: str, cores: int) -> int:
         """All cores for what is timed; other runs share them, as many at once as the machine's memory holds."""
-        run = self.run(run_id)
+        run, memory = self.run(run_id), self.node["memory_gib"] if self.node else machine_gib()
         if run["alone"] or cores < 2:
             return cores
-        at_once = max(1, int(0.7 * machine_gib() / max(run["gib"], 0.1)))
+        at_once = max(1, int(0.7 * memory / max(run["gib"], 0.1)))
         return max(2 if cores >= 4 else 1, -(-cores // at_once))
 
     def interpreters(self, run_id: str) -> list[str]:

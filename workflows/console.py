@@ -139,13 +139,15 @@ def length(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
-SERVERS = {"MEMASCEND_FORK_SERVER": "workflows.run.fork_server", "MEMASCEND_DRAW_SERVER": "workflows.derive.server"}
+RUNS, PICTURES = "MEMASCEND_FORK_SERVER", "MEMASCEND_DRAW_SERVER"
+SERVERS = {RUNS: "workflows.run.fork_server", PICTURES: "workflows.derive.server"}
 
 
 def start_servers(known: Configuration) -> None:
     """The processes that runs and pictures are forked from: a third of a short run, and most of a picture, is imports.
 
-    They end with this one; the folder of their sockets, which this process holds, does too.
+    They end with this one; the folder of their sockets, which this process holds, does too. Runs that are jobs of a
+    cluster have none: a fork would belong to no job, nor perhaps to the node.
     """
     stack = ExitStack()
     folder = stack.enter_context(scratch_folder())
@@ -153,10 +155,19 @@ def start_servers(known: Configuration) -> None:
     logs = Path(known.raw, "logs")
     logs.mkdir(parents=True, exist_ok=True)
     for variable, module in SERVERS.items():
+        if known.node and variable == RUNS:
+            continue
         place = Path(folder, module)
         place.mkdir()
         command = [sys.executable, "-m", module, str(place / "socket")]
         with (logs / f"{module}.log").open("w") as output:
             subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         os.environ[variable] = str(place / "socket")
+    os.environ["MEMASCEND_EXHIBITS"] = known.exhibits_of_runs
+
+
+def leave_servers(known: Configuration) -> None:
+    """In a job on a node: the servers that the environment names are of the machine that sent it."""
+    for variable in SERVERS:
+        os.environ.pop(variable, None)
     os.environ["MEMASCEND_EXHIBITS"] = known.exhibits_of_runs

@@ -63,6 +63,13 @@ def test_every_dependency_is_pinned(file, extras):
     assert asked_for(*extras) - set(pins(file)) == set()
 
 
+def test_what_runs_on_a_cluster_is_pinned_beside_the_usual_and_not_asked_for_elsewhere():
+    usual, cluster = pins("constraints.txt"), pins("constraints-cluster.txt")
+    assert asked_for("slurm", "kubernetes") - set(usual) - set(cluster) == set()
+    assert usual.keys().isdisjoint(cluster)
+    assert asked_for("deepspeed", "huggingface", "test", "workflow").isdisjoint(cluster)
+
+
 @pytest.mark.parametrize("file", CONSTRAINTS)
 def test_torch_is_pinned_without_a_local_suffix(file):
     assert re.fullmatch(r"[0-9.]+", pins(file)["torch"])

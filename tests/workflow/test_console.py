@@ -84,7 +84,7 @@ def test_memory_runs_go_side_by_side_as_far_as_memory_goes_and_timed_ones_alone(
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(configuration, "machine_gib", lambda: 16.0)
     experiments = Experiments("workflows/config/experiments.yaml", "quick")
-    known = SimpleNamespace(run=experiments.runs.get)
+    known = SimpleNamespace(run=experiments.runs.get, node=None)
     threads = {run: configuration.Configuration.threads(known, run, 16) for run in experiments.runs}
     assert threads["kernel-overflow-quick"] == 16
     assert threads["train-llama3.2-1b-k16-fp16-as_published"] == 3  # seven of them at once
@@ -189,7 +189,7 @@ def test_the_folder_of_the_servers_sockets_outlives_the_runs_that_collect_what_k
     monkeypatch.setattr(console_module, "SERVERS", {})
     monkeypatch.setenv("MEMASCEND_EXHIBITS", "")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    console_module.start_servers(SimpleNamespace(raw=str(tmp_path / "raw"), exhibits_of_runs="{}"))
+    console_module.start_servers(SimpleNamespace(raw=str(tmp_path / "raw"), exhibits_of_runs="{}", node=None))
     (folder,) = tmp_path.glob(f"{children.SCRATCH}*")
     os.utime(folder, (1, 1))
     with children.scratch_folder(tmp_path):  # a run begins

@@ -35,7 +35,8 @@ def ended(folder: Path, words: str, limit: float | None, monkeypatch: pytest.Mon
     """What the rule's command line leaves for a benchmark that does not come to its end."""
     (folder / "logs").mkdir()
     run = {"module": "bench", "words": words, "alone": False, "environments": [], "time_limit_s": limit}
-    command = Configuration.command(SimpleNamespace(run=lambda _: run, raw=str(folder)), "bench-x")
+    known = SimpleNamespace(run=lambda _: run, raw=str(folder), lock=f"{folder}/.machine.lock", node=None)
+    command = Configuration.command(known, "bench-x")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
     monkeypatch.setenv("MEMASCEND_EXHIBITS", json.dumps({"bench-x": ["memascend-fig12"]}))
     script = f"set -euo pipefail; ({command}) > {folder}/logs/bench-x.log 2>&1"

@@ -1,5 +1,6 @@
 # Measurements: one process, one record. What is timed has the machine for itself: `threads` keeps two apart within one
 # call of Snakemake, the flock between two calls. Memory runs, which allocation events decide, run side by side.
+# On a cluster it has a node for itself (resources).
 
 
 rule record:
@@ -11,7 +12,9 @@ rule record:
         f"{RAW}/logs/{{run_id}}.log",
     conda:
         "../envs/memascend.yaml"
-    threads: lambda w: KNOWN.threads(w.run_id, workflow.cores)
+    threads: lambda w: KNOWN.threads(w.run_id, cores())
+    resources:
+        **KNOWN.resources,
     params:
         command=lambda w: KNOWN.command(w.run_id),
         code=lambda w: KNOWN.measures(w.run_id),
@@ -27,9 +30,9 @@ rule flagship:
         f"{RAW}/logs/flagship-llama3.1-8b.log",
     conda:
         "../envs/memascend.yaml"
-    threads: workflow.cores
+    threads: lambda w: cores()
     params:
-        lock=f"{RAW}/.machine.lock",
+        lock=KNOWN.lock,
     shell:
         "flock {params.lock} python -m workflows.run.flagship --states int8 --out {output.record} > {log} 2>&1"
 

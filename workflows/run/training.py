@@ -221,7 +221,7 @@ def job_of(twin: Any, parts: dict[str, str], config: dict[str, Any], **settings:
 def _train(
     args: argparse.Namespace, twin: Any, parts: dict[str, str], config: dict[str, Any], work: Path
 ) -> dict[str, Any]:
-    threads = max(1, (os.cpu_count() or 1) // args.ranks)
+    threads = max(1, len(os.sched_getaffinity(0)) // args.ranks)
     settings = {name: getattr(args, name) for name in SETTINGS} | {"threads": threads}
     settings |= {"points": list(map(point, args.points)), "stacks": list(map(stack, args.stacks))}
     job = job_of(twin, parts, config, **settings, gather_clone=not args.no_gather_clone)

@@ -214,7 +214,7 @@ def started(args: argparse.Namespace, twin: Any, threads: int = 0, **how: Any) -
             arms.append(Arm(word, args, twin))
         with children.scratch_folder() as work:
             for arm in arms:
-                arm.start(twin, work, threads or os.cpu_count() or 1, args.device, args.matmul, **how)
+                arm.start(twin, work, threads or len(os.sched_getaffinity(0)), args.device, args.matmul, **how)
             yield arms
     finally:
         for arm in arms:

@@ -1,0 +1,205 @@
+"""Runs as jobs of a cluster: what they ask for, and a Slurm of two nodes on this machine that they go to."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from tests import slurm_cluster
+from workflows import console, registry
+from workflows.configuration import Configuration
+from workflows.console import SERVERS
+from workflows.derive import claims
+
+ROOT = Path(__file__).resolve().parents[2]
+NODE = {"cores": 32, "memory_gib": 60, "scratch": "/local"}
+TIMED, SHARED = "kernel-overflow-smoke", "train-qwen2.5-7b-k64-fp16-as_published"
+
+
+def known(monkeypatch: pytest.MonkeyPatch, **config: Any) -> Configuration:
+    monkeypatch.chdir(ROOT)
+    usual = yaml.safe_load(Path("workflows/config/config.yaml").read_text())
+    return Configuration({**usual, "profile": "smoke", **config}, [])
+
+
+def asked(configuration: Configuration, name: str, run_id: str, **more: int) -> Any:
+    return configuration.resources[name](SimpleNamespace(run_id=run_id), **more)
+
+
+def test_a_timed_run_has_a_node_for_itself_and_a_memory_run_a_part_of_one(monkeypatch) -> None:
+    here = known(monkeypatch, node=NODE)
+    assert asked(here, "slurm_extra", TIMED) == "--exclusive"
+    assert asked(here, "slurm_extra", SHARED) == ""
+    assert here.threads(TIMED, 32) == 32
+    assert here.threads(SHARED, 32) < 16
+    assert asked(here, "mem_mb", TIMED, attempt=1) == 60 * 1024
+    once = asked(here, "mem_mb", SHARED, attempt=1)
+    assert 2500 < once < 10_000
+    assert asked(here, "mem_mb", SHARED, attempt=2) == 2 * once
+    assert asked(here, "mem_mb", SHARED, attempt=99) == 60 * 1024
+
+
+def test_arms_that_take_turns_are_in_memory_together(monkeypatch) -> None:
+    here = known(monkeypatch, node=NODE)
+    arms, single = "times-qwen2.5-7b-smoke", "train-qwen2.5-7b-k64-fp16-memascend"
+    assert here.run(arms)["needs_gib"] == 4 * here.run(single)["needs_gib"]
+
+
+def test_a_run_s_own_time_limit_ends_before_the_job_s(monkeypatch) -> None:
+    here = known(monkeypatch, node=NODE)
+    limits = {run_id: run["allowed_s"] for run_id, run in here.runs.items()}
+    assert limits[TIMED] == 120
+    assert all(60 * asked(here, "runtime", run_id) >= limit + 300 for run_id, limit in limits.items())
+
+
+def test_on_nodes_lock_swap_files_and_measured_drive_are_the_node_s_own(monkeypatch) -> None:
+    here = known(monkeypatch, node=NODE)
+    assert here.command(TIMED).startswith("TMPDIR=/local flock /local/")
+    assert here.command(SHARED).startswith("TMPDIR=/local flock --shared /local/")
+    assert "--folder /local " in here.command("kernel-nvme-smoke")
+
+
+def test_on_one_machine_nothing_of_that_is_asked_for(monkeypatch) -> None:
+    here = known(monkeypatch)
+    assert here.resources.keys() == {"mem_mb", "runtime"}
+    assert here.command(TIMED).startswith("flock results/raw/.machine.lock timeout 120 ")
+    assert "--folder results " in here.command("kernel-nvme-smoke")
+    assert here.threads(TIMED, 3) == 3
+
+
+def test_gpus_are_asked_for_by_runs_on_one_and_not_named_elsewhere(monkeypatch) -> None:
+    on_gpus = known(monkeypatch, node=NODE, profile="gpu")
+    asks = {run_id: asked(on_gpus, "gpu", run_id) for run_id in on_gpus.runs}
+    assert asks == {run_id: int("--device cuda" in on_gpus.command(run_id)) for run_id in on_gpus.runs}
+    assert sum(asks.values()) > 5
+    assert "gpu" not in known(monkeypatch, node=NODE).resources
+
+
+def test_a_job_on_a_node_does_not_ask_the_servers_of_the_machine_that_sent_it(monkeypatch) -> None:
+    for name in SERVERS:
+        monkeypatch.setenv(name, "/tmp/of-another-host/socket")
+    monkeypatch.setenv("MEMASCEND_EXHIBITS", "{}")
+    here = known(monkeypatch, node=NODE)
+    console.leave_servers(here)
+    assert not os.environ.keys() & SERVERS.keys()
+    assert json.loads(os.environ["MEMASCEND_EXHIBITS"])[TIMED]
+
+
+@pytest.mark.parametrize(("node", "modules"), [(NODE, ["workflows.derive.server"]), (None, [*SERVERS.values()])])
+def test_where_runs_are_jobs_pictures_alone_have_a_server(tmp_path, monkeypatch, node, modules) -> None:
+    started = []
+    monkeypatch.setattr(console.subprocess, "Popen", lambda command, **how: started.append(command[2]))
+    monkeypatch.setattr(console.atexit, "register", lambda end: None)
+    for name in (*SERVERS, "MEMASCEND_EXHIBITS"):
+        monkeypatch.setenv(name, "")
+    console.start_servers(SimpleNamespace(raw=str(tmp_path / "raw"), exhibits_of_runs="{}", node=node))
+    assert started == modules
+
+
+def folders(fresh: Path) -> list[str]:
+    return [*(f"{name}_dir={fresh / name}" for name in ("raw", "derived", "figures")), "profile=smoke"]
+
+
+def plugin_missing(name: str) -> str | None:
+    found = importlib.util.find_spec(f"snakemake_executor_plugin_{name}")
+    return None if found else f"no executor plugin for {name}: docs/how-to/run-on-a-cluster.md"
+
+
+@pytest.mark.parametrize("name", ["slurm", "kubernetes"])
+def test_a_dry_run_with_the_profile_shows_what_each_run_would_ask_for(tmp_path: Path, name: str) -> None:
+    if reason := plugin_missing(name):
+        pytest.skip(reason)
+    words = ["--workflow-profile", f"profiles/{name}", "-n", "memascend-fig12", "memascend-tab02"]
+    command = [sys.executable, "-m", "snakemake", *words, "--config", *folders(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    node = yaml.safe_load((ROOT / f"profiles/{name}/node.yaml").read_text())["node"]
+    blocks = re.split(r"\n\s*\n", done.stdout + done.stderr)
+    (timed,) = [b for b in blocks if f"wildcards: run_id={TIMED}" in b]
+    assert f"mem_mb={1024 * node['memory_gib']}," in timed
+    assert ("slurm_extra=--exclusive" in timed) == (name == "slurm")
+    shared = [b for b in blocks if "wildcards: run_id=train-" in b]
+    assert len(shared) == 2
+    assert not any("exclusive" in b for b in shared)
+
+
+# Two timed runs, and an exhibit of two memory runs with claims that they decide.
+TARGETS = ["memascend-fig12", "cxl-fig05", "memascend-tab02"]
+TIMED_ONES = ("kernel-overflow-smoke", "kernel-adamw-smoke")
+
+
+def verdicts(fresh: Path) -> dict[str, str]:
+    """Measured verdicts on Table II."""
+    mine = [claim for claim in registry.claims() if claim["exhibit_id"] == "memascend-tab02"]
+    found = claims.decide_all(mine, fresh / "derived" / "exhibits")
+    return {verdict.claim_id: verdict.verdict for verdict in found if verdict.lane == "measured"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_runs_go_to_nodes_none_beside_a_timed_one_and_a_lost_node_s_run_is_made_again(tmp_path, monkeypatch) -> None:
+    if reason := plugin_missing("slurm") or slurm_cluster.missing():
+        pytest.skip(reason)
+    monkeypatch.chdir(ROOT)
+    # Half of a node's cores and memory: without --exclusive two timed runs would fit beside each other.
+    (tmp_path / "node.yaml").write_text("node: {cores: 2, memory_gib: 4}\n")
+    words = ["--workflow-profile", "profiles/slurm", "--configfile", str(tmp_path / "node.yaml")]
+    words += ["--slurm-init-seconds-before-status-checks", "5", "--slurm-status-command", "squeue"]
+    words += ["--slurm-logdir", str(tmp_path / "slurm"), "--latency-wait", "10", *TARGETS]
+    command = [sys.executable, "-m", "snakemake", *words, "--config", *folders(tmp_path)]
+    with slurm_cluster.slurm(cores=4, memory_mib=9000) as cluster, (tmp_path / "said").open("w") as said:
+        calling = subprocess.Popen(command, env=cluster.environment, stdout=said, stderr=subprocess.STDOUT)
+        try:
+            lost = None
+            while calling.poll() is None and lost is None:
+                running = [job for job in cluster.jobs() if job.state == "RUNNING" and is_timed(job)]
+                lost = next((job for job in running if log_of(tmp_path, job).exists()), None)
+                time.sleep(0.2)
+            assert lost is not None, (tmp_path / "said").read_text()
+            cluster.lose(lost.node)
+            assert calling.wait() == 0, (tmp_path / "said").read_text()
+        finally:
+            calling.terminate()
+            calling.wait()
+        jobs = [job for job in cluster.jobs() if job.comment.startswith("rule_record")]
+
+    ended = {job.job: job for job in jobs}
+    assert ended[lost.job].state == "NODE_FAIL"
+    (again,) = [job for job in jobs if job.comment == lost.comment and job.job != lost.job]
+    assert (again.state, again.node != lost.node) == ("COMPLETED", True)
+    assert {job.state for job in jobs if job.node != lost.node} == {"COMPLETED"}
+    assert sum(map(is_timed, jobs)) == len(TIMED_ONES) + 1
+    for timed in filter(is_timed, jobs):
+        beside = [job for job in jobs if job is not timed and job.node == timed.node]
+        assert all(job.ended <= timed.began or timed.ended <= job.began for job in beside), jobs
+
+    for run_id in TIMED_ONES:
+        assert json.loads((tmp_path / "raw" / f"{run_id}.json").read_text())["status"] == "ok"
+    local = tmp_path / "local"
+    command = [sys.executable, "-m", "snakemake", "--cores", "2", "memascend-tab02", "--config", *folders(local)]
+    subprocess.run(command, check=True, capture_output=True)
+    assert verdicts(tmp_path) == verdicts(local)
+    assert set(verdicts(local).values()) & set(registry.DECIDED)
+    for path in (local / "raw").glob("train-*.json"):
+        both = [json.loads((folder / path.name).read_text()) for folder in (local / "raw", tmp_path / "raw")]
+        assert both[0]["master_weights_sha256"] == both[1]["master_weights_sha256"] != ""
+
+
+def is_timed(job: slurm_cluster.Job) -> bool:
+    return job.comment.endswith(TIMED_ONES)
+
+
+def log_of(fresh: Path, job: slurm_cluster.Job) -> Path:
+    """What a run's program says: there once its command has begun."""
+    return fresh / "raw" / "logs" / f"{job.comment.removeprefix('rule_record_wildcards_')}.log"
