@@ -315,7 +315,7 @@ def test_what_cannot_be_exported_is_one_line(runs, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--system", "memascend", "--checkpoints", "none"], "the states of system 'memascend' end with the run"),
+        (["--system", "memascend", "--checkpoints", "none"], "the states of system 'memascend' do not outlive the run"),
         (["--state-versions", "checkpoint", "--checkpoints", "weights"], "mutually exclusive"),
         (["--state-versions", "checkpoint", "--checkpoints", "none"], "mutually exclusive"),
         (["--checkpoints", "some"], "must be one of full, weights, none"),
