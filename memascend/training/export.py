@@ -16,6 +16,7 @@ from memascend.training import checkpoint
 from memascend.training.checkpoint import Checkpoint
 from memascend.training.folder import RunFolder, missing_folders, remove_empty
 from memascend.training.kept import kept_backend, kept_source, require_run
+from memascend.training.launch import read_prepared
 from memascend.training.progress import byte_count
 
 if TYPE_CHECKING:
@@ -87,6 +88,10 @@ def _write(folder: RunFolder, newest: Checkpoint | None, partial: Path, shard_by
     kept = backend.kept_step() if backend is not None else None
     if kept is None or (newest is not None and newest.step >= kept):
         if newest is None:
+            if read_prepared(folder) is None and any(folder.root.glob("memascend-states-*")):
+                raise ValueError(
+                    f"{folder.prepared} is missing: run memascend train --output {folder.root} --resume first"
+                )
             raise ValueError(f"{folder.root} has no weights yet: no step is kept, and there is no checkpoint")
         _require_room(partial, sum(path.stat().st_size for path in newest.model.iterdir()))
         _copy(newest.model, partial, shard_bytes)

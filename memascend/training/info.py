@@ -34,9 +34,14 @@ def info(run: Path) -> dict[str, Any]:
         "parameters": prepared["parameters"] if prepared else None,
         "system": config.system,
         "dtype": config.dtype,
+        "prepared": prepared is not None,
         "trains": _trains(folder),
         "step": max((kept or 0, *(row["step"] for row in steps), *(each.step for each in found))),
         "steps": planned,
+        "resumes_from": max(kept or 0, *(each.step for each in found), 0),
+        "lacks_evaluation": bool(
+            prepared and planned and launch.lacks_evaluation(config, folder, prepared, planned) and steps
+        ),
         "loss": steps[-1]["loss"] if steps else None,
         "evaluation": evaluations[-1]["loss"] if evaluations else None,
         "seconds": sum(seconds),
@@ -98,7 +103,11 @@ def as_text(found: dict[str, Any]) -> str:
         lines.append(f"states       of step {found['kept_step']}, on the SSD")
     if found["states_are_torn"]:
         lines.append("states       torn by an interrupted step; --resume continues from the last full checkpoint")
-    if found["step"] and not found["kept_step"] and not any(each["full"] for each in found["checkpoints"]):
+    if found["lacks_evaluation"] and found["resumes_from"] == found["steps"]:
+        lines.append("evaluation   of the last step is missing: --resume makes it")
+    if not found["prepared"]:
+        lines.append("text         not prepared (prepared.json is missing): --resume prepares it")
+    elif found["step"] and not found["kept_step"] and not any(each["full"] for each in found["checkpoints"]):
         lines.append("checkpoint   none to continue from: --resume starts from the beginning")
     for each in found["checkpoints"]:
         lines.append(f"checkpoint   {each['path']}{'' if each['full'] else ' (weights only)'}")
@@ -110,7 +119,7 @@ def as_text(found: dict[str, Any]) -> str:
 def _next(found: dict[str, Any]) -> str:
     if found["trains"]:
         return f"wait: it trains ({found['trains']})"
-    if not found["steps"] or found["step"] < found["steps"]:
+    if not found["steps"] or found["resumes_from"] < found["steps"] or found["lacks_evaluation"]:
         return f"memascend train --output {found['run']} --resume"
     if found["checkpoints"]:
         return f"it is done: the weights are in {Path(found['run'], 'model')}, for from_pretrained"

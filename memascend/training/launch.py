@@ -92,6 +92,7 @@ class Stopping:
         self.status = STOPPED  # the run's, where it is stopped: as the first signal says
         self.children: list[subprocess.Popen[bytes]] = []
         self.saves = True  # a checkpoint, when it is asked to stop
+        self.trains = True  # rather than prepares
 
     def install(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -103,8 +104,10 @@ class Stopping:
         if self.asked == 1:
             self.status = exit_status(number)
             clear = "\r\x1b[K" if sys.stdout.isatty() else ""  # a passing line of rank 0 may stand there
-            after = "finishing this step, then writing a checkpoint" if self.saves else "finishing this step"
-            _say_amid_a_print(f"{clear}stopping: {after} (press Ctrl-C again to quit at once)")
+            after = (
+                ": finishing this step" + (", then writing a checkpoint" if self.saves else "") if self.trains else ""
+            )
+            _say_amid_a_print(f"{clear}stopping{after} (a second signal quits at once)")
         for child in self.children:
             if child.poll() is None:
                 child.send_signal(signal.SIGTERM if self.asked == 1 else signal.SIGKILL)
@@ -128,9 +131,19 @@ def launch(
     with contextlib.suppress(NothingToDo), _opened(folder, config, resume, wanted) as (config, lock):
         stopping.saves = config.checkpoints != "none"
         stopping.install()
+        if dry_run and resume and read_prepared(folder) is None:
+            raise ValueError(
+                f"--dry-run with --resume: the text of {folder.root} has to be prepared again, which writes there: "
+                "leave --dry-run out"
+            )
+        stopping.trains = False
         prepared = _prepare(folder, stopping)
+        stopping.trains = True
         if stopping.asked:
-            say("stopped before training began")
+            go_on = "" if dry_run else f"; to continue: memascend train --output {folder.root} --resume"
+            say(f"stopped before training began{go_on}")
+            if dry_run and not resume:
+                _discard(folder)
             return stopping.status
         with _composed(config, folder, prepared, setup_of) as job:
             if dry_run:
@@ -220,6 +233,9 @@ def _opened(
             raise
 
 
+PREPARED = {"train_tokens", "eval_tokens"}
+
+
 def _steps_made(folder: RunFolder) -> int:
     return sum(row["kind"] == "step" for row in read_metrics(folder.metrics))
 
@@ -263,7 +279,10 @@ def _prepare(folder: RunFolder, stopping: Stopping) -> dict[str, Any]:
 def read_prepared(folder: RunFolder) -> dict[str, Any] | None:
     """What the preparation left, or None where it has not come to its end. ValueError where it cannot be read."""
     try:
-        return json.loads(folder.prepared.read_text()) if folder.prepared.is_file() else None
+        found = json.loads(folder.prepared.read_text()) if folder.prepared.is_file() else None
+        if found is not None and not (isinstance(found, dict) and found.keys() >= PREPARED):
+            raise ValueError("it lacks what the preparation writes")
+        return found
     except ValueError as error:
         raise ValueError(f"{folder.prepared} is damaged ({error}): {_prepares_again(folder)}") from error
 
@@ -328,7 +347,7 @@ def _composed(
         say(f"note: {line}")
     steps = planned_steps(config, prepared)
     done = found and found[-1].step >= steps
-    if done and (found[-1].step > steps or not _lacks_evaluation(config, folder, prepared, steps)):
+    if done and (found[-1].step > steps or not lacks_evaluation(config, folder, prepared, steps)):
         say(f"nothing to do: {found[-1].path} is at step {found[-1].step} of {steps}; raise --steps to train further")
         raise NothingToDo
     if found and found[-1].manifest["ranks"] != config.ranks:
@@ -368,7 +387,7 @@ def _composed(
         collect_shared_memory()  # also of ranks that were still dying when this run began
 
 
-def _lacks_evaluation(config: TrainConfig, folder: RunFolder, prepared: dict[str, Any], step: int) -> bool:
+def lacks_evaluation(config: TrainConfig, folder: RunFolder, prepared: dict[str, Any], step: int) -> bool:
     """Whether the last evaluation of a run was interrupted, or its row is lost."""
     if min(prepared["eval_sequences"], config.eval_sequences) < config.ranks * config.batch:
         return False

@@ -206,9 +206,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} is damaged ({error}): remove it; the losses that it had are lost") from error
     for text in texts:
         try:
-            rows.append(json.loads(text))
+            row = json.loads(text)
         except ValueError:
             continue
+        if isinstance(row, dict) and isinstance(row.get("kind"), str) and type(row.get("step")) is int:
+            rows.append(row)
     return rows
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from memascend.storage.durable import write_atomically
 from memascend.training.checkpoint import file_checksum
@@ -22,11 +23,22 @@ def fingerprints(data: Path) -> Fingerprints:
 def recorded(folder: RunFolder) -> Fingerprints | None:
     """What the run began with; None where nothing was recorded. ValueError where the record cannot be read."""
     try:
-        return json.loads(folder.text.read_text()) if folder.text.is_file() else None
+        found = json.loads(folder.text.read_text()) if folder.text.is_file() else None
+        if found is not None and not _is_whole(found):
+            raise ValueError("it is not the size and crc32 of both token files")
+        return found
     except ValueError as error:
         raise ValueError(
             f"{folder.text} is damaged ({error}): restore it, or remove it so that --resume uses {folder.data} as it is"
         ) from error
+
+
+def _is_whole(found: Any) -> bool:
+    if not isinstance(found, dict) or set(found) != set(TOKEN_FILES):
+        return False
+    return all(isinstance(each, dict) and {*map(type, each.values())} == {int} for each in found.values()) and all(
+        set(each) == {"size", "crc32"} for each in found.values()
+    )
 
 
 def record(folder: RunFolder) -> None:

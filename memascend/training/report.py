@@ -62,6 +62,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "first_loss": steps[0]["loss"] if steps else None,
         "last_loss": steps[-1]["loss"] if steps else None,
         "eval_loss": evaluations[-1]["loss"] if evaluations else None,
+        "eval_step": evaluations[-1]["step"] if evaluations else None,
         "training_s": sum(row["seconds"] for row in measured),
         "median_step_s": statistics.median(row["seconds"] for row in steady) if steady else None,
         "median_tokens_per_s": statistics.median(row["tokens"] / row["seconds"] for row in steady) if steady else None,
@@ -79,8 +80,7 @@ def as_text(report: dict[str, Any]) -> str:
         "",
         f"- {s['steps']:,} steps, {s['tokens']:,} tokens in {duration(s['training_s'])}"
         + (f", {s['skipped_steps']} skipped for overflow" if s["skipped_steps"] else ""),
-        f"- loss {s['first_loss']:.4f} at the first step, {s['last_loss']:.4f} at the last"
-        + (f"; {s['eval_loss']:.4f} on the evaluation text" if s["eval_loss"] is not None else ""),
+        *_losses(s),
         *_medians(s),
         "",
         "| host memory | buffers | GiB | share |",
@@ -104,6 +104,16 @@ def as_text(report: dict[str, Any]) -> str:
         lines.append(f"GPU memory: {byte_count(memory['device_peak_bytes'])} at the peak, all ranks.")
     lines.append(memory["note"])
     return "\n".join(lines) + "\n"
+
+
+def _losses(s: dict[str, Any]) -> list[str]:
+    said = []
+    if s["first_loss"] is not None:
+        said.append(f"{s['first_loss']:.4f} at the first step, {s['last_loss']:.4f} at the last")
+    if s["eval_loss"] is not None:
+        when = "" if s["eval_step"] == s["steps"] or not s["steps"] else f" after step {s['eval_step']:,}"
+        said.append(f"{s['eval_loss']:.4f} on the evaluation text{when}")
+    return [f"- loss {'; '.join(said)}"] if said else []
 
 
 def _medians(s: dict[str, Any]) -> list[str]:
@@ -172,7 +182,7 @@ def read(path: Path) -> dict[str, Any] | None:
         found = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and {"config", "memory", "ledger"} <= found.keys() else None
+    return found if isinstance(found, dict) and {"config", "memory", "ledger", "summary"} <= found.keys() else None
 
 
 def write(path: Path, report: dict[str, Any]) -> None:

@@ -276,7 +276,7 @@ class Worker:
             stop = self._evaluate()
         if self.step > self.saved and (stop or self._is_due(config.save_every, last)):
             self._save()
-        return stop and not last
+        return stop and not (last and self._has_evaluated())
 
     def _has_evaluated(self) -> bool:
         """Whether nothing is left to evaluate after this step."""
@@ -382,8 +382,7 @@ class Worker:
             total += loss
             self.progress.evaluating((number + 1) * each, batches * each, time.monotonic() - begin)
         if stop:
-            last = self.step == self.steps
-            self.progress.say(f"{self.step:>6}  evaluation interrupted" + ("; --resume repeats it" if last else ""))
+            self.progress.say(f"{self.step:>6}  evaluation interrupted")
             return True
         self.evaluated = self.step
         self.progress.evaluation(self.step, total / (batches * self.ranks), batches * each, time.monotonic() - begin)
@@ -523,12 +522,14 @@ class Worker:
             result["memory_nodes"] = report.memory_nodes(self.backend.ledger, self.placement)
         if (divided := divided_work(int(peaks[4]), int(peaks[5]), Topology.read())) is not None:
             result["adamw_by_node"] = divided
-        if self.step == self.first and (before := report.read(self.folder.report)):  # nothing but an evaluation
-            result = before | {"outcome": outcome, "summary": result["summary"]}
+        before = report.read(self.folder.report) if self.step == self.first else None  # nothing but an evaluation
+        if before is not None and before["summary"].get("steps") == self.step:
+            result = before | {name: result[name] for name in ("outcome", "summary", "config")}
         report.write(self.folder.report, result)
         root = self.folder.root
         if outcome == STOPPED:
-            self.progress.say(f"stopped after step {self.step} of {self.steps}; to continue:")
+            missing = " before its evaluation" if self.step == self.steps else ""
+            self.progress.say(f"stopped after step {self.step} of {self.steps}{missing}; to continue:")
             self.progress.say(f"  memascend train --output {root} --resume")
         elif self.config.checkpoints == "none":
             self.progress.say(
