@@ -13,6 +13,7 @@ import io
 import json
 import statistics
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -73,13 +74,17 @@ class Results:
 
 def load(path: Path) -> StepOf | Results:
     """What lies at `path`. ValueError, in one line, where it is nothing that can be compared."""
+    if path.is_dir() and (path / "metrics.jsonl").is_file():
+        raise ValueError(
+            f"{path} is a training run: compare takes traces (of train --trace), records, tables of claims or artifacts"
+        )
     if path.is_dir():
         return _together(path, [_results(file) for file in [*path.rglob("*.json"), *path.rglob("*claims*.csv")]])
     if not path.is_file():
         raise ValueError(
             f"there is no {path}: name a trace, a record, a folder of records, a table of claims, or an artifact"
         )
-    if path.suffix == ".zip":
+    if path.suffix.lower() == ".zip":
         return _together(path, list(_of_artifact(path)))
     if path.suffix == ".json" and "traceEvents" in _json(path):
         return step_of_trace(*read_trace(path))
@@ -106,8 +111,10 @@ def _of_artifact(path: Path) -> Iterator[Results]:
                 inside = name.parts[1:]
                 if inside == ("tables", "claims.csv") or (inside[:1] == ("records",) and name.suffix == ".json"):
                     yield _results_of(Path(name), file.read(str(name)).decode("utf-8"))
-    except (zipfile.BadZipFile, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path} as an artifact: {error}") from None
+    except (zipfile.BadZipFile, zlib.error, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path} as an artifact: {error}; copy or download it again") from None
+    except (RuntimeError, NotImplementedError, KeyError) as error:  # encrypted, compressed in another way, odd names
+        raise ValueError(f"{path} is not an artifact that this program reads: {error}") from None
 
 
 def _kind(loaded: StepOf | Results) -> str:
@@ -128,7 +135,7 @@ def _text(path: Path) -> str:
 def _parsed(path: Path, text: str) -> dict[str, Any]:
     try:
         loaded = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"cannot read {path}: {error}") from None
     return loaded if isinstance(loaded, dict) else {}
 
@@ -140,8 +147,11 @@ def _results(path: Path) -> Results:
 def _results_of(path: Path, text: str) -> Results:
     """Of a file called `path` that holds `text`."""
     if path.suffix == ".csv":
-        lines = list(csv.DictReader(io.StringIO(text)))
-        if not lines or "verdict" not in lines[0]:
+        try:
+            lines = list(csv.DictReader(io.StringIO(text)))
+        except csv.Error as error:
+            raise ValueError(f"cannot read {path}: {error}") from None
+        if not lines or not {"claim_id", "lane", "verdict", "value"} <= lines[0].keys():
             return Results(repeats={}, claims={})
         return Results(
             repeats={},

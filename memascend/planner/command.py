@@ -157,8 +157,14 @@ def norm(text: str) -> float:
 
 
 def gib(text: str) -> float:
-    """A positive number of GiB, for argparse; the unit may be written."""
-    return _positive(text.removesuffix("GiB"), "GiB")
+    """A positive number of GiB, for argparse; a unit may be written (GiB, GB, MiB ...)."""
+    try:
+        value = float(text) if not text[-1:].isalpha() else parse_bytes(text) / _GIB
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not an amount of memory: write 64 (GiB), 64GiB or 64GB")
+    return value
 
 
 def factor(text: str) -> float:

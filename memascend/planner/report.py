@@ -265,12 +265,17 @@ def _others(answers: Answers) -> list[str]:
         return []
     limit = next(need.limit_bytes for need in answers.needs if need.name == "host memory")
     timed = answers.time is not None or any(peer.seconds is not None for peer in answers.others)
-    width = max(_WIDTH, *(len(peer.plan.label) + 4 for peer in answers.others))
-    head = f"{'the same run with another system (modelled)':<{width}}{'GiB':>10}{'ratio':>8}"
-    lines = [f"{head}{'s per step':>13}" if timed else head]
+    labels = {peer.plan.label: peer.plan.label for peer in answers.others}
+    for peer in answers.others:
+        if peer.plan.work.kept_states != answers.work.kept_states:  # those asked for it does not have
+            labels[peer.plan.label] += f", {peer.plan.work.kept_states} states"
+    width = max(_WIDTH, *(len(label) + 4 for label in labels.values()))
+    head = f"{'host memory with another system (modelled)':<{width}}{'GiB':>10}{'ratio':>8}"
+    head += f"{'s per step':>13}" if timed else ""
+    lines = [head if limit is None else f"{head}   in {f'{limit / GIB:.2f}'.removesuffix('.00')} GiB"]
     for peer in answers.others:
         size = peer.plan.host_bytes
-        line = f"  {peer.plan.label:<{width - 2}}{gib(size):>10}{size / answers.host.host_bytes:>7.2f}x"
+        line = f"  {labels[peer.plan.label]:<{width - 2}}{gib(size):>10}{size / answers.host.host_bytes:>7.2f}x"
         if timed:
             line += f"{'-' if peer.seconds is None else f'{peer.seconds:.3g}':>13}"
         lines.append(line if limit is None else f"{line}   {'fits' if size <= limit else 'does not fit'}")

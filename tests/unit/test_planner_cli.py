@@ -50,6 +50,21 @@ def test_systems_are_compared_with_the_baseline_whose_rounding_pytorch_bounds(ca
     assert made["arms"]["zero_infinity/as_published_round_threshold"] < made["others"]["zero_infinity"]
 
 
+@pytest.mark.parametrize(("given", "size"), [("64", 64), ("64GiB", 64), ("64GB", 64e9 / 2**30), ("65536MiB", 64)])
+def test_host_memory_is_given_in_gib_or_with_its_unit(capsys, given, size):
+    made = json.loads(run(capsys, "plan", "--model", "llama3.2-1b", "--json", "--ram", given)[1])
+    assert made["ram_gib"] == pytest.approx(size)
+
+
+def test_other_systems_that_keep_other_states_say_so(capsys):
+    _, out, _ = run(capsys, "plan", "--model", "llama3.2-1b", "--states", "bf16", "--ram", "64")
+    (line,) = (line for line in out.splitlines() if "DeepSpeed 0.19.8" in line)
+    assert ", fp32 states" in line
+    assert "in 64 GiB" in out
+    _, out, _ = run(capsys, "plan", "--model", "llama3.2-1b", "--states", "fp32")
+    assert "fp32 states" not in out
+
+
 def test_plan_as_json_holds_the_ledger(capsys):
     status, out, _ = run(capsys, "plan", "--model", "llama3.2-1b", "--json", "--ram", "8", "--context", "1024")
     made = json.loads(out)
@@ -76,9 +91,12 @@ def test_plan_grows_with_context_and_gpus(capsys):
         (["plan"], "--model"),
         (["plan", "--model", "qwen2.5-7"], "did you mean qwen2.5-7b?"),
         (["plan", "--model", "gpt-5"], "Known: llama3.1-8b"),
-        (["plan", "--model", "llama3.2-1b", "--ram", "lots"], "'lots' is not a positive number of GiB"),
+        (
+            ["plan", "--model", "llama3.2-1b", "--ram", "lots"],
+            "'lots' is not an amount of memory: write 64 (GiB), 64GiB or 64GB",
+        ),
         (["plan", "--model", "llama3.2-1b", "--ssd-endurance", "long"], "'long' is not a positive number of TB"),
-        (["plan", "--model", "llama3.2-1b", "--ram", "nan"], "'nan' is not a positive number of GiB"),
+        (["plan", "--model", "llama3.2-1b", "--ram", "nan"], "'nan' is not an amount of memory"),
         (["plan", "--model", "llama3.2-1b", "--gpus", "0"], "'0' is not a positive whole number"),
         (["plan", "--model", "llama3.2-1b", "--system", "ssd"], "unknown system 'ssd'"),
         (["plan", "--model", "llama3.2-1b", "--arm", "today"], "has no arm 'today'"),

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -134,27 +135,80 @@ def test_a_file_that_is_no_zip_or_a_damaged_one_is_named(folder: Path, tmp_path:
 
 
 def test_every_kind_of_file_is_compared_and_what_differs_is_named(folder: Path, tmp_path: Path) -> None:
-    again = tmp_path / "again"
-    for part in layout.MADE:
-        for name in layout.files_in(folder / part):
-            (again / part / name).parent.mkdir(parents=True, exist_ok=True)
-            (again / part / name).write_bytes((folder / part / name).read_bytes())
-    assert not any(verify.compared(folder, again).values())
+    again, said = tmp_path / "again", layout.read_sums(folder)
+    for name in said:
+        if name.partition("/")[0] in layout.MADE:
+            (again / name).parent.mkdir(parents=True, exist_ok=True)
+            (again / name).write_bytes((folder / name).read_bytes())
+    assert not any(verify.compared(said, again).values())
     (again / "figures/memascend-fig08.svg").write_text("<svg></svg>")
     (again / "figures/index.html").unlink()
     (again / "tables/exhibits/extra.csv").write_text("a\n")
     (again / "tables/claims.csv").write_text(lines("deviates"))
-    found = {kind: names for kind, names in verify.compared(folder, again).items() if names}
+    (again / "claims.json").write_text("[]")
+    # What a bundle's own programs do to its files afterwards changes nothing.
+    (folder / "tables/claims.csv").write_text(lines("deviates"))
+    found = {kind: names for kind, names in verify.compared(said, again).items() if names}
     assert found == {
         "pictures, .svg": ["figures/memascend-fig08.svg"],
         "the report": ["figures/index.html"],
         "tables, exhibits": ["tables/exhibits/extra.csv"],
         "claims": ["tables/claims.csv"],
+        "descriptions": ["claims.json"],
     }
-    assert verify.counted(folder, again)["tables, exhibits"] == 2
-    assert verify.flipped(folder, again) == [
+    assert verify.counted(said, again)["tables, exhibits"] == 2
+    ids = ("memascend-fig08-pool-memascend", "measured")
+    assert verify.flipped({ids: "reproduced"}, verify.verdicts(again / "tables/claims.csv")) == [
         "memascend-fig08-pool-memascend, measured: reproduced in the bundle, deviates here"
     ]
+
+
+def test_a_file_that_belongs_to_no_part_of_a_bundle_is_named(folder: Path) -> None:
+    assert verify.unknown(folder) == []
+    (folder / "extra").mkdir()
+    (folder / "extra/more.txt").touch()
+    assert verify.unknown(folder) == ["extra/more.txt"]
+
+
+def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as file:
+        file.writestr("a/tables/claims.csv", "one")
+        with pytest.warns(UserWarning, match="Duplicate name"):
+            file.writestr("a/tables/claims.csv", "two")
+    with pytest.raises(ValueError, match="two files of one name"):
+        verify.unpack(tmp_path / "b.zip", tmp_path / "into")
+
+
+def test_damage_inside_of_a_file_is_one_line(folder: Path, tmp_path: Path) -> None:
+    (folder / "records/train-a.trace.csv").write_text(
+        "".join(f"{number},{number * 7919 % 997}\n" for number in range(9999))
+    )
+    bundle.pack(folder, tmp_path / "b.zip", folder.name, (2026, 1, 2, 3, 4, 6))
+    data = bytearray((tmp_path / "b.zip").read_bytes())
+    place = data.index(b"train-a.trace.csv") + 200
+    data[place : place + 40] = bytes(40)
+    (tmp_path / "b.zip").write_bytes(data)
+    with pytest.raises(ValueError, match="copy or download the file again"):
+        verify.unpack(tmp_path / "b.zip", tmp_path / "into")
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", "[" * 5000, '{"format": 1}', '{"format": 1, "exhibits": {}, "packages": []}', "x"]
+)
+def test_a_manifest_of_another_shape_is_one_line(folder: Path, text: str) -> None:
+    (folder / layout.MANIFEST).write_text(text)
+    with pytest.raises(ValueError, match=r"artifact\.json|has format None"):
+        verify.manifest_of(folder)
+
+
+def test_the_installed_extension_is_found_without_torch(folder: Path, tmp_path: Path) -> None:
+    """As a program of its own, where nothing has loaded torch's libraries."""
+    bundle.pack(folder, tmp_path / "b.zip", folder.name, (2026, 1, 2, 3, 4, 6))
+    command = [sys.executable, "-m", "workflows.artifact.verify", str(tmp_path / "b.zip"), "--no-build"]
+    done = subprocess.run(command, cwd=registry.ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "drawing again failed" in done.stderr  # this bundle has no sources: it came that far
+    assert "Traceback" not in done.stderr
 
 
 def test_a_failure_of_the_bundle_s_own_sources_is_one_line(folder: Path, tmp_path: Path) -> None:

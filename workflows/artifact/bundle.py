@@ -26,10 +26,12 @@ from typing import Any
 from workflows import registry, tidy
 from workflows.artifact import appendix, crate
 from workflows.artifact.layout import (
+    CLAIMS,
     FIGURES,
     FORMAT,
     MADE,
     MANIFEST,
+    README,
     RECORDS,
     SOURCE,
     TABLES,
@@ -44,7 +46,7 @@ from workflows.staleness import versions
 
 PICTURES = (".svg", ".pdf", ".png", ".csv", ".md")
 DRAWN_WITH = ("matplotlib", "numpy", "pandas", "seaborn", "snakemake")  # what decides the bytes of a table or picture
-README = """\
+TEXT = """\
 # memascend {version}, profile {profile}
 
 Records, tables, figures and verdicts of five papers' exhibits, with the sources that made them (commit {commit}).
@@ -126,13 +128,22 @@ def fill(folder: Path, known: Configuration, manifest: dict[str, Any]) -> None:
         copy(derived / name, folder / TABLES / name)
     for name in pages(figures, manifest):
         copy(figures / name, folder / FIGURES / name)
-    written = {"claims.json": claims_of(folder, manifest), MANIFEST: manifest}
-    for name, value in written.items():
-        (folder / name).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(folder / MANIFEST, manifest)
+    describe(folder, manifest)
+
+
+def describe(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write what follows from records and tables: claims.json, appendices, the crate, README.md."""
+    write_json(folder / CLAIMS, claims_of(folder, manifest))
     words = {"version": manifest["version"], "profile": manifest["profile"], "commit": manifest["commit"][:12]}
-    (folder / "README.md").write_text(README.format(**words, name=f"{name_of(manifest['profile'])}.zip"))
+    name = f"memascend-{manifest['version']}-{manifest['profile']}.zip"
+    (folder / README).write_text(TEXT.format(**words, name=name), encoding="utf-8")
     appendix.write(folder, manifest)
     crate.write(folder, manifest)
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def pages(figures: Path, manifest: dict[str, Any]) -> Iterator[str]:
@@ -210,10 +221,10 @@ def main() -> None:
             fill(folder := Path(made), known, manifest)
             write_sums(folder)
             pack(folder, args.out, name_of(manifest["profile"]), commit_time())
-            count = sum(1 for name in files_in(folder) if name.startswith(MADE))
+            count = sum(1 for name in files_in(folder) if name.partition("/")[0] in MADE)
     except (tidy.TableError, ValueError, OSError) as error:
         tidy.fail(error)
-    print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB, {count} tables, pictures and pages")
+    print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB, {count} tables, pictures, pages and appendices")
     print(f"check it with: snakemake --cores all artifact-verify --config bundle={args.out}")
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 MANIFEST, SUMS = "artifact.json", "SHA256SUMS"
 SOURCE, RECORDS, TABLES, FIGURES = "source", "records", "tables", "figures"
 TRACE = ".trace.csv"  # ends the name of what was sampled in a run, beside its record
-MADE = (TABLES, FIGURES)  # folders whose every file is made again by a check
+APPENDIX, CLAIMS, CRATE, README = "appendix", "claims.json", "ro-crate-metadata.json", "README.md"
+MADE = (TABLES, FIGURES, APPENDIX, CLAIMS, CRATE, README)  # folders and files that a check makes again
+GIVEN = (SOURCE, RECORDS, MANIFEST, SUMS)  # what it makes them from
 FORMAT = 1
 
 

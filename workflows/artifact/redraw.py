@@ -1,8 +1,8 @@
-"""Make every table, picture, verdict and page of a bundle again, from its records and with the sources it holds.
+"""Make every table, picture, verdict, page and description of a bundle again, from its records and by its sources.
 
 usage: python -m workflows.artifact.redraw BUNDLE OUT     (in BUNDLE/source; workflows.artifact.verify does it)
 
-BUNDLE is an unpacked bundle; OUT gets its folders tables and figures. Exhibits are shared out over the cores.
+BUNDLE is an unpacked bundle; OUT gets what `layout.MADE` names. Exhibits are shared out over the cores.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from workflows import registry, tidy
+from workflows.artifact.bundle import describe
 from workflows.artifact.layout import FIGURES, MANIFEST, RECORDS, SOURCE, TABLES
 from workflows.derive import claims, figure, report, table
 from workflows.derive.site.content import gather
@@ -62,6 +63,11 @@ def everything(bundle: Path, out: Path) -> None:
     claims.write(decided, out / TABLES / "claims.csv")
     site = gather(out / TABLES / "claims.csv", out / FIGURES, out / TABLES / "runs", manifest["profile"])
     report.write(site, out / FIGURES, bundle / RECORDS)
+    for given in (SOURCE, RECORDS):  # what the descriptions are made from besides
+        (out / given).symlink_to(bundle / given)
+    describe(out, manifest)
+    for given in (SOURCE, RECORDS):
+        (out / given).unlink()
 
 
 def refuse_foreign(source: Path) -> None:

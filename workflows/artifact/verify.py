@@ -4,26 +4,32 @@ usage: python -m workflows.artifact.verify artifact/memascend-0.1.0-quick.zip [-
 
 The zip is unpacked into a temporary folder and its checksums are checked. There its sources are built, and their
 `workflows.artifact.redraw` runs, without a network where the kernel allows that (`unshare`). What it writes is compared
-with what the zip holds, byte for byte. Exit status: 0 if everything is equal, 1 if something differs, 2 on an error.
+with what the zip holds, byte for byte: tables, pictures, report, claims.json, appendices, crate. Sources, records and
+artifact.json are taken as they are. Exit status: 0 if everything is equal, 1 if something differs, 2 on an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
+import zlib
+from collections import Counter
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from workflows.artifact.layout import FORMAT, MADE, MANIFEST, SOURCE, files_in, read_sums, sha256, sums_of
+from workflows.artifact.layout import FORMAT, GIVEN, MADE, MANIFEST, SOURCE, files_in, read_sums, sums_of
 
 NO_NETWORK = (["unshare", "--net"], ["unshare", "--map-root-user", "--net"])
 
@@ -33,13 +39,17 @@ def unpack(bundle: Path, into: Path) -> Path:
     try:
         with zipfile.ZipFile(bundle) as file:
             names = [PurePosixPath(name) for name in file.namelist()]
-            if any(name.is_absolute() or ".." in name.parts for name in names):
+            if any(name.is_absolute() or ".." in name.parts or not name.parts for name in names):
                 raise ValueError(f"{bundle} holds a path that leads out of it: it is not unpacked")
+            if len(set(names)) < len(names):
+                raise ValueError(f"{bundle} holds two files of one name: it is not unpacked")
             if (bad := file.testzip()) is not None:
                 raise ValueError(f"{bundle}: {bad} is damaged; copy or download the file again")
             file.extractall(into)
-    except (zipfile.BadZipFile, OSError) as error:
-        raise ValueError(f"{bundle} cannot be read as a zip: {error}") from None
+    except (zipfile.BadZipFile, zlib.error, OSError) as error:
+        raise ValueError(f"{bundle} cannot be read as a zip: {error}; copy or download the file again") from None
+    except (RuntimeError, NotImplementedError) as error:  # encrypted, or compressed in another way
+        raise ValueError(f"{bundle} is not a zip that this program reads: {error}") from None
     folders = {name.parts[0] for name in names}
     if len(folders) != 1 or not (folder := into / folders.pop()).is_dir():
         raise ValueError(f"{bundle} is no bundle: it holds {len(folders)} folders, not one")
@@ -52,13 +62,22 @@ def damaged(folder: Path) -> list[str]:
     return sorted(name for name in said.keys() | found.keys() if said.get(name) != found.get(name))
 
 
+def unknown(folder: Path) -> list[str]:
+    """Files that no part of a bundle is made of."""
+    return [name for name in files_in(folder) if name.partition("/")[0] not in (*MADE, *GIVEN)]
+
+
 def manifest_of(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} cannot be read: {error}") from None
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"the bundle has format {manifest.get('format')}, and this program reads {FORMAT}")
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else None
+        raise ValueError(f"the bundle has format {found}, and this program reads {FORMAT}")
+    for name in ("exhibits", "packages"):
+        if not isinstance(manifest.get(name), dict):
+            raise ValueError(f"{MANIFEST} has no {name}: it is not whole")
     return manifest
 
 
@@ -97,9 +116,10 @@ def redraw(folder: Path, out: Path, *, build: bool) -> str:
     if build:
         run([*isolated, sys.executable, "setup.py", "-q", "build_ext", "--inplace"], source, "building the extension")
     else:
-        from memascend import _C
-
-        shutil.copy(_C.__file__, source / "memascend")
+        installed = importlib.util.find_spec("memascend._C")  # not imported: that takes torch's libraries
+        if installed is None or installed.origin is None:
+            raise ValueError("--no-build: memascend's C++ extension is not installed; run without it, or make setup")
+        shutil.copy(installed.origin, source / "memascend")
     program = [sys.executable, "-m", "workflows.artifact.redraw", str(folder), str(out)]
     run([*isolated, *program], source, "drawing again")
     return "without a network" if isolated else "with the network (unshare is not allowed here)"
@@ -108,43 +128,56 @@ def redraw(folder: Path, out: Path, *, build: bool) -> str:
 def run(command: list[str], source: Path, what: str) -> None:
     kept = {name: os.environ[name] for name in ("HOME", "PATH", "LANG", "TMPDIR") if name in os.environ}
     more = {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "MAX_JOBS": str(len(os.sched_getaffinity(0)))}
-    done = subprocess.run(command, cwd=source, env=kept | more, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = (done.stderr or done.stdout).strip().splitlines()
-        raise ValueError(f"{what} failed: {lines[-1] if lines else f'exit status {done.returncode}'}")
+    child = subprocess.Popen(
+        command,
+        cwd=source,
+        env=kept | more,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # so that what it starts ends with it
+    )
+    try:
+        said, _ = child.communicate()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    if child.returncode:
+        lines = said.strip().splitlines()
+        raise ValueError(f"{what} failed: {lines[-1] if lines else f'exit status {child.returncode}'}")
 
 
-def compared(folder: Path, out: Path) -> dict[str, list[str]]:
-    """For each kind of file what differs; all that a bundle's folders `MADE` hold is made again."""
-    found: dict[str, list[str]] = {}
-    for part in MADE:
-        theirs, ours = set(files_in(folder / part)), set(files_in(out / part))
-        for name in sorted(theirs | ours):
-            kind = kind_of(part, name)
-            equal = name in theirs & ours and sha256(folder / part / name) == sha256(out / part / name)
-            found.setdefault(kind, [])
-            found[kind] += [] if equal else [f"{part}/{name}"]
+def compared(said: dict[str, str], out: Path) -> dict[str, list[str]]:
+    """For each kind of file what differs of all that is made again; `said` are the bundle's sums, checked before any of
+    its programs ran."""
+    theirs = {name: digest for name, digest in said.items() if name.partition("/")[0] in MADE}
+    ours, found = sums_of(out), {}
+    for name in sorted(theirs | ours):
+        differ = found.setdefault(kind_of(name), [])
+        differ += [] if theirs.get(name) == ours.get(name) else [name]
     return found
 
 
-def kind_of(part: str, name: str) -> str:
+def kind_of(name: str) -> str:
     path = PurePosixPath(name)
-    if part == "tables":
-        return "claims" if name == "claims.csv" else f"tables, {path.parts[0]}"
+    if path.parts[0] == "tables":
+        return "claims" if name == "tables/claims.csv" else f"tables, {path.parts[1]}"
+    if path.parts[0] != "figures":
+        return "descriptions"
     return (
-        "the report" if len(path.parts) > 1 or path.suffix in (".html", ".css", ".js") else f"pictures, {path.suffix}"
+        "the report" if len(path.parts) > 2 or path.suffix in (".html", ".css", ".js") else f"pictures, {path.suffix}"
     )
 
 
-def counted(folder: Path, out: Path) -> dict[str, int]:
-    names = [(part, name) for part in MADE for name in {*files_in(folder / part), *files_in(out / part)}]
-    kinds = [kind_of(*each) for each in names]
-    return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+def counted(said: dict[str, str], out: Path) -> Counter[str]:
+    return Counter(map(kind_of, {name for name in said if name.partition("/")[0] in MADE} | set(sums_of(out))))
 
 
-def flipped(folder: Path, out: Path) -> list[str]:
+def flipped(theirs: dict[tuple[str, str], str], ours: dict[tuple[str, str], str]) -> list[str]:
     """Claims that are decided otherwise than the bundle says."""
-    theirs, ours = (verdicts(each / "tables/claims.csv") for each in (folder, out))
     return [
         f"{claim}, {lane}: {theirs.get((claim, lane), 'not there')} in the bundle, "
         f"{ours.get((claim, lane), 'not there')} here"
@@ -154,8 +187,11 @@ def flipped(folder: Path, out: Path) -> list[str]:
 
 
 def verdicts(path: Path) -> dict[tuple[str, str], str]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return {(line["claim_id"], line["lane"]): line["verdict"] for line in csv.DictReader(file)}
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return {(line["claim_id"], line["lane"]): line["verdict"] for line in csv.DictReader(file)}
+    except (OSError, KeyError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path.parent.name}/{path.name} cannot be read: {error!r}") from None
 
 
 def check(bundle: Path, keep: Path | None = None, *, build: bool = True) -> bool:
@@ -164,25 +200,27 @@ def check(bundle: Path, keep: Path | None = None, *, build: bool = True) -> bool
     with tempfile.TemporaryDirectory(prefix="memascend-verify-") as temporary:
         folder, out = unpack(bundle, Path(temporary) / "bundle"), Path(temporary) / "again"
         out.mkdir()
-        wrong = damaged(folder)
-        line(not wrong, f"checksums of {len(read_sums(folder)):,} files", wrong)
-        manifest = manifest_of(folder)
+        said, wrong = read_sums(folder), damaged(folder)
+        line(not wrong, f"checksums of {len(said):,} files", wrong)
+        strange = unknown(folder)
+        if strange:
+            line(False, "files that are no part of a bundle", strange)
+        manifest, theirs = manifest_of(folder), verdicts(folder / "tables/claims.csv")
         others = other_packages(manifest)
         if others:
             print(f"note  other packages than in the bundle: {', '.join(others)}", flush=True)
         how = redraw(folder, out, build=build)
         whose = "the bundle's" if build else "the installed"
         print(f"note  drawn again by the bundle's sources with {whose} C++ extension, {how}", flush=True)
-        found, many = compared(folder, out), counted(folder, out)
+        found, many = compared(said, out), counted(said, out)
         for kind, differ in sorted(found.items()):
             line(not differ, f"{kind}: {many[kind] - len(differ):,} of {many[kind]:,} files equal", differ)
-        turned = flipped(folder, out)
-        decided = len(verdicts(folder / "tables/claims.csv"))
-        line(not turned, f"verdicts: {decided - len(turned):,} of {decided:,} as the bundle says", turned)
+        turned = flipped(theirs, verdicts(out / "tables/claims.csv"))
+        line(not turned, f"verdicts: {len(theirs) - len(turned):,} of {len(theirs):,} as the bundle says", turned)
         if keep is not None:
-            shutil.copytree(out, keep)
+            shutil.copytree(out, keep, dirs_exist_ok=True)
             print(f"note  what was made again is in {keep}")
-    good = not wrong and not turned and not any(found.values())
+    good = not (wrong or strange or turned or any(found.values()))
     seconds = time.monotonic() - began
     print(f"{'PASS' if good else 'FAIL'}  {bundle.name}, {len(manifest['exhibits'])} exhibits, {seconds:.0f} s")
     return good
@@ -203,15 +241,22 @@ def main() -> int:
         help="use the C++ extension that is installed, not one of the bundle's sources",
     )
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the temporary folder goes
     try:
-        if args.keep is not None and args.keep.exists():
-            raise ValueError(f"--keep {args.keep} exists: name a new folder")
         if not args.bundle.is_file():
             raise ValueError(f"there is no {args.bundle}: name an artifact's zip (snakemake artifact makes one)")
+        if args.keep is not None:
+            args.keep.mkdir(parents=True)  # before the minutes that a check takes
         return 0 if check(args.bundle, args.keep, build=not args.no_build) else 1
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    except FileExistsError:
+        print(f"error: --keep {args.keep} exists: name a new folder", file=sys.stderr)
         return 2
+    except (ValueError, OSError) as error:
+        print(f"error: {args.bundle}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing is left of it", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":
