@@ -95,7 +95,7 @@ $(DOCS_ENV)/.made: constraints-docs.txt
 	@touch $@
 
 diagrams: setup ## redraw the pictures in docs/ from the code and the papers' numbers
-	@$(IN_VENV) python docs/diagrams.py && PYTHONPATH=. python docs/papers.py
+	@$(IN_VENV) python docs/diagrams.py && PYTHONPATH=. python docs/papers.py && python -m workflows.derive.gallery
 
 deepspeed_016: ## the papers' releases (DeepSpeed 0.16.7, transformers 4.51), in .cache/envs
 	@workflows/setup/setup.sh .cache/envs/$@ constraints-deepspeed-0.16.txt papers

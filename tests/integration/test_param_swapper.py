@@ -287,7 +287,7 @@ def test_a_transfer_that_is_refused_or_lost_is_an_error_without_asserts():
     read = storage.read("w", torch.zeros(1))
     assert not read.done()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="1 transfers were submitted, 0 have ended"):
+        with pytest.raises(RuntimeError, match="1 transfers were submitted, but 0 completed"):
             read.wait()
     assert read.done()
 

@@ -256,7 +256,7 @@ def test_states_that_do_not_fit_are_refused_and_nothing_has_changed(tmp_path):
         "exp_avg_sq has values.* or negative": changed(numbers, "exp_avg_sq", variance - 1),
         "scales is missing": changed(codes, "scales", None),
         r"scales has shape \(1, 2\), and its blocks \(250, 2\)": changed(codes, "scales", scales[:1]),
-        "exp_avg_sq is torch.bfloat16 beside 8-bit codes": changed(codes, "exp_avg_sq", variance),
+        "exp_avg_sq is torch.bfloat16 with 8-bit codes": changed(codes, "exp_avg_sq", variance),
     }
     for message, saved in bad.items():
         with pytest.raises(ValueError, match=f"embedding.weight: {message}") as error:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests import forked
+from workflows.derive import gallery
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -115,3 +116,18 @@ def test_the_tutorial_s_system_trains_and_refuses_in_its_own_words(typed: dict[s
     assert (tmp_path / "runs/toy/model").exists()
     assert refused.returncode == 2
     assert refused.stderr == "memascend: error: a toy has one rank: leave --ranks out\n"
+
+
+def test_the_gallery_shows_what_its_program_draws() -> None:
+    page = (ROOT / "docs/gallery.md").read_text()
+    shown = re.findall(r"\(\.\./figures/gallery/(\S+)\.png\)", page)
+    assert tuple(shown) == gallery.SHOWN
+    assert {path.stem for path in (ROOT / "figures/gallery").iterdir()} == set(shown)
+
+
+@pytest.mark.slow
+def test_a_picture_of_the_gallery_is_drawn_again_to_the_byte(tmp_path: Path) -> None:
+    gallery.draw(("memascend-fig08",), tmp_path)
+    assert (tmp_path / "memascend-fig08.png").read_bytes() == (
+        ROOT / "figures/gallery/memascend-fig08.png"
+    ).read_bytes()
