@@ -79,7 +79,9 @@ def load(path: Path) -> StepOf | Results:
             f"{path} is a training run: compare takes traces (of train --trace), records, tables of claims or artifacts"
         )
     if path.is_dir():
-        return _together(path, [_results(file) for file in [*path.rglob("*.json"), *path.rglob("*claims*.csv")]])
+        return _together(
+            path, [_results(file) for file in sorted([*path.rglob("*.json"), *path.rglob("*claims*.csv")])]
+        )
     if not path.is_file():
         raise ValueError(
             f"there is no {path}: name a trace, a record, a folder of records, a table of claims, or an artifact"

@@ -36,8 +36,9 @@ def recorded(folder: RunFolder) -> Fingerprints | None:
 def _is_whole(found: Any) -> bool:
     if not isinstance(found, dict) or set(found) != set(TOKEN_FILES):
         return False
-    return all(isinstance(each, dict) and {*map(type, each.values())} == {int} for each in found.values()) and all(
-        set(each) == {"size", "crc32"} for each in found.values()
+    return all(
+        isinstance(each, dict) and set(each) == {"size", "crc32"} and all(type(value) is int for value in each.values())
+        for each in found.values()
     )
 
 

@@ -233,6 +233,9 @@ def test_the_score_in_the_status_is_that_of_the_committed_record(paper: str) -> 
     assert {v.lane for v in verdicts} == {"modelled"}
     said = f"{registry.PAPERS[paper]}, modelled: {claims.score(verdicts, 'modelled')}"
     assert said in " ".join((ROOT / "docs/status.md").read_text().split())
+    reproduced, of = said.partition(": ")[2].split(" held-out")[0].split(" of ")
+    name = registry.PAPERS[paper].removesuffix("-aware allocation")
+    assert f"{name} {reproduced} of {of}" in (ROOT / "README.md").read_text()
 
 
 BECAUSE = "The model has no such thing."

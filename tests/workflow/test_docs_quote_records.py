@@ -217,6 +217,9 @@ def test_peaks_of_four_models_and_their_mean_reduction_are_what_the_records_say(
         less.append(100 * (1 - after / before))
         assert f"| {model} | {before:.1f} GiB | {after:.1f} GiB | {less[-1]:.1f} % |" in text
     assert f"{mean(less):.1f} % on average, where {printed} is printed" in text
+    first_page = (ROOT / "README.md").read_text()
+    said = f"{mean(less):.1f} % on average in fp16" if dtype == "fp16" else f"fp16 and {mean(less):.1f} % in bf16"
+    assert said in first_page
 
 
 WORDS = {4: "four", 8: "eight"}

@@ -36,7 +36,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Table:
-    """`widths` in shares of the column; the last row may be a sum."""
+    """`widths` in shares of the column."""
 
     header: tuple[str, ...]
     rows: list[tuple[str, ...]]
@@ -108,7 +108,7 @@ def of_paper(folder: Path, manifest: dict[str, Any], paper: str) -> tuple[str, l
         Heading("Abstract"),
         Paragraph(
             f"{about['idea']} The artifact redraws {drawn} figures, tables and structures of the paper from "
-            "printed, modelled and measured numbers, and gives a verdict on each number that the paper states."
+            "printed, modelled and measured numbers, and gives verdicts on the numbers that the paper states."
         ),
         *requirements(manifest),
         Heading("Claims and experiments"),
@@ -170,8 +170,7 @@ def of_all(folder: Path, manifest: dict[str, Any]) -> tuple[str, list[Block]]:
         Paragraph(
             "Five systems that fine-tune large language models with little GPU and host memory, implemented on "
             "equal terms, and a workflow that measures them on scaled-down models, models them at full size, "
-            "redraws every figure and table of their papers, and gives a verdict on each number that the papers "
-            "state."
+            "redraws every figure and table of their papers, and gives verdicts on the numbers that the papers state."
         ),
         *requirements(manifest),
         Heading("Claims and experiments"),

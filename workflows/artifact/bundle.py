@@ -16,7 +16,6 @@ import json
 import shutil
 import subprocess
 import tempfile
-import tomllib
 import zipfile
 from collections.abc import Iterator
 from importlib import metadata
@@ -40,6 +39,7 @@ from workflows.artifact.layout import (
     write_sums,
 )
 from workflows.configuration import Configuration
+from workflows.derive.citation import project
 from workflows.derive.report import ASSETS
 from workflows.run.provenance import atomically
 from workflows.staleness import versions
@@ -67,13 +67,9 @@ in a checkout with its environment, or in `source/` of this bundle. It needs no 
 """
 
 
-def name_of(profile: str) -> str:
-    """memascend-<version>-<profile>"""
-    return f"memascend-{project_version()}-{profile}"
-
-
-def project_version() -> str:
-    return tomllib.loads((registry.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+def name_of(manifest: dict[str, Any]) -> str:
+    """memascend-<version>-<profile>, as the zip and its one folder are called."""
+    return f"memascend-{manifest['version']}-{manifest['profile']}"
 
 
 def git(*words: str) -> str:
@@ -102,7 +98,7 @@ def manifest_of(known: Configuration) -> dict[str, Any]:
     changed = [line[3:] for line in git("status", "--porcelain", "--untracked-files=no").splitlines()]
     return {
         "format": FORMAT,
-        "version": project_version(),
+        "version": project()["version"],
         "profile": known.config["profile"],
         "commit": git("rev-parse", "HEAD").strip(),
         "committed": git("log", "-1", "--format=%cI").strip(),
@@ -136,8 +132,7 @@ def describe(folder: Path, manifest: dict[str, Any]) -> None:
     """Write what follows from records and tables: claims.json, appendices, the crate, README.md."""
     write_json(folder / CLAIMS, claims_of(folder, manifest))
     words = {"version": manifest["version"], "profile": manifest["profile"], "commit": manifest["commit"][:12]}
-    name = f"memascend-{manifest['version']}-{manifest['profile']}.zip"
-    (folder / README).write_text(TEXT.format(**words, name=name), encoding="utf-8")
+    (folder / README).write_text(TEXT.format(**words, name=f"{name_of(manifest)}.zip"), encoding="utf-8")
     appendix.write(folder, manifest)
     crate.write(folder, manifest)
 
@@ -220,7 +215,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="memascend-artifact-") as made:
             fill(folder := Path(made), known, manifest)
             write_sums(folder)
-            pack(folder, args.out, name_of(manifest["profile"]), commit_time())
+            pack(folder, args.out, name_of(manifest), commit_time())
             count = sum(1 for name in files_in(folder) if name.partition("/")[0] in MADE)
     except (tidy.TableError, ValueError, OSError) as error:
         tidy.fail(error)

@@ -252,6 +252,9 @@ def main() -> int:
         print(f"error: --keep {args.keep} exists: name a new folder", file=sys.stderr)
         return 2
     except (ValueError, OSError) as error:
+        if args.keep is not None:
+            with contextlib.suppress(OSError):  # where nothing was put
+                args.keep.rmdir()
         print(f"error: {args.bundle}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
