@@ -157,7 +157,9 @@ class Cluster:
     def lose(self, node: str) -> None:
         """As if its power had gone: its daemon and whatever it runs are killed, then the controller is told."""
         jobs = self.call("squeue", "-h", "-w", node, "-o", "%A").split()
-        self._daemons.pop(node).kill()
+        daemon = self._daemons.pop(node)
+        daemon.kill()
+        daemon.wait()
         self._kill(jobs)
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
