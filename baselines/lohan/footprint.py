@@ -22,7 +22,7 @@ def footprint(build: RankFootprint) -> None:
     )
     if run.gradients_wait:
         buffers.need_gradients()
-    if work.gpu:
+    if work.device == "cuda":
         buffers.need_arrivals()
     if run.inputs_wait:
         buffers.need_checkpoints(run.input_numel, build.dtype)

@@ -51,6 +51,7 @@ class LoHan(PlannedSystem):
     """One process; the states lie in a folder of their own beside the run's swap files."""
 
     accumulates_vertically = True
+    computes_in_its_buffers = True  # on a CPU: weights are used where they were read to
 
     def refuse(self, config: TrainConfig) -> None:
         if config.ranks > 1:

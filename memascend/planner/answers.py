@@ -123,7 +123,8 @@ def answer(
     `endurance_tb`: what the drives are rated to write; `endurance_gain`: how many times that they are trusted with.
     """
     kept = within_room(work, limits.ssd_bytes)  # with as many versions of the states as there is room for
-    host, device, volume = plan(kept), gpu_memory(kept), io_volume(kept)
+    host, volume = plan(kept), io_volume(kept)
+    device = DevicePlan(entries=()) if work.on_cpu else gpu_memory(kept)  # on a CPU: in host memory
     unscheduled = 0 if volume.activation_bytes else activation_writes(work)
     needs = (
         Need(name="GPU memory", needed_bytes=device.device_bytes, limit_bytes=limits.gpu_bytes),

@@ -18,7 +18,7 @@ from memascend.memory.placement_policy import PlacementPolicy
 from memascend.planner.derived_sizes import io_settings
 from memascend.planner.options import DEFAULT_CLIP, DEFAULT_STACK, MODEL_OPTIONS, STATE_VERSIONS, default_context
 from memascend.planner.spec import ModelSpec, model_spec
-from memascend.planner.workload import SwapSizes, Workload, workload_asked_for
+from memascend.planner.workload import CPU, CUDA, DEVICES, SwapSizes, Workload, workload_asked_for
 from memascend.systems import arrangement, own_defaults, require_versions
 
 _GIB = 2**30
@@ -90,6 +90,12 @@ def add_plan(commands: Any, probe: Callable[[Path | None], Any]) -> None:
         help="plan the run that this DeepSpeed JSON describes: it gives dtype, batch and system",
     )
     where = parser.add_argument_group("the machine")
+    where.add_argument(
+        "--device",
+        choices=DEVICES,
+        help="what computes: cuda (default), or cpu, where the tensors of the computation are in host memory too "
+        "(default with --testbed local on a machine without a GPU)",
+    )
     where.add_argument("--gpu-memory", type=gib, metavar="GIB", help="memory of one GPU")
     where.add_argument("--ram", type=gib, metavar="GIB", help="host memory")
     where.add_argument(
@@ -232,21 +238,23 @@ def _workload(options: argparse.Namespace) -> Workload:
     if options.ds_config is not None:
         work = _configured(options, spec)
         budget = parse_bytes(options.host_memory, "--host-memory") if options.host_memory else None
-        return replace(work, host_memory=budget) if budget else work
+        return replace(work, host_memory=budget or work.host_memory, device=_device(options))
     own = own_defaults(options.system or _PRESETS["system"], options.arm)
     for name, preset in {**_PRESETS, **own}.items():
         if getattr(options, name) is None:
             setattr(options, name, preset)
     sizes = SwapSizes(io=io_settings({}, options.nvme))
-    return workload_asked_for(options, spec, options.context, options.gpus, sizes=sizes, gpu=_has_gpu(options))
+    return workload_asked_for(options, spec, options.context, options.gpus, sizes=sizes, device=_device(options))
 
 
-def _has_gpu(options: argparse.Namespace) -> bool:
-    """Whether the machine that is planned for has one: as its memory or a testbed says, or else the machine at hand."""
+def _device(options: argparse.Namespace) -> str:
+    """What computes on the machine that is planned for."""
     import torch
 
-    described = options.gpu_memory is not None or options.testbed not in (None, "local")
-    return described or torch.cuda.is_available()
+    if options.device == CPU and options.gpu_memory is not None:
+        raise ValueError("--gpu-memory and --device cpu exclude each other: leave one of them out")
+    here = options.testbed == "local" and options.gpu_memory is None and not torch.cuda.is_available()
+    return options.device or (CPU if here else CUDA)
 
 
 def _configured(options: argparse.Namespace, spec: ModelSpec) -> Workload:

@@ -29,7 +29,8 @@ from memascend.memory.run_buffers import (
     resident_parameter,
     swap_out_buffer,
 )
-from memascend.planner.machine import PROCESS_OVERHEAD
+from memascend.planner.gpu_memory import gpu_memory
+from memascend.planner.machine import CPU_PROCESS_OVERHEAD, PROCESS_OVERHEAD
 from memascend.planner.pool import partition_numel
 from memascend.planner.tensors import TensorSpec
 from memascend.planner.workload import Workload
@@ -40,6 +41,7 @@ TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bflo
 # What the interpreter, libraries and Python objects take: the 1.63 GiB that Fig. 8 leaves to MemAscend as "pinned
 # memory overhead", whose allocator has none. It does not scale with a twin, and judges no row that it was taken from.
 PROCESS_OVERHEAD_BYTES = round(PROCESS_OVERHEAD.value * GIB)
+CPU_PROCESS_OVERHEAD_BYTES = round(CPU_PROCESS_OVERHEAD.value * GIB)
 OWNER_METRICS = {
     "parameter_pool": "parameter buffer pool",
     "optimizer_buffers": "optimizer-state and swap-out buffers",
@@ -58,6 +60,7 @@ OWNER_METRICS = {
     "streamed_gradients": "gradients on their way",
     "nvme_engine_buffers": "NVMe engine buffers",
     "process": "process overhead",
+    "cpu_computation": "computation on the CPU (estimate)",
 }
 PINNED_OVERHEAD = "pinned memory overhead"
 PEAK = "peak system memory"
@@ -109,12 +112,18 @@ class Plan:
 def plan(work: Workload, *, process_overhead: bool = True) -> Plan:
     """Build a run's buffers over a counting allocator and return their ledger.
 
+    `process_overhead`: with the process itself and, on a CPU, what the computation takes; otherwise buffers alone.
     Raises ValueError, in one line, where nothing of the model is large enough to stream.
     """
     ledger, system = Ledger(), systems.load(work.system)
     for rank in range(work.ranks):
         build = RankFootprint(work, ledger, rank)
-        if process_overhead:
+        if process_overhead and work.on_cpu:
+            name = build.named("process without CUDA")
+            ledger.record(name, "process", CPU_PROCESS_OVERHEAD_BYTES, allocator="measured")
+            for entry in gpu_memory(work).entries:
+                build.pageable(entry.name, "cpu_computation", entry.reserved_bytes)
+        elif process_overhead:
             name = build.named("process, MemAscend Fig. 8")
             ledger.record(name, "process", PROCESS_OVERHEAD_BYTES, allocator="cited")
         system.footprint(build)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from memascend import systems
 from memascend.memory.ledger import DEVICE, Ledger, LedgerEntry
 from memascend.ops.cross_entropy import DEFAULT_CHUNK_BYTES
 from memascend.planner.options import Stack
@@ -116,7 +117,7 @@ def gpu_memory(work: Workload) -> DevicePlan:
 
     With activations on the SSD those of two blocks remain, as if the drive took them as fast as they come.
     With parameters offloaded the GPU holds the largest tensor and what DeepSpeed prefetches; `all_in_gpu` holds 16
-    bytes a parameter, and all checkpoints.
+    bytes a parameter, and all checkpoints. On a CPU the same tensors are in host memory (`footprint.plan` counts them).
     """
     spec, stack, context = work.spec, work.stack, work.context
     tokens, area, ledger = work.batch * context, spec.k * spec.k, Ledger()
@@ -124,15 +125,18 @@ def gpu_memory(work: Workload) -> DevicePlan:
     def hold(name: str, owner: str, size: int) -> None:
         ledger.record(name, owner, size, role=DEVICE, allocator="torch")
 
-    hold("CUDA context and kernels", "device_context", CONTEXT_BYTES)
+    if not work.on_cpu:
+        hold("CUDA context and kernels", "device_context", CONTEXT_BYTES)
     if not work.offloads:
         hold("model states", "device_states", 16 * partition_numel(spec.parameters, work.ranks))
     else:
         if work.arrangement.weights_on_gpu:
             hold("partitioned weights", "device_parameters", 2 * partition_numel(spec.parameters, work.ranks))
         largest = spec.largest().numel
-        hold("gathered parameters", "device_parameters", 2 * (largest + min(PREFETCH_BUCKET // area, spec.parameters)))
-        hold("gradient bucket", "device_gradients", 2 * min(REDUCE_BUCKET // area, spec.parameters))
+        if not (work.on_cpu and getattr(systems.load(work.system), "computes_in_its_buffers", False)):
+            gathered = largest + min(PREFETCH_BUCKET // area, spec.parameters)
+            hold("gathered parameters", "device_parameters", 2 * gathered)
+            hold("gradient bucket", "device_gradients", 2 * min(REDUCE_BUCKET // area, spec.parameters))
         hold("gradient of the largest tensor", "device_gradients", 2 * largest)
     checkpoint = 2 * tokens * spec.hidden
     block = tokens * block_bytes_per_token(spec, context, flash=stack.flash, fused=stack.fused)

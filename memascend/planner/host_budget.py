@@ -102,7 +102,7 @@ def _each(work: Workload, budget_bytes: int) -> Iterator[Change]:
 
 def _sizes(work: Workload, budget_bytes: int) -> Iterator[Change]:
     """The largest batch and the largest context that fit, where they are what the memory goes into."""
-    if not work.offloads_checkpoints:
+    if not (work.offloads_checkpoints or work.on_cpu):
         return
     context, batch = largest_sizes(work, Limits(ram_bytes=budget_bytes))
     for name, size in (("batch", batch), ("context", context)):

@@ -85,7 +85,7 @@ class Fitter:
         self.work, self.limits = work, limits
         self._counts = hasattr(systems.load(work.system), "stored_in")
         self._base = self._stored = 0
-        if limits.ram_bytes is not None and not self._counts:
+        if limits.ram_bytes is not None and not self._counts and not work.on_cpu:
             self._base = plan(replace(work, context=0)).host_bytes
         if limits.ssd_bytes is not None and not self._counts:
             self._stored = io_volume(work).stored_bytes
@@ -102,13 +102,16 @@ class Fitter:
         return stored_within(work, self.limits.ssd_bytes) if self._counts else self._stored
 
     def _host_bytes(self, work: Workload) -> int:
-        return plan(work).host_bytes if self._counts else self._base + checkpoint_bytes(work)
+        if self._counts or work.on_cpu:
+            return plan(work).host_bytes
+        return self._base + checkpoint_bytes(work)
 
 
 def largest(work: Workload, limits: Limits) -> Largest:
     """The largest context, batch and committed model that fit."""
     model = largest_model(work, limits)
-    grows = limits.gpu_bytes is not None or (limits.ram_bytes is not None and work.offloads_checkpoints)
+    in_ram = work.offloads_checkpoints or work.on_cpu
+    grows = limits.gpu_bytes is not None or (limits.ram_bytes is not None and in_ram)
     if not grows:
         return Largest(context=None, batch=None, model=model, unbounded=True)
     context, batch = largest_sizes(work, limits)

@@ -21,11 +21,7 @@ def as_text(answers: Answers) -> str:
     sections = [
         [_title(answers), f"{answers.work.stack}", *_beyond_the_model(answers)],
         _table("host memory at the peak of a step", answers.host.components(), answers.work.spec.k),
-        _table(
-            "memory of each GPU at its peak",
-            answers.device.components(),
-            answers.work.spec.k,
-        ),
+        _gpu(answers),
         _ssd(answers),
         _paths(answers),
         _nodes(answers),
@@ -45,6 +41,9 @@ def _separated(sections: list[list[str]]) -> list[list[str]]:
 def _title(answers: Answers) -> str:
     work, spec = answers.work, answers.work.spec
     gpus = f"{work.ranks} GPU{'s' if work.ranks > 1 else ''}"
+    if work.on_cpu:
+        gpus = "CPU" if work.ranks == 1 else f"CPU, {work.ranks} processes"
+    each = "process" if work.on_cpu else "GPU"
     states = f", {work.kept_states} optimizer states" if work.kept_states != "fp32" else ""
     states += ", bf16 gradient buffer" if work.gradients == "bf16" else ""
     experts = ""
@@ -55,7 +54,7 @@ def _title(answers: Answers) -> str:
     parameters = f"{spec.parameters / 1e9:.2f} B" if spec.parameters >= 1e9 else f"{spec.parameters / 1e6:.1f} M"
     return (
         f"{answers.host.label}: {spec.display}{twin}, {parameters} parameters{experts}, {work.dtype}{states}, {gpus}, "
-        f"batch {work.batch}{more} per GPU, context {work.context}"
+        f"batch {work.batch}{more} per {each}, context {work.context}"
     )
 
 
@@ -78,6 +77,12 @@ def _table(title: str, components: dict[str, int], k: int) -> list[str]:
         if size:
             lines.append(f"  {name:<{_WIDTH - 2}}{cell(size):>10}{size / total:>8.1%}")
     return [*lines, f"  {'total':<{_WIDTH - 2}}{cell(total):>10}{1:>8.0%}"]
+
+
+def _gpu(answers: Answers) -> list[str]:
+    if answers.work.on_cpu:
+        return ["no GPU: weights, activations and logits that are computed with are in host memory, counted above"]
+    return _table("memory of each GPU at its peak", answers.device.components(), answers.work.spec.k)
 
 
 def gib(size: float) -> str:
@@ -302,6 +307,7 @@ def as_json(answers: Answers) -> dict[str, Any]:
         "loss": work.stack.loss,
         "checkpointing": work.stack.checkpointing,
         "gpus": work.ranks,
+        "device": work.device,
         "batch": work.batch,
         "context": work.context,
         "accumulate": work.accumulation,

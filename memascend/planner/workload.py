@@ -28,6 +28,7 @@ DTYPES = ("fp16", "bf16")
 STATE_DTYPES = ("fp32", "bf16", "int8")  # int8: codes, and scales of 2 bytes a block of 32
 INT8_MOMENTS_BYTES = 2 + 2 / 32  # a parameter
 GRADIENT_DTYPES = ("fp32", "bf16")
+CUDA, CPU = DEVICES = ("cuda", "cpu")
 
 # What the papers' totals describe. DeepSpeed's offload_optimizer.buffer_count: parameter, gradient, two moments, and
 # one to spare.
@@ -68,8 +69,9 @@ class Workload:
     stands in for the arm's own arrangement. `host_memory`: bytes that the run may take of the machine, None: any.
     `fates`: what becomes of each block's activations, where a system lets that be chosen; None: as the arm says.
     `state_versions`: of a system that keeps versions of its states on the SSD, as `train` has it. `clip`: the largest
-    norm of the gradients (0: any), where it matters whether all of them must have come before one is used. `gpu`:
-    whether one computes, for a system that computes on the CPU where there is none.
+    norm of the gradients (0: any), where it matters whether all of them must have come before one is used. `device`:
+    what computes. On `cpu`, the tensors of the computation are in host memory too, and the process has no CUDA; None:
+    as the papers count, a process with CUDA and no buffers for transfers to a GPU.
     Raises ValueError, in one line, for what cannot be.
     """
 
@@ -91,13 +93,15 @@ class Workload:
     fates: tuple[str, ...] | None = None
     state_versions: str = "auto"
     clip: float = 0.0
-    gpu: bool = False
+    device: str | None = None
 
     def __post_init__(self) -> None:
         arm_of(self.system, self.arm)
         unknown = [fate for fate in self.fates or () if fate not in FATES]
         if unknown:
             raise ValueError(f"unknown fate '{unknown[0]}' of a block's activations: use one of {', '.join(FATES)}")
+        if self.device not in (None, *DEVICES):
+            raise ValueError(f"unknown device '{self.device}': use one of {', '.join(DEVICES)}")
         _check_sizes(self)
         _check_dtypes(self)
 
@@ -123,6 +127,10 @@ class Workload:
     def offloads(self) -> bool:
         """Whether parameters and states wait outside the GPU."""
         return self.arrangement.states_on != "gpu"
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == CPU
 
     @property
     def offloads_checkpoints(self) -> bool:

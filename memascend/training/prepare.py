@@ -145,7 +145,7 @@ def workload_of_run(config: TrainConfig, spec: ModelSpec, context: int) -> Workl
 
     from memascend.planner.workload import workload_asked_for
 
-    over: dict[str, Any] = {"gpu": torch.cuda.is_available()}
+    over: dict[str, Any] = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
     if config.tiers:
         over |= {"system": config.system, "arm": config.arm}
         if config.system == "memascend":

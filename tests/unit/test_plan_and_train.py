@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+import torch
 
 from memascend import systems as found
 from memascend.cli import main
@@ -20,7 +21,9 @@ MODEL = "qwen2.5-7b"
 
 
 def planned(capsys, *options, config=None):
-    """The JSON of a plan; `config`: where it writes the DeepSpeed configuration."""
+    """The JSON of a plan for this machine's kind of device; `config`: where it writes the DeepSpeed configuration."""
+    if "--gpu-memory" not in options:
+        options = ("--device", "cuda" if torch.cuda.is_available() else "cpu", *options)
     more = ["--write-config", str(config), "--nvme", str(config.parent)] if config else []
     assert main(["plan", "--model", MODEL, "--json", *options, *more]) in (0, 1)
     return json.loads(capsys.readouterr().out)

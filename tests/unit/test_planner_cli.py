@@ -26,12 +26,42 @@ def test_plan_prints_every_component_and_a_total(capsys):
     assert sum(shares) == pytest.approx(200 * tables, abs=0.5 * tables)  # the rows of each, and its total
 
 
-def test_a_streamed_model_s_gradients_come_from_a_gpu_through_host_memory_of_their_own(capsys, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+def test_a_streamed_model_s_gradients_come_from_a_gpu_through_host_memory_of_their_own(capsys):
     common = ("plan", "--model", "qwen2.5-7b", "--system", "lohan", "--json")
-    here, there = (json.loads(run(capsys, *common, *more)[1]) for more in ((), ("--gpu-memory", "24")))
+    here, there = (json.loads(run(capsys, *common, *more)[1]) for more in (("--device", "cpu"), ()))
     name = "gradients on their way"
     assert there["components_bytes"][name] - here["components_bytes"][name] == 2 * PIECE_ELEMENTS
+
+
+def test_on_a_cpu_the_computation_is_in_host_memory_and_the_process_has_no_cuda(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    command = ("plan", "--model", "qwen2.5-7b", "--json")
+    for system in ((), ("--system", "lohan", "--states", "int8")):
+        cuda, cpu = (json.loads(run(capsys, *command, *system, *more)[1]) for more in ((), ("--device", "cpu")))
+        assert cpu["device_bytes"] == 0
+        assert cpu["components_bytes"]["process overhead"] < 2**29 < cuda["components_bytes"]["process overhead"]
+        computed = cpu["components_bytes"]["computation on the CPU (estimate)"]
+        assert 0 < computed < cuda["device_bytes"]
+        assert sum(cpu["components_bytes"].values()) == cpu["host_bytes"]
+    status, _, error = run(capsys, *command, "--device", "cpu", "--gpu-memory", "24")
+    assert (status, error.count("\n")) == (2, 1)
+    assert "exclude each other" in error
+
+
+def test_a_small_run_on_a_cpu_is_within_a_gigabyte(capsys, tmp_path):
+    """It peaks at half of that; a process with CUDA would not fit."""
+    command = ("plan", "--model", "qwen2.5-0.5b", "--twin", "16", "--context", "64", "--host-memory", "1GB")
+    assert run(capsys, *command)[0] == 2
+    status, out, _ = run(capsys, *command, "--device", "cpu")
+    assert (status, "no GPU:" in out) == (0, True)
+
+
+def test_the_largest_context_on_a_cpu_leaves_room_for_the_computation(capsys):
+    command = ("plan", "--model", "llama3.2-1b", "--device", "cpu", "--json", "--ram", "24")
+    made = json.loads(run(capsys, *command)[1])
+    context = made["largest"]["context"]
+    assert json.loads(run(capsys, *command, "--context", str(context))[1])["fits"]
+    assert not json.loads(run(capsys, *command, "--context", str(context + 256))[1])["fits"]
 
 
 def test_plan_says_how_much_is_missing_and_what_is_largest(capsys):
