@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from memascend.suggestions import did_you_mean
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
@@ -66,7 +68,8 @@ def arrangement_of_parts(parts: Mapping[str, Any], label: str = "", **others: An
     fields of the arrangement that no part says, or says otherwise.
     """
     if parts.get("pool", "adaptive") not in _POOLS:
-        raise ValueError(f"memascend.pool: {parts['pool']!r} is unknown; choose one of {', '.join(_POOLS)}")
+        hint = did_you_mean(parts["pool"], _POOLS)
+        raise ValueError(f"memascend.pool: {parts['pool']!r} is unknown{hint}; choose one of {', '.join(_POOLS)}")
     pinned = _PINNED.get(parts.get("pinned", "exact"))
     overflow = parts.get("overflow", "fused")
     chosen = ", ".join(f"{name} {parts[name]}" for name, value in DEFAULTS.items() if parts.get(name, value) != value)

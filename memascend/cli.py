@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import sys
@@ -16,6 +15,7 @@ from memascend.compare import add_compare
 from memascend.doctor.command import add_doctor
 from memascend.planner.command import add_plan, count
 from memascend.storage.commands import add_storage
+from memascend.suggestions import did_you_mean
 from memascend.training.command import add_export, add_generate, add_info, add_train, add_verify
 
 
@@ -36,9 +36,16 @@ class _Parser(argparse.ArgumentParser):
             if re.fullmatch(r"--[\w-]+", option) and option not in self._option_string_actions:
                 if option in self.refused:
                     self.error(f"{option}: {self.refused[option]}")
-                near = difflib.get_close_matches(option, self._option_string_actions, n=1, cutoff=0.75)
-                self.error(f"unknown option {option}" + (f", did you mean {near[0]}?" if near else ""))
+                self.error(f"unknown option {option}{did_you_mean(option, self._option_string_actions, cutoff=0.75)}")
         return super().parse_known_args(words, namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """A mistyped command or choice gets the nearest one."""
+        if action.choices is not None and value not in action.choices:
+            known = list(map(str, action.choices))
+            name = action.option_strings[0] if action.option_strings else action.metavar or action.dest
+            hint = did_you_mean(value, known)
+            self.error(f"{name}: {value!r} is unknown{hint}; choose one of {', '.join(known)}")
 
     def error(self, message: str) -> NoReturn:
         words = message.removeprefix("unrecognized arguments: ").split()

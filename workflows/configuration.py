@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import jsonschema
 
+from memascend.suggestions import did_you_mean
 from workflows import registry
 from workflows.staleness import Tree, versions
 
@@ -49,9 +50,8 @@ def checked(document: Any, schema_name: str, where: str) -> Any:
     if error.validator == "additionalProperties":
         known = list(error.schema["properties"])
         unknown = next(key for key in error.instance if key not in known)
-        near = difflib.get_close_matches(unknown, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-        stop(f"{where}: {place}: unknown key {unknown!r}; {hint}")
+        hint = did_you_mean(unknown, known) or f"; known keys: {', '.join(known)}"
+        stop(f"{where}: {place}: unknown key {unknown!r}{hint}")
     stop(f"{where}: {place}: {error.message}")
 
 

@@ -18,6 +18,7 @@ from baselines.protocol.deepspeed import DeepSpeedSystem, nvme_offload, scaled, 
 from baselines.protocol.described import Described, PlannedSystem, read_description
 from baselines.protocol.footprints import device_only, host_offload, ssd_offload
 from baselines.protocol.runs import RunSpec, Sizes
+from memascend.suggestions import did_you_mean
 from memascend.systems import System
 
 __all__ = [
@@ -72,8 +73,10 @@ def system_names() -> list[str]:
 def load_system(name: str, arm: str | None = None) -> System:
     """The system called `name`; ValueError in one line when it, or its arm, does not exist."""
     if name not in folders():
-        raise ValueError(f"unknown system {name!r}; known systems: {', '.join(system_names())}")
+        hint = did_you_mean(name, system_names())
+        raise ValueError(f"unknown system {name!r}{hint}; known systems: {', '.join(system_names())}")
     system: System = importlib.import_module(f"baselines.{name}.system").SYSTEM
     if arm is not None and arm not in system.arms:
-        raise ValueError(f"system {name!r} has no arm {arm!r}; its arms: {', '.join(system.arms)}")
+        hint = did_you_mean(arm, system.arms)
+        raise ValueError(f"system {name!r} has no arm {arm!r}{hint}; its arms: {', '.join(system.arms)}")
     return system

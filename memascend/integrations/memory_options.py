@@ -34,6 +34,7 @@ from memascend.ops.cross_entropy import DEFAULT_CHUNK_BYTES, LogitTransform, chu
 from memascend.planner.options import MODEL_OPTIONS
 from memascend.storage.engine_tiers import DirectTier
 from memascend.storage.folders import swap_folder
+from memascend.suggestions import did_you_mean
 
 _ATTENTION_NAMES = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
 
@@ -65,7 +66,8 @@ class MemoryOptions:
         for name, allowed in MODEL_OPTIONS.items():
             value = getattr(self, name)
             if value is not None and value not in allowed:
-                raise ValueError(f"memascend.{name}: {value!r} is unknown; choose one of {', '.join(allowed)}")
+                hint = did_you_mean(value, allowed)
+                raise ValueError(f"memascend.{name}: {value!r} is unknown{hint}; choose one of {', '.join(allowed)}")
 
     def __bool__(self) -> bool:
         return any(getattr(self, f.name) is not None for f in fields(self))

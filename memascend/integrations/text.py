@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memascend.integrations.byte_pairs import ALPHABET, END_OF_TEXT, train_byte_pairs
+from memascend.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,8 @@ class Documents:
         except (ConnectionError, FileNotFoundError, OSError, ValueError) as error:
             why = " ".join(str(error).split())[:200]
             raise ValueError(
-                f"'{name}' is neither a file or folder here nor a dataset that can be loaded ({why}); check the path"
+                f"there is no file or folder {name}; taken as the name of a Hugging Face dataset, it cannot be loaded "
+                f"either ({why}); name text with --data"
             ) from None
         if self._field not in loaded.column_names:
             raise ValueError(
@@ -114,8 +115,7 @@ class Documents:
 def _meant(path: Path) -> str:
     """Of a path that is not there: what stands beside its place under nearly the same name."""
     names = [each.name for each in path.absolute().parent.iterdir()] if path.absolute().parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
-    return f" (did you mean {path.with_name(near[0])}?)" if near else ""
+    return did_you_mean(path, (str(path.with_name(name)) for name in names), cutoff=0.75)
 
 
 # What tokenizers are read from. A folder without any of these gives transformers 5 a tokenizer that knows no word.

@@ -19,6 +19,7 @@ from memascend.planner.derived_sizes import io_settings
 from memascend.planner.options import DEFAULT_CLIP, DEFAULT_STACK, MODEL_OPTIONS, STATE_VERSIONS, default_context
 from memascend.planner.spec import ModelSpec, model_spec
 from memascend.planner.workload import CPU, CUDA, DEVICES, SwapSizes, Workload, workload_asked_for
+from memascend.suggestions import did_you_mean
 from memascend.systems import arrangement, own_defaults, require_versions
 
 _GIB = 2**30
@@ -312,7 +313,8 @@ def _machine(options: argparse.Namespace) -> Any:
         return machine_from_file(folder / f"{name}.yaml")
     known = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
     there = f"; described in this checkout: {known}" if known else ""
-    raise ValueError(f"unknown testbed '{name}': say local, or name a YAML file{there}")
+    hint = did_you_mean(name, ["local", *(file.stem for file in folder.glob("*.yaml"))])
+    raise ValueError(f"unknown testbed '{name}'{hint}: say local, or name a YAML file{there}")
 
 
 def _outputs(options: argparse.Namespace, answers: Any) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from memascend.suggestions import did_you_mean
+
 # Keys of `memascend train`, flags of `memascend plan`, and keys of the section "memascend" in a DeepSpeed JSON.
 MODEL_OPTIONS = {
     "attention": ("auto", "eager", "sdpa", "flash"),
@@ -34,8 +36,10 @@ class Stack:
 
     def __post_init__(self) -> None:
         for name, words in MODEL_OPTIONS.items():
-            if getattr(self, name) not in words:
-                raise ValueError(f"unknown {name} '{getattr(self, name)}': use one of {', '.join(words)}")
+            given = getattr(self, name)
+            if given not in words:
+                hint = did_you_mean(given, words)
+                raise ValueError(f"unknown {name} '{given}'{hint}: use one of {', '.join(words)}")
 
     @property
     def checkpoints(self) -> bool:

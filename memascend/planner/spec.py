@@ -8,7 +8,6 @@ one matrix each, as transformers stores them through 4.57 and MemAscend counts t
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 
 from memascend.planner.layouts import COVERED_KEYS, LAYOUTS, UNCLASSED_KEYS
 from memascend.planner.tensors import TensorSpec, named_tensors
+from memascend.suggestions import did_you_mean
 
 # Sizes that a twin divides (DESIGN, Words: Twin). Everything else stays: layers, heads, experts, rope, context limits.
 _TWIN_SIZES = ("hidden", "intermediate", "vocab", "head_dim", "expert_intermediate", "shared_intermediate")
@@ -258,8 +258,7 @@ def _normalise(name: str) -> str:
 def _unknown(name: str) -> str:
     known = known_models()
     short = name.rsplit("/", 1)[-1].lower()
-    near = difflib.get_close_matches(short, known, n=1, cutoff=0.6)
-    hint = f" (did you mean {near[0]}?)" if near else ""
+    hint = did_you_mean(short, known)
     return f"unknown model '{name}'{hint}. Known: {', '.join(known)}; or a config.json or a folder with one"
 
 

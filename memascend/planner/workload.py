@@ -21,6 +21,7 @@ from memascend.planner.derived_sizes import (
 from memascend.planner.options import DEFAULT_STACK, MODEL_OPTIONS, Stack
 from memascend.planner.pool import SWAP_THRESHOLD_BYTES, Streamed, partition_numel, streamed, sub_groups
 from memascend.planner.spec import ModelSpec
+from memascend.suggestions import did_you_mean
 from memascend.systems import arm_of, arrangement, require_states
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
@@ -231,14 +232,16 @@ def _check_sizes(work: Workload) -> None:
 
 def _check_dtypes(work: Workload) -> None:
     if work.dtype not in DTYPES:
-        raise ValueError(f"unknown dtype '{work.dtype}': use one of {', '.join(DTYPES)}")
+        hint = did_you_mean(work.dtype, DTYPES)
+        raise ValueError(f"unknown dtype '{work.dtype}'{hint}: use one of {', '.join(DTYPES)}")
     kept = work.kept_states
     for name, value, known in (
         ("optimizer states", kept, STATE_DTYPES),
         ("gradients", work.gradients, GRADIENT_DTYPES),
     ):
         if value not in (*known, work.dtype if name == "gradients" else None):
-            raise ValueError(f"unknown dtype '{value}' of the {name}: use one of {', '.join(known)}")
+            hint = did_you_mean(value, known)
+            raise ValueError(f"unknown dtype '{value}' of the {name}{hint}: use one of {', '.join(known)}")
         if value == "bf16" and work.dtype != "bf16":
             raise ValueError(
                 f"{name} in bf16 need a model in bf16, not {work.dtype}: set dtype to bf16, or {name} to fp32"

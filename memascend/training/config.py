@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import typing
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from memascend.memory.budget import parse_bytes
 from memascend.memory.placement_policy import PlacementPolicy
 from memascend.planner.options import DEFAULT_CLIP, MODEL_OPTIONS, STATE_VERSIONS
 from memascend.storage.write_budget import WriteBudget
+from memascend.suggestions import did_you_mean
 
 SAVED_AS = "config.yaml"
 CHECKPOINTS = ("full", "weights", "none")
@@ -304,8 +304,7 @@ def checked(name: Any, value: Any, where: str) -> Any:
     if name in OUT_OF_SCOPE:
         raise ValueError(f"{where}: {OUT_OF_SCOPE[name]} ({name})")
     if name not in _FIELDS:
-        near = difflib.get_close_matches(str(name), OPTIONS, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else f"; known keys: {', '.join(OPTIONS)}"
+        hint = did_you_mean(name, OPTIONS) or f"; known keys: {', '.join(OPTIONS)}"
         raise ValueError(f"{where}: unknown key '{name}'{hint}")
     kind = _TYPES[name]
     if value is None and type(None) in typing.get_args(kind):
@@ -340,7 +339,10 @@ def _as_type(name: str, value: Any, kind: Any, where: str) -> Any:
 def _in_range(name: str, value: Any, where: str) -> Any:
     limits = _FIELDS[name].metadata
     if limits["choices"] and value not in limits["choices"]:
-        raise ValueError(f"{where}: '{name}' must be one of {', '.join(limits['choices'])}, got {value!r}")
+        hint = did_you_mean(value, limits["choices"])
+        if name == "accumulation" and str(value).isdecimal():
+            hint = f" (did you mean the number of micro-batches, --accumulate {value}?)"
+        raise ValueError(f"{where}: '{name}' must be one of {', '.join(limits['choices'])}, got {value!r}{hint}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where}: '{name}' must be a finite number, got {value!r}")
     if limits["least"] is not None and value < limits["least"]:

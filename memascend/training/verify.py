@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memascend.suggestions import did_you_mean
 from memascend.systems import arrangement
 from memascend.training import systems
 from memascend.training.backends import IN_MEMORY, STREAMING, UPDATES, Setup
@@ -70,7 +71,9 @@ def reference_of(config: TrainConfig, reference: str | None) -> TrainConfig:
     alone = config.ranks == 1 and config.system != IN_MEMORY
     name = reference or (IN_MEMORY if alone else "zero_offload")
     if name not in REFERENCES:
-        raise ValueError(f"--reference: {name!r} is unknown; choose one of {', '.join(REFERENCES)}")
+        raise ValueError(
+            f"--reference: {name!r} is unknown{did_you_mean(name, REFERENCES)}; choose one of {', '.join(REFERENCES)}"
+        )
     arms = {update: arm for arm, update in UPDATES.items()}
     arm = arms[_update(config)] if name == IN_MEMORY else None
     theirs = dataclasses.replace(config, system=name, arm=arm, nvme=None, devices=[], host_memory=None)

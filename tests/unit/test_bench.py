@@ -163,7 +163,7 @@ def test_pool_counts_by_the_code_of_a_run(capsys):
         (["unscale", "--dtypes", "int8"], "unknown 'int8': use fp32, fp16, bf16"),
         (["adamw", "--repeats", "0"], "'0' is not a positive whole number"),
         (["pool", "--out", "no/such/folder/record.json"], "the folder no/such/folder does not exist"),
-        (["nvm"], "invalid choice"),
+        (["nvm"], "'nvm' is unknown (did you mean nvme?)"),
     ],
 )
 def test_bad_input_is_one_line(capsys, arguments, says):

@@ -30,4 +30,4 @@ def test_bash_completes_commands_and_options(capsys, words, offered):
 
 def test_another_shell_is_one_line(capsys):
     assert main(["completion", "fish"]) == 2
-    assert "invalid choice: 'fish'" in capsys.readouterr().err
+    assert "shell: 'fish' is unknown; choose one of bash, zsh, tcsh" in capsys.readouterr().err

@@ -41,7 +41,10 @@ def text(tmp_path):
         ({"model": "/nowhere", "twin": 1}, "there is no folder /nowhere"),
         ({"model": "/nowhere", "random_weights": True}, "there is no /nowhere: name a model's folder"),
         ({"data": ["/nowhere"]}, "there is no file or folder /nowhere"),
-        ({"data": ["nobody/no-such-dataset"]}, "is neither a file or folder here nor a dataset"),
+        (
+            {"data": ["nobody/no-such-dataset"]},
+            "there is no file or folder nobody/no-such-dataset; taken as",
+        ),
         ({"context": 2_000_000}, "the model takes at most 131072 tokens per sequence, not 2000000"),
         ({"batch": 100_000, "accumulate": 2}, "one step takes 200000"),
         ({"tokenizer": "/nowhere"}, "there is no folder /nowhere"),

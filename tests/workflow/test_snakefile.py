@@ -39,7 +39,7 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
 def test_a_misspelt_config_key_gives_one_line_with_the_right_one(tmp_path: Path) -> None:
     done = snakemake("-n", "figures", "profil=smoke", fresh=tmp_path)
     assert done.returncode == 1
-    assert last_line(done) == "config: top level: unknown key 'profil'; did you mean 'profile'?"
+    assert last_line(done) == "config: top level: unknown key 'profil' (did you mean profile?)"
     assert "Traceback" not in done.stderr
 
 

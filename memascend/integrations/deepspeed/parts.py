@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from dataclasses import asdict, dataclass, field, fields
@@ -14,6 +13,7 @@ from memascend.memory.budget import parse_bytes
 from memascend.memory.placement_policy import PlacementPolicy
 from memascend.storage.devices import DeviceRefused, require_usable
 from memascend.storage.folders import direct_limits, swap_folder
+from memascend.suggestions import did_you_mean
 
 from .tier_options import NO_TIERS, TierOptions, as_options, check_paths, refuse_beside_tiers
 
@@ -47,7 +47,8 @@ class Parts:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(
-                    f"memascend.{name}: {getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}"
+                    f"memascend.{name}: {getattr(self, name)!r} is unknown"
+                    f"{did_you_mean(getattr(self, name), allowed)}; choose one of {', '.join(allowed)}"
                 )
         if (self.pinned == "stock") != (self.aio == "stock"):
             raise ValueError(
@@ -177,14 +178,12 @@ def enable_options(ds_config: dict[str, Any], keywords: dict[str, Any]) -> Enabl
 def _refuse_unknown(section: dict[Any, Any], keywords: dict[str, Any]) -> None:
     unknown = sorted(set(section) - set(_KEYS), key=str)
     if unknown:
-        near = difflib.get_close_matches(str(unknown[0]), _KEYS, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else f"; known keys: {', '.join(_KEYS)}"
+        hint = did_you_mean(unknown[0], _KEYS) or f"; known keys: {', '.join(_KEYS)}"
         raise ValueError(f'"{CONFIG_KEY}": unknown key {unknown[0]!r} in the DeepSpeed config{hint}')
     known = (*_KEYS, *_KEYWORDS_ONLY)
     for name in keywords:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else f"; known: {', '.join(known)}"
+            hint = did_you_mean(name, known) or f"; known: {', '.join(known)}"
             raise TypeError(f"memascend.enable has no keyword {name!r}{hint}")
 
 
