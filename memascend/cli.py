@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -132,7 +132,23 @@ def _add_completion(commands: Any) -> None:
 def _completion(options: argparse.Namespace) -> str:
     import shtab
 
-    return shtab.complete(command_line(), shell=options.shell)
+    from memascend import systems
+    from memascend.planner.command import testbeds
+    from memascend.training.config import choices
+
+    parser = command_line()
+    _offer(parser, {"system": systems.names(), "testbed": ["local", *testbeds()], **choices()})
+    return shtab.complete(parser, shell=options.shell)
+
+
+def _offer(parser: argparse.ArgumentParser, values: Mapping[str, Sequence[str]]) -> None:
+    """Let a completion script offer the values of options that check theirs later."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                _offer(command, values)
+        elif action.option_strings and action.dest in values:
+            action.choices = list(values[action.dest])
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ import csv
 import io
 import json
 import statistics
+import sys
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -54,6 +56,10 @@ def _run(options: argparse.Namespace) -> tuple[str, int]:
         if options.picture:
             draw([read_trace(options.a), read_trace(options.b)], options.picture, force=options.force)
         return (json.dumps(rows(a, b), indent=1) if options.json else as_text(a, b)), 0
+    for path, results in ((options.a, a), (options.b, b)):
+        if results.twice:
+            many = f"{len(results.twice)} measurements (such as {results.twice[0]!r})"
+            print(f"note: {path}: {many} in more than one record; the last record's are compared", file=sys.stderr)
     found = list(compared(a, b))
     if not found:
         raise ValueError(f"{options.a} and {options.b} have no measurement in common")
@@ -70,6 +76,7 @@ class Results:
 
     repeats: dict[str, list[float]]
     claims: dict[str, tuple[str, str]]
+    twice: tuple[str, ...] = ()  # measurements that more than one record holds; the last one's repeats are kept
 
 
 def load(path: Path) -> StepOf | Results:
@@ -99,7 +106,9 @@ def load(path: Path) -> StepOf | Results:
 def _together(path: Path, found: list[Results]) -> Results:
     if not any(each.repeats or each.claims for each in found):
         raise ValueError(f"{path} holds no records with repeats and no table of claims")
+    counts = Counter(name for each in found for name in each.repeats)
     return Results(
+        twice=tuple(sorted(name for name, count in counts.items() if count > 1)),
         repeats={name: values for each in found for name, values in each.repeats.items()},
         claims={name: verdict for each in found for name, verdict in each.claims.items()},
     )

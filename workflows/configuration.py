@@ -505,7 +505,9 @@ class Configuration:
 
     @cached_property
     def listing(self) -> list[str]:
-        """A line an exhibit (status, budget in this profile or what it waits for), then the counts of every paper."""
+        """A line per exhibit (its title, its lanes, and the time its runs take in this profile or what it waits for),
+        then the counts of every paper.
+        """
         width = max(map(len, self.entries))
         lines = []
         for name, entry in self.entries.items():
@@ -513,8 +515,8 @@ class Configuration:
                 drawn = "drawn; " if Path(self.figures, f"{name}.svg").exists() else ""
                 text = f"{drawn}{', '.join(entry['lanes']) or 'a drawing of structure'}; {self.budget(name)}"
             else:
-                text = f"waits for {entry['waits_for']}"
-            lines.append(f"{name:<{width}}  {entry['status']:<7}  {text}")
+                text = f"not built, waits for {entry['waits_for']}"
+            lines.append(f"{name:<{width}}  {entry['title']}  ({text})")
         built = Counter(self.entries[name]["paper"] for name in self.built)
         counts = ", ".join(f"{name} {built[paper]}" for paper, name in registry.PAPERS.items())
         lines.append(f"{len(self.built)} of {len(self.entries)} exhibits are built ({counts}).")

@@ -297,6 +297,12 @@ def _free_bytes(folder: Path | None) -> float | None:
     return float(shutil.disk_usage(folder).free)
 
 
+def testbeds() -> dict[str, Path]:
+    """The machines that the checkout describes, by name."""
+    folder = Path(__file__).parents[2] / "hardware" / "testbeds"
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+
+
 def _machine(options: argparse.Namespace) -> Any:
     from memascend.planner.machine import machine_from_file
 
@@ -308,12 +314,10 @@ def _machine(options: argparse.Namespace) -> Any:
     path = Path(name)
     if path.suffix in (".yaml", ".yml", ".json"):
         return machine_from_file(path)
-    folder = Path(__file__).parents[2] / "hardware" / "testbeds"
-    if (folder / f"{name}.yaml").is_file():
-        return machine_from_file(folder / f"{name}.yaml")
-    known = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
-    there = f"; described in this checkout: {known}" if known else ""
-    hint = did_you_mean(name, ["local", *(file.stem for file in folder.glob("*.yaml"))])
+    if name in (described := testbeds()):
+        return machine_from_file(described[name])
+    there = f"; described in this checkout: {', '.join(described)}" if described else ""
+    hint = did_you_mean(name, ["local", *described])
     raise ValueError(f"unknown testbed '{name}'{hint}: say local, or name a YAML file{there}")
 
 

@@ -89,6 +89,11 @@ def gib(size: float) -> str:
     return f"{size / GIB:.2f}" if size >= GIB // 200 or not size else "< 0.01"
 
 
+def _number(value: float, digits: int = 3) -> str:
+    """With so many significant digits, and never as a power of ten where it is large."""
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
 def _gb(size: float) -> str:
     return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
 
@@ -129,7 +134,7 @@ def _paths(answers: Answers) -> list[str]:
     head = f"paths of {answers.machine.name}, side by side without RAID"
     lines = [f"{head:<{_WIDTH}}{'share':>8}{'GiB':>11}{'written/step':>17}{'s without it':>15}{'days of life':>15}"]
     for path in answers.paths:
-        without = "-" if path.seconds_without is None else f"{path.seconds_without:,.3g}"
+        without = "-" if path.seconds_without is None else f"{_number(path.seconds_without)}"
         life = "-" if path.days_of_life is None else f"{path.days_of_life:,.1f}"
         cells = f"{path.share:>8.1%}{gib(path.stored_bytes):>11}{_gb(path.write_bytes_per_step):>17}"
         lines.append(f"  {path.name:<{_WIDTH - 2}}{cells}{without:>15}{life:>15}")
@@ -225,13 +230,14 @@ def _time(answers: Answers) -> list[str]:
         return [f"step time: not predicted; {answers.no_time}"]
     made, name = answers.time, answers.machine.name
     lines = [
-        f"{made.seconds:.3g} s per step, {made.tokens_per_second:,.4g} tokens/s on {name} (modelled); "
+        f"{_number(made.seconds)} s per step, {_number(made.tokens_per_second, 4)} tokens/s on {name} (modelled); "
         f"bottleneck: {made.bottleneck}",
         f"  {'phase':<18}{'seconds':>9}   waits for",
     ]
     for phase in made.phases:
-        shares = ", ".join(f"{k} {v:.3g} s" for k, v in sorted(phase.by_resource.items(), key=lambda i: -i[1]) if v)
-        lines.append(f"  {phase.name:<18}{phase.seconds:>9.3g}   {shares}")
+        waits = sorted(phase.by_resource.items(), key=lambda item: -item[1])
+        shares = ", ".join(f"{resource} {_number(seconds)} s" for resource, seconds in waits if seconds)
+        lines.append(f"  {phase.name:<18}{_number(phase.seconds):>9}   {shares}")
     known = Calibrations()
     lines.append("  calibrated, not derived:")
     for field in ("gpu_efficiency", "host_seconds_per_parameter", "adam_memory_efficiency"):
@@ -257,7 +263,7 @@ def _choice(answers: Answers) -> list[str]:
         words = f"{name}: {mix}" if name.startswith("fastest") else name
         words += "" if mix.peak_bytes <= made.room_bytes else " (does not fit)"
         lines.append(
-            f"  {words:<{_WIDTH + 12}}{mix.seconds:>10.3g}{gib(mix.peak_bytes):>9}{_gb(mix.written_bytes):>12}"
+            f"  {words:<{_WIDTH + 12}}{_number(mix.seconds):>10}{gib(mix.peak_bytes):>9}{_gb(mix.written_bytes):>12}"
         )
     if made.fastest is not None:
         lines.append(f"  to run the fastest: memascend train --checkpointing ssd --activations {made.fastest.fates}")
@@ -282,7 +288,7 @@ def _others(answers: Answers) -> list[str]:
         size = peer.plan.host_bytes
         line = f"  {labels[peer.plan.label]:<{width - 2}}{gib(size):>10}{size / answers.host.host_bytes:>7.2f}x"
         if timed:
-            line += f"{'-' if peer.seconds is None else f'{peer.seconds:.3g}':>13}"
+            line += f"{'-' if peer.seconds is None else _number(peer.seconds):>13}"
         lines.append(line if limit is None else f"{line}   {'fits' if size <= limit else 'does not fit'}")
     return lines
 

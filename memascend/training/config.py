@@ -299,6 +299,11 @@ def read_config(path: Path) -> dict[str, Any]:
     return {name: checked(name, value, f"{path}") for name, value in loaded.items()}
 
 
+def choices() -> dict[str, tuple[str, ...]]:
+    """The values of each key that takes one of a few."""
+    return {name: field.metadata["choices"] for name, field in _FIELDS.items() if field.metadata["choices"]}
+
+
 def checked(name: Any, value: Any, where: str) -> Any:
     """`value` as the type of key `name`; ValueError that names place, key, expected and got."""
     if name in OUT_OF_SCOPE:

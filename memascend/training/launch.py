@@ -120,11 +120,13 @@ def launch(
     wanted: dict[str, Any],
     dry_run: bool = False,
     setup_of: SetupOf = systems.setup,
+    temporary: bool = False,
 ) -> int:
     """Train in child processes. Returns the exit status: 0, or where it was stopped 130 (Ctrl-C) or 143.
 
     `wanted`: the keys that the caller set. `dry_run`: all that comes before the first step, and then nothing is left
-    of it. `setup_of`: what its backend is told. Raises ValueError in one line for whatever the user can change.
+    of it. `setup_of`: what its backend is told. `temporary`: the caller removes the folder, so nothing that is printed
+    points there. Raises ValueError in one line for whatever the user can change.
     """
     folder = RunFolder(config.output_folder)
     stopping = Stopping()
@@ -140,12 +142,13 @@ def launch(
         prepared = _prepare(folder, stopping)
         stopping.trains = True
         if stopping.asked:
-            go_on = "" if dry_run else f"; to continue: memascend train --output {folder.root} --resume"
+            go_on = "" if dry_run or temporary else f"; to continue: memascend train --output {folder.root} --resume"
             say(f"stopped before training began{go_on}")
             if dry_run and not resume:
                 _discard(folder)
             return stopping.status
         with _composed(config, folder, prepared, setup_of) as job:
+            job["temporary"] = temporary
             if dry_run:
                 say("dry run: nothing was trained, and no files were left")
                 raise NothingToDo
@@ -298,7 +301,10 @@ def _require_as_prepared(folder: RunFolder, prepared: dict[str, Any]) -> None:
             raise ValueError(
                 f"{path} has {size} bytes, {wanted} were prepared: restore it, or {_prepares_again(folder)}"
             )
-    for name, was in (recorded_text.recorded(folder) or {}).items():
+    recorded = recorded_text.recorded(folder)
+    if recorded is None:
+        say(f"note: {folder.text} is missing: whether the text is as it was is not checked")
+    for name, was in (recorded or {}).items():
         if checkpoint.file_checksum(folder.data / name) != was["crc32"]:
             raise ValueError(
                 f"{folder.data / name} has changed since it was prepared (checksum mismatch): restore it, or "

@@ -189,11 +189,14 @@ def _in_memory(config: TrainConfig, parameters: int) -> dict[str, Any]:
     """As `_plan`, for plain PyTorch on the CPU: what it holds from step to step. Activations are not planned."""
     import torch
 
+    from memascend.planner.footprint import CPU_PROCESS_OVERHEAD_BYTES
+
     states = {"fp32": 3 * 4, "bf16": 3 * 2, "int8": 2 + 2 + 2 / 32}[config.states]
     components = {
         "weights": 0 if config.dtype == "fp32" else 2 * parameters,  # fp32 weights are their own masters
         "master weights and moments": round(states * parameters),
         "gradients": (2 if config.gradients == "bf16" else 4) * parameters,
+        "process overhead": CPU_PROCESS_OVERHEAD_BYTES,
     }
     if torch.cuda.is_available():
         components = {}

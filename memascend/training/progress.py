@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -198,7 +199,9 @@ class Progress:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole rows; a last line that a kill cut short is left out. ValueError for a file that is no text."""
+    """All whole rows: not a last line that a kill cut short, nor one without finite seconds. ValueError for a file that
+    is no text.
+    """
     rows = []
     try:
         texts = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
@@ -209,9 +212,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             row = json.loads(text)
         except ValueError:
             continue
-        if isinstance(row, dict) and isinstance(row.get("kind"), str) and type(row.get("step")) is int:
+        known = isinstance(row, dict) and isinstance(row.get("kind"), str) and type(row.get("step")) is int
+        if known and _is_duration(row.get("seconds")):
             rows.append(row)
     return rows
+
+
+def _is_duration(seconds: Any) -> bool:
+    return seconds is None or (isinstance(seconds, int | float) and 0 <= seconds < math.inf)
 
 
 def rewind_metrics(path: Path, step: int) -> int:

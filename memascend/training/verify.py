@@ -53,8 +53,9 @@ def verify(config: TrainConfig, reference: str | None, output: Path | None) -> d
     parent = output or Path(tempfile.mkdtemp(prefix=f"{config.output_folder.name}-verify-", dir=_place(config)))
     tested, compared = parent / "tested", parent / "reference"
     try:
-        _run(config, tested, "tested", systems.setup)
-        _run(theirs, compared, "reference", functools.partial(_like, config))
+        gone = output is None
+        _run(config, tested, "tested", systems.setup, temporary=gone)
+        _run(theirs, compared, "reference", functools.partial(_like, config), temporary=gone)
         return report(config, theirs, tested, compared)
     finally:
         if output is None:
@@ -133,12 +134,12 @@ def _like(tested: TrainConfig, config: TrainConfig, *run: Any) -> Setup:
     return setup
 
 
-def _run(config: TrainConfig, output: Path, name: str, setup_of: Any) -> None:
+def _run(config: TrainConfig, output: Path, name: str, setup_of: Any, *, temporary: bool) -> None:
     """Progress goes to standard error: standard output is for the result."""
     print(f"-- {name}: {config.system}{f' ({config.arm})' if config.arm else ''}", file=sys.stderr, flush=True)
     with contextlib.redirect_stdout(sys.stderr):
         config = dataclasses.replace(config, output=str(output))
-        status = launch(config, resume=False, wanted={}, setup_of=setup_of)
+        status = launch(config, resume=False, wanted={}, setup_of=setup_of, temporary=temporary)
     if status:
         print(f"memascend: the {name} run was interrupted; nothing was compared", file=sys.stderr)
         raise SystemExit(status)

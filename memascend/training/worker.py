@@ -118,6 +118,8 @@ class Worker:
             second = min(self.step + 2, self.steps)  # the first still makes buffers
             last = self.steps if STEP_IN_TRACE in self.config.trace else second
             self.traced_steps = range(second, last + 1)
+            if self.step == self.steps and self.rank == 0:
+                print("note: --trace: no step is left to train, so none is traced", file=self.out, flush=True)
         self.progress = Progress(
             self.out if self.rank == 0 else io.StringIO(),  # one line a step: what the others would say is dropped
             self.folder.metrics if self.rank == 0 else Path(os.devnull),
@@ -527,6 +529,8 @@ class Worker:
             result = before | {name: result[name] for name in ("outcome", "summary", "config")}
         report.write(self.folder.report, result)
         root = self.folder.root
+        if self.job.get("temporary"):
+            return
         if outcome == STOPPED:
             missing = " before its evaluation" if self.step == self.steps else ""
             self.progress.say(f"stopped after step {self.step} of {self.steps}{missing}; to continue:")

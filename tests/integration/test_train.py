@@ -438,6 +438,7 @@ def test_verify_finds_equal_bits_of_8_bit_moments_on_the_ssd_and_in_memory(tmp_p
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert (found["verdict"], found["reference_arm"]) == ("equal", "memascend_adamw")
+    assert "done: " not in done.stderr  # both folders are removed
     kinds = {name: each["tensors"] for name, each in found["tensors"].items()}
     assert len(set(kinds.values())) == 1
     assert list(kinds) == ["weights", "master weights", "first moments", "second moments", "scales of moments"]

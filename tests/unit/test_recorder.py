@@ -208,3 +208,15 @@ def test_what_cannot_be_compared_is_one_line(tmp_path, capsys, a, b, said):
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_measurement_in_two_records_of_a_folder_is_said(tmp_path, capsys):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        for name, seconds in (("first", [1.0]), ("second", [2.0])):
+            record = {"run_id": "same", "points": [{"arm": "x", "seconds": seconds}]}
+            (tmp_path / folder / f"{name}.json").write_text(json.dumps(record))
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    said = capsys.readouterr()
+    assert f"note: {tmp_path / 'a'}: 1 measurements (such as 'same: x') in more than one record" in said.err
+    assert "A 2 [2, 2] s" in said.out

@@ -21,6 +21,10 @@ def completed(script, words):
         (["memascend", "tr"], ["train"]),
         (["memascend", "train", "--dry"], ["--dry-run"]),
         (["memascend", "storage", "for"], ["format"]),
+        (["memascend", "train", "--system", "lo"], ["lohan"]),
+        (["memascend", "plan", "--system", "zero_i"], ["zero_infinity"]),
+        (["memascend", "plan", "--testbed", "memascend-c"], ["memascend-c1", "memascend-c2", "memascend-c3"]),
+        (["memascend", "train", "--checkpoints", "w"], ["weights"]),
     ],
 )
 def test_bash_completes_commands_and_options(capsys, words, offered):

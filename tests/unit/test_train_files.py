@@ -362,6 +362,12 @@ def test_metrics_go_back_to_the_checkpoint_and_a_cut_line_is_left_out(tmp_path):
     assert read_metrics(path) == rows[:1]
 
 
+def test_a_row_without_finite_seconds_is_no_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"kind": "step", "step": 1, "seconds": {x}}}\n' for x in ("Infinity", "NaN", "-1", "2")))
+    assert [row["seconds"] for row in read_metrics(path)] == [2]
+
+
 def test_what_a_run_needs_and_lacks_is_named_with_the_way_to_have_it_again(tmp_path):
     folder = RunFolder(tmp_path)
     folder.data.mkdir()
