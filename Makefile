@@ -13,17 +13,18 @@ PYTEST ?=
 WORKERS ?= -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4)))
 ifdef CUDA
 CONSTRAINTS ?= constraints-cuda.txt
-EXTRAS ?= cuda,deepspeed,huggingface,test,workflow
+EXTRAS ?= cuda,deepspeed,huggingface,lint,test,workflow
 else
 CONSTRAINTS ?= constraints.txt
-EXTRAS ?= deepspeed,huggingface,test,workflow
+EXTRAS ?= deepspeed,huggingface,lint,test,workflow
 endif
 
 IN_VENV := export PATH="$(CURDIR)/$(VENV)/bin:$$PATH";
+CPP = $(shell find memascend/csrc tests -name '*.cpp' -o -name '*.h')
 SNAKEMAKE := $(IN_VENV) snakemake --cores $(CORES)
 export PYTHON MAX_JOBS MEMASCEND_CACHE NO_SYSTEM_PACKAGES
 
-.PHONY: help setup figures smoke artifact test zoo zoo-drop-in zoo-night chaos lint native-tests python-tests numa-guest numa-test ops docs diagrams clean deepspeed_016
+.PHONY: help setup figures smoke artifact test zoo zoo-drop-in zoo-night chaos lint format native-tests python-tests numa-guest numa-test ops docs diagrams clean deepspeed_016
 
 help: ## list the targets
 	@grep -hE '^[a-z_0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z_0-9-]+):.*## (.*)/make \1|\2/' | column -t -s '|'
@@ -76,8 +77,12 @@ numa-guest: setup ## kernel and emulator of a machine with CPU-less memory nodes
 numa-test: numa-guest ## tests that need such nodes, in that guest: minutes, nothing is timed
 	@$(IN_VENV) pytest -m numa_vm $(PYTEST)
 
-lint: setup ## ruff, snakefmt, snakemake --lint
+lint: setup ## ruff, clang-format, snakefmt, snakemake --lint
 	@$(IN_VENV) ruff check . && ruff format --check . && snakefmt --check Snakefile workflows/rules && snakemake --lint
+	@$(IN_VENV) clang-format --dry-run -Werror $(CPP)
+
+format: setup ## what the formatters can do by themselves
+	@$(IN_VENV) ruff check --fix-only . && ruff format . && snakefmt Snakefile workflows/rules && clang-format -i $(CPP)
 
 ops: setup ## DeepSpeed's compiled ops alone (part of setup)
 	@$(IN_VENV) python workflows/setup/build_ops.py

@@ -147,8 +147,8 @@ std::pair<at::Tensor, py::dict> pinned_empty(std::int64_t numel, const py::objec
   PinnedBlock block;
   {
     const ReleasedGil no_gil;
-    block = PinnedRegistry::instance().allocate(numel * item_bytes, reserved_bytes, lock, require_lock, kind,
-                                                placement);
+    block =
+        PinnedRegistry::instance().allocate(numel * item_bytes, reserved_bytes, lock, require_lock, kind, placement);
   }
   // The lambda is held by the storage: it runs once, after the last view has gone, with or without the GIL.
   at::Tensor tensor = at::from_blob(
@@ -244,7 +244,9 @@ FloatFormat checked_format(const char* op, const char* name, const at::Tensor& t
   const at::ScalarType type = tensor.scalar_type();
   TORCH_CHECK_VALUE(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, op, ": ", name, " has dtype ",
                     type, ": use float32, float16 or bfloat16");
-  return type == at::kFloat ? FloatFormat::kFloat32 : type == at::kHalf ? FloatFormat::kFloat16 : FloatFormat::kBFloat16;
+  return type == at::kFloat  ? FloatFormat::kFloat32
+         : type == at::kHalf ? FloatFormat::kFloat16
+                             : FloatFormat::kBFloat16;
 }
 
 using NormAndOverflow = std::tuple<at::Tensor, at::Tensor>;
@@ -256,7 +258,8 @@ void check_unscale(const at::Tensor& grad, const at::Tensor& out) {
   TORCH_CHECK_VALUE(grad.sizes() == out.sizes(), kOp, ": grad has shape ", grad.sizes(), ", out ", out.sizes());
   TORCH_CHECK_VALUE(out_format == FloatFormat::kFloat32 || out_format == in_format, kOp,
                     ": out is float32 or has the dtype of grad");
-  const bool dense = grad.is_same(out) ? grad.is_non_overlapping_and_dense() : grad.is_contiguous() && out.is_contiguous();
+  const bool dense =
+      grad.is_same(out) ? grad.is_non_overlapping_and_dense() : grad.is_contiguous() && out.is_contiguous();
   TORCH_CHECK_VALUE(dense, kOp, ": the gradient is not one dense run of memory: give a contiguous tensor");
 }
 
@@ -274,7 +277,8 @@ NormAndOverflow unscale(const at::Tensor& grad, double inverse_scale, const at::
 NormAndOverflow unscale_in_place(at::Tensor& grad, double inverse_scale) { return unscale(grad, inverse_scale, grad); }
 
 NormAndOverflow unscale_to(const at::Tensor& grad, double inverse_scale, at::Tensor& out) {
-  TORCH_CHECK_VALUE(!grad.is_alias_of(out), "unscale_norm_overflow: out shares memory with grad: use the in-place form");
+  TORCH_CHECK_VALUE(!grad.is_alias_of(out),
+                    "unscale_norm_overflow: out shares memory with grad: use the in-place form");
   return unscale(grad, inverse_scale, out);
 }
 
@@ -334,8 +338,8 @@ void adamw_op(at::Tensor& param, const at::Tensor& grad, at::Tensor& exp_avg, at
     tensors.copy = half_copy->mutable_data_ptr();
     tensors.copy_format = half_copy->scalar_type() == at::kHalf ? CopyFormat::kFloat16 : CopyFormat::kBFloat16;
   }
-  const AdamWOptions options{step, lr,         beta1,          beta2, eps, weight_decay, grad_scale,
-                             static_cast<std::uint64_t>(seed), element_offset};
+  const AdamWOptions options{
+      step, lr, beta1, beta2, eps, weight_decay, grad_scale, static_cast<std::uint64_t>(seed), element_offset};
   with_torch_errors([&] { adamw(tensors, options, at::get_num_threads()); });
 }
 
@@ -378,8 +382,8 @@ void adamw8_op(at::Tensor& param, const at::Tensor& grad, at::Tensor& exp_avg, a
                               static_cast<std::uint8_t*>(scales.mutable_data_ptr()),
                               format_of(grad),
                               param.numel()};
-  const AdamWOptions options{step, lr,         beta1,          beta2, eps, weight_decay, grad_scale,
-                             static_cast<std::uint64_t>(seed), element_offset};
+  const AdamWOptions options{
+      step, lr, beta1, beta2, eps, weight_decay, grad_scale, static_cast<std::uint64_t>(seed), element_offset};
   with_torch_errors([&] { adamw8(tensors, options, at::get_num_threads()); });
 }
 
@@ -412,8 +416,8 @@ py::list as_list(const std::vector<EndedRequest>& ended) {
   return out;
 }
 
-// Ctrl-C and other signals that Python handles end a wait for a drive that hangs. Python runs their handlers in the main
-// thread alone; another one may still wait when the interpreter has ended.
+// Ctrl-C and other signals that Python handles end a wait for a drive that hangs. Python runs their handlers in the
+// main thread alone; another one may still wait when the interpreter has ended.
 void raise_pending_signals() {
   if (gettid() != getpid()) {
     return;
@@ -508,11 +512,13 @@ void bind_faults(py::module_& module) {
   py::class_<IoSyscalls>(module, "IoSyscalls");
   py::class_<FaultLayer, IoSyscalls>(module, "FaultLayer")
       .def(py::init<>())
-      .def("add", [](FaultLayer& self, std::string op, std::int64_t after, std::int64_t times, int error,
-                     std::int64_t at_most, std::int64_t delay_us, int signal) {
-        self.add({std::move(op), after, times, error, at_most, delay_us, signal});
-      }, py::arg("op"), py::kw_only(), py::arg("after") = 0, py::arg("times") = -1, py::arg("error") = 0,
-           py::arg("at_most") = -1, py::arg("delay_us") = 0, py::arg("signal") = 0)
+      .def(
+          "add",
+          [](FaultLayer& self, std::string op, std::int64_t after, std::int64_t times, int error, std::int64_t at_most,
+             std::int64_t delay_us,
+             int signal) { self.add({std::move(op), after, times, error, at_most, delay_us, signal}); },
+          py::arg("op"), py::kw_only(), py::arg("after") = 0, py::arg("times") = -1, py::arg("error") = 0,
+          py::arg("at_most") = -1, py::arg("delay_us") = 0, py::arg("signal") = 0)
       .def("calls", &FaultLayer::calls, py::arg("op"))
       .def("log_writes", &FaultLayer::log_writes, py::arg("path"))
       .def("demand_alignment", &FaultLayer::demand_alignment, py::arg("bytes"), py::arg("told") = true)
@@ -536,8 +542,8 @@ void bind_file_engine(py::module_& module) {
   using Owner = std::unique_ptr<FileEngine, EndingDeleter<FileEngine>>;
   py::class_<FileEngine, Owner> type(module, "FileEngine");
   type.def(py::init([](int threads, std::int64_t block_bytes, bool require_direct, IoSyscalls* faults) {
-             return Owner(new FileEngine(threads, block_bytes, faults != nullptr ? *faults : kernel_syscalls(),
-                                         require_direct));
+             return Owner(
+                 new FileEngine(threads, block_bytes, faults != nullptr ? *faults : kernel_syscalls(), require_direct));
            }),
            py::arg("threads"), py::arg("block_bytes"), py::arg("require_direct") = false, py::arg("faults") = nullptr,
            py::keep_alive<1, 5>())
@@ -646,7 +652,8 @@ void bind_store(py::module_& module) {
       .def("commit", &Store::commit, NoGil())
       .def("uncommitted", &Store::uncommitted)
       .def("collect", &Store::collect, NoGil())
-      .def("verify", [](Store& self, const std::string& key) { return verify_record(self, self.find(key)); }, NoGil())
+      .def(
+          "verify", [](Store& self, const std::string& key) { return verify_record(self, self.find(key)); }, NoGil())
       .def("space", [](Store& self) { return as_dict(self.space()); })
       .def("superblock", [](const Store& self, std::size_t member) { return as_dict(self.superblock(member)); })
       .def("paths", [](const Store& self) {
@@ -656,13 +663,14 @@ void bind_store(py::module_& module) {
         }
         return out;
       });
-  module.def("storage_format",
-             [](const std::vector<std::string>& paths, const std::string& owner, std::vector<std::uint32_t> weights,
-                std::int64_t chunk_bytes, std::int64_t log_bytes, std::int64_t scratch_pid) {
-               format_store(paths, FormatOptions{owner, std::move(weights), chunk_bytes, log_bytes, scratch_pid});
-             },
-             py::arg("paths"), py::arg("owner"), py::arg("weights"), py::arg("chunk_bytes"), py::arg("log_bytes"),
-             py::arg("scratch_pid") = 0, NoGil());
+  module.def(
+      "storage_format",
+      [](const std::vector<std::string>& paths, const std::string& owner, std::vector<std::uint32_t> weights,
+         std::int64_t chunk_bytes, std::int64_t log_bytes, std::int64_t scratch_pid) {
+        format_store(paths, FormatOptions{owner, std::move(weights), chunk_bytes, log_bytes, scratch_pid});
+      },
+      py::arg("paths"), py::arg("owner"), py::arg("weights"), py::arg("chunk_bytes"), py::arg("log_bytes"),
+      py::arg("scratch_pid") = 0, NoGil());
   module.def("storage_destroy", [](const std::vector<std::string>& paths) { destroy_store(paths); });
   module.def("direct_limits", [](const std::string& path) {
     const Device device(path, kernel_syscalls(), true);
@@ -672,10 +680,13 @@ void bind_store(py::module_& module) {
     const auto block = read_superblock(Device(path, kernel_syscalls(), true));
     return block ? py::object(as_dict(*block)) : py::object(py::none());
   });
-  module.def("crc32c", [](const py::bytes& data, std::uint32_t start, bool portable) {
-    const std::string_view view = data;
-    return portable ? crc32c_portable(start, view.data(), view.size()) : crc32c(start, view.data(), view.size());
-  }, py::arg("data"), py::arg("start") = 0, py::arg("portable") = false);
+  module.def(
+      "crc32c",
+      [](const py::bytes& data, std::uint32_t start, bool portable) {
+        const std::string_view view = data;
+        return portable ? crc32c_portable(start, view.data(), view.size()) : crc32c(start, view.data(), view.size());
+      },
+      py::arg("data"), py::arg("start") = 0, py::arg("portable") = false);
   module.def("crc32c_join", &crc32c_join);
   module.def("aio_missing", [](const std::string& name) {
     return aio_missing(name == "libaio" ? AioKind::kLibaio : AioKind::kUring, kernel_syscalls());
@@ -741,8 +752,8 @@ void bind_direct_engine(py::module_& module) {
   type.def(py::init([](std::shared_ptr<Store> store, int workers, std::int64_t block_bytes, int depth,
                        std::string backend, const std::string& checksums, bool trace, bool is_volatile,
                        IoSyscalls* faults) {
-             EngineOptions options{workers, block_bytes, depth, std::move(backend), checksums_of(checksums), trace,
-                                   is_volatile};
+             EngineOptions options{workers, block_bytes, depth, std::move(backend), checksums_of(checksums),
+                                   trace,   is_volatile};
              return Owner(new DirectEngine(std::move(store), options, faults != nullptr ? *faults : kernel_syscalls()));
            }),
            py::arg("store"), py::arg("workers"), py::arg("block_bytes"), py::arg("depth"), py::arg("backend"),
@@ -753,22 +764,25 @@ void bind_direct_engine(py::module_& module) {
       .def("find", &find_record<DirectEngine>)
       .def("list", &list_records<DirectEngine>)
       .def("erase", &DirectEngine::erase, NoGil())
-      .def("verify", [](DirectEngine& self, const std::string& key) {
-        return verify_record(self.store(), self.find(key));
-      }, NoGil())
+      .def(
+          "verify",
+          [](DirectEngine& self, const std::string& key) { return verify_record(self.store(), self.find(key)); },
+          NoGil())
       .def("read", &direct_read)
-      .def("register_buffer", [](DirectEngine& self, const at::Tensor& tensor) {
-        auto keep_alive = std::make_shared<at::Tensor>(tensor);
-        void* data = require_plain("buffer", tensor).mutable_data_ptr();
-        const ReleasedGil no_gil;
-        return self.register_buffer(data, static_cast<std::int64_t>(tensor.nbytes()), std::move(keep_alive));
-      })
-      .def("unregister_buffer", [](DirectEngine& self, const at::Tensor& tensor) {
-        std::shared_ptr<void> owner;  // released with the GIL
-        const ReleasedGil no_gil;
-        owner = self.unregister_buffer(const_cast<void*>(tensor.const_data_ptr()));
-        return owner != nullptr;
-      })
+      .def("register_buffer",
+           [](DirectEngine& self, const at::Tensor& tensor) {
+             auto keep_alive = std::make_shared<at::Tensor>(tensor);
+             void* data = require_plain("buffer", tensor).mutable_data_ptr();
+             const ReleasedGil no_gil;
+             return self.register_buffer(data, static_cast<std::int64_t>(tensor.nbytes()), std::move(keep_alive));
+           })
+      .def("unregister_buffer",
+           [](DirectEngine& self, const at::Tensor& tensor) {
+             std::shared_ptr<void> owner;  // released with the GIL
+             const ReleasedGil no_gil;
+             owner = self.unregister_buffer(const_cast<void*>(tensor.const_data_ptr()));
+             return owner != nullptr;
+           })
       .def("drain_trace", &direct_trace)
       .def_property_readonly("backend", [](const DirectEngine& self) { return aio_kind_name(self.backend()); })
       .def_property_readonly("bounce_buffers", &DirectEngine::bounce_buffers);
@@ -878,9 +892,11 @@ void translate(std::exception_ptr pointer) {
       std::rethrow_exception(pointer);
     }
   } catch (const StorageFailure& failure) {
-    const py::object error = py::module_::import("memascend.storage.errors").attr("StorageError")(
-        failure.op, failure.device, failure.offset, failure.expected, failure.got,
-        failure.error != 0 ? py::object(py::int_(failure.error)) : py::object(py::none()), failure.reason);
+    const py::object error =
+        py::module_::import("memascend.storage.errors")
+            .attr("StorageError")(failure.op, failure.device, failure.offset, failure.expected, failure.got,
+                                  failure.error != 0 ? py::object(py::int_(failure.error)) : py::object(py::none()),
+                                  failure.reason);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
   } catch (const Error& error) {
     PyObject* type = error.kind() == ErrorKind::kInvalidArgument ? PyExc_ValueError
@@ -899,8 +915,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 
   module.def("pinned_empty", &pinned_empty, py::arg("numel"), py::arg("dtype"), py::arg("reserved_bytes"),
              py::arg("lock"), py::arg("require_lock"), py::arg("pages") = "small", py::arg("placement") = py::none());
-  module.def("pages_by_node", &named_pages_by_node, py::arg("address"), py::arg("bytes"),
-             NoGil());
+  module.def("pages_by_node", &named_pages_by_node, py::arg("address"), py::arg("bytes"), NoGil());
   module.def("compute_alone", [] {
     (void)at::get_num_threads();  // the first call of a thread sets what it may use
 #if defined(_OPENMP)
@@ -922,8 +937,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       [](std::uintptr_t address, std::int64_t bytes, std::int64_t hops, std::uint64_t seed) {
         return load_latency_ns(reinterpret_cast<void*>(address), bytes, hops, seed);
       },
-      py::arg("address"), py::arg("bytes"), py::arg("hops"), py::arg("seed") = 0,
-      NoGil());
+      py::arg("address"), py::arg("bytes"), py::arg("hops"), py::arg("seed") = 0, NoGil());
   module.def("pinned_contains", [](std::uintptr_t address, std::int64_t bytes) {
     return PinnedRegistry::instance().contains(address, bytes);
   });

@@ -50,8 +50,8 @@ inline bool contains(const std::string& text, const std::string& part) { return 
 
 #define CHECK(condition) check::report(static_cast<bool>(condition), #condition, __FILE__, __LINE__, "")
 #define CHECK_NOTE(condition, note) check::report(static_cast<bool>(condition), #condition, __FILE__, __LINE__, note)
-#define TEST(name)                                                 \
-  static void test_##name();                                       \
+#define TEST(name)                                                        \
+  static void test_##name();                                              \
   static const check::Registration registered_##name(#name, test_##name); \
   static void test_##name()
 

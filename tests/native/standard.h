@@ -1,4 +1,5 @@
-// Compiled once for each variant and put before every source (-include): reading these headers is most of the compiling.
+// Compiled once for each variant and put before every source (-include): reading these headers is most of the
+// compiling.
 #include <algorithm>
 #include <array>
 #include <atomic>

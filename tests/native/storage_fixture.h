@@ -61,7 +61,7 @@ class FaultyCalls : public IoSyscalls {
   std::function<int(AioCommand&)> on_command;
   std::function<int(std::uint64_t, int)> on_completion;
   std::function<bool(long number, long& count)> on_raw;  // true: fails with errno as set; may lower io_submit's count
-  std::function<bool(int fd)> on_flush;                  // true: fails with errno as set
+  std::function<bool(int fd)> on_flush;  // true: fails with errno as set
   std::function<bool(int fd, std::size_t& bytes)> on_pwrite;
   std::function<bool(int fd, std::size_t& bytes)> on_pread;
 

@@ -132,8 +132,8 @@ TEST(adamw_touches_nothing_outside_its_elements) {
       Case all(state, grad, copy, 200);
       const Case before = all;
       all.run(37, 150, 11, 1, level);  // the sanitizer guards the ends of the buffers, this the slice's
-      for (const auto& [now, then, bytes] : {std::tuple{&all.p, &before.p, format_bytes(state)},
-                                             std::tuple{&all.c, &before.c, std::int64_t{2}}}) {
+      for (const auto& [now, then, bytes] :
+           {std::tuple{&all.p, &before.p, format_bytes(state)}, std::tuple{&all.c, &before.c, std::int64_t{2}}}) {
         CHECK(std::equal(now->begin(), now->begin() + 37 * bytes, then->begin()));
         CHECK(std::equal(now->begin() + 150 * bytes, now->end(), then->begin() + 150 * bytes));
       }
@@ -169,7 +169,8 @@ TEST(adamw_is_the_formula) {
 // Over many steps' numbers the mean of the rounded value is the value, for each of the three states.
 TEST(adamw_stochastic_rounding_has_no_bias) {
   constexpr int kCount = 1 << 17;
-  std::vector<std::uint16_t> p(kCount, bf16(1.0f)), g(kCount, bf16(0.5f)), m(kCount, bf16(0.25f)), v(kCount, bf16(0.25f));
+  std::vector<std::uint16_t> p(kCount, bf16(1.0f)), g(kCount, bf16(0.5f)), m(kCount, bf16(0.25f)),
+      v(kCount, bf16(0.25f));
   adamw({p.data(), g.data(), m.data(), v.data(), nullptr, FloatFormat::kBFloat16, FloatFormat::kBFloat16,
          CopyFormat::kNone, kCount},
         {10, 1e-3, 0.9, 0.999, 1e-8, 0.0}, 2);
@@ -209,13 +210,14 @@ TEST(adamw_names_what_is_not_finite_and_leaves_it) {
   for (const SimdLevel level : levels_here()) {
     for (const std::size_t place : {0ul, 40ul, 999ul}) {
       struct Bad {
-        std::vector<char> Case::*tensor;
+        std::vector<char> Case::* tensor;
         float value;
         std::string says;
       };
-      for (const Bad& bad : {Bad{&Case::p, INFINITY, "parameter is inf"}, Bad{&Case::g, NAN, "gradient is nan"},
-                             Bad{&Case::m, -INFINITY, "momentum is -inf"}, Bad{&Case::v, NAN, "variance is nan"},
-                             Bad{&Case::v, -1.0f, "variance is negative"}, Bad{&Case::g, 3e38f, "update is not finite"}}) {
+      for (const Bad& bad :
+           {Bad{&Case::p, INFINITY, "parameter is inf"}, Bad{&Case::g, NAN, "gradient is nan"},
+            Bad{&Case::m, -INFINITY, "momentum is -inf"}, Bad{&Case::v, NAN, "variance is nan"},
+            Bad{&Case::v, -1.0f, "variance is negative"}, Bad{&Case::g, 3e38f, "update is not finite"}}) {
         Case one(FloatFormat::kFloat32, FloatFormat::kFloat32, CopyFormat::kNone, 1000);
         std::memcpy((one.*bad.tensor).data() + 4 * place, &bad.value, 4);
         const Case before = one;

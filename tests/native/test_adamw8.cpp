@@ -84,9 +84,7 @@ double decoded(std::uint8_t code, int fraction_bits, int scale) {
   return std::ldexp(value, std::max(scale, 8) - 127);
 }
 
-double momentum_of(std::uint8_t code, int scale) {
-  return (code & 0x80 ? -1 : 1) * decoded(code & 0x7F, 4, scale);
-}
+double momentum_of(std::uint8_t code, int scale) { return (code & 0x80 ? -1 : 1) * decoded(code & 0x7F, 4, scale); }
 
 }  // namespace
 
@@ -193,7 +191,8 @@ TEST(adamw8_stochastic_rounding_has_no_bias) {
     const double count = kCount / 32 * 31;
     const double value = static_cast<double>(small);
     const double step = std::fmax(std::ldexp(1.0, -10), std::exp2(std::floor(std::log2(value)) - 4));
-    CHECK_NOTE(std::fabs(momentum / count - value) < 5 * 0.5 * step / std::sqrt(count), std::to_string(momentum / count));
+    CHECK_NOTE(std::fabs(momentum / count - value) < 5 * 0.5 * step / std::sqrt(count),
+               std::to_string(momentum / count));
     CHECK_NOTE(std::fabs(root / count - value) < 5 * 0.25 * step / std::sqrt(count), std::to_string(root / count));
   }
 }
@@ -205,7 +204,9 @@ TEST(adamw8_zero_states_are_the_beginning_and_no_root_becomes_zero) {
     std::fill(one.r.begin(), one.r.end(), std::uint8_t{0});
     std::fill(one.s.begin(), one.s.end(), std::uint8_t{0});
     for (std::int64_t i = 0; i < 64; ++i) {
-      const float g = i == 0 ? 1e4f : i < 32 ? 1e-6f : 0.0f;  // one huge value in the first block, nothing in the second
+      const float g = i == 0   ? 1e4f
+                      : i < 32 ? 1e-6f
+                               : 0.0f;  // one huge value in the first block, nothing in the second
       std::memcpy(one.g.data() + 4 * i, &g, 4);
     }
     const Case before = one;

@@ -62,7 +62,8 @@ TEST(a_thread_that_the_system_refuses_is_an_error_and_the_others_end) {
   for (const int refused : {0, 2}) {
     Threads calls(refused);
     const std::string files = message_of<Error>([&] { const FileEngine engine(3, 4096, calls); });
-    CHECK_NOTE(contains(files, "thread " + std::to_string(refused + 1) + " of 3") && contains(files, "ulimit -u"), files);
+    CHECK_NOTE(contains(files, "thread " + std::to_string(refused + 1) + " of 3") && contains(files, "ulimit -u"),
+               files);
     Threads again(refused);
     const std::string direct =
         message_of<Error>([&] { const DirectEngine engine(bench.open(), options_for("auto", 3), again); });

@@ -73,8 +73,8 @@ TEST(a_part_of_a_tensor_is_read_from_any_byte_on) {
     for (const std::size_t bytes : {0u, 1u, 4096u, 33333u}) {
       const std::size_t here = std::min(bytes, data.size() - from);
       std::vector<char> out(here);
-      (void)ended(engine, engine.read("t", out.data(), static_cast<std::int64_t>(here),
-                                      static_cast<std::int64_t>(from), 0));
+      (void)ended(engine,
+                  engine.read("t", out.data(), static_cast<std::int64_t>(here), static_cast<std::int64_t>(from), 0));
       CHECK(std::equal(out.begin(), out.end(), data.begin() + static_cast<std::ptrdiff_t>(from)));
     }
   }
@@ -293,7 +293,8 @@ TEST(reads_and_writes_of_one_priority_share_the_ring) {
     hold = false;
     (void)engine.wait(-1);
     CHECK(out == there && order.size() == 24);
-    // One queue would hand out all twelve blocks of the read first. At most a ring of four is full before the write comes.
+    // One queue would hand out all twelve blocks of the read first. At most a ring of four is full before the write
+    // comes.
     CHECK(order.find('w') <= 4);
   }
 }
@@ -354,8 +355,7 @@ TEST(unregistered_memory_may_be_freed_and_its_address_used_again) {
   const Bench bench;
   DirectEngine engine(bench.open(), options_for("auto", 2));
   constexpr std::size_t kBytes = 1 << 18;
-  auto* memory = static_cast<char*>(
-      mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  auto* memory = static_cast<char*>(mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   auto owner = std::make_shared<int>(1);
   for (unsigned round = 0; round < 300; ++round) {  // more often than a table has slots
     const bool registered = engine.register_buffer(memory, kBytes, owner);
@@ -492,10 +492,10 @@ TEST(readers_and_writers_of_one_key_never_see_a_torn_tensor) {
     readers.emplace_back([&] {
       while (!done) {
         const std::vector<char> seen = get(engine, "t");
-        torn += std::all_of(seen.begin(), seen.end(), [&](char byte) { return byte == seen[0]; }) &&
-                        seen.size() == 60000
-                    ? 0
-                    : 1;
+        torn +=
+            std::all_of(seen.begin(), seen.end(), [&](char byte) { return byte == seen[0]; }) && seen.size() == 60000
+                ? 0
+                : 1;
       }
     });
   }

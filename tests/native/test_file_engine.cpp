@@ -76,7 +76,8 @@ struct Faults {
 void reset_faults() {
   faults.max_bytes = 1 << 30;
   faults.interrupt_every = faults.fail_call = faults.fail_errno = faults.refuse_direct_open = 0;
-  faults.refuse_direct_transfer = faults.fail_close = faults.partial_blocks_past_the_cache = faults.calls = faults.open_files = faults.most_open_files = 0;
+  faults.refuse_direct_transfer = faults.fail_close = faults.partial_blocks_past_the_cache = faults.calls =
+      faults.open_files = faults.most_open_files = 0;
 }
 
 int faulty_open(const char* path, int flags, mode_t mode) {
@@ -117,10 +118,14 @@ bool inject(int fd, std::size_t bytes, off_t offset) {
 // A partial direct transfer must still be legal for the kernel: where it is not, the kernel answers EINVAL, and that
 // is one of the things that the engine has to live with.
 ssize_t faulty_pread(int fd, void* data, std::size_t bytes, off_t offset) {
-  return inject(fd, bytes, offset) ? -1 : ::pread(fd, data, std::min(bytes, static_cast<std::size_t>(faults.max_bytes)), offset);
+  return inject(fd, bytes, offset)
+             ? -1
+             : ::pread(fd, data, std::min(bytes, static_cast<std::size_t>(faults.max_bytes)), offset);
 }
 ssize_t faulty_pwrite(int fd, const void* data, std::size_t bytes, off_t offset) {
-  return inject(fd, bytes, offset) ? -1 : ::pwrite(fd, data, std::min(bytes, static_cast<std::size_t>(faults.max_bytes)), offset);
+  return inject(fd, bytes, offset)
+             ? -1
+             : ::pwrite(fd, data, std::min(bytes, static_cast<std::size_t>(faults.max_bytes)), offset);
 }
 int faulty_close(int fd) {
   --faults.open_files;
@@ -160,7 +165,6 @@ Waited wait_all(FileEngine& engine) {
   return out;
 }
 
-
 // Writes and reads back `bytes` at every kind of address and offset; the file around it must keep.
 void round_trips(FileEngine& engine, const Folder& folder, const std::string& note) {
   for (const std::int64_t bytes : {1l, 511l, 512l, 4095l, 4096l, 4097l, 40'000l, 3 * 65'536l, 300'001l}) {
@@ -170,7 +174,8 @@ void round_trips(FileEngine& engine, const Folder& folder, const std::string& no
       for (const std::size_t shift : {0ul, 1ul, 64ul, 512ul}) {
         const std::string path = folder.file("f" + std::to_string(bytes) + "-" + std::to_string(offset));
         put(path, around);
-        auto* memory = static_cast<char*>(std::aligned_alloc(4096, (shift + static_cast<std::size_t>(bytes) + 8191) & ~4095ul));
+        auto* memory =
+            static_cast<char*>(std::aligned_alloc(4096, (shift + static_cast<std::size_t>(bytes) + 8191) & ~4095ul));
         std::memcpy(memory + shift, data.data(), data.size());
         engine.submit(IoOp::kWrite, memory + shift, bytes, path, offset);
         auto wrote = wait_all(engine);
@@ -180,11 +185,12 @@ void round_trips(FileEngine& engine, const Folder& folder, const std::string& no
         std::memset(memory + shift, 0, data.size());
         engine.submit(IoOp::kRead, memory + shift, bytes, path, offset);
         auto read = wait_all(engine);
-        const bool same = read.completed == 1 && read.failures.empty() &&
-                          std::memcmp(memory + shift, data.data(), data.size()) == 0;
+        const bool same =
+            read.completed == 1 && read.failures.empty() && std::memcmp(memory + shift, data.data(), data.size()) == 0;
         std::free(memory);
         CHECK_NOTE(kept && same, note + ": bytes " + std::to_string(bytes) + " offset " + std::to_string(offset) +
-                                     " shift " + std::to_string(shift) + (kept ? "" : " write") + (same ? "" : " read"));
+                                     " shift " + std::to_string(shift) + (kept ? "" : " write") +
+                                     (same ? "" : " read"));
       }
     }
   }
@@ -438,7 +444,8 @@ TEST(file_engine_serves_several_submitters) {
   for (std::size_t t = 0; t < 4; ++t) {
     threads.emplace_back([&, t] {
       for (int i = 0; i < 10; ++i) {
-        engine.submit(IoOp::kWrite, data[t].data(), 30'000, folder.file(std::to_string(t * 100 + static_cast<std::size_t>(i))), 0);
+        engine.submit(IoOp::kWrite, data[t].data(), 30'000,
+                      folder.file(std::to_string(t * 100 + static_cast<std::size_t>(i))), 0);
       }
       completed += wait_all(engine).completed;
     });

@@ -124,8 +124,8 @@ TEST(a_registered_block_is_kept_from_children_until_it_is_freed) {
   CHECK(pages_of(data, 1) == "d" && pages_of(reinterpret_cast<char*>(plain.address), 1) == "c");
   CHECK(in_child([&] {
           // At the block's address there is something of the child's own now, which a release must not unmap.
-          void* own = mmap(data, kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE,
-                           -1, 0);
+          void* own =
+              mmap(data, kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
           if (own != data) {
             return 1;
           }

@@ -37,7 +37,8 @@ NumaPlan plan_of(std::int64_t chunks, int first_threads, int second_threads, boo
       plan.order.push_back(chunk);
     }
     const auto end = static_cast<std::int64_t>(plan.order.size());
-    plan.shares.push_back({rest == 0 ? first : CpuNode{1, all}, rest == 0 ? first_threads : second_threads, begin, end});
+    plan.shares.push_back(
+        {rest == 0 ? first : CpuNode{1, all}, rest == 0 ? first_threads : second_threads, begin, end});
   }
   return plan;
 }

@@ -136,7 +136,7 @@ TEST(overflow_bad_arguments) {
   CHECK(contains(message_of<Error>([&] { (void)has_overflow(&value, -1, FloatFormat::kFloat32, 1); }), "no data"));
   CHECK(contains(message_of<Error>([&] { (void)has_overflow(nullptr, 1, FloatFormat::kFloat32, 1); }), "no data"));
   CHECK(contains(message_of<Error>([&] { (void)has_overflow(&value, 1, FloatFormat::kFloat32, 0); }), "at least one"));
-  CHECK(contains(
-      message_of<Error>([&] { (void)has_overflow_strided(&value, {1}, {-1}, FloatFormat::kFloat32, 1); }), "negative"));
+  CHECK(contains(message_of<Error>([&] { (void)has_overflow_strided(&value, {1}, {-1}, FloatFormat::kFloat32, 1); }),
+                 "negative"));
   CHECK(!has_overflow(nullptr, 0, FloatFormat::kFloat32, 4));
 }

@@ -182,8 +182,7 @@ TEST(pinned_transparent_huge_pages_give_both_ends_back) {
 TEST(pinned_reserved_huge_pages_are_locked_or_refused_with_the_fix) {
   PinnedRegistry registry;
   const auto refusal = [&](std::int64_t bytes) {
-    return message_of<Error>(
-        [&] { (void)registry.allocate(1, bytes, false, false, PageKind::kReserved); });
+    return message_of<Error>([&] { (void)registry.allocate(1, bytes, false, false, PageKind::kReserved); });
   };
   CHECK(contains(refusal(kPageBytes), "whole 2097152-byte pages"));
   const std::int64_t ram = static_cast<std::int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);

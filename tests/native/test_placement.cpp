@@ -16,8 +16,8 @@ using check::message_of;
 
 namespace {
 
-const std::vector<PlacementMode> kModes = {PlacementMode::kBind, PlacementMode::kPreferred, PlacementMode::kPreferredMany,
-                                           PlacementMode::kInterleaved};
+const std::vector<PlacementMode> kModes = {PlacementMode::kBind, PlacementMode::kPreferred,
+                                           PlacementMode::kPreferredMany, PlacementMode::kInterleaved};
 
 using Pages = std::map<int, std::int64_t>;
 

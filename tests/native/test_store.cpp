@@ -115,8 +115,8 @@ class Wreck {
         undo_.push_back({false, member, write->offset, old});
         for (std::size_t at = 0; at < old.size(); at += 512) {
           if (std::uniform_real_distribution<>(0, 1)(random) < chance) {
-            std::copy_n(write->data.begin() + static_cast<std::ptrdiff_t>(at), std::min<std::size_t>(512, old.size() - at),
-                        old.begin() + static_cast<std::ptrdiff_t>(at));
+            std::copy_n(write->data.begin() + static_cast<std::ptrdiff_t>(at),
+                        std::min<std::size_t>(512, old.size() - at), old.begin() + static_cast<std::ptrdiff_t>(at));
           }
         }
         put_at(member, write->offset, old);
@@ -397,7 +397,8 @@ TEST(after_a_power_cut_at_any_write_every_commit_is_whole_or_absent) {
   std::mt19937 random(2);
   std::size_t committed = 0;
   std::size_t opened = 0;
-  const std::size_t stride = UNDER_SANITIZER ? 7 : 1;  // a sanitizer looks at the accesses, which are alike at all places
+  const std::size_t stride =
+      UNDER_SANITIZER ? 7 : 1;  // a sanitizer looks at the accesses, which are alike at all places
   for (std::size_t cut = 0; cut <= recorder.events.size(); ++cut) {
     if (cut > 0) {
       wreck.follow(recorder.events[cut - 1]);

@@ -1,8 +1,8 @@
+#include <sys/wait.h>
+#include <unistd.h>
 #include <cstring>
 #include <fstream>
-#include <sys/wait.h>
 #include <thread>
-#include <unistd.h>
 
 #include "check.h"
 #include "core/errors.h"

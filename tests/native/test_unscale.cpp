@@ -45,8 +45,8 @@ TEST(unscale_bits_depend_on_no_instruction_set_or_thread) {
       for (const SimdLevel level : levels_here()) {
         for (const int threads : {1, 3}) {
           std::vector<char> out(data.size() * (widen ? 4 : 2));
-          const auto result = unscale_norm_overflow(data.data(), format, out.data(),
-                                                    widen ? FloatFormat::kFloat32 : format, count, 0.37, threads, level);
+          const auto result = unscale_norm_overflow(
+              data.data(), format, out.data(), widen ? FloatFormat::kFloat32 : format, count, 0.37, threads, level);
           if (first.empty()) {
             first = out;
             first_sum = result.sum_squares;
@@ -94,7 +94,8 @@ TEST(unscale_finds_one_bad_value_anywhere) {
     }
     // What a format cannot hold is an overflow too, once it is scaled.
     std::vector<std::uint16_t> half(100, 0x7BFF);
-    CHECK(unscale_norm_overflow(half.data(), FloatFormat::kFloat16, half.data(), FloatFormat::kFloat16, 100, 2.0, 1, level)
+    CHECK(unscale_norm_overflow(half.data(), FloatFormat::kFloat16, half.data(), FloatFormat::kFloat16, 100, 2.0, 1,
+                                level)
               .overflow);
   }
 }
@@ -109,7 +110,8 @@ TEST(unscale_by_one_in_place_writes_nothing) {
 TEST(unscale_bad_arguments) {
   float x = 1;
   const auto call = [&](const void* data, FloatFormat out, std::int64_t count, double scale, int threads) {
-    return message_of<Error>([&, data] { unscale_norm_overflow(data, FloatFormat::kFloat32, &x, out, count, scale, threads); });
+    return message_of<Error>(
+        [&, data] { unscale_norm_overflow(data, FloatFormat::kFloat32, &x, out, count, scale, threads); });
   };
   CHECK(contains(call(nullptr, FloatFormat::kFloat32, 1, 1, 1), "no data"));
   CHECK(contains(call(&x, FloatFormat::kFloat32, -1, 1, 1), "no data"));

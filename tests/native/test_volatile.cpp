@@ -69,7 +69,8 @@ TEST(volatile_tensors_fill_a_store_to_the_last_unit_and_can_then_all_be_written_
     }
   }
   CHECK(at.store->space().free_bytes < 4 * 4096);
-  CHECK(contains(message_of<StorageFailure>([&] { (void)put(at.engine, "more", pattern(40000, 1)); }), "no space left"));
+  CHECK(
+      contains(message_of<StorageFailure>([&] { (void)put(at.engine, "more", pattern(40000, 1)); }), "no space left"));
 }
 
 TEST(another_size_takes_the_old_ones_space_and_an_erased_tensor_gives_it_back) {
@@ -90,11 +91,12 @@ TEST(a_write_that_finds_no_space_leaves_the_tensor_as_it_was) {
   (void)ended(at.engine, put(at.engine, "t", old));
   (void)ended(at.engine, put(at.engine, "u", pattern(static_cast<std::size_t>(space / 2), 2)));
   const std::int64_t free = at.store->space().free_bytes;
-  CHECK(contains(message_of<StorageFailure>([&] {
-          (void)put(at.engine, "t", pattern(static_cast<std::size_t>(space), 3));
-        }), "no space left"));
+  CHECK(contains(
+      message_of<StorageFailure>([&] { (void)put(at.engine, "t", pattern(static_cast<std::size_t>(space), 3)); }),
+      "no space left"));
   CHECK(get(at.engine, "t") == old && at.store->space().free_bytes == free);
-  const std::vector<char> larger = pattern(static_cast<std::size_t>(space / 2 - 4096), 4);  // beside it there is no room
+  const std::vector<char> larger =
+      pattern(static_cast<std::size_t>(space / 2 - 4096), 4);  // beside it there is no room
   (void)ended(at.engine, put(at.engine, "t", larger));
   CHECK(get(at.engine, "t") == larger);
   CHECK(get(at.engine, "u") == pattern(static_cast<std::size_t>(space / 2), 2));

@@ -54,9 +54,9 @@ def asked_for(*extras: str) -> set[str]:
 @pytest.mark.parametrize(
     ("file", "extras"),
     [
-        ("constraints.txt", ("deepspeed", "huggingface", "test", "workflow")),
+        ("constraints.txt", ("deepspeed", "huggingface", "lint", "test", "workflow")),
         ("constraints-deepspeed-0.16.txt", ("papers",)),
-        ("constraints-cuda.txt", ("cuda", "deepspeed", "huggingface", "test", "workflow")),
+        ("constraints-cuda.txt", ("cuda", "deepspeed", "huggingface", "lint", "test", "workflow")),
     ],
 )
 def test_every_dependency_is_pinned(file, extras):
@@ -67,7 +67,7 @@ def test_what_runs_on_a_cluster_is_pinned_beside_the_usual_and_not_asked_for_els
     usual, cluster = pins("constraints.txt"), pins("constraints-cluster.txt")
     assert asked_for("slurm", "kubernetes") - set(usual) - set(cluster) == set()
     assert usual.keys().isdisjoint(cluster)
-    assert asked_for("deepspeed", "huggingface", "test", "workflow").isdisjoint(cluster)
+    assert asked_for("deepspeed", "huggingface", "lint", "test", "workflow").isdisjoint(cluster)
 
 
 @pytest.mark.parametrize("file", CONSTRAINTS)
@@ -102,7 +102,7 @@ def test_the_library_declares_what_it_imports():
 
 def test_cuda_extras_are_not_asked_for_elsewhere():
     cuda = {canonical(name) for name in project()["project"]["optional-dependencies"]["cuda"]}
-    assert cuda.isdisjoint(asked_for("deepspeed", "huggingface", "test", "workflow"))
+    assert cuda.isdisjoint(asked_for("deepspeed", "huggingface", "lint", "test", "workflow"))
     assert cuda.isdisjoint(pins("constraints.txt"))
 
 

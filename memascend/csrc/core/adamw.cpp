@@ -102,10 +102,9 @@ class Step {
     const std::int64_t end = std::min(t_.count, begin + kGroup - (offset_ + begin) % kGroup);
     const std::string when = " before step " + std::to_string(options.step);
     for (std::int64_t i = begin; i < end; ++i) {
-      for (const auto& [name, data, format] : {Named{"parameter", t_.param, t_.state_format},
-                                               Named{"gradient", t_.grad, t_.grad_format},
-                                               Named{"momentum", t_.momentum, t_.state_format},
-                                               Named{"variance", t_.variance, t_.state_format}}) {
+      for (const auto& [name, data, format] :
+           {Named{"parameter", t_.param, t_.state_format}, Named{"gradient", t_.grad, t_.grad_format},
+            Named{"momentum", t_.momentum, t_.state_format}, Named{"variance", t_.variance, t_.state_format}}) {
         const float value = value_at(data, format, i);
         if (!std::isfinite(value)) {
           fail(name + std::string(" is ") + std::to_string(value), i, when + advice(data == t_.grad));

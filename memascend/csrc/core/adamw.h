@@ -26,9 +26,8 @@ struct AdamWTensors {
 
 // A step over slices gives the bits of a step over the whole, with any number of threads and any instruction set.
 // Throws Error(kInvalidArgument) for options that make no sense, and Error(kState) where a number is not finite before
-// or after the step: it names the tensor and the element. Then the group of 32 elements around each such number is as it
-// was, and all others are updated.
-void adamw(const AdamWTensors& tensors, const AdamWOptions& options, int threads,
-           SimdLevel level = best_simd_level());
+// or after the step: it names the tensor and the element. Then the group of 32 elements around each such number is as
+// it was, and all others are updated.
+void adamw(const AdamWTensors& tensors, const AdamWOptions& options, int threads, SimdLevel level = best_simd_level());
 
 }  // namespace memascend

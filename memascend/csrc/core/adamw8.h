@@ -1,10 +1,10 @@
 // One AdamW step with bf16 parameters and 8-bit moments in one pass over memory: 4 + 2/32 bytes an element.
 //
 // Block-wise quantisation as in Dettmers et al. (ICLR 2022, arXiv 2110.02861), with a format of its own. A block is 32
-// elements of the whole tensor and has two bytes of scale: powers of two, as biased exponents of float32, and at least 8 (the
-// scales of OCP's Microscaling formats). Momentum: sign, 3 bits of exponent, 4 of fraction, subnormals. Variance: its
-// square root, 3 bits of exponent, 5 of fraction, subnormals. All are rounded stochastically; memascend/ops/adamw8.py
-// says why.
+// elements of the whole tensor and has two bytes of scale: powers of two, as biased exponents of float32, and at least
+// 8 (the scales of OCP's Microscaling formats). Momentum: sign, 3 bits of exponent, 4 of fraction, subnormals.
+// Variance: its square root, 3 bits of exponent, 5 of fraction, subnormals. All are rounded stochastically;
+// memascend/ops/adamw8.py says why.
 #pragma once
 
 #include <cstdint>

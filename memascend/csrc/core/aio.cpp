@@ -21,8 +21,8 @@ std::string aio_missing(AioKind kind, IoSyscalls& calls) {
 
 AioKind choose_aio(const std::string& name, IoSyscalls& calls) {
   if (name != "auto" && name != "io_uring" && name != "libaio") {
-    throw Error(ErrorKind::kInvalidArgument, "storage engine: unknown backend '" + name +
-                                                 "': use auto, io_uring or libaio");
+    throw Error(ErrorKind::kInvalidArgument,
+                "storage engine: unknown backend '" + name + "': use auto, io_uring or libaio");
   }
   if (name == "libaio") {
     return AioKind::kLibaio;

@@ -1,8 +1,8 @@
 // CLOCK_MONOTONIC in nanoseconds: the clock of Python's time.monotonic_ns(), so that events and samples line up.
 #pragma once
 
-#include <ctime>
 #include <cstdint>
+#include <ctime>
 
 namespace memascend {
 

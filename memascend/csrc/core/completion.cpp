@@ -87,8 +87,9 @@ std::optional<RequestOutcome> Completions::wait_for(std::unique_lock<std::mutex>
   }
   const auto found = outcomes_.find(request);
   if (found == outcomes_.end()) {
-    throw Error(ErrorKind::kInvalidArgument,
-                "request " + std::to_string(request) + " is unknown, or its outcome has been reported: each is reported once");
+    throw Error(
+        ErrorKind::kInvalidArgument,
+        "request " + std::to_string(request) + " is unknown, or its outcome has been reported: each is reported once");
   }
   RequestOutcome out = std::move(found->second);
   outcomes_.erase(found);

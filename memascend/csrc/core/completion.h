@@ -38,8 +38,8 @@ using EndedRequest = std::pair<std::uint64_t, RequestOutcome>;
 void set_poll_while_waiting(void (*poll)()) noexcept;
 
 // The requests of an engine that have not ended, and the outcomes that have not been reported. An outcome goes to
-// whoever asks first (`wait_for`, `wait` or `take`), except that one which a thread waits for by number is that thread's.
-// All of it with the engine's mutex held; the waits take it as a lock, and release it while they block.
+// whoever asks first (`wait_for`, `wait` or `take`), except that one which a thread waits for by number is that
+// thread's. All of it with the engine's mutex held; the waits take it as a lock, and release it while they block.
 class Completions {
  public:
   Completions() = default;

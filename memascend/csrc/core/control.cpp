@@ -25,7 +25,7 @@ constexpr off_t kFirstProcess = 100;
 constexpr std::int64_t kGrowthBytes = 64 << 20;  // of addresses, kept for a longer bitmap: 2 TiB in chunks of 4096
 
 int set_lock(int fd, int command, short type, off_t byte) {
-  struct flock range {};
+  struct flock range{};
   range.l_type = type;
   range.l_whence = SEEK_SET;
   range.l_start = byte;
@@ -106,7 +106,7 @@ void Control::attach(const std::string& path, const std::array<std::uint8_t, 16>
   if (!alone_ && set_lock(fd_, F_OFD_SETLK, F_RDLCK, kPresence) != 0) {
     throw StorageFailure("share", path, 0, 0, 0, errno, "another process repairs or destroys this store");
   }
-  struct stat status {};
+  struct stat status{};
   // What a killed process left is given up, not overwritten: pages that nobody touches stay out of our resident memory.
   if ((alone_ && (ftruncate(fd_, 0) != 0 || ftruncate(fd_, bytes_) != 0)) || fstat(fd_, &status) != 0) {
     throw StorageFailure("share", path, 0, bytes_, 0, errno, std::strerror(errno));
@@ -140,7 +140,7 @@ void Control::open_file(const std::string& path) {
     if (fd_ < 0 || set_lock(fd_, F_OFD_SETLKW, F_WRLCK, kOpening) != 0) {
       throw StorageFailure("share", path, 0, 0, 0, errno, std::strerror(errno));
     }
-    struct stat status {};
+    struct stat status{};
     if (fstat(fd_, &status) == 0 && status.st_nlink > 0) {
       return;
     }
@@ -198,7 +198,8 @@ Control::~Control() {
 
 bool Control::lock() {
   if (getpid() != owner_pid_) {
-    throw Error(ErrorKind::kState, "store: opened before the fork, its locks are the parent's: open it in each process");
+    throw Error(ErrorKind::kState,
+                "store: opened before the fork, its locks are the parent's: open it in each process");
   }
   const int result = pthread_mutex_lock(&header().mutex);
   if (result == EOWNERDEAD) {
@@ -251,7 +252,7 @@ bool Control::is_live(int process) const {
   if (process == process_) {
     return true;
   }
-  struct flock range {};
+  struct flock range{};
   range.l_type = F_WRLCK;
   range.l_whence = SEEK_SET;
   range.l_start = kFirstProcess + process;

@@ -95,7 +95,7 @@ std::uint64_t word(const unsigned char* data) {
 }
 
 __attribute__((target("sse4.2"))) std::uint32_t crc32c_sse42(std::uint32_t start, const unsigned char* data,
-                                                            std::size_t bytes) {
+                                                             std::size_t bytes) {
   std::uint64_t crc = ~start;
   while (bytes >= 3 * kLaneBytes) {
     std::uint64_t second = 0;

@@ -34,8 +34,8 @@ StorageFailure::StorageFailure(std::string op, std::string device, std::int64_t 
 
 SectorBuffer::SectorBuffer(std::int64_t bytes)
     : bytes_(sector_up(bytes > 0 ? bytes : 1)),
-      data_(static_cast<char*>(std::aligned_alloc(static_cast<std::size_t>(kSectorBytes),
-                                                  static_cast<std::size_t>(bytes_)))) {
+      data_(static_cast<char*>(
+          std::aligned_alloc(static_cast<std::size_t>(kSectorBytes), static_cast<std::size_t>(bytes_)))) {
   if (!data_) {
     throw Error(ErrorKind::kOutOfMemory, "storage engine: no memory for a buffer of " + std::to_string(bytes_) +
                                              " bytes: use smaller blocks or a smaller depth");
@@ -63,15 +63,16 @@ void Device::open(int access, bool require_direct) {
   if ((fd_ < 0 && errno == EINVAL) || (fd_ >= 0 && !limits.supported)) {
     direct_ = false;
     if (require_direct) {
-      throw Error(ErrorKind::kState, path_ + ": its file system refuses O_DIRECT, which this engine requires: use a "
-                                             "folder on ext4 or XFS on the SSD itself, or open it without require_direct");
+      throw Error(ErrorKind::kState, path_ +
+                                         ": its file system refuses O_DIRECT, which this engine requires: use a "
+                                         "folder on ext4 or XFS on the SSD itself, or open it without require_direct");
     }
     if (fd_ >= 0) {
       ::close(fd_);
     }
     fd_ = calls_.open(path_.c_str(), access, 0);
   }
-  struct stat status {};
+  struct stat status{};
   if (fd_ < 0 || fstat(fd_, &status) != 0) {
     const int error = errno;
     throw StorageFailure("open", path_, 0, 0, 0, error, std::strerror(error));
@@ -105,7 +106,8 @@ Device::~Device() {
   }
 }
 
-void Device::throw_failure(const char* op, ssize_t result, std::int64_t offset, std::int64_t bytes, std::int64_t done) const {
+void Device::throw_failure(const char* op, ssize_t result, std::int64_t offset, std::int64_t bytes,
+                           std::int64_t done) const {
   const int error = result < 0 ? errno : 0;
   throw StorageFailure(op, path_, offset, bytes, done, error,
                        error != 0 ? std::strerror(error) : "the device ends here: it has shrunk or is another one");
@@ -114,8 +116,8 @@ void Device::throw_failure(const char* op, ssize_t result, std::int64_t offset, 
 void Device::read(void* data, std::int64_t bytes, std::int64_t offset) const {
   int tries = 0;
   for (std::int64_t done = 0; done < bytes;) {
-    const ssize_t result = calls_.pread(fd_, static_cast<char*>(data) + done, static_cast<std::size_t>(bytes - done),
-                                        offset + done);
+    const ssize_t result =
+        calls_.pread(fd_, static_cast<char*>(data) + done, static_cast<std::size_t>(bytes - done), offset + done);
     const std::int64_t whole = result > 0 ? (done + result == bytes ? result : sector_down(result)) : 0;
     const bool again = result > 0 || (result < 0 && (errno == EINTR || errno == EAGAIN));
     if (!again || (whole == 0 && ++tries > kTries)) {
@@ -162,7 +164,7 @@ void Device::flush() const {
 }
 
 bool Device::lock(short type) const {
-  struct flock range {};
+  struct flock range{};
   range.l_type = type;
   range.l_whence = SEEK_SET;
   range.l_start = kLockByte;

@@ -138,8 +138,9 @@ std::vector<std::pair<std::uintptr_t, std::int64_t>> DirectEngine::bounce_buffer
 
 void DirectEngine::require_own_process() const {
   if (getpid() != owner_pid_) {
-    throw Error(ErrorKind::kState, "storage engine: made before the fork, its threads and rings are the parent's: "
-                                   "make one in each process");
+    throw Error(ErrorKind::kState,
+                "storage engine: made before the fork, its threads and rings are the parent's: "
+                "make one in each process");
   }
 }
 
@@ -171,8 +172,7 @@ void DirectEngine::plan(Request& request) const {
       } else if (bytes > kSectorBytes) {
         bytes = sector_down(bytes);
       }
-      request.blocks.push_back(
-          {extent.member, offset, data, bytes, static_cast<std::uint32_t>(request.blocks.size())});
+      request.blocks.push_back({extent.member, offset, data, bytes, static_cast<std::uint32_t>(request.blocks.size())});
       from += bytes;
     }
     extent_begin += extent.bytes;
@@ -291,7 +291,8 @@ std::uint64_t DirectEngine::read(const std::string& key, void* data, std::int64_
   const RecordPointer record = options_.is_volatile ? record_of(tensor) : store_->find(key);
   if (!record) {
     throw Error(ErrorKind::kInvalidArgument, "read of '" + key + "': no such tensor on " +
-                                                 store_->devices()[0]->path() + ": write it, and wait for the write, first");
+                                                 store_->devices()[0]->path() +
+                                                 ": write it, and wait for the write, first");
   }
   if (bytes < 0 || offset < 0 || offset > record->bytes || bytes > record->bytes - offset) {
     throw Error(ErrorKind::kInvalidArgument,

@@ -68,12 +68,13 @@ class DirectEngine {
   DirectEngine(const DirectEngine&) = delete;
   DirectEngine& operator=(const DirectEngine&) = delete;
 
-  // Returns the request's number. Throws StorageFailure (ENOSPC) and Error without having begun anything: what `key` had
-  // it has still.
+  // Returns the request's number. Throws StorageFailure (ENOSPC) and Error without having begun anything: what `key`
+  // had it has still.
   //
   // Volatile: a tensor of the size that `key` has overwrites it in place, one of another size takes the old one's space
-  // (if requests use that one, space beside it). Requests on one key then run in the order of submission (reads side by side). If a write fails or is cancelled under way,
-  // the tensor is neither the old nor the new one, and reads of it fail until it is written again.
+  // (if requests use that one, space beside it). Requests on one key then run in the order of submission (reads side by
+  // side). If a write fails or is cancelled under way, the tensor is neither the old nor the new one, and reads of it
+  // fail until it is written again.
   std::uint64_t write(const std::string& key, const void* data, TensorRecord record, int priority,
                       std::shared_ptr<void> keep_alive = nullptr);
   // Volatile only: over bytes [offset, offset + bytes) of a tensor, whole sectors but for the tensor's end.

@@ -29,11 +29,11 @@ constexpr std::size_t kOffsetAt = 156;
 // Files in memory: newer kernels take O_DIRECT there, and copy all the same. The node of a device lies in memory too
 // (devtmpfs), its data does not.
 bool lies_in_memory(int fd) {
-  struct stat file {};
+  struct stat file{};
   if (fstat(fd, &file) != 0 || !S_ISREG(file.st_mode)) {
     return false;
   }
-  struct statfs status {};
+  struct statfs status{};
   if (fstatfs(fd, &status) != 0) {
     return false;
   }
@@ -58,7 +58,7 @@ bool ask_statx(int fd, DirectLimits& limits) {
 
 // Of a block device, or of the one under a file system; 0 where there is none (a network, an overlay).
 std::uint32_t logical_block_bytes(int fd) {
-  struct stat status {};
+  struct stat status{};
   if (fstat(fd, &status) != 0) {
     return 0;
   }

@@ -46,11 +46,10 @@ void DirectEngine::finish(const std::shared_ptr<Request>& request) {
       return;
     }
   } catch (const StorageFailure& error) {
-    fail(*request, {op, request->key, error.device, error.offset, error.expected, error.got, error.error,
-                    error.reason});
+    fail(*request,
+         {op, request->key, error.device, error.offset, error.expected, error.got, error.error, error.reason});
   } catch (const std::exception& error) {
-    fail(*request, {op, request->key, store_->devices()[0]->path(), 0, request->bytes, 0, 0,
-                    error.what()});
+    fail(*request, {op, request->key, store_->devices()[0]->path(), 0, request->bytes, 0, 0, error.what()});
   }
   std::lock_guard<std::mutex> guard(mutex_);
   const bool failed = request->failure.has_value();
@@ -66,8 +65,7 @@ void DirectEngine::finish(const std::shared_ptr<Request>& request) {
   }
   live_.erase(request->id);
   (request->write ? writing_ : reading_).end(monotonic_ns());
-  completions_.end(request->id,
-                   {cancelled && !failed, std::move(request->failure), std::move(request->keep_alive)});
+  completions_.end(request->id, {cancelled && !failed, std::move(request->failure), std::move(request->keep_alive)});
   if (stopping_) {
     work_ready_->notify_all();
   }

@@ -1,5 +1,5 @@
-// What a volatile engine does otherwise: tensors overwritten in place, known in memory alone, and requests on one key in the
-// order of submission.
+// What a volatile engine does otherwise: tensors overwritten in place, known in memory alone, and requests on one key
+// in the order of submission.
 #include <algorithm>
 #include <utility>
 
@@ -47,10 +47,10 @@ std::uint64_t DirectEngine::write_part(const std::string& key, const void* data,
   const std::int64_t size = tensor->record.bytes;
   const bool inside = bytes >= 0 && offset >= 0 && offset <= size && bytes <= size - offset;
   if (!inside || offset % kSectorBytes != 0 || ((offset + bytes) % kSectorBytes != 0 && offset + bytes != size)) {
-    throw Error(ErrorKind::kInvalidArgument,
-                "write to bytes " + std::to_string(offset) + " to " + std::to_string(offset + bytes) + " of '" + key +
-                    "', a tensor of " + std::to_string(size) +
-                    ": begin and end at multiples of 4096 bytes, or at the tensor's end");
+    throw Error(ErrorKind::kInvalidArgument, "write to bytes " + std::to_string(offset) + " to " +
+                                                 std::to_string(offset + bytes) + " of '" + key + "', a tensor of " +
+                                                 std::to_string(size) +
+                                                 ": begin and end at multiples of 4096 bytes, or at the tensor's end");
   }
   auto request = std::make_shared<Request>();
   request->write = true;

@@ -125,7 +125,8 @@ class DirectEngine::Worker {
     // Requests that wait for their turn are made ready by whoever ends the one before.
     const auto over = [&] { return engine_.stopping_ && engine_.live_.empty(); };
     engine_.work_ready_->wait(guard, [&] {
-      return !engine_.ready_[0].empty() || !engine_.ready_[1].empty() || over() || engine_.work_version_.load() != version;
+      return !engine_.ready_[0].empty() || !engine_.ready_[1].empty() || over() ||
+             engine_.work_version_.load() != version;
     });
     return !over();
   }
@@ -173,8 +174,8 @@ class DirectEngine::Worker {
       return -1;
     }
     --found;
-    const bool inside = at - found->first + static_cast<std::uint64_t>(bytes) <=
-                        static_cast<std::uint64_t>(found->second.bytes);
+    const bool inside =
+        at - found->first + static_cast<std::uint64_t>(bytes) <= static_cast<std::uint64_t>(found->second.bytes);
     return inside ? found->second.index : -1;
   }
 
@@ -265,8 +266,7 @@ class DirectEngine::Worker {
     const bool write = transfer.request->write;
     {
       std::lock_guard<std::mutex> guard(statistics_mutex_);
-      (write ? statistics_.write_latency : statistics_.read_latency)
-          .add((monotonic_ns() - transfer.started_ns) / 1000);
+      (write ? statistics_.write_latency : statistics_.read_latency).add((monotonic_ns() - transfer.started_ns) / 1000);
       statistics_.short_transfers += event.result >= 0 && event.result < left ? 1 : 0;
       statistics_.repeated += event.result == -EINTR || event.result == -EAGAIN ? 1 : 0;
     }
@@ -313,9 +313,8 @@ class DirectEngine::Worker {
       reason = result > transfer.bytes - transfer.done ? "more than was asked for" : "too many short transfers";
     }
     const Request& request = *transfer.request;
-    engine_.fail(*transfer.request,
-                 {request.write ? "write" : "read", request.key, device_of(transfer), transfer.offset,
-                  transfer.bytes, transfer.done, error, std::move(reason)});
+    engine_.fail(*transfer.request, {request.write ? "write" : "read", request.key, device_of(transfer),
+                                     transfer.offset, transfer.bytes, transfer.done, error, std::move(reason)});
   }
 
   [[nodiscard]] const std::string& device_of(const Transfer& transfer) const {
@@ -344,7 +343,7 @@ class DirectEngine::Worker {
   bool last_was_write_ = false;
   std::vector<AioEvent> events_;
   std::deque<std::pair<std::shared_ptr<Request>, std::size_t>> stalled_;  // wait for a bounce buffer
-  std::deque<std::pair<std::shared_ptr<Request>, std::size_t>> sums_;     // blocks whose checksum is still to be taken
+  std::deque<std::pair<std::shared_ptr<Request>, std::size_t>> sums_;  // blocks whose checksum is still to be taken
   const std::int64_t large_bytes_;
   SectorBuffer bounces_;
   std::vector<int> free_bounces_;  // large ones

@@ -1,5 +1,6 @@
-// Faults between the storage engines and the kernel, for tests: errors, short transfers, delays, a device that vanishes,
-// a process that is killed at a call; and a log of all writes, from which a test makes what a power cut leaves.
+// Faults between the storage engines and the kernel, for tests: errors, short transfers, delays, a device that
+// vanishes, a process that is killed at a call; and a log of all writes, from which a test makes what a power cut
+// leaves.
 #pragma once
 
 #include <atomic>
@@ -21,7 +22,7 @@ struct Fault {
   int error = 0;                // errno that the call ends with, without having moved anything
   std::int64_t at_most = -1;    // bytes that the call really moves, rounded up to 512
   std::int64_t delay_us = 0;    // before it goes on
-  int signal = 0;               // that this process sends itself: before the call, or after one that `at_most` cut short
+  int signal = 0;  // that this process sends itself: before the call, or after one that `at_most` cut short
 };
 
 // What the log of writes holds, one after the other. A write's data follow its header.
@@ -29,9 +30,9 @@ struct LoggedCall {
   enum Kind : std::uint32_t { kWrite = 1, kWritten = 2, kFlush = 3, kFlushed = 4 };
   std::uint32_t kind = 0;
   std::uint32_t unused = 0;
-  std::uint64_t token = 0;   // the same in a write and its end; free again after that
-  std::int64_t offset = 0;   // of a write
-  std::int64_t bytes = 0;    // of a write; that moved, or a negative errno, at its end
+  std::uint64_t token = 0;  // the same in a write and its end; free again after that
+  std::int64_t offset = 0;  // of a write
+  std::int64_t bytes = 0;  // of a write; that moved, or a negative errno, at its end
 };
 static_assert(sizeof(LoggedCall) == 32);
 
@@ -45,8 +46,8 @@ class FaultLayer : public IoSyscalls {
   // From now on direct transfers whose memory is not at a multiple of `bytes` end with EINVAL, as on a device that
   // demands it; `direct_limits` says so, or (not `told`) says nothing, as an old kernel. 0 undoes it.
   void demand_alignment(std::uint32_t bytes, bool told);
-  // From now on writes and flushes go to the new file `path` as well, as `LoggedCall`s; of engines with one file and one
-  // worker. Throws Error where it cannot be made.
+  // From now on writes and flushes go to the new file `path` as well, as `LoggedCall`s; of engines with one file and
+  // one worker. Throws Error where it cannot be made.
   void log_writes(const std::string& path);
   [[nodiscard]] std::int64_t injected() const noexcept { return injected_.load(); }
   // How many calls of this op there were.

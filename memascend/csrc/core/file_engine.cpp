@@ -92,8 +92,8 @@ class FileEngine::Worker {
     }
     std::int64_t done = 0;
     while (done < piece.bytes) {
-      const std::int64_t moved = request.op == IoOp::kRead ? read_some(request, piece, done)
-                                                           : write_some(request, piece, done);
+      const std::int64_t moved =
+          request.op == IoOp::kRead ? read_some(request, piece, done) : write_some(request, piece, done);
       if (moved == kFailed) {
         return;
       }
@@ -153,8 +153,7 @@ class FileEngine::Worker {
     if (fd < 0) {
       return kFailed;
     }
-    const ssize_t result =
-        transfer(request.op, fd, piece.data + done, piece.bytes - done, piece.offset + done);
+    const ssize_t result = transfer(request.op, fd, piece.data + done, piece.bytes - done, piece.offset + done);
     const std::int64_t moved = judge(request, piece, done, false, result);
     count_copied(0, std::max<std::int64_t>(0, moved));
     return moved;
@@ -198,9 +197,8 @@ class FileEngine::Worker {
   ssize_t transfer(IoOp op, int fd, char* data, std::int64_t bytes, std::int64_t offset) {
     const std::int64_t begin = monotonic_ns();
     const int depth = ++engine_.in_kernel_;
-    const ssize_t result = op == IoOp::kRead
-                               ? engine_.calls_.pread(fd, data, static_cast<std::size_t>(bytes), offset)
-                               : engine_.calls_.pwrite(fd, data, static_cast<std::size_t>(bytes), offset);
+    const ssize_t result = op == IoOp::kRead ? engine_.calls_.pread(fd, data, static_cast<std::size_t>(bytes), offset)
+                                             : engine_.calls_.pwrite(fd, data, static_cast<std::size_t>(bytes), offset);
     const int error = errno;
     --engine_.in_kernel_;
     {
@@ -247,8 +245,9 @@ class FileEngine::Worker {
   void fail(Request& request, const Piece& piece, std::int64_t done, int error, std::string reason) {
     std::lock_guard<std::mutex> guard(request.mutex);
     if (!request.failure) {
-      request.failure = {name_of(request.op), "", request.path, piece.offset, piece.bytes, done, error,
-                         error != 0 ? std::strerror(error) : std::move(reason)};
+      request.failure = {
+          name_of(request.op), "",   request.path, piece.offset,
+          piece.bytes,         done, error,        error != 0 ? std::strerror(error) : std::move(reason)};
     }
   }
 
@@ -339,8 +338,7 @@ FileEngine::FileEngine(int threads, std::int64_t block_bytes, IoSyscalls& calls,
       owner_pid_(getpid()),
       workers_(std::make_unique<std::vector<std::thread>>()) {
   if (threads < 1 || threads > 256) {
-    throw Error(ErrorKind::kInvalidArgument,
-                "file engine with " + std::to_string(threads) + " threads: use 1 to 256");
+    throw Error(ErrorKind::kInvalidArgument, "file engine with " + std::to_string(threads) + " threads: use 1 to 256");
   }
   if (block_bytes < kDirectBytes || block_bytes % kDirectBytes != 0) {
     throw Error(ErrorKind::kInvalidArgument, "file engine with blocks of " + std::to_string(block_bytes) +
@@ -391,9 +389,9 @@ std::uint64_t FileEngine::submit(IoOp op, void* data, std::int64_t bytes, std::s
   require_own_process();
   if (bytes < 0 || offset < 0 || bytes > std::numeric_limits<std::int64_t>::max() - offset - kDirectBytes ||
       (bytes > 0 && data == nullptr)) {
-    throw Error(ErrorKind::kInvalidArgument, "cannot transfer " + std::to_string(bytes) + " bytes at offset " +
-                                                 std::to_string(offset) + " of " + path +
-                                                 ": length and offset must not be negative (nor end past 2^63), data not null");
+    throw Error(ErrorKind::kInvalidArgument,
+                "cannot transfer " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset) + " of " +
+                    path + ": length and offset must not be negative (nor end past 2^63), data not null");
   }
   auto request = std::make_shared<Request>();
   request->op = op;
@@ -459,8 +457,10 @@ void FileEngine::finish_piece(const std::shared_ptr<Request>& request) {
 void FileEngine::finish(const std::shared_ptr<Request>& request) {
   for (const int fd : {request->direct_fd, request->buffered_fd}) {
     if (fd >= 0 && calls_.close(fd) != 0 && errno != EINTR && request->op == IoOp::kWrite && !request->failure) {
-      request->failure = {"write", "", request->path, request->offset, request->bytes, request->bytes, errno,
-                          std::string("closing the file: ") + std::strerror(errno)};
+      request->failure = {"write",        "",
+                          request->path,  request->offset,
+                          request->bytes, request->bytes,
+                          errno,          std::string("closing the file: ") + std::strerror(errno)};
     }
   }
   const bool failed = request->failure.has_value();
@@ -471,8 +471,8 @@ void FileEngine::finish(const std::shared_ptr<Request>& request) {
   std::lock_guard<std::mutex> guard(mutex_);
   live_.erase(request->id);
   (request->op == IoOp::kWrite ? writing_ : reading_).end(monotonic_ns());
-  completions_.end(request->id, {request->cancelled && !failed, std::move(request->failure),
-                                 std::move(request->keep_alive)});
+  completions_.end(request->id,
+                   {request->cancelled && !failed, std::move(request->failure), std::move(request->keep_alive)});
 }
 
 bool FileEngine::cancel(std::uint64_t id) {

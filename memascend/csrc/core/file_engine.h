@@ -2,8 +2,8 @@
 //
 // Every transfer is audited: a partial one is continued, an interrupted one repeated, an end of file before the last
 // byte is a failure. Any address, length and offset is accepted: whole 4096-byte file blocks go directly, through a
-// bounce buffer if the memory is not aligned as the device demands, and what is left at either end goes through the page cache (writes)
-// or the bounce buffer (reads).
+// bounce buffer if the memory is not aligned as the device demands, and what is left at either end goes through the
+// page cache (writes) or the bounce buffer (reads).
 #pragma once
 
 #include <sys/types.h>
@@ -37,8 +37,7 @@ class FileEngine {
   // Throws Error: threads in [1, 256], block_bytes a positive multiple of 4096; or the system has no more threads.
   // `require_direct`: requests on a file system that refuses O_DIRECT fail, where they go through its page cache
   // otherwise (`buffered_path` tells).
-  FileEngine(int threads, std::int64_t block_bytes, IoSyscalls& calls = kernel_syscalls(),
-             bool require_direct = false);
+  FileEngine(int threads, std::int64_t block_bytes, IoSyscalls& calls = kernel_syscalls(), bool require_direct = false);
   ~FileEngine();  // shutdown()
   FileEngine(const FileEngine&) = delete;
   FileEngine& operator=(const FileEngine&) = delete;

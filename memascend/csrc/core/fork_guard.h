@@ -1,8 +1,8 @@
 // Memory that forked children do not get.
 //
-// Pages that a device or a ring has pinned for transfers cannot be shared with a child until one of the two writes: from
-// Linux 5.12 on fork() copies them at once, so that each forked DataLoader worker would take as much memory again. A
-// guarded range is left out of children instead (MADV_DONTFORK); one that touches it ends by SIGSEGV.
+// Pages that a device or a ring has pinned for transfers cannot be shared with a child until one of the two writes:
+// from Linux 5.12 on fork() copies them at once, so that each forked DataLoader worker would take as much memory again.
+// A guarded range is left out of children instead (MADV_DONTFORK); one that touches it ends by SIGSEGV.
 #pragma once
 
 #include <cstdint>

@@ -23,8 +23,7 @@ class LatencyHistogram {
     return index < kBuckets ? index : kBuckets - 1;
   }
   static std::int64_t bucket_floor_us(std::size_t index) noexcept {
-    return index < 8 ? static_cast<std::int64_t>(index)
-                     : static_cast<std::int64_t>((8 + index % 8) << (index / 8 - 1));
+    return index < 8 ? static_cast<std::int64_t>(index) : static_cast<std::int64_t>((8 + index % 8) << (index / 8 - 1));
   }
   void add(std::int64_t us) noexcept { ++counts_[bucket(us)]; }
   void add(const LatencyHistogram& other) noexcept {

@@ -95,8 +95,8 @@ class Libaio final : public AioBackend {
   void submit() {
     while (!waiting_.empty()) {
       batch_.assign(waiting_.begin(), waiting_.end());
-      const long taken = call(__NR_io_submit, static_cast<long>(context_), static_cast<long>(batch_.size()),
-                              address(batch_.data()));
+      const long taken =
+          call(__NR_io_submit, static_cast<long>(context_), static_cast<long>(batch_.size()), address(batch_.data()));
       if (taken > 0) {  // perhaps not all of them
         waiting_.erase(waiting_.begin(), waiting_.begin() + taken);
       } else if (taken < 0 && errno != EAGAIN && errno != EINTR) {  // it is about the first one

@@ -81,8 +81,8 @@ std::vector<int> homes(std::int64_t chunks, std::int64_t samples, const std::vec
   for (std::int64_t sample = 0; sample < samples; ++sample) {
     const std::int64_t middle = chunks * (2 * sample + 1) / (2 * samples);
     for (const ChunkedArray& array : arrays) {
-      const auto at = reinterpret_cast<std::uintptr_t>(array.data) +
-                      static_cast<std::uintptr_t>(middle * array.bytes_per_chunk);
+      const auto at =
+          reinterpret_cast<std::uintptr_t>(array.data) + static_cast<std::uintptr_t>(middle * array.bytes_per_chunk);
       asked.push_back(reinterpret_cast<void*>(at / kPageBytes * kPageBytes));
     }
   }

@@ -65,7 +65,9 @@ std::uint64_t read_portable(const void* data, std::int64_t bytes) {
 // mask. Four maxima, so that no instruction waits for the one before.
 
 MEMASCEND_TARGET("avx2")
-inline __m256i max256(__m256i a, __m256i b, bool wide) { return wide ? _mm256_max_epi32(a, b) : _mm256_max_epi16(a, b); }
+inline __m256i max256(__m256i a, __m256i b, bool wide) {
+  return wide ? _mm256_max_epi32(a, b) : _mm256_max_epi16(a, b);
+}
 
 inline const __m256i* vector_at(const char* data) { return reinterpret_cast<const __m256i*>(data); }
 
@@ -109,7 +111,9 @@ bool scan_avx2(const char* data, std::int64_t bytes, std::uint32_t mask) {
 }
 
 MEMASCEND_TARGET("avx512f,avx512bw")
-inline __m512i max512(__m512i a, __m512i b, bool wide) { return wide ? _mm512_max_epi32(a, b) : _mm512_max_epi16(a, b); }
+inline __m512i max512(__m512i a, __m512i b, bool wide) {
+  return wide ? _mm512_max_epi32(a, b) : _mm512_max_epi16(a, b);
+}
 
 template <bool kWide>
 MEMASCEND_TARGET("avx512f,avx512bw")
@@ -145,7 +149,8 @@ std::uint64_t read_avx2(const char* data, std::int64_t bytes) {
   for (std::int64_t i = 0; i < quarter; i += kLine) {
     for (int k = 0; k < kStreams; ++k) {
       const char* at = data + k * quarter + i;
-      const __m256i both = _mm256_or_si256(_mm256_loadu_si256(vector_at(at)), _mm256_loadu_si256(vector_at(at + kLine / 2)));
+      const __m256i both =
+          _mm256_or_si256(_mm256_loadu_si256(vector_at(at)), _mm256_loadu_si256(vector_at(at + kLine / 2)));
       all[k] = _mm256_or_si256(all[k], both);
     }
   }
@@ -193,9 +198,8 @@ Layout layout_of(FloatFormat format) {
 }
 
 bool scan_words(const void* data, std::int64_t count, const Layout& layout) {
-  return layout.word_bytes == 4
-             ? scan_portable<std::uint32_t>(data, count, layout.mask)
-             : scan_portable<std::uint16_t>(data, count, static_cast<std::uint16_t>(layout.mask));
+  return layout.word_bytes == 4 ? scan_portable<std::uint32_t>(data, count, layout.mask)
+                                : scan_portable<std::uint16_t>(data, count, static_cast<std::uint16_t>(layout.mask));
 }
 
 // One thread's piece: whole steps by the widest instructions, the rest one word at a time.

@@ -82,8 +82,8 @@ void* map_on_huge_page(std::size_t length) {
 void* map_pages(std::int64_t length, PageKind pages) {
   const auto bytes = static_cast<std::size_t>(length);
   if (pages == PageKind::kReserved) {
-    void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB | kHugePageFlag, -1, 0);
+    void* mapped =
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB | kHugePageFlag, -1, 0);
     if (mapped == MAP_FAILED) {
       throw Error(ErrorKind::kOutOfMemory, no_reserved_pages(length));
     }
@@ -97,8 +97,8 @@ void* map_pages(std::int64_t length, PageKind pages) {
     mapped = small;
   }
   if (mapped == nullptr) {
-    throw Error(ErrorKind::kOutOfMemory, "cannot map " + mib(length) + " for a pinned buffer (" +
-                                             std::strerror(errno) + "): end other programs or use a smaller model");
+    throw Error(ErrorKind::kOutOfMemory, "cannot map " + mib(length) + " for a pinned buffer (" + std::strerror(errno) +
+                                             "): end other programs or use a smaller model");
   }
   return mapped;
 }
@@ -165,7 +165,7 @@ PinnedBlock PinnedRegistry::allocate(std::int64_t requested_bytes, std::int64_t 
     touch_pages(address, reserved_bytes);
   }
   std::lock_guard<std::mutex> guard(mutex_);
-  const PinnedBlock block{next_id_++,    reinterpret_cast<std::uintptr_t>(address),
+  const PinnedBlock block{next_id_++,      reinterpret_cast<std::uintptr_t>(address),
                           requested_bytes, reserved_bytes,
                           pages,           locked,
                           false,           monotonic_ns(),

@@ -20,9 +20,9 @@ namespace memascend {
 inline constexpr std::int64_t kPageBytes = 4096;
 inline constexpr std::int64_t kHugePageBytes = std::int64_t{2} << 20;
 
-// kTransparent: the mapping starts on a huge page and the kernel is asked to use them (MADV_HUGEPAGE); what is less than
-// one at the end stays on small pages, so the size is as exact as with kSmall. kReserved: pages that the administrator
-// has set aside (MAP_HUGETLB); sizes are whole huge pages.
+// kTransparent: the mapping starts on a huge page and the kernel is asked to use them (MADV_HUGEPAGE); what is less
+// than one at the end stays on small pages, so the size is as exact as with kSmall. kReserved: pages that the
+// administrator has set aside (MAP_HUGETLB); sizes are whole huge pages.
 enum class PageKind { kSmall, kTransparent, kReserved };
 
 struct PinnedBlock {
@@ -31,8 +31,8 @@ struct PinnedBlock {
   std::int64_t requested_bytes = 0;  // what the caller asked for
   std::int64_t reserved_bytes = 0;   // what is mapped and resident: a multiple of the page
   PageKind pages = PageKind::kSmall;
-  bool locked = false;               // cannot be swapped out: mlock succeeded, or reserved huge pages, which never are
-  bool registered = false;           // known to the CUDA driver
+  bool locked = false;  // cannot be swapped out: mlock succeeded, or reserved huge pages, which never are
+  bool registered = false;  // known to the CUDA driver
   std::int64_t born_ns = 0;
   pid_t owner_pid = 0;
 };
@@ -53,10 +53,10 @@ class PinnedRegistry {
  public:
   static PinnedRegistry& instance();
 
-  // Maps `reserved_bytes`, sets where they are to lie, locks them (or touches every page if locking is refused and not required) and books the
-  // block. Throws Error: kInvalidArgument for sizes, kOutOfMemory for what cannot be mapped, the memlock limit and
-  // reserved huge pages. Whether RAM and control groups have room is the caller's to ask (memascend/memory/cgroup.py):
-  // beyond that the kernel kills.
+  // Maps `reserved_bytes`, sets where they are to lie, locks them (or touches every page if locking is refused and not
+  // required) and books the block. Throws Error: kInvalidArgument for sizes, kOutOfMemory for what cannot be mapped,
+  // the memlock limit and reserved huge pages. Whether RAM and control groups have room is the caller's to ask
+  // (memascend/memory/cgroup.py): beyond that the kernel kills.
   [[nodiscard]] PinnedBlock allocate(std::int64_t requested_bytes, std::int64_t reserved_bytes, bool lock,
                                      bool require_lock, PageKind pages = PageKind::kSmall,
                                      const Placement& placement = {});

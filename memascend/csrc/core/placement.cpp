@@ -297,9 +297,9 @@ std::map<int, std::int64_t> pages_by_node(const void* address, std::int64_t byte
     }
     const std::vector<int> answers = nodes_of_pages(asked);
     if (answers.empty()) {
-      throw Error(ErrorKind::kState, "the kernel does not say on which node pages lie (move_pages: " +
-                                         std::string(std::strerror(errno)) +
-                                         "): in Docker allow it with --cap-add SYS_NICE");
+      throw Error(ErrorKind::kState,
+                  "the kernel does not say on which node pages lie (move_pages: " + std::string(std::strerror(errno)) +
+                      "): in Docker allow it with --cap-add SYS_NICE");
     }
     for (const int node : answers) {
       ++counts[std::max(node, -1)];  // an error for each page that is not there: EFAULT before Linux 6.6, then ENOENT

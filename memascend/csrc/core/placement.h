@@ -8,9 +8,9 @@
 
 namespace memascend {
 
-// kBind: on these nodes or not at all (the kernel kills for want of room). kPreferred, kPreferredMany (Linux 5.15): there
-// as long as there is room. kInterleaved: in turn. kWeighted: in turn, by the kernel's own weights (Linux 6.9). kStriped:
-// in turn by `weights`, which belong to this memory alone: pages are touched stripe by stripe, on any kernel.
+// kBind: on these nodes or not at all (the kernel kills for want of room). kPreferred, kPreferredMany (Linux 5.15):
+// there as long as there is room. kInterleaved: in turn. kWeighted: in turn, by the kernel's own weights (Linux 6.9).
+// kStriped: in turn by `weights`, which belong to this memory alone: pages are touched stripe by stripe, on any kernel.
 enum class PlacementMode { kLocal, kBind, kPreferred, kPreferredMany, kInterleaved, kWeighted, kStriped };
 
 struct Placement {
@@ -30,10 +30,10 @@ struct Stripe {
 [[nodiscard]] std::vector<Stripe> stripes_of(std::int64_t pages, const std::vector<std::int64_t>& weights,
                                              std::int64_t unit = 0);
 
-// Sets the policy of [address, address + bytes), whole pages that nobody has touched yet; striped ones are touched here.
-// Interleaved and striped memory is asked to have no huge pages, which would make 2 MiB the unit, unless `huge_pages` are
-// wanted. On a kernel without NUMA any policy on node 0 is what happens anyway. Throws Error(kInvalidArgument) for what
-// the kernel refuses.
+// Sets the policy of [address, address + bytes), whole pages that nobody has touched yet; striped ones are touched
+// here. Interleaved and striped memory is asked to have no huge pages, which would make 2 MiB the unit, unless
+// `huge_pages` are wanted. On a kernel without NUMA any policy on node 0 is what happens anyway. Throws
+// Error(kInvalidArgument) for what the kernel refuses.
 void place_pages(void* address, std::int64_t bytes, const Placement& placement, bool huge_pages);
 
 // Moves pages that lie elsewhere to where the policy says, and sets it for those still untouched. Pages on one of

@@ -73,7 +73,8 @@ struct Avx2 {
   static bool any_packed_not_finite(const Packed& a, const Packed& b) {
     const __m256i exponent = _mm256_set1_epi16(0x7F80);
     const auto full = [&](__m256i x) { return _mm256_cmpeq_epi16(_mm256_and_si256(x, exponent), exponent); };
-    const __m256i any = _mm256_or_si256(_mm256_or_si256(full(a.low), full(a.high)), _mm256_or_si256(full(b.low), full(b.high)));
+    const __m256i any =
+        _mm256_or_si256(_mm256_or_si256(full(a.low), full(a.high)), _mm256_or_si256(full(b.low), full(b.high)));
     return _mm256_movemask_epi8(any) != 0;
   }
 
@@ -94,11 +95,13 @@ struct Avx2 {
   // Even and odd elements, widened.
   static Two split(const Packed& a) {
     const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xFFFF0000u));
-    return {{_mm256_castsi256_ps(_mm256_slli_epi32(a.low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(a.high, 16))},
-            {_mm256_castsi256_ps(_mm256_and_si256(a.low, upper)), _mm256_castsi256_ps(_mm256_and_si256(a.high, upper))}};
+    return {
+        {_mm256_castsi256_ps(_mm256_slli_epi32(a.low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(a.high, 16))},
+        {_mm256_castsi256_ps(_mm256_and_si256(a.low, upper)), _mm256_castsi256_ps(_mm256_and_si256(a.high, upper))}};
   }
   static Two deinterleave(Floats first, Floats last) {
-    return {{every_second<0x88>(first), every_second<0x88>(last)}, {every_second<0xDD>(first), every_second<0xDD>(last)}};
+    return {{every_second<0x88>(first), every_second<0x88>(last)},
+            {every_second<0xDD>(first), every_second<0xDD>(last)}};
   }
   static Two interleave(Floats even, Floats odd) { return {zip(even.low, odd.low), zip(even.high, odd.high)}; }
   static Packed round(Floats even, Floats odd, const Packed& noise) {
@@ -148,7 +151,8 @@ struct Avx2 {
   }
   // Upper 16 bits of the largest momentum without its sign, below those of the largest root.
   static std::uint32_t largest(Floats m_even, Floats m_odd, Floats r_even, Floats r_odd) {
-    const __m256i momentum = top({magnitude(m_even.low), magnitude(m_even.high)}, {magnitude(m_odd.low), magnitude(m_odd.high)});
+    const __m256i momentum =
+        top({magnitude(m_even.low), magnitude(m_even.high)}, {magnitude(m_odd.low), magnitude(m_odd.high)});
     const __m256i both = _mm256_blend_epi16(_mm256_srli_epi32(momentum, 16), top(r_even, r_odd), 0xAA);
     __m128i four = _mm_max_epu16(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
     four = _mm_max_epu16(four, _mm_shuffle_epi32(four, 0x4E));
@@ -195,9 +199,7 @@ struct Avx2 {
 
  protected:
   static Noise with_momentum(const Packed& param, const Packed& variance) {
-    return {param,
-            {_mm256_xor_si256(param.low, variance.low), _mm256_xor_si256(param.high, variance.high)},
-            variance};
+    return {param, {_mm256_xor_si256(param.low, variance.low), _mm256_xor_si256(param.high, variance.high)}, variance};
   }
   static __m128i counter(std::uint64_t block, const AdamWFactors& f) {
     return _mm_set_epi64x(static_cast<long long>(f.step), static_cast<long long>(block));

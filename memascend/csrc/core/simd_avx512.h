@@ -23,7 +23,8 @@ struct Avx512 {
   struct Noise {
     Packed param, momentum, variance;
   };
-  using Codes = __m512i;  // of a group: in each lane of 32 bits the code of an even element, and above it that of the odd
+  using Codes =
+      __m512i;  // of a group: in each lane of 32 bits the code of an even element, and above it that of the odd
 
   static Floats set(float value) { return _mm512_set1_ps(value); }
   static Floats load_f32(const float* p) { return _mm512_loadu_ps(p); }
@@ -106,8 +107,8 @@ struct Avx512 {
   }
 
   static Noise noise(std::uint64_t first_block, const AdamWFactors& f) {
-    const __m512i first = _mm512_broadcast_i64x2(
-        _mm_set_epi64x(static_cast<long long>(f.step), static_cast<long long>(first_block)));
+    const __m512i first =
+        _mm512_broadcast_i64x2(_mm_set_epi64x(static_cast<long long>(f.step), static_cast<long long>(first_block)));
     __m512i block = _mm512_xor_si512(_mm512_add_epi64(first, _mm512_set_epi64(0, 3, 0, 2, 0, 1, 0, 0)), key(f, 0));
     for (int round = 1; round < kArsRounds; ++round) {
       block = _mm512_aesenc_epi128(block, key(f, round));
@@ -166,7 +167,9 @@ struct Avx512 {
                   _mm512_srli_epi32(_mm512_max_epu32(bits.odd, one), kRootShift - 8));
   }
 
-  static Doubles zero_sums() { return {{_mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd()}}; }
+  static Doubles zero_sums() {
+    return {{_mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd()}};
+  }
   static void add_squares(Doubles& sums, Floats low, Floats high) {
     add_square(sums.part[0], _mm512_castps512_ps256(low));
     add_square(sums.part[1], _mm512_extractf32x8_ps(low, 1));
@@ -174,7 +177,8 @@ struct Avx512 {
     add_square(sums.part[3], _mm512_extractf32x8_ps(high, 1));
   }
   static double total(const Doubles& sums) {
-    const __m512d eight = _mm512_add_pd(_mm512_add_pd(sums.part[0], sums.part[2]), _mm512_add_pd(sums.part[1], sums.part[3]));
+    const __m512d eight =
+        _mm512_add_pd(_mm512_add_pd(sums.part[0], sums.part[2]), _mm512_add_pd(sums.part[1], sums.part[3]));
     const __m256d four = _mm256_add_pd(_mm512_castpd512_pd256(eight), _mm512_extractf64x4_pd(eight, 1));
     const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
     return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));

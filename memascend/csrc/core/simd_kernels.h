@@ -1,5 +1,6 @@
 // Kernels that exist once for every instruction set: simd_kernels_{portable,avx2,avx2_vaes,avx512}.cpp fill a
-// table each. Results are the same bits at every level: the same operations in the same order, each rounded as IEEE 754 says.
+// table each. Results are the same bits at every level: the same operations in the same order, each rounded as IEEE 754
+// says.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +23,7 @@ struct AdamWFactors {
   float one_minus_beta2;
   float inverse_root_correction2;  // 1 / sqrt(1 - beta2^step)
   float epsilon;
-  float decay;      // 1 - lr * weight_decay
+  float decay;  // 1 - lr * weight_decay
   float step_size;  // lr / (1 - beta1^step)
   std::uint64_t round_key[kArsRounds + 2][2];  // of the random numbers: from the seed
   std::uint64_t step;
@@ -50,11 +51,11 @@ struct AdamW8Piece {
   std::int64_t groups;
 };
 
-// An 8-bit code is the exponent's last three bits and the fraction's first bits of a number z in [2^-7, 2): four bits of
-// the fraction below a sign for the momentum, five for the root of the variance. Above them is always kCodeBase, so a code
-// is a shift away. A value y in [0, 2) is kept as z = max(y, y / 2 + 2^-7), which makes codes below y = 2^-6 evenly spaced
-// and reach zero, and min(z, 2 z - 2^-6) takes it back. A scale of 2^(exponent - 127) is added to exponents; with one of 8
-// or more nothing here is subnormal.
+// An 8-bit code is the exponent's last three bits and the fraction's first bits of a number z in [2^-7, 2): four bits
+// of the fraction below a sign for the momentum, five for the root of the variance. Above them is always kCodeBase, so
+// a code is a shift away. A value y in [0, 2) is kept as z = max(y, y / 2 + 2^-7), which makes codes below y = 2^-6
+// evenly spaced and reach zero, and min(z, 2 z - 2^-6) takes it back. A scale of 2^(exponent - 127) is added to
+// exponents; with one of 8 or more nothing here is subnormal.
 constexpr std::uint32_t kCodeBase = 0x3C000000u;
 constexpr int kMomentumShift = 19;  // of the code's last bit in the bits of a float
 constexpr int kRootShift = 18;
@@ -64,12 +65,12 @@ constexpr std::uint32_t kExponentLimit = 254;
 
 // Bits of floats, times the scale.
 constexpr std::uint32_t code_base(std::uint32_t exponent) { return kCodeBase + ((exponent - 127) << 23); }
-constexpr std::uint32_t linear_bits(std::uint32_t exponent) { return (exponent - 6) << 23; }       // 2^-6
+constexpr std::uint32_t linear_bits(std::uint32_t exponent) { return (exponent - 6) << 23; }  // 2^-6
 constexpr std::uint32_t half_linear_bits(std::uint32_t exponent) { return (exponent - 7) << 23; }  // 2^-7
-constexpr std::uint32_t unscaling(std::uint32_t exponent) { return (127 - exponent) << 23; }       // added to bits
+constexpr std::uint32_t unscaling(std::uint32_t exponent) { return (127 - exponent) << 23; }  // added to bits
 
-// Returns the first group that has something that is not finite before or after the step, or -1. Such groups are left as
-// they were; all others are done.
+// Returns the first group that has something that is not finite before or after the step, or -1. Such groups are left
+// as they were; all others are done.
 using AdamWKernel = std::int64_t (*)(const AdamWFactors&, const AdamWPiece&);
 
 using AdamW8Kernel = std::int64_t (*)(const AdamWFactors&, const AdamW8Piece&);
@@ -82,7 +83,7 @@ enum class CopyFormat { kNone, kFloat16, kBFloat16 };
 
 struct SimdKernels {
   AdamWKernel adamw[2][3][3];  // [fp32, bf16 states][gradient: FloatFormat][CopyFormat]
-  AdamW8Kernel adamw8[3];       // [gradient: FloatFormat]
+  AdamW8Kernel adamw8[3];  // [gradient: FloatFormat]
   UnscaleKernel unscale[3][2];  // [data: FloatFormat][out: as data, fp32]
 };
 

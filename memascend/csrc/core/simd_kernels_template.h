@@ -4,16 +4,17 @@
 // Stochastic rounding. fp32 to bf16 adds a uniform 16-bit number to the bits and cuts the low half off: the result is
 // the neighbour above with the probability that makes the expectation exact. Element e of the whole tensor takes half
 // word e % 8 of the ARS-5 block (Salmon et al., SC'11: five rounds of AES, one instruction each) with the counter
-// (e / 8, step) and the key (seed, 0), all of 64 bits, for the parameter; the same half word of that block after one more
-// AES round for the variance; and the exclusive or of the two for the momentum. If a block is uniform, so is each of the
-// three, and any two numbers of a block are independent: a round mixes every half word from two columns' worth of other
-// bytes by a matrix all of whose square parts can be inverted.
-// Nothing else enters, so slices, threads and instruction sets change no bit.
+// (e / 8, step) and the key (seed, 0), all of 64 bits, for the parameter; the same half word of that block after one
+// more AES round for the variance; and the exclusive or of the two for the momentum. If a block is uniform, so is each
+// of the three, and any two numbers of a block are independent: a round mixes every half word from two columns' worth
+// of other bytes by a matrix all of whose square parts can be inverted. Nothing else enters, so slices, threads and
+// instruction sets change no bit.
 //
 // 8-bit codes are cut the same way, three bits (momentum) or two (root of the variance) further up, by the same words.
 //
-// Kernels with 16-bit or 8-bit states split a group into its even and its odd elements: a shift and a mask make two vectors of fp32
-// from one of bf16, and a shift and a blend one from two, where taking first and last halves needs shuffles.
+// Kernels with 16-bit or 8-bit states split a group into its even and its odd elements: a shift and a mask make two
+// vectors of fp32 from one of bf16, and a shift and a blend one from two, where taking first and last halves needs
+// shuffles.
 
 #include <cstdint>
 
@@ -54,8 +55,7 @@ template <class V>
 inline Updated<V> update(const AdamWFactors& f, typename V::Floats grad, Updated<V> old) {
   grad = V::mul(grad, V::set(f.grad_scale));
   const auto momentum = V::fma(V::sub(grad, old.momentum), V::set(f.one_minus_beta1), old.momentum);
-  const auto variance =
-      V::fma(V::mul(grad, grad), V::set(f.one_minus_beta2), V::mul(old.variance, V::set(f.beta2)));
+  const auto variance = V::fma(V::mul(grad, grad), V::set(f.one_minus_beta2), V::mul(old.variance, V::set(f.beta2)));
   const auto divisor = V::fma(V::sqrt(variance), V::set(f.inverse_root_correction2), V::set(f.epsilon));
   const auto step = V::div(momentum, divisor);
   return {V::fma(step, V::set(-f.step_size), V::mul(old.param, V::set(f.decay))), momentum, variance};
@@ -92,12 +92,12 @@ inline bool step_f32(const AdamWFactors& f, const AdamWPiece& piece, std::int64_
   constexpr FloatFormat kState = FloatFormat::kFloat32;
   const std::int64_t i = group * kGroup;
   const std::int64_t j = i + 16;
-  const auto low = update<V>(f, load<V, Grad>(piece.grad, i),
-                             {load<V, kState>(piece.param, i), load<V, kState>(piece.momentum, i),
-                              load<V, kState>(piece.variance, i)});
-  const auto high = update<V>(f, load<V, Grad>(piece.grad, j),
-                              {load<V, kState>(piece.param, j), load<V, kState>(piece.momentum, j),
-                               load<V, kState>(piece.variance, j)});
+  const auto low = update<V>(
+      f, load<V, Grad>(piece.grad, i),
+      {load<V, kState>(piece.param, i), load<V, kState>(piece.momentum, i), load<V, kState>(piece.variance, i)});
+  const auto high = update<V>(
+      f, load<V, Grad>(piece.grad, j),
+      {load<V, kState>(piece.param, j), load<V, kState>(piece.momentum, j), load<V, kState>(piece.variance, j)});
   if (bad<V>(low, high)) [[unlikely]] {
     return false;
   }
@@ -126,7 +126,8 @@ inline bool step_bf16(const AdamWFactors& f, const AdamWPiece& piece, std::int64
   const auto kept = V::round(even.param, odd.param, noise.param);
   const auto kept_momentum = V::round(even.momentum, odd.momentum, noise.momentum);
   const auto kept_variance = V::round(even.variance, odd.variance, noise.variance);
-  // Noise makes no number of a NaN that came from bf16, as its low half is zero; a wider gradient's may have all bits set.
+  // Noise makes no number of a NaN that came from bf16, as its low half is zero; a wider gradient's may have all bits
+  // set.
   if (V::any_packed_not_finite(kept, kept_variance) || (Grad != FloatFormat::kBFloat16 && bad<V>(even, odd)))
       [[unlikely]] {
     return false;
@@ -216,7 +217,8 @@ inline void step_int8(const AdamWFactors& f, const AdamW8Piece& piece, std::int6
   const std::uint32_t largest = V::largest(even.momentum, odd.momentum, even.root, odd.root);
   out.momentum_exponent = at_least(((largest & 0xFFFFu) + (1u << (kMomentumShift - 16))) >> 7);
   out.root_exponent = at_least(((largest >> 16) + (1u << (kRootShift - 16))) >> 7);
-  // A gradient that is not finite makes the momentum so. The parameter alone may come from bf16, where noise hides no NaN.
+  // A gradient that is not finite makes the momentum so. The parameter alone may come from bf16, where noise hides no
+  // NaN.
   out.good = (scales[0] < kExponentLimit) & (scales[1] < kExponentLimit) & (out.momentum_exponent < kExponentLimit) &
              (out.root_exponent < kExponentLimit) & !V::any_packed_not_finite(kept, kept);
   out.momentum = {even.momentum, odd.momentum};
@@ -237,9 +239,9 @@ inline void encode_int8(const AdamW8Piece& piece, std::int64_t group, const Unco
   piece.scales[2 * group + 1] = static_cast<std::uint8_t>(from.root_exponent);
 }
 
-// A scale follows from all numbers of its group, so one group alone is a long chain of results that wait for one another.
-// Where registers suffice, a few are stepped, then coded: there is always something else to do (AVX-512 on Zen 4: 12 %
-// faster; AVX2 would be 20 % slower).
+// A scale follows from all numbers of its group, so one group alone is a long chain of results that wait for one
+// another. Where registers suffice, a few are stepped, then coded: there is always something else to do (AVX-512 on Zen
+// 4: 12 % faster; AVX2 would be 20 % slower).
 template <class V, FloatFormat Grad>
 std::int64_t adamw8(const AdamWFactors& factors, const AdamW8Piece& given) {
   const AdamW8Piece piece = given;

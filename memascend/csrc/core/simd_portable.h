@@ -294,9 +294,8 @@ struct Portable {
   }
   static Two decode_unsigned(const Codes& codes, std::uint32_t exponent) {
     const auto part = [&](int odd) {
-      return each<Floats>([&](int k) {
-        return decoded(static_cast<std::uint32_t>(codes.lane[2 * k + odd]) << kRootShift, exponent);
-      });
+      return each<Floats>(
+          [&](int k) { return decoded(static_cast<std::uint32_t>(codes.lane[2 * k + odd]) << kRootShift, exponent); });
     };
     return {part(0), part(1)};
   }
@@ -325,7 +324,8 @@ struct Portable {
     Codes out;
     for (int i = 0; i < 32; ++i) {
       const float value = (i % 2 == 0 ? values.a : values.b).lane[i / 2];
-      out.lane[i] = static_cast<std::uint8_t>(std::max(encoded(value, exponent, noise.lane[i], kRootShift) & 0xFFu, 1u));
+      out.lane[i] =
+          static_cast<std::uint8_t>(std::max(encoded(value, exponent, noise.lane[i], kRootShift) & 0xFFu, 1u));
     }
     return out;
   }

@@ -16,7 +16,8 @@ namespace {
 constexpr std::int64_t kVerifyBytes = 4 << 20;
 
 StorageFailure damage(const std::string& device, std::int64_t offset, const std::string& what) {
-  return {"index", device, offset, 0, 0, 0, what + ": the index is damaged; restore the store, or destroy and format it"};
+  return {
+      "index", device, offset, 0, 0, 0, what + ": the index is damaged; restore the store, or destroy and format it"};
 }
 
 }  // namespace

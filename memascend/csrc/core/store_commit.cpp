@@ -103,8 +103,8 @@ void Store::compact(const Changes& changes) {
     throw;
   }
   superblocks_[0] = block;
-  control_->set_log({block.epoch, block.first_sequence, static_cast<std::uint64_t>(batch.bytes()), block.generation,
-                     block.half});
+  control_->set_log(
+      {block.epoch, block.first_sequence, static_cast<std::uint64_t>(batch.bytes()), block.generation, block.half});
 }
 
 // The batch is on the device: the maps follow, old space is free. With the control's lock.

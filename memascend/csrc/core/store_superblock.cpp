@@ -116,8 +116,7 @@ std::optional<Superblock> read_superblock(const Device& device) {
       throw Error(ErrorKind::kState, device.path() + " has format version " + std::to_string(raw.version) +
                                          ", this program knows " + std::to_string(kFormatVersion));
     }
-    if (raw.magic == kSuperMagic && raw.checksum == checksum_of(raw) &&
-        (!best || raw.generation > best->generation)) {
+    if (raw.magic == kSuperMagic && raw.checksum == checksum_of(raw) && (!best || raw.generation > best->generation)) {
       best = from_raw(raw);
     }
   }

@@ -1,6 +1,7 @@
-// One small pool for all kernels. The caller works too. Each thread has a share of the chunks, and helps the others when
-// it is done, so that a helper that wakes late, or a core that somebody else is using, costs little. Helpers are OpenMP's
-// (torch has started them already) where this is compiled with it, and threads of our own elsewhere and after a fork.
+// One small pool for all kernels. The caller works too. Each thread has a share of the chunks, and helps the others
+// when it is done, so that a helper that wakes late, or a core that somebody else is using, costs little. Helpers are
+// OpenMP's (torch has started them already) where this is compiled with it, and threads of our own elsewhere and after
+// a fork.
 #pragma once
 
 #include <cstdint>

@@ -42,9 +42,9 @@ struct TrackingTotals {
   std::int64_t dropped_events = 0;
 };
 
-// Freed device blocks that wait for the next one of their size, as in a GPU's caching allocator: a layer asks for the sizes
-// of the layer before it, and to the kernel each mapping is a third of a training step's work. None are kept in the host's
-// role, so what is resident then is what the account says.
+// Freed device blocks that wait for the next one of their size, as in a GPU's caching allocator: a layer asks for the
+// sizes of the layer before it, and to the kernel each mapping is a third of a training step's work. None are kept in
+// the host's role, so what is resident then is what the account says.
 inline constexpr std::size_t kReusableBytes = std::size_t{32} << 20;
 
 // Thread-safe. A device block is resident as a whole from its birth, as on a GPU.

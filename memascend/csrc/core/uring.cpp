@@ -29,8 +29,8 @@ constexpr unsigned kDeferTaskrun = 1u << 13;
 class Mapping {
  public:
   void map(int fd, std::size_t bytes, std::uint64_t offset) {
-    void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd,
-                      static_cast<off_t>(offset));
+    void* data =
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, static_cast<off_t>(offset));
     if (data == MAP_FAILED) {
       throw Error(ErrorKind::kState, std::string("io_uring: mapping the ring failed: ") + std::strerror(errno) +
                                          ": raise the memory limit (ulimit -l), or choose libaio");
@@ -159,8 +159,8 @@ class Uring final : public AioBackend {
   void setup(unsigned entries) {
     io_uring_params params{};
     // From the best to what every kernel with io_uring takes.
-    for (const unsigned flags : {kSingleIssuer | kDeferTaskrun | kTaskrunFlag, kSingleIssuer | kCoopTaskrun | kTaskrunFlag,
-                                 kCoopTaskrun | kTaskrunFlag, 0u}) {
+    for (const unsigned flags : {kSingleIssuer | kDeferTaskrun | kTaskrunFlag,
+                                 kSingleIssuer | kCoopTaskrun | kTaskrunFlag, kCoopTaskrun | kTaskrunFlag, 0u}) {
       params = {};
       params.flags = flags | IORING_SETUP_CLAMP;
       ring_.fd = static_cast<int>(calls_.raw(__NR_io_uring_setup, entries, address(&params), 0, 0, 0, 0));
@@ -169,10 +169,11 @@ class Uring final : public AioBackend {
       }
     }
     if (ring_.fd < 0) {
-      throw Error(ErrorKind::kState,
-                  std::string("io_uring: the kernel refuses a ring: ") + std::strerror(errno) +
-                      (errno == ENOMEM ? ": raise the memory limit (ulimit -l), or choose libaio"
-                                       : ": set kernel.io_uring_disabled=0 and allow io_uring_setup, or choose libaio"));
+      throw Error(
+          ErrorKind::kState,
+          std::string("io_uring: the kernel refuses a ring: ") + std::strerror(errno) +
+              (errno == ENOMEM ? ": raise the memory limit (ulimit -l), or choose libaio"
+                               : ": set kernel.io_uring_disabled=0 and allow io_uring_setup, or choose libaio"));
     }
     if ((params.features & IORING_FEAT_SINGLE_MMAP) == 0 || params.sq_entries < entries) {
       throw Error(ErrorKind::kState, "io_uring: the kernel is older than 5.4 or the depth too large: choose libaio");

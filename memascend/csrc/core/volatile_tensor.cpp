@@ -25,7 +25,8 @@ Place::~Place() {
 }
 
 bool KeyQueue::join(std::uint64_t request, bool write) {
-  const bool start = std::all_of(queue_.begin(), queue_.end(), [&](const Entry& other) { return !write && !other.write; });
+  const bool start =
+      std::all_of(queue_.begin(), queue_.end(), [&](const Entry& other) { return !write && !other.write; });
   queue_.push_back({request, write, start});
   return start;
 }
