@@ -35,7 +35,7 @@ def test_pages_say_what_the_records_say():
 
 @pytest.mark.parametrize("model", ["llama3.2-1b", "llama3.2-3b"])
 def test_the_plan_of_the_full_model_is_what_the_streaming_engine_took(model):
-    words = ["plan", "--model", model, "--system", "lohan", "--context", "128", "--json"]
+    words = ["plan", "--model", model, "--system", "lohan", "--context", "128", "--device", "cpu", "--json"]
     done = subprocess.run([sys.executable, "-m", "memascend.cli", *words], capture_output=True, text=True, check=True)
     planned = {}
     for row in json.loads(done.stdout)["ledger"]:
