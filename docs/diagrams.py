@@ -30,7 +30,7 @@ STYLE = (
 
 def room(dotted: str) -> str | None:
     """The room of a dotted name: `memascend/memory`, `baselines`, `deepspeed` ...; None for what is not drawn."""
-    parts = dotted.split(".")
+    parts = dotted.removeprefix("memascend.").split(".") if in_baselines(dotted) else dotted.split(".")
     if parts[0] in GUESTS:
         return parts[0]
     if parts[0] not in TOP:
@@ -38,6 +38,11 @@ def room(dotted: str) -> str | None:
     inside = ROOT / parts[0] / (parts[1] if len(parts) > 1 else "")
     splits = parts[0] == "memascend" and len(parts) > 1 and (inside.is_dir() or parts[1] == "_C")
     return f"{parts[0]}/{parts[1].replace('_C', 'csrc')}" if splits else parts[0]
+
+
+def in_baselines(dotted: str) -> bool:
+    """Whether the package that lies in baselines/ is meant (`memascend/baselines` is a link to it)."""
+    return f"{dotted}.".startswith("memascend.baselines.")
 
 
 def imported(path: Path) -> Iterator[str]:

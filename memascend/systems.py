@@ -1,7 +1,7 @@
 """The systems that can be planned, simulated and trained, found by entry point: the library imports none of them.
 
-A system is a folder that owns everything about it (`baselines/` of this repository; `baselines.protocol` lists them).
-No torch here.
+A system is a folder that owns everything about it, in `baselines/` of this repository, which is the package
+`memascend.baselines`; its `protocol` lists them. No torch here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GROUP = "memascend.systems"
 
 
 class System(Protocol):
-    """What the library asks of a system; `baselines.protocol` has what systems on DeepSpeed share."""
+    """What the library asks of a system; `memascend.baselines.protocol` has what systems on DeepSpeed share."""
 
     name: str
     label: str

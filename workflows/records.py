@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from baselines.protocol import load_system
+from memascend.baselines.protocol import load_system
 from memascend.planner.footprint import OWNER_METRICS, PINNED_OVERHEAD
 from workflows import tidy
 

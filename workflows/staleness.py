@@ -19,7 +19,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = ("baselines", "hardware", "memascend", "workflows")
+OURS = ("hardware", "memascend", "workflows")
+BASELINES = "memascend.baselines"  # lies in baselines/, and in the folders that MEMASCEND_SYSTEMS names
 EXTENSION = "memascend._C"
 EXTENSION_SOURCES = ("memascend/csrc/**/*", "setup.py")
 MODELS = "memascend/planner/models"
@@ -27,11 +28,11 @@ PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
 # Module -> what it loads under a name that no text holds. Those with nothing load what is not ours, or a system, whose
 # folder is asked for by name.
 DYNAMIC: dict[str, tuple[str, ...]] = {
-    "baselines.protocol": (),
-    "baselines.protocol.described": (),
+    "memascend.baselines.protocol": (),
+    "memascend.baselines.protocol.described": (),
     "memascend": (),  # names of a user's loop; what measures imports their modules itself
     "memascend.integrations.deepspeed.signatures": (),
-    "memascend.systems": ("baselines.protocol",),
+    "memascend.systems": ("memascend.baselines.protocol",),
     # The interpreter imports it when it starts (memascend.pth), and it waits for DeepSpeed to be imported.
     "workflows.run.child": ("memascend.auto", "memascend.integrations.drop_in"),
 }
@@ -108,9 +109,9 @@ class Tree:
         """Modules of ours that the program can come to import, itself and those of its systems' folders included."""
         roots = [program]
         if systems:
-            roots += [f"baselines.protocol.{path.stem}" for path in self._glob("baselines/protocol/*.py")]
+            roots += [f"{BASELINES}.protocol.{path.stem}" for path in self._glob("baselines/protocol/*.py")]
         for system in systems:
-            roots += [f"baselines.{system}.{path.stem}" for path in self._folder(system) if path.suffix == ".py"]
+            roots += [f"{BASELINES}.{system}.{path.stem}" for path in self._folder(system) if path.suffix == ".py"]
         roots = [name.removesuffix(".__init__") for name in roots]
         for name in roots:
             if self._file(name) is None:
@@ -155,10 +156,11 @@ class Tree:
         return [module] if module == EXTENSION or self._file(module) else []
 
     def _file(self, module: str) -> Path | None:
-        top, _, rest = module.partition(".")
-        if top not in OURS:
-            return None
-        places = self._systems if top == "baselines" else [self.root / top]
+        if f"{module}.".startswith(f"{BASELINES}."):
+            places, rest = self._systems, module[len(BASELINES) + 1 :]
+        else:
+            top, _, rest = module.partition(".")
+            places = [self.root / top] if top in OURS else []
         inside = rest.replace(".", "/")
         stems = [place / inside for place in places] if rest else places[:1]
         files = (path for stem in stems for path in (stem / "__init__.py", stem.with_suffix(".py")))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from baselines.all_in_gpu.schedule import schedule
-from baselines.protocol import PlannedSystem, device_only
 from memascend.arrangements import Arrangement
+from memascend.baselines.all_in_gpu.schedule import schedule
+from memascend.baselines.protocol import PlannedSystem, device_only
 
 _ARMS = {"today": Arrangement(label="All in GPU", states_on="gpu", runs=False)}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from baselines.cxl.published_algorithm import carried_out
+from memascend.baselines.cxl.published_algorithm import carried_out
 from memascend.memory.classes import (
     ACTIVATIONS,
     ARRIVING,

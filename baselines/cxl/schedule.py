@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from baselines.cxl.scenarios import CLASSES_OF, by_algorithm_1
-from baselines.protocol.schedules import backward, forward, overflow_check
+from memascend.baselines.cxl.scenarios import CLASSES_OF, by_algorithm_1
+from memascend.baselines.protocol.schedules import backward, forward, overflow_check
 from memascend.memory.classes import ACTIVATIONS, ARRIVING, GRADIENTS, MASTERS, MOMENTUM, VARIANCE, WEIGHTS
 from memascend.memory.latency_first import Item, Room, latency_first
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from baselines.cxl.schedule import schedule
-from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, host_offload, zero3_config
 from memascend.arrangements import Arrangement, arrangement_of_parts
+from memascend.baselines.cxl.schedule import schedule
+from memascend.baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, host_offload, zero3_config
 
 # Our pinned memory, which is placed, on ZeRO-Offload; nothing else of ours. The check is DeepSpeed's own.
 _PLACED = {"pinned": "exact", "pool": "stock", "overflow": "stock", "aio": "file"}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baselines.protocol.schedules import backward, forward
+from memascend.baselines.protocol.schedules import backward, forward
 
 if TYPE_CHECKING:
     from memascend.planner.step import Step

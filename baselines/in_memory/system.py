@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from baselines.in_memory.schedule import schedule
-from baselines.protocol import PlannedSystem, device_only
 from memascend.arrangements import Arrangement
+from memascend.baselines.in_memory.schedule import schedule
+from memascend.baselines.protocol import PlannedSystem, device_only
 from memascend.training.backends import IN_MEMORY, UPDATES, Setup
 
 if TYPE_CHECKING:

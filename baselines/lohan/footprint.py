@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baselines.lohan.options import SWAPPING_ARMS
+from memascend.baselines.lohan.options import SWAPPING_ARMS
 
 if TYPE_CHECKING:
     from memascend.planner.footprint import RankFootprint
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def footprint(build: RankFootprint) -> None:
     """A few slots each for weights, states, inputs of blocks, and gradients that wait."""
-    from baselines.lohan.run import run_of
+    from memascend.baselines.lohan.run import run_of
     from memascend.engine.buffers import EngineBuffers
     from memascend.storage.direct_engine import DirectEngineConfig
 

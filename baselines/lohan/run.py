@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from baselines.lohan.options import options_of
+from memascend.baselines.lohan.options import options_of
 from memascend.engine.layout import Kind, Layout, UnitParameters, make_layout
 from memascend.engine.options import EngineOptions
 from memascend.engine.speculation import as_they_come, break_even

@@ -17,7 +17,7 @@ is `optimized` with what the paper's Algorithm 1 swaps besides (section IV-D), s
 With one version of the states that a step can be done again from, all gradients must have come before one is used: they
 wait on the SSD in every arm. Of several batches those of the earlier ones do. (The paper has neither.) Steps are played
 that are not clipped: with two versions they move nothing for clipping (`memascend.engine.speculation`).
-Bytes that a plan prints are the engine's, to the byte (`baselines.lohan.run`); these tasks say how long they take.
+Bytes that a plan prints are the engine's, to the byte (`run.py`); these tasks say how long they take.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from baselines.lohan.equations import Net, Rates
-from baselines.lohan.options import SWAPPING_ARMS, step_options
-from baselines.protocol.schedules import backward, forward, swapping_optimizer
+from memascend.baselines.lohan.equations import Net, Rates
+from memascend.baselines.lohan.options import SWAPPING_ARMS, step_options
+from memascend.baselines.protocol.schedules import backward, forward, swapping_optimizer
 from memascend.planner.workload import ELEMENT_BYTES, INT8_MOMENTS_BYTES
 from memascend.swapping import RULES
 
 if TYPE_CHECKING:
-    from baselines.protocol.schedules import Arrived
+    from memascend.baselines.protocol.schedules import Arrived
     from memascend.planner.pieces import Piece
     from memascend.planner.step import Step
     from memascend.planner.workload import Workload

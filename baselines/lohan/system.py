@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from baselines.lohan.footprint import footprint
-from baselines.lohan.options import SWAPPING_ARMS, VERSIONS
-from baselines.lohan.schedule import gradients_wait, schedule
-from baselines.protocol import PlannedSystem
 from memascend.arrangements import Arrangement
+from memascend.baselines.lohan.footprint import footprint
+from memascend.baselines.lohan.options import SWAPPING_ARMS, VERSIONS
+from memascend.baselines.lohan.schedule import gradients_wait, schedule
+from memascend.baselines.protocol import PlannedSystem
 from memascend.memory.budget import parse_bytes
 from memascend.training.backends import STREAMING, Setup
 
@@ -86,7 +86,7 @@ class LoHan(PlannedSystem):
     @staticmethod
     def volume(work: Workload) -> IoVolume:
         """What a step reads and writes, and what the states' folder takes."""
-        from baselines.lohan.run import volume_of
+        from memascend.baselines.lohan.run import volume_of
 
         return volume_of(work)
 
@@ -94,14 +94,14 @@ class LoHan(PlannedSystem):
     def stored_in(versions: str, work: Workload) -> int:
         """Bytes on the SSD with `two` versions of the states, with `one` and the gradients of a step that it can be
         done again from, or with one alone and room for two units (`checkpoint`); each with what waits beside them."""
-        from baselines.lohan.run import stored_in
+        from memascend.baselines.lohan.run import stored_in
 
         return stored_in(versions, work)
 
     @classmethod
     def storage_notes(cls, work: Workload, room_bytes: float | None = None) -> list[str]:
         """What a step writes, how many versions of the states a run keeps, and why."""
-        from baselines.lohan.run import clipping_in_words, writes_in_words
+        from memascend.baselines.lohan.run import clipping_in_words, writes_in_words
         from memascend.planner.limits import within_room
 
         kept = within_room(work, room_bytes)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from baselines.memascend.schedule import schedule
-from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, ssd_offload, zero3_config
 from memascend.arrangements import Arrangement, arrangement_of_parts
+from memascend.baselines.memascend.schedule import schedule
+from memascend.baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, ssd_offload, zero3_config
 
 _ALL = {"pinned": "exact", "pool": "adaptive", "overflow": "fused", "aio": "direct"}
 _PUBLISHED = {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "chain", "aio": "file"}

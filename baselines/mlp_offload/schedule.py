@@ -21,12 +21,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baselines.protocol.schedules import backward, forward
+from memascend.baselines.protocol.schedules import backward, forward
 from memascend.planner.derived_sizes import held_in
 from memascend.storage.placement import Rates, arrange, weights
 
 if TYPE_CHECKING:
-    from baselines.protocol.schedules import Arrived
+    from memascend.baselines.protocol.schedules import Arrived
     from memascend.planner.pieces import Piece
     from memascend.planner.step import Step
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from baselines.mlp_offload.footprint import update_over_paths
-from baselines.mlp_offload.schedule import schedule
-from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, zero3_config
 from memascend.arrangements import Arrangement, arrangement_of_parts
+from memascend.baselines.mlp_offload.footprint import update_over_paths
+from memascend.baselines.mlp_offload.schedule import schedule
+from memascend.baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, zero3_config
 from memascend.planner.derived_sizes import held_buffers, held_for
 
 _PARTS = {"pinned": "exact", "pool": "adaptive", "overflow": "fused", "aio": "direct"}

@@ -14,10 +14,10 @@ import os
 import sys
 from pathlib import Path
 
-from baselines.protocol.deepspeed import DeepSpeedSystem, nvme_offload, scaled, swaps, zero3_config
-from baselines.protocol.described import Described, PlannedSystem, read_description
-from baselines.protocol.footprints import device_only, host_offload, ssd_offload
-from baselines.protocol.runs import RunSpec, Sizes
+from memascend.baselines.protocol.deepspeed import DeepSpeedSystem, nvme_offload, scaled, swaps, zero3_config
+from memascend.baselines.protocol.described import Described, PlannedSystem, read_description
+from memascend.baselines.protocol.footprints import device_only, host_offload, ssd_offload
+from memascend.baselines.protocol.runs import RunSpec, Sizes
 from memascend.suggestions import did_you_mean
 from memascend.systems import System
 
@@ -51,7 +51,7 @@ def folders() -> dict[str, Path]:
 
 @functools.cache
 def _folders(further: str) -> dict[str, Path]:
-    package = sys.modules[__name__.partition(".")[0]]
+    package = sys.modules[__name__.rpartition(".")[0]]
     places = [Path(__file__).parents[1], *map(Path, filter(None, further.split(":")))]
     for place in places[1:]:
         if not place.is_dir():
@@ -75,7 +75,7 @@ def load_system(name: str, arm: str | None = None) -> System:
     if name not in folders():
         hint = did_you_mean(name, system_names())
         raise ValueError(f"unknown system {name!r}{hint}; known systems: {', '.join(system_names())}")
-    system: System = importlib.import_module(f"baselines.{name}.system").SYSTEM
+    system: System = importlib.import_module(f"memascend.baselines.{name}.system").SYSTEM
     if arm is not None and arm not in system.arms:
         hint = did_you_mean(arm, system.arms)
         raise ValueError(f"system {name!r} has no arm {arm!r}{hint}; its arms: {', '.join(system.arms)}")

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from baselines.protocol.described import PlannedSystem
-from baselines.protocol.runs import RunSpec, Sizes
 from memascend.arrangements import Arrangement
+from memascend.baselines.protocol.described import PlannedSystem
+from memascend.baselines.protocol.runs import RunSpec, Sizes
 from memascend.memory.placement_policy import PROCESS_INTERLEAVE
 from memascend.planner.derived_sizes import held_buffers, held_for, optimizer_buffers
 from memascend.training.backends import DEEPSPEED, Setup

@@ -36,7 +36,7 @@ class Described:
 
     def describe(self) -> dict[str, Any]:
         """`system.yaml`, checked. ValueError in one line that names the file and the key."""
-        folder = Path(importlib.import_module(f"baselines.{self.name}.system").__file__).parent
+        folder = Path(importlib.import_module(f"memascend.baselines.{self.name}.system").__file__).parent
         return read_description(folder)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baselines.protocol import device_only
+from memascend.baselines.protocol import device_only
 
 if TYPE_CHECKING:
     from memascend.planner.footprint import RankFootprint

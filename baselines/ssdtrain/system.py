@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from baselines.protocol import PlannedSystem
-from baselines.ssdtrain.footprint import footprint
-from baselines.ssdtrain.schedule import schedule
 from memascend.arrangements import Arrangement
+from memascend.baselines.protocol import PlannedSystem
+from memascend.baselines.ssdtrain.footprint import footprint
+from memascend.baselines.ssdtrain.schedule import schedule
 from memascend.training.backends import IN_MEMORY, Setup
 
 if TYPE_CHECKING:

@@ -14,7 +14,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baselines.protocol.schedules import backward, forward, gradients_to_ssd, overflow_check, swapping_optimizer
+from memascend.baselines.protocol.schedules import (
+    backward,
+    forward,
+    gradients_to_ssd,
+    overflow_check,
+    swapping_optimizer,
+)
 
 if TYPE_CHECKING:
     from memascend.planner.step import Step

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, ssd_offload, zero3_config
-from baselines.zero_infinity.schedule import schedule
 from memascend.arrangements import Arrangement, arrangement_of_parts
+from memascend.baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, ssd_offload, zero3_config
+from memascend.baselines.zero_infinity.schedule import schedule
 from memascend.planner.derived_sizes import PIPELINED, optimizer_buffers
 
 _STOCK = dict.fromkeys(("pinned", "pool", "overflow", "aio"), "stock")

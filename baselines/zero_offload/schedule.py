@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baselines.protocol.schedules import backward, forward, host_optimizer, overflow_check
+from memascend.baselines.protocol.schedules import backward, forward, host_optimizer, overflow_check
 
 if TYPE_CHECKING:
     from memascend.planner.step import Step

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, host_offload, zero3_config
-from baselines.zero_offload.schedule import schedule
 from memascend.arrangements import arrangement_of_parts
+from memascend.baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, host_offload, zero3_config
+from memascend.baselines.zero_offload.schedule import schedule
 
 _STOCK = {"pinned": "stock", "pool": "stock", "overflow": "stock", "aio": "stock"}
 # Without swapping there is no swap buffer; what torch pins is rounded as CUDA's caching allocator does.

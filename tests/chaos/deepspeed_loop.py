@@ -42,7 +42,7 @@ class DropInLoop(Loop):
         import torch
 
         import memascend
-        from baselines.protocol import scaled
+        from memascend.baselines.protocol import scaled
         from memascend.training.processes import free_port
         from tests.integration.trainings import Job, Training, environment
 

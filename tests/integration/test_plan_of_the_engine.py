@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from baselines.lohan.run import run_of
 from memascend import systems
+from memascend.baselines.lohan.run import run_of
 from memascend.memory.ledger import Ledger
 from memascend.planner.footprint import plan
 from memascend.planner.limits import stored_within

@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a child process is started by path
 
-from baselines.protocol import RunSpec, Sizes, load_system, scaled  # noqa: E402
+from memascend.baselines.protocol import RunSpec, Sizes, load_system, scaled  # noqa: E402
 from memascend.memory.placement import bytes_by_class, verify_nodes  # noqa: E402
 from memascend.planner import model_spec  # noqa: E402
 from memascend.planner.pool import streamed  # noqa: E402

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, load_system, scaled, system_names
+from memascend.baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, load_system, scaled, system_names
 from memascend.integrations.deepspeed.parts import enable_options
 
 SIZES = Sizes(largest_tensor=1000, parameters=10_000, pool_buffers=9)

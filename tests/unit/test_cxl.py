@@ -4,9 +4,25 @@ import json
 
 import pytest
 
-from baselines.cxl.published_algorithm import LOCAL_CXL, PURE_CXL, PURE_LOCAL, Published, algorithm_1, carried_out
-from baselines.cxl.scenarios import AS_PUBLISHED, AS_TEXT, GIB, NEMO_12B, OURS, SCENARIOS, allocation, overfull
 from memascend import cli
+from memascend.baselines.cxl.published_algorithm import (
+    LOCAL_CXL,
+    PURE_CXL,
+    PURE_LOCAL,
+    Published,
+    algorithm_1,
+    carried_out,
+)
+from memascend.baselines.cxl.scenarios import (
+    AS_PUBLISHED,
+    AS_TEXT,
+    GIB,
+    NEMO_12B,
+    OURS,
+    SCENARIOS,
+    allocation,
+    overfull,
+)
 from memascend.memory.classes import MASTERS, WEIGHTS
 from memascend.memory.ledger import Ledger
 from memascend.memory.topology import Node, Topology

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baselines.lohan.equations import (
+from memascend.baselines.lohan.equations import (
     GIB,
     Net,
     Rates,

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from baselines.mlp_offload.schedule import rooms
 from hardware.registry import load_testbed
+from memascend.baselines.mlp_offload.schedule import rooms
 from memascend.planner import Workload, model_spec
 from memascend.planner.machine import machine_from_testbed
 from memascend.planner.step import Step, step_of

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from baselines.ssdtrain.projections import FIG_5, TABLE_III, fig_5, scaled, table_iii
+from memascend.baselines.ssdtrain.projections import FIG_5, TABLE_III, fig_5, scaled, table_iii
 from memascend.planner.endurance import (
     Drives,
     Parallelism,

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from baselines.ssdtrain.schedule import KEEP, OFFLOAD, RECOMPUTE, SAVED, backward, forward, regions_of
+from memascend.baselines.ssdtrain.schedule import KEEP, OFFLOAD, RECOMPUTE, SAVED, backward, forward, regions_of
 from memascend.planner import Workload, model_spec
 from memascend.planner.answers import answer
 from memascend.planner.gpu_memory import activation_writes, block_bytes_per_token, logits_bytes

@@ -12,13 +12,15 @@ import pytest
 
 from memascend import systems
 from memascend.training import backends
-from workflows.staleness import DISPATCHERS, DYNAMIC, EXTENSION, OURS, ROOT, Tree
+from workflows.staleness import BASELINES, DISPATCHERS, DYNAMIC, EXTENSION, OURS, ROOT, Tree
 
 PROGRAM = "workflows.run.measure"
 FILES = {
     "workflows/__init__.py": "",
     "workflows/run/__init__.py": "",
-    "workflows/run/measure.py": "from baselines.protocol import load_system\ncommand = ['-m', 'memascend.child']\n",
+    "workflows/run/measure.py": (
+        "from memascend.baselines.protocol import load_system\ncommand = ['-m', 'memascend.child']\n"
+    ),
     "memascend/__init__.py": "from memascend import early\ndef enable():\n    import memascend.unused\n",
     "memascend/early.py": "",
     "memascend/unused.py": "",
@@ -143,8 +145,8 @@ def test_every_backend_and_every_system_is_in_the_closure_of_a_training() -> Non
     loaded = {place.partition(":")[0] for place in backends._CLASSES.values()}
     for name in systems.names():
         closure = HERE.closure(program("training"), [name])
-        assert loaded | {f"baselines.{name}.system", program("child"), EXTENSION} <= closure
-        others = {f"baselines.{other}.system" for other in systems.names()} - {f"baselines.{name}.system"}
+        assert loaded | {f"{BASELINES}.{name}.system", program("child"), EXTENSION} <= closure
+        others = {f"{BASELINES}.{other}.system" for other in systems.names()} - {f"{BASELINES}.{name}.system"}
         assert not others & closure
 
 
@@ -153,11 +155,12 @@ def test_every_module_that_loads_by_a_name_that_no_text_holds_is_listed() -> Non
     in_strings = {"memascend.training.backends", "memascend.bench.adamw", "memascend.bench.overflow"}
     not_measuring = {f"workflows.derive.{name}" for name in ("server", "table")}
     found = set()
-    for path in (path for room in OURS for path in ROOT.glob(f"{room}/**/*.py")):
+    for path in (path for room in (*OURS, "baselines") for path in ROOT.glob(f"{room}/**/*.py")):
         calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
         loads = [call for call in calls if ast.unparse(call.func).endswith(("import_module", "entry_points"))]
         if any(not (call.args and isinstance(call.args[0], ast.Constant)) for call in loads):
-            found.add(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            found.add(f"memascend.{name}" if name.startswith("baselines.") else name)
     assert found == {*DYNAMIC, *in_strings, *not_measuring} - {program("child")}  # the interpreter's start
     assert "memascend.integrations.deepspeed.peers" in HERE.closure(program("bench"))
 

@@ -12,7 +12,7 @@ from tests import forked
 
 ROOT = Path(__file__).parents[2]
 TOY = """
-from baselines.protocol import PlannedSystem
+from memascend.baselines.protocol import PlannedSystem
 from memascend.arrangements import Arrangement
 from memascend.memory.ledger import HOST
 from memascend.training.backends import IN_MEMORY, Setup

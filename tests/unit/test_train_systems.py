@@ -22,7 +22,8 @@ def setup(**changes):
 
 
 def test_the_library_finds_the_systems_by_entry_point():
-    assert [point.value for point in importlib.metadata.entry_points(group=found.GROUP)] == ["baselines.protocol"]
+    points = importlib.metadata.entry_points(group=found.GROUP)
+    assert [point.value for point in points] == ["memascend.baselines.protocol"]
     assert "memascend" in found.provider().system_names()
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = {"baselines", "hardware", "memascend", "tests", "workflows"}
+OURS = {"hardware", "memascend", "tests", "workflows"}
+SYSTEMS = "memascend.baselines"  # the package that lies in baselines/, to which memascend/baselines is a link
 # Words that would point into one person's machine; put together here, so that this file does not hold them.
 MACHINE_PATH = re.compile(r"(?<![\w.$}])/(?:" + "|".join(("home", "root", "work", "Users")) + r")/[\w.]")
 
@@ -29,15 +30,25 @@ def imports(path: Path) -> Iterator[str]:
 def imported_names(statement: ast.Import | ast.ImportFrom, path: Path) -> list[str]:
     if isinstance(statement, ast.Import):
         return [alias.name for alias in statement.names]
-    place = path.relative_to(ROOT).parts[:-1]
+    place = package_parts(path)[:-1]
     base = place[: len(place) - statement.level + 1] if statement.level else ()
     module = ".".join([*base, *([statement.module] if statement.module else [])])
     # `from memascend import planner` is an import of memascend.planner.
     return [f"{module}.{alias.name}" for alias in statement.names]
 
 
+def package_parts(path: Path) -> tuple[str, ...]:
+    """memascend, planner, plan for memascend/planner/plan.py; what lies in baselines/ is imported from memascend."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ("memascend", *parts) if parts[0] == "baselines" else parts
+
+
 def top(name: str) -> str:
     return name.split(".")[0]
+
+
+def of_systems(name: str) -> bool:
+    return f"{name}.".startswith(f"{SYSTEMS}.")
 
 
 def offences(paths: list[Path], forbidden) -> list[str]:
@@ -49,11 +60,35 @@ def test_the_scan_sees_imports_of_every_form(tmp_path, monkeypatch):
     file = tmp_path / "baselines" / "one" / "system.py"
     file.parent.mkdir(parents=True)
     file.write_text("import torch.nn as n\ndef f():\n    from memascend import planner\n    from ..two import x\n")
-    assert list(imports(file)) == ["torch.nn", "memascend.planner", "baselines.two.x"]
+    assert list(imports(file)) == ["torch.nn", "memascend.planner", "memascend.baselines.two.x"]
 
 
 def test_the_library_imports_nothing_of_ours_above_it():
-    assert offences(sources("memascend/**/*.py"), lambda _, name: top(name) in OURS - {"memascend"}) == []
+    def forbidden(_: Path, name: str) -> bool:
+        return top(name) in OURS - {"memascend"} or of_systems(name)
+
+    files = sources("memascend/**/*.py")
+    assert offences(files, forbidden) == []
+    assert not [path for path in files if "baselines" in path.parts]  # the link is not followed: those have other walls
+
+
+def test_the_systems_are_one_package_in_memascend_that_lies_in_the_folder_baselines():
+    link = ROOT / "memascend/baselines"
+    assert link.is_symlink()
+    assert link.readlink() == Path("../baselines")
+    assert not (ROOT / "baselines").is_symlink()
+    names = "|".join(sorted(path.parent.name for path in sources("baselines/*/__init__.py")))
+    assert "lohan" in names
+    # As `baselines` the same modules would be there twice, and in a wheel they would not be there at all.
+    alone = re.compile(rf"^\s*(?:from|import)\s+baselines\b|(?<![\w.])baselines\.(?:{names})\b", re.MULTILINE)
+    assert alone.search("x = 1\n    from baselines import lohan")
+    assert alone.search("named 'baselines.protocol'")
+    assert not alone.search("import memascend.baselines.lohan")
+    texts = [path for path in committed_files() if path.suffix in {".md", ".py", ".sh", ".smk", ".toml", ".yaml"}]
+    reference = ROOT / "results"
+    found = {path: alone.search(path.read_text()) for path in texts if not path.is_relative_to(reference)}
+    here = Path(__file__).resolve()
+    assert [path.relative_to(ROOT).as_posix() for path, hit in found.items() if hit and path != here] == []
 
 
 def test_only_integrations_import_deepspeed_and_transformers():
@@ -89,10 +124,10 @@ def test_the_simulator_imports_no_torch():
 
 def test_a_baseline_imports_the_library_the_protocol_and_itself():
     def forbidden(path: Path, name: str) -> bool:
-        if top(name) not in OURS or top(name) == "memascend":
-            return False
+        if not of_systems(name):
+            return top(name) in OURS - {"memascend"}
         folder = path.relative_to(ROOT).parts[1]
-        return not re.match(rf"baselines\.(protocol|{re.escape(folder)})(\.|$)", name)
+        return not re.match(rf"{re.escape(SYSTEMS)}\.(protocol|{re.escape(folder)})(\.|$)", name)
 
     files = sources("baselines/*/**/*.py")
     assert files
@@ -102,10 +137,9 @@ def test_a_baseline_imports_the_library_the_protocol_and_itself():
 def test_the_protocol_imports_no_system():
     systems = {path.parent.name for path in sources("baselines/*/system.yaml")}
     assert systems
-    inside = OURS - {"memascend", "baselines"}
 
     def forbidden(_: Path, name: str) -> bool:
-        return top(name) in inside or (name.startswith("baselines.") and name.split(".")[1] in systems)
+        return top(name) in OURS - {"memascend"} or (of_systems(name) and systems.intersection(name.split(".")[2:3]))
 
     assert offences(sources("baselines/*.py") + sources("baselines/protocol/*.py"), forbidden) == []
 
@@ -128,9 +162,7 @@ def statements(tree: ast.Module, everywhere: bool) -> Iterator[ast.Import | ast.
 
 def module_graph(everywhere: bool) -> Graph:
     """For each module of ours the modules that it names; that a package is imported with its module does not count."""
-    files = {
-        path: path.relative_to(ROOT).with_suffix("").parts for room in ROOMS for path in sources(f"{room}/**/*.py")
-    }
+    files = {path: package_parts(path) for room in ROOMS for path in sources(f"{room}/**/*.py")}
     names = {path: ".".join(parts[:-1] if parts[-1] == "__init__" else parts) for path, parts in files.items()}
     known = {*names.values(), "memascend._C"}
     graph: Graph = {name: set() for name in known}
@@ -225,8 +257,8 @@ def test_no_circle_of_rooms_through_imports_in_functions():
 
 
 def test_hardware_imports_no_torch():
-    above = {"torch", "deepspeed", "transformers", "workflows", "baselines"}
-    assert offences(sources("hardware/**/*.py"), lambda _, name: top(name) in above) == []
+    above = {"torch", "deepspeed", "transformers", "workflows"}
+    assert offences(sources("hardware/**/*.py"), lambda _, name: top(name) in above or of_systems(name)) == []
 
 
 def test_rules_import_nothing_of_ours_but_plain_modules_of_the_configuration():

@@ -39,7 +39,8 @@ def made_again(project: Path) -> set[str]:
 @pytest.mark.slow
 def test_a_change_reaches_the_records_that_it_can_have_changed_and_no_others(tmp_path: Path) -> None:
     for name in ("workflows", "profiles", "memascend", "baselines", "hardware"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        left_out = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=left_out, symlinks=True)
     for name in ("Snakefile", "setup.py"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "results/raw").mkdir(parents=True)

@@ -110,9 +110,8 @@ def manifest_of(known: Configuration) -> dict[str, Any]:
 
 def fill(folder: Path, known: Configuration, manifest: dict[str, Any]) -> None:
     """Put everything but the list of sums into an empty folder. TableError names what is missing."""
-    for name in git("ls-files", "-z").split("\0"):
-        if name and (path := registry.ROOT / name).is_file():
-            copy(path, folder / SOURCE / name)
+    for name in sources():
+        copy(registry.ROOT / name, folder / SOURCE / name)
     for record in sorted({record for each in manifest["exhibits"].values() for record in each["records"]}):
         copy(Path(known.raw, record), folder / RECORDS / record)
         if (trace := Path(known.raw, record).with_suffix(TRACE)).is_file():  # resident memory over time
@@ -126,6 +125,19 @@ def fill(folder: Path, known: Configuration, manifest: dict[str, Any]) -> None:
         copy(figures / name, folder / FIGURES / name)
     write_json(folder / MANIFEST, manifest)
     describe(folder, manifest)
+
+
+def sources() -> Iterator[str]:
+    """Every file that git tracks and that is there. What a link to a folder leads to is listed below the link too: not
+    every program that unpacks a zip makes links."""
+    tracked = [name for name in git("ls-files", "-z").split("\0") if name]
+    for name in tracked:
+        if (path := registry.ROOT / name).is_file():
+            yield name
+        elif path.is_symlink() and path.is_dir():
+            target = f"{path.resolve().relative_to(registry.ROOT.resolve()).as_posix()}/"
+            inside = (other.removeprefix(target) for other in tracked if other.startswith(target))
+            yield from (f"{name}/{other}" for other in inside if (path / other).is_file())
 
 
 def describe(folder: Path, manifest: dict[str, Any]) -> None:

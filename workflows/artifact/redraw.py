@@ -22,7 +22,7 @@ from workflows.artifact.layout import FIGURES, MANIFEST, RECORDS, SOURCE, TABLES
 from workflows.derive import claims, figure, report, table
 from workflows.derive.site.content import gather
 
-PACKAGES = ("baselines", "hardware", "memascend", "workflows")
+PACKAGES = ("hardware", "memascend", "workflows")
 
 
 def lane(paper: str, out: Path) -> None:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from baselines.protocol import RunSpec, Sizes, load_system, scaled
+from memascend.baselines.protocol import RunSpec, Sizes, load_system, scaled
 from memascend.memory import account
 from memascend.memory.resident import resident
 from memascend.planner import model_spec

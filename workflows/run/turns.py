@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from baselines.protocol import RunSpec, load_system
+from memascend.baselines.protocol import RunSpec, load_system
 from memascend.planner import model_spec
 from memascend.training import processes
 from workflows import staleness

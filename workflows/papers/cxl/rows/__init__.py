@@ -10,7 +10,7 @@ from functools import cache
 from statistics import median
 from typing import Any
 
-from baselines.cxl.scenarios import AS_PUBLISHED, AS_TEXT, OURS, SCENARIOS, allocation, checkpoints
+from memascend.baselines.cxl.scenarios import AS_PUBLISHED, AS_TEXT, OURS, SCENARIOS, allocation, checkpoints
 from memascend.planner import Workload
 from memascend.planner.footprint import GIB
 from memascend.planner.gpu_memory import gpu_memory
@@ -219,7 +219,7 @@ def scenarios() -> Iterator[Row]:
             placed = allocation(each, algorithm)
             for item, shares in placed.items():
                 for node, nbytes in shares.items():
-                    source = f"baselines.cxl.scenarios: {algorithm}"
+                    source = f"memascend.baselines.cxl.scenarios: {algorithm}"
                     yield shown(each.exhibit, item, nbytes / GIB, "GiB", source, series=nodes[node], **cells)
             for node, room in enumerate(each.rooms):
                 given = sum(shares.get(node, 0) for shares in placed.values()) / GIB

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from baselines.lohan.equations import (
+from memascend.baselines.lohan.equations import (
     GIB,
     Net,
     Rates,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from baselines.lohan.equations import GIB, algorithm_1, backward_terms, forward_terms, released
+from memascend.baselines.lohan.equations import GIB, algorithm_1, backward_terms, forward_terms, released
 from memascend.simulator import Played
 from memascend.simulator.trace import Event
 from workflows.cases import Row

@@ -6,8 +6,8 @@ import csv
 from dataclasses import replace
 from functools import cache
 
-from baselines.lohan.equations import GIB, Net, Rates
 from memascend.arrangements import Arrangement
+from memascend.baselines.lohan.equations import GIB, Net, Rates
 from memascend.planner.machine import Machine
 from memascend.planner.step_time import StepTime
 from memascend.systems import arrangement

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import cache
 
-from baselines.lohan.equations import GIB, POLICIES, DiT
+from memascend.baselines.lohan.equations import GIB, POLICIES, DiT
 from memascend.planner import Workload, plan
 from memascend.planner.gpu_memory import gpu_memory
 from memascend.planner.options import Stack

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from baselines.lohan.equations import GIB, DiT, best, iteration_s, released
+from memascend.baselines.lohan.equations import GIB, DiT, best, iteration_s, released
 from workflows.cases import Row
 from workflows.papers.lohan.rows import settings as own
 from workflows.papers.lohan.rows.sizes import largest_batch

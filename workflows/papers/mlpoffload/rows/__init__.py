@@ -13,8 +13,8 @@ from functools import cache
 from statistics import median
 from typing import Any
 
-from baselines.mlp_offload.schedule import paths_of, schedule
-from baselines.mlp_offload.system import SYSTEM
+from memascend.baselines.mlp_offload.schedule import paths_of, schedule
+from memascend.baselines.mlp_offload.system import SYSTEM
 from memascend.planner import Workload
 from memascend.planner.derived_sizes import STATES, held_buffers
 from memascend.planner.footprint import plan

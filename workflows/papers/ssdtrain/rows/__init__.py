@@ -13,8 +13,8 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from baselines.ssdtrain.projections import TABLE_III, fig_5, scaled, table_iii
-from baselines.ssdtrain.schedule import KEEP, OFFLOAD, SAVED, backward, forward, regions_of
+from memascend.baselines.ssdtrain.projections import TABLE_III, fig_5, scaled, table_iii
+from memascend.baselines.ssdtrain.schedule import KEEP, OFFLOAD, SAVED, backward, forward, regions_of
 from memascend.planner import Workload
 from memascend.planner.footprint import GIB
 from memascend.planner.machine import Machine
