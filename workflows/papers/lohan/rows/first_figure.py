@@ -124,6 +124,8 @@ def g10() -> Iterator[Row]:
     cells, seconds = {"series": own.G10, "model": SIZE, "x": ("batch_size", BATCH)}, n.all_activations / r.link
     yield shown("lohan-fig01b", "activation_volume", n.all_activations / GIB, "GiB", "34 s b h L", **cells)
     yield shown("lohan-fig01b", "activation_transfer_time", seconds, "s", "34 s b h L / BW_G", **cells)
+    again = n.recomputed_flops(n.all_activations) / r.gpu
+    yield shown("lohan-fig01b", "gpu_recompute_time", again, "s", "Eq. 7 with all activations swapped", **cells)
     cells |= {"x": ("stage", "optimizer")}
     yield shown("lohan-fig01b", "traffic_per_direction", states / 1e9, "GB", "14 P", **cells)
 
