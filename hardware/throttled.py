@@ -50,7 +50,7 @@ class ThrottledPath:
 
 @contextlib.contextmanager
 def throttled_paths(folder: Path, rates: Sequence[int], size_bytes: int = 512 << 20) -> Iterator[list[ThrottledPath]]:
-    """A path in `folder` for each rate (bytes a second, 0 without limit); this process and those that it starts are
+    """A path in `folder` for each rate (bytes per second, 0 without limit); this process and those that it starts are
     held to them. Raises CannotThrottleError."""
     missing = [tool for tool in ("losetup", "mkfs.ext4", "mount", "umount") if not shutil.which(tool)]
     if os.geteuid() != 0 or missing or not (CONTROLLER / "blkio.throttle.read_bps_device").exists():
@@ -77,7 +77,7 @@ def require_cpu_share(share: float) -> None:
 
 @contextlib.contextmanager
 def limited_cpu() -> Iterator[Callable[[float], None]]:
-    """A function that from then on gives this process, and those that it started in here, so many CPU seconds a second
+    """A function that limits this process, and those that it started in here, to so many CPU seconds per second
     (0: no limit). Raises CannotThrottleError."""
     if os.geteuid() != 0 or not (CPU_CONTROLLER / "cpu.cfs_quota_us").exists():
         raise CannotThrottleError(f"a share of a CPU needs root and cgroup v1's controller in {CPU_CONTROLLER}")

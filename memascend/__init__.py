@@ -122,7 +122,7 @@ def offload_activations(where: str | PathLike[str] | Tier, **options: Any) -> Ab
     Args:
         where: a folder on the SSD (a file is made in it and removed at the end), or an open tier, which is closed at
             the end.
-        options: fields of `memascend.activation.options.CacheOptions`: `amount`, bytes a pass, "all" or "auto",
+        options: fields of `memascend.activation.options.CacheOptions`: `amount`, bytes per pass, "all" or "auto",
             and others.
 
     Returns:

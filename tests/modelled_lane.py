@@ -1,4 +1,4 @@
-"""The modelled lane of each paper, computed once in a process of tests: it takes some six seconds a paper."""
+"""The modelled lane of each paper, computed once in a process of tests: it takes some six seconds per paper."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def gpus_of(device: str, ranks: int) -> int:
 
 
 def gib(model: str, k: int) -> float:
-    """About what a run of a twin takes: 20 bytes a parameter (host and device role), and the interpreter."""
+    """About what a run of a twin takes: 20 bytes per parameter (host and device role), and the interpreter."""
     size = re.search(r"(\d+(?:\.\d+)?)b", model)
     return 1.5 + (20e9 * float(size[1]) / k**2 / 2**30 if size else 0.0)
 
@@ -484,7 +484,7 @@ class Configuration:
         return {run: seconds for path in paths for run, seconds in json.loads(path.read_text()).items()}
 
     def seconds(self, run_id: str) -> float | None:
-        """What a run took the last time, here or else where a reference was made; None where nobody knows."""
+        """What a run took the last time, here or else where a reference was made; None if unknown."""
         own = Path(self.raw, f"{run_id}.json")
         with contextlib.suppress(OSError, ValueError):
             if own.exists() and "wall_s" in (record := json.loads(own.read_text())):

@@ -45,7 +45,7 @@ class Console(logging.Filter):
         self.known, self.began = known, time.monotonic()
         self.quiet = not {"-n", "--dry-run", "--dryrun", "--verbose", "--lint"} & set(words)
         self.total, self.done = 0, 0
-        self.left: dict[str, float | None] = {}  # seconds of runs that have not ended; None: nobody knows
+        self.left: dict[str, float | None] = {}  # seconds of runs that have not ended; None: unknown
         self.not_asked = 0  # of them; which ones is not said before they would start
         self.running: dict[int, tuple[str, float]] = {}
         self.took: list[float] = []

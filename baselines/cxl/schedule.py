@@ -84,7 +84,7 @@ def shares_of(step: Step) -> Shares:
 
 
 def class_bytes(step: Step) -> dict[str, int]:
-    """Table I, of all ranks together: 16 bytes a parameter that the CPU computes on (masters, both moments, gradients),
+    """Table I, of all ranks together: 16 bytes per parameter that the CPU computes on (masters, moments, gradients),
     weights and arriving gradients in 16 bits, activation checkpoints."""
     numel, state = step.work.spec.parameters, step.state_bytes
     kept = step.work.ranks * sum(piece.checkpoint_bytes for piece in step.pieces)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from memascend.planner.workload import Workload
 
 SWAPPING_ARMS = {"as_published": "algorithm 1", "released": "released"}
-VERSIONS = 2  # of weights and states on the SSD, so that a kill loses nothing but the step under way
+VERSIONS = 2  # of weights and states on the SSD, so that a kill loses nothing but the current step
 _WAYS = {"auto": None, "two": VERSIONS, "one": 1, "checkpoint": 1}
 
 

@@ -80,7 +80,7 @@ def _rate(value: object) -> float:
 
 
 def gradients_to_paths(step: Step, paths: list[StoragePath]) -> Arrived:
-    """fp32 gradients of each piece, to the paths by their shares, once a step: they add up in host memory."""
+    """fp32 gradients of each piece, to the paths by their shares, once per step: they add up in host memory."""
     shares = dict(zip(step.pieces, step.divide(step.swapped_states_bytes, step.pieces), strict=True))
 
     def arrived(piece: Piece, task: str) -> list[str]:

@@ -22,7 +22,7 @@ def ssd_offload(build: RankFootprint) -> None:
 
 
 def host_offload(build: RankFootprint) -> None:
-    """DeepSpeed ZeRO-3 with parameters and optimizer in host memory: 24 bytes a parameter (fp32), 29 in the overflow
+    """DeepSpeed ZeRO-3 with parameters and optimizer in host memory: 24 bytes per parameter (fp32), 29 in the overflow
     chain.
 
     2 (parameters, one pinned flat buffer, stage3 _create_param_groups_fp16_flat_cpu_memory) + 4 (fp32 master, pageable)
@@ -44,7 +44,7 @@ def host_offload(build: RankFootprint) -> None:
 
 
 def device_only(build: RankFootprint) -> None:
-    """The device holds 16 bytes a parameter, the host only the weights while they load."""
+    """The device holds 16 bytes per parameter, the host only the weights while they load."""
     numel = sum(build.work.partitions())
     for name, element_bytes in (
         ("parameters", build.dtype.itemsize),

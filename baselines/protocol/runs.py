@@ -16,7 +16,7 @@ class RunSpec:
     k: int
     dtype: str  # "fp16" or "bf16"
     sequence: int
-    batch: int  # sequences a rank
+    batch: int  # sequences per rank
     steps: int
     seed: int
     ranks: int

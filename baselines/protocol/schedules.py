@@ -54,8 +54,8 @@ def backward(
 
 
 def gradients_to_ssd(step: Step) -> Arrived:
-    """Gradients go on to the SSD, in the states' dtype and once a step: DeepSpeed accumulates them in host memory, and
-    writes them in the backward pass of the last batch.
+    """Gradients go on to the SSD, in the states' dtype and once per step: DeepSpeed accumulates them in host memory,
+    and writes them in the backward pass of the last batch.
     """
     shares = dict(zip(step.pieces, step.divide(step.swapped_states_bytes, step.pieces), strict=True))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from memascend.planner.endurance import Drives, Parallelism, Projection, Rates, Transformer, projection
 
 # What the text leaves open is in the authors' fork (github.com/K-Wu/llm-analysis at 44495f6): vocabulary, operations a
-# second, GPUs a block, and for Fig. 5 global batches and the throughputs of Narayanan et al. 2021, Table 2.
+# second, GPUs per block, and for Fig. 5 global batches and the throughputs of Narayanan et al. 2021, Table 2.
 _VOCAB, _BATCH, _REACHED = 32_000, 16, 153e12
 TABLE_III = {
     (8192, 4): Transformer(layers=4, hidden=8192, heads=64, context=1024, vocab=_VOCAB),

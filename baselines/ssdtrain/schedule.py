@@ -109,7 +109,7 @@ def _fates_of_arm(step: Step, regions: list[Region]) -> list[str]:
 
 
 def _rates(step: Step) -> tuple[float, float, float] | None:
-    """Operations a second of the GPU, bytes a second to and from its drive; None where nobody says."""
+    """Operations per second of the GPU, bytes per second to and from its drive; None if unspecified."""
     machine, ranks = step.machine, step.work.ranks
     if machine is None or not (
         machine.gpu_flops_per_s and machine.ssd_read_bytes_per_s and machine.ssd_write_bytes_per_s

@@ -46,7 +46,7 @@ def cache_of(model: torch.nn.Module) -> ActivationCache | None:
 
 
 class _Passes:
-    """Forward passes under way, for each thread; None stands for one that is left alone."""
+    """Forward passes in progress, for each thread; None stands for one that is left alone."""
 
     def __init__(self, cache: ActivationCache) -> None:
         self.cache = cache

@@ -133,7 +133,7 @@ class ActivationCache:
             self._local.stack = outer
 
     def close(self) -> None:
-        """Wait for transfers under way and close the tier; what a live graph still needs of it is lost. Idempotent."""
+        """Wait for transfers in flight and close the tier; what a live graph still needs of it is lost. Idempotent."""
         with self._lock:
             if self._closing:
                 return

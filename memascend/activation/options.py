@@ -15,7 +15,7 @@ class CacheOptions:
 
     Args:
         amount: `all` (whatever is large enough), `auto` (what the SSD takes while forward runs, nothing where the
-            device's memory suffices anyway), or bytes a forward pass.
+            device's memory suffices anyway), or bytes per forward pass.
         minimum_bytes: smaller tensors stay. The paper's limit is 2^20 elements (Algorithm 1 prints 2 * 20).
         prefetch_bytes: how much may be read ahead of backward.
         reserve_bytes: space that is left free on the tier; beyond it tensors stay in memory, which is logged once.

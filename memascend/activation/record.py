@@ -59,7 +59,7 @@ def block_of(name: str) -> str | None:
 def next_plan(record: Record, amount: str | int, write_rate: float | None, free_bytes: int | None) -> Plan:
     """The plan of the next forward pass from what the last one showed.
 
-    `write_rate`: bytes a second that the tier takes, None if unknown; `free_bytes`: of the device's memory.
+    `write_rate`: bytes per second that the tier takes, None if unknown; `free_bytes`: of the device's memory.
     """
     if isinstance(amount, int):
         return Plan(offload_bytes=amount)
@@ -70,7 +70,7 @@ def next_plan(record: Record, amount: str | int, write_rate: float | None, free_
     if free_bytes is not None and record.bytes < _NEEDS_NOTHING * (free_bytes + kept):
         return Plan(
             offload_bytes=0,
-            reason=f"{record.bytes >> 20} MiB a forward pass fit in {(free_bytes + kept) >> 20} MiB of free memory: "
+            reason=f"{record.bytes >> 20} MiB per forward pass fit in {(free_bytes + kept) >> 20} MiB of free memory: "
             "nothing is offloaded (amount='all' offloads all the same)",
         )
     if write_rate is None:

@@ -1,7 +1,7 @@
 """Host memory for the activation checkpoints of one rank: a single reservation, cut into a slot for each block.
 
-MemAscend, Eq. 1: B x C x L x H elements a rank, B sequences of C tokens, L blocks of hidden size H. The reservation is
-made as a whole, so the allocator's rounding meets the whole store: nothing with the exact allocator, up to twice the
+MemAscend, Eq. 1: B x C x L x H elements per rank, B sequences of C tokens, L blocks of hidden size H. The reservation
+is made as a whole, so the allocator's rounding meets the whole store: nothing with the exact allocator, up to twice the
 bytes with the power-of-two one. That is the granularity which the paper's baseline shows (its totals grow by
 p2(B C L H 2) for each GPU; rounding each block would give other steps).
 """

@@ -1,4 +1,4 @@
-"""Which regions of a forward pass backward will need next: each is looked at once a backward pass."""
+"""Which regions of a forward pass backward will need next: each is looked at once per backward pass."""
 
 from __future__ import annotations
 

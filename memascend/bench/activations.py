@@ -38,7 +38,7 @@ _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "1310
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOptions:
-    """`batches` of `context` tokens a sequence; `mix`: fates of blocks for the way of that name, as
+    """`batches` of `context` tokens per sequence; `mix`: fates of blocks for the way of that name, as
     :class:`BlockFates` reads them (default: the first half offloaded, then one computed again, the rest kept).
     `repeats`: rounds of each batch. `model`: as :func:`memascend.planner.model_spec` takes it, divided by `twin`."""
 
@@ -298,7 +298,7 @@ def _piece_bytes(options: ActivationOptions, batch: int) -> int:
 
 
 def _drive(folder: Path) -> dict[str, float]:
-    """Bytes a second of tensors of some MiB, written and then read, each alone."""
+    """Bytes per second of tensors of some MiB, written and then read, each alone."""
     from memascend.storage.engine_tiers import DirectTier
 
     tensor = torch.ones(_PROBED_BYTES, dtype=torch.uint8)

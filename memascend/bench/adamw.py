@@ -1,7 +1,7 @@
 """AdamW against DeepSpeedCPUAdam and torch.optim.AdamW(fused=True), with the roofline beside it.
 
 Roofline: a step reads parameter, gradient, momentum and variance and writes three of them. With fp32 that is
-4 * 4 + 3 * 4 = 28 bytes an element, with bf16 states 14, with fp16 gradients and an fp16 copy beside fp32 states 28.
+4 * 4 + 3 * 4 = 28 bytes per element, with bf16 states 14, with fp16 gradients and an fp16 copy beside fp32 states 28.
 With 8-bit moments and bf16 gradients it reads 2 + 2 + 1 + 1 and writes 2 + 1 + 1, and two bytes of scales for 32
 elements both ways: 10.125.
 The bandwidth is that of the fastest loop that reads and writes in place in the same run.

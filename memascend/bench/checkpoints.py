@@ -57,7 +57,7 @@ def _speed(folder: Path) -> DeviceSpeed:
 
 
 def _summary(point: dict[str, Any], read: float, write: float) -> dict[str, Any]:
-    """Medians, of the seconds with quartiles; `limit_s` at these bytes a second."""
+    """Medians, of the seconds with quartiles; `limit_s` at these bytes per second."""
     moved = {name: median(point[name]) for name in ("written_bytes", "shared_bytes")}
     limit = point["checkpoint_bytes"] / read + moved["written_bytes"] / write
     return {"method": point["method"], "seconds": vars(spread(point["seconds"])), "limit_s": limit, **moved}

@@ -492,7 +492,7 @@ def _activations(options: argparse.Namespace, count: _Count) -> tuple[dict[str, 
     lines = _in_memory(options.folder)
     rates = [f"{name} {result['drive'][f'{name}_bytes_per_s'] / 1e9:.2f} GB/s" for name in ("write", "read")]
     lines += [f"drive: {', '.join(rates)}; peaks over what was resident before the step; medians with quartiles"]
-    lines += ["way           batch    s a step  x of keeping (predicted)   peak MiB   less predicted  waited  equal"]
+    lines += ["way           batch   s per step  x of keeping (predicted)   peak MiB   less predicted  waited  equal"]
     for row in result["summary"]:
         told = "predicted_peak_reduction" in row
         planned = f"{row['predicted_peak_reduction']:>10.1%}" if told else f"{'':>10}"
@@ -525,7 +525,7 @@ def _engine(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any],
     )
     result = engine.measure(chosen)
     lines = _in_memory(options.folder)
-    lines += ["tokens  way          s a step  x of memory        more s: forward backward optimizer  of the bound"]
+    lines += ["tokens  way         s per step  x of memory        more s: forward backward optimizer  of the bound"]
     for row in result["summary"]:
         more = "".join(f"{row[f'more_{name}']:>+9.3f}" for name in engine.PHASES)
         bound = f"{row['bound_share']:.0%}, {row['bottleneck']}" if row["bound_share"] else ""
@@ -557,7 +557,7 @@ def _placement(options: argparse.Namespace, count: _Count) -> tuple[dict[str, An
     lines = [
         f"nodes {', '.join(map(str, result['nodes']))}; a step times one without placement; medians with quartiles"
     ]
-    lines += [f"{'placement':<16}{'s a step':>9}  {'times':<18}{'optimizer s':>12}  {'times':<18}same bits"]
+    lines += [f"{'placement':<16}{'s/step':>9}  {'times':<18}{'optimizer s':>12}  {'times':<18}same bits"]
     for row in result["summary"]:
         same = "yes" if row["equal"] and row["losses_equal"] else "no"
         lines.append(
@@ -635,7 +635,7 @@ def _tiers(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], 
     for row in result["summary"]:
         shares = row["share_of_formula"]
         lines.append(
-            f"{row['processes']} processes, {row['way']:<9} {row['seconds']['median']:8.3f} s a pass, "
+            f"{row['processes']} processes, {row['way']:<9} {row['seconds']['median']:8.3f} s per pass, "
             f"{row['bytes_per_second'] / 1e9:6.2f} GB/s in and out, {shares['simplex']:.2f} of the formula (duplex "
             f"{shares['duplex']:.2f}), fairness {row['fairness']:.2f}"
         )
@@ -646,6 +646,6 @@ def _tiers(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], 
         rate, latency = (median(row[name]) for name in ("bytes_per_second", "latency_s"))
         lines.append(
             f"{row['processes']} processes, {row['direction']} alone: {rate / 1e9:.3f} GB/s of all, "
-            f"{latency:.3f} s a sub-group"
+            f"{latency:.3f} s per sub-group"
         )
     return result, lines

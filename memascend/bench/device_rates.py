@@ -24,7 +24,7 @@ _ADAM_NUMEL, ROUNDS = 30_000_000, 15
 
 
 def adamw_rate() -> float:
-    """Bytes a second of DeepSpeed's AdamW over fp32 states, by `memascend bench adamw`: 28 an element."""
+    """Bytes per second of DeepSpeed's AdamW over fp32 states, by `memascend bench adamw`: 28 per element."""
     command = [sys.executable, "-m", "memascend.cli", "bench", "adamw", "--json"]
     command += ["--numels", str(_ADAM_NUMEL), "--repeats", "5"]
     done = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

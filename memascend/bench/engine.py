@@ -63,7 +63,7 @@ class EngineBench:
     :func:`memascend.planner.model_spec` takes it, divided by `twin`; or dit:LAYERSxWIDTHxPATCHES, a diffusion
     transformer (:class:`memascend.bench.diffusion.DiT`): `contexts` are images of a step then, and none is simulated.
     `ways`: some of `WAYS`, and swap0 to swap100.
-    `cores`: see above. `path_rate`: bytes a second of the SSD, read and written together; 0: as it is.
+    `cores`: see above. `path_rate`: bytes per second of the SSD, read and written together; 0: as it is.
     `trace`: events of one more step of each streamed way. `device`: what computes, cpu or cuda."""
 
     model: str
@@ -301,7 +301,7 @@ def _worker(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _updates_rate(dtype: torch.dtype) -> float:
-    """Elements a second: finite or not and their squares, then AdamW, as the engine does it; beyond the caches."""
+    """Elements per second: finite or not and their squares, then AdamW, as the engine does it; beyond the caches."""
     gradient, weights = (torch.ones(_ADAMW_ELEMENTS, dtype=dtype) for _ in range(2))
     states = [torch.ones(_ADAMW_ELEMENTS) for _ in range(3)]
     best = float("inf")

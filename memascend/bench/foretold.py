@@ -28,8 +28,8 @@ def foretold(
 ) -> Iterator[dict[str, Any]]:
     """Seconds by phase, and of the step, of each arm at the length of `memory`; nothing for another way's point.
 
-    `memory`: a point of `memascend.bench.engine`, of the way in memory. `adamw`: elements a second. `path_rate`: bytes
-    a second, read and written together. ValueError for a dtype that the planner does not know.
+    `memory`: a point of `memascend.bench.engine`, of the way in memory. `adamw`: elements per second. `path_rate`:
+    bytes per second, read and written together. ValueError for a dtype that the planner does not know.
     """
     if memory["method"] != "memory":
         return

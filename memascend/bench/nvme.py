@@ -193,7 +193,7 @@ def _engine_way(
             seconds = time.perf_counter() - begin
             engine.wait()
             statistics = engine.statistics
-        # The last `wait` above ended `seconds`; what was still under way is not counted.
+        # The last `wait` above ended `seconds`; what was still in flight is not counted.
         return done / seconds, statistics.bytes_read + statistics.bytes_written
 
     return run

@@ -70,7 +70,7 @@ class Drive:
 
 
 class Server(Drive):
-    """Of `rate` bytes a second. Its thread ends with `close`."""
+    """Of `rate` bytes per second. Its thread ends with `close`."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ _Turns = queue.SimpleQueue[tuple[float, Callable[[], None], Promise] | None]
 
 
 class SharedDrive(Drive):
-    """The clock of one drive, in the file `clock`, which is made; rates in bytes a second. Its threads, one for each
+    """The clock of one drive, in the file `clock`, which is made; rates in bytes per second. Its threads, one for each
     direction, end with the last tier that uses it."""
 
     def __init__(

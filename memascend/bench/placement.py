@@ -33,7 +33,7 @@ _WARM_UP = 2  # the first makes the checkpoints' buffers
 @dataclass(frozen=True, kw_only=True)
 class PlacementBench:
     """`placements`: as a run's `placement`, or `node`: all of it on the nearest node with processors. `context` tokens
-    of `batch` sequences a step. `model`: as :func:`memascend.planner.model_spec` takes it, divided by `twin`."""
+    of `batch` sequences per step. `model`: as :func:`memascend.planner.model_spec` takes it, divided by `twin`."""
 
     model: str
     placements: tuple[str, ...]

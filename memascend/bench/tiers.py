@@ -44,8 +44,8 @@ DIRECTIONS = ("read", "write")
 @dataclass(frozen=True, kw_only=True)
 class TierOptions:
     """`groups` of `group_bytes` each for each process, `held` of them in memory (None: two a path and one more);
-    `repeats` passes are timed after one that is not. `simplex`: each path is held to its rates, bytes a second read and
-    written, which share it (`memascend.bench.paced`). `halved`: passes over such paths after the first has slowed down.
+    `repeats` passes are timed after one that is not. `simplex`: each path is held to its rates, bytes per second read
+    and written, which share it (`memascend.bench.paced`). `halved`: passes over such paths after the first slowed down.
     """
 
     paths: tuple[str, ...]

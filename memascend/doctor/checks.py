@@ -22,7 +22,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 GIB, MIB = 2**30, 2**20
 # io_uring came with 5.1; 5.6 has every operation that the engine uses.
 KERNEL_WITH_URING = (5, 6)
-# Requests that DeepSpeed's engine and ours keep under way: queue depth 32, a queue a thread, two swappers, with room.
+# Requests that DeepSpeed's engine and ours keep in flight: queue depth 32, a queue per thread, two swappers, with room.
 AIO_EVENTS_A_RANK = 1024
 # Under this a step of the smallest committed model waits for minutes: a SATA drive, or a network file system.
 SLOW_DRIVE_BYTES_PER_S = 1e9

@@ -1,6 +1,6 @@
 """What each memory node of this machine does: how long a load takes, how fast a copy goes, and AdamW.
 
-Measured from the cores that this process runs on, for about two seconds a node; not a benchmark. Figures 4 and 5 of
+Measured from the cores that this process runs on, for about two seconds per node; not a benchmark. Figures 4 and 5 of
 CXL-aware allocation are these quantities for DRAM and a card.
 """
 
@@ -24,7 +24,7 @@ _TIMES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSpeed:
-    """Of one node. Bytes a second; a copy counts what it reads and what it writes."""
+    """Of one node. Bytes per second; a copy counts what it reads and what it writes."""
 
     number: int
     latency_ns: float

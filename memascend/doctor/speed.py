@@ -18,7 +18,7 @@ from pathlib import Path
 
 MIB = 2**20
 BLOCK_BYTES = 8 * MIB
-# Requests that are under way at once: what it takes to fill a drive with blocks of this size.
+# Requests that are in flight at once: what it takes to fill a drive with blocks of this size.
 DEPTH = 4
 # Large enough to outlast a drive's answer from its own memory, small enough to write in a second or two.
 DEFAULT_BYTES = 1 << 30
@@ -27,7 +27,7 @@ _ENOUGH_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpeed:
-    """Bytes a second of sequential O_DIRECT requests of 8 MiB, four at a time; and how many bytes each took."""
+    """Bytes per second of sequential O_DIRECT requests of 8 MiB, four at a time; and how many bytes each took."""
 
     write_bytes_per_s: float
     read_bytes_per_s: float
@@ -123,7 +123,7 @@ def _stream(call, descriptor: int, buffers: list[mmap.mmap], blocks: int) -> tup
 
 
 def memory_speed(size_bytes: int = 256 * MIB) -> float:
-    """Bytes a second that memory delivers: torch's sum of a tensor far larger than the caches, the best of three."""
+    """Bytes per second that memory delivers: torch's sum of a tensor far larger than the caches, the best of three."""
     import torch
 
     tensor = torch.ones(size_bytes // 4)

@@ -22,7 +22,7 @@ class TierContents:
     """Of one model, through the slots that training has. Not thread-safe.
 
     `folder`: for files whose memory sliced parameters are read into. `require_completed_step`: is called once before
-    each parameter that is read, and raises where updates of the step under way have begun, or in a forked child."""
+    each parameter that is read, and raises where updates of the current step have begun, or in a forked child."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class TierContents:
 
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
         """A trained parameter's states in memory of their own, flat, by torch's names and "master" (a copy of the
-        weights where they are their own masters). 8-bit moments are codes of uint8, with "scales" of two bytes a block
-        of 32 beside them: `memascend.ops.adamw8.decode_moments` reads these."""
+        weights where they are their own masters). 8-bit moments are codes of uint8, with "scales" of two bytes per
+        block of 32 beside them: `memascend.ops.adamw8.decode_moments` reads these."""
         self.require_completed_step()
         layout, keys = self._layout, dict.fromkeys(("master", *self._layout.state_names))
         numel = sum(part.numel for unit in layout.units for part in unit.parts if part.name == name)

@@ -84,7 +84,7 @@ class Generators:
 
 
 class Copies:
-    """Copies on a stream of their own, in their order. Neither side's memory is kept alive by one that is under way."""
+    """Copies on a stream of their own, in their order. Neither side's memory is kept alive by one that is in flight."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._streams = device, DeviceStreams(device)

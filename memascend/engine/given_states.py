@@ -16,7 +16,7 @@ from memascend.engine.layout import Layout, numel_of_state
 from memascend.ops.adamw8 import encode_moments, scales_shape
 
 _LARGEST = torch.finfo(torch.float32).max
-_ELEMENTS = 1 << 18  # at a time, whole blocks: making codes takes some 50 bytes an element
+_ELEMENTS = 1 << 18  # at a time, whole blocks: making codes takes some 50 bytes per element
 
 
 def checked(layout: Layout, name: str, shape: torch.Size, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -32,7 +32,7 @@ class GradientSource(Protocol):
     """The engine, as its parameters' gradients ask for it. RuntimeError for each that the moment does not allow."""
 
     def gradient_waits(self, name: str) -> bool:
-        """Whether a gradient of the step under way is on the tier, whole; False: none came."""
+        """Whether a gradient of the current step is on the tier, whole; False: none came."""
 
     def gradient_norm(self, name: str) -> float:
         """2-norm of a gradient that waits, with what it was scaled by."""
@@ -238,13 +238,13 @@ class StepGradients:
     """What one engine's parameters may be asked for as their `grad`, and what a loop has multiplied them by."""
 
     def __init__(self) -> None:
-        self.factors: dict[str, float] = {}  # of the step under way
+        self.factors: dict[str, float] = {}  # of the current step
         self.whole: frozenset[str] = frozenset()  # names of those that came in the passes that have ended
         self.spent: frozenset[str] = frozenset()  # used by the last step, and not forgotten by zero_grad
         self.zeroed: frozenset[str] = frozenset()  # what zero_grad(set_to_none=False) has left zeros of
 
     def forget(self, arrived: Collection[str], *, set_to_none: bool, of: Collection[str] | None = None) -> None:
-        """As `zero_grad`; `arrived`: names of those of the step under way. `of`: of these parameters alone."""
+        """As `zero_grad`; `arrived`: names of those of the current step. `of`: of these parameters alone."""
         had = self.spent | frozenset(arrived) | self.zeroed
         names = had if of is None else had & frozenset(of)
         self.spent -= names

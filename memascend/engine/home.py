@@ -1,11 +1,10 @@
-"""Where a model lives while it is trained: a store in one file, with the last completed step and the one under way.
+"""Where a model lives while it is trained: a store in one file, with the last completed step and the current one.
 
 A write goes to fresh space and the version before stays until `commit` replaces all of them at once: whatever a kill or
-a power cut leaves, the tensors of one completed step are there, whole (28 bytes a parameter for both versions in 16-bit
-training, without extra writes). A step that cannot be kept is taken back in the same way. With one version a step is
-committed in parts instead: what else it takes to do that again lies beside (`one_version`), or, if that is not wanted
-(`replace_within`), the states are marked as torn with the first part, until the step is completed.
-"""
+a power cut leaves, the tensors of one completed step are there, whole (28 bytes per parameter for both versions in
+16-bit training, without extra writes). A step that cannot be kept is taken back in the same way. With one version a
+step is committed in parts instead: what else it takes to do that again lies beside (`one_version`), or, if that is not
+wanted (`replace_within`), the states are marked as torn with the first part, until the step is completed."""
 
 from __future__ import annotations
 
@@ -174,7 +173,7 @@ class StateHome:
             deadline = time.monotonic() + _DEAD_S
             while tier.engine.space().processes > 1:
                 interrupts.check()
-                gc.collect()  # a store of ours that a dropped home has left with transfers under way
+                gc.collect()  # a store of ours that a dropped home has left with transfers in flight
                 if time.monotonic() > deadline:
                     raise ValueError(f"{self.folder} is in use by another process: wait for it, or name another folder")
                 time.sleep(0.02)
@@ -293,7 +292,7 @@ class StateHome:
         return self._compares and not self._unread
 
     def compare_no_more(self) -> None:
-        """All of the home was read once, or written by this process. Nothing may be under way, nor uncommitted."""
+        """All of the home was read once, or written by this process. Nothing may be in flight, nor uncommitted."""
         self._compares = False
         self._reopen()
 
@@ -360,7 +359,7 @@ class StateHome:
         return "redo" in self._facts
 
     def roll_back(self) -> None:
-        """Forget what was not committed. Nothing may be under way. A commit that was interrupted is the completed step
+        """Forget what was not committed. Nothing may be in flight. A commit that was interrupted is the completed step
         if the folder holds it. Raises TornStates where that is not the whole of a step, or where the drive has kept a
         commit that it had said to have failed in."""
         if self._torn and self._room_bytes is not None and self._committing is None:

@@ -119,7 +119,7 @@ class ModelHooks:
             self._weights.give_back(self._kept.popitem()[1], lend=True)
 
     def forget(self) -> None:
-        """The step under way is given up."""
+        """The current step is given up."""
         for owned in self._units.parameters.values():
             for parameter in owned:
                 forget_gradient(parameter)
@@ -130,7 +130,7 @@ class ModelHooks:
 
     def end_cut_off(self) -> None:
         """End the uses of a forward pass that KeyboardInterrupt has left, for which torch calls no hooks.
-        No pass is under way."""
+        No pass is in progress."""
         self.outside.end_cut_off()
         self._end_inside(0)
         for unit in self._units.layout.units:

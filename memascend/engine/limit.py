@@ -24,7 +24,7 @@ _PASSES, _PASSES_S = 20, 0.5  # so many, or fewer where they take longer than so
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Of the path and the kernel: bytes and elements a second."""
+    """Of the path and the kernel: bytes and elements per second."""
 
     read: float
     write: float
@@ -90,7 +90,7 @@ def limit_of(phases: list[Phase], rates: Rates) -> Limit:
 
 @dataclass
 class StepClock:
-    """Phases of the step under way. `moved()`: bytes read and written so far."""
+    """Phases of the current step. `moved()`: bytes read and written so far."""
 
     moved: Callable[[], tuple[int, int]]
     phases: list[Phase] = field(default_factory=list)
@@ -122,7 +122,7 @@ class StepClock:
 
 
 def adamw_rate(numel: int, states: torch.dtype) -> float:
-    """Elements a second of the kernel with the threads that it has, the best of a few passes."""
+    """Elements per second of the kernel with the threads that it has, the best of a few passes."""
     numel = min(numel, _ADAMW_ELEMENTS)
     update = _update_of(numel, states)
     best = float("inf")

@@ -78,7 +78,7 @@ class StreamedRows:
 
     @property
     def anchor(self) -> torch.Tensor:
-        """Asked for once a forward pass. Requires a gradient where the matrix does now: what is frozen later is not
+        """Asked for once per forward pass. Requires a gradient where the matrix does now: what is frozen later is not
         trained."""
         self._uses.with_graph = torch.is_grad_enabled()
         if self._uses.with_graph and self._trained:

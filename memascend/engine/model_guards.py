@@ -31,7 +31,7 @@ class GradientHolder(Protocol):
     """The engine, as `zero_grad` asks for it."""
 
     def forget_gradients_of(self, names: set[str], *, set_to_none: bool) -> None:
-        """Of the step under way. RuntimeError where only some of those that came are named."""
+        """Of the current step. RuntimeError where only some of those that came are named."""
 
 
 class ModelGuards:

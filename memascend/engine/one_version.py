@@ -3,7 +3,7 @@
 All gradients of a step lie on the tier, and what they are used with beside them, before the first state is replaced.
 From then on the step will be completed, if need be by `StreamingEngine.resume`: unit by unit, each with its weights and
 states in one commit, from the gradients that are still there. It takes a version, the gradients, and room for the units
-under way; a step writes and reads the gradients once more.
+in flight; a step writes and reads the gradients once more.
 
 Without a redo, if the user says so, none of that is there: a step replaces the states in parts, in room for two units.
 A kill meanwhile leaves them torn, and training goes on from a checkpoint.
@@ -70,7 +70,7 @@ def bytes_of(layout: Layout, versions: int, gradients: torch.dtype, slots: int, 
 
 
 def beside(layout: Layout, versions: int, gradients: torch.dtype, slots: int, *, redo: bool = True) -> dict[str, Any]:
-    """What the store holds beside the states: gradients for a redo, and room for fresh copies of what is under way."""
+    """What the store holds beside the states: gradients for a redo, and room for fresh copies of what is in flight."""
     if versions == 2:
         return {"beside": [], "slack": 0}
     weights, states = layout.weights.itemsize, layout.stored_states.itemsize

@@ -32,7 +32,7 @@ class EngineOptions:
         checkpoints: where the inputs of blocks wait for backward: `tier` (the SSD) or `device` (its memory).
         states: dtype of moments and master weights: torch.float32, or torch.bfloat16 (rounded stochastically; for
             weights of 16 bits alone), or torch.int8: weights of bfloat16 alone, rounded stochastically, are the only
-            master, and both moments are 8-bit codes (`memascend.ops.adamw8`): 4.1 bytes a parameter. Bits are
+            master, and both moments are 8-bit codes (`memascend.ops.adamw8`): 4.1 bytes per parameter. Bits are
             those of `AdamW8bit(model.parameters(), seed=ROUNDING_SEED)`, which numbers elements in that order too.
         gradients: dtype of gradients that wait: torch.float32, bfloat16 or float16.
         zero_missing: a parameter that got no gradient in a step is updated with zeros, as in ZeRO's flat groups; else
@@ -40,7 +40,7 @@ class EngineOptions:
         measure: find out how fast a step could be (`StreamingEngine.limit`); the first step profiles each block.
         swap: results inside of blocks that are swapped to the SSD in place of being computed again, decided after the
             first step: a rule (`best`, `algorithm 1` or `released`, see `memascend.swapping`), `all`, a number of bytes
-            a pass, or a share such as `50%`. None: none.
+            per pass, or a share such as `50%`. None: none.
         swap_room: bytes of host memory that these may take before the SSD has them, also as a text such as `1GiB`.
         blocks_in_flight: slots in host memory for blocks of one size, at least 1.
         piece_elements: elements of a piece of states at most (see `make_layout`). None: those of the largest block, but

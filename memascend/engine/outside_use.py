@@ -26,7 +26,7 @@ from memascend.storage.interrupts import whole
 class KeptForBackward(Protocol):
     """Where units go that a backward pass needs, as `ModelHooks` has them."""
 
-    # Forward passes of the model that are under way: without a graph what they hold; None: with one.
+    # Forward passes of the model that are in progress: without a graph what they hold; None: with one.
     model_passes: list[list[Unit] | None]
 
     def keep(self, unit: Unit) -> None:

@@ -1,4 +1,4 @@
-"""What has become of each piece of the optimizer states in the step under way: one record each, in one place.
+"""What has become of each piece of the optimizer states in the current step: one record each, in one place.
 
     WAITING -> ARRIVED -> SPILLED -> SUMMED -> UPDATED -> WRITTEN
 

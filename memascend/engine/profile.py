@@ -94,7 +94,7 @@ class StepProfile:
 
     def end_step(self, step: int, updated_in: str, moved: Transferred, fastest: float) -> None:
         """The step's limit. `updated_in`: the phase that AdamW ran in; `moved`: of the home, with the seconds;
-        `fastest`: elements a second that AdamW has reached."""
+        `fastest`: elements per second that AdamW has reached."""
         updated = sum(piece.numel for piece in self._layout.pieces)
         self._clock.end(updated_in, compute_s=0.0, updated=updated)
         phases = self._clock.take()
@@ -106,7 +106,7 @@ class StepProfile:
     # -- rates ---------------------------------------------------------------------------------------------------------
 
     def measure_rates(self, states: WeightStream, home: StateHome, slots: int) -> None:
-        """Of the states' path with as much under way as the slots hold. Between steps: what is written is forgotten."""
+        """Of the states' path with as much in flight as the slots hold. Between steps: what is written is forgotten."""
         pieces = sorted(self._layout.pieces, key=self._layout.states_numel)[-slots:]
         keys = [piece.key for piece in pieces]
         nbytes = sum(self._layout.states_numel(piece) for piece in pieces) * self._layout.stored_states.itemsize

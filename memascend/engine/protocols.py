@@ -10,7 +10,7 @@ import torch
 
 
 class Completion(Protocol):
-    """A transfer under way. Any thread may ask, as often as it likes."""
+    """A transfer in flight. Any thread may ask, as often as it likes."""
 
     def done(self) -> bool:
         """Whether it has ended, well or not. Never waits."""

@@ -47,7 +47,7 @@ class PassUnderWay:
         self.begun = 0  # the number of its forward pass
         self.backward_begun = self.got_gradients = False
         self.ended = False  # its backward pass
-        self.inside: list[Unit] = []  # whose modules' forward passes are under way, outermost first
+        self.inside: list[Unit] = []  # whose modules' forward passes are in progress, outermost first
         self.model_passes: list[list[Unit] | None] = []  # see `OutsideUse`
         self.matrices: dict[str, Any] = {}  # see `StreamedRows`
 
@@ -57,7 +57,7 @@ class BlockRuntime:
 
     weights: UnitWeights
     at_work: PassUnderWay
-    in_block = 0  # forward passes of blocks, first ones or again, that are under way
+    in_block = 0  # forward passes of blocks, first ones or again, that are in progress
     generation = 0  # of weights: another one after a step, and after one that was given up
 
     @property

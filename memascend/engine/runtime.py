@@ -153,7 +153,7 @@ class StreamingEngine(HookedRuntime):
         }
         self._frozen = {p: name for p, name in units.names.items() if name not in self.steps and p.numel()}
         self._passes = 0  # backward passes of this step that have ended
-        self._together: _Together | None = None  # micro-batches that are under way side by side
+        self._together: _Together | None = None  # micro-batches that are in progress side by side
         self._in_turn = False  # the micro-batches of one call, one after the other
         self._looking: _Looking | None = None  # at micro-batches one after the other
         self._known: dict[Any, Route | str] = {}  # by function and modes: how to go side by side, or why not
@@ -388,7 +388,7 @@ class StreamingEngine(HookedRuntime):
 
     def _stop_work(self) -> None:
         leaving.begin_if_asked()
-        synchronize(self.units.device)  # copies that are under way use memory that goes now
+        synchronize(self.units.device)  # copies that are in flight use memory that goes now
         if self._swapping is not None:
             with contextlib.suppress(OSError):
                 self._swapping.close()
@@ -531,12 +531,12 @@ class StreamingEngine(HookedRuntime):
 
     @property
     def _side_by_side(self) -> int:
-        """Backward passes that are under way together."""
+        """Backward passes that are in progress together."""
         return 1 if self._together is None else self._together.count
 
     @property
     def _is_last(self) -> bool:
-        """Whether the step has no backward pass after those under way."""
+        """Whether the step has no backward pass after those in progress."""
         return self._passes + self._side_by_side >= self.options.accumulate
 
     def comes_again(self, unit: Unit) -> bool:
@@ -599,7 +599,7 @@ class StreamingEngine(HookedRuntime):
         self._passes_end()
 
     def _passes_end(self) -> None:
-        """Of a backward pass, or of all that were under way together."""
+        """Of a backward pass, or of all that were in progress together."""
         self.updates.end_pass(wait=self._waits or not self._is_last, last=self._is_last)
         self.gradients.whole = frozenset(self.updates.arrived)
         self._passes += self._side_by_side
@@ -682,7 +682,7 @@ class StreamingEngine(HookedRuntime):
 
         `vertical`: where it can be, all of them pass a unit of weights before any goes on to the next; the first call
         with a function, and those that cannot be, go one after the other. Gradients are equal to the bit. After an
-        error the step under way is given up, and nothing runs any more. Raises what `function` raises, ValueError for
+        error the current step is given up, and nothing runs any more. Raises what `function` raises, ValueError for
         another order, RuntimeError for more passes than were announced, before any has begun.
 
         `repeatable`: the function changes nothing but the model and draws no numbers but from torch's, NumPy's and
@@ -925,7 +925,7 @@ class StreamingEngine(HookedRuntime):
 
         None: a gradient was infinite or NaN, and nothing was changed since the last `keep`. With `keep` the step is
         completed; else the caller does that before the next one. `facts`: JSON that the step is kept with where a kill
-        cuts it off and `resume` completes it (`keep` gets the same); with the engine's own (some digits a parameter)
+        cuts it off and `resume` completes it (`keep` gets the same); with the engine's own (some digits per parameter)
         less than `META_BYTES`, 1 MiB, or ValueError before anything is updated. Raises what failed, StorageError,
         TornStates and others; the step is then given up (see `give_up`). With one version of the states a step whose
         update has begun cannot be: it waits for `resume`, which completes it, and until then every use says so.
@@ -976,7 +976,7 @@ class StreamingEngine(HookedRuntime):
                 return
             self._beside.home_was_opened_again()
 
-    # -- gradients of the step under way, for whoever reads `parameter.grad` (`gradient_views`) ------------------------
+    # -- gradients of the current step, for whoever reads `parameter.grad` (`gradient_views`) ------------------------
 
     def gradient_waits(self, name: str) -> bool:
         if name in self.gradients.spent:
@@ -1002,7 +1002,7 @@ class StreamingEngine(HookedRuntime):
 
     @property
     def _arrived(self) -> Collection[str]:
-        """Names of the parameters that got a gradient in the step under way."""
+        """Names of the parameters that got a gradient in the current step."""
         if self.at_work.backward_begun:
             return self.updates.arrived
         return self.gradients.whole if self.updates.pending else ()
@@ -1203,7 +1203,7 @@ class StreamingEngine(HookedRuntime):
             self._kept_steps = dict(zip(self.layout.order, kept["steps"], strict=True))
 
     def _close_streams(self) -> None:
-        """Every slot is free, and nothing is under way; all of them can be used again. Raises the first failure."""
+        """Every slot is free, and nothing is in flight; all of them can be used again. Raises the first failure."""
         failures = []
         for stream in (self._stream, self._states, self._beside.gradients):
             try:
@@ -1216,7 +1216,7 @@ class StreamingEngine(HookedRuntime):
 
     @whole
     def give_up(self) -> None:
-        """After an error in the loop: forget the step under way. Everything is as after the last completed one.
+        """After an error in the loop: forget the current step. Everything is as after the last completed one.
 
         Raises TornStates where that cannot be (`EngineOptions.redo`): the engine can then only be closed."""
         if self._closed:
@@ -1302,7 +1302,7 @@ class _Looking:
 
 
 class _Together:
-    """Micro-batches that are under way side by side."""
+    """Micro-batches that are in progress side by side."""
 
     def __init__(self, lanes: Lanes, footprint: ForwardFootprint, count: int, dtype: torch.dtype) -> None:
         self.lanes, self.count, self.sums = lanes, count, SummedGradients(count, dtype)
@@ -1360,7 +1360,7 @@ def _units(
 
 
 def _is_nested(model: nn.Module) -> bool:
-    """In the model's forward pass: whether another one of it is under way around it."""
+    """In the model's forward pass: whether another one of it is in progress around it."""
     frame, calls = sys._getframe(), 0
     while frame is not None:
         calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model

@@ -265,7 +265,7 @@ class streaming:
             RuntimeError: more micro-batches than the step has backward passes left, before any has begun; or called
                 inside of itself.
             NotStreamable: micro-batches that were independent in the first step are not any more.
-            BaseException: what `function` raises. The step under way is then given up, and all is as after the last
+            BaseException: what `function` raises. The current step is then given up, and all is as after the last
                 completed one; no thread runs any more. Ctrl-C is answered at the next block.
 
         Returns:

@@ -75,7 +75,7 @@ class Decision:
     def __str__(self) -> str:
         chosen = f"swaps {self.more_bytes / 2**20:.1f} of {self.offered_bytes / 2**20:.1f} MiB of products' results"
         why = f"backward is bound by {self.bound}"
-        gain = f"{self.seconds:.3g} s a step by the model, {self.seconds_without:.3g} s with none"
+        gain = f"{self.seconds:.3g} s per step by the model, {self.seconds_without:.3g} s with none"
         text = f"{chosen} ({self.rule}): {why}; {gain}"
         if not self.convex:
             text += "; not convex, so that all prefixes were looked at" if self.rule == "best" else "; not convex"
@@ -108,7 +108,7 @@ def decide(step: Iteration, rates: Rates, rule: str) -> Decision:
 
 
 def link_rate(device: torch.device) -> float:
-    """Bytes a second of copies to the device; in host memory, where that is the CPU."""
+    """Bytes per second of copies to the device; in host memory, where that is the CPU."""
     source = torch.zeros(_LINK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target, fastest = torch.empty_like(source, device=device, pin_memory=False), 0.0
     for _ in range(_LINK_PASSES):

@@ -113,7 +113,7 @@ class Updates:
         self._thread = JobThread(
             "memascend-updates", compute_alone, self._close_without_writing, self.most_waiting_bytes
         )
-        self.fastest = 0.0  # elements a second that AdamW has reached
+        self.fastest = 0.0  # elements per second that AdamW has reached
         self._begin()
 
     def _begin(self) -> None:

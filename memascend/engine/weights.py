@@ -387,7 +387,7 @@ class WeightStream:
 
     def _await_contents(self, entry: _Entry) -> None:
         read = entry.read
-        if read is None and not entry.filled:  # an earlier write was under way when the buffer was leased
+        if read is None and not entry.filled:  # an earlier write was in flight when the buffer was leased
             self._await_writes(entry.key)
             with self._lock:
                 if entry.read is None and not entry.filled:

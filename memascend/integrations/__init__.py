@@ -1,1 +1,1 @@
-"""The only rooms that import DeepSpeed and transformers."""
+"""The only packages that import DeepSpeed and transformers."""

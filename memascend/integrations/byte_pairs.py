@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer trained on texts at hand."""
+"""A byte-level BPE tokenizer trained on given texts."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Item:
 @dataclass(frozen=True)
 class Room:
     """What a node has for tensors. `near`: memory of the processors that compute. `bandwidth`: in any unit, the same
-    for all nodes of a plan; None where nobody says, and then nodes count alike."""
+    for all nodes of a plan; None if unspecified, and then nodes count alike."""
 
     node: int
     nbytes: int

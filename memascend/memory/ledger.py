@@ -31,7 +31,7 @@ class LedgerEntry:
     """One buffer. `reserved_bytes` >= `requested_bytes`; `touched_bytes` is what became resident.
 
     `address` is None and `locked` False for a buffer that was only counted; `died_s` is None while it lives. `nodes`
-    are the NUMA nodes that hold its pages, or in a plan should; None where nobody asked for any.
+    are the NUMA nodes that hold its pages, or in a plan should; None where none were requested.
     """
 
     name: str

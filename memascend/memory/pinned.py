@@ -141,7 +141,7 @@ class _Host:
     """
 
     ASK_EVERY_BYTES = 64 << 20
-    # Beside the pages themselves: their page tables, and what the kernel charges ahead (64 pages a core) or the
+    # Beside the pages themselves: their page tables, and what the kernel charges ahead (64 pages per core) or the
     # interpreter takes meanwhile.
     PAGE_TABLE_SHARE, MARGIN_BYTES = 512, 4 << 20
 

@@ -16,7 +16,7 @@ _STRICT, _PREFERRED, _PREFERRED_MANY, _INTERLEAVED, _WEIGHTED, _STRIPED = (
 
 @dataclass(frozen=True)
 class Placement:
-    """A policy; made by `on_node`, `prefer`, `interleaved` and `weighted`. `weights`: its own, one a node, or None."""
+    """A policy; made by `on_node`, `prefer`, `interleaved` and `weighted`. `weights`: one per node, or None."""
 
     mode: str
     nodes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""AdamW with bf16 parameters and 8-bit moments: 4.06 bytes a parameter, where fp32 states beside a bf16 copy take 14.
+"""AdamW with bf16 parameters and 8-bit moments: 4.06 bytes per parameter, where fp32 states beside a bf16 copy take 14.
 
 The bf16 parameter, rounded stochastically, is the only master. The moments are quantised block by block (Dettmers et
 al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861) in a format of three uint8 tensors:
@@ -103,7 +103,7 @@ def scales_shape(numel: int) -> tuple[int, int]:
 def decode_moments(
     exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, scales: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Momentum and variance in float32, of the codes' shape: new tensors of 8 bytes an element."""
+    """Momentum and variance in float32, of the codes' shape: new tensors of 8 bytes per element."""
     by_block = _powers_of_two(scales.int().clamp(min=_EXPONENTS[0]))
     by_element = by_block.repeat_interleave(BLOCK, dim=0)[: exp_avg.numel()]
     sign = 1.0 - 2.0 * (exp_avg.flatten() >> 7).float()

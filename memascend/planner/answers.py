@@ -23,7 +23,7 @@ TB = 10**12
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Bytes that one kind of memory must hold, and how many there are (None: nobody said)."""
+    """Bytes that one kind of memory must hold, and how many there are (None: unspecified)."""
 
     name: str
     needed_bytes: int

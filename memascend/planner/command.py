@@ -27,7 +27,7 @@ _LARGEST_COUNT = 10**8  # far beyond any run, and products of two still fit 64 b
 
 
 def add_plan(commands: Any, probe: Callable[[Path | None], Any]) -> None:
-    """Register the subcommand. ``probe``: the machine at hand, its SSD tried in the folder that is given."""
+    """Register the subcommand. ``probe``: this machine, its SSD tried in the folder that is given."""
     parser = commands.add_parser(
         "plan",
         help="predict memory, step time and SSD writes of a run, and say whether it fits",

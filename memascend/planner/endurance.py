@@ -1,4 +1,4 @@
-"""Activations on SSDs: bytes a step, the write bandwidth that hides them, how long the drives live (SSDTrain, III-D).
+"""Activations on SSDs: bytes per step, the write bandwidth that hides them, how long the drives live (SSDTrain, III-D).
 
 Everything is for one GPU, in bytes and seconds; closed forms, no torch. What a block saves and which times add up
 follow the authors' fork of llm-analysis (github.com/K-Wu/llm-analysis at 44495f6, examples/activation_size_estimate):
@@ -121,7 +121,7 @@ def activation_bytes(model: Transformer, batch: int, parallel: Parallelism | Non
 def forward_s(model: Transformer, batch: int, rates: Rates, parallel: Parallelism | None = None) -> float:
     """Of one micro batch: products, two norms and two all-reduces a block, or its gather if that takes longer; logits.
 
-    24 s b h^2 + 4 s^2 b h operations a block. A stage has 1/p of it.
+    24 s b h^2 + 4 s^2 b h operations per block. A stage has 1/p of it.
     """
     parallel = parallel or Parallelism()
     tokens, shared = model.context * batch, parallel.tensor

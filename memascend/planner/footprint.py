@@ -238,7 +238,7 @@ def checkpoint_bytes(work: Workload) -> int:
 
 
 def chain_temporaries(gradient_bytes: int) -> tuple[tuple[str, int], ...]:
-    """(what, bytes an element) beside the gradients in `isinf().any()`: isinf is `abs() == inf`, a copy of the buffer
+    """(what, bytes per element) beside the gradients in `isinf().any()`: isinf is `abs() == inf`, a copy of the buffer
     and one bool an element, together 1.25 x in fp32 (III-C, Fig. 3).
     """
     return (("abs() copy", gradient_bytes), ("isinf mask", 1))

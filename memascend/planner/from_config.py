@@ -57,7 +57,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def workload_of(
     config: Mapping[str, Any], spec: ModelSpec, *, ranks: int = 1, context: int = 4096, told: Told | None = None
 ) -> Workload:
-    """The run of `config` (a dict as DeepSpeed takes it) on `ranks` GPUs of one machine, with `context` tokens a
+    """The run of `config` (a dict as DeepSpeed takes it) on `ranks` GPUs of one machine, with `context` tokens per
     sequence. With a section "memascend" it is MemAscend's, with its parts; without one today's DeepSpeed.
 
     Raises ValueError, in one line, for what a plan does not know: ZeRO stages below 3, fp32, parameters kept by
@@ -174,7 +174,7 @@ def _gradients(config: Mapping[str, Any], dtype: str) -> str:
 
 
 def _batch(config: Mapping[str, Any], ranks: int, told: Told) -> tuple[int, int]:
-    """(sequences a GPU, batches a step), the third of DeepSpeed's three numbers from the other two."""
+    """(sequences per GPU, batches per step), the third of DeepSpeed's three numbers from the other two."""
     whole = _count(config, "train_batch_size", None, "")
     batch = _count(config, "train_micro_batch_size_per_gpu", told.batch, "--batch")
     steps = _count(config, "gradient_accumulation_steps", told.accumulation, "--accumulate")

@@ -1,6 +1,6 @@
 """GPU memory of one training step, buffer by buffer, for the stack that MemAscend builds up in Fig. 2.
 
-Activations are counted from what autograd saves in a Hugging Face decoder block, in bytes a token with 16-bit tensors
+Activations are counted from what autograd saves in a Hugging Face decoder block, in bytes per token with 16-bit tensors
 (h hidden, q and kv the widths of queries and of keys, f the feed-forward width, a heads, C the context):
 
 * two norms 16 h + 8: each keeps its input in fp32, the scaled 16-bit value, its 16-bit output and a reciprocal root;
@@ -62,7 +62,7 @@ class DevicePlan:
 
 
 def block_bytes_per_token(spec: ModelSpec, context: int, *, flash: bool, fused: bool) -> int:
-    """Bytes a token that autograd saves in one block. `fused`: norms and gates as single kernels (Liger)."""
+    """Bytes per token that autograd saves in one block. `fused`: norms and gates as single kernels (Liger)."""
     query, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     norms = 8 * spec.hidden + 8 if fused else 16 * spec.hidden + 8
     if flash:
@@ -73,7 +73,7 @@ def block_bytes_per_token(spec: ModelSpec, context: int, *, flash: bool, fused: 
 
 
 def megatron_bytes_per_token(spec: ModelSpec, gpus: int) -> int:
-    """Bytes a token that `gpus` of them together save in a block of Megatron's GPT or BERT, without scores.
+    """Bytes per token that `gpus` of them together save in a block of Megatron's GPT or BERT, without scores.
 
     Korthikanti et al. 2022, section 4.2.1, for tensor parallelism without sequence parallelism: each holds 10 h whole
     (inputs of two norms and of the products behind them, masks of dropout) and its part of 24 h.
@@ -117,7 +117,7 @@ def gpu_memory(work: Workload) -> DevicePlan:
 
     With activations on the SSD those of two blocks remain, as if the drive took them as fast as they come.
     With parameters offloaded the GPU holds the largest tensor and what DeepSpeed prefetches; `all_in_gpu` holds 16
-    bytes a parameter, and all checkpoints. On a CPU the same tensors are in host memory (`footprint.plan` counts them).
+    bytes per parameter, and all checkpoints. On a CPU the same tensors are in host memory (see `footprint.plan`).
     """
     spec, stack, context = work.spec, work.stack, work.context
     tokens, area, ledger = work.batch * context, spec.k * spec.k, Ledger()

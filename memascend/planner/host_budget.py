@@ -21,7 +21,7 @@ FLAGS = {
 }
 KEYS = {
     "batch": '"train_micro_batch_size_per_gpu": {}',
-    "context": "{} tokens a sequence",
+    "context": "{} tokens per sequence",
     "checkpointing": '"memascend": {{"checkpointing": "{}"}}',
     "gradients": '"data_types": {{"grad_accum_dtype": "{}"}}',
     "states": '"memascend": {{"optimizer_states": "{}"}}',

@@ -22,7 +22,7 @@ SSD_SPACE = "SSD space"  # as a Need calls it
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bytes of one GPU, of host memory and of the SSD; None where nobody says, and then nothing is checked."""
+    """Bytes of one GPU, of host memory and of the SSD; None if unspecified, and then nothing is checked."""
 
     gpu_bytes: float | None = None
     ram_bytes: float | None = None

@@ -1,6 +1,6 @@
 """The machine that a plan is for, as plain numbers: from a testbed's YAML, or from what a probe of this machine found.
 
-Rates are what the data sheet or a measurement says, in bytes and floating-point operations a second; how much of them
+Rates are what the data sheet or a measurement says, in bytes and floating-point operations per second; how much of them
 training reaches is a `Calibration`, each with its reason, its reach, and the published rows that it was solved from.
 """
 
@@ -31,7 +31,7 @@ _ZERO_INFINITY = "ZeRO-Infinity (as published)"  # as the rows of an exhibit nam
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Peak rates of one machine; None where nobody says, and then times that need it are not given.
+    """Peak rates of one machine; None if unspecified, and then times that need it are not given.
 
     `gpu_flops_per_s` is one GPU's dense 16-bit matrix rate with 32-bit sums, `pcie_bytes_per_s` one GPU's link each
     way; SSD and host memory are shared by all GPUs. `direct_gpu_link`: GPUs exchange weights beside PCIe (NVLink).
@@ -53,7 +53,7 @@ class Machine:
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def missing(self) -> list[str]:
-        """Names of the rates that nobody says."""
+        """Names of the rates that are not given."""
         return [name for name, (field, _) in RATES.items() if getattr(self, field) is None]
 
 
@@ -141,9 +141,9 @@ class Calibrations:
     """What training reaches of the peak rates; the defaults are those of `CALIBRATIONS`, with reason and reach.
 
     `backward_products`: products of a backward pass over those of a forward pass, without recomputation: two for each.
-    `own_s`: seconds a phase that the runtime takes for itself, whatever the sizes (on a CPU its Python does not run
+    `own_s`: seconds per phase that the runtime takes for itself, whatever the sizes (on a CPU its Python does not run
     beside the device); the papers' machines have none, but for CXL-aware allocation's.
-    `output_s`: seconds a phase of what lies outside the blocks (output matrix and loss), where they were measured by
+    `output_s`: seconds per phase of what lies outside the blocks (output matrix and loss), where they were measured by
     themselves; without, its products run at the rate of the blocks.
     `adam_card_efficiency`: of a memory card's rate, where the CPU updates what lies there; None: as of DRAM's.
     `ssd_efficiency`: of the SSD's rates, where a step writes more than the drives absorb in a burst.

@@ -70,5 +70,5 @@ def longest_context(model_config: Mapping[str, object]) -> int | None:
 
 
 def default_context(model_config: Mapping[str, object]) -> int:
-    """Tokens a sequence where nobody says: 4096, or as many as the model takes where that is less."""
+    """Tokens per sequence if unspecified: 4096, or as many as the model takes where that is less."""
     return min(DEFAULT_CONTEXT, longest_context(model_config) or DEFAULT_CONTEXT)

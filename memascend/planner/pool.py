@@ -60,7 +60,7 @@ def streamed(
             blocks.setdefault(tensor.block, []).append(share)
     if not blocks and not outside:
         raise ValueError(
-            f"no tensor reaches the swap threshold of {threshold_bytes:.0f} bytes a rank: this model has nothing to "
+            f"no tensor reaches the swap threshold of {threshold_bytes:.0f} bytes per rank: this model has nothing to "
             "stream; use fewer ranks or keep it in memory"
         )
     return Streamed(tuple(tuple(block) for block in blocks.values()), tuple(outside), tuple(resident))

@@ -62,7 +62,7 @@ class ModelSpec:
     expert_intermediate: int = 0
     shared_intermediate: int = 0
     experts_per_token: int = 0
-    fused_experts: bool = False  # as transformers 5 stores them: two tensors a block instead of three an expert
+    fused_experts: bool = False  # as transformers 5 stores them: two tensors per block instead of three an expert
     k: int = 1  # twin divisor: every matrix is 1/k^2 of the original's
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 

@@ -26,7 +26,7 @@ from memascend.systems import arm_of, arrangement, require_states
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
 DTYPES = ("fp16", "bf16")
-STATE_DTYPES = ("fp32", "bf16", "int8")  # int8: codes, and scales of 2 bytes a block of 32
+STATE_DTYPES = ("fp32", "bf16", "int8")  # int8: codes, and scales of 2 bytes per block of 32
 INT8_MOMENTS_BYTES = 2 + 2 / 32  # a parameter
 GRADIENT_DTYPES = ("fp32", "bf16")
 CUDA, CPU = DEVICES = ("cuda", "cpu")
@@ -63,7 +63,7 @@ class SwapSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One configuration. `batch` is sequences a GPU at a time, `accumulation` batches a step, `context` tokens a
+    """One configuration. `batch` is sequences per GPU at a time, `accumulation` batches per step, `context` tokens per
     sequence; context 0 leaves activation checkpoints out of the host's memory.
 
     `states`: master weights, moments and swapped gradients (an arm may fix it); `gradients`: the flat buffer. `parts`
@@ -139,7 +139,7 @@ class Workload:
 
     @cached_property
     def sub_group_size(self) -> int:
-        """Elements a rank. Derived for every system alike, so that all train to equal losses."""
+        """Elements per rank. Derived for every system alike, so that all train to equal losses."""
         if self.sizes.sub_group_size is not None:
             return self.sizes.sub_group_size
         return sub_group_size([[partition_numel(tensor.numel, self.ranks) for tensor in self.spec.tensors()]])
@@ -221,7 +221,7 @@ def _check_sizes(work: Workload) -> None:
         ("number of GPUs", work.ranks, 1),
         ("batch", work.batch, 1),
         ("context", work.context, 0),
-        ("number of batches a step", work.accumulation, 1),
+        ("number of batches per step", work.accumulation, 1),
         ("number of blocks in flight", work.blocks_in_flight, 1),
     ):
         if value < least:

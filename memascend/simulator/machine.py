@@ -30,7 +30,7 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True)
 class Path:
-    """Storage; tasks need `NAME.read` or `NAME.write`, in bytes. Rates in bytes a second.
+    """Storage; tasks need `NAME.read` or `NAME.write`, in bytes. Rates in bytes per second.
 
     `duplex`: each direction has its rate by itself (as Linux throttles a block device); otherwise they share the
     drive's time, as the models of LoHan and MLP-Offload assume.
@@ -80,7 +80,7 @@ class Machine:
         return names
 
     def serve(self, work: str) -> tuple[Server, float]:
-        """Who serves a kind of work, and at how many units a second.
+        """Who serves a kind of work, and at how many units per second.
 
         Raises ValueError that names the machine and what it lacks.
         """

@@ -65,7 +65,7 @@ class Played:
 
 @dataclass
 class _Flow:
-    """A task's work on one server. `cap`: units a second it would use if it were alone."""
+    """A task's work on one server. `cap`: units per second it would use if it were alone."""
 
     work: str
     server: Server
@@ -204,7 +204,7 @@ class _Play:
         return len(ended)
 
     def _share(self) -> None:
-        """Speeds of all work under way: full on FIFO servers, max-min fair with caps on shared ones."""
+        """Speeds of all work in progress: full on FIFO servers, max-min fair with caps on shared ones."""
         shared: dict[str, list[_Flow]] = {}
         for each in self.running:
             for flow in each.under_way():

@@ -123,7 +123,7 @@ class Recorder:
             self.add(name, DEVICE, begin)
 
     def take(self) -> list[Event]:
-        """All events so far, from the begin of the first on, and forget them; transfers under way are waited for."""
+        """All events so far, from the begin of the first on, and forget them; transfers in flight are waited for."""
         with self._lock:
             if not self._lock.wait_for(lambda: self._under_way == 0, _LONGEST_TRANSFER_S):
                 raise TimeoutError(

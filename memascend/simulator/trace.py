@@ -1,7 +1,7 @@
 """Events of a step, simulated or real, in one format: Chrome's trace JSON, which Perfetto opens.
 
 Both lanes write `Event`; a file says its lane and where it was taken. A row of the trace viewer is a resource, a group
-of rows a rank.
+of rows per rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is under way, to be waited for or chained: no thread blocks for a step that another one follows.
+"""What is in flight, to be waited for or chained: no thread blocks for a step that another one follows.
 
     read = tier.read("layer.3", buffer)
     ready = read.then(lambda _: copy_to_device(buffer)).then(lambda event: when(event.query))
@@ -58,7 +58,7 @@ class Completion:
         self._pid = os.getpid()
 
     def __repr__(self) -> str:
-        state = "under way" if not self._done else "done" if self._error is None else f"failed: {self._error}"
+        state = "in flight" if not self._done else "done" if self._error is None else f"failed: {self._error}"
         return f"<{self._what}: {state}>"
 
     def done(self) -> bool:
@@ -150,7 +150,7 @@ class Completion:
         return True
 
     def _give_up(self, error: BaseException) -> None:
-        """End it with an error that has been told, though what it stands for may still be under way."""
+        """End it with an error that has been told, though what it stands for may still be in flight."""
         self._observed = True
         self._settle(error=error)
 

@@ -124,10 +124,10 @@ class DirectEngine(StorageEngine):
     them, and it sees no others), and are gone when it closes or dies; nothing is committed. A write of the size that
     the key has overwrites it in place: no second version, no index record. A write of another size takes the old
     one's space. So the space in use is that of the tensors, rounded up to units (4096 bytes in a file of this class),
-    and what the engine keeps in memory is some 500 bytes a tensor, besides the 2 to 3 MiB that a store's processes
+    and what the engine keeps in memory is some 500 bytes per tensor, besides the 2 to 3 MiB that a store's processes
     share.
     Requests on one key run in the order in which they were submitted, reads side by side, so that a read sees the last
-    write before it; requests on different keys go by priority. A write that fails or is cancelled under way leaves
+    write before it; requests on different keys go by priority. A write that fails or is cancelled in flight leaves
     neither version: reads raise StorageError until all of the tensor is written again. (In an engine that is not
     volatile, a write that fails or is cancelled changes nothing.)
 
@@ -312,7 +312,7 @@ class DirectEngine(StorageEngine):
     def unregister_buffer(self, tensor: torch.Tensor) -> bool:
         """Undo `register_buffer` of this tensor (by its address): when it returns, the memory can be freed.
 
-        Requests under way end as they are. False: it was not registered.
+        Requests in flight end as they are. False: it was not registered.
         """
         return self._native.unregister_buffer(tensor)
 
@@ -368,7 +368,7 @@ class DirectEngine(StorageEngine):
 
     @property
     def bounce_buffers(self) -> list[tuple[int, int]]:
-        """Host memory for transfers that O_DIRECT does not take as they are: (address, bytes), one a worker.
+        """Host memory for transfers that O_DIRECT does not take as they are: (address, bytes), one per worker.
 
         Pageable, resident and of this size from the engine's start to its end.
         """

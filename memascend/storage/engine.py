@@ -34,7 +34,7 @@ class EngineStatistics:
     `requests` have ended, failed and cancelled ones included. `commands` went to the kernel; `repeated` of them were
     interrupted or refused for the moment. Of the bytes, `bounced_bytes` were copied through a bounce buffer and
     `buffered_bytes` through the page cache; `direct` is False where a file system refuses O_DIRECT. `reading_s` and
-    `writing_s`: while at least one read, one write was under way, from submission to end. `reread`: reads begun again
+    `writing_s`: while at least one read, one write was in flight, from submission to end. `reread`: reads begun again
     because the tensor was written meanwhile.
     """
 

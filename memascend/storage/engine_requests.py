@@ -88,7 +88,7 @@ class Transfer(Completion):
 class Requests:
     """The transfers of one engine by number. Their outcomes come from whoever waits, or from the dispatcher.
 
-    The dispatcher holds it as long as there are transfers under way, and no longer: an engine that is dropped without
+    The dispatcher holds it as long as there are transfers in flight, and no longer: an engine that is dropped without
     `close` ends.
     """
 

@@ -73,7 +73,7 @@ class FileEngine(StorageEngine):
 
     @property
     def bounce_buffer_bytes(self) -> int:
-        """Host memory held for bouncing: 256 KiB a thread that has needed it."""
+        """Host memory held for bouncing: 256 KiB per thread that has needed it."""
         return self._native.bounce_buffer_bytes
 
 

@@ -2,9 +2,9 @@
 
 What keeps groups is observed at its work. A path that was too slow for any moves nothing, so that nobody would see that
 it has recovered, or that only its first measurement was disturbed; nor that one which failed or was full works again.
-So it is measured as at the start (`path_rates.measure`): 16 MiB, less where it is slow, are written, read and compared
-beside the training, which waits for none of it. After two, four, eight … passes, up to `_MOST_PASSES`: a path that has
-been out for n passes is back within 2n. One that comes back and is soon out again waits longer than before.
+So it is measured as at the start (`path_rates.measure`): 16 MiB, less where it is slow, are written, read and
+compared beside the training, which waits for none of it. After two, four, eight … passes, up to `_MOST_PASSES`: a path
+that has been out for n passes is back within 2n. One that comes back and is soon out again waits longer than before.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class IdlePaths:
                 state.measuring.start()
 
     def measuring(self, path: Path) -> bool:
-        """Also as long as a transfer that was given up is under way there."""
+        """Also as long as a transfer that was given up is in flight there."""
         state = self._idle.get(path)
         return state is not None and state.measuring is not None and state.measuring.is_alive()
 

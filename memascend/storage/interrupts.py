@@ -32,7 +32,7 @@ class _Uninterrupted:
     """The blocks of the main thread; in other threads, which no handler runs in, nothing."""
 
     def __init__(self) -> None:
-        self._depth = 0  # of blocks under way
+        self._depth = 0  # of blocks in progress
         self._before: Any = None  # the handler that was put aside; None: there was none to put aside
         self._noted: list[float] = []  # when SIGINT came
         self._patient = 0  # blocks that let waits end

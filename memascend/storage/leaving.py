@@ -2,7 +2,7 @@
 
 A wait for a transfer is as long as the transfer, and so is closing a tier: what was begun is waited for. Ctrl-C says
 that somebody wants out (or SIGTERM, where a handler turns it into an exception, or calls `begin`). From then on a tier
-with transfers under way of which nothing moves for `PATIENCE_S` is given up: they end with an error, and so does
+with transfers in flight of which nothing moves for `PATIENCE_S` is given up: they end with an error, and so does
 whatever waits for them, in any thread; one line tells which path it is. The kernel may still write to their memory:
 the engine, its threads and all that it holds stay as they are until the process ends. A drive that works, however
 slowly, is waited for all the same.
@@ -32,7 +32,7 @@ _TICK_S = 0.1
 
 
 class Leavable(Protocol):
-    """What has transfers under way."""
+    """What has transfers in flight."""
 
     @property
     def place(self) -> str: ...
@@ -44,13 +44,13 @@ class Leavable(Protocol):
 
 
 def nothing_moves(place: str, under_way: int, waited_s: float) -> StorageError:
-    """Of a tier with transfers under way, of which not a byte has moved for so long."""
+    """Of a tier with transfers in flight, of which not a byte has moved for so long."""
     what = f"{under_way} {'transfer is' if under_way == 1 else 'transfers are'} in flight"
     return hang_error(place, f"{what}, without progress for {waited_s:g} s")
 
 
 class _Watch:
-    """A thread that gives up what hangs, from `begin` on as long as anything is under way."""
+    """A thread that gives up what hangs, from `begin` on as long as anything is in flight."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal's handler may come in between
@@ -82,7 +82,7 @@ class _Watch:
             time.sleep(_TICK_S)
 
     def _look(self, before: dict[Leavable, tuple[object, float]], now: float) -> dict[Leavable, tuple[object, float]]:
-        """Give up what has not moved for long enough; of all that has transfers under way what they had moved."""
+        """Give up what has not moved for long enough; of all that has transfers in flight what they had moved."""
         moved = {}
         for leavable in [each for reference in list(self._there) if (each := reference()) is not None]:
             if leavable.under_way():
@@ -117,7 +117,7 @@ _watch = _Watch()
 
 
 def _begin_anew_in_child() -> None:
-    """What the parent has under way is the parent's to leave."""
+    """What the parent has in flight is the parent's to leave."""
     global _watch
     _watch = _Watch()
 

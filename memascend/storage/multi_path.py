@@ -15,9 +15,9 @@ Beyond the contract of `memascend.storage.tier`:
   completion's StorageError, which names the tensor and the path: what was only there is lost.
 - **A full path** (ENOSPC) gets nothing that it has no room for.
 - **A path too slow for any group, taken out or full** is tried again now and then, beside the training (`idle_paths`).
-  One that was taken out comes back when what is written there is read back, no request of before is under way, and
+  One that was taken out comes back when what is written there is read back, no request of before is in flight, and
   every tensor that it held has been written elsewhere; a full one when a group has room.
-- **A path that hangs**, on which something is under way and nothing has ended for `hang_s`, is taken out too; its
+- **A path that hangs**, on which something is in flight and nothing has ended for `hang_s`, is taken out too; its
   writes are done elsewhere, its reads end with ETIMEDOUT. The memory of such a read must not be used again: the device
   may still write to it.
 - **Other processes** on the machine: where `exclusive`, one process at a time transfers on a path (`path_gate`).
@@ -85,7 +85,7 @@ class MultiPathTier(TierBase):
             placement: `balanced`, `as_published` (Eq. 1), or shares of the paths by hand.
             rehome: groups follow the rates as they are observed, pass by pass.
             group_of: a key's group: what lies together.
-            hang_s: seconds with work under way on a path and no end there, after which it is taken out, writes go
+            hang_s: seconds with work in progress on a path and no end there, after which it is taken out, writes go
                 elsewhere and reads end with ETIMEDOUT. After Ctrl-C three seconds are enough.
 
         Raises:
@@ -210,7 +210,7 @@ class MultiPathTier(TierBase):
                 path.tier.close()
 
     def under_way(self) -> int:
-        """Where nothing is under way on a path: those that wait for their turn there."""
+        """Where nothing is in flight on a path: those that wait for their turn there."""
         return 0 if any(path.under_way for path in self._paths) else super().under_way()
 
     def _close_late(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One path of a tier over several: what is known of it, what is under way on it, what it did."""
+"""One path of a tier over several: what is known of it, what is in flight on it, what it did."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Path:
 
 @dataclass(frozen=True)
 class PathReport:
-    """What a path of a tier is and holds; rates in bytes a second, as last observed."""
+    """What a path of a tier is and holds; rates in bytes per second, as last observed."""
 
     name: str
     rates: Rates
@@ -68,7 +68,7 @@ class Attempt:
 
 
 class Busy:
-    """Bytes moved, and seconds in which at least one transfer of a direction was under way. Under the tier's lock."""
+    """Bytes moved, and seconds in which at least one transfer of a direction was in flight. Under the tier's lock."""
 
     def __init__(self) -> None:
         self.bytes = [0, 0]
@@ -136,5 +136,5 @@ def _mean(old: float, observed: float | None) -> float:
 
 
 def nothing_ends(path: Path, hang_s: float) -> StorageError:
-    """Of a path on which something is under way, and nothing of it has ended for `hang_s`."""
+    """Of a path on which something is in flight, and nothing of it has ended for `hang_s`."""
     return hang_error(path.name, f"nothing has ended there for {hang_s:g} s")

@@ -27,7 +27,7 @@ class PathFailures:
     def __init__(
         self, paths: Sequence[Path], homes: GroupHomes, busy: Busy, lock: threading.RLock, hang_s: float
     ) -> None:
-        """`hang_s`: seconds with something under way on a path and no end there, after which it is taken out."""
+        """`hang_s`: seconds with something in flight on a path and no end there, after which it is taken out."""
         self.hang_s = hang_s
         self._paths, self._homes, self._busy, self._lock = paths, homes, busy, lock
         self._watched = threading.Condition(lock)
@@ -54,7 +54,7 @@ class PathFailures:
 
     def to_try(self, current: Collection[Path]) -> dict[Path, int]:
         """With the lock held: paths that may come back, and the bytes that must be free there: a group's, where it was
-        full. Not one where something is under way that was given up, nor one that has the last write of a tensor
+        full. Not one where something is in flight that was given up, nor one that has the last write of a tensor
         (`current`): what a path held when it was taken out is never read after it has come back."""
         group = max(self._homes.group_bytes.values(), default=0)
         out = [path for path in self._paths if not path.usable and not path.hanging and path not in current]
@@ -75,7 +75,7 @@ class PathFailures:
             log.warning("memascend: path %s is used again: a write succeeded when no other path was left", path.name)
 
     def watch(self) -> None:
-        """With the lock held: something is under way."""
+        """With the lock held: something is in flight."""
         if self._watcher is None:
             self._watcher = threading.Thread(
                 target=_look_for_hangs, args=(weakref.ref(self), self._watched, self.hang_s), daemon=True
@@ -84,13 +84,13 @@ class PathFailures:
             self._watcher.start()
 
     def stop(self) -> None:
-        """Nothing is under way any more, and nothing will be."""
+        """Nothing is in flight any more, and nothing will be."""
         with self._watched:
             self._stopped = True
             self._watched.notify_all()
 
     def _give_up_hanging(self) -> bool:
-        """What is under way on a path where nothing has ended for too long is given up, and the path with it. False:
+        """What is in flight on a path where nothing has ended for too long is given up, and the path with it. False:
         there is nothing to watch any more."""
         given_up: list[tuple[Attempt, StorageError]] = []
         with self._lock:

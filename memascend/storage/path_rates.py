@@ -22,7 +22,7 @@ _LONG_S = 0.25  # for one piece
 
 
 def measure(tier: Tier, probe_bytes: int = PROBE_BYTES) -> Rates | None:
-    """Write and read `probe_bytes` in pieces that are under way together; None where the path has no room for them.
+    """Write and read `probe_bytes` in pieces that are in flight together; None where the path has no room for them.
 
     Takes `probe_bytes` of memory and room for as long as it lasts. A path that is slower than 16 MB/s, twice, is probed
     with its first piece alone. Raises StorageError where the path cannot be used, or gives other bytes than it got.

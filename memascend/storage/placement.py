@@ -1,6 +1,6 @@
 """Which path keeps which sub-group: MLP-Offload's Eq. 1, and what balances the paths' times. No torch here.
 
-A path that is read at R and written at W bytes a second moves a sub-group of s bytes in and out in s/R + s/W seconds.
+A path that is read at R and written at W bytes per second moves a sub-group of s bytes in and out in s/R + s/W seconds.
 Paths end together where each has as many as that time allows. The paper takes min(R, W) in its place, which gives the
 same where R/W is equal on all paths, and else sends too much to paths whose two rates differ less (erratum M2).
 """
@@ -18,7 +18,7 @@ PLACEMENTS = ("balanced", "as_published")
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes a second of a path, read and written."""
+    """Bytes per second of a path, read and written."""
 
     read: float
     write: float
@@ -34,7 +34,7 @@ class Rates:
 
     @property
     def round_trip(self) -> float:
-        """Bytes a second that come in and go out again, one direction at a time."""
+        """Bytes per second that come in and go out again, one direction at a time."""
         return 1 / (1 / self.read + 1 / self.write)
 
 

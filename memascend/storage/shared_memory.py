@@ -1,7 +1,7 @@
 """What killed processes have left in shared memory (/dev/shm): found, and removed where nobody can need it.
 
 Two kinds of files. A store's control file (2 MiB or more) carries locks that its living users hold, so that a dead
-one's is known for sure (csrc/core/control.cpp). DeepSpeed's all-reduce buffers (66 MiB a rank) carry none, and
+one's is known for sure (csrc/core/control.cpp). DeepSpeed's all-reduce buffers (66 MiB per rank) carry none, and
 DeepSpeed never removes them: one is left over when no process maps it and it is not just being made.
 """
 

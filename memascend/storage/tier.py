@@ -14,7 +14,7 @@ The contract, which tests/unit/test_tier.py holds for every implementation:
   higher priority begin first where the tier can choose.
 - **Errors.** What cannot be right (an unknown key, a range outside the tensor, memory that is not the CPU's) raises
   ValueError and what finds no room raises StorageError (ENOSPC), before anything has begun. Everything later is the
-  completion's StorageError. After a write that failed or was cancelled under way the tensor is neither the old nor the
+  completion's StorageError. After a write that failed or was cancelled midway the tensor is neither the old nor the
   new one: reads fail until all of it is written again (a durable store keeps the old one).
 - **End.** `close` ends what was submitted, then releases memory, threads, descriptors and files. Afterwards every call
   but `close` raises RuntimeError. Open tiers are closed at interpreter exit. Not usable in a forked child.
@@ -35,7 +35,7 @@ __all__ = ["Tier", "Transferred"]
 
 @dataclass(frozen=True)
 class Transferred:
-    """Bytes that were moved, and the seconds in which at least one transfer of that direction was under way.
+    """Bytes that were moved, and the seconds in which at least one transfer of that direction was in flight.
 
     Of the difference of two, the rates are those of the time between.
     """

@@ -1,4 +1,4 @@
-"""What every tier keeps: its tensors' sizes, the transfers under way, and whether it is open."""
+"""What every tier keeps: its tensors' sizes, the transfers in flight, and whether it is open."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TierBase:
         self._pending: set[Completion] = set()
         self._failed: list[Completion] = []
         self._closed = False
-        self._left: StorageError | None = None  # given up: what hung there, which may still be under way
+        self._left: StorageError | None = None  # given up: what hung there, which may still be in flight
         self._pid = os.getpid()
         leaving.register(self)
         _open_tiers.append(weakref.ref(self, _open_tiers.remove))
@@ -109,7 +109,7 @@ class TierBase:
 
     @property
     def left(self) -> StorageError | None:
-        """Why the tier was given up, where it was: what hung may still be under way, and the device is not free."""
+        """Why the tier was given up, where it was: what hung may still be in flight, and the device is not free."""
         return self._left
 
     @property

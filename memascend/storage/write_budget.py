@@ -1,6 +1,6 @@
 """What a drive may be written: an amount in all or a day, counted beside its swap files, across runs and processes.
 
-An optimizer on an SSD writes 12 bytes a parameter and step; consumer drives are rated for some hundred terabytes.
+An optimizer on an SSD writes 12 bytes per parameter and step; consumer drives are rated for some hundred terabytes.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class WriteMeter:
         self._exceeded: str | None = None
 
     def count(self, bytes_written: Iterable[tuple[str, int]]) -> list[str]:
-        """(path, bytes since the start): lines to warn with, once a path below and once over its budget."""
+        """(path, bytes since the start): lines to warn with, once per path below and once over its budget."""
         lines = []
         for path, total in bytes_written:
             count_written(path, total - self._seen.get(path, 0))

@@ -1,4 +1,4 @@
-"""Text to packed token files, once a run, and single sequences of them."""
+"""Text to packed token files, once per run, and single sequences of them."""
 
 from __future__ import annotations
 

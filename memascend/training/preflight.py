@@ -13,8 +13,8 @@ from memascend.memory.cgroup import host_memory
 from memascend.training.config import TrainConfig
 from memascend.training.progress import byte_count
 
-# Bytes a parameter on the swap device, where there is no plan: 2 weights, 12 master and moments, 4 gradients (evidence:
-# DeepSpeed's swappers write 18 B/parameter a step), and a tenth for alignment.
+# Bytes per parameter on the swap device, where there is no plan: 2 weights, 12 master and moments, 4 gradients
+# (evidence: DeepSpeed's swappers write 18 B/parameter per step), and a tenth for alignment.
 SWAP_BYTES = 20
 # What is taken beyond a plan: alignment, and what a store grows by at a time (swap_store.py), for each rank.
 SWAP_SLACK, SWAP_INDEX_BYTES = 1.02, 1 << 20  # what a swap file takes beside its tensors

@@ -61,6 +61,6 @@ def free_port() -> int:
 
 
 def remove_shared_buffers(port: int) -> None:
-    """DeepSpeed's shared-memory all-reduce leaves 66 MiB a run in /dev/shm, named after the rendezvous port."""
+    """DeepSpeed's shared-memory all-reduce leaves 66 MiB per run in /dev/shm, named after the rendezvous port."""
     for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_127.0.0.1_{port}_*"):
         buffer.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a run says while it trains: one line a step for people, one JSON object a step for programs."""
+"""What a run says while it trains: one line per step for people, one JSON object per step for programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from memascend.training.config import TrainConfig
 
 GIB, MIB = 1 << 30, 1 << 20
-SHORT_CONTEXT = 512  # tokens a sequence, of which a CPU does a few in a time that one waits for
+SHORT_CONTEXT = 512  # tokens per sequence, of which a CPU does a few in a time that one waits for
 LONG_S = 10.0  # a log says how long an evaluation takes, if it takes longer
 _HEADER_EVERY = 25  # lines, so that the columns' names stay on the screen
 

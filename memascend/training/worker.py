@@ -121,7 +121,7 @@ class Worker:
             if self.step == self.steps and self.rank == 0:
                 print("note: --trace: no step is left to train, so none is traced", file=self.out, flush=True)
         self.progress = Progress(
-            self.out if self.rank == 0 else io.StringIO(),  # one line a step: what the others would say is dropped
+            self.out if self.rank == 0 else io.StringIO(),  # one line per step: what the others would say is dropped
             self.folder.metrics if self.rank == 0 else Path(os.devnull),
             terminal=self.job["terminal"],
             steps=self.steps,

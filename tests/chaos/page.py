@@ -18,7 +18,8 @@ RECORDS = ROOT / "results/chaos"
 PAGE = ROOT / "docs/chaos.md"
 TARGETS = {
     "engine": f"the streaming engine on a shape of the zoo: {STEPS} steps, two versions of the states, one that is "
-    "redone, or one that tears; three arms; one or two passes a step, clipped or not; activations in memory or swapped",
+    "redone, or one that tears; three arms; one or two passes per step, clipped or not; activations in memory or "
+    "swapped",
     "activations": "a shape of the zoo in memory with all its activations on the SSD; the loop saves after each step",
     "drop-in": "DeepSpeed ZeRO-3 with weights and states on the SSD through `memascend.enable`, one path or two; "
     "the engine's own checkpoint after every second step",

@@ -73,7 +73,7 @@ def outcomes(unit_tests: Path, group: str, mode: str, folder: Path) -> dict[str,
     assert report.exists(), (folder / f"{group}-{mode}.log").read_text()[-3000:]
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
-        if case.get("classname") is None:  # what was under way when the suite's watchdog ended it
+        if case.get("classname") is None:  # what was in flight when the suite's watchdog ended it
             continue
         state = {child.tag for child in case} & {"failure", "error", "skipped"}
         result = "failed" if state & {"failure", "error"} else "skipped" if state else "passed"

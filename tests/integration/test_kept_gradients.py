@@ -1,4 +1,4 @@
-"""gradients: kept computes what swapped computes, to the bit, with 8 bytes a parameter and step less to move."""
+"""gradients: kept computes what swapped computes, to the bit, with 8 bytes per parameter and step less to move."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Job:
 def train_all(
     jobs: list[Job], folder: Path, ranks: int = 1, timeout_s: float = 600, python: Path | str = sys.executable
 ) -> dict[str, dict[str, Any]]:
-    """Run ``jobs`` in one process a rank; results by name. A crash fails the test with the end of its log.
+    """Run ``jobs`` in one process per rank; results by name. A crash fails the test with the end of its log.
 
     ``python``: the interpreter of the environment whose DeepSpeed trains.
     """

@@ -1,6 +1,6 @@
 """Emulated CXL type-3 cards that the guest's kernel makes memory of: placement on what is CXL down to the registers.
 
-Each access to a card's memory goes through QEMU's decoders, some 2 MiB a second: everything here is small.
+Each access to a card's memory goes through QEMU's decoders, some 2 MiB per second: everything here is small.
 """
 
 import os

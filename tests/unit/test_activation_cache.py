@@ -34,7 +34,7 @@ class _Done:
 
 
 class MemoryTier:
-    """A tier in a dict, with a thread a direction; `gate` holds transfers back, `fail` says which of them break."""
+    """A tier in a dict, with a thread per direction; `gate` holds transfers back, `fail` says which of them break."""
 
     def __init__(self, fail=lambda op, number: False, free=1 << 40):
         self.kept, self.sizes = {}, []
@@ -133,7 +133,7 @@ def reference(steps=1, **sizes):
 
 
 def drained(cache, tier):
-    """Nothing is live, and no extent is left once writes under way have ended."""
+    """Nothing is live, and no extent is left once writes in flight have ended."""
     end = time.monotonic() + 20
     while cache.statistics.live_tensors and time.monotonic() < end:
         gc.collect()  # a failed backward leaves cycles; the thread that ends a write lets its tensor go a little later
@@ -533,7 +533,7 @@ def test_the_amount_follows_the_drives_rate_and_nothing_is_offloaded_where_memor
     assert made.last_module_bytes == 100
     assert next_plan(made, "all", 1.0, 1 << 40).offload_bytes == 900
     assert next_plan(made, 123, 1.0, 1 << 40).offload_bytes == 123
-    assert next_plan(made, "auto", 100.0, 500).offload_bytes == 180  # 0.9 * 100 bytes a second for two seconds
+    assert next_plan(made, "auto", 100.0, 500).offload_bytes == 180  # 0.9 * 100 bytes per second for two seconds
     assert next_plan(made, "auto", 1e9, 500).offload_bytes == 900
     declined = next_plan(made, "auto", 1e9, 1500)
     assert declined.offload_bytes == 0

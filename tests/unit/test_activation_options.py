@@ -291,7 +291,7 @@ def test_the_cache_goes_with_its_model(tmp_path):
         ({"checkpointing": "ssd"}, "checkpointing 'ssd' needs a folder on the SSD"),
         ({"activations": {}}, "set it to 'ssd', or remove activations"),
         ({"checkpointing": "ssd", "activations": "all"}, "must be a section such as"),
-        ({"checkpointing": "ssd", "activations": {"ammount": "all"}}, "unknown key 'ammount'; known: amount"),
+        ({"checkpointing": "ssd", "activations": {"amountt": "all"}}, "unknown key 'amountt'; known: amount"),
         (
             {"checkpointing": "ssd", "activations": {"mix": "offload:1", "amount": "all"}},
             "'amount' and 'mix' are mutually exclusive",

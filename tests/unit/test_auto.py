@@ -155,6 +155,6 @@ def test_metadata_that_cannot_be_read_leaves_torch_alone(tree):
 def test_arguments_that_are_not_deepspeeds_get_deepspeeds_own_answer(tree):
     code = (
         "import memascend.auto, deepspeed\n"
-        "try:\n    deepspeed.initialize(modell=1)\nexcept TypeError as error:\n    assert 'initialize()' in str(error)"
+        "try:\n    deepspeed.initialize(modelx=1)\nexcept TypeError as error:\n    assert 'initialize()' in str(error)"
     )
     assert run(tree, code) == ""

@@ -1,4 +1,4 @@
-"""The streaming engine with 8-bit moments: `AdamW8bit` in memory, to the bit, in 4.1 bytes a parameter on the SSD."""
+"""The streaming engine with 8-bit moments: `AdamW8bit` in memory, to the bit, in 4.1 bytes per parameter on the SSD."""
 
 import copy
 import itertools

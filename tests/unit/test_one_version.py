@@ -1,4 +1,4 @@
-"""One version of the states: less room, and a kill at any instant loses nothing but the step under way."""
+"""One version of the states: less room, and a kill at any instant loses nothing but the current step."""
 
 import copy
 import logging

@@ -90,7 +90,7 @@ def test_gradients_that_stay_in_memory_are_not_planned_on_the_ssd(capsys):
     assert kept["io_bytes"]["write"]["backward"] == 0
     assert swapped["io_bytes"]["read"]["optimizer"] - kept["io_bytes"]["read"]["optimizer"] == gradients
     assert swapped["ssd_bytes"] - kept["ssd_bytes"] == gradients
-    name = "optimizer-state and swap-out buffers"  # three a sub-group in place of four
+    name = "optimizer-state and swap-out buffers"  # three per sub-group in place of four
     less = swapped["components_bytes"][name] - kept["components_bytes"][name]
     assert 0 < less < swapped["components_bytes"][name] / 4
     assert swapped["host_bytes"] - kept["host_bytes"] == pytest.approx(less, rel=0.01)  # the piece that is converted

@@ -64,7 +64,7 @@ def test_the_room_is_what_weights_states_and_kernels_leave():
     assert made.choice.room_bytes == activation_room(WORK, 40 * 2**30)
     held = 40 * 2**30 - made.choice.room_bytes
     assert held == pytest.approx(16 * SPEC.parameters + 1_300_000_000)
-    assert answer(WORK, Limits(), MACHINE).choice is None  # nobody says how much there is
+    assert answer(WORK, Limits(), MACHINE).choice is None  # how much there is is not given
     other = dataclasses.replace(WORK, system="in_memory")
     assert answer(other, Limits(gpu_bytes=40 * 2**30), MACHINE).choice is None
 

@@ -27,7 +27,7 @@ def gpu_memory(spec, stack=DEFAULT_STACK, **workload):
 
 
 def saved_bytes(config: dict, attention: str) -> tuple[float, float]:
-    """(bytes a token and block, bytes a token outside the blocks) that autograd keeps for a training loss."""
+    """(bytes per token and block, bytes per token outside the blocks) that autograd keeps for a training loss."""
     transformers = pytest.importorskip("transformers")
     totals = {}
     for layers in (2, 4):

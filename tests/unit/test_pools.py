@@ -168,7 +168,7 @@ def test_size_without_a_class_falls_to_the_nearest_larger():
     pool = adaptive((100, 1), (1000, 1), (500, 1))
     assert pool.lease("a", 101 * 3).class_name == "c500"
     assert pool.fallbacks == 1
-    assert pool.lease("b", 400) is None  # the nearest larger class is used up, and nobody said borrow
+    assert pool.lease("b", 400) is None  # the nearest larger class is used up, and `borrow` was not given
     assert pool.fallbacks == 1
 
 

@@ -23,7 +23,7 @@ def buffers(build):
 
 
 def tasks(step):
-    # Weights come over PCIe once a step, in 32 bits; the CPU then plays with each of them for a nanosecond.
+    # Weights come over PCIe once per step, in 32 bits; the CPU then plays with each of them for a nanosecond.
     numel = step.work.spec.parameters
     for phase, needs in (("fetch", {"pcie0.down": 4 * numel}), ("play", {"cpu": 1e-9 * numel})):
         step.add(phase, phase, needs, after=[task.name for task in step.tasks])
@@ -48,7 +48,7 @@ colour: '#123456'
 paper: none
 runs: plain PyTorch
 arms:
-  wooden: Eight bytes a parameter.
+  wooden: Eight bytes per parameter.
 """
 
 

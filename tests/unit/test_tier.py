@@ -642,7 +642,7 @@ def test_a_file_that_cannot_grow_asks_for_less_only_where_space_is_missing(error
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tier_that_is_dropped_without_close_ends_once_nothing_is_under_way(kind, tmp_path, faults):
-    """What is under way ends, its callbacks run, and then descriptors go; nobody has to hold the tier for that."""
+    """What is in flight ends, its callbacks run, and then descriptors go; nobody has to hold the tier for that."""
     before, told = len(os.listdir("/proc/self/fd")), threading.Event()
     faults.add("write", delay_us=300_000, times=1)
     made = KINDS[kind](tmp_path, faults)

@@ -1,4 +1,4 @@
-"""The walls between the rooms: which part may import or include which, held by reading the sources."""
+"""Imports between packages: which part may import or include which, held by reading the sources."""
 
 import ast
 import re
@@ -69,7 +69,7 @@ def test_the_library_imports_nothing_of_ours_above_it():
 
     files = sources("memascend/**/*.py")
     assert offences(files, forbidden) == []
-    assert not [path for path in files if "baselines" in path.parts]  # the link is not followed: those have other walls
+    assert not [path for path in files if "baselines" in path.parts]  # the link is not followed: those follow other rules
 
 
 def test_the_systems_are_one_package_in_memascend_that_lies_in_the_folder_baselines():

@@ -10,7 +10,7 @@ from memascend.planner import model_spec
 
 MOE = "Qwen3-30B-A3B"
 POINTS = [(4096, 1), (16_384, 1), (20_480, 1), (131_072, 1), (4096, 4), (4096, 32)]
-STACKS = {  # checkpointing, attention, loss -> device bytes a sequence and token of the twin
+STACKS = {  # checkpointing, attention, loss -> device bytes per sequence and token of the twin
     ("none", "eager", "plain"): 9000,
     ("plain", "eager", "plain"): 900,
     ("plain", "sdpa", "chunked"): 300,

@@ -1,4 +1,4 @@
-"""Twins foretell the host peaks of full models: the program that compares them, and its committed records."""
+"""Twins predict the host peaks of full models: the program that compares them, and its committed records."""
 
 import json
 import subprocess

@@ -62,7 +62,7 @@ def test_an_unknown_exhibit_gives_one_line_with_those_near_it(tmp_path: Path, wo
 
 @pytest.mark.parametrize(
     ("word", "near"),
-    [("figs", "figures"), ("tabels", "tables"), ("memascned", "memascend"), ("memascend-fgi11", "memascend-fig11")],
+    [("figs", "figures"), ("tabless", "tables"), ("memascned", "memascend"), ("memascend-fgi11", "memascend-fig11")],
 )
 def test_a_mistyped_target_gives_one_line_with_the_one_meant(tmp_path: Path, word: str, near: str) -> None:
     done = snakemake("-n", word, fresh=tmp_path)

@@ -175,7 +175,7 @@ NVME_SPEED = {"engine": (1e-4, 2e9), "DeepNVMe": (2e-4, 2e9), "DeepNVMe, file pe
 
 
 def nvme_bench(number: int, sizes: tuple[int, ...] = (2097152, 33554432, 3114270720)) -> dict[str, Any]:
-    """A record of memascend bench nvme; each way takes a constant time and then moves so many bytes a second."""
+    """A record of memascend bench nvme; each way takes a constant time and then moves so many bytes per second."""
     points = [
         {"question": "sizes", "method": m, "op": op, "bytes": n,
          "seconds": [f * (start + n / speed) for f in (1.0, 1.3, 1.1)], "device_share": [1.0] * 3}

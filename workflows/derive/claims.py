@@ -41,7 +41,7 @@ class NoResult(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A line of claims.csv. `history` is empty unless the claim was changed, or written, with a result at hand;
+    """A line of claims.csv. `history` is empty unless the claim was changed, or written, after its result was known;
     `deviates_because` unless the verdict is *deviates* and somebody has found the cause."""
 
     claim_id: str

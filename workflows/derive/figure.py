@@ -203,7 +203,7 @@ def entry_of(exhibit: str) -> dict[str, Any]:
 
 
 def make(exhibit: str, folder: Path, table: Path | None = None, runs: Path | None = None) -> None:
-    """Every file of an exhibit's picture: from its tidy table and one line a run; of a drawing of structure neither."""
+    """Every file of an exhibit's picture: from its tidy table and one line per run, if it has rows."""
     entry = entry_of(exhibit)
     rows = tidy.read_table(table) if table else pd.DataFrame(columns=tidy.COLUMNS, dtype=str)
     origins = provenance(rows, pd.read_csv(runs, dtype=str, keep_default_na=False) if runs else pd.DataFrame())
@@ -219,7 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--exhibit", required=True, help="id, such as memascend-fig11")
     parser.add_argument("--table", type=Path, help="the exhibit's tidy table; none for a drawing of structure")
-    parser.add_argument("--runs", type=Path, help="one line a run, from workflows.derive.table")
+    parser.add_argument("--runs", type=Path, help="one line per run, from workflows.derive.table")
     parser.add_argument("--draw-in", type=Path, required=True)
     args = parser.parse_args()
     try:

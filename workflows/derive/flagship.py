@@ -38,7 +38,7 @@ def draw(record: dict[str, Any], target: Path) -> None:
     billions = record["summary"]["parameters"] / 1e9
     footer = (
         f"{asked['model']}, {billions:.2f} billion parameters, all trained, {asked['states']} states, "
-        f"{asked['context']} tokens a step, initialised weights. Measured on {host['cpu']}, {host['cores']} cores, "
+        f"{asked['context']} tokens per step, initialised weights. Measured on {host['cpu']}, {host['cores']} cores, "
         f"{record['started_at'][:10]}. The "
         "products were timed before and after the training, fio after it. Published peaks: MemAscend, Fig. 15."
     )

@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--records", type=Path, nargs="*", default=[], help="run records (JSON)")
     parser.add_argument("--reference", type=Path, nargs="*", default=[], help="committed records of named machines")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--runs-out", type=Path, help="one line a run: what it was, where and when")
+    parser.add_argument("--runs-out", type=Path, help="one line per run: what it was, where and when")
     parser.add_argument("--draw-in", type=Path, help="folder of the picture, made in the same go")
     args = parser.parse_args()
     try:

@@ -386,7 +386,7 @@ def _mix(step: dict[str, Any]) -> int:
 
 
 def drive_rate(folder: Path, read_percent: int) -> dict[str, Any]:
-    """fio with direct I/O, mebibytes at a time and 16 of them under way, reads and writes mixed; of both together."""
+    """fio with direct I/O, mebibytes at a time and 16 of them in flight, reads and writes mixed; of both together."""
     file = folder / "fio"
     command = ["fio", "--name=mixed", f"--filename={file}", f"--size={_FIO_BYTES}", "--rw=randrw", "--bs=1m"]
     command += [f"--rwmixread={read_percent}", "--direct=1", "--ioengine=libaio", "--iodepth=16"]

@@ -29,7 +29,7 @@ CASES = (
     "lohan:optimized:llama3.2-1b",
     "lohan:optimized:llama3.2-3b",
 )
-FORETELLS = 8
+PREDICTS = 8
 _TOKENS = 128  # of the full model
 _STEPS = 3
 _GIB = 1 << 30
@@ -151,7 +151,7 @@ def summary(points: list[dict[str, Any]], foretold: dict[str, Any]) -> dict[str,
     for point in points:
         found.setdefault(point["case"], {"full_bytes": {}})["full_bytes"][str(point["k"])] = point["full_bytes"]
     for case, each in found.items():
-        theirs = foretold.get(case, {}).get("full_bytes", {}).get(str(FORETELLS))
+        theirs = foretold.get(case, {}).get("full_bytes", {}).get(str(PREDICTS))
         if theirs is not None and each["full_bytes"].get("1") is not None:
             each |= {"foretold_bytes": theirs, "of_the_foretold": each["full_bytes"]["1"] / theirs}
     return found

@@ -58,7 +58,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def rates_of(args: argparse.Namespace) -> list[tuple[float, float]]:
-    """Bytes a second, read and written, of each path."""
+    """Bytes per second, read and written, of each path."""
     try:
         return [(1e6 * float(read), 1e6 * float(write)) for read, write in (word.split("/") for word in args.rates)]
     except ValueError:

@@ -91,7 +91,7 @@ def tokens_for(device_s: float, tried: list[tuple[int, float]]) -> int:
 
 
 def rates_for(ssd_s: float, read: float, written: float, where: Machine) -> tuple[float, float]:
-    """Bytes a second, read and written, in the testbed's ratio, at which one step's bytes take so long."""
+    """Bytes per second, read and written, in the testbed's ratio, at which one step's bytes take so long."""
     at_full_rate = read / where.ssd_read_bytes_per_s + written / where.ssd_write_bytes_per_s
     factor = at_full_rate / ssd_s
     return where.ssd_read_bytes_per_s * factor, where.ssd_write_bytes_per_s * factor

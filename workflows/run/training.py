@@ -34,7 +34,7 @@ SETTINGS += ("evaluate_every",)
 COUNTED = ("shims", "losses", "skipped_steps", "parameter_tensors", "parameters_on_nvme", "denied_prefetches")
 COUNTED += ("evicted_prefetches", "released_gathered", "buffers_beside_pool")
 COUNTED += ("pool_fallbacks", "pool_fallback_wasted_bytes")
-FREE_SPACE_FACTOR = 24  # bytes a parameter on the swap device: 18 are written each step, plus gradients and slack
+FREE_SPACE_FACTOR = 24  # bytes per parameter on the swap device: 18 are written each step, plus gradients and slack
 
 
 # What is asked of a run: option -> what argparse is told, beside the default where that is no part of it.

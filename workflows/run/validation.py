@@ -56,7 +56,7 @@ SIZES = {("mlp_offload", "zero3"): SwapSizes(optimizer_buffers=held_buffers(Fals
 UPDATES_IN_BACKWARD = ("lohan", "optimized")
 PHASES = ("forward", "backward", "optimizer")
 MODEL, DTYPE = "llama3.2-1b", "bf16"
-# (k, tokens a sequence, sequences): one bound by storage, one by products.
+# (k, tokens per sequence, sequences): one bound by storage, one by products.
 POINTS = ((4, 32, 1), (4, 256, 2))
 TINY = (32, 8, 1)
 STEPS = 4  # the first is left out

@@ -6,7 +6,7 @@ since they are compiled with -march=native), so that another checkout installs i
 cannot be shared like this: their build files hold the paths of one environment.
 
 usage: python workflows/setup/build_ops.py     (by the interpreter of the environment, which has torch and deepspeed)
-Reads MEMASCEND_CACHE (default: $XDG_CACHE_HOME/memascend or ~/.cache/memascend) and MAX_JOBS (default: one a core).
+Reads MEMASCEND_CACHE (default: $XDG_CACHE_HOME/memascend or ~/.cache/memascend) and MAX_JOBS (default: one per core).
 """
 
 import fcntl

@@ -5,7 +5,7 @@
 #
 # usage: setup.sh ENVIRONMENT_DIR CONSTRAINTS EXTRAS     (from the top of the checkout; EXTRAS as in pip: a,b,c)
 # Reads: PYTHON (interpreter to use), MEMASCEND_CACHE (compiled DeepSpeed ops; default: the user's cache directory),
-#        MAX_JOBS (compiler processes; default: one a core), NO_SYSTEM_PACKAGES=1 (never call apt-get).
+#        MAX_JOBS (compiler processes; default: one per core), NO_SYSTEM_PACKAGES=1 (never call apt-get).
 set -euo pipefail
 
 readonly environment=$1 constraints=$2 extras=$3

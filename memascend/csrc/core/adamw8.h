@@ -1,4 +1,4 @@
-// One AdamW step with bf16 parameters and 8-bit moments in one pass over memory: 4 + 2/32 bytes an element.
+// One AdamW step with bf16 parameters and 8-bit moments in one pass over memory: 4 + 2/32 bytes per element.
 //
 // Block-wise quantisation as in Dettmers et al. (ICLR 2022, arXiv 2110.02861), with a format of its own. A block is 32
 // elements of the whole tensor and has two bytes of scale: powers of two, as biased exponents of float32, and at least

@@ -41,7 +41,7 @@ class AioBackend {
 
   // Buffer `index` < kBuffers becomes [data, data + bytes), at most 1 GiB. False: not here, use plain transfers.
   virtual bool register_buffer(int index, void* data, std::size_t bytes) = 0;
-  // Transfers under way keep the memory pinned until they end; what is queued goes as a plain transfer.
+  // Transfers in flight keep the memory pinned until they end; what is queued goes as a plain transfer.
   virtual void unregister_buffer(int index) = 0;
 
   static constexpr int kBuffers = 256;

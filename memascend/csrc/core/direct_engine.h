@@ -73,7 +73,7 @@ class DirectEngine {
   //
   // Volatile: a tensor of the size that `key` has overwrites it in place, one of another size takes the old one's space
   // (if requests use that one, space beside it). Requests on one key then run in the order of submission (reads side by
-  // side). If a write fails or is cancelled under way, the tensor is neither the old nor the new one, and reads of it
+  // side). If a write fails or is cancelled in flight, the tensor is neither the old nor the new one, and reads of it
   // fail until it is written again.
   std::uint64_t write(const std::string& key, const void* data, TensorRecord record, int priority,
                       std::shared_ptr<void> keep_alive = nullptr);
@@ -105,7 +105,7 @@ class DirectEngine {
   // ends by SIGSEGV. False: not possible here (libaio, limits); transfers work all the same.
   bool register_buffer(void* data, std::int64_t bytes, std::shared_ptr<void> keep_alive);
   // When it returns no ring knows the memory any more. `data` as it was registered; empty: it was not. Requests on it
-  // that are under way end as they are.
+  // that are in flight end as they are.
   std::shared_ptr<void> unregister_buffer(void* data);
 
   // From here on submissions fail; what was submitted goes on.

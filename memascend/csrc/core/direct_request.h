@@ -1,4 +1,4 @@
-// A request of the direct engine while it is under way, and the blocks that it is cut into.
+// A request of the direct engine while it is in flight, and the blocks that it is cut into.
 #pragma once
 
 #include <cstdint>

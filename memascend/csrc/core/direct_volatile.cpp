@@ -137,7 +137,7 @@ void DirectEngine::check_volatile_read(const Request& request) const {
   if (!whole && request.bytes > 0) {
     const Extent where = request.record.extents[0];
     throw StorageFailure("read", store_->devices()[where.member]->path(), where.offset, request.bytes, 0, 0,
-                         "the last write of this tensor failed or was cancelled under way: write all of it again");
+                         "the last write of this tensor failed or was cancelled midway: write all of it again");
   }
   if (request.summed && checksum) {
     compare_checksum(request, *checksum);

@@ -92,7 +92,7 @@ class DirectEngine::Worker {
     }
   }
 
-  // The checksum of one block, while the devices work: of a write under way, or of a read that has ended.
+  // The checksum of one block, while the devices work: of a write in flight, or of a read that has ended.
   void sum_one() {
     if (sums_.empty()) {
       return;

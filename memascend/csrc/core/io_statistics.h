@@ -52,7 +52,7 @@ struct IoStatistics {
   std::int64_t buffered_bytes = 0;  // through the page cache
   std::int64_t max_queue_depth = 0;
   double mean_queue_depth = 0;     // commands in the kernel, averaged over commands given; while counting, their sum
-  double reading_s = 0;            // while at least one read was under way
+  double reading_s = 0;            // while at least one read was in flight
   double writing_s = 0;            // while at least one write was
   LatencyHistogram read_latency;   // of commands
   LatencyHistogram write_latency;
@@ -88,7 +88,7 @@ struct IoStatistics {
   void finish() { mean_queue_depth /= static_cast<double>(commands > 0 ? commands : 1); }
 };
 
-// How long at least one request of a direction was under way, from its submission to its end.
+// How long at least one request of a direction was in flight, from its submission to its end.
 class BusyTime {
  public:
   void begin(std::int64_t now_ns) noexcept {

@@ -16,7 +16,7 @@ enum class PlacementMode { kLocal, kBind, kPreferred, kPreferredMany, kInterleav
 struct Placement {
   PlacementMode mode = PlacementMode::kLocal;  // the kernel's default: the node of the thread that touches
   std::vector<int> nodes;
-  std::vector<std::int64_t> weights;  // kStriped: one a node, any size; a node has its share of the pages to the page
+  std::vector<std::int64_t> weights;  // kStriped: one per node, any size; a node has its share of the pages to the page
 };
 
 // Pages that lie on one node and follow one another; `node` is an index into Placement::nodes.

@@ -40,7 +40,7 @@ struct AdamWPiece {
   std::int64_t groups;
 };
 
-// The same with 8-bit moments (adamw8.h): a group is a block. `scales` has two bytes a group, the momentum's first.
+// The same with 8-bit moments (adamw8.h): a group is a block. `scales` has two bytes per group, the momentum's first.
 struct AdamW8Piece {
   void* param;
   const void* grad;

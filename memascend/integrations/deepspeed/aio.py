@@ -341,7 +341,7 @@ class MeteredAioHandle:
         return getattr(self._stock, name)
 
     def _begun(self, resource: str, buffer: torch.Tensor, file: object) -> None:
-        """DeepNVMe tells of nothing but the end of all that is under way in a handle: so each of them ends then."""
+        """DeepNVMe tells of nothing but the end of all that is in flight in a handle: so each of them ends then."""
         recorder = self._counters.recorder
         if recorder is not None:
             self._traced.append((_named(str(file)), resource, recorder.now(), buffer.nbytes, recorder.current_phase))

@@ -1,4 +1,4 @@
-"""bf16 master weights, gradients and Adam states on NVMe (MemAscend, half-precision optimizer: half the bytes a step).
+"""bf16 master weights, gradients and Adam states on NVMe (MemAscend, half-precision optimizer): half the bytes.
 
 DeepSpeed's own setting for this, ``bf16_optimizer_states``, crashes with an NVMe optimizer: when a swapped tensor is
 released, ``SwapTensorContext`` gives it the data of ``torch.Tensor()``, which is fp32, and the next swap-in asks for

@@ -17,7 +17,7 @@ from memascend.planner.derived_sizes import STATES
 class GrowingBuffers(SwapBufferManager):
     """Stands where ``optimizer_utils.SwapBufferManager`` stands; ``count`` is what it began with.
 
-    With pipelined reads and writes three sub-groups are under way, and each may need one more.
+    With pipelined reads and writes three sub-groups are in flight, and each may need one more.
     """
 
     def allocate(self, num_elems: int, count: int, dtype: torch.dtype) -> list[torch.Tensor] | None:

@@ -10,7 +10,7 @@ import torch
 
 
 class HandleStorage:
-    """Reads by one handle, writes by another. A handle can only be waited for as a whole, so all that is under way in
+    """Reads by one handle, writes by another. A handle can only be waited for as a whole, so all that is in flight in
     it ends together. Thread-safe. Nobody else may use the handles meanwhile."""
 
     def __init__(self, reads: Any, writes: Any, path_of: Callable[[Hashable], str]) -> None:

@@ -169,7 +169,7 @@ class GradientPieces:
             yield end, numel
 
     def _idle_handle(self) -> Any:
-        """The handle that writes, with nothing under way: a pipelined swapper may still be writing the last states."""
+        """The handle that writes, with nothing in flight: a pipelined swapper may still be writing the last states."""
         operations = getattr(self._swapper, "swap_ops", {})
         if operations.get("async_swap_out"):
             self._swapper._complete_swap_out("async_swap_out")

@@ -1,7 +1,7 @@
 """Gradients that stay in the flat gradient buffer until the optimizer reads them, in place of a way over NVMe.
 
 ZeRO-Infinity writes the gradients of swapped sub-groups to NVMe as they are made and reads them back in the step,
-though the flat buffer, which accumulates them, holds them all the time. Kept, a step writes and reads 4 bytes a
+though the flat buffer, which accumulates them, holds them all the time. Kept, a step writes and reads 4 bytes per
 parameter less (2 with bf16 states), and computes the same.
 """
 

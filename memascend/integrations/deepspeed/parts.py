@@ -30,7 +30,7 @@ class Parts:
     overflow: ``chain`` is isinf().any() then isnan().any(), ``aminmax`` one torch.aminmax, ``fused`` IV-D.
     aio: ``stock`` is DeepNVMe, ``file`` our engine on a file for each tensor (any address, any length, every completion
         audited), ``direct`` IV-E: all tensors in one preallocated file, or on raw devices (``devices``).
-    optimizer_states: ``bf16`` keeps master weights, gradients and Adam states in bf16 (half the bytes a step).
+    optimizer_states: ``bf16`` keeps master weights, gradients and Adam states in bf16 (half the bytes per step).
     gradients: ``swapped`` go over NVMe to the optimizer as in ZeRO-Infinity, ``kept`` wait in the flat gradient buffer.
     numerics: ``exact`` keeps DeepSpeed's norm and AdamW, ``fast`` takes ours (see :mod:`.numerics`).
     """

@@ -109,7 +109,7 @@ class ExactCheckpoints:
         return done
 
     def settle_states(self) -> None:
-        """What is swapped, if anything is, lies where :meth:`share_swapped` finds it, with nothing under way."""
+        """What is swapped, if anything is, lies where :meth:`share_swapped` finds it, with nothing in flight."""
         if self.optimizer_swapper is not None:
             self.optimizer_swapper.flush_gradients()
 

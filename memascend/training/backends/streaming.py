@@ -171,7 +171,7 @@ class StreamingBackend:
         self._finished = False
 
     def _facts_of_next(self, loss: torch.Tensor) -> dict[str, Any]:
-        """What the run is going to keep with the step under way, if it is done: where there is one version of the
+        """What the run is going to keep with the current step, if it is done: where there is one version of the
         states, of a step that a kill cuts off once its update has begun, or that is kept as soon as it is done. Such a
         step has no row in the metrics yet: what it would say of training is kept along."""
         if self.engine.options.versions == 2:

@@ -84,14 +84,14 @@ def fits(model: str, gpus: int, context: int, batch: int) -> bool:
 
 
 def table_one(model: str, gpus: int, context: int, batch: int) -> float:
-    """GiB: 20 bytes a parameter and the checkpoints."""
+    """GiB: 20 bytes per parameter and the checkpoints."""
     spec = PAPER.spec(MODELS[model])
     return (20 * spec.parameters + gpus * checkpoints(batch, context, spec.layers, spec.hidden)) / GIB
 
 
 def relative() -> Iterator[Row]:
     """Figs. 13 and 14: every cell, the ends of each series over the cells, and the largest gain of any cell."""
-    source = "memascend.planner.step_time: tokens a second over those of DRAM alone"
+    source = "memascend.planner.step_time: tokens per second over those of DRAM alone"
     for exhibit, testbed in (("cxl-fig13", A), ("cxl-fig14", B)):
         for subfigure, (model, gpus) in SUBFIGURES.items():
             grid = [(c, b) for c in CONTEXTS for b in BATCHES if fits(model, gpus, c, b)]
@@ -148,7 +148,7 @@ def profile() -> Iterator[Row]:
 
 def memory() -> Iterator[Row]:
     """Figs. 2 and 3: Table I's bytes, 12B on two GPUs; throughput in DRAM alone."""
-    source, cells = "Table I: 20 bytes a parameter and the activation checkpoints", {"series": "12B", "model": "12B"}
+    source, cells = "Table I: 20 bytes per parameter and the activation checkpoints", {"series": "12B", "model": "12B"}
     for context in (512, 2048, 4096, 8192, 16384, 24576, 32768):
         size, x = table_one("12B", 2, context, 5), ("context (tokens)", context)
         yield shown("cxl-fig02", "system memory", size, "GiB", source, **cells, x=x)
@@ -160,20 +160,20 @@ def memory() -> Iterator[Row]:
 
 
 def adam_by_elements() -> Iterator[Row]:
-    """Fig. 5: 28 bytes an element from DRAM, or from one card; no processor cache is in it."""
+    """Fig. 5: 28 bytes per element from DRAM, or from one card; no processor cache is in it."""
     shares = (PAPER.value(f"adam_{what}_efficiency") for what in ("memory", "card"))
     reached = {node: rate * share for (node, rate), share in zip(node_rates().items(), shares, strict=True)}
     for elements in (10**6, 10**7, 2 * 10**7, 5 * 10**7, 10**8, 10**9, 10**10):
         for series, rate in reached.items():
             cells = {"series": series, "x": ("elements", elements)}
-            source = f"28 bytes an element at {rate / 1e9:.1f} GB/s, the rate that STEP reaches in Fig. 15(a)"
+            source = f"28 bytes per element at {rate / 1e9:.1f} GB/s, the rate that STEP reaches in Fig. 15(a)"
             yield shown("cxl-fig05", "optimizer time", 1e3 * 28 * elements / rate, "ms", source, **cells)
     ratio, cells = reached["local DRAM"] / reached["CXL"], {"series": "CXL", "x": ("elements", "> 20M")}
     yield shown("cxl-fig05", "optimizer time relative to DRAM", ratio, "x", "ratio of the two rates", **cells)
 
 
 def node_rates() -> dict[str, float]:
-    """Bytes a second of the two kinds of memory."""
+    """Bytes per second of the two kinds of memory."""
     dram, card = (node["gb_per_s"]["value"] * 1e9 for node in machine(A).described["memory_nodes"])
     return {"local DRAM": dram, "CXL": card}
 

@@ -100,7 +100,7 @@ def printed_s() -> dict[str, float]:
 def g10() -> Iterator[Row]:
     """G10 as the paper simulates it: everything overlaps within a stage, all activations are swapped.
 
-    The GPU's optimizer reads and writes each of 14 bytes a parameter once. Where it overlaps with the backward,
+    The GPU's optimizer reads and writes each of 14 bytes per parameter once. Where it overlaps with the backward,
     gradients stay on the GPU: 2 P of weights, 12 P of states and the activations go to it, 14 P come back.
     """
     n, r = own.net(SIZE, BATCH), own.rates()

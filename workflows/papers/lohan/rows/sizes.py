@@ -39,7 +39,7 @@ def rows() -> Iterator[Row]:
     n = 24 * GIB / 16 / 1e9
     for memory in MEMORY_GB:
         cells = {"series": "FlashNeuron", "x": ("main_memory_GB", memory)}
-        yield shown("lohan-fig02a", "max_trainable_model", n, "B", "24 GiB / 16 bytes a parameter", **cells)
+        yield shown("lohan-fig02a", "max_trainable_model", n, "B", "24 GiB / 16 bytes per parameter", **cells)
     yield from by_memory("lohan-fig06a", (own.ZERO, own.OFFLOAD, own.LOHAN), 24, own.T4090)
     yield from by_memory("lohan-fig06b", (own.ZERO, own.OFFLOAD, own.LOHAN), 16, own.T4080)
     ratio = {"series": "LoHan / ZeRO-Infinity", "x": ("main_memory_GB", 768)}

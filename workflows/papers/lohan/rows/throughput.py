@@ -43,8 +43,8 @@ def rows() -> Iterator[Row]:
 def by_batch(
     exhibit: str, model: str, batches: tuple[int, ...], systems: tuple[str, ...], testbed: str, gpus: int = 1
 ) -> Iterator[Row]:
-    """Tokens a second of each system that the GPU holds, and, on the RTX 4090, LoHan's by its equations; ratios at each
-    batch. Fig. 7's arms swap alike: they differ in what becomes of gradients alone."""
+    """Tokens per second of each system that the GPU holds, and, on the RTX 4090, LoHan's by its equations; ratios at
+    each batch. Fig. 7's arms swap alike: they differ in what becomes of gradients alone."""
     of_gradients = exhibit.startswith("lohan-fig07")
     for batch in (b for b in batches if own.on_gpu(model, b // gpus, 24)):
         cells = {"model": model, "testbed": testbed, "x": ("global_batch_size" if gpus > 1 else "batch_size", batch)}
@@ -140,7 +140,7 @@ def dit(name: str, batch: int) -> DiT:
 
 
 def most_in_memory(name: str) -> int:
-    """Images a step of Fast-DiT, which holds 16 bytes a parameter and all activations on the GPU; 0: out of memory."""
+    """Images per step of Fast-DiT, which holds 16 bytes per parameter and all activations on the GPU; 0: none fits."""
     nets = (dit(name, batch) for batch in (16, 8, 4, 2, 1))
     return next((n.batch for n in nets if 16 * n.parameters + n.all_activations < 24 * GIB), 0)
 
@@ -149,7 +149,7 @@ def diffusion() -> Iterator[Row]:
     """Fig. 12: LoHan by its equations, Fast-DiT by its products alone."""
     batch = int(own.PAPER.value("dit_batch"))
     held = max((float(name.removesuffix("B")) for name in own.DITS if most_in_memory(name)), default=0.0)
-    source = "16 bytes a parameter and all activations of one image within 24 GiB"
+    source = "16 bytes per parameter and all activations of one image within 24 GiB"
     yield shown("lohan-fig12", "max_trainable_model", held, "B", source, series="Fast-DiT")
     for name in own.DITS:
         n, rates = dit(name, batch), own.rates()
@@ -163,14 +163,14 @@ def diffusion() -> Iterator[Row]:
 
 
 def costs() -> Iterator[Row]:
-    """Fig. 13: 30B on four RTX 4090 and on a DGX-A100, tokens a second for 1000 dollars."""
+    """Fig. 13: 30B on four RTX 4090 and on a DGX-A100, tokens per second for 1000 dollars."""
     batch = own.most_on_gpu("30B", 24, (8, 16, 32, 64))
     n = own.net("30B", batch)
     flops = 3 * n.forward_flops + n.block_flops
     megatron = n.tokens * own.PAPER.value("megatron_efficiency") * 8 * 312e12 / flops / (DGX / 1000)
     holds = [own.billions(m) for m in own.TABLE_IV if 16 * own.net(m, 1).parameters <= 8 * DGX_GPU_GIB * GIB]
     cells = {"series": "Megatron-LM on DGX-A100", "testbed": own.T4X}
-    source = "16 bytes a parameter (Table II) within eight GPUs of 80 GiB"
+    source = "16 bytes per parameter (Table II) within eight GPUs of 80 GiB"
     yield shown("lohan-fig13", "max_trainable_model", max(holds), "B", source, **cells)
     for drives in DRIVES:
         x = {"model": "30B", "x": ("num_SSDs", drives), "testbed": own.T4X}

@@ -68,7 +68,7 @@ def growth_exponent(line: dict[int, float]) -> float | None:
 
 
 def straight_line(line: dict[int, float]) -> tuple[float, float] | None:
-    """(seconds, seconds an element) of the least-squares line; None for fewer than two sizes."""
+    """(seconds, seconds per element) of the least-squares line; None for fewer than two sizes."""
     if len(line) < 2:
         return None
     slope, start = np.polyfit(list(line), list(line.values()), 1)

@@ -1,6 +1,6 @@
 """Host memory of one step: MemAscend Figs. 3, 4, 8, 11, 13, 15 and 21 and Table II, of plans and of runs.
 
-Planned totals hold the process overhead that Fig. 8 states (1.63 GiB a process), as the printed totals do; measured
+Planned totals hold the process overhead that Fig. 8 states (1.63 GiB per process), as the printed totals do; measured
 peaks are net of the run's baseline. The plans describe one rank and no activation checkpoints, which is what Figs. 4,
 8, 15 and 21 fit (the paper states neither).
 """

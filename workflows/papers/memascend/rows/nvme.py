@@ -1,7 +1,7 @@
 """Latency and bandwidth of one tensor by its size (MemAscend Fig. 14), from records of ``memascend bench nvme``.
 
-ZeRO-Infinity is DeepNVMe with a file a tensor, on the file system; MemAscend is the direct engine on a loop device, or
-where there is none in a file. DeepNVMe in the file behind that device, at the engine's place, stands beside them: it
+ZeRO-Infinity is DeepNVMe with a file per tensor, on the file system; MemAscend is the direct engine on a loop device,
+or where there is none in a file. DeepNVMe in the file behind that device, at the engine's place, stands beside them: it
 tells what the software does from what the place on the disk does; the engine in a file tells what the loop device does.
 """
 

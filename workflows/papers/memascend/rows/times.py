@@ -84,13 +84,13 @@ def seconds(
 def throughput(
     exhibit: str, model: str, x_name: str, values: list[int], testbed: str, subfigure: str = ""
 ) -> Iterator[Row]:
-    """Tokens a second of both systems on two GPUs, and over batches the exponent with which they grow."""
+    """Tokens per second of both systems on two GPUs, and over batches the exponent with which they grow."""
     for system in ("zero_infinity", "memascend"):
         label, found = arrangement(system).label, {}
         for x in values:
             batch, context = (1, x) if x_name == own.AT_CONTEXT else (x, own.CONTEXT)
             step = seconds(model, testbed, own.GPUS, batch, context, system=system)
-            source = f"memascend.planner.step_time: {step.seconds:.3g} s a step, mostly {step.bottleneck}"
+            source = f"memascend.planner.step_time: {step.seconds:.3g} s per step, mostly {step.bottleneck}"
             cells = {"series": label, "model": model_spec(model).display, "testbed": testbed, "subfigure": subfigure}
             yield shown(exhibit, "throughput", step.tokens_per_second, "tokens/s", source, **cells, x=(x_name, x))
             found[x] = step.tokens_per_second
@@ -114,7 +114,7 @@ def fig20() -> Iterator[Row]:
 
 
 def improvements(exhibit: str) -> Iterator[Row]:
-    """Percent more tokens a second, cell by cell, and what the text says of all cells."""
+    """Percent more tokens per second, cell by cell, and what the text says of all cells."""
     series, slower, faster = TABLES[exhibit]
     source = "memascend.planner.step_time: 100 (slower arm / faster arm - 1)"
     everywhere, shrinking = [], []

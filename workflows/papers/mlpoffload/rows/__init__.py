@@ -89,13 +89,13 @@ def work(arm: str, model: str, *, held: int, ranks: int = 4, **more: Any) -> Wor
 
 @cache
 def held_by(model: str) -> int:
-    """Sub-groups a rank in host memory, by their share: DeepSpeed's logs count fewer, larger ones than this."""
+    """Sub-groups per rank in host memory, by their share: DeepSpeed's logs count fewer, larger ones than this."""
     return round(PAPER.value(f"held_share_{model}") * len(work("zero3", model, held=LEAST_HELD).sub_groups()))
 
 
 @cache
 def held_alone(model: str) -> int:
-    """Sub-groups a rank in host memory by the paper alone: what is used of it (4.1), less the structures of ZeRO-3
+    """Sub-groups per rank in host memory by the paper alone: what is used of it (4.1), less the structures of ZeRO-3
     (4.3, as planned). Three where these leave less, the least that 4.1 names."""
     mine = work("zero3", model, held=LEAST_HELD)
     numels = list(map(sum, mine.sub_groups()))
@@ -144,7 +144,7 @@ def iterations() -> Iterator[Row]:
             yield shown("mlpoffload-fig07", "iteration_time", played.seconds, "s", **cells)
             seconds, count = phase(played, "optimizer"), parameters(series, model)
             yield shown("mlpoffload-fig08", "update_throughput", count / seconds / 1e6, "M params/s", **cells)
-            rate = f"{SOURCE}; {MOVED} bytes a parameter (half of 16 read and 12 written) over the update's seconds"
+            rate = f"{SOURCE}; {MOVED} bytes per parameter (half of 16 read and 12 written) over the update's seconds"
             yield shown("mlpoffload-fig09", "io_throughput", MOVED * count / seconds / 1e9, "GB/s", rate, **cells)
         for ending in ("", ALONE):
             slow, fast = made(ZERO + ending, model), made(OURS + ending, model)
@@ -193,7 +193,7 @@ def twenty_billion(update_in_host_memory: float) -> Iterator[Row]:
     spec, offloaded = PAPER.spec("20B"), step("zero3", "20B", LEAST_HELD)
     resident = step("skip_gradients", "20B", LEAST_HELD)  # whose backward writes nothing
     passes = phase(resident, "forward") + phase(resident, "backward")
-    source = "30 bytes a parameter, as in host memory, at the rate of four GPUs' memory"
+    source = "30 bytes per parameter, as in host memory, at the rate of four GPUs' memory"
     on_gpus = 30 * spec.parameters / (4e9 * PAPER.value("gpu_memory_gb_per_s"))
     states = {
         "no offloading": (passes + on_gpus, f"passes of {SOURCE}; the update {source}"),
@@ -203,12 +203,12 @@ def twenty_billion(update_in_host_memory: float) -> Iterator[Row]:
     for series, (seconds, how) in states.items():
         yield shown("mlpoffload-fig03", "iteration_time", seconds, "s", how, series=series, model="20B")
     for series, seconds in (("in GPU memory", on_gpus), ("in host memory", update_in_host_memory)):
-        rate, how = spec.parameters / seconds / 1e6, "30 bytes a parameter at the memory's rate"
+        rate, how = spec.parameters / seconds / 1e6, "30 bytes per parameter at the memory's rate"
         yield shown("mlpoffload-fig08", "update_throughput", rate, "M params/s", how, series=series, model="20B")
 
 
 def raw_bandwidth() -> Iterator[Row]:
-    """Fig. 4: Table 1's rates shared by processes, each with one sub-group of 12 bytes a parameter."""
+    """Fig. 4: Table 1's rates shared by processes, each with one sub-group of 12 bytes per parameter."""
     source = "Table 1's rate, shared alike; latency of a sub-group of 1.2 GB"
     for testbed in (ONE, TWO):
         for path in machine(testbed).described["paths"]:
@@ -322,7 +322,7 @@ def cluster(nodes: int, shared: bool) -> Machine:
 
 
 def weak_scaling() -> Iterator[Row]:
-    """Figs. 11 and 12: Testbed-2, four GPUs a node; sub-groups in host memory: the three of 4.1."""
+    """Figs. 11 and 12: Testbed-2, four GPUs per node; sub-groups in host memory: the three of 4.1."""
     kinds = {ZERO: ("zero3", True), OURS: ("as_published", True), f"{OURS}, PFS idle": ("exclusive", False)}
     for model, nodes in SCALED.items():
         for series, (arm, shared) in kinds.items():
@@ -336,7 +336,7 @@ def weak_scaling() -> Iterator[Row]:
 
 
 def accumulation() -> Iterator[Row]:
-    """Fig. 13: eight sequences a GPU, one to sixteen times before an update."""
+    """Fig. 13: eight sequences per GPU, one to sixteen times before an update."""
     exhibit = "mlpoffload-fig13"
     for ending in ("", ALONE):
         gains = []

@@ -28,4 +28,4 @@ RATIOS = {
     ("mlpoffload-fig15", "multi-path / Fig 14", "speedup"): ("Process Atomic R/W", OURS),
     ("mlpoffload-fig15", "MLP-Offload / ZeRO-3", "speedup"): (ZERO, OURS),
 }
-MOVED = 14  # bytes a parameter of Fig. 9: half of 16 read and 12 written
+MOVED = 14  # bytes per parameter of Fig. 9: half of 16 read and 12 written

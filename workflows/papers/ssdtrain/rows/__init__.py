@@ -167,7 +167,7 @@ def by_sequence() -> Iterator[Row]:
     share = 100 * less["weights update"] / sum(less.values())
     cells = {"series": "No offloading", "model": f"batch {BATCHES[-1]}"}
     yield shown(exhibit, "share of the gain that is the update's", share, "%", PLAYED, **cells)
-    batches, stages = 32 / 4, PAPER.value("bloom_pipeline_stages")  # 32 samples a rank, four a micro-batch
+    batches, stages = 32 / 4, PAPER.value("bloom_pipeline_stages")  # 32 samples per rank, four a micro-batch
     bubble, source = 100 * (stages - 1) / (batches + stages - 1), "stages - 1 of as many turns and the micro-batches"
     yield shown(exhibit, "ideal pipeline bubble", bubble, "%", source, series="BLOOM", model="micro-batch of 4")
 

@@ -1,0 +1,63 @@
+"""Words and phrases that the project no longer uses stay out of its text. Single words: docs/retired-words.txt."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = {".cpp", ".h", ".html", ".json", ".md", ".py", ".pyi", ".sh", ".smk", ".toml", ".yaml", ".yml"}
+# What a claim said when it was written stays, and so do quotations of papers.
+QUOTED = {"claims.yaml", "numbers.yaml", Path(__file__).name}
+
+AMOUNTS = "bytes|[KMGT]i?B|elements|tokens|sequences|samples|operations|batches|sub-?groups|units|pages"
+WHOLES = "sequence|parameter|step|second|token|layer|block|rank|element|pass|sample|request|worker|core|GPU|thread|node"
+PHRASES = {
+    "in flight, in progress, current": r"\bunder\s+way\b",
+    "unspecified, not given, unknown": r"\bnobody\s+(?:says|said|knows)\b(?!\s+how)",
+    "this machine; given; after its result was known": r"\bat\s+hand\b",
+    "per": rf"\b(?:{AMOUNTS})\s+an?\s+(?:{WHOLES})\b(?!\s+(?:holds|whose)|[-'])",
+}
+# Words that are being replaced: they may stay where they are, and come into no other file.
+FEWER = {
+    "predicted": (
+        r"\bforetold\b",
+        "bench/command.py bench/engine.py bench/foretold.py rows/twins.py run/full_size.py schemas/record.schema.json "
+        "unit/test_bench_engine.py unit/test_lohan_measured.py unit/test_paced_path.py "
+        "workflow/test_docs_quote_records.py workflow/test_full_size.py",
+    ),
+    "policy of a block": (
+        r"\bfates?\b",
+        "activation/cache.py activation/mix.py activation/peak.py bench/activations.py chaos/draws.py engine/swap.py "
+        "integrations/memory_options.py memascend/fates.py planner/activations.py planner/answers.py planner/report.py "
+        "planner/workload.py protocol/described.py ssdtrain/schedule.py training/config.py training/prepare.py "
+        "unit/test_activation_options.py unit/test_bench_activations.py unit/test_planner_activations.py "
+        "unit/test_ssdtrain_schedule.py unit/test_walls.py",
+    ),
+}
+
+
+def texts() -> list[Path]:
+    folders = ["baselines", "docs", "hardware", "memascend", "tests", "workflows"]
+    inside = (path for folder in folders for path in (ROOT / folder).rglob("*"))
+    found = [path for path in (*ROOT.glob("*"), *inside) if path.suffix in TEXT and path.name not in QUOTED]
+    assert len(found) > 500
+    return found
+
+
+def places(pattern: str) -> list[Path]:
+    return sorted(path for path in texts() if re.search(pattern, path.read_text(), re.IGNORECASE))
+
+
+@pytest.mark.parametrize("instead", PHRASES)
+def test_a_retired_phrase_is_gone(instead):
+    found = [str(path.relative_to(ROOT)) for path in places(PHRASES[instead])]
+    # Row keys of this paper's tables, of "activations" and "sequences" in a step.
+    found = [path for path in found if not path.startswith("workflows/papers/ssdtrain/") or instead != "per"]
+    assert found == [], f"say instead: {instead}"
+
+
+@pytest.mark.parametrize("instead", FEWER)
+def test_a_word_that_is_being_replaced_comes_into_no_other_file(instead):
+    pattern, files = FEWER[instead]
+    assert {"/".join(path.parts[-2:]) for path in places(pattern)} - set(files.split()) == set(), f"say: {instead}"
