@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from memascend import systems
 from memascend.planner.footprint import Plan, plan
 from memascend.planner.limits import Limits, largest_model, largest_sizes
 from memascend.planner.workload import Workload
@@ -18,6 +19,7 @@ FLAGS = {
     "gradients": "--gradients {}",
     "states": "--states {}",
     "system": "--system {}",
+    "host_memory": "--host-memory",
 }
 KEYS = {
     "batch": '"train_micro_batch_size_per_gpu": {}',
@@ -26,6 +28,7 @@ KEYS = {
     "gradients": '"data_types": {{"grad_accum_dtype": "{}"}}',
     "states": '"memascend": {{"optimizer_states": "{}"}}',
     "system": 'the section "{}"',
+    "host_memory": '"host_memory"',
 }
 
 
@@ -39,11 +42,11 @@ class HostMemoryTooSmall(ValueError):
         self.fits = [change.settings for change in fits]
         parts = made.components()
         name = max(parts, key=lambda part: parts[part])
-        ways = [f"{change.words(words)} ({_gib(change.host_bytes)})" for change in fits]
+        ways = [change.text(words) for change in fits]
         super().__init__(
             f"this run needs {_gib(made.host_bytes)} of host memory, {_gib(made.host_bytes - budget_bytes)} more than "
-            f"the host_memory of {_gib(budget_bytes)}; largest part: {name}, {_gib(parts[name])}; "
-            + (f"what fits: {'; or '.join(ways)}" if ways else _nothing(made.work, budget_bytes))
+            f"the {words['host_memory']} of {_gib(budget_bytes)}; largest part: {name}, {_gib(parts[name])}; "
+            + (f"what fits: {'; or '.join(ways)}" if ways else _nothing(made.work, budget_bytes, words))
         )
 
 
@@ -57,6 +60,9 @@ class Change:
     def words(self, words: Mapping[str, str]) -> str:
         return " ".join(words[name].format(value) for name, value in self.settings.items())
 
+    def text(self, words: Mapping[str, str] = FLAGS) -> str:
+        return f"{self.words(words)} ({_gib(self.host_bytes)})"
+
 
 def require_host_memory(work: Workload, budget_bytes: int | None = None, *, words: Mapping[str, str] = FLAGS) -> Plan:
     """The plan of `work`, whose host memory is within the budget (default `work.host_memory`; None: any will do).
@@ -68,16 +74,23 @@ def require_host_memory(work: Workload, budget_bytes: int | None = None, *, word
     made = plan(work)
     if budget_bytes is None or made.host_bytes <= budget_bytes:
         return made
-    raise HostMemoryTooSmall(made, budget_bytes, what_fits(work, budget_bytes), words)
+    raise HostMemoryTooSmall(made, budget_bytes, what_fits(work, budget_bytes, words=words), words)
 
 
-def what_fits(work: Workload, budget_bytes: int) -> list[Change]:
+def what_fits(work: Workload, budget_bytes: int, *, words: Mapping[str, str] = FLAGS) -> list[Change]:
     """Changes that bring the run under the budget: every single one that is enough, or, where none is, the first of
-    them together. Batch and context are the largest that fit. Empty: nothing does.
+    them together. Batch and context are the largest that fit. Empty: nothing does. Another system than the drop-in is
+    named where `words` are FLAGS: a DeepSpeed configuration has no other.
     """
-    single = [change for change in _each(work, budget_bytes) if change.host_bytes <= budget_bytes]
-    if single:
-        return single
+    fits = [change for change in _each(work, budget_bytes) if change.host_bytes <= budget_bytes]
+    fits = fits or _together(work, budget_bytes)
+    leanest = _leanest_system(work) if words is FLAGS else None
+    if leanest and leanest.host_bytes <= budget_bytes and leanest.settings not in [change.settings for change in fits]:
+        fits.append(leanest)
+    return fits
+
+
+def _together(work: Workload, budget_bytes: int) -> list[Change]:
     settings: dict[str, str | int] = {}
     for name, value in _options(work):
         settings[name] = value
@@ -124,6 +137,21 @@ def _options(work: Workload) -> Iterator[tuple[str, str]]:
             yield "gradients", "bf16"
 
 
+def _leanest_system(work: Workload) -> Change | None:
+    """The system that needs the least host memory for this run in one process, at its defaults; None: this one."""
+    if work.ranks > 1:
+        return None
+    needed = {work.system: plan(work).host_bytes}
+    for name in systems.names():
+        first = next(iter(systems.load(name).arms.values()))
+        if name == work.system or first.states_on == "gpu":
+            continue
+        if (changed := _with(work, {"system": name})) is not None:
+            needed[name] = plan(changed).host_bytes
+    leanest = min(needed, key=lambda name: needed[name])
+    return None if leanest == work.system else Change(settings={"system": leanest}, host_bytes=needed[leanest])
+
+
 def _with(work: Workload, settings: Mapping[str, str | int]) -> Workload | None:
     """None where the settings exclude one another, such as bf16 states and stock DeepSpeed."""
     fields = dict(settings)
@@ -137,10 +165,10 @@ def _with(work: Workload, settings: Mapping[str, str | int]) -> Workload | None:
         return None
 
 
-def _nothing(work: Workload, budget_bytes: int) -> str:
+def _nothing(work: Workload, budget_bytes: int, words: Mapping[str, str]) -> str:
     model = largest_model(replace(work, batch=1), Limits(ram_bytes=budget_bytes))
     known = f" ({model} fits at batch 1)" if model else ""
-    return f"no setting brings it under that: raise host_memory, or take a smaller model{known}"
+    return f"no setting brings it under that: raise {words['host_memory']}, or take a smaller model{known}"
 
 
 def _gib(size: float) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from memascend import systems
 from memascend.planner.answers import Answers, Need, Wear
+from memascend.planner.host_budget import what_fits
 from memascend.planner.limits import SSD_SPACE
 from memascend.planner.machine import REASONS, Calibrations
 from memascend.planner.options import longest_context
@@ -188,7 +189,15 @@ def _verdicts(answers: Answers) -> list[str]:
     checked = [need for need in answers.needs if need.fits is not None]
     if not checked:
         return ["to check whether it fits, give --gpu-memory, --ram and --ssd-space (GiB), or --testbed"]
-    return [*(_verdict(need, answers) for need in checked), *_largest(answers)]
+    lines = [line for need in checked for line in (_verdict(need, answers), *_remedy(need, answers))]
+    return [*lines, *_largest(answers)]
+
+
+def _remedy(need: Need, answers: Answers) -> list[str]:
+    if need.name != "host memory" or need.fits:
+        return []
+    fits = what_fits(answers.work, round(need.limit_bytes))
+    return [f"  fits with {'; or '.join(change.text() for change in fits)}"] if fits else []
 
 
 def _verdict(need: Need, answers: Answers) -> str:

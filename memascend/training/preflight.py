@@ -32,7 +32,7 @@ def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Pat
     if needed is not None and budget is not None and needed > budget:
         raise ValueError(
             f"this run needs {byte_count(needed)} of host memory, {byte_count(needed - budget)} more than the "
-            f"host_memory of {byte_count(budget)}. {_less_memory(config)}"
+            f"--host-memory of {byte_count(budget)}; raise it, or see what would fit: memascend plan --host-memory"
         )
     memory = host_memory()
     available = memory.available_bytes
@@ -42,7 +42,7 @@ def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Pat
         raise ValueError(
             f"this run needs {byte_count(needed)} of host memory and {byte_count(available)} are available{where}: "
             f"{byte_count(needed - available)} are missing; largest part: {largest[0]}, "
-            f"{byte_count(largest[1])}. {_less_memory(config)}"
+            f"{byte_count(largest[1])}. {_less_memory(prepared)}"
         )
     _check_disks(config, prepared, output, swap)
 
@@ -151,9 +151,9 @@ def _check_devices(devices: list[str], needed: int) -> None:
         )
 
 
-def _less_memory(config: TrainConfig) -> str:
-    if config.system != "memascend":
-        return "Try --system memascend, a smaller model, or close other programs"
-    halves = [f"--{name} bf16" for name in ("states", "gradients") if getattr(config, name) != "bf16"]
-    less = f"{' or '.join(halves)} (half of these buffers), " if halves and config.dtype == "bf16" else ""
-    return f"Try {less}a smaller model, fewer --ranks, or close other programs (memascend plan shows every part)"
+def _less_memory(prepared: dict[str, Any]) -> str:
+    fits = prepared.get("what_fits")
+    if fits:
+        return f"What fits: {'; or '.join(fits)}"
+    nothing = "no setting of this run does: " if fits is not None else ""
+    return f"To make it fit, {nothing}take a smaller model, or close other programs (memascend plan shows every part)"

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memascend import systems
+from memascend.memory.cgroup import host_memory
 from memascend.planner import ModelSpec, model_spec
 from memascend.planner.command import fused_experts
 from memascend.planner.options import default_context, longest_context
@@ -45,6 +47,8 @@ def prepare(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
         **sizes,
         **(_in_memory(config, sizes["parameters"]) if in_memory else _plan(config, model_config, context, notes)),
     }
+    if in_memory:
+        facts["what_fits"] = _systems_that_fit(config, model_config, context, facts["planned_components"])
     try:
         facts |= _text(config, folder, source, model_config, context, notes)
     finally:
@@ -182,7 +186,36 @@ def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes
         "planned_components": planned.components(),
         "planned_swap_bytes": swapped,
         "least_swap_bytes": least,
+        "what_fits": _what_fits(work, planned.host_bytes),
     }
+
+
+def _what_fits(work: Workload, needed_bytes: int) -> list[str]:
+    """Changes of a run that needs more than this machine has available, each of which would fit."""
+    from memascend.planner.host_budget import what_fits
+
+    available = host_memory().available_bytes
+    return [] if needed_bytes <= available else [change.text() for change in what_fits(work, available)]
+
+
+def _systems_that_fit(
+    config: TrainConfig, model_config: dict[str, Any], context: int, components: dict[str, int]
+) -> list[str]:
+    """Systems that would fit in place of training in memory, which the planner does not plan."""
+    from memascend.planner.footprint import plan
+    from memascend.planner.host_budget import Change
+
+    available, fits = host_memory().available_bytes, []
+    if sum(components.values()) <= available:
+        return []
+    for name in systems.names():
+        if name == IN_MEMORY:
+            continue
+        with contextlib.suppress(ValueError):  # it does not take this run's settings
+            work = workload_of_run(replace(config, system=name, arm=None), _spec(config, model_config), context)
+            if (needed := plan(work).host_bytes) <= available:
+                fits.append(Change(settings={"system": name}, host_bytes=needed))
+    return [change.text() for change in sorted(fits, key=lambda change: change.host_bytes)[:2]]
 
 
 def _in_memory(config: TrainConfig, parameters: int) -> dict[str, Any]:

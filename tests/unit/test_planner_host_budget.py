@@ -28,7 +28,7 @@ def test_a_byte_too_much_is_refused_in_one_line_that_says_what_is_missing_and_wh
         require_host_memory(WORK, needed(WORK) - GIB // 2)
     line = str(caught.value)
     assert "\n" not in line
-    assert f"this run needs {needed(WORK) / GIB:.2f} GiB of host memory, 0.50 GiB more than the host_memory of" in line
+    assert f"this run needs {needed(WORK) / GIB:.2f} GiB of host memory, 0.50 GiB more than the --host-memory of" in line
     assert "largest part: gradient flat buffer, 28.37 GiB; what fits: --batch 7 (" in line
     for words in ("--context ", "--checkpointing plain (", "--states bf16 (", "--gradients bf16 ("):
         assert words in line
@@ -58,14 +58,15 @@ def test_the_largest_batch_is_the_largest():
 
 
 def test_where_one_change_is_not_enough_several_are_named_together():
-    (change,) = what_fits(WORK, 24 * GIB)
+    change, leanest = what_fits(WORK, 24 * GIB)
+    assert leanest.settings == {"system": "lohan"}
     assert change.settings == {"checkpointing": "plain", "states": "bf16", "gradients": "bf16"}
 
 
 def test_what_nothing_brings_under_the_budget_names_a_model_that_fits():
     with pytest.raises(HostMemoryTooSmall) as caught:
-        require_host_memory(WORK, 20 * GIB)
-    assert "no setting brings it under that: raise host_memory, or take a smaller model (Llama" in str(caught.value)
+        require_host_memory(WORK, 20 * GIB, words=KEYS)  # a DeepSpeed configuration has no other system
+    assert 'no setting brings it under that: raise "host_memory", or take a smaller model (Llama' in str(caught.value)
     with pytest.raises(HostMemoryTooSmall) as caught:
         require_host_memory(WORK, GIB)
     assert str(caught.value).endswith("or take a smaller model")

@@ -12,8 +12,10 @@ import torch
 
 from memascend.integrations.text import Documents
 from memascend.memory.cgroup import host_memory
+from memascend.planner import model_spec
 from memascend.storage.tensor_file import TensorLayout
 from memascend.training import launch, preflight
+from memascend.training import prepare as preparation
 from memascend.training.config import TrainConfig, complete
 from memascend.training.folder import RunFolder
 from memascend.training.prepare import prepare
@@ -97,30 +99,52 @@ def test_a_copied_run_goes_on_under_its_new_name(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("fits", "said"),
     [
-        ({}, "Try --states bf16 or --gradients bf16 (half of these buffers), a smaller model"),
-        ({"states": "bf16"}, "Try --gradients bf16 (half of these buffers), a smaller model"),
-        ({"states": "bf16", "gradients": "bf16"}, "Try a smaller model"),
-        ({"dtype": "fp16"}, "Try a smaller model"),
-        ({"system": "zero_infinity"}, "Try --system memascend"),
+        (["--states bf16 (2.00 GiB)", "--system lohan (1.00 GiB)"], "What fits: --states bf16 (2.00 GiB); or --system"),
+        ([], "no setting of this run does: take a smaller model"),
+        (None, "To make it fit, take a smaller model"),  # prepared by an earlier version
     ],
 )
-def test_too_little_memory_names_what_would_take_less(tmp_path, changes, said):
+def test_too_little_memory_names_what_would_fit(tmp_path, fits, said):
     prepared = {
         "planned_host_bytes": host_memory().available_bytes + (1 << 40),
         "planned_components": {"pool": 1 << 40},
         "parameters": 10,
     }
+    if fits is not None:
+        prepared["what_fits"] = fits
     with pytest.raises(ValueError, match="of host memory and") as refused:
-        preflight.check(dataclasses.replace(CONFIG, **changes), prepared, tmp_path, None)
+        preflight.check(CONFIG, prepared, tmp_path, None)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("system", "what"),
+    [
+        ("in_memory", ["--system lohan"]),
+        ("memascend", ["--system lohan"]),
+        ("lohan", []),
+    ],
+)
+def test_a_run_too_large_for_the_machine_is_told_only_what_fits_it(tmp_path, monkeypatch, system, what):
+    """Qwen2.5-14B fits 6 GiB with the streaming engine alone, and 1 GiB not at all."""
+    memory = SimpleNamespace(available_bytes=(6 if system != "lohan" else 1) << 30)
+    monkeypatch.setattr(preparation, "host_memory", lambda: memory)
+    config = dataclasses.replace(CONFIG, model="qwen2.5-14b", twin=1, system=system, random_weights=True)
+    model_config = model_spec("qwen2.5-14b").hf_config_dict()
+    if system == "in_memory":
+        components = preparation._in_memory(config, 14_000_000_000)["planned_components"]
+        fits = preparation._systems_that_fit(config, model_config, 64, components)
+    else:
+        fits = preparation._plan(config, model_config, 64, [])["what_fits"]
+    assert [change.split(" (")[0] for change in fits] == what
 
 
 def test_a_budget_is_refused_before_the_start_also_where_a_run_goes_on(tmp_path):
     prepared = {"planned_host_bytes": 3 << 30, "planned_components": {"pool": 1 << 30}, "parameters": 10}
     config = dataclasses.replace(CONFIG, host_memory="2GiB")
-    with pytest.raises(ValueError, match=r"needs 3.0 GiB of host memory, 1.0 GiB more than the host_memory of 2.0 GiB"):
+    with pytest.raises(ValueError, match=r"needs 3.0 GiB of host memory, 1.0 GiB more than the --host-memory of 2.0 GiB"):
         preflight.check(config, prepared, tmp_path, None)
     preflight.check(dataclasses.replace(CONFIG, host_memory="3GiB"), prepared, tmp_path, None)
 
@@ -129,7 +153,7 @@ def test_a_budget_is_planned_and_what_would_fit_is_said(tmp_path):
     values = {"model": "llama3.2-1b", "twin": 32, "data": [str(text_folder(tmp_path))], "context": 64}
     folder = RunFolder(tmp_path / "run")
     folder.root.mkdir()
-    with pytest.raises(ValueError, match=r"more than the host_memory of .*; largest part: .*; ") as refused:
+    with pytest.raises(ValueError, match=r"more than the --host-memory of .*; largest part: .*; ") as refused:
         prepare(complete(values | {"host_memory": "100MiB"}), folder)
     assert "\n" not in str(refused.value)
     assert not folder.prepared.exists()
