@@ -114,7 +114,13 @@ class Console(logging.Filter):
         return f"; {length(seconds)} left"
 
     def end(self, targets: Collection[str]) -> None:
-        """Where to look, the score, and what is not built."""
+        """Where to look, the score, and what is not built; for single exhibits the files alone."""
+        if targets and set(targets) <= set(self.known.built):
+            for exhibit in targets:
+                numbers = Path(self.known.derived, "exhibits", f"{exhibit}.csv")
+                more = f", its numbers: {numbers}" if exhibit in self.known.with_table else ""
+                print(f"Drawn: {Path(self.known.figures, f'{exhibit}.svg')}{more}")
+            return
         if targets and not {"figures", "artifact", "report", *self.known.papers} & set(targets):
             return
         built, entries = self.known.built, self.known.entries

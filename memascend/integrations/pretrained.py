@@ -56,8 +56,8 @@ def _from_hub(name: str, patterns: list[str]) -> Path:
         ) from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError):
         raise ValueError(
-            f"the model {name} is not on this machine and the hub cannot be reached; name a local folder with --model, "
-            "or try with initialised weights: --random-weights"
+            f"no folder {name}, and the hub cannot be reached for a model of that name; name a local folder with "
+            "--model, or try with initialised weights: --random-weights"
         ) from None
 
 

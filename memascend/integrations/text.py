@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,7 @@ class Documents:
         try:
             loaded = datasets.load_dataset(name, self._subset, split=self._split)
         except (ConnectionError, FileNotFoundError, OSError, ValueError) as error:
-            why = " ".join(str(error).split())[:200]
+            why = re.sub(r" \(\w+Error\)", "", " ".join(str(error).split()))[:200]
             raise ValueError(
                 f"there is no file or folder {name}; taken as the name of a Hugging Face dataset, it cannot be loaded "
                 f"either ({why}); name text with --data"

@@ -299,7 +299,8 @@ def _others(answers: Answers) -> list[str]:
         if timed:
             line += f"{'-' if peer.seconds is None else _number(peer.seconds):>13}"
         lines.append(line if limit is None else f"{line}   {'fits' if size <= limit else 'does not fit'}")
-    return lines
+    flags = dict.fromkeys(peer.plan.work.system for peer in answers.others)  # each once, in order
+    return [*lines, f"  to plan one of them: --system {', '.join(flags)}"]
 
 
 def as_json(answers: Answers) -> dict[str, Any]:

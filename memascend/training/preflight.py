@@ -64,7 +64,7 @@ def _check_disks(config: TrainConfig, prepared: dict[str, Any], output: Path, sw
             free -= checkpoints
         if swapped > free and (least := prepared.get("least_swap_bytes")) is not None:
             swapped = round(SWAP_SLACK * least)  # one version of the states, with what it takes to do a step again
-        wants.append((swap, swapped + config.ranks * SWAP_INDEX_BYTES, "swap files", "--nvme"))
+        wants.append((swap, swapped + config.ranks * SWAP_INDEX_BYTES, "swap files", "another --nvme"))
     by_device: dict[int, list[tuple[Path, int, str, str]]] = {}
     for want in wants:
         by_device.setdefault(os.stat(want[0]).st_dev, []).append(want)
@@ -75,7 +75,7 @@ def _check_disks(config: TrainConfig, prepared: dict[str, Any], output: Path, sw
             ways = " or ".join(want[3] for want in group)
             raise ValueError(
                 f"{group[0][0]} has {byte_count(free)} free and this run writes {what}: "
-                f"{byte_count(need - free)} are missing; free space, or name another folder ({ways})"
+                f"{byte_count(need - free)} are missing; free space, or use {ways}"
             )
 
 
@@ -86,12 +86,12 @@ def _checkpoint_bytes(config: TrainConfig) -> float:
 
 
 def _fewer_checkpoints(config: TrainConfig) -> str:
-    ways = ["--output"]
+    ways = ["another --output"]
     if config.checkpoints != "none" and config.keep > 1:
         ways.append("--keep 1")
     if config.checkpoints != "none" and config.system == "lohan" and config.state_versions != "checkpoint":
         ways.append("--checkpoints none")
-    return ", or ".join(ways)
+    return " or ".join(ways)
 
 
 def _check_tiers(config: TrainConfig, needed: int, output: Path, checkpoints: int) -> None:

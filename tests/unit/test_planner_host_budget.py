@@ -28,7 +28,9 @@ def test_a_byte_too_much_is_refused_in_one_line_that_says_what_is_missing_and_wh
         require_host_memory(WORK, needed(WORK) - GIB // 2)
     line = str(caught.value)
     assert "\n" not in line
-    assert f"this run needs {needed(WORK) / GIB:.2f} GiB of host memory, 0.50 GiB more than the --host-memory of" in line
+    assert (
+        f"this run needs {needed(WORK) / GIB:.2f} GiB of host memory, 0.50 GiB more than the --host-memory of" in line
+    )
     assert "largest part: gradient flat buffer, 28.37 GiB; what fits: --batch 7 (" in line
     for words in ("--context ", "--checkpointing plain (", "--states bf16 (", "--gradients bf16 ("):
         assert words in line

@@ -246,7 +246,7 @@ def test_too_little_memory_or_disk_is_said_before_the_start(tmp_path):
     free = shutil.disk_usage(tmp_path).free
     fits, too_much = ({"planned_host_bytes": 1, "planned_swap_bytes": size} for size in (free // 2, free))
     preflight.check(config, prepared | fits, tmp_path, tmp_path)
-    with pytest.raises(ValueError, match=r"of swap files: .* are missing; free space, or name"):
+    with pytest.raises(ValueError, match=r"of swap files: .* are missing; free space, or use another"):
         preflight.check(config, prepared | too_much, tmp_path, tmp_path)
     small = {"planned_host_bytes": 1, "planned_swap_bytes": 8 << 20}
     full = mock.patch.object(preflight.shutil, "disk_usage", return_value=mock.Mock(free=7 << 20))

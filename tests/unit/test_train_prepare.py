@@ -37,7 +37,10 @@ def text(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": "qwen9-1b", "twin": 1}, "the model qwen9-1b is not on this machine and the hub cannot be reached"),
+        (
+            {"model": "qwen9-1b", "twin": 1},
+            "no folder qwen9-1b, and the hub cannot be reached for a model of that name",
+        ),
         ({"model": "/nowhere", "twin": 1}, "there is no folder /nowhere"),
         ({"model": "/nowhere", "random_weights": True}, "there is no /nowhere: name a model's folder"),
         ({"data": ["/nowhere"]}, "there is no file or folder /nowhere"),

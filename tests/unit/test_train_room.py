@@ -144,7 +144,9 @@ def test_a_run_too_large_for_the_machine_is_told_only_what_fits_it(tmp_path, mon
 def test_a_budget_is_refused_before_the_start_also_where_a_run_goes_on(tmp_path):
     prepared = {"planned_host_bytes": 3 << 30, "planned_components": {"pool": 1 << 30}, "parameters": 10}
     config = dataclasses.replace(CONFIG, host_memory="2GiB")
-    with pytest.raises(ValueError, match=r"needs 3.0 GiB of host memory, 1.0 GiB more than the --host-memory of 2.0 GiB"):
+    with pytest.raises(
+        ValueError, match=r"needs 3.0 GiB of host memory, 1.0 GiB more than the --host-memory of 2.0 GiB"
+    ):
         preflight.check(config, prepared, tmp_path, None)
     preflight.check(dataclasses.replace(CONFIG, host_memory="3GiB"), prepared, tmp_path, None)
 

@@ -195,6 +195,6 @@ def head_groups(
         return
     axis.set_xticks([at for at, _ in ticks], [name.replace(" (", "\n(") for _, name in ticks], fontsize=7.5)
     for lane, middle in centres.items() if "title" not in panel else ():
-        words = {"measured": panel.get("measured", "measured"), style.REFERENCE: "reference"}.get(lane, lane)
+        words = {"measured": panel.get("measured", "measured"), style.REFERENCE: "measured (reference)"}.get(lane, lane)
         place = {"xycoords": ("data", "axes fraction"), "ha": "center", "fontsize": 8.5, "fontweight": "bold"}
         axis.annotate(words, (middle, 1.02), **place)
