@@ -69,7 +69,7 @@ def test_the_library_imports_nothing_of_ours_above_it():
 
     files = sources("memascend/**/*.py")
     assert offences(files, forbidden) == []
-    assert not [path for path in files if "baselines" in path.parts]  # the link is not followed: those follow other rules
+    assert not [path for path in files if "baselines" in path.parts]
 
 
 def test_the_systems_are_one_package_in_memascend_that_lies_in_the_folder_baselines():
