@@ -64,6 +64,8 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "_C":  # `from memascend import _C` asks here first
+        return importlib.import_module(".extension", __name__).load(__name__)
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(_WHERE[name], __name__), name)

@@ -30,7 +30,9 @@ PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
 DYNAMIC: dict[str, tuple[str, ...]] = {
     "memascend.baselines.protocol": (),
     "memascend.baselines.protocol.described": (),
-    "memascend": (),  # names of a user's loop; what measures imports their modules itself
+    # Names of a user's loop, whose modules what measures imports itself; the extension counts where it is named.
+    "memascend": ("memascend.extension",),
+    "memascend.extension": (),
     "memascend.integrations.deepspeed.signatures": (),
     "memascend.systems": ("memascend.baselines.protocol",),
     # The interpreter imports it when it starts (memascend.pth), and it waits for DeepSpeed to be imported.

@@ -6,6 +6,7 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 #if defined(_OPENMP)
 #include <omp.h>
@@ -43,6 +44,10 @@
 #include "released_gil.h"
 
 namespace py = pybind11;
+
+// Read from the file before it is loaded (memascend/extension.py).
+extern "C" __attribute__((used, visibility("default"))) const char memascend_built_against[] =
+    "memascend extension built against torch " TORCH_VERSION;
 
 namespace {
 

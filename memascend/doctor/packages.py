@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from memascend.doctor.checks import FAIL, OK, WARN, Check
+from memascend.extension import NotLoadable
 
 # The range that the tests were run with; DeepSpeed's comes from the integration, which warns by the same list.
 OLDEST_TRANSFORMERS = (4, 51)
@@ -33,15 +34,19 @@ def numbers(text: str) -> tuple[int, int]:
 def check_extension() -> Check:
     try:
         from memascend import _C
-    except ImportError as error:
-        reason = " ".join(str(error).split())
-        return Check(name="extension", status=FAIL, found=f"memascend._C cannot be loaded: {reason}", fix="make setup")
+    except NotLoadable as error:
+        return Check(name="extension", status=FAIL, found=error.reason, fix=error.fix)
     return Check(name="extension", status=OK, found=f"memascend._C, kernels for {_C.simd_level()}")
 
 
 def check_torch(found: str | None) -> Check:
     if found is None:
-        return Check(name="torch", status=FAIL, found="not installed", fix="make setup")
+        return Check(
+            name="torch",
+            status=FAIL,
+            found="not installed",
+            fix="pip install 'torch==2.13.*', or make setup in a checkout",
+        )
     if numbers(found) < OLDEST_PYTHON_TORCH:
         return Check(
             name="torch", status=WARN, found=f"{found} has not been tried", fix="pip install -c constraints.txt torch"

@@ -298,8 +298,8 @@ def _free_bytes(folder: Path | None) -> float | None:
 
 
 def testbeds() -> dict[str, Path]:
-    """The machines that the checkout describes, by name."""
-    folder = Path(__file__).parents[2] / "hardware" / "testbeds"
+    """The described machines, by name: `testbeds` beside this file is a link to those of hardware/."""
+    folder = Path(__file__).parent / "testbeds"
     return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
 
 
@@ -316,7 +316,7 @@ def _machine(options: argparse.Namespace) -> Any:
         return machine_from_file(path)
     if name in (described := testbeds()):
         return machine_from_file(described[name])
-    there = f"; described in this checkout: {', '.join(described)}" if described else ""
+    there = f"; described: {', '.join(described)}" if described else ""
     hint = did_you_mean(name, ["local", *described])
     raise ValueError(f"unknown testbed '{name}'{hint}: say local, or name a YAML file{there}")
 

@@ -81,8 +81,9 @@ def test_the_other_environments_differ_only_where_they_must(file, differ):
     assert {name for name in usual.keys() & other.keys() if other[name] != usual[name]} == differ
 
 
-def test_the_build_uses_the_pinned_torch():
+def test_the_build_and_what_is_built_use_the_pinned_torch():
     (torch,) = [word for word in project()["build-system"]["requires"] if word.startswith("torch")]
+    assert torch in project()["project"]["dependencies"]
     assert pins("constraints.txt")["torch"].startswith(torch.removeprefix("torch==").removesuffix(".*"))
 
 
