@@ -8,6 +8,7 @@ VENV ?= .venv
 CORES ?= all
 PROFILE ?=
 PYTEST ?=
+GPU ?=
 # One process more than there are cores, since many tests wait for a drive or for another process; more than four would
 # wait for the longest file of tests.
 WORKERS ?= -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4)))
@@ -24,7 +25,7 @@ CPP = $(shell find memascend/csrc tests -name '*.cpp' -o -name '*.h')
 SNAKEMAKE := $(IN_VENV) snakemake --cores $(CORES)
 export PYTHON MAX_JOBS MEMASCEND_CACHE NO_SYSTEM_PACKAGES
 
-.PHONY: help setup figures smoke artifact test zoo zoo-drop-in zoo-night chaos lint format native-tests python-tests numa-guest numa-test ops docs diagrams clean deepspeed_016
+.PHONY: help setup figures smoke artifact gpu test zoo zoo-drop-in zoo-night chaos lint format native-tests python-tests numa-guest numa-test ops docs diagrams clean deepspeed_016
 
 help: ## list the targets
 	@grep -hE '^[a-z_0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z_0-9-]+):.*## (.*)/make \1|\2/' | column -t -s '|'
@@ -42,6 +43,9 @@ smoke: setup ## the same in minutes, on the smallest twins
 artifact: setup ## the profile's artifact, one zip; checked from the zip alone
 	@$(SNAKEMAKE) artifact $(if $(PROFILE),--config profile=$(PROFILE))
 	@$(SNAKEMAKE) artifact-verify $(if $(PROFILE),--config profile=$(PROFILE))
+
+gpu: setup ## on a machine with an NVIDIA GPU: doctor, tests, profile and artifact, a line for each; GPU=--rehearse without one
+	@$(IN_VENV) python -m workflows.gpu $(GPU)
 
 test: setup ## all tests but those that are slow or need what this machine lacks
 	@$(MAKE) -j $$(($$(nproc) + 1)) native-tests python-tests

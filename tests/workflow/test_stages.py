@@ -1,0 +1,168 @@
+"""A run of stages goes on after a failure, says what each found, and starts again where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from workflows import gpu, stages
+from workflows.configuration import Experiments
+from workflows.stages import FAILED, OK, SKIPPED, STOPPED, Stage
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def shell(name: str, text: str, **more) -> Stage:
+    return Stage(name=name, command=["sh", "-c", text], **more)
+
+
+def test_a_failure_ends_what_needs_it_and_nothing_else(tmp_path, capsys):
+    said = []
+    outcomes = stages.run_stages(
+        [
+            shell("torch", "echo sees a device"),
+            shell("tests", "echo 3 failed; exit 7", needs=["torch"]),
+            shell("of-tests", "echo never", needs=["tests"]),
+            shell("doctor", "echo 9 ok"),
+            Stage(name="whole", command=["false"], skip="only a part was asked for"),
+        ],
+        tmp_path,
+        "c0",
+        say=said.append,
+    )
+    assert [each.status for each in outcomes] == [OK, FAILED, SKIPPED, OK, SKIPPED]
+    assert outcomes[1].exit_status == 7
+    assert outcomes[1].found == "3 failed"
+    assert outcomes[2].found == "it needs tests"
+    assert stages.failed(outcomes) == ["tests", "of-tests"]
+    assert stages.exit_status(outcomes) == 1
+    assert "tests, of-tests" in capsys.readouterr().err
+    assert said[3].startswith("[2/5] tests: failed (exit status 7), ")
+    assert said[-1] == "[5/5] whole: skipped: only a part was asked for"
+
+
+def test_a_call_that_follows_does_what_was_not_ok_and_what_changed(tmp_path):
+    count = tmp_path / "count"
+    counts = f"echo x >> {count}; "
+    both = [shell("first", counts + "echo one"), shell("second", "test -e there && echo two", needs=["first"])]
+    out = tmp_path / "out"
+    assert stages.exit_status(stages.run_stages(both, out, "c0", say=lambda line: None)) == 1
+    both[1] = shell("second", "echo two", needs=["first"])
+    assert stages.exit_status(stages.run_stages(both, out, "c0", say=lambda line: None)) == 0
+    assert count.read_text() == "x\n"
+    stages.run_stages(both, out, "c1", say=lambda line: None)  # another commit
+    assert count.read_text() == "x\n" * 2
+    stages.run_stages(both, out, "c1", again=True, say=lambda line: None)
+    assert count.read_text() == "x\n" * 3
+    (out / "01-first.log").unlink()
+    stages.run_stages(both, out, "c1", say=lambda line: None)
+    assert count.read_text() == "x\n" * 4
+
+
+def test_a_state_that_cannot_be_read_is_none(tmp_path):
+    (tmp_path / stages.STATE).write_text('{"stages": [{"name": "x", "colour": "red"}]}')
+    assert stages.read(tmp_path) == []
+    (tmp_path / stages.STATE).write_text("{")
+    assert stages.read(tmp_path) == []
+
+
+def test_a_program_that_is_not_there_is_a_failure_with_its_name(tmp_path):
+    (outcome,) = stages.run_stages([Stage(name="a", command=["no-such-program"])], tmp_path, "", say=lambda line: None)
+    assert (outcome.status, outcome.exit_status) == (FAILED, 127)
+    assert outcome.found == "no-such-program: No such file or directory"
+
+
+def test_what_a_stage_found_is_the_last_line_that_says_it(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("$ pytest\n\x1b[32m==== 12 passed, 3 skipped in 4.00s ====\x1b[0m\n\nbye\n")
+    assert stages.finding(log, r"\d+ passed") == "12 passed, 3 skipped in 4.00s"
+    assert stages.finding(log, r"nothing like that") == "bye"
+    log.write_text("$ true\n")
+    assert stages.finding(log, r"\S") == "nothing was printed"
+
+
+def test_an_optional_stage_that_fails_is_told_and_is_no_failure(tmp_path):
+    outcomes = stages.run_stages([shell("a", "exit 1", optional=True)], tmp_path, "", say=lambda line: None)
+    assert outcomes[0].status == FAILED
+    assert stages.exit_status(outcomes) == 0
+
+
+def test_stages_that_cannot_be_run_in_this_order_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="stage b needs c, which does not come before it"):
+        stages.run_stages([shell("b", "true", needs=["c"]), shell("c", "true")], tmp_path, "")
+    with pytest.raises(ValueError, match="two stages are called b"):
+        stages.run_stages([shell("b", "true"), shell("b", "true")], tmp_path, "")
+    assert not list(tmp_path.iterdir())
+
+
+SLEEPS = """
+import sys
+from pathlib import Path
+from workflows.stages import Stage, run_stages
+run_stages([Stage(name="a", command=["sh", "-c", "echo done"]),
+            Stage(name="b", command=["sh", "-c", "echo sleeping; exec sleep 600"])], Path(sys.argv[1]), "")
+"""
+
+
+def test_ctrl_c_ends_the_stage_and_is_written_down(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SLEEPS, str(tmp_path)]
+    run = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = tmp_path / "02-b.log"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and "sleeping" in log.read_text().splitlines()[1:]):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(timeout=60) != 0
+    found = {each.name: each.status for each in stages.read(tmp_path)}
+    assert found == {"a": OK, "b": STOPPED}
+    assert json.loads((tmp_path / stages.STATE).read_text())["schema_version"] == 1
+    assert "| b | stopped |" in (tmp_path / stages.TABLE).read_text()
+
+
+def test_the_rehearsed_profile_has_the_runs_of_the_real_one_and_needs_no_gpu(tmp_path):
+    document = yaml.safe_load(gpu.EXPERIMENTS.read_text())
+    path = tmp_path / "experiments.yaml"
+    path.write_text(yaml.safe_dump(gpu.rehearsal(document), sort_keys=False))
+    real, small = Experiments(str(gpu.EXPERIMENTS), "gpu").runs, Experiments(str(path), "gpu").runs
+    assert len(small) == len(real)
+    assert {run["module"] for run in small.values()} == {run["module"] for run in real.values()}
+    assert {name for run in small.values() for name in run["exhibits"] or ()} == {
+        name for run in real.values() for name in run["exhibits"] or ()
+    }
+    assert any("--device cuda" in run["words"] for run in real.values())
+    assert not any("--device cuda" in run["words"] for run in small.values())
+    assert all(run["gpus"] == 0 for run in small.values())
+
+
+@pytest.mark.parametrize("words", [[], ["--rehearse"], ["--exhibits", "memascend-fig08"]])
+def test_the_stages_of_a_gpu_can_be_run_in_their_order(words):
+    args = gpu.parse(words)
+    found = gpu.stages_of(args)
+    stages.check(found)
+    assert [stage.name for stage in found][:4] == ["torch", "doctor", "ops", "tests"]
+    accelerator = next(stage for stage in found if stage.name == "ops").environment["DS_ACCELERATOR"]
+    assert accelerator == ("cpu" if args.rehearse else "cuda")
+    assert all(bool(stage.skip) == bool(args.exhibits) for stage in found if stage.name.startswith("artifact"))
+    assert gpu.folders(args.out)["raw_dir"] != "results/raw"
+
+
+def test_why_torch_sees_no_gpu_is_said_with_the_fix(monkeypatch):
+    monkeypatch.setattr(gpu, "require_device", lambda device: None)
+    assert gpu.why_not(None).endswith("rm -rf .venv, then make gpu")
+    assert "nvidia-smi" in gpu.why_not("13.0")
+
+    def missing(device):
+        raise ValueError("none")
+
+    monkeypatch.setattr(gpu, "require_device", missing)
+    assert "make gpu GPU=--rehearse" in gpu.why_not(None)

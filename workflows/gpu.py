@@ -1,0 +1,287 @@
+"""`make gpu`: checks and measurements on a machine with an NVIDIA GPU, in stages, with one command.
+
+usage: python -m workflows.gpu [--out DIR] [--exhibits ID ...] [--cores N] [--again] [--rehearse]
+
+The stages: what torch sees; `memascend doctor`; DeepSpeed's ops for the GPU, which are compiled when first loaded; the
+tests marked `gpu`; the runs of the profile `gpu` with their report; a count of the records; the artifact, and its
+check. After each stage one line says what it found, how long it took and where its log is. The output folder holds
+`stages.md` (a table), `stages.json`, the logs, `raw/` and `derived/`; the report is in `figures/gpu`. After an
+interruption the same command continues with the first stage, and within the runs with the first run, that is missing.
+
+--rehearse runs the same stages on a machine without a GPU. The tests then use the device made for tests
+(tests/late_device), whose copies arrive late, as a GPU's may. DeepSpeed does not know that device, so the profile's
+runs use the CPU, with the smallest twins. A rehearsal checks the procedure; it says nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from workflows import stages
+from workflows.run.children import require_device
+from workflows.run.provenance import ROOT
+from workflows.stages import Stage
+
+PROFILE, EXPERIMENTS = "gpu", Path("workflows/config/experiments.yaml")
+LARGEST_K = 64  # of the schema
+GPU_TESTS = ("-m", "gpu", "tests")
+# Tests of the engine and its copies, on the device made for tests; those left out count the CPU's own products.
+REHEARSED_TESTS = (
+    "-p",
+    "tests.late_device.plugin",
+    "tests/late_device/cases.py",
+    "tests/unit/test_streaming_engine.py",
+)
+NOT_REHEARSED = "not swapping_everything and not schedulers_and_groups and not goes_on_in_another_folder_and_in_torch"
+OPS = ("async_io", "cpu_adam")  # what training with states on an SSD loads
+
+
+def stages_of(args: argparse.Namespace) -> list[Stage]:
+    program = (sys.executable, "-m", "workflows.gpu")
+    rehearse = ("--rehearse",) if args.rehearse else ()
+    some = ("--exhibits", *args.exhibits) if args.exhibits else ()
+    whole = "only some exhibits were requested; an artifact covers a whole profile" if some else ""
+    tests = (*REHEARSED_TESTS, "-k", NOT_REHEARSED) if args.rehearse else GPU_TESTS
+    snakemake = snakemake_words(args)
+    return [
+        Stage(name="torch", command=(*program, "--look", *rehearse)),
+        Stage(
+            name="doctor",
+            command=(sys.executable, "-m", "memascend.cli", "doctor", "--nvme", str(args.out)),
+            finding=r"^\d+ ok, \d+ warn",
+        ),
+        Stage(
+            name="ops",
+            command=(*program, "--load-ops"),
+            needs=["torch"],
+            finding="DeepSpeed's ops|Error|error",
+            environment={"DS_ACCELERATOR": "cpu" if args.rehearse else "cuda"},
+        ),
+        Stage(
+            name="tests",
+            command=(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests),
+            needs=["torch"],
+            finding=r"\d+ (passed|failed|errors?|skipped)\b.* in ",
+        ),
+        Stage(
+            name="runs",
+            command=(*snakemake, *(args.exhibits or ["figures"])),
+            needs=["torch", "ops"],
+            finding=r"^Done in|^Stopped|Error",
+        ),
+        Stage(name="records", command=(*program, "--count", *rehearse, "--out", str(args.out), *some), needs=["torch"]),
+        Stage(name="artifact", command=(*snakemake, "artifact"), needs=["runs"], skip=whole, finding=r"MB, \d+ tables"),
+        Stage(
+            name="artifact-check",
+            command=(*snakemake, "artifact-verify"),
+            needs=[] if whole else ["artifact"],
+            skip=whole,
+            finding=r"^(PASS|FAIL)",
+        ),
+    ]
+
+
+def folders(out: Path) -> dict[str, str]:
+    """Where the runs of this machine lie, apart from those without a GPU."""
+    figures = Path("figures", out.name)
+    return {
+        "raw_dir": f"{out}/raw",
+        "derived_dir": f"{out}/derived",
+        "figures_dir": str(figures),
+        "artifact_dir": str(out),
+    }
+
+
+def settings(args: argparse.Namespace) -> dict[str, str]:
+    """What the harness is configured with, over workflows/config/config.yaml."""
+    small = {"experiments": str(args.out / "experiments.yaml")} if args.rehearse else {}
+    return {"profile": PROFILE, **folders(args.out), **small}
+
+
+def snakemake_words(args: argparse.Namespace) -> tuple[str, ...]:
+    config = [f"{name}={value}" for name, value in settings(args).items()]
+    return (sys.executable, "-m", "snakemake", "--keep-going", "--cores", args.cores, "--config", *config, "--")
+
+
+def rehearsal(document: dict[str, Any]) -> dict[str, Any]:
+    """The experiments with a profile `gpu` of the same runs on the CPU, as small as possible: the largest k that
+    leaves a head two elements wide, two points or steps, tensors and files of a few megabytes."""
+    profile = document["profiles"][PROFILE]
+    groups = [_small(group) for group in profile["training"]]
+    benches = [bench | {"options": _small_options(bench["options"])} for bench in profile["bench"]]
+    times = [
+        run | _on_the_cpu() | {"k": _k(run["model"]), "rounds": 1, "points": [[4096, 1]]} for run in profile["times"]
+    ]
+    small = {"training": groups, "bench": benches, "times": times}
+    return document | {"profiles": document["profiles"] | {PROFILE: small}}
+
+
+def _on_the_cpu() -> dict[str, str]:
+    return {"device": "cpu", "matmul": "fp32"}
+
+
+def _k(model: str) -> int:
+    from memascend.planner.spec import model_spec
+
+    config = model_spec(model).config
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return min(LARGEST_K, width // 2)
+
+
+def _small(group: dict[str, Any]) -> dict[str, Any]:
+    found = group | _on_the_cpu() | {"models": {model: _k(model) for model in group["models"]}}
+    if "points" in group:
+        found["points"] = group["points"][:2]
+    if "steps" in group:
+        found["steps"] = min(group["steps"], 4 if group.get("evaluate_every") else 2)
+    if group.get("evaluate_every"):
+        found["evaluate_every"] = 2
+    return found
+
+
+def _small_options(options: dict[str, Any]) -> dict[str, Any]:
+    found = options | {"repeats": 2}
+    if "numels" in options:
+        found["numels"] = [1_000_000, 4_000_000, 16_000_000]
+    if "bytes" in options:
+        found |= {"bytes": [2 << 20, 8 << 20], "budget-mib": 64}
+    return found
+
+
+def look(rehearse: bool) -> int:
+    """Print what torch sees; 1 if that is no GPU."""
+    import torch
+
+    if rehearse:
+        from tests.late_device import late_device
+
+        device = late_device()
+        torch.ones(8, device=device).add_(1)
+        print(f"torch {torch.__version__} computes on {device}, the device made for tests: a rehearsal, no GPU")
+        return 0
+    if not torch.cuda.is_available():
+        print(f"torch {torch.__version__} sees no GPU: {why_not(torch.version.cuda)}")
+        return 1
+    torch.ones(8, device="cuda").add_(1)
+    each = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    names = ", ".join(f"{of.name} with {of.total_memory / 2**30:.0f} GiB" for of in each)
+    print(f"torch {torch.__version__} with CUDA {torch.version.cuda} computes on {names}")
+    return 0
+
+
+def why_not(cuda: str | None) -> str:
+    """The reason, and the fix, where torch built with this CUDA (or without) sees no GPU."""
+    try:
+        require_device("cuda")
+    except ValueError:
+        return "this machine has no NVIDIA device (/dev/nvidiactl); to rehearse without one: make gpu GPU=--rehearse"
+    if cuda is None:
+        return "it is the build for CPUs, from a set-up without a GPU: rm -rf .venv, then make gpu"
+    return f"it is built for CUDA {cuda}; check that nvidia-smi works and that the driver is new enough"
+
+
+def load_ops() -> int:
+    """DeepSpeed's ops, as the first run will want them: compiled now where they are not."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    for name in OPS:
+        ALL_OPS[name].load(verbose=False)
+    print(f"DeepSpeed's ops {', '.join(OPS)} load for its accelerator {get_accelerator().device_name()}")
+    return 0
+
+
+def count(args: argparse.Namespace) -> int:
+    """Print how the runs ended; 1 if one has no record, or none has a result."""
+    from workflows.configuration import Configuration
+
+    defaults = yaml.safe_load(Path("workflows/config/config.yaml").read_text())
+    known = Configuration(defaults | settings(args), [])
+    wanted = [
+        name
+        for name, run in known.runs.items()
+        if not args.exhibits or run["exhibits"] is None or set(run["exhibits"]) & set(args.exhibits)
+    ]
+    ended, missing = Counter(), []
+    for name in wanted:
+        path = Path(known.raw, f"{name}.json")
+        if path.is_file():
+            ended[json.loads(path.read_text()).get("status", "ok")] += 1
+        else:
+            missing.append(name)
+    for name in missing:
+        print(f"no record: {name}")
+    ways = ", ".join(f"{number} {status}" for status, number in ended.most_common())
+    print(f"{sum(ended.values())} of {len(wanted)} runs have a record in {known.raw}: {ways or 'none'}")
+    return 1 if missing or not ended["ok"] else 0
+
+
+def commit() -> str:
+    """Of the checkout; with changed files also a digest of the changes, since stages of it are other stages."""
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    changes = subprocess.run(["git", "-C", str(ROOT), "diff", "HEAD"], capture_output=True, check=False).stdout
+    return head.stdout.strip() + (hashlib.sha256(changes).hexdigest()[:8] if changes else "")
+
+
+def report(args: argparse.Namespace, outcomes: list[stages.Outcome]) -> str:
+    """Where to look."""
+    figures = Path(folders(args.out)["figures_dir"], "index.html")
+    lines = [f"Stages: {args.out / stages.TABLE}; records: {args.out / 'raw'}"]
+    if figures.exists():
+        lines.append(f"Report: {figures}")
+    if args.rehearse:
+        lines.append("This was a rehearsal without a GPU: none of it says how a GPU does.")
+    good = sum(outcome.status == stages.OK for outcome in outcomes)
+    return "\n".join([f"{good} of {len(outcomes)} stages are ok.", *lines])
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="make gpu GPU='...'", description=__doc__.split("\n\n", 1)[1])
+    p.add_argument("--out", type=Path, metavar="DIR", help="default: results/gpu, or results/gpu-rehearsal")
+    p.add_argument(
+        "--exhibits", nargs="+", default=[], metavar="ID", help="only the runs of these exhibits; no artifact"
+    )
+    p.add_argument("--cores", default="all", metavar="N", help="of Snakemake (default all)")
+    p.add_argument("--again", action="store_true", help="repeat the stages that an earlier call completed")
+    p.add_argument("--rehearse", action="store_true", help="the same stages without a GPU")
+    for part in ("look", "load-ops", "count"):
+        p.add_argument(f"--{part}", action="store_true", help=argparse.SUPPRESS)
+    args = p.parse_args(argv)
+    args.out = args.out or Path("results", "gpu-rehearsal" if args.rehearse else "gpu")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if args.look:
+        return look(args.rehearse)
+    if args.load_ops:
+        return load_ops()
+    if args.count:
+        return count(args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.rehearse:
+        small = rehearsal(yaml.safe_load(EXPERIMENTS.read_text()))
+        (args.out / "experiments.yaml").write_text(yaml.safe_dump(small, sort_keys=False))
+    try:
+        outcomes = stages.run_stages(stages_of(args), args.out, commit(), again=args.again)
+    except KeyboardInterrupt:
+        print(
+            f"stopped; {args.out / stages.TABLE} has the stages so far, and the same command continues", file=sys.stderr
+        )
+        return 130
+    print(report(args, outcomes))
+    return stages.exit_status(outcomes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""A long procedure in stages: each has a log and a line that says what it found, and a later call continues.
+
+A failed stage does not end the procedure: stages that need it are skipped, with the reason, and the others still run.
+After each, `stages.json` in the output folder holds the outcomes so far, so that a call after an interruption
+continues with the first stage that is missing. A stage that was ok is repeated only if its command or the commit has
+changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from workflows.run.provenance import atomically, digest_of
+
+OK, FAILED, SKIPPED, STOPPED = "ok", "failed", "skipped", "stopped"
+STATE, TABLE = "stages.json", "stages.md"
+TERMINAL = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """`command` runs in the current folder, with `environment` over the process's own. `needs` names earlier stages
+    that must be ok. With a `skip`, nothing runs: it is the reason. `finding` is a regular expression: the last line of
+    the log that it matches says what the stage found; without a match, the last line does. `optional`: that it failed
+    is reported, and is no failure of the run."""
+
+    name: str
+    command: Sequence[str]
+    needs: Sequence[str] = ()
+    skip: str = ""
+    finding: str = r"\S"
+    environment: dict[str, str] = field(default_factory=dict)
+    optional: bool = False
+
+    def key(self, commit: str) -> str:
+        return digest_of([list(self.command), self.environment, commit])[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a stage. `found` is a line of its log, or the reason why it was skipped."""
+
+    name: str
+    status: str
+    found: str
+    seconds: float = 0.0
+    log: str = ""
+    exit_status: int | None = None
+    key: str = ""
+    optional: bool = False
+    blocked: bool = False  # skipped, since a stage that it needs was not ok
+
+
+def run_stages(
+    stages: Sequence[Stage], folder: Path, commit: str, *, again: bool = False, say: Callable[[str], None] = print
+) -> list[Outcome]:
+    """Run them in turn, saying after each what it found. `again`: also those that an earlier call has done.
+
+    Raises ValueError for names that occur twice or stages that need one that does not come before them; and
+    KeyboardInterrupt after the stage that it stopped is written down.
+    """
+    check(stages)
+    folder.mkdir(parents=True, exist_ok=True)
+    before = {} if again else {outcome.name: outcome for outcome in read(folder)}
+    done: dict[str, Outcome] = {}
+    for number, stage in enumerate(stages, 1):
+        key, log = stage.key(commit), folder / f"{number:02}-{stage.name}.log"
+        missing = [name for name in stage.needs if done[name].status != OK]
+        earlier = before.get(stage.name)
+        if stage.skip or missing:
+            reason = stage.skip or f"it needs {', '.join(missing)}"
+            outcome = Outcome(
+                name=stage.name, status=SKIPPED, found=reason, optional=stage.optional, blocked=not stage.skip
+            )
+        elif earlier and earlier.status == OK and earlier.key == key and Path(earlier.log).exists():
+            outcome = earlier
+        else:
+            say(f"[{number}/{len(stages)}] {stage.name} ... (log: {log})")
+            outcome = _run(stage, log, key)
+        done[stage.name] = outcome
+        write(folder, list(done.values()))
+        say(f"[{number}/{len(stages)}] {line(outcome)}{', completed by an earlier call' if outcome is earlier else ''}")
+        if outcome.status == STOPPED:
+            raise KeyboardInterrupt
+    return list(done.values())
+
+
+def check(stages: Sequence[Stage]) -> None:
+    seen: set[str] = set()
+    for stage in stages:
+        if stage.name in seen:
+            raise ValueError(f"two stages are called {stage.name}: the state of one would be the other's")
+        if later := set(stage.needs) - seen:
+            raise ValueError(f"stage {stage.name} needs {', '.join(sorted(later))}, which does not come before it")
+        seen.add(stage.name)
+
+
+def _run(stage: Stage, log: Path, key: str) -> Outcome:
+    began, stopped = time.monotonic(), False
+    with log.open("w") as output:
+        output.write(f"$ {' '.join(stage.command)}\n")
+        output.flush()
+        try:
+            process = subprocess.Popen(
+                list(stage.command),
+                env=os.environ | stage.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        except OSError as error:
+            output.write(f"{stage.command[0]}: {error.strerror}\n")
+            status = 127
+        else:
+            status, stopped = _wait(process)
+    what = STOPPED if stopped else OK if status == 0 else FAILED
+    return Outcome(
+        name=stage.name,
+        status=what,
+        found=finding(log, stage.finding),
+        seconds=round(time.monotonic() - began, 1),
+        log=str(log),
+        exit_status=status,
+        key=key,
+        optional=stage.optional,
+    )
+
+
+def _wait(process: subprocess.Popen) -> tuple[int, bool]:
+    """(exit status, whether Ctrl-C came). The terminal has told the stage too: it ends as it does by itself."""
+    try:
+        return process.wait(), False
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)  # for the case that the signal came to this process alone
+        return process.wait(), True
+
+
+def finding(log: Path, pattern: str) -> str:
+    """The last line of a log that matches, else its last line; without colours."""
+    lines = [TERMINAL.sub("", text).strip() for text in log.read_text(errors="replace").splitlines()[1:]]
+    lines = [text for text in lines if text]
+    matching = [text for text in lines if re.search(pattern, text)]
+    return ((matching or lines or ["nothing was printed"])[-1]).strip("= ")[:300]
+
+
+def line(outcome: Outcome) -> str:
+    seconds = f", {outcome.seconds:.0f} s" if outcome.log else ""
+    status = f"{outcome.status} (exit status {outcome.exit_status})" if outcome.exit_status else outcome.status
+    return f"{outcome.name}: {status}{seconds}: {outcome.found}"
+
+
+def failed(outcomes: Sequence[Outcome]) -> list[str]:
+    """Names of stages that failed, were stopped, or were skipped since one that they need was not ok."""
+    return [
+        outcome.name
+        for outcome in outcomes
+        if not outcome.optional and (outcome.blocked or outcome.status in (FAILED, STOPPED))
+    ]
+
+
+def read(folder: Path) -> list[Outcome]:
+    """Of an earlier call; nothing where there was none, or where its file is not of this kind."""
+    try:
+        return [Outcome(**each) for each in json.loads((folder / STATE).read_text())["stages"]]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def write(folder: Path, outcomes: Sequence[Outcome]) -> None:
+    made = {"schema_version": 1, "stages": [asdict(each) for each in outcomes]}
+    atomically(folder / STATE, lambda path: path.write_text(json.dumps(made, indent=1) + "\n"))
+    atomically(folder / TABLE, lambda path: path.write_text(table(outcomes)))
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    lines = ["| stage | outcome | seconds | what it found | log |", "|---|---|---|---|---|"]
+    for each in outcomes:
+        found = each.found.replace("|", r"\|")
+        name = f"`{Path(each.log).name}`" if each.log else ""
+        lines.append(f"| {each.name} | {each.status} | {each.seconds:.0f} | {found} | {name} |")
+    return "\n".join(lines) + "\n"
+
+
+def exit_status(outcomes: Sequence[Outcome]) -> int:
+    """0 if every stage is ok or was rightly skipped, 1 otherwise; says which to standard error."""
+    bad = failed(outcomes)
+    if bad:
+        print(f"not ok: {', '.join(bad)}; the same command tries them again", file=sys.stderr)
+    return 1 if bad else 0
