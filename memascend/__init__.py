@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from memascend.storage.errors import StorageError
     from memascend.storage.tier import Tier
 
-__version__ = "0.1.0"
+__version__: str  # of the installed package; pyproject.toml has it
 __all__ = [
     "EngineOptions",
     "NotStreamable",
@@ -64,6 +64,8 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name == "_C":  # `from memascend import _C` asks here first
         return importlib.import_module(".extension", __name__).load(__name__)
     if name not in _WHERE:
@@ -71,6 +73,15 @@ def __getattr__(name: str) -> Any:
     found = getattr(importlib.import_module(_WHERE[name], __name__), name)
     globals()[name] = found
     return found
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(__name__)
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed)"
 
 
 def __dir__() -> list[str]:

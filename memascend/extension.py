@@ -40,7 +40,8 @@ def load(package: str) -> ModuleType:
     if built is not None and _release(built) != _release(torch.__version__):
         raise NotLoadable(
             f"the C++ extension was built against torch {built}, and torch {torch.__version__} is installed",
-            f"pip install 'torch=={_release(built)}.*', or build memascend again with it: make setup in a checkout",
+            f"pip install 'torch=={_release(built)}.*', or build memascend with the torch that is here: "
+            "pip install --no-deps --no-build-isolation . in a checkout",
         )
     try:
         return importlib.import_module(name)

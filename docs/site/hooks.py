@@ -22,6 +22,7 @@ LINK = re.compile(r"(?P<mark>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 # Path in the repository: place in the site.
 ELSEWHERE = {
     "README.md": "about.md",
+    "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     **{
         path.relative_to(ROOT).as_posix(): f"records/{path.parent.name}.md"

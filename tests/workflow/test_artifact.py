@@ -19,6 +19,7 @@ from tests import forked
 from workflows import registry
 from workflows.artifact import appendix, bundle, crate, layout, verify
 from workflows.configuration import Configuration
+from workflows.derive.citation import project
 
 EXHIBITS = {
     "memascend-fig08": {"paper": "memascend", "title": "Peak", "table": True, "records": ["train-a.json"]},
@@ -306,9 +307,10 @@ def test_the_bundle_to_check_is_the_named_one_or_the_profile_s_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(registry.ROOT)
-    (tmp_path / "memascend-0.1.0-smoke.zip").touch()
+    bundle_of_now = tmp_path / f"memascend-{project()['version']}-smoke.zip"
+    bundle_of_now.touch()
     own = Configuration(CONFIG | {"artifact_dir": str(tmp_path)}, [])
-    assert own.bundle == own.artifact == str(tmp_path / "memascend-0.1.0-smoke.zip")
+    assert own.bundle == own.artifact == str(bundle_of_now)
     with pytest.raises(SystemExit, match=r"there is no none\.zip: name a zip with --config bundle=FILE"):
         _ = Configuration(CONFIG | {"bundle": "none.zip"}, []).bundle
 

@@ -41,7 +41,7 @@ def commands() -> dict[str, str]:
 def test_every_page_is_in_the_navigation_once_and_every_entry_is_a_page(commands: dict[str, str]) -> None:
     shown = entries(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
-    pages |= {"about.md", "contributing.md"}
+    pages |= {"about.md", "changelog.md", "contributing.md"}
     pages |= {f"records/{path.parent.name}.md" for path in ROOT.glob("results/reference/*/README.md")}
     pages |= {f"reference/commands/{name}.md" for name in commands}
     assert sorted(shown) == sorted(pages)

@@ -1,6 +1,6 @@
 """Write a profile's artifact: a zip from which every exhibit can be drawn and every verdict decided again, offline.
 
-usage: python -m workflows.artifact.bundle --config JSON --out artifact/memascend-0.1.0-quick.zip
+usage: python -m workflows.artifact.bundle --config JSON --out artifact/memascend-1.0.0-quick.zip
 (the rule `artifact` does it, once everything is drawn; run at the top of the checkout)
 
 In it: the sources (every file that git tracks, as it is now), the records of the profile's runs, tables, pictures, the

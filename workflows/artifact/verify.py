@@ -1,6 +1,6 @@
 """Check an artifact: from the zip alone, draw every exhibit and decide every claim again, and compare the bytes.
 
-usage: python -m workflows.artifact.verify artifact/memascend-0.1.0-quick.zip [--keep FOLDER] [--no-build]
+usage: python -m workflows.artifact.verify artifact/memascend-1.0.0-quick.zip [--keep FOLDER] [--no-build]
 
 The zip is unpacked into a temporary folder and its checksums are checked. There its sources are built, and their
 `workflows.artifact.redraw` runs, without a network where the kernel allows that (`unshare`). What it writes is compared

@@ -1,0 +1,55 @@
+"""One version, in pyproject.toml and in the changelog; names that a version promises are on the page of the API."""
+
+import datetime
+import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
+
+import memascend
+
+ROOT = Path(__file__).resolve().parents[2]
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "Known limits"}
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def released() -> list[tuple[str, str]]:
+    """(version, date) of each release in the changelog, in its order."""
+    return re.findall(r"^## \[(\d[^\]]*)\] - (\S+)$", CHANGELOG, re.MULTILINE)
+
+
+def test_the_version_is_a_semantic_one_and_the_newest_of_the_changelog():
+    version = project()["version"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+(rc\d+)?", version)
+    assert released()[0][0] == version.partition("rc")[0]
+
+
+def test_the_changelog_goes_from_new_to_old_with_dates():
+    versions = [tuple(map(int, version.split("."))) for version, _ in released()]
+    assert versions == sorted(set(versions), reverse=True)
+    assert [datetime.date.fromisoformat(date).isoformat() for _, date in released()] == [date for _, date in released()]
+    assert re.findall(r"^## .*$", CHANGELOG, re.MULTILINE)[0] == "## [Unreleased]"
+    assert set(re.findall(r"^### (.*)$", CHANGELOG, re.MULTILINE)) <= KINDS
+
+
+def test_the_library_says_the_version_that_is_installed():
+    assert memascend.__version__ == importlib.metadata.version("memascend")
+    assert "__version__ =" not in (ROOT / "memascend/__init__.py").read_text()
+
+
+def test_a_library_that_is_not_installed_has_no_version(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert memascend.__version__ == "unknown (not installed)"
+
+
+def test_every_public_name_is_on_the_page_of_the_api():
+    page = (ROOT / "docs/reference/api.md").read_text()
+    shown = {name.rpartition(".")[2] for name in re.findall(r"^::: (memascend\.[\w.]+)$", page, re.MULTILINE)}
+    assert {*memascend.__all__} - shown == {"__version__"}
