@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -64,20 +64,11 @@ class TensorFileWriter:
         aligned: bool = False,
     ) -> None:
         self._path, self._next = path, 0
-        self._layouts = [each for layout in layouts for each in (layout, *(_padding(layout) if aligned else ()))]
-        header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-        offset = 0
-        for layout in self._layouts:
-            span = [offset, offset + layout.nbytes]
-            header[layout.name] = {"dtype": _CODES[layout.dtype], "shape": list(layout.shape), "data_offsets": span}
-            offset += layout.nbytes
-        text = json.dumps(header).encode()
-        text += b" " * (-(8 + len(text)) % (BLOCK_BYTES if aligned else 8))
+        self._layouts = [each for layout in layouts for each in (layout, *(padding_after(layout) if aligned else ()))]
         self.checksum: int | None = 0
         self.size = self.shared_bytes = 0
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._file = os.fdopen(os.open(path, flags, 0o666), "wb")  # a checkpoint's: the folder says who may read it
-        self._put(len(text).to_bytes(8, "little") + text)
+        self._file = open_anew(path)
+        self._put(tensor_header(self._layouts, metadata, aligned=aligned))
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         layout = self._layouts[self._next] if self._next < len(self._layouts) else None
@@ -141,7 +132,27 @@ class TensorFileWriter:
             self._file.close()
 
 
-def _padding(layout: TensorLayout) -> tuple[TensorLayout, ...]:
+def tensor_header(layouts: Sequence[TensorLayout], metadata: dict[str, str] | None, *, aligned: bool) -> bytes:
+    """What stands before the tensors of `layouts`, which follow one another."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    offset = 0
+    for layout in layouts:
+        span = [offset, offset + layout.nbytes]
+        header[layout.name] = {"dtype": _CODES[layout.dtype], "shape": list(layout.shape), "data_offsets": span}
+        offset += layout.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % (BLOCK_BYTES if aligned else 8))
+    return len(text).to_bytes(8, "little") + text
+
+
+def open_anew(path: Path) -> BinaryIO:
+    """An empty file at `path`, to be written."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "wb")  # a checkpoint's: the folder says who may read it
+
+
+def padding_after(layout: TensorLayout) -> tuple[TensorLayout, ...]:
+    """What follows a tensor up to a whole block."""
     rest = -layout.nbytes % BLOCK_BYTES
     return (TensorLayout(f"{layout.name}{_PADDING}", torch.uint8, (rest,)),) if rest else ()
 
