@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def footprint(build: RankFootprint) -> None:
-    """A few slots each for weights, states, inputs of blocks, and gradients that wait."""
+    """A few slots each for weights, states, inputs of blocks, and gradients that wait; a buffer for saves."""
     from memascend.baselines.lohan.run import run_of
     from memascend.engine.buffers import EngineBuffers
     from memascend.storage.direct_engine import DirectEngineConfig
@@ -24,6 +24,8 @@ def footprint(build: RankFootprint) -> None:
         buffers.need_gradients()
     if work.device == "cuda":
         buffers.need_arrivals()
+    if work.saves_meanwhile:
+        buffers.need_saved()
     if run.inputs_wait:
         buffers.need_checkpoints(run.input_numel, build.dtype)
     swaps = work.stack.checkpointing == "ssd" or work.arm_name in SWAPPING_ARMS

@@ -20,6 +20,7 @@ SLICES_IN_FLIGHT = 3  # as of blocks
 STATE_SLOTS = 3  # one read, one updated, one written (LoHan, Fig. 3b)
 GRADIENT_SLOTS = 3  # where gradients wait on the tier
 CHECKPOINT_SLOTS = 3
+SAVED_BYTES = 4 << 20  # at a time: four commands of the engine below
 
 
 class _Named:
@@ -83,6 +84,7 @@ class EngineBuffers:
         self.streamed = weights.allocated + states.allocated  # memory of both pools
         self.gradients: MonolithicBufferPool | None = None
         self.checkpoints: MonolithicBufferPool | None = None
+        self.saved: torch.Tensor | None = None
 
     def need_arrivals(self) -> torch.Tensor:
         """For the gradients of a piece on their way from an accelerator, in the type of its weights."""
@@ -115,3 +117,10 @@ class EngineBuffers:
             separate=False,
         )
         return self.checkpoints
+
+    def need_saved(self) -> torch.Tensor:
+        """For what is copied into a save while training goes on, as bytes; made once, with the first of them."""
+        if self.saved is None:
+            nbytes = min(SAVED_BYTES, max(self.layout.nbytes))
+            self.saved = self.allocator.allocate(nbytes, torch.uint8, name="save", owner="streamed_saves")
+        return self.saved

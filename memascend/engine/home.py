@@ -19,13 +19,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 import torch
 
 from memascend.engine.mapped import collect_tensor_files
+from memascend.engine.snapshot import Snapshot
 from memascend.storage import interrupts
 from memascend.storage.completion import Completion
 from memascend.storage.direct_engine import DirectEngineConfig
@@ -97,6 +98,9 @@ class StateHome:
         self._facts: dict[str, Any] = {}  # of the last completed step
         self._torn = self._is_missed = False
         self._committing: dict[str, Any] | None = None  # facts of a commit that was begun, and of which no end is known
+        self._snapshot: Snapshot | None = None
+        self._parts_bytes = 0  # read for snapshots
+        self._parts = threading.Lock()  # held while a part is read for the snapshot, and while the tier is replaced
         self._open_here.add(self)
 
     @classmethod
@@ -187,14 +191,23 @@ class StateHome:
 
     def _reopen(self) -> None:
         """What was not committed is forgotten."""
-        if self._is_open:
-            self._moved_before = Transferred(*self.transferred, 0.0, 0.0)
-            self._is_open = False
-            self._tier.close()
-        if self._tier.left is not None:  # it still has the store
-            raise self._tier.left
-        self._tier = self._open()
-        self._is_open = True
+        with self._no_part_is_read():
+            if self._is_open:
+                self._moved_before = Transferred(*self._transferred, 0.0, 0.0)
+                self._is_open = False
+                self._tier.close()
+            if self._tier.left is not None:  # it still has the store
+                raise self._tier.left
+            self._tier = self._open()
+            self._is_open = True
+
+    @contextlib.contextmanager
+    def _no_part_is_read(self) -> Iterator[None]:
+        interrupts.wait(lambda timeout_s: self._parts.acquire(timeout=-1 if timeout_s is None else timeout_s))
+        try:
+            yield
+        finally:
+            self._parts.release()
 
     # -- storage -------------------------------------------------------------------------------------------------------
 
@@ -207,6 +220,7 @@ class StateHome:
         return self._tier.read(str(key), tensor, priority=priority)
 
     def write(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
+        self.make_way(key)
         if self._room_bytes is None or self._tier.size_of(str(key)) is None:
             return self._tier.write(str(key), tensor, priority=priority)
         with self._replacing:
@@ -215,6 +229,43 @@ class StateHome:
             written = self._tier.write(str(key), tensor, priority=priority)
             self._replaced.append((size, written))
         return written
+
+    # -- a snapshot, for whoever copies the tensors while training goes on ---------------------------------------------
+
+    def take_snapshot(self, keys: Iterable[str]) -> Snapshot:
+        """The tensors of `keys` as they are now, which is as they were committed: whoever overwrites one waits until it
+        was copied (`read_part`). It is there until its `end`. RuntimeError where another one is, or where writes were
+        not committed."""
+        if self._snapshot is not None and not self._snapshot.ended:
+            raise RuntimeError(f"{self.folder}: there is a snapshot already: end it first")
+        if self._tier.engine.uncommitted:
+            raise RuntimeError(f"{self.folder}: a step is under way, whose states may change: complete it first")
+        self._snapshot = Snapshot(keys)
+        return self._snapshot
+
+    def make_way(self, key: Hashable) -> None:
+        """Wait until the snapshot, if there is one, does not need the tensor any more. Any thread."""
+        if self._snapshot is not None:
+            self._snapshot.make_way(str(key))
+
+    def size_of(self, key: str) -> int:
+        """Bytes of a tensor that was written."""
+        size = self._tier.size_of(key)
+        assert size is not None, key
+        return size
+
+    def read_part(self, key: str, tensor: torch.Tensor, offset: int) -> None:
+        """Bytes of a snapshot's tensor from `offset` on; they are there on return. Any thread, also beside `commit` and
+        `roll_back`. Raises StorageError, also for a tensor that is damaged, where it was not compared since the home
+        was opened."""
+        with self._parts:
+            if not offset and self._compares and key in self._unread:
+                for problem in self._tier.engine.verify([key]).values():
+                    raise StorageError("read", str(self.folder), 0, tensor.nbytes, 0, None, problem, key=key)
+            self._tier.read(key, tensor, offset=offset).wait()
+            self._parts_bytes += tensor.nbytes
+
+    # -- one version ---------------------------------------------------------------------------------------------------
 
     def replace_within(self, room_bytes: int) -> None:
         """From here on there is room for so many bytes of second versions: a step that writes more is committed in
@@ -251,7 +302,12 @@ class StateHome:
 
     @property
     def transferred(self) -> tuple[int, int]:
-        """Bytes read and written since the home was opened."""
+        """Bytes read and written since the home was opened, but for a snapshot's."""
+        read, written = self._transferred
+        return read - self._parts_bytes, written
+
+    @property
+    def _transferred(self) -> tuple[int, int]:
         before = self._moved_before
         if not self._is_open:
             return before.bytes_read, before.bytes_written
@@ -383,7 +439,10 @@ class StateHome:
 
     def close(self) -> None:
         """What was committed stays. Idempotent."""
-        self._tier.close()
+        if self._snapshot is not None:
+            self._snapshot.end()
+        with self._no_part_is_read():
+            self._tier.close()
         self._open_here.discard(self)
         self._registered.clear()
 

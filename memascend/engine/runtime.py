@@ -54,6 +54,7 @@ from memascend.engine.operators import Taken, take_off_left_over
 from memascend.engine.options import EngineOptions
 from memascend.engine.profile import StepProfile
 from memascend.engine.recompute import OldGraph, PassUnderWay
+from memascend.engine.saving import BackgroundSave, Extracts, Targets
 from memascend.engine.speculation import Beginning, Speculation
 from memascend.engine.spilled import releasable_bytes
 from memascend.engine.swap import Decision, Swapping, link_rate
@@ -111,10 +112,11 @@ class StreamingEngine(HookedRuntime):
             on_device, inputs = DeviceWeights(self.layout, Copies(device)), Copies(device)
             gradients = GradientCopies(self.buffers.need_arrivals(), Copies(device))
         parts = FrozenApart(home, self.layout)
-        self._stream = WeightStream(parts, pool=self.buffers.weights, wait_s=WAIT_S)
+        self._stream = WeightStream(parts, pool=self.buffers.weights, wait_s=WAIT_S, before_write=home.make_way)
         self._states: WeightStream | None = None
         if self.buffers.states is not None:
-            self._states = WeightStream(home, pool=self.buffers.states, wait_s=WAIT_S)
+            pool = self.buffers.states
+            self._states = WeightStream(home, pool=pool, wait_s=WAIT_S, before_write=home.make_way)
         for unit in self.layout.units:
             self._stream.register(unit.key, self.layout.unit_numel(unit))
             for piece in unit.pieces:
@@ -171,6 +173,7 @@ class StreamingEngine(HookedRuntime):
         self._half_taken_back = False  # a step that failed, on a tier that failed again
         self._completes = False  # an interrupt alone has cut an update off, which is completed at the next use
         self._in_forward = False  # of the model as a whole
+        self._save: BackgroundSave | None = None  # the newest
         self._ends: deque[Callable[[], object]] = deque()  # what `close` has left to do
         self._restored = False
         self.versions_why = "as an earlier run began it"  # so many of the states
@@ -368,7 +371,7 @@ class StreamingEngine(HookedRuntime):
         if not self._closed:
             self._ends = deque([self._hooks.remove])
             if own:
-                self._ends += [self._leave_model_empty, self._stop_work, self._let_go, self.home.close]
+                self._ends += [self._end_save, self._leave_model_empty, self._stop_work, self._let_go, self.home.close]
             self._closed = True
         if destroy and own:
             self._ends.append(lambda: homes.remove(self.home.folder))
@@ -382,6 +385,15 @@ class StreamingEngine(HookedRuntime):
         while self._ends:
             self._ends[0]()  # each can be begun again
             self._ends.popleft()
+
+    def _end_save(self) -> None:
+        """Of one under way, its end is waited for; Ctrl-C leaves it undone. Its error is for whoever asks the save."""
+        try:
+            if self._save is not None:
+                self._save.join()
+        except KeyboardInterrupt:
+            self._save.stop()
+            raise
 
     def _leave_model_empty(self) -> None:
         left_empty(self.model, self.weights.nothing, self.home.folder)
@@ -1280,6 +1292,29 @@ class StreamingEngine(HookedRuntime):
             raise
         self.steps.update(steps)
         self.generation += 1
+
+    # -- saves ---------------------------------------------------------------------------------------------------------
+
+    @whole
+    def save(
+        self, targets: Targets, end: Callable[[], Any], give_up: Callable[[], None], *, what: str = "save"
+    ) -> BackgroundSave:
+        """Begin to copy what `targets` name, as it is after the last completed step, into their files. Training can go
+        on at once: an update that would overwrite what is not copied yet waits for that.
+
+        `end` is called when all is copied, and `give_up` after an error, both in the save's thread, which nothing else
+        of the engine waits for; `close` waits for the save. One runs at a time: this waits for the one before, and
+        raises its error where nobody has asked for it. The files belong to the save from here on. Raises RuntimeError
+        as `require_completed_step`, and while a step is under way.
+        """
+        self._require_no_function("save()")
+        self.require_open()
+        self.require_completed_step()
+        if self._save is not None and not (self._save.done() and self._save.was_looked_at):
+            self._save.wait()
+        extracts = Extracts(self.layout, targets).by_key
+        self._save = BackgroundSave(what, self.home, extracts, self.buffers.need_saved(), end, give_up)
+        return self._save
 
 
 class _Looking:

@@ -100,18 +100,21 @@ class WeightStream:
         wait_s: float = 60.0,
         describe: Callable[[Hashable], str] = repr,
         warn: Callable[[str], None] | None = None,
+        before_write: Callable[[Hashable], None] | None = None,
     ) -> None:
         """`staging` serves while there is no pool (see `use_pool`). `owner`: keeps the account of uses; fetches and
         copies are then no uses, and `drop` stands for `release`. `slot_multiple`: elements that transfers are a
         multiple of. `read_ahead_bytes`: at most this much lies in memory unused, by default whatever the pool holds.
         `wait_s`: how long a fetch waits for a slot. `warn` takes the lines that a person should read (by default the
-        log `memascend`), `describe` says there what a key stands for.
+        log `memascend`), `describe` says there what a key stands for. `before_write` may wait until a tensor may be
+        overwritten; it is called without the stream's lock.
         """
         if pool is None and staging is None:
             raise ValueError("a stream of weights needs a pool or staging buffers")
         self._storage, self._pool, self._staging, self._beside, self._owner = storage, pool, staging, beside, owner
         self._slot_multiple, self._read_ahead_bytes, self._wait_s = slot_multiple, read_ahead_bytes, wait_s
         self._describe, self._warn = describe, warn or logging.getLogger("memascend").warning
+        self._before_write = before_write
         self._numels: dict[Hashable, int] = {}
         self._entries: dict[Hashable, _Entry] = {}  # in the order in which they got their buffers
         self._retiring: list[_Entry] = []  # dropped, but a transfer or a copy still works on the buffer
@@ -267,6 +270,8 @@ class WeightStream:
         with self._lock:
             entry = self._entries[key]
         self._await_writes(key)
+        if self._before_write is not None:
+            self._before_write(key)
         with self._lock:
             completion = self._storage.write(key, entry.lease.slot_tensor, priority=WRITE)
             self._counts.bytes_written += entry.lease.slot_tensor.nbytes

@@ -245,7 +245,8 @@ def _workload(options: argparse.Namespace) -> Workload:
         if getattr(options, name) is None:
             setattr(options, name, preset)
     sizes = SwapSizes(io=io_settings({}, options.nvme))
-    return workload_asked_for(options, spec, options.context, options.gpus, sizes=sizes, device=_device(options))
+    others = {"sizes": sizes, "device": _device(options), "saves_meanwhile": True}  # as train does by default
+    return workload_asked_for(options, spec, options.context, options.gpus, **others)
 
 
 def _device(options: argparse.Namespace) -> str:

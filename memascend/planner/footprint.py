@@ -58,6 +58,7 @@ OWNER_METRICS = {
     "streamed_weights": "weights on their way",
     "streamed_states": "optimizer states on their way",
     "streamed_gradients": "gradients on their way",
+    "streamed_saves": "states on their way to a checkpoint",
     "nvme_engine_buffers": "NVMe engine buffers",
     "process": "process overhead",
     "cpu_computation": "computation on the CPU (estimate)",

@@ -72,7 +72,8 @@ class Workload:
     `state_versions`: of a system that keeps versions of its states on the SSD, as `train` has it. `clip`: the largest
     norm of the gradients (0: any), where it matters whether all of them must have come before one is used. `device`:
     what computes. On `cpu`, the tensors of the computation are in host memory too, and the process has no CUDA; None:
-    as the papers count, a process with CUDA and no buffers for transfers to a GPU.
+    as the papers count, a process with CUDA and no buffers for transfers to a GPU. `saves_meanwhile`: checkpoints are
+    written while training goes on, by a system that can.
     Raises ValueError, in one line, for what cannot be.
     """
 
@@ -95,6 +96,7 @@ class Workload:
     state_versions: str = "auto"
     clip: float = 0.0
     device: str | None = None
+    saves_meanwhile: bool = False
 
     def __post_init__(self) -> None:
         arm_of(self.system, self.arm)

@@ -316,6 +316,11 @@ class DirectEngine(StorageEngine):
         """
         return self._native.unregister_buffer(tensor)
 
+    @property
+    def uncommitted(self) -> int:
+        """Changes that `commit` would make durable."""
+        return self._store.uncommitted()
+
     def space(self) -> StoreSpace:
         return StoreSpace(**self._store.space())
 

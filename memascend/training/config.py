@@ -27,7 +27,7 @@ OUT_OF_SCOPE = dict.fromkeys(
 # What may differ when a run goes on: none of it changes a loss before the new end. All else must stay as it was.
 MAY_CHANGE_ON_RESUME = (
     "steps", "epochs", "nvme", "devices", "tiers", "write_budget", "host_memory", "save_every", "eval_every",
-    "log_every", "keep", "checkpoints", "eval_sequences", "trace", "accumulation",
+    "log_every", "keep", "checkpoints", "eval_sequences", "trace", "accumulation", "save_in_foreground",
 )  # fmt: skip
 
 
@@ -204,6 +204,11 @@ class TrainConfig:
         "run (system lohan): --resume continues from them, and memascend export turns them into a model folder",
         choices=CHECKPOINTS,
     )
+    save_in_foreground: bool = _option(
+        False,
+        "training waits while a checkpoint is written; by default system lohan writes all but the last one while it "
+        "trains on",
+    )
     keep: int = _option(2, "number of newest checkpoints to keep", "N", least=1)
     trace: str | None = _option(
         None,
@@ -216,6 +221,12 @@ class TrainConfig:
     def initialised(self) -> bool:
         """Whether the weights are initialised rather than loaded."""
         return self.random_weights or self.twin > 1
+
+    @property
+    def saves_meanwhile(self) -> bool:
+        """Whether a checkpoint may be written while training goes on: all but the last one, by a system that can."""
+        more = self.steps is None or 0 < self.save_every < self.steps
+        return self.checkpoints != "none" and self.save_every > 0 and more and not self.save_in_foreground
 
     @property
     def output_folder(self) -> Path:

@@ -150,6 +150,7 @@ def workload_of_run(config: TrainConfig, spec: ModelSpec, context: int) -> Workl
     from memascend.planner.workload import workload_asked_for
 
     over: dict[str, Any] = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
+    over["saves_meanwhile"] = config.saves_meanwhile
     if config.tiers:
         over |= {"system": config.system, "arm": config.arm}
         if config.system == "memascend":

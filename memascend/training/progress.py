@@ -183,9 +183,10 @@ class Progress:
             self._out.write(text)
             self._out.flush()
 
-    def saved(self, step: int, seconds: float, written_bytes: int, shared_bytes: int) -> None:
-        """A checkpoint, in the metrics; `shared_bytes` were not written, since the swap files' blocks are its own."""
-        row = {"kind": "checkpoint", "step": step, "seconds": seconds}
+    def saved(self, step: int, seconds: float, written_bytes: int, shared_bytes: int, stood_still_s: float) -> None:
+        """A checkpoint, in the metrics; `shared_bytes` were not written, since the swap files' blocks are its own.
+        `stood_still_s`: of its seconds, those for which training waited."""
+        row = {"kind": "checkpoint", "step": step, "seconds": seconds, "stood_still_s": stood_still_s}
         self._write(row | {"written_bytes": written_bytes, "shared_bytes": shared_bytes})
 
     def _write(self, row: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,6 +36,7 @@ from memascend.storage.scratch import require_room
 from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout
 from memascend.training import backends, checkpoint, random_state, report
 from memascend.training.backends.protocol import KeptIsTorn
+from memascend.training.background import BackgroundCheckpoint
 from memascend.training.config import TrainConfig, complete
 from memascend.training.data import Sequences
 from memascend.training.folder import Lock, RunFolder
@@ -79,6 +81,8 @@ class Stop:
 class Worker:
     """A rank's part of the run described by `job` (see launch._job). `out`: where rank 0 prints its lines."""
 
+    saving: BackgroundCheckpoint | None = None  # while training goes on
+    saves_meanwhile = False
     products = "native"  # how matrix products are computed, once the model is there
 
     def __init__(self, job: dict[str, Any], out: TextIO) -> None:
@@ -111,6 +115,7 @@ class Worker:
                 print(note, file=self.out, flush=True)
         self.backend = backend(self.config, self.job["settings"], Ledger(self._budget()))
         self._begin()
+        self.saves_meanwhile = self.config.saves_meanwhile and hasattr(self.backend, "save_meanwhile")
         self._open_data()
         if self.config.trace:
             self.recorder = Recorder(self.rank)
@@ -138,6 +143,7 @@ class Worker:
             self.progress.say("note: products of bf16 matrices are computed in fp32 on this CPU (--matmul)")
         self.stop.training = True
         outcome = self._train()
+        self._end_saving()
         if outcome != NOTHING_TO_DO:
             self._report(outcome)
         self.progress.close()
@@ -274,10 +280,12 @@ class Worker:
     def _after_step(self, stop: bool) -> bool:
         """Evaluation and checkpoint where they are due and not there yet. Returns whether the run stops here."""
         config, last = self.config, self.step == self.steps
+        if self.saving is not None and self.saving.done():
+            self._end_saving()
         if not stop and not self._has_evaluated() and self._is_due(config.eval_every, last):
             stop = self._evaluate()
         if self.step > self.saved and (stop or self._is_due(config.save_every, last)):
-            self._save()
+            self._save(meanwhile=self.saves_meanwhile and not stop and not last)
         return stop and not (last and self._has_evaluated())
 
     def _has_evaluated(self) -> bool:
@@ -392,18 +400,40 @@ class Worker:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def _save(self) -> None:
-        """A checkpoint of this step. ValueError where the disk is full: what it takes, and how to go on."""
-        try:
-            if self.config.checkpoints != "none":
+    def _save(self, *, meanwhile: bool = False) -> None:
+        """A checkpoint of this step, `meanwhile` training goes on or before it does. ValueError where the disk is full:
+        what it takes, and how to go on."""
+        self._end_saving()
+        with self._said_where_there_is_no_room(self.step):
+            if meanwhile and self.config.checkpoints != "none":
+                self.saving = BackgroundCheckpoint(self.config, self.folder, self.backend, self.step)
+            elif self.config.checkpoints != "none":
                 self._write_checkpoint()
             self.saved = self.step
+
+    def _end_saving(self) -> None:
+        """The checkpoint that was begun is there when this returns. Raises as `_save`."""
+        if (saving := self.saving) is None:
+            return
+        self.saving = None
+        with self._said_where_there_is_no_room(saving.step):
+            saving.wait()
+        self.progress.say(
+            f"{saving.step:>6}  checkpoint {saving.path}, {saving.seconds:.1f} s, for {saving.stood_still_s:.1f} s of "
+            "which training waited"
+        )
+        self.progress.saved(saving.step, saving.seconds, saving.nbytes, 0, saving.stood_still_s)
+
+    @contextlib.contextmanager
+    def _said_where_there_is_no_room(self, step: int) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            raise ValueError(self._no_room(error)) from error
+            raise ValueError(self._no_room(error, step)) from error
 
-    def _no_room(self, error: OSError) -> str:
+    def _no_room(self, error: OSError, step: int) -> str:
         folder = self.folder.checkpoints
         checkpoint.clean(folder)  # half a checkpoint is of no use, and room
         layouts = self.backend.weight_layouts()
@@ -413,7 +443,7 @@ class Worker:
         kept = [self.backend.kept_step() or 0, *(each.step for each in checkpoint.listed(folder)[0] if each.is_full)]
         go_on = f"continues after step {max(kept)}" if any(kept) else "starts over, since no step was saved"
         return (
-            f"cannot save the checkpoint of step {self.step} in {folder} ({error.strerror}): it takes "
+            f"cannot save the checkpoint of step {step} in {folder} ({error.strerror}): it takes "
             f"{byte_count(needed)}, and {byte_count(free)} are free; make room, then: memascend train --output "
             f"{self.folder.root} --resume ({go_on})"
         )
@@ -444,7 +474,7 @@ class Worker:
                 f"{self.step:>6}  checkpoint {folder / f'step-{self.step:08d}'}, {seconds:.1f} s"
                 + (f", {byte_count(shared)} of it shared with the swap files" if shared else "")
             )
-            self.progress.saved(self.step, seconds, written, shared)
+            self.progress.saved(self.step, seconds, written, shared, seconds)
         self._barrier()
 
     def _save_states(self, path: Path) -> TensorFileWriter:

@@ -196,6 +196,32 @@ def test_a_kill_while_states_are_shared_leaves_the_checkpoint_before_whole(
         assert evaluations(output)[STEPS] == evaluations(reference)[STEPS]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "more",
+    [("--state-versions", "two"), ("--state-versions", "one"), ("--state-versions", "checkpoint", "--clip", "0")],
+    ids=["two versions", "one version", "torn by a kill"],
+)
+def test_a_kill_while_a_checkpoint_is_written_beside_training_leaves_the_one_before_whole(
+    tmp_path, tmp_path_factory, more
+):
+    reference = finished_run(tmp_path_factory, "lohan", *(("--clip", "0") if "--clip" in more else ()))
+    output = tmp_path / "run"
+    options = options_for(reference.parent / "text", "lohan", *more)
+    for step in (4, 6):
+        kill_in_a_save(output, step, *(["--resume"] if step > 4 else options))
+        found, refused = listed(output / "checkpoints")
+        assert refused == []
+        for checkpoint in found:
+            checkpoint.check(checkpoint.state / "rank0.safetensors")
+        assert found[-1].step >= step - 2
+    resume_to_the_end(output)
+    assert not list((output / "checkpoints").glob(".partial-*"))
+    assert losses(output) == losses(reference)
+    assert evaluations(output)[STEPS] == evaluations(reference)[STEPS]
+
+
 def kill_in_a_save(output, step, *options):
     """Start, SIGKILL the parent as soon as the checkpoint of `step` is begun; again while ranks killed before still
     die."""

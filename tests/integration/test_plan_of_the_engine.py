@@ -7,11 +7,13 @@ import torch
 
 from memascend import systems
 from memascend.baselines.lohan.run import run_of
+from memascend.engine.buffers import SAVED_BYTES
 from memascend.memory.ledger import Ledger
 from memascend.planner.footprint import plan
 from memascend.planner.limits import stored_within
 from memascend.planner.spec import model_spec
 from memascend.planner.step import io_volume
+from memascend.storage.tensor_parts import TensorPartsWriter
 from memascend.training import random_state
 from memascend.training.backends.streaming import StreamingBackend
 from memascend.training.config import TrainConfig
@@ -23,7 +25,8 @@ TIED, UNTIED = model_spec("qwen2.5-0.5b").twin(16), model_spec("llama3.1-8b").tw
 
 
 def config_of(folder, **options):
-    """A run of `train` with its defaults, but for the options."""
+    """A run of `train` with its defaults, but for the options; it saves at its end alone."""
+    options = {"save_every": 0, **options}
     return TrainConfig(
         model="m", data=["d"], system="lohan", batch=BATCH, nvme=str(folder), output=str(folder), **options
     )
@@ -56,12 +59,20 @@ def measured(config, spec, steps=2, clipped=0.0):
             backend.keep({"step": step, "random": random_state.as_json()})
             read, written = (now - then for now, then in zip(backend.engine.transferred, before, strict=True))
             backend.engine.speculation.take_over({"steps": 16, "clipped": 16 * clipped})
+            if config.saves_meanwhile:
+                save(backend, folder=backend.engine.home.folder.parent)
         files = [path for path in backend.engine.home.folder.rglob("*") if path.is_file()]
         disk = sum(path.stat().st_blocks * 512 for path in files)
         host = ledger.peak("host", "reserved_bytes").bytes_
     finally:
         backend.close()
     return {"read": read, "written": written, "disk": disk, "host": host}
+
+
+def save(backend, folder):
+    """What `train` does with it, of weights alone."""
+    file = TensorPartsWriter(folder / "weights", backend.weight_layouts())
+    backend.save_meanwhile(file, None, file.close, file.abandon).wait()
 
 
 def assert_the_plan_is_the_run(folder, spec, **options):
@@ -88,6 +99,19 @@ def slow(spec, options):
 )
 def test_a_plan_is_within_a_hundredth_of_the_run(tmp_path, spec, options):
     assert_the_plan_is_the_run(tmp_path, spec, **options)
+
+
+def test_a_plan_counts_the_memory_of_saves_while_training_goes_on(tmp_path):
+    (tmp_path / "saves").mkdir()
+    assert_the_plan_is_the_run(tmp_path / "saves", UNTIED, save_every=1, clip=NOT_REACHED)
+    plans = {
+        every: planned(config_of(tmp_path, save_every=every, save_in_foreground=waits), UNTIED)
+        for every, waits in ((0, False), (1, False), (2, True))
+    }
+    more = plans[1]["host"] - plans[0]["host"]
+    largest = max(run_of(workload_of_run(config_of(tmp_path), UNTIED, CONTEXT)).layout.nbytes)
+    assert more == min(SAVED_BYTES, largest)
+    assert {**plans[1], "host": plans[0]["host"]} == plans[0] == plans[2]
 
 
 @pytest.mark.parametrize("accumulate", [1, pytest.param(4, marks=pytest.mark.slow)])

@@ -76,7 +76,7 @@ def test_a_trace_into_a_folder_is_refused_before_the_start(tmp_path):
 
 def test_another_error_of_the_disk_stays_what_it_is(tmp_path):
     worker = Worker.__new__(Worker)
-    worker.config = SimpleNamespace(checkpoints="full")
+    worker.config, worker.step = SimpleNamespace(checkpoints="full"), 7
 
     def write():
         raise OSError(errno.EIO, "Input/output error")

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from memascend.engine import home as homes
 from memascend.engine.layout import numel_of_state
 from memascend.engine.options import CHECKPOINTS, EngineOptions
 from memascend.engine.runtime import StreamingEngine
+from memascend.engine.saving import WEIGHTS, BackgroundSave, Target
 from memascend.engine.spilled import SpilledValues
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
@@ -28,6 +29,7 @@ from memascend.memory.topology import Topology
 from memascend.ops.half_linear import choose_products
 from memascend.simulator.recorder import Recorder, phase
 from memascend.storage.tensor_file import Share, TensorFileReader, TensorLayout
+from memascend.storage.tensor_parts import TensorPartsWriter
 from memascend.training import random_state
 from memascend.training.backends.loss_scale import LossScale
 from memascend.training.backends.protocol import KeptIsTorn
@@ -48,6 +50,7 @@ class StreamingBackend:
         self._folder = Path(settings["folder"])
         self._scale = LossScale.dynamic() if config.dtype == "fp16" else None
         self._steps = self._skipped = 0
+        self._kept: int | None = None  # the step that the states on the tier are of, once this process has any
         self._finished = False  # a step that is not kept
         self._moved = (0, 0)
         self._told = False
@@ -141,6 +144,8 @@ class StreamingBackend:
 
     def kept_step(self) -> int | None:
         """Only looks: what else is wrong with the states is said by `go_on`."""
+        if self._kept is not None:  # by this process, which has them open
+            return self._kept
         try:
             return homes.kept_facts(self._folder).get("step", 0) if homes.is_home(self._folder) else None
         except homes.TornStates as error:
@@ -149,6 +154,7 @@ class StreamingBackend:
     def go_on(self, source: Path | dict[str, Any]) -> dict[str, Any]:
         facts = self._resume(source, self._engine_options())
         self._take_over(facts["backend"])
+        self._kept = facts["step"]
         return facts
 
     def open_kept(self, source: Path | dict[str, Any]) -> int:
@@ -168,6 +174,7 @@ class StreamingBackend:
 
     def keep(self, facts: dict[str, Any]) -> None:
         self.engine.keep(facts | {"backend": self._counters()})
+        self._kept = facts.get("step", self._kept)
         self._finished = False
 
     def _facts_of_next(self, loss: torch.Tensor) -> dict[str, Any]:
@@ -330,6 +337,24 @@ class StreamingBackend:
             found = self.engine.read_states(name)
             for state in self._state_names():
                 yield f"{index}.{state}", found[state]
+
+    def save_meanwhile(
+        self,
+        weights: TensorPartsWriter,
+        states: TensorPartsWriter | None,
+        end: Callable[[], None],
+        give_up: Callable[[], None],
+    ) -> BackgroundSave:
+        """Fill the files of `weights` and of `states`, with what `weight_layouts` and `state_layouts` say, while
+        training goes on; see `StreamingEngine.save`."""
+        from memascend.integrations.pretrained import persistent_buffers
+
+        targets = {(name, WEIGHTS): [Target(weights, name)] for name, _ in self.model.named_parameters()}
+        for name, buffer in persistent_buffers(self.model):  # training may change them
+            weights.write(name, buffer.cpu())
+        for index, name in enumerate(self._sizes() if states is not None else ()):
+            targets |= {(name, state): [Target(states, f"{index}.{state}")] for state in self._state_names()}
+        return self.engine.save(targets, end, give_up, what="the checkpoint")
 
     def state_facts(self) -> dict[str, Any]:
         return {**self._counters(), "groups": [[(name, numel)] for name, numel in self._sizes().items()]}

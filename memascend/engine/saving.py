@@ -1,0 +1,188 @@
+"""A save while training goes on: a thread copies a snapshot of the tier into files, through one small buffer.
+
+A tensor of the tier holds parts of many tensors of a save, and they come in the order in which the next step will
+overwrite them: so the files are written in parts (`memascend.storage.tensor_parts`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memascend.engine.frozen import frozen_key
+from memascend.engine.home import StateHome
+from memascend.engine.layout import Layout, Part, Piece, Run, Unit, numel_of_state
+from memascend.engine.snapshot import Snapshot
+from memascend.storage import interrupts
+from memascend.storage.byte_views import byte_view
+from memascend.storage.completion import Promise, RequestCancelled
+from memascend.storage.interrupts import whole
+from memascend.storage.tensor_parts import TensorPartsWriter
+
+WEIGHTS = "weights"  # beside the states' names: a parameter's own values
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor of a file."""
+
+    file: TensorPartsWriter
+    name: str
+
+
+# What goes where, by parameter and `WEIGHTS`, "master" or a state of the layout. What is not there is not saved.
+Targets = Mapping[tuple[str, str], Sequence[Target]]
+
+
+@dataclass(frozen=True)
+class Extract:
+    """Bytes `begin` to `end` of a tensor of the tier, which go to byte `at` of a target."""
+
+    begin: int
+    end: int
+    target: Target
+    at: int
+
+
+class Extracts:
+    """What a save takes out of which tensor of the tier."""
+
+    def __init__(self, layout: Layout, targets: Targets) -> None:
+        self._layout, self._targets = layout, targets
+        self._of: dict[str, list[Extract]] = {}
+        # The last units' updates come first, and a unit's weights are written when all of its pieces were.
+        for unit in reversed(layout.units):
+            for piece in unit.pieces:
+                self._add_states(piece)
+            self._add_weights(unit)
+
+    @property
+    def by_key(self) -> dict[str, list[Extract]]:
+        """In the order in which a step writes them."""
+        return self._of
+
+    def _add_states(self, piece: Piece) -> None:
+        size = self._layout.stored_states.itemsize
+        for run, places in self._layout.state_places(piece):
+            for state, place in places.items():
+                first = numel_of_state(state, run.part.offset + run.begin)
+                self._add(piece.key, place.start * size, place.stop * size, (run.part.name, state), first * size)
+
+    def _add_weights(self, unit: Unit) -> None:
+        layout, size = self._layout, self._layout.weights.itemsize
+        runs = [run for piece in unit.pieces for run in piece.runs] if layout.own_masters else []
+        taken = [(Run(part, 0, part.numel), WEIGHTS) for part in unit.parts] + [(run, "master") for run in runs]
+        trained = layout.step_numel(unit)
+        for run, what in taken:
+            begin, first = _first_in_unit(run), run.part.offset + run.begin
+            key, before = (unit.key, 0) if begin < trained else (frozen_key(unit.key), trained)
+            begin -= before
+            self._add(key, begin * size, (begin + run.numel) * size, (run.part.name, what), first * size)
+
+    def _add(self, key: str, begin: int, end: int, what: tuple[str, str], at: int) -> None:
+        for target in self._targets.get(what, ()) if begin < end else ():
+            self._of.setdefault(key, []).append(Extract(begin, end, target, at))
+
+
+def _first_in_unit(run: Run) -> int:
+    part: Part = run.part
+    return part.first + run.begin
+
+
+class BackgroundSave(Promise):
+    """A save under way: `done()`, and `wait()`, which returns what its end returned or raises its error."""
+
+    def __init__(
+        self,
+        what: str,
+        home: StateHome,
+        extracts: Mapping[str, Sequence[Extract]],
+        buffer: torch.Tensor,
+        end: Callable[[], Any],
+        give_up: Callable[[], None],
+    ) -> None:
+        """Takes the snapshot and begins; `end` is called when all is copied, and `give_up` after any error, both in the
+        save's own thread."""
+        super().__init__(what)
+        self._home, self._extracts, self._buffer, self._end, self._give_up = home, extracts, buffer, end, give_up
+        self._asked_to_stop = False
+        self.snapshot: Snapshot = home.take_snapshot(extracts)
+        self.began_s, self.took_s = time.monotonic(), 0.0
+        # No daemon: a program that ends has its save whole.
+        self._thread = threading.Thread(target=self._run, name="memascend-save")
+        try:
+            self._thread.start()
+        except BaseException:
+            self.snapshot.end()
+            raise
+
+    @property
+    def waited_s(self) -> float:
+        """For which updates could not be written, since the save had not copied what they replace."""
+        return self.snapshot.waited_s
+
+    @property
+    def was_looked_at(self) -> bool:
+        """Whether somebody has waited for it to its end, or asked for its error."""
+        return self._observed
+
+    @whole
+    def join(self) -> None:
+        """Until it has ended, well or not; its error is left to whoever asks for it."""
+        while self._thread.is_alive():
+            interrupts.check()
+            self._thread.join(interrupts.SLICE_S)
+
+    def stop(self) -> None:
+        """Leave it undone; it has ended, with RequestCancelled if it had not before, when this returns."""
+        self._asked_to_stop = True
+        self.join()
+
+    def _run(self) -> None:
+        value, failure = None, None
+        try:
+            self._copy()
+            self.snapshot.end()  # training goes on while the disk takes what was written
+            value = self._end()
+        except BaseException as error:
+            failure = error
+            self.snapshot.end()
+            try:
+                self._give_up()
+            except BaseException as another:
+                error.add_note(f"and what was written could not be removed: {another}")
+        self.took_s = time.monotonic() - self.began_s
+        for name in ("_home", "_extracts", "_buffer", "_end", "_give_up"):  # with all that they hold
+            delattr(self, name)
+        self._settle(value, failure)
+
+    def _copy(self) -> None:
+        done: dict[str, int] = {}  # bytes of the tensors whose copy has begun
+        key: str | None = None
+        while (key := self.snapshot.next(key)) is not None:
+            if self._asked_to_stop:
+                raise RequestCancelled(f"{self._what} was stopped")
+            size, begin = self._home.size_of(key), done.get(key, 0)
+            end = min(size, begin + self._buffer.nbytes)
+            self._copy_part(key, begin, end)
+            done[key] = end
+            if end == size:
+                self.snapshot.copied(key)
+        if self.snapshot.ended:
+            raise RequestCancelled(f"{self._what} was cut off: the home of its tensors was closed")
+
+    def _copy_part(self, key: str, begin: int, end: int) -> None:
+        extracts = [each for each in self._extracts[key] if each.begin < end and begin < each.end]
+        if not extracts:
+            return
+        part = self._buffer[: end - begin]
+        self._home.read_part(key, part, begin)
+        view = byte_view(part)
+        for each in extracts:
+            first, last = max(begin, each.begin), min(end, each.end)
+            each.target.file.put(each.target.name, each.at + first - each.begin, view[first - begin : last - begin])

@@ -1,0 +1,61 @@
+"""Tensors of a store at one moment, while training overwrites them: whoever is about to waits until a copy was made.
+
+A snapshot takes no space and copies nothing by itself. Whoever copies asks which tensor is next: one that somebody
+waits for, else in the order in which the next step will write them, so that few have to wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from memascend.storage import interrupts
+from memascend.storage.interrupts import whole
+
+
+class Snapshot:
+    """Of the tensors with `keys`, in the order in which they are best copied. Thread-safe."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._pending = dict.fromkeys(keys)
+        self._wanted: deque[str] = deque()
+        self._changed = threading.Condition()
+        self.waited_s = 0.0  # by all who had to, one after the other or side by side
+        self.ended = False
+
+    def next(self, under_way: str | None = None) -> str | None:
+        """The tensor to go on with: one that is waited for, the one `under_way`, or the first; None: all are copied, or
+        the snapshot has ended."""
+        with self._changed:
+            while self._wanted and self._wanted[0] not in self._pending:
+                self._wanted.popleft()
+            if self._wanted:
+                return self._wanted[0]
+            return under_way if under_way in self._pending else next(iter(self._pending), None)
+
+    def copied(self, key: str) -> None:
+        """It may be overwritten."""
+        with self._changed:
+            self._pending.pop(key, None)
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """All of them may be overwritten, copied or not. Idempotent."""
+        with self._changed:
+            self.ended = True
+            self._pending.clear()
+            self._changed.notify_all()
+
+    @whole
+    def make_way(self, key: str) -> None:
+        """Wait until a tensor may be overwritten. In the main thread Ctrl-C ends the wait."""
+        if key not in self._pending:
+            return
+        begin = time.monotonic()
+        with self._changed:
+            self._wanted.append(key)
+            while key in self._pending:
+                interrupts.wait(self._changed.wait)
+            self.waited_s += time.monotonic() - begin

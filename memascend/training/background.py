@@ -1,0 +1,96 @@
+"""A checkpoint that is written while training goes on, by a backend that can (`Backend.save_meanwhile`)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from typing import TYPE_CHECKING, Any
+
+from memascend.storage.tensor_file import TensorLayout
+from memascend.storage.tensor_parts import TensorPartsWriter
+from memascend.training import checkpoint, random_state
+
+if TYPE_CHECKING:
+    from memascend.training.backends.streaming import StreamingBackend
+    from memascend.training.config import TrainConfig
+    from memascend.training.folder import RunFolder
+
+_STATES = "state/rank0.safetensors"
+
+
+class BackgroundCheckpoint:
+    """Of one step, from its begin on. Its files are those of a checkpoint that training waits for, to the bit."""
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, backend: StreamingBackend, step: int) -> None:
+        """Takes what is in memory, and begins with the rest. Raises OSError; nothing is left then."""
+        begin = time.monotonic()
+        self.step, self._folder, self._config = step, folder, config
+        self.path = folder.checkpoints / f"step-{step:08d}"
+        self._partial = checkpoint.begin(folder.checkpoints, step, full=config.checkpoints == "full")
+        self._files: dict[str, TensorPartsWriter] = {}
+        try:
+            self._save = self._begin(backend)
+        except BaseException:
+            self._give_up()
+            raise
+        self._begin_s = time.monotonic() - begin
+
+    def _begin(self, backend: StreamingBackend) -> Any:
+        from memascend.integrations.pretrained import save_configuration
+
+        save_configuration(backend.model, self._partial / "model", self._folder.tokenizer)
+        weights = self._file(f"model/{checkpoint.WEIGHTS}", backend.weight_layouts(), metadata={"format": "pt"})
+        states = None
+        if self._config.checkpoints == "full":
+            generators = random_state.tensors()
+            layouts = [TensorLayout(name, value.dtype, tuple(value.shape)) for name, value in generators.items()]
+            states = self._file(_STATES, [*backend.state_layouts(), *layouts], aligned=True)
+            for name, value in generators.items():
+                states.write(name, value)
+            facts = {"0": backend.state_facts() | random_state.facts()}
+            (self._partial / "state" / "trainer.json").write_text(json.dumps(facts))
+        return backend.save_meanwhile(weights, states, self._end, self._give_up)
+
+    def _file(self, name: str, layouts: list[TensorLayout], **more: Any) -> TensorPartsWriter:
+        self._files[name] = TensorPartsWriter(self._partial / name, layouts, **more)
+        return self._files[name]
+
+    # -- in the save's thread ------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        for file in self._files.values():
+            file.close()
+        checksums = {name: file.checksum for name, file in self._files.items()}
+        final = checkpoint.commit(self._partial, self.step, checksums, {"ranks": 1, "holds": self._config.checkpoints})
+        checkpoint.point(self._folder.model, final / "model")
+        checkpoint.prune(self._folder.checkpoints, self._config.keep)
+
+    def _give_up(self) -> None:
+        for file in self._files.values():
+            file.abandon()
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        return self._save.done()
+
+    def wait(self) -> None:
+        """Until it is there, and older ones are removed. Raises what went wrong."""
+        self._save.wait()
+
+    @property
+    def seconds(self) -> float:
+        """From its begin to its end."""
+        return self._begin_s + self._save.took_s
+
+    @property
+    def stood_still_s(self) -> float:
+        """For which training waited: in its begin, and until what it overwrites was copied."""
+        return self._begin_s + self._save.waited_s
+
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors' files."""
+        return sum(file.size for file in self._files.values())
