@@ -81,9 +81,9 @@ numa-guest: setup ## kernel and emulator of a machine with CPU-less memory nodes
 numa-test: numa-guest ## tests that need such nodes, in that guest: minutes, nothing is timed
 	@$(IN_VENV) pytest -m numa_vm $(PYTEST)
 
-lint: setup ## ruff, clang-format, codespell, snakefmt, snakemake --lint
+lint: setup ## ruff, mypy, clang-format, codespell, snakefmt, snakemake --lint
 	@$(IN_VENV) ruff check . && ruff format --check . && snakefmt --check Snakefile workflows/rules && snakemake --lint
-	@$(IN_VENV) clang-format --dry-run -Werror $(CPP) && codespell
+	@$(IN_VENV) clang-format --dry-run -Werror $(CPP) && codespell && mypy
 
 format: setup ## what the formatters can do by themselves
 	@$(IN_VENV) ruff check --fix-only . && ruff format . && snakefmt Snakefile workflows/rules && clang-format -i $(CPP)

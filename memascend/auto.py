@@ -84,7 +84,7 @@ class _SpecInProgress(importlib.machinery.ModuleSpec):
 
     @property
     def _initializing(self) -> bool:
-        return self.__dict__.get("_initializing", False)
+        return bool(self.__dict__.get("_initializing", False))
 
     @_initializing.setter
     def _initializing(self, value: bool) -> None:

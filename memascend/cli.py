@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, MemoryError, ImportError) as error:
         print(f"memascend: error: {' '.join(_told(error).split())}", file=sys.stderr)
         return 2
-    return status
+    return int(status)
 
 
 def _told(error: Exception) -> str:

@@ -52,10 +52,12 @@ def _run(options: argparse.Namespace) -> tuple[str, int]:
         raise ValueError(f"{options.a} is {_kind(a)} and {options.b} is {_kind(b)}: compare two of the same kind")
     if options.picture and not isinstance(a, StepOf):
         raise ValueError("--picture draws two steps: name two traces, of plan --trace or train --trace")
-    if isinstance(a, StepOf):
+    if isinstance(a, StepOf) and isinstance(b, StepOf):
         if options.picture:
             draw([read_trace(options.a), read_trace(options.b)], options.picture, force=options.force)
         return (json.dumps(rows(a, b), indent=1) if options.json else as_text(a, b)), 0
+    assert isinstance(a, Results)
+    assert isinstance(b, Results)
     for path, results in ((options.a, a), (options.b, b)):
         if results.twice:
             many = f"{len(results.twice)} measurements (such as {results.twice[0]!r})"

@@ -71,7 +71,8 @@ def names() -> list[str]:
 
 def load(name: str, arm: str | None = None) -> System:
     """The system called `name`. Raises ValueError, in one line, for an unknown system or arm."""
-    return provider().load_system(name, arm)
+    system: System = provider().load_system(name, arm)
+    return system
 
 
 def require_states(name: str, arm: str | None, states: str, dtype: str) -> None:

@@ -18,12 +18,13 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
+Sample = tuple[Any, ...]  # seconds, then bytes by kind
 TORCH_OWNERS_OF_DEVICE = {"reduce_bucket", "persistent_parameters"}
 
 
-def thin(samples: list[tuple], window_s: float) -> list[tuple]:
+def thin(samples: list[Sample], window_s: float) -> list[Sample]:
     """The largest sample (by resident size) of each window."""
-    out: list[tuple] = []
+    out: list[Sample] = []
     for row in samples:
         if out and row[0] - out[-1][0] < window_s and int(row[0] / window_s) == int(out[-1][0] / window_s):
             if row[1] > out[-1][1]:
@@ -33,7 +34,7 @@ def thin(samples: list[tuple], window_s: float) -> list[tuple]:
     return out
 
 
-def account(results: list[dict[str, Any]], samples: list[tuple]) -> dict[str, Any]:
+def account(results: list[dict[str, Any]], samples: list[Sample]) -> dict[str, Any]:
     """``memory`` and ``ledger`` of a record. Several ranks: sums over ranks (samples are already summed)."""
     ledgers = [_rank_ledger(r) for r in results]
     begin = max(_first_steady(r) for r in results)
@@ -44,7 +45,7 @@ def account(results: list[dict[str, Any]], samples: list[tuple]) -> dict[str, An
     return {"memory": memory, "ledger": [_relative(e, start, at) for e in entries]}
 
 
-def points(results: list[dict[str, Any]], samples: list[tuple]) -> list[dict[str, Any]]:
+def points(results: list[dict[str, Any]], samples: list[Sample]) -> list[dict[str, Any]]:
     """The points of a sweep, each with the memory of its own steady steps and the bytes of its checkpoint store."""
     ledgers = [_rank_ledger(r) for r in results]
     entries = [e for ledger in ledgers for e in ledger]
@@ -65,7 +66,7 @@ def _phase(result: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _memory(
-    results: list[dict[str, Any]], samples: list[tuple], ledgers: list[list[dict[str, Any]]], begin: float, end: float
+    results: list[dict[str, Any]], samples: list[Sample], ledgers: list[list[dict[str, Any]]], begin: float, end: float
 ) -> tuple[dict[str, int | float], float]:
     """The ``memory`` section of the steps from ``begin`` to ``end``, and when the ledger peaks in them."""
     entries = [e for ledger in ledgers for e in ledger]
@@ -77,7 +78,7 @@ def _memory(
     idle_host = sum(_host(i["status"]) for i in idle)
     device = _device_over_time(results)
 
-    def raw_peak(during: list[tuple]) -> int:
+    def raw_peak(during: list[Sample]) -> int:
         """Host and device together; the device's share is what was allocated, not what waited for its next use."""
         return max((s[2] + s[3] + device(s[0]) for s in during), default=0)
 
@@ -145,12 +146,13 @@ def _host(status: dict[str, int]) -> int:
 
 
 def _training_begin(result: dict[str, Any]) -> float:
-    return next(p["begin_s"] for p in result["phases"] if p["name"] == "step1-forward")
+    begin: float = next(p["begin_s"] for p in result["phases"] if p["name"] == "step1-forward")
+    return begin
 
 
 def _first_steady(result: dict[str, Any]) -> float:
     """Begin of the first step after the warm-up; of the only step when there is one."""
-    begins = {p["name"]: p["begin_s"] for p in result["phases"]}
+    begins: dict[str, float] = {p["name"]: p["begin_s"] for p in result["phases"]}
     return begins.get(f"step{result['warm_up_steps'] + 1}-forward", begins["step1-forward"])
 
 

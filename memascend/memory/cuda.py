@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -14,6 +15,10 @@ _REGISTER_DEFAULT_FLAGS = 0
 
 # The driver context belongs to the process that made it: a forked child must not undo its parent's registrations.
 _registered: dict[int, tuple[int, int]] = {}  # address -> (bytes, process id)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def available() -> bool:
@@ -28,7 +33,7 @@ def register(address: int, length_bytes: int) -> None:
     """
     if address in _registered:
         raise ValueError(f"host memory at {address:#x} is already registered with CUDA: unregister it first")
-    code = int(torch.cuda.cudart().cudaHostRegister(address, length_bytes, _REGISTER_DEFAULT_FLAGS))
+    code = int(_cudart().cudaHostRegister(address, length_bytes, _REGISTER_DEFAULT_FLAGS))
     if code != _CUDA_SUCCESS:
         raise RuntimeError(
             f"cudaHostRegister of {length_bytes} bytes at {address:#x} failed with code {code}: "
@@ -47,7 +52,7 @@ def unregister(address: int) -> None:
     _, process = _registered[address]
     if process != os.getpid():
         return
-    code = int(torch.cuda.cudart().cudaHostUnregister(address))
+    code = int(_cudart().cudaHostUnregister(address))
     if code != _CUDA_SUCCESS:
         raise RuntimeError(f"cudaHostUnregister of {address:#x} failed with code {code}")
     del _registered[address]

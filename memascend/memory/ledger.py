@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from memascend.memory.budget import HostBudget
 
@@ -313,7 +313,7 @@ def _cover(areas: Sequence[_Area], begin: int, end: int) -> tuple[bool, bool]:
     return False, False
 
 
-def _resident_bytes(pagemap, address: int, length: int) -> int:
+def _resident_bytes(pagemap: BinaryIO, address: int, length: int) -> int:
     """Bytes of [address, address + length) on pages that are present, by the page table."""
     first, last = address // _PAGE_BYTES, (address + length - 1) // _PAGE_BYTES
     pagemap.seek(first * 8)

@@ -247,11 +247,11 @@ class _PinnedAllocator:
         try:
             tensor, block = self._take(numel, dtype, name, reserved, placement)
         except BaseException:
-            if entry is not None:
+            if self.ledger is not None and entry is not None:
                 self.ledger.withdraw(entry)
             raise
-        if entry is not None:
-            self._complete(entry, block, placement)
+        if self.ledger is not None and entry is not None:
+            self._complete(self.ledger, entry, block, placement)
         return tensor
 
     def _take(
@@ -279,12 +279,12 @@ class _PinnedAllocator:
             return None
         return self.ledger.record(name, owner, requested, role=role, allocator=self.name, reserved_bytes=reserved)
 
-    def _complete(self, entry: int, block: dict[str, int], placement: Placement | None) -> None:
+    def _complete(self, ledger: Ledger, entry: int, block: dict[str, int], placement: Placement | None) -> None:
         locked, born_s, nodes = bool(block["locked"]), block["born_ns"] / 1e9, None
         if placement is not None:  # where it really is: all but strict policies may take other nodes
             nodes = tuple(n for n in _C.pages_by_node(block["address"], block["reserved_bytes"]) if n != UNTOUCHED)
-        self.ledger.amend(entry, address=block["address"], locked=locked, born_s=born_s, nodes=nodes)
-        _free_events.book(block["id"], self.ledger, entry)
+        ledger.amend(entry, address=block["address"], locked=locked, born_s=born_s, nodes=nodes)
+        _free_events.book(block["id"], ledger, entry)
 
 
 class PageAlignedPinnedAllocator(_PinnedAllocator):

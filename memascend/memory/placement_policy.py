@@ -106,13 +106,13 @@ def _policy(nodes: tuple[int, ...] | Mapping[int, int]) -> Placement:
 def _known(kind: Any, where: str) -> str:
     if kind not in POLICIES:
         raise ValueError(f"{where}: unknown policy {kind!r}: use {', '.join(POLICIES)}, or a mapping of class to node")
-    return kind
+    return str(kind)
 
 
 def _class(name: Any, where: str) -> str:
     if name not in LEVELS:
         raise ValueError(f"{where}: unknown class {name!r}: use {', '.join(CLASSES)}")
-    return name
+    return str(name)
 
 
 def _nodes(name: str, value: Any, where: str) -> tuple[int, ...] | dict[int, int]:

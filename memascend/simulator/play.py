@@ -189,7 +189,8 @@ class _Play:
         idle = not all(under_way)  # tasks without work
         step = 0.0 if idle else min(flow.left / flow.speed for flows in under_way for flow in flows)
         self.now += step
-        still, ended = [], []
+        still: list[_Running] = []
+        ended: list[_Running] = []
         for each, flows in zip(self.running, under_way, strict=True):
             left = len(flows)
             for flow in flows:
@@ -282,7 +283,7 @@ class _Play:
             del self.busy_fifo[fifo]
         by_server = self.served_s.setdefault(task.phase, {})
         for flow in each.flows:
-            end = self.now if not flow.server.shared else flow.end_s
+            end = self.now if not flow.server.shared or flow.end_s is None else flow.end_s
             self.events.append(
                 Event(
                     name=task.name,

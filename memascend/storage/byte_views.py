@@ -12,4 +12,4 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """As `flat_bytes`, of a tensor in host memory."""
-    return memoryview(flat_bytes(tensor).numpy()) if tensor.numel() else memoryview(b"")
+    return memoryview(flat_bytes(tensor).numpy().data) if tensor.numel() else memoryview(b"")

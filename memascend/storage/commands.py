@@ -6,6 +6,7 @@ import argparse
 import errno
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 from memascend.storage import devices as checks
@@ -25,8 +26,7 @@ def add_storage(commands: Any) -> None:
     _add(actions, "format", _format, "create an empty store; refuses devices that may hold data", _format_options)
     _add(actions, "ls", _list, "list the tensors of a store", _json_option)
     _add(actions, "verify", _verify, "read every tensor and compare its checksum; exit status 2 if any is damaged",
-         lambda sub: (_json_option(sub), sub.add_argument("--repair", action="store_true",
-                                                        help="erase the damaged tensors from the index")))  # fmt: skip
+         _verify_options)  # fmt: skip
     _add(actions, "gc", _collect, "remove what killed processes left in shared memory; for a store also compact the "
          "log to its live records and free what dead processes had reserved; for a folder remove the scratch files "
          "that "
@@ -34,7 +34,14 @@ def add_storage(commands: Any) -> None:
     _add(actions, "destroy", _destroy, "destroy a store and all of its tensors", _destroy_options)
 
 
-def _add(actions: Any, name: str, run: Any, summary: str, options: Any = None, several: str = "+") -> None:
+def _add(
+    actions: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], str],
+    summary: str,
+    options: Callable[[argparse.ArgumentParser], None] | None = None,
+    several: str = "+",
+) -> None:
     parser = actions.add_parser(name, help=summary, description=summary)
     text = "block device, loop device or preallocated file"
     parser.add_argument("devices", nargs=several, metavar="DEVICE", help=text)
@@ -44,7 +51,7 @@ def _add(actions: Any, name: str, run: Any, summary: str, options: Any = None, s
     parser.set_defaults(run=lambda chosen: _reported(run, chosen))
 
 
-def _reported(run: Any, options: argparse.Namespace) -> str:
+def _reported(run: Callable[[argparse.Namespace], str], options: argparse.Namespace) -> str:
     try:
         return run(options)
     except RuntimeError as error:  # a store that is foreign, incomplete, damaged or in use
@@ -53,6 +60,11 @@ def _reported(run: Any, options: argparse.Namespace) -> str:
 
 def _json_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def _verify_options(parser: argparse.ArgumentParser) -> None:
+    _json_option(parser)
+    parser.add_argument("--repair", action="store_true", help="erase the damaged tensors from the index")
 
 
 def _word_options(parser: argparse.ArgumentParser) -> None:
@@ -162,7 +174,7 @@ def preallocate(path: str, size_bytes: int, written: bool = True) -> None:
         except OSError as error:
             os.unlink(path)
             fix = "free space, or choose another folder or size" if error.errno == errno.ENOSPC else "check that disk"
-            raise OSError(error.errno, f"{os.strerror(error.errno)} for {size_bytes:,} bytes: {fix}", path) from error
+            raise OSError(error.errno, f"{error.strerror} for {size_bytes:,} bytes: {fix}", path) from error
 
 
 def _open(options: argparse.Namespace) -> Any:

@@ -146,7 +146,7 @@ class Completion:
         if self._ended is not None:
             self._ended.set()
         for function in callbacks:
-            _dispatcher.call(lambda function=function: self._call(function))
+            _dispatcher.call(functools.partial(self._call, function))
         return True
 
     def _give_up(self, error: BaseException) -> None:
@@ -207,6 +207,7 @@ class _Stage(Completion):
         try:
             if self._cancelled:
                 raise RequestCancelled(f"{self._what} was cancelled")
+            assert function is not None, "a stage runs once"
             result = function(value)
         except BaseException as error:  # raised by whoever waits
             self._settle(error=error)
@@ -302,9 +303,9 @@ class _Dispatcher:
         """Call `take` whenever the eventfd `fd` is signalled, until `unwatch`."""
         with self._lock:
             self._sources[fd] = take
-            self._wake()
+            epoll = self._wake()
             # By edges: an outcome that a waiting thread has claimed leaves the descriptor readable until it is taken.
-            self._epoll.register(fd, select.EPOLLIN | select.EPOLLET)
+            epoll.register(fd, select.EPOLLIN | select.EPOLLET)
 
     @whole
     def unwatch(self, fd: int, take: Callable[[], None]) -> None:
@@ -323,18 +324,23 @@ class _Dispatcher:
             self._calls.append(functools.partial(self.unwatch, fd, take))
             os.eventfd_write(self._wake_fd, 1)
 
-    def _wake(self) -> None:
-        if self._thread is None:
-            self._epoll, self._wake_fd = select.epoll(), os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._epoll.register(self._wake_fd, select.EPOLLIN)
-            self._thread = threading.Thread(target=self._run, name="memascend-dispatch", daemon=True)
+    def _wake(self) -> select.epoll:
+        """With the lock held: what the thread, which runs now, waits by."""
+        epoll = self._epoll
+        if self._thread is None or epoll is None:
+            epoll, self._wake_fd = select.epoll(), os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            epoll.register(self._wake_fd, select.EPOLLIN)
+            self._epoll = epoll
+            self._thread = threading.Thread(
+                target=self._run, args=(epoll, self._wake_fd), name="memascend-dispatch", daemon=True
+            )
             self._thread.start()
         if not self.is_this_thread():
             os.eventfd_write(self._wake_fd, 1)
+        return epoll
 
-    def _run(self) -> None:
+    def _run(self, epoll: select.epoll, wake_fd: int) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
-        epoll, wake_fd = self._epoll, self._wake_fd
         while True:
             if self._questions:
                 time.sleep(_POLL_S)
@@ -373,7 +379,7 @@ class _Dispatcher:
 
     def abandon(self) -> None:
         """In a forked child: the descriptors are copies of the parent's, and the thread is not there."""
-        if self._thread is not None:
+        if self._epoll is not None:
             self._epoll.close()
             os.close(self._wake_fd)
 

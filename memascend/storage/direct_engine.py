@@ -136,6 +136,8 @@ class DirectEngine(StorageEngine):
     engine: of each worker `DirectEngineConfig.bounce_bytes`, see `bounce_buffers`.
     """
 
+    _native: _C.DirectEngine
+
     def __init__(
         self,
         devices: Sequence[str | os.PathLike[str]],
@@ -347,7 +349,7 @@ class DirectEngine(StorageEngine):
         memory of its transfers must not be used again.
         """
         self._finalizer()
-        self._native = self._store = None
+        self._native = self._store = None  # type: ignore[assignment]  # later calls are AttributeErrors
 
     def __enter__(self) -> DirectEngine:
         return self
@@ -358,7 +360,7 @@ class DirectEngine(StorageEngine):
     @property
     def paths(self) -> list[str]:
         """The devices, in the order of their numbers in the store."""
-        return self._store.paths()
+        return list(self._store.paths())
 
     def _where(self) -> str:
         return f": {', '.join(self.paths)}"

@@ -15,10 +15,13 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memascend.storage.errors import Failure, StorageError, raise_first
 from memascend.storage.leaving import end_engine, moved_by
+
+if TYPE_CHECKING:
+    from memascend import _C
 
 __all__ = ["EngineStatistics", "Outcome", "RequestCancelled", "StorageEngine", "quantile_us"]
 
@@ -80,8 +83,8 @@ class RequestCancelled(RuntimeError):
 class StorageEngine:
     """Base of the engines. Thread-safe; not usable in a forked child."""
 
-    _native: Any
-    _finalizer: weakref.finalize
+    _native: _C._Engine
+    _finalizer: weakref.finalize[..., Any]
     _pid: int
     _told = False
 
@@ -114,7 +117,7 @@ class StorageEngine:
         what was taken, and `wait(request)` raises ValueError for it.
         """
         self._tell_if_buffered()
-        return [Outcome(*ended, _error_of(failure)) for *ended, failure in self._native.take_ended()]
+        return [Outcome(number, gone, _error_of(failure)) for number, gone, failure in self._native.take_ended()]
 
     @property
     def completion_fd(self) -> int:
@@ -139,6 +142,10 @@ class StorageEngine:
         """
         if not end_engine(self._native, self._place, self._pid):
             self._finalizer.detach()
+
+    def close(self) -> None:
+        """`end`, and give back what the engine holds. Idempotent."""
+        raise NotImplementedError
 
     def leave(self) -> None:
         """Let it be: requests that hang, threads, and the memory of both stay until the process has ended, which does

@@ -62,14 +62,14 @@ class Transfer(Completion):
     @whole
     def _block(self, timeout_s: float | None) -> None:
         """Without the dispatcher, as long as nobody needs it: then no other thread has to run for this one's end."""
-        own = self._number is not None and self._pid == os.getpid() and not completions.in_dispatcher()
-        if not own:
+        number = self._number
+        if number is None or self._pid != os.getpid() or completions.in_dispatcher():
             super()._block(timeout_s)
-        elif not self._requests.wait_for(self._number, timeout_s, self._what):
-            self._await_report(timeout_s)
+        elif not self._requests.wait_for(number, timeout_s, self._what):
+            self._await_report(number, timeout_s)
 
     @whole
-    def _await_report(self, timeout_s: float | None) -> None:
+    def _await_report(self, number: int, timeout_s: float | None) -> None:
         """By the thread that has taken the outcome; Ctrl-C may have come between its taking it and its telling."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -78,7 +78,7 @@ class Transfer(Completion):
                 super()._block(left)
                 return
             except TimeoutError:
-                if self._requests.lost(self._number):
+                if self._requests.lost(number):
                     self.end(RequestCancelled(f"{self._what}: an interrupt came when it had ended: do it again"))
                     return
                 if deadline is not None and time.monotonic() >= deadline:
@@ -96,7 +96,7 @@ class Requests:
     _at_work: ClassVar[set[Requests]] = set()  # those that the dispatcher is going to take outcomes of
 
     def __init__(self, engine: StorageEngine) -> None:
-        self.engine: StorageEngine | None = engine
+        self.engine = engine
         self._lock = threading.Lock()
         self._live: dict[int, Transfer] = {}
         self._fd = -1
@@ -232,7 +232,7 @@ class Requests:
         self.engine.end()
         self.take()
         self.engine.close()
-        self.engine = None  # with its descriptor
+        self.engine = None  # type: ignore[assignment]  # with its descriptor; later calls are AttributeErrors
 
     def _unwatch(self) -> None:
         fd, self._fd = self._fd, -1

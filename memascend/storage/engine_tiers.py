@@ -127,7 +127,7 @@ class _EngineTier(TierBase):
             if key not in self._sizes:
                 return False
             self._forget_size(key)
-            if self._queue is None:
+            if (queue := self._queue) is None:
                 self._forget(key)
                 return True
 
@@ -135,9 +135,9 @@ class _EngineTier(TierBase):
                 try:
                     self._forget(key)
                 finally:
-                    self._queue.leave(key, turn)
+                    queue.leave(key, turn)
 
-            turn = self._queue.enter(key, True, forget)
+            turn = queue.enter(key, True, forget)
         if turn.begun:
             forget()
         else:
@@ -199,16 +199,17 @@ class _EngineTier(TierBase):
     def _begin(self, verb: str, key: str, submit: Callable[[], int]) -> Completion:
         """With the lock held. Raises what `submit` raises, where the key is free."""
         turn: Turn | None = None
+        queue = self._queue
 
         def at_end(error: BaseException | None) -> None:
             self._at_end(verb, key, transfer, error)
-            if turn is not None:
-                self._queue.leave(key, turn)
+            if queue is not None and turn is not None:
+                queue.leave(key, turn)
 
         requests = self._requests_for(verb)
         transfer = Transfer(f"{verb} of '{key}'", requests, at_end)
-        if self._queue is not None:
-            turn = self._queue.enter(key, verb == "write", lambda: transfer.begin(submit))
+        if queue is not None:
+            turn = queue.enter(key, verb == "write", lambda: transfer.begin(submit))
         self._pending.add(transfer)
         if turn is not None and not turn.begun:
             self._watch()
@@ -217,8 +218,8 @@ class _EngineTier(TierBase):
             requests.submit(transfer, submit)
         except BaseException:
             self._pending.discard(transfer)
-            if turn is not None:
-                self._queue.leave(key, turn)
+            if queue is not None and turn is not None:
+                queue.leave(key, turn)
             raise
         return transfer
 
@@ -317,7 +318,7 @@ class DirectTier(_EngineTier):
         the tier has been closed and opened again.
         """
         self._require_open()
-        return self._beside(f"commit of {self._place}", self.engine.commit)
+        return int(self._beside(f"commit of {self._place}", self.engine.commit))
 
     @whole
     def _beside(self, what: str, function: Callable[[], Any]) -> Any:

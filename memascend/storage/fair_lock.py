@@ -102,7 +102,7 @@ class FairLock:
             return False
         asked = _range(fcntl.F_WRLCK, _FIRST + number + 1, 0)
         found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, asked)
-        return struct.unpack("hhqqi0q", found)[0] != fcntl.F_UNLCK
+        return bool(struct.unpack("hhqqi0q", found)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
         """Gives it up. Idempotent."""

@@ -28,6 +28,8 @@ class FileEngine(StorageEngine):
     it had come. Not usable in a forked child.
     """
 
+    _native: _C.FileEngine
+
     def __init__(
         self,
         threads: int = 4,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from memascend.storage import placement as placements
 from memascend.storage.path import Path
@@ -82,7 +82,7 @@ class GroupHomes:
                 held[homes[group]] += nbytes
         return list(held.values())
 
-    def choose(self, key: str, nbytes: int, tried: Sequence[Path]) -> Path | None:
+    def choose(self, key: str, nbytes: int, tried: Collection[Path]) -> Path | None:
         """Where a whole tensor goes, with the lock held; None: no path is left. At last one that has failed before."""
         left = [path for path in self._paths if path not in tried and not path.hanging]
         usable = [path for path in left if path.usable] or left

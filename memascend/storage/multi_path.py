@@ -183,7 +183,9 @@ class MultiPathTier(TierBase):
         with self._lock:
             self._require_open()
             holders = self._holders.get(key)
-        return bool(holders) and key not in self._broken and holders[-1].tier.share(key, handle, at)
+        if not holders or key in self._broken:
+            return False
+        return holders[-1].tier.share(key, handle, at)
 
     @property
     def free_bytes(self) -> int:
@@ -454,7 +456,8 @@ class MultiPathTier(TierBase):
     ) -> None:
         """One transfer on one path, through its gate. With `now`, raises what `submit` raises if it is called here."""
         attempt = Attempt(path, write, ended)
-        here, raised = threading.get_ident(), []
+        here = threading.get_ident()
+        raised: list[BaseException] = []
 
         def begin() -> None:
             stopped: BaseException | None = None

@@ -88,7 +88,7 @@ def _open(path: str, owner: str, kind: str, config: DirectEngineConfig) -> Tier:
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
-        raise StorageError("create", path, 0, 0, 0, error.errno, error.strerror) from error
+        raise StorageError("create", path, 0, 0, 0, error.errno, error.strerror or str(error)) from error
     if kind == "file":
         threads = 2 * config.workers
         return FileTier(

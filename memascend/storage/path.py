@@ -125,8 +125,8 @@ def observe(path: Path) -> None:
         before = replace(before, bytes_written=now.bytes_written, writing_s=now.writing_s)
     path.seen = before
     if old is None:
-        if read or write:
-            path.rates = Rates(read or write, write or read)
+        if (known := read or write) is not None:
+            path.rates = Rates(read or known, write or known)
         return
     path.rates = Rates(_mean(old.read, read), _mean(old.write, write))
 

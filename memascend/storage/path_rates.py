@@ -6,12 +6,13 @@ import contextlib
 import errno
 import time
 import zlib
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from memascend.storage.errors import StorageError
 from memascend.storage.placement import Rates
-from memascend.storage.tier import Tier
 
 __all__ = ["measure"]
 
@@ -21,7 +22,23 @@ _KEY = "memascend: how fast is this path"
 _LONG_S = 0.25  # for one piece
 
 
-def measure(tier: Tier, probe_bytes: int = PROBE_BYTES) -> Rates | None:
+class Waited(Protocol):
+    """A transfer that can be waited for."""
+
+    def wait(self) -> object: ...
+
+
+class Probed(Protocol):
+    """What `measure` needs of a tier."""
+
+    @property
+    def free_bytes(self) -> int: ...
+    def write(self, key: str, tensor: torch.Tensor) -> Waited: ...
+    def read(self, key: str, tensor: torch.Tensor) -> Waited: ...
+    def erase(self, key: str) -> bool: ...
+
+
+def measure(tier: Probed, probe_bytes: int = PROBE_BYTES) -> Rates | None:
     """Write and read `probe_bytes` in pieces that are in flight together; None where the path has no room for them.
 
     Takes `probe_bytes` of memory and room for as long as it lasts. A path that is slower than 16 MB/s, twice, is probed
@@ -49,7 +66,7 @@ def measure(tier: Tier, probe_bytes: int = PROBE_BYTES) -> Rates | None:
                 tier.erase(key)
 
 
-def _seconds_to_read(tier: Tier, keys: list[str], pieces: torch.Tensor) -> float:
+def _seconds_to_read(tier: Probed, keys: list[str], pieces: torch.Tensor) -> float:
     """What `pieces` were written from, compared with what they were."""
     written = [zlib.crc32(piece.numpy()) for piece in pieces]
     pieces.zero_()
@@ -61,7 +78,7 @@ def _seconds_to_read(tier: Tier, keys: list[str], pieces: torch.Tensor) -> float
     return seconds
 
 
-def _seconds(transfer: object, keys: list[str], pieces: torch.Tensor) -> float:
+def _seconds(transfer: Callable[[str, torch.Tensor], Waited], keys: list[str], pieces: torch.Tensor) -> float:
     begin = time.perf_counter()
     for completion in [transfer(key, piece) for key, piece in zip(keys, pieces, strict=True)]:
         completion.wait()

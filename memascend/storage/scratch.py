@@ -102,7 +102,7 @@ def create_scratch_file(folder: str | os.PathLike[str], size_bytes: int, owner: 
         except FileExistsError:
             continue
         except OSError as error:
-            raise StorageError("create", path, 0, size_bytes, 0, error.errno, error.strerror) from error
+            raise StorageError("create", path, 0, size_bytes, 0, error.errno, error.strerror or str(error)) from error
         if _is_locked(fd, path) and os.fstat(fd).st_nlink > 0:  # else somebody who collects leftovers was faster
             break
         os.close(fd)
@@ -149,9 +149,9 @@ def create_scratch_folder(folder: str | os.PathLike[str], owner: str) -> Scratch
         except FileNotFoundError as error:
             if os.path.isdir(folder):  # somebody who collects leftovers has removed it while it was empty
                 continue
-            raise StorageError("create", path, 0, 0, 0, error.errno, error.strerror) from error
+            raise StorageError("create", path, 0, 0, 0, error.errno, error.strerror or str(error)) from error
         except OSError as error:
-            raise StorageError("create", path, 0, 0, 0, error.errno, error.strerror) from error
+            raise StorageError("create", path, 0, 0, 0, error.errno, error.strerror or str(error)) from error
         if _is_locked(fd, os.path.join(path, _OWNER)) and os.fstat(fd).st_nlink > 0:
             os.write(fd, json.dumps({"owner": owner, "pid": os.getpid()}).encode())
             return ScratchFolder(path, fd, os.getpid())

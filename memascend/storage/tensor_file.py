@@ -190,7 +190,7 @@ class TensorFileReader:
         self._path, self._file = path, path.open("rb", buffering=0)
         header, self._start = _header_of(path, self._file)
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
-        self._header = header
+        self._header: dict[str, dict[str, Any]] = header
 
     @property
     def names(self) -> list[str]:

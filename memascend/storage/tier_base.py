@@ -69,7 +69,7 @@ class TierBase:
                 transfer._block(None if deadline is None else max(0.0, deadline - time.monotonic()))
         with self._lock:
             failed, self._failed = self._failed, []
-        errors = [transfer.error() for transfer in failed if not transfer._observed]
+        errors = [error for transfer in failed if not transfer._observed and (error := transfer.error()) is not None]
         if errors:
             raise errors[0]
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 from memascend.memory.budget import parse_bytes
 from memascend.storage.durable import write_atomically
@@ -68,8 +69,15 @@ class WriteBudget:
         return used >= self.limit_bytes, line
 
 
-def written(path: str) -> dict[str, object]:
-    """{"total": bytes, "days": {date: bytes}}; nothing yet where there is no count. ValueError for one that cannot be
+class Counted(TypedDict):
+    """Bytes written to a drive: in all, and by UTC date."""
+
+    total: int
+    days: dict[str, int]
+
+
+def written(path: str) -> Counted:
+    """Nothing yet where there is no count. ValueError for one that cannot be
     read: a drive whose count is lost has no budget left that could be told."""
     file = Path(path, FILE)
     try:
@@ -77,7 +85,7 @@ def written(path: str) -> dict[str, object]:
     except FileNotFoundError:
         return {"total": 0, "days": {}}
     except OSError as error:
-        raise _unreadable(file, error.strerror) from None
+        raise _unreadable(file, error.strerror or str(error)) from None
     try:
         return _valid(json.loads(os.pread(fd, 1 << 16, 0)))
     except ValueError:
@@ -112,7 +120,7 @@ def count_written(path: str, nbytes: int, today: str | None = None) -> None:
         os.close(fd)
 
 
-def _valid(counted: object) -> dict[str, object]:
+def _valid(counted: object) -> Counted:
     if not isinstance(counted, dict):
         raise ValueError("no count")
     total, days = counted.get("total", 0), counted.get("days", {})
