@@ -239,7 +239,7 @@ class StateHome:
         if self._snapshot is not None and not self._snapshot.ended:
             raise RuntimeError(f"{self.folder}: there is a snapshot already: end it first")
         if self._tier.engine.uncommitted:
-            raise RuntimeError(f"{self.folder}: a step is under way, whose states may change: complete it first")
+            raise RuntimeError(f"{self.folder}: a step is in progress, whose states may change: complete it first")
         self._snapshot = Snapshot(keys)
         return self._snapshot
 

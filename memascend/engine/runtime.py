@@ -387,7 +387,7 @@ class StreamingEngine(HookedRuntime):
             self._ends.popleft()
 
     def _end_save(self) -> None:
-        """Of one under way, its end is waited for; Ctrl-C leaves it undone. Its error is for whoever asks the save."""
+        """The end of one in progress is awaited; Ctrl-C leaves it undone. Its error is for whoever asks the save."""
         try:
             if self._save is not None:
                 self._save.join()
@@ -1305,7 +1305,7 @@ class StreamingEngine(HookedRuntime):
         `end` is called when all is copied, and `give_up` after an error, both in the save's thread, which nothing else
         of the engine waits for; `close` waits for the save. One runs at a time: this waits for the one before, and
         raises its error where nobody has asked for it. The files belong to the save from here on. Raises RuntimeError
-        as `require_completed_step`, and while a step is under way.
+        as `require_completed_step`, and while a step is in progress.
         """
         self._require_no_function("save()")
         self.require_open()

@@ -95,7 +95,7 @@ def _first_in_unit(run: Run) -> int:
 
 
 class BackgroundSave(Promise):
-    """A save under way: `done()`, and `wait()`, which returns what its end returned or raises its error."""
+    """A save in progress: `done()`, and `wait()`, which returns what its end returned or raises its error."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class BackgroundSave(Promise):
         """Takes the snapshot and begins; `end` is called when all is copied, and `give_up` after any error, both in the
         save's own thread."""
         super().__init__(what)
-        self._home, self._extracts, self._buffer, self._end, self._give_up = home, extracts, buffer, end, give_up
+        self._home, self._extracts, self._buffer, self._end, self._remove = home, extracts, buffer, end, give_up
         self._asked_to_stop = False
         self.snapshot: Snapshot = home.take_snapshot(extracts)
         self.began_s, self.took_s = time.monotonic(), 0.0
@@ -153,11 +153,11 @@ class BackgroundSave(Promise):
             failure = error
             self.snapshot.end()
             try:
-                self._give_up()
+                self._remove()
             except BaseException as another:
                 error.add_note(f"and what was written could not be removed: {another}")
         self.took_s = time.monotonic() - self.began_s
-        for name in ("_home", "_extracts", "_buffer", "_end", "_give_up"):  # with all that they hold
+        for name in ("_home", "_extracts", "_buffer", "_end", "_remove"):  # with all that they hold
             delattr(self, name)
         self._settle(value, failure)
 

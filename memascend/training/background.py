@@ -12,6 +12,7 @@ from memascend.storage.tensor_parts import TensorPartsWriter
 from memascend.training import checkpoint, random_state
 
 if TYPE_CHECKING:
+    from memascend.engine.saving import BackgroundSave
     from memascend.training.backends.streaming import StreamingBackend
     from memascend.training.config import TrainConfig
     from memascend.training.folder import RunFolder
@@ -36,7 +37,7 @@ class BackgroundCheckpoint:
             raise
         self._begin_s = time.monotonic() - begin
 
-    def _begin(self, backend: StreamingBackend) -> Any:
+    def _begin(self, backend: StreamingBackend) -> BackgroundSave:
         from memascend.integrations.pretrained import save_configuration
 
         save_configuration(backend.model, self._partial / "model", self._folder.tokenizer)

@@ -255,7 +255,7 @@ def test_a_save_between_backward_and_step_is_refused_and_after_the_step_it_is_no
     with pytest.raises(RuntimeError, match=r"call optimizer.step\(\) first"):
         engine.save({}, lambda: None, lambda: None)
     engine.finish_step(keep=False)
-    with pytest.raises(RuntimeError, match="a step is under way, whose states may change: complete it first"):
+    with pytest.raises(RuntimeError, match="a step is in progress, whose states may change: complete it first"):
         engine.save({}, lambda: None, lambda: None)
     engine.keep({})
     Saved(engine, tmp_path / "save").assert_whole()
