@@ -5,8 +5,12 @@ the user's cache under a key of everything that the binaries depend on (DeepSpee
 since they are compiled with -march=native), so that another checkout installs it in seconds. Ops compiled on first use
 cannot be shared like this: their build files hold the paths of one environment.
 
+With MEMASCEND_CPU_LEVEL=x86-64-v3 (or -v2, -v4) they are compiled for every processor of that level instead, which an
+image for other machines needs: a stand-in for the compiler replaces what DeepSpeed asks for.
+
 usage: python workflows/setup/build_ops.py     (by the interpreter of the environment, which has torch and deepspeed)
-Reads MEMASCEND_CACHE (default: $XDG_CACHE_HOME/memascend or ~/.cache/memascend) and MAX_JOBS (default: one per core).
+Reads MEMASCEND_CACHE (default: $XDG_CACHE_HOME/memascend or ~/.cache/memascend), MAX_JOBS (default: one per core)
+and MEMASCEND_CPU_LEVEL (default: this processor).
 """
 
 import fcntl
@@ -27,6 +31,9 @@ OPS = {
     "deepspeed_shm_comm": "DS_BUILD_SHM_COMM",
     "pin_memory": "DS_BUILD_PIN_MEMORY",
 }
+# Level of the x86-64 ABI -> the macro by which DeepSpeed's sources choose their vectors (csrc/includes/simd.h).
+LEVELS = {"x86-64-v2": "__SCALAR__", "x86-64-v3": "__AVX256__", "x86-64-v4": "__AVX512__"}
+MARK = "MEMASCEND_OPS"  # in DeepSpeed's .dist-info: the key that its ops were compiled under
 CHECK = """
 import sys
 from deepspeed.git_version_info import accelerator_name, installed_ops
@@ -59,11 +66,22 @@ def processor() -> str:
     return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
 
 
+def level() -> str:
+    """What the ops are compiled for: a level of x86-64, or empty for this processor."""
+    asked = os.environ.get("MEMASCEND_CPU_LEVEL", "")
+    if asked and asked not in LEVELS:
+        sys.exit(f"MEMASCEND_CPU_LEVEL={asked}: not a level that ops are built for; take {', '.join(LEVELS)}, or none")
+    if asked and platform.machine() != "x86_64":
+        sys.exit(f"MEMASCEND_CPU_LEVEL={asked}: this machine is {platform.machine()}; leave the variable out")
+    return asked
+
+
 def key(deepspeed_version: str) -> str:
     """Name of the cache folder: everything that the binaries depend on."""
     recipe = hashlib.sha256(f"{OPS}{inspect.getsource(build_wheel)}".encode()).hexdigest()[:8]
     torch_version = importlib.metadata.version("torch")
-    return f"deepspeed-{deepspeed_version}-torch-{torch_version}-{sys.implementation.cache_tag}-{processor()}-{recipe}"
+    place = f"{sys.implementation.cache_tag}-{level() or processor()}"
+    return f"deepspeed-{deepspeed_version}-torch-{torch_version}-{place}-{recipe}"
 
 
 def works() -> str | None:
@@ -71,6 +89,18 @@ def works() -> str | None:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     done = subprocess.run([sys.executable, "-c", CHECK, *OPS], capture_output=True, text=True, env=environment)
     return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
+
+
+def mark() -> Path:
+    """The file that says what the installed ops were compiled for."""
+    (info,) = {file.locate().parent for file in importlib.metadata.files("deepspeed") or () if file.name == "METADATA"}
+    return Path(info) / MARK
+
+
+def installed(wanted: str) -> bool:
+    """Whether the ops of this key are there and load. Ops without a mark are of this processor, as they always were."""
+    of = mark().read_text() if mark().exists() else ""
+    return (of == wanted or not (of or level())) and works() is None
 
 
 def pip(*words: str, env: dict[str, str] | None = None) -> None:
@@ -82,11 +112,19 @@ def pip(*words: str, env: dict[str, str] | None = None) -> None:
 
 
 def compiler_without_debug_information(folder: Path) -> Path:
-    """A stand-in for the compiler that undoes DeepSpeed's -g: the same machine code in three quarters of the time."""
-    compiler = folder / "g++"
-    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "g++")} "$@" -g0\n')
-    compiler.chmod(0o755)
-    return compiler
+    """A stand-in for the compiler that undoes DeepSpeed's -g: the same machine code in three quarters of the time. It
+    also puts the level that is asked for in place of this processor."""
+    asked, made = level(), folder / "g++"
+    lines = ["#!/bin/bash", "words=()"]
+    if asked:
+        vectors = "|".join(f"-D{macro}" for macro in LEVELS.values())
+        cases = f"-march=native) words+=(-march={asked}) ;; {vectors}) words+=(-D{LEVELS[asked]}) ;;"
+        lines.append(f'for word; do case $word in {cases} *) words+=("$word") ;; esac; done')
+    else:
+        lines.append('words=("$@")')
+    made.write_text("\n".join([*lines, f'exec {os.environ.get("CXX", "g++")} "${{words[@]}}" -g0', ""]))
+    made.chmod(0o755)
+    return made
 
 
 def build_wheel(folder: Path, version: str) -> None:
@@ -105,11 +143,12 @@ def build_wheel(folder: Path, version: str) -> None:
 
 
 def main() -> int:
-    if works() is None:
+    version = importlib.metadata.version("deepspeed")
+    name = key(version)
+    if installed(name):
         print("DeepSpeed's CPU ops are installed")
         return 0
-    version = importlib.metadata.version("deepspeed")
-    folder = cache_dir() / "ops" / key(version)
+    folder = cache_dir() / "ops" / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("w")
@@ -125,6 +164,7 @@ def main() -> int:
     reason = works()
     if reason is not None:
         sys.exit(f"DeepSpeed's CPU ops do not load: {reason}; remove {folder} and try again")
+    mark().write_text(name)
     return 0
 
 

@@ -6,6 +6,7 @@
 # usage: setup.sh ENVIRONMENT_DIR CONSTRAINTS EXTRAS     (from the top of the checkout; EXTRAS as in pip: a,b,c)
 # Reads: PYTHON (interpreter to use), MEMASCEND_CACHE (compiled DeepSpeed ops; default: the user's cache directory),
 #        MAX_JOBS (compiler processes; default: one per core), NO_SYSTEM_PACKAGES=1 (never call apt-get).
+#        MEMASCEND_CPU_LEVEL (x86-64-v2, -v3 or -v4: DeepSpeed's ops for any such processor; default: this one).
 set -euo pipefail
 
 readonly environment=$1 constraints=$2 extras=$3
@@ -165,7 +166,8 @@ build_extension() {
 build_ops() {
     case ",$extras," in *,deepspeed,* | *,papers,*) ;; *) return 0 ;; esac
     local files=(workflows/setup/build_ops.py "$stamps/packages") hash
-    hash=$(digest "$(grep -m1 -E '^(flags|Features)' /proc/cpuinfo || true)")
+    # What they are compiled for: a level of x86-64 (an image for other machines), else this processor.
+    hash=$(digest "${MEMASCEND_CPU_LEVEL:-$(grep -m1 -E '^(flags|Features)' /proc/cpuinfo || true)}")
     if fresh ops "$hash"; then return 0; fi
     logged "DeepSpeed's CPU ops (compiled once for each version, kept in the user's cache)" \
         "$environment/bin/python" workflows/setup/build_ops.py

@@ -1,0 +1,145 @@
+"""The recipes for containers agree with each other and the set-up, and the ops in an image are of its CPU level."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = {"Containerfile": r"(?m)^ARG BASE=(\S+)$", "apptainer.def": r"(?m)^From: (\S+)$"}
+SETUP = (ROOT / "workflows/setup/setup.sh").read_text()
+sys.path.insert(0, str(ROOT / "workflows/setup"))
+import build_ops  # noqa: E402
+
+sys.path.pop(0)
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def debian_packages(name: str) -> list[str]:
+    (words,) = re.findall(r"install -y --no-install-recommends \\\n((?:.*\\\n)*?.*?)\s*(?:\\\n\s*)?&& rm", text(name))
+    return words.replace("\\", " ").split()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_base_is_named_by_its_digest(name):
+    (base,) = re.findall(RECIPES[name], text(name))
+    assert re.fullmatch(r"(docker\.io/library/)?debian@sha256:[0-9a-f]{64}", base)
+
+
+def test_both_recipes_have_one_base_and_the_same_packages():
+    bases = {re.findall(pattern, text(name))[0].removeprefix("docker.io/library/") for name, pattern in RECIPES.items()}
+    assert len(bases) == 1
+    assert debian_packages("Containerfile") == debian_packages("apptainer.def")
+
+
+def test_the_image_has_every_system_package_that_the_set_up_asks_for():
+    """But file systems that only root can mount, and the image's user is not root."""
+    asked = set(" ".join(re.findall(r"(?:needed|useful)\+=\((.*?)\)", SETUP)).split())
+    assert {"g++", "libaio-dev", "python3-dev"} <= asked
+    assert asked - {"btrfs-progs", "xfsprogs"} <= set(debian_packages("Containerfile"))
+
+
+def test_the_base_s_python_is_one_that_the_project_runs_on():
+    """Debian bookworm has Python 3.11; the recipes install it as python3."""
+    least = tomllib.loads(text("pyproject.toml"))["project"]["requires-python"]
+    assert tuple(map(int, least.removeprefix(">=").split("."))) <= (3, 11)
+    assert all("bookworm" in text(name) for name in RECIPES)
+    assert "python3" in debian_packages("Containerfile")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_image_s_packages_come_by_the_set_up_and_for_a_stated_level(name):
+    """So constraint files and hashes hold in it as everywhere, and no line of its own installs what is not pinned."""
+    said = text(name)
+    assert "make setup" in said
+    assert not re.search(r"\bpip3? +install\b", said)
+    (level,) = set(re.findall(r"x86-64-v\d", re.sub(r"(?m)^#.*$", "", said)))
+    assert level in build_ops.LEVELS
+    assert "MEMASCEND_CPU_LEVEL" in said
+
+
+def test_what_a_checkout_makes_stays_out_of_the_image_and_the_history_goes_in():
+    ignored = text(".containerignore").split("\n")
+    assert {".venv", ".cache", "results/raw", "results/derived", "nvme", "runs", "**/*.so"} <= set(ignored)
+    assert not {".git", "results", "results/reference", "results/published"} & set(ignored)
+    made = {line.strip("/") for line in text(".gitignore").split() if not line.startswith(("!", "*"))}
+    of_tools = {"__pycache__"}
+    assert {line for line in made if line not in of_tools and not line.endswith("*")} <= set(ignored)
+
+
+def test_the_how_to_names_the_files_and_the_level():
+    page = text("docs/how-to/run-in-a-container.md")
+    (level,) = re.findall(r"^ARG CPU_LEVEL=(\S+)$", text("Containerfile"), re.M)
+    assert level in page
+    assert "Containerfile" in page
+    assert "apptainer.def" in page
+    assert "how-to/run-in-a-container.md" in text("mkdocs.yml")
+
+
+def macros(folder: Path, *words: str) -> str:
+    """What the compiler's stand-in defines for these words."""
+    compiler = build_ops.compiler_without_debug_information(folder)
+    command = [str(compiler), *words, "-E", "-dM", "-x", "c++", "/dev/null"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="levels are of x86-64")
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("level", "there", "absent", "vectors"),
+    [
+        ("x86-64-v2", "__SSE4_2__", "__AVX2__", "__SCALAR__"),
+        ("x86-64-v3", "__AVX2__", "__AVX512F__", "__AVX256__"),
+        ("x86-64-v4", "__AVX512F__", "__AVX512VNNI__", "__AVX512__"),
+    ],
+)
+def test_ops_are_compiled_for_the_level_whatever_processor_builds_them(
+    tmp_path, monkeypatch, level, there, absent, vectors
+):
+    monkeypatch.setenv("MEMASCEND_CPU_LEVEL", level)
+    for asked in build_ops.LEVELS.values():  # whatever DeepSpeed chose for this processor
+        defined = macros(tmp_path, "-march=native", f"-D{asked}", "-DNAME=a b")
+        assert f"#define {there} " in defined
+        assert f"#define {absent} " not in defined
+        assert f"#define {vectors} " in defined
+        assert "#define NAME a b" in defined
+        assert sum(f"#define {macro} " in defined for macro in build_ops.LEVELS.values()) == 1
+
+
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="no C++ compiler")
+def test_without_a_level_the_words_reach_the_compiler_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.delenv("MEMASCEND_CPU_LEVEL", raising=False)
+    assert "#define __AVX512__ " in macros(tmp_path, "-D__AVX512__")
+
+
+def test_a_level_that_is_none_ends_in_one_line(monkeypatch):
+    monkeypatch.setenv("MEMASCEND_CPU_LEVEL", "haswell")
+    with pytest.raises(
+        SystemExit, match=r"MEMASCEND_CPU_LEVEL=haswell: not a level .* x86-64-v2, x86-64-v3, x86-64-v4"
+    ):
+        build_ops.level()
+
+
+def test_ops_of_another_level_are_built_again_and_those_of_this_one_are_not(tmp_path, monkeypatch):
+    mark = tmp_path / "MARK"
+    monkeypatch.setattr(build_ops, "mark", lambda: mark)
+    monkeypatch.setattr(build_ops, "works", lambda: None)
+    monkeypatch.delenv("MEMASCEND_CPU_LEVEL", raising=False)
+    assert build_ops.installed("native")  # as set-ups before there were levels left them
+    monkeypatch.setenv("MEMASCEND_CPU_LEVEL", "x86-64-v3")
+    assert not build_ops.installed("v3")
+    mark.write_text("v3")
+    assert build_ops.installed("v3")
+    monkeypatch.delenv("MEMASCEND_CPU_LEVEL")
+    assert not build_ops.installed("native")
+    mark.write_text("native")
+    monkeypatch.setattr(build_ops, "works", lambda: "does not load")
+    assert not build_ops.installed("native")
