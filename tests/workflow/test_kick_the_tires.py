@@ -1,0 +1,175 @@
+"""The badge list is executed: a line is met if its command succeeded, never if it needs the outside world."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from workflows.artifact import badge_checks, badges
+from workflows.artifact import kick_the_tires as tires
+from workflows.artifact.badges import AVAILABLE, FUNCTIONAL, LINES, Line
+from workflows.artifact.kick_the_tires import MET, NOT_MET, NOT_RUN, OUTSIDE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def line(name: str, command: str = "true", **more) -> Line:
+    return Line(name=name, badge=FUNCTIONAL, says=f"{name} holds", command=command, **more)
+
+
+def checked(lines, folder, *, long=False, only=()):
+    return {each.name: each for each in tires.check_all(lines, folder, dict(os.environ), (), long=long, only=only)}
+
+
+def test_the_list_is_one_that_can_be_run():
+    names = [each.name for each in LINES]
+    assert len(set(names)) == len(names)
+    assert {each.badge for each in LINES} == set(badges.BADGES)
+    for number, each in enumerate(LINES):
+        assert bool(each.command) != bool(each.outside), each.name
+        assert set(each.needs) <= set(names[:number]), each.name
+        # Tests load the library, and that its extension.
+        assert "build" in each.needs or "pytest" not in each.command, each.name
+    assert {each.name for each in LINES if each.outside} == {"archive", "others"}
+
+
+def test_every_file_and_check_that_a_command_names_is_there():
+    for each in LINES:
+        words = each.command.split()
+        assert [word for word in words if word.startswith("tests/") and not (ROOT / word).exists()] == []
+        for first, second in itertools.pairwise(words):
+            assert first != "workflows.artifact.badge_checks" or second in badge_checks.CHECKS
+
+
+def test_the_commands_for_plan_and_training_are_the_readme_s():
+    readme = (ROOT / "README.md").read_text()
+    for name in ("plan", "train"):
+        (command,) = (each.command for each in LINES if each.name == name)
+        assert command.replace("python -m memascend.cli", "memascend") in readme
+
+
+def test_a_line_is_met_if_its_command_ends_well_and_blocks_what_needs_it_if_not(tmp_path, capsys):
+    found = checked(
+        [
+            line("good", "echo one; echo ===== 3 passed ====="),
+            line("bad", "echo broken; exit 3"),
+            line("piped", "false | cat"),
+            line("after", needs=["bad"]),
+            line("silent", "exit 4"),
+            Line(name="doi", badge=AVAILABLE, says="it has a DOI", outside="no archive yet"),
+        ],
+        tmp_path,
+    )
+    assert {name: each.status for name, each in found.items()} == {
+        **dict.fromkeys(("good",), MET),
+        **dict.fromkeys(("bad", "piped", "silent"), NOT_MET),
+        "after": NOT_RUN,
+        "doi": OUTSIDE,
+    }
+    assert found["good"].found == "3 passed"
+    assert found["bad"].found == "broken"
+    assert found["after"].found == "it needs bad"
+    assert found["silent"].found == "exit status 4, without a word"
+    assert "[2/6] Functional, bad: not met, 0 s: broken" in capsys.readouterr().out
+
+
+def test_what_takes_long_runs_only_if_asked_for(tmp_path):
+    lines = [line("short"), line("hour", long=True), line("other")]
+    assert [each.status for each in checked(lines, tmp_path).values()] == [MET, NOT_RUN, MET]
+    assert [each.status for each in checked(lines, tmp_path, long=True).values()] == [MET, MET, MET]
+    assert [each.status for each in checked(lines, tmp_path, only=["hour"]).values()] == [NOT_RUN, MET, NOT_RUN]
+
+
+def test_what_takes_too_long_is_stopped_with_all_that_it_started(tmp_path):
+    stopped = line("hangs", "echo begun; sleep 600 & echo $! > child; wait", minutes=0.02)
+    found = checked([stopped], tmp_path)["hangs"]
+    assert found.status == NOT_MET
+    assert found.found == "stopped after 0.02 minutes; last: begun"
+    stat = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+
+
+def test_lines_that_are_asked_for_bring_what_they_need():
+    assert tires.asked(LINES, ["twice"]) == {"twice", "measured", "build"}
+    with pytest.raises(ValueError, match="tyres: no line of the list; they are build, archive"):
+        tires.asked(LINES, ["tyres"])
+
+
+def test_what_runs_sees_nothing_of_the_caller_s_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("MEMASCEND_CPU_LEVEL", "x86-64-v3")
+    env = tires.bare(tmp_path / "home", tmp_path / "venv")
+    assert set(env) - {"MAX_JOBS", "PIP_CONFIG_FILE"} == {"HOME", "LANG", "PATH", "PYTHONPATH", "MEMASCEND_CPU_LEVEL"}
+    assert env["PATH"].split(":")[0] == str(tmp_path / "venv/bin")
+    assert str(Path.home()) not in env["PATH"].split(":")
+
+
+def test_a_clone_has_what_is_committed_alone(tmp_path, monkeypatch):
+    origin = tmp_path / "origin"
+    git = ["git", "-C", str(origin), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", "init", "-q", str(origin)], check=True)
+    (origin / "committed").write_text("1")
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "one"], check=True)
+    (origin / "not-committed").write_text("2")
+    monkeypatch.setattr(tires, "ROOT", origin)
+    where, commit = tires.clone(tmp_path)
+    assert sorted(path.name for path in where.iterdir()) == [".git", "committed"]
+    assert len(commit) == 40
+    monkeypatch.setattr(tires, "ROOT", tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"git clone: .*; call this in a checkout"):
+        tires.clone(tmp_path / "other")
+
+
+def test_the_table_counts_each_badge_and_calls_none_earned(tmp_path):
+    lines = [
+        line("good", "echo a b; echo 'a|b'"),
+        line("bad", "exit 1"),
+        Line(name="doi", badge=AVAILABLE, says="it has a DOI", outside="no archive yet"),
+    ]
+    said = tires.document(list(checked(lines, tmp_path).values()), tires.surroundings((), None, "0" * 40))
+    tires.write(tmp_path, said)
+    assert json.loads((tmp_path / tires.JSON).read_text()) == said
+    text = (tmp_path / tires.TABLE).read_text()
+    assert (
+        "## Available\n\n*Archived for the public, under a name that does not change*: 1 needs the outside world."
+        in text
+    )
+    assert "1 met, 1 not met." in text
+    assert r"| good holds | **met** | a\|b | " in text
+    assert "| it has a DOI | **needs the outside world** | no archive yet |  |  |" in text
+    assert not {"earned", "passed"} & set(text.lower().split())
+
+
+def test_a_licence_that_another_file_names_otherwise_is_found(tmp_path, monkeypatch):
+    for name in ("CITATION.cff", ".zenodo.json", "codemeta.json", "LICENSE"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    monkeypatch.chdir(tmp_path)
+    assert badge_checks.licence()[0]
+    (tmp_path / "CITATION.cff").write_text((ROOT / "CITATION.cff").read_text().replace("Apache-2.0", "MIT"))
+    assert badge_checks.licence() == (
+        False,
+        "pyproject.toml says Apache-2.0; CITATION.cff says MIT; .zenodo.json says Apache-2.0; "
+        "codemeta.json says Apache-2.0",
+    )
+
+
+def test_a_package_of_another_version_and_one_that_is_missing_are_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "constraints.txt").write_text("# pins\npytest==0.1\nno-such-package==1.0\n")
+    met, text = badge_checks.packages()
+    assert not met
+    assert text.startswith("pytest ")
+    assert text.endswith("(0.1 pinned); not installed: no-such-package")
+
+
+def test_an_exhibit_that_was_not_measured_is_not_reproduced(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert badge_checks.main(["reproduced", "memascend-fig11"]) == 1
+    assert "memascend-fig11.csv is missing" in capsys.readouterr().out
+    assert badge_checks.main(["popularity"]) == 2

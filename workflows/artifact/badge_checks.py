@@ -1,0 +1,159 @@
+"""Checks behind lines of the badge list that are no command of the project's already.
+
+usage: python -m workflows.artifact.badge_checks tag|licence|packages|exhibits|budgets|modelled|reproduced [EXHIBIT]
+
+Run at the top of a checkout. Each prints one line that says what was found; the exit status is 0 if the line is met.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import yaml
+
+from workflows import registry
+from workflows.derive.citation import project
+
+Found = tuple[bool, str]
+
+
+def tag() -> Found:
+    """A tag of this version on the commit that is checked out."""
+    wanted = f"v{project()['version']}"
+    done = subprocess.run(["git", "tag", "--points-at", "HEAD"], capture_output=True, text=True, check=False)
+    tags = done.stdout.split()
+    if wanted in tags:
+        return True, f"{wanted} points at this commit"
+    return False, f"no tag {wanted} points at this commit ({', '.join(tags) or 'it has none'}): git tag {wanted}"
+
+
+def licence() -> Found:
+    """The text and every file that names a licence agree."""
+    named = {
+        "pyproject.toml": project()["license"],
+        "CITATION.cff": yaml.safe_load(Path("CITATION.cff").read_text())["license"],
+        ".zenodo.json": json.loads(Path(".zenodo.json").read_text())["license"],
+        "codemeta.json": json.loads(Path("codemeta.json").read_text())["license"].rpartition("/")[2],
+    }
+    text = " ".join(Path("LICENSE").read_text().split())
+    if set(named.values()) != {"Apache-2.0"}:
+        return False, "; ".join(f"{file} says {name}" for file, name in named.items())
+    if not text.startswith("Apache License Version 2.0"):
+        return False, "LICENSE is not the text of Apache-2.0, which the other files name"
+    return True, f"Apache-2.0: LICENSE, {', '.join(named)}"
+
+
+def packages() -> Found:
+    """What constraints.txt pins is installed in that version; a local suffix (+cpu) makes no other."""
+    pins = dict(
+        line.split("==") for line in Path("constraints.txt").read_text().splitlines() if line and line[0] not in "#- "
+    )
+    other, absent = [], []
+    for name, version in pins.items():
+        try:
+            here = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            absent.append(name)
+            continue
+        if here.partition("+")[0] != version:
+            other.append(f"{name} {here} ({version} pinned)")
+    if other or absent:
+        missing = f"not installed: {', '.join(absent)}" if absent else ""
+        return False, "; ".join(filter(None, [", ".join(other), missing]))
+    return True, f"{len(pins)} packages are pinned in constraints.txt, and installed in these versions"
+
+
+def exhibits() -> Found:
+    """Every exhibit is built, and every claim is about one."""
+    entries = registry.exhibits()
+    waiting = [entry["id"] for entry in entries if entry["status"] != "built"]
+    known, claims = {entry["id"] for entry in entries}, registry.claims()
+    astray = [claim["id"] for claim in claims if claim["exhibit_id"] not in known]
+    if waiting or astray:
+        return (
+            False,
+            f"not built: {', '.join(waiting) or 'none'}; claims without an exhibit: {', '.join(astray) or 'none'}",
+        )
+    count = Counter(entry["paper"] for entry in entries)
+    of = ", ".join(f"{name} {count[paper]}" for paper, name in registry.PAPERS.items())
+    return True, f"{len(entries)} of {len(entries)} exhibits are built ({of}), with {len(claims)} claims"
+
+
+def budgets() -> Found:
+    """Every exhibit with runs says how long they take."""
+    from workflows.configuration import Configuration
+
+    known = Configuration(yaml.safe_load(Path("workflows/config/config.yaml").read_text()), [])
+    budget = {name: known.budget(name) for name in known.built}
+    vague = [name for name, text in budget.items() if "not timed yet" in text and not text.startswith("about")]
+    timed = sum(text.startswith("about") for text in budget.values())
+    if vague:
+        return False, f"{len(vague)} exhibits of the profile quick have runs of unknown length: {', '.join(vague[:5])}"
+    return (
+        True,
+        f"{timed} exhibits of the profile quick say the minutes of their runs, {len(budget) - timed} have no runs",
+    )
+
+
+def modelled() -> Found:
+    """Every paper has rows."""
+    rows = {}
+    for paper in registry.PAPERS:
+        path = Path("results/derived/modelled", f"{paper}.csv")
+        rows[paper] = len(path.read_text().splitlines()) - 1 if path.is_file() else 0
+    text = ", ".join(f"{name} {rows[paper]}" for paper, name in registry.PAPERS.items())
+    return all(rows.values()), f"rows: {text}"
+
+
+def reproduced(exhibit: str) -> Found:
+    """The claims of one exhibit, decided from its own table: one is reproduced, none of what was measured deviates."""
+    table = Path("results/derived/exhibits", f"{exhibit}.csv")
+    if not table.is_file():
+        return False, f"{table} is missing: snakemake --cores all {exhibit}"
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "claims.csv")
+        tables = Path(folder, "tables")
+        tables.mkdir()
+        (tables / table.name).write_bytes(table.read_bytes())
+        words = ["-m", "workflows.derive.claims", "--tables", str(tables), "--out", str(out)]
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+        if done.returncode:
+            return False, (done.stderr.strip().splitlines() or ["the claims could not be decided"])[-1]
+        with out.open(newline="") as file:
+            mine = [
+                line for line in csv.DictReader(file) if line["exhibit_id"] == exhibit and line["lane"] == "measured"
+            ]
+    count = Counter(line["verdict"] for line in mine)
+    said = "; ".join(
+        f"{line['claim_id']} {line['verdict']} ({float(line['value']):.4g})" for line in mine if line["value"]
+    )
+    return count["reproduced"] > 0 and not count["deviates"], f"measured here: {said or 'nothing'}"
+
+
+CHECKS: dict[str, Callable[..., Found]] = {
+    check.__name__: check for check in (tag, licence, packages, exhibits, budgets, modelled, reproduced)
+}
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] not in CHECKS:
+        print(f"badge_checks: name one of {', '.join(CHECKS)}", file=sys.stderr)
+        return 2
+    try:
+        met, text = CHECKS[argv[0]](*argv[1:])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        met, text = False, f"{type(error).__name__}: {error}"
+    print(text)
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
