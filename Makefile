@@ -25,7 +25,7 @@ CPP = $(shell find memascend/csrc tests -name '*.cpp' -o -name '*.h')
 SNAKEMAKE := $(IN_VENV) snakemake --cores $(CORES)
 export PYTHON MAX_JOBS MEMASCEND_CACHE MEMASCEND_CPU_LEVEL NO_SYSTEM_PACKAGES
 
-.PHONY: help setup figures smoke artifact gpu test zoo zoo-drop-in zoo-night chaos lint format native-tests python-tests numa-guest numa-test ops docs diagrams clean deepspeed_016
+.PHONY: help setup figures smoke artifact gpu test zoo zoo-drop-in zoo-night chaos lint format native-tests python-tests numa-guest numa-test ops docs diagrams clean deepspeed_016 lock
 
 help: ## list the targets
 	@grep -hE '^[a-z_0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z_0-9-]+):.*## (.*)/make \1|\2/' | column -t -s '|'
@@ -90,6 +90,9 @@ format: setup ## what the formatters can do by themselves
 
 ops: setup ## DeepSpeed's compiled ops alone (part of setup)
 	@$(IN_VENV) python workflows/setup/build_ops.py
+
+lock: setup ## the pins with the hash of each file, in locks/, from the constraint files
+	@$(IN_VENV) python -m workflows.release.lock
 
 DOCS_ENV := .cache/envs/docs
 docs: setup $(DOCS_ENV)/.made ## the documentation as a site with search: .cache/site/index.html

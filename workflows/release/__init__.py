@@ -1,0 +1,1 @@
+"""A release: its lock files, its source distribution and wheel, and a try of both as a stranger."""

@@ -1,0 +1,65 @@
+"""The environment in which a release is built and checked: torch, what compiles, and constraints-release.txt."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = ROOT / ".cache/envs/release"
+USUAL, TOOLS = ROOT / "constraints.txt", ROOT / "constraints-release.txt"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+COMPILE = ("ninja", "packaging", "setuptools", "wheel")
+
+
+def ensure() -> Path:
+    """The folder of its programs; made anew where a pin changed. Its `uv` and `twine` need no activation."""
+    stamp = ENVIRONMENT / ".made"
+    digest = hashlib.sha256(USUAL.read_bytes() + TOOLS.read_bytes() + sys.version.encode()).hexdigest()
+    if not (stamp.is_file() and stamp.read_text(encoding="utf-8") == digest):
+        python = new_environment(ENVIRONMENT)
+        install_torch(python)
+        pip(python, "-c", str(USUAL), "-c", str(TOOLS), "-r", str(TOOLS), *COMPILE)
+        stamp.write_text(digest, encoding="utf-8")
+    return ENVIRONMENT / "bin"
+
+
+def new_environment(folder: Path) -> Path:
+    """An empty virtual environment; its interpreter."""
+    run([sys.executable, "-m", "venv", "--clear", str(folder)])
+    return folder / "bin/python"
+
+
+def install_torch(python: Path) -> None:
+    """The pinned torch, first and alone: the CPU build where there is no NVIDIA device and its index can be reached."""
+    pip(python, "-c", str(USUAL), *cpu_build(), "torch")
+
+
+def cpu_build() -> list[str]:
+    asks = ["nvidia-smi", "-L"]
+    if shutil.which(asks[0]) and not subprocess.run(asks, capture_output=True, check=False).returncode:
+        return []
+    try:
+        urllib.request.urlopen(f"{CPU_INDEX}/torch/", timeout=5).close()
+    except (OSError, urllib.error.URLError):
+        return []
+    return ["--extra-index-url", CPU_INDEX]
+
+
+def pip(python: Path, *words: str) -> None:
+    run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", *words])
+
+
+def run(command: list[str], **more: object) -> str:
+    """What a program prints. ValueError with the end of it where it fails."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, **more)
+    if done.returncode:
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        said = " | ".join(lines[-3:]) or f"exit status {done.returncode}"
+        raise ValueError(f"{' '.join(command[:6])} ... failed: {said}")
+    return done.stdout
