@@ -101,7 +101,7 @@ def require_versions(name: str, versions: str) -> None:
         )
 
 
-def require_kept_states(name: str, checkpoints: str, versions: str) -> None:
+def require_kept_states(name: str, checkpoints: str) -> None:
     """ValueError, in one line, where a run with less than full checkpoints could not go on."""
     if checkpoints == "full":
         return
@@ -109,11 +109,6 @@ def require_kept_states(name: str, checkpoints: str, versions: str) -> None:
         raise ValueError(
             f"checkpoints {checkpoints!r}: the states of system {name!r} do not outlive the run, only a full "
             "checkpoint does: remove it, or use --system lohan"
-        )
-    if versions == "checkpoint":
-        raise ValueError(
-            f"checkpoints {checkpoints!r} and state_versions 'checkpoint' are mutually exclusive: after a kill in the "
-            "middle of a step the latter continues from a full checkpoint; remove one of them"
         )
 
 

@@ -2,8 +2,8 @@
 
 A paper's folder says in models.yaml what its models are (keys of a Hugging Face config.json, where no configuration is
 committed) and in calibrations.yaml which constants it takes, each with its reason, its reach and what it was solved
-from, and which exhibits they are `behind`; the reason of one that the paper leaves out begins with "assumed". Those
-that bear the name of a field of `memascend.planner.machine.Calibrations` are what plays run with.
+from, and which exhibits they, and the planner's, are `behind`; the reason of one that the paper leaves out begins with
+"assumed". Those that bear the name of a field of `memascend.planner.machine.Calibrations` are what plays run with.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Paper:
         """A row for each constant in each exhibit that it is behind: captions list them."""
         for group in registry.read(registry.file_of(self.name, "calibrations.yaml"))["behind"]:
             for exhibit in group["exhibits"]:
-                for name in group["constants"]:
+                for name in group.get("constants", []):
                     named = dataclasses.replace(self.constants[name], name=name.replace("_", " "))
                     yield assumption(f"{self.name}-{exhibit}", group["testbed"], named)
 

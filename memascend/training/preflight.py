@@ -89,7 +89,7 @@ def _fewer_checkpoints(config: TrainConfig) -> str:
     ways = ["another --output"]
     if config.checkpoints != "none" and config.keep > 1:
         ways.append("--keep 1")
-    if config.checkpoints != "none" and config.system == "lohan" and config.state_versions != "checkpoint":
+    if config.checkpoints != "none" and config.system == "lohan":
         ways.append("--checkpoints none")
     return " or ".join(ways)
 

@@ -174,10 +174,11 @@ def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes
     except ValueError as error:
         notes.append(f"host memory was not planned: {error}")
         return {"planned_host_bytes": None, "planned_components": {}, "planned_swap_bytes": None}
-    if config.state_versions == "checkpoint" and not config.save_every:
+    if config.state_versions == "checkpoint" and (config.checkpoints != "full" or not config.save_every):
+        ways = "set --save-every" if config.checkpoints == "full" else "use --checkpoints full and --save-every"
         notes.append(
-            "a kill in the middle of a step begins the run again: nothing else is kept with state_versions checkpoint, "
-            "and no checkpoint is saved before the end (set --save-every)"
+            "a kill in the middle of an update loses the run: nothing else is kept with state_versions checkpoint, "
+            f"and no full checkpoint is saved before the end ({ways})"
         )
     swapped = least = None
     with contextlib.suppress(ValueError):  # a system without a schedule

@@ -42,7 +42,7 @@ def check(config: Any) -> None:
         )
     systems.require_states(config.system, config.arm, config.states, config.dtype)
     systems.require_versions(config.system, config.state_versions)
-    systems.require_kept_states(config.system, config.checkpoints, config.state_versions)
+    systems.require_kept_states(config.system, config.checkpoints)
     for device in config.devices:
         if not os.path.exists(device):
             raise ValueError(f"there is no device {device}; prepare one with 'memascend storage format'")

@@ -197,8 +197,9 @@ class Worker:
         made = self._steps_made()
         if made > 1 + (kept or 0):  # the last one may have been cut off before it was kept
             raise ValueError(
-                f"this run has finished {made} steps, but {self.job['settings']['folder']} does not hold their states, "
-                "and there is no full checkpoint: restore the states, or start over in another --output"
+                f"this run has finished {made} steps, but {self.job['settings']['folder']} does not hold the states "
+                "after a step (they were removed, or a kill interrupted an update), and there is no full checkpoint: "
+                "restore them, or start over in another --output"
             )
 
     def _steps_made(self) -> int:

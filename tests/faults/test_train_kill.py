@@ -127,7 +127,7 @@ def test_after_a_kill_every_kind_of_states_and_checkpoints_goes_on_to_the_same_l
     options = ["--state-versions", versions, "--checkpoints", checkpoints, "--save-every", "3"]
     kill_at_step(output, step, *options_for(reference.parent / "text", "lohan"), *options)
     said = resume_to_the_end(output)
-    (resumed,) = [line for line in said.splitlines() if line.startswith("resume  from step ") and "tier" in line]
+    (resumed,) = [line for line in said.splitlines() if line.startswith("resume  from step ") and "SSD" in line]
     assert resumed in [f"resume  from step {each}, whose states are on the SSD" for each in range(step - 1, STEPS)]
     assert losses(output) == losses(reference)
     assert evaluations(output)[STEPS] == evaluations(reference)[STEPS]

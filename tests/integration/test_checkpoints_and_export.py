@@ -128,6 +128,17 @@ def test_a_run_that_was_killed_is_exported_and_goes_on(runs, tmp_path):
     )
 
 
+def test_one_version_without_checkpoints_continues_between_steps(runs, tmp_path):
+    folder = tmp_path / "least"
+    least = ("--state-versions", "checkpoint", "--checkpoints", "none")
+    done = train(folder, *OPTIONS, "--data", str(runs / "text"), "--steps", "3", *least)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "a kill in the middle of an update loses the run" in done.stdout
+    done = resume(folder, "--steps", "6")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert losses(folder) == losses(runs / "full")
+
+
 def test_states_that_are_gone_are_an_error_and_no_new_beginning(runs, tmp_path, capsys):
     folder = tmp_path / "lost"
     done = train(folder, *OPTIONS, "--data", str(runs / "text"), "--steps", "3", "--checkpoints", "none")
@@ -137,7 +148,7 @@ def test_states_that_are_gone_are_an_error_and_no_new_beginning(runs, tmp_path, 
     done = resume(folder, "--steps", "4")
     assert done.returncode == 2
     assert "has finished 3 steps, but" in done.stderr
-    assert "does not hold their states" in done.stderr
+    assert "does not hold the states after a step" in done.stderr
     assert main(["export", str(folder), str(tmp_path / "model")]) == 2
     capsys.readouterr()
     assert "has finished 3 steps, but its states are missing" in refusal(capsys, "generate", folder, "--prompt", "a")
@@ -316,8 +327,6 @@ def test_what_cannot_be_exported_is_one_line(runs, tmp_path, capsys):
     ("options", "message"),
     [
         (["--system", "memascend", "--checkpoints", "none"], "the states of system 'memascend' do not outlive the run"),
-        (["--state-versions", "checkpoint", "--checkpoints", "weights"], "mutually exclusive"),
-        (["--state-versions", "checkpoint", "--checkpoints", "none"], "mutually exclusive"),
         (["--checkpoints", "some"], "must be one of full, weights, none"),
     ],
 )

@@ -97,3 +97,18 @@ def test_a_small_twin_goes_through_all_of_it(tmp_path, monkeypatch):
     assert "/" not in record["points"]["report"]["config"]["output"]
     assert not [name for name in record["points"]["report"]["config"]["data"] if "/" in name]
     assert not list((tmp_path / "nvme").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("fio"), reason="needs root for a control group, and fio")
+def test_a_training_alone_keeps_one_version_and_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(flagship, "_FIO_S", 1)
+    monkeypatch.setattr(flagship, "_FIO_BYTES", 64 << 20)
+    more = ("--steps", "3", "--evaluate-every", "3", "--training-only", "--states", "int8")
+    assert flagship.main(words(tmp_path, *more)) == 0
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert [row["step"] for row in record["points"]["steps"]] == [1, 2, 3]
+    assert record["points"]["report"]["config"]["state_versions"] == "checkpoint"
+    assert "losses_equal" not in record["summary"]
+    assert record["summary"]["limit_bytes"] == 4 << 30
+    assert not list((tmp_path / "nvme").iterdir())

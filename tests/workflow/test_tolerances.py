@@ -49,6 +49,7 @@ def test_no_claim_has_a_tolerance_of_its_own_but_with_a_reason() -> None:
         ("memascend-fig08-pinned-memascend", "measured"),  # bytes that are expected to be none
         ("memascend-fig09-zero-infinity-plateau", "measured"),
         ("memascend-fig13-fused-adds-nothing", "measured"),
+        ("mlpoffload-fig07-forward-share", "modelled"),  # 0.02 %
     }
     assert all("tolerance_because" in claim["lanes"][lane] for claim, lane in CHECKED if (claim["id"], lane) in own)
 

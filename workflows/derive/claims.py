@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import mean
@@ -29,6 +30,7 @@ LANES = ("modelled", "measured")
 REPRODUCED, DEVIATES, NO_RESULT, NOT_CHECKABLE = "reproduced", "deviates", "no result", "not checkable here"
 HELD_OUT = "held out"
 JOINS = {"mean": mean, "max": max, "min": min}
+PLANNER = {each.name: each for each in (*CALIBRATIONS, PROCESS_OVERHEAD)}
 
 
 class Missing(Exception):
@@ -209,27 +211,43 @@ def basis_of(claim: dict[str, Any], lane: str) -> str:
     return claim["basis"] if isinstance(claim["basis"], str) else claim["basis"][lane]
 
 
-def rests_on(claim: dict[str, Any], lane: str) -> str:
-    """What a verdict presupposes: the claim's own words, or the constants behind its exhibit in the modelled lane."""
+def rests_on(claim: dict[str, Any], lane: str, testbeds: Sequence[str] = ()) -> str:
+    """What a verdict presupposes: the claim's own words, or, in the modelled lane, the constants behind its exhibit on
+    the testbeds whose rows it read."""
     own = claim.get("rests_on", "")
     if basis_of(claim, lane) != HELD_OUT:
         return own
     if lane != "modelled":  # a run takes no constant of the model
         return ""
-    return own if basis_of(claim, "measured") == HELD_OUT and own else constants_behind(claim["exhibit_id"])
+    if own and basis_of(claim, "measured") == HELD_OUT:
+        return own
+    found = constants_behind(claim, testbeds)
+    return "; ".join(f"{name.replace('_', ' ')} ({found_how(each)})" for name, each in found.items())
 
 
-def constants_behind(exhibit: str) -> str:
-    """The constants that calibrations.yaml lists for an exhibit, each with how it was found."""
-    paper = paper_of(exhibit)
+def constants_behind(claim: dict[str, Any], testbeds: Sequence[str] = ()) -> dict[str, Calibration]:
+    """The constants that calibrations.yaml lists behind a claim, the paper's own and the planner's, by name.
+
+    A group names exhibits and, where only some of their rows take the constants, the `metrics` or the testbeds of
+    these rows (`rows_of`); a claim that read none, since nothing decided it, gets those of all testbeds.
+    """
+    paper = paper_of(claim["exhibit_id"])
     if paper not in registry.PAPERS:
-        return ""
+        return {}
     groups = (registry.read(registry.file_of(paper, "calibrations.yaml")) or {}).get("behind", [])
-    known = constants(paper)
-    names = [
-        n for group in groups if exhibit.removeprefix(f"{paper}-") in group["exhibits"] for n in group["constants"]
-    ]
-    return "; ".join(f"{name.replace('_', ' ')} ({found_how(known[name])})" for name in dict.fromkeys(names))
+    metrics = {selector.get("metric") for selector in selectors(claim)}
+    found: dict[str, Calibration] = {}
+    for group in groups:
+        named = claim["exhibit_id"].removeprefix(f"{paper}-") in group["exhibits"]
+        if named and meets(group, "metrics", metrics) and meets(group, "rows_of", testbeds):
+            found |= {name: constants(paper)[name] for name in group.get("constants", [])}
+            found |= {name: PLANNER[name] for name in group.get("planner", [])}
+    return found
+
+
+def meets(group: dict[str, Any], key: str, read: Collection[str]) -> bool:
+    """Whether a group of constants is behind what was read: it names some of it, or does not choose."""
+    return key not in group or not read or not set(group[key]).isdisjoint(read)
 
 
 def found_how(each: Calibration) -> str:
@@ -242,16 +260,19 @@ def found_how(each: Calibration) -> str:
 def rows_expected(claim: dict[str, Any]) -> list[str]:
     """Ids of the published rows that a claim's expectation is made of, as in `Calibration.solved_from`: exhibit (with
     its subfigure, where the claim names one), series, model, x and metric."""
+    ids = []
+    for row in selectors(claim):
+        cells = (row.get(column, "") for column in ("series", "model", "x_value", "metric"))
+        ids.append(":".join((claim["exhibit_id"] + row.get("subfigure", ""), *map(str, cells))))
+    return ids
+
+
+def selectors(claim: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every row that a claim is computed from, with the column of `over` in it."""
     fixed = [{c: v} for c, values in claim["over"].items() for v in values] if "over" in claim else [{}]
     operands = [operand for name, operand in claim["compute"].items() if name != "operation"]
-    ids = []
-    for operand in operands:
-        for selector in operand if isinstance(operand, list) else [operand]:
-            for more in fixed:
-                row = {**selector, **more}
-                cells = (row.get(column, "") for column in ("series", "model", "x_value", "metric"))
-                ids.append(":".join((claim["exhibit_id"] + row.get("subfigure", ""), *map(str, cells))))
-    return ids
+    several = [selector for operand in operands for selector in (operand if isinstance(operand, list) else [operand])]
+    return [{**selector, **more} for selector in several for more in fixed]
 
 
 def refuse_circular(claim: dict[str, Any]) -> None:
@@ -259,7 +280,7 @@ def refuse_circular(claim: dict[str, Any]) -> None:
     if basis_of(claim, "modelled") == HELD_OUT:
         try:
             mine = constants(paper_of(claim["exhibit_id"])).values()
-            require_held_out(claim["id"], rows_expected(claim), (*CALIBRATIONS, PROCESS_OVERHEAD, *mine))
+            require_held_out(claim["id"], rows_expected(claim), (*PLANNER.values(), *mine))
         except CircularClaim as error:
             raise tidy.TableError(f"claims: {error}; its modelled basis is `calibrated`") from None
 
@@ -304,6 +325,7 @@ def decide(claim: dict[str, Any], lane_name: str, table: pd.DataFrame) -> Verdic
     because = lane.get("deviates_because", "") if verdict == DEVIATES else ""
     reason = ". ".join(filter(None, (lane.get("why"), lane.get("tolerance_because"))))
     common |= {"verdict": verdict, "reason": reason, "deviates_because": because}
+    common |= {"rests_on": rests_on(claim, lane_name, computation.testbeds)}
     return Verdict(**common, value=f"{value:.6g}", testbed=" ".join(computation.testbeds))
 
 

@@ -12,6 +12,9 @@ What it does, in one run on one machine:
 4. Bounds of a step: matrix products at the model's shapes, timed alone with the same threads, and the bytes of a step
    divided by the rate of fio at the same mix of reads and writes on the same drive; both before and after the training.
 
+With --training-only 1, 3 and all kills are left out, and nothing is kept to repeat a step from, which for a model near
+the drive's size leaves room for one version of the states alone.
+
 One record, kind ``flagship``: each step of each call, the peaks of memory, bytes on the disk, bounds, and which checks
 passed.
 """
@@ -90,6 +93,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="DIR",
         help="folder on the drive",
     )
+    p.add_argument(
+        "--training-only",
+        action="store_true",
+        help="train --steps without a kill, without text or an export, in the least disk space: an interrupted step "
+        "cannot be repeated",
+    )
     p.add_argument("--run-id", default="", metavar="ID")
     p.add_argument("--out", type=Path, required=True, metavar="FILE", help="run record to write")
     args = p.parse_args(argv)
@@ -106,35 +115,61 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
     with children.scratch_folder(args.folder) as place:
-        products = [product_seconds(args)]
-        compared = Training(args, place / "compared").until(args.compared)
-        print(f"{args.compared} steps without a kill: {_spoken(compared['steps'])}", flush=True)
-        shutil.rmtree(place / "compared")
-        training = Training(args, place / "run")
-        kills = training.killed_at_random()
-        calls = [*kills, training.to_the_end()]
-        used = training.used(place / "model")
-        disk = sum(path.stat().st_blocks * 512 for path in (place / "run").rglob("*") if path.is_file())
-        report = json.loads((place / "run" / "report.json").read_text())
-        report["config"] |= {"output": "run", "data": list(_TEXT)}  # no path of this machine in a record
-        steps, evaluations = training.steps(), training.evaluations()
-        shutil.rmtree(place / "run")
-        print(f"generated: {used['text']!r}", flush=True)
-        used["as_exported"] = text_of(place / "model")
-        pretrained = Training(args, place / "pretrained", place / "model").until(_FROM_EXPORT)
-        print(f"from the exported folder: {_spoken(pretrained['steps'])}", flush=True)
-        shutil.rmtree(place / "pretrained")
-        shutil.rmtree(place / "model")
-        drive = [drive_rate(place, _mix(steps[-1])) for _ in range(2)]
-        products.append(product_seconds(args))
-    found = {"compared": compared, "calls": calls, "steps": steps, "evaluations": evaluations}
-    found |= {"used": used, "pretrained": pretrained}
-    found |= {"disk_bytes": disk, "report": report, "products": products, "drive": drive}
+        found = training_alone(args, place) if args.training_only else whole(args, place)
     fields = {"points_requested": _asked(args), "points": found, "summary": summary(args, found)}
     code = staleness.digest("workflows.run.flagship", models=None)
     record = provenance.write_record(args.out, args.run_id or args.out.stem, "flagship", code, fields)
     print(json.dumps(record["summary"], indent=1))
     return 0
+
+
+def whole(args: argparse.Namespace, place: Path) -> dict[str, Any]:
+    """Run all four parts in `place`; what each of them found."""
+    products = [product_seconds(args)]
+    compared = Training(args, place / "compared").until(args.compared)
+    print(f"{args.compared} steps without a kill: {_spoken(compared['steps'])}", flush=True)
+    shutil.rmtree(place / "compared")
+    training = Training(args, place / "run")
+    kills = training.killed_at_random()
+    calls = [*kills, training.to_the_end()]
+    used = training.used(place / "model")
+    found = trained(training)
+    shutil.rmtree(place / "run")
+    print(f"generated: {used['text']!r}", flush=True)
+    used["as_exported"] = text_of(place / "model")
+    pretrained = Training(args, place / "pretrained", place / "model").until(_FROM_EXPORT)
+    print(f"from the exported folder: {_spoken(pretrained['steps'])}", flush=True)
+    shutil.rmtree(place / "pretrained")
+    shutil.rmtree(place / "model")
+    drive = [drive_rate(place, _mix(found["steps"][-1])) for _ in range(2)]
+    products.append(product_seconds(args))
+    found |= {"compared": compared, "calls": calls, "used": used, "pretrained": pretrained}
+    return found | {"products": products, "drive": drive}
+
+
+def training_alone(args: argparse.Namespace, place: Path) -> dict[str, Any]:
+    """Run the training and what bounds it, in `place`."""
+    products = [product_seconds(args)]
+    training = Training(args, place / "run")
+    calls = [training.to_the_end()]
+    found = trained(training)
+    shutil.rmtree(place / "run")
+    print(f"trained: {_spoken(found['steps'])}", flush=True)
+    drive = [drive_rate(place, _mix(found["steps"][-1])) for _ in range(2)]
+    products.append(product_seconds(args))
+    return found | {"calls": calls, "products": products, "drive": drive}
+
+
+def trained(training: Training) -> dict[str, Any]:
+    """Steps, evaluations, report and disk space of a finished run, while its folder is there."""
+    report = json.loads((training.folder / "report.json").read_text())
+    report["config"] |= {"output": "run", "data": list(_TEXT)}  # no path of this machine in a record
+    return {
+        "steps": training.steps(),
+        "evaluations": training.evaluations(),
+        "disk_bytes": sum(path.stat().st_blocks * 512 for path in training.folder.rglob("*") if path.is_file()),
+        "report": report,
+    }
 
 
 def _asked(args: argparse.Namespace) -> dict[str, Any]:
@@ -152,9 +187,7 @@ def summary(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     moved = statistics.median(step["read_bytes"] + step["written_bytes"] for step in timed)
     bound = max(compute, moved / rate)
     parameters = found["report"]["parameters"]
-    losses = [{step["step"]: step["loss"] for step in rows} for rows in (found["compared"]["steps"], steps)]
-    compared = sorted(losses[0].keys() & losses[1].keys())
-    return {
+    shown = {
         "parameters": parameters,
         "step_s": seconds,
         "compute_bound_s": compute,
@@ -163,10 +196,16 @@ def summary(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
         "host_peak_bytes": max(call["host_peak_bytes"] for call in found["calls"]),
         "limit_bytes": int(args.limit_gib * _GIB),
         "disk_bytes_a_parameter": found["disk_bytes"] / parameters,
+        "held_out_losses": [each["loss"] for each in found["evaluations"]],
+    }
+    if args.training_only:
+        return shown
+    losses = [{step["step"]: step["loss"] for step in rows} for rows in (found["compared"]["steps"], steps)]
+    compared = sorted(losses[0].keys() & losses[1].keys())
+    return shown | {
         "kills": sum(call["killed"] for call in found["calls"]),
         "steps_compared": compared,
         "losses_equal": bool(compared) and all(losses[0][step] == losses[1][step] for step in compared),
-        "held_out_losses": [each["loss"] for each in found["evaluations"]],
         "text_equal": found["used"]["text"] == found["used"]["as_exported"],
         "loss_from_export": found["pretrained"]["steps"][0]["loss"],
     }
@@ -279,7 +318,7 @@ class Training:
             "system": "lohan",
             "states": args.states,
             "gradients": "bf16",
-            "state-versions": "one",
+            "state-versions": "checkpoint" if args.training_only else "one",
             "clip": 0,
             "checkpoints": "none",
             "context": args.context,

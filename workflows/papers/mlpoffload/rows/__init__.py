@@ -136,6 +136,7 @@ def phase(step: StepTime, name: str) -> float:
 def iterations() -> Iterator[Row]:
     """Figs. 7 to 9."""
     ratios: dict[tuple[str, str], list[float]] = {}
+    rates: dict[str, list[float]] = {series: [] for series in SERIES}
     for model in MODELS:
         for series in SERIES:
             played, cells = made(series, model), {"series": series, "model": model}
@@ -143,6 +144,7 @@ def iterations() -> Iterator[Row]:
                 yield shown("mlpoffload-fig07", "time", phase(played, name), "s", **cells, x=("phase", said))
             yield shown("mlpoffload-fig07", "iteration_time", played.seconds, "s", **cells)
             seconds, count = phase(played, "optimizer"), parameters(series, model)
+            rates[series].append(count / seconds)
             yield shown("mlpoffload-fig08", "update_throughput", count / seconds / 1e6, "M params/s", **cells)
             rate = f"{SOURCE}; {MOVED} bytes per parameter (half of 16 read and 12 written) over the update's seconds"
             yield shown("mlpoffload-fig09", "io_throughput", MOVED * count / seconds / 1e9, "GB/s", rate, **cells)
@@ -155,6 +157,9 @@ def iterations() -> Iterator[Row]:
             yield shown("mlpoffload-fig08", "update_speedup", updates, "x", **at)
             ratios.setdefault((ending, "iteration"), []).append(iteration)
             ratios.setdefault((ending, "update"), []).append(updates)
+    for series, found in rates.items():
+        cells = {"series": series, "model": "least over most of the models"}
+        yield shown("mlpoffload-fig08", "update_throughput_spread", min(found) / max(found), "x", **cells)
     for ending in ("", ALONE):
         at = {"series": f"{OURS} / ZeRO-3{ending}", "model": "largest over the models"}
         yield shown("mlpoffload-fig07", "iteration_speedup", max(ratios[ending, "iteration"]), "x", **at)

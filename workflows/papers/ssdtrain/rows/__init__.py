@@ -190,19 +190,21 @@ def projected() -> Iterator[Row]:
         model, x = f"{case.framework} {case.size} ({case.gpus})", ("GPUs", case.gpus)
         cells = {"series": case.framework, "model": model, "x": x}
         values = {"lifespan": (years, "years"), "write bandwidth": (made.write_bytes_per_s / GIB, "GiB/s")}
-        values["activations a step"] = (case.sequences * made.activation_bytes / 2**40, "TiB")
+        values["activations a step"] = (case.sequences * made.activation_bytes / 1e12, "TB")
         values["sequences a step"] = (case.sequences, "sequences")
         found.append({metric: value for metric, (value, _) in values.items()})
         for metric, (value, unit) in values.items():
             yield shown(exhibit, metric, value, unit, SOURCE, **cells)
     ends = {("all cases", "lifespan_min"): (min, "lifespan", "years")}
     ends["all cases", "write_bandwidth_max"] = (max, "write bandwidth", "GiB/s")
-    ends["max activations per GPU", "min"] = (min, "activations a step", "TiB")
-    ends["max activations per GPU", "max"] = (max, "activations a step", "TiB")
+    ends["max activations per GPU", "min"] = (min, "activations a step", "TB")
+    ends["max activations per GPU", "max"] = (max, "activations a step", "TB")
     ends["micro-batch size", "min"] = (min, "sequences a step", "sequences")
     ends["micro-batch size", "max"] = (max, "sequences a step", "sequences")
     for (series, metric), (end, of, unit) in ends.items():
         yield shown(exhibit, metric, end(each[of] for each in found), unit, f"{SOURCE}: over 12 cases", series=series)
+    most, cells = max(each["activations a step"] for each in found), {"series": "max activations per GPU"}
+    yield shown(exhibit, "max (TiB)", most * 1e12 / 2**40, "TiB", f"{SOURCE}: over 12 cases", **cells)
     # Four series of three systems: each case beside the next larger system, and 175B beside 530B.
     pairs = [(number, number + 1) for number in range(11) if number % 3 != 2]
     pairs += [(number, number + 3) for number in (0, 1, 2, 6, 7, 8)]
