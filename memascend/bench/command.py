@@ -40,6 +40,7 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
             "a checkpoint of train: sharing the blocks of the swap files against copying them",
             None,
         ),
+        ("saves", _saves, "streaming engine: for how long training stands still for a checkpoint", None),
         (
             "tiers",
             _tiers,
@@ -80,6 +81,8 @@ def add_benchmarks(parts: Any, count: _Count) -> None:
             _add_tiers(parser, count)
         if name == "checkpoints":
             _add_checkpoints(parser, count)
+        if name == "saves":
+            _add_saves(parser, count)
         if name == "activations":
             _add_activations(parser, count)
         if name == "engine":
@@ -196,6 +199,18 @@ def _add_checkpoints(parser: argparse.ArgumentParser, count: _Count) -> None:
     )
     parser.add_argument("--context", type=count, default=64, metavar="TOKENS", help="tokens per sequence (default 64)")
     parser.add_argument("--system", default="memascend", help="system, as in memascend train (default memascend)")
+
+
+def _add_saves(parser: argparse.ArgumentParser, count: _Count) -> None:
+    parser.add_argument(
+        "--folder", type=Path, required=True, metavar="DIR", help="folder on the SSD; no files are left behind"
+    )
+    parser.add_argument("--model", default="llama3.2-1b", help="built-in name (default llama3.2-1b)")
+    parser.add_argument(
+        "--twin", type=count, default=4, metavar="K", help="divide the model's widths by K, a power of two (default 4)"
+    )
+    parser.add_argument("--context", type=count, default=256, metavar="TOKENS", help="tokens of a step (default 256)")
+    parser.add_argument("--steps", type=count, default=2, metavar="N", help="steps after each save (default 2)")
 
 
 def _add_activations(parser: argparse.ArgumentParser, count: _Count) -> None:
@@ -579,6 +594,26 @@ def _checkpoints(options: argparse.Namespace, count: _Count) -> tuple[dict[str, 
         took = "{median:.2f} s ({low:.2f} to {high:.2f})".format(**row["seconds"])
         moved = f"{written:.1f} MiB written, {shared:.1f} shared"
         lines.append(f"{row['method']:<7}{took}, {moved}; the drive takes {row['limit_s']:.2f} s for its bytes")
+    return result, lines
+
+
+def _saves(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any], list[str]]:
+    from memascend.bench import saves
+
+    _require_folder(options.folder)
+    chosen = {name: getattr(options, name) for name in ("folder", "model", "twin", "context", "steps", "repeats")}
+    result = saves.measure(saves.SaveBench(**chosen))
+    size = result["checkpoint_bytes"] / 2**20
+    lines = [f"{options.folder} ({result['file_system']}); a checkpoint of {size:.0f} MiB; medians with quartiles"]
+    for row in result["summary"]:
+        if "more_s" not in row:
+            continue
+        show = "{median:.2f} s ({low:.2f} to {high:.2f})".format
+        still, more, took = (show(**row[name]) for name in ("stood_still_s", "more_s", "save_s"))
+        lines.append(
+            f"{row['method']:<11}training stands still for {still}; the save and its steps take {more} longer than "
+            f"such steps alone; the save takes {took}"
+        )
     return result, lines
 
 

@@ -21,7 +21,7 @@ from workflows import registry, staleness
 from workflows.run import children, provenance
 
 PARTS = ("overflow", "unscale", "adamw", "pinned", "pool", "nvme", "activations", "engine", "latency", "placement")
-PARTS += ("tiers", "checkpoints")
+PARTS += ("tiers", "checkpoints", "saves")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,0 +1,29 @@
+"""`memascend bench saves`: how long training stands still for a checkpoint, written beside it and waited for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from memascend.cli import main
+
+
+@pytest.mark.slow
+def test_every_round_has_each_way_and_nothing_is_left_behind(tmp_path, capsys):
+    small = ["--twin", "32", "--context", "16", "--steps", "1", "--repeats", "2", "--json"]
+    assert main(["bench", "saves", "--folder", str(tmp_path), *small]) == 0
+    assert list(tmp_path.iterdir()) == []
+    result = json.loads(capsys.readouterr().out)
+    ways = [(point["round"], point["method"]) for point in result["points"]]
+    assert sorted(ways) == [(number, way) for number in range(2) for way in ("background", "foreground", "none")]
+    assert result["checkpoint_bytes"] > 14 * result["parameters"]
+    without, foreground, background = result["summary"]
+    assert without.keys() == {"method", "seconds"}
+    assert foreground["stood_still_s"] == foreground["save_s"]
+    assert 0 < background["stood_still_s"]["median"] <= background["save_s"]["median"]
+
+
+def test_a_folder_that_there_is_not_is_refused(tmp_path, capsys):
+    assert main(["bench", "saves", "--folder", str(tmp_path / "none")]) == 2
+    assert "create it first" in capsys.readouterr().err
