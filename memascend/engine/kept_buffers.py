@@ -36,7 +36,7 @@ class KeptBuffers:
     def restore(self) -> None:
         """They become what they were with the last completed step."""
         raw = self._home.kept_buffers()
-        here = {name: buffer for _, name, buffer in _persistent(self._model)}
+        here = {name: buffer for _, name, buffer in persistent_buffers(self._model)}
         if raw is None:
             if here:
                 log.warning(
@@ -56,7 +56,7 @@ class KeptBuffers:
                 self._home.folder,
                 ", ".join(others[:3]),
             )
-        for owner, name, buffer in list(_persistent(self._model)):
+        for owner, name, buffer in list(persistent_buffers(self._model)):
             if (values := kept.get(name)) is None:
                 continue
             if buffer.shape == values.shape and buffer.dtype == values.dtype:
@@ -70,7 +70,7 @@ class KeptBuffers:
         if not self._room or (digest := _digest(self._model)) == self._digest:
             return
         out = io.BytesIO()
-        torch.save({name: buffer.detach().cpu().clone() for _, name, buffer in _persistent(self._model)}, out)
+        torch.save({name: buffer.detach().cpu().clone() for _, name, buffer in persistent_buffers(self._model)}, out)
         if out.tell() > self._room:
             log.warning(
                 "memascend: the model's buffers take %d bytes by now, and %d were kept for them: a run that goes on "
@@ -91,11 +91,11 @@ class KeptBuffers:
 
 def room_bytes(model: nn.Module) -> int:
     """Of one version in a home; none where a model has no persistent buffer."""
-    sizes = [buffer.nbytes for _, _, buffer in _persistent(model)]
+    sizes = [buffer.nbytes for _, _, buffer in persistent_buffers(model)]
     return in_chunks(sum(sizes) + 1024 * len(sizes) + _ROOM_TO_GROW) if sizes else 0
 
 
-def _persistent(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """(module, name in the model, buffer), each once."""
     seen = set()
     for prefix, module in model.named_modules():
@@ -110,7 +110,7 @@ def _persistent(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor
 def _digest(model: nn.Module) -> bytes:
     """By value: an operator may change running averages without a word to autograd."""
     found = hashlib.blake2b(digest_size=16)
-    for _, name, buffer in _persistent(model):
+    for _, name, buffer in persistent_buffers(model):
         values = buffer.detach().cpu().contiguous()
         found.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
         if values.numel():

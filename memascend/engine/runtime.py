@@ -1297,15 +1297,20 @@ class StreamingEngine(HookedRuntime):
 
     @whole
     def save(
-        self, targets: Targets, end: Callable[[], Any], give_up: Callable[[], None], *, what: str = "save"
+        self,
+        targets: Targets,
+        end: Callable[[], Any],
+        give_up: Callable[[BaseException], BaseException],
+        *,
+        what: str = "save",
     ) -> BackgroundSave:
         """Begin to copy what `targets` name, as it is after the last completed step, into their files. Training can go
         on at once: an update that would overwrite what is not copied yet waits for that.
 
-        `end` is called when all is copied, and `give_up` after an error, both in the save's thread, which nothing else
-        of the engine waits for; `close` waits for the save. One runs at a time: this waits for the one before, and
-        raises its error where nobody has asked for it. The files belong to the save from here on. Raises RuntimeError
-        as `require_completed_step`, and while a step is in progress.
+        `end` is called when all is copied, and `give_up` with an error, for the one that is raised, both in the save's
+        thread. `close` waits for the save. One runs at a time: this waits for the one before, and raises its error
+        where nobody has asked for it. The files belong to the save from here on. Raises RuntimeError as
+        `require_completed_step`, and while a step is in progress.
         """
         self._require_no_function("save()")
         self.require_open()
@@ -1315,6 +1320,11 @@ class StreamingEngine(HookedRuntime):
         extracts = Extracts(self.layout, targets).by_key
         self._save = BackgroundSave(what, self.home, extracts, self.buffers.need_saved(), end, give_up)
         return self._save
+
+    def raise_unseen_failure_of_save(self) -> None:
+        """The error of the last save, where it has one that nobody has asked for."""
+        if self._save is not None and self._save.done() and not self._save.was_looked_at:
+            self._save.wait()
 
 
 class _Looking:

@@ -104,10 +104,10 @@ class BackgroundSave(Promise):
         extracts: Mapping[str, Sequence[Extract]],
         buffer: torch.Tensor,
         end: Callable[[], Any],
-        give_up: Callable[[], None],
+        give_up: Callable[[BaseException], BaseException],
     ) -> None:
-        """Takes the snapshot and begins; `end` is called when all is copied, and `give_up` after any error, both in the
-        save's own thread."""
+        """Takes the snapshot and begins; `end` is called when all is copied, and `give_up` with any error, for the one
+        to raise, both in the save's own thread."""
         super().__init__(what)
         self._home, self._extracts, self._buffer, self._end, self._remove = home, extracts, buffer, end, give_up
         self._asked_to_stop = False
@@ -153,7 +153,7 @@ class BackgroundSave(Promise):
             failure = error
             self.snapshot.end()
             try:
-                self._remove()
+                failure = self._remove(error)
             except BaseException as another:
                 error.add_note(f"and what was written could not be removed: {another}")
         self.took_s = time.monotonic() - self.began_s

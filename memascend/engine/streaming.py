@@ -19,6 +19,7 @@ import logging
 import math
 import os
 import textwrap
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -35,6 +36,8 @@ from memascend.engine.mapped import TensorFile
 from memascend.engine.model_guards import require_not_streamed
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
+from memascend.engine.saved import begin_save, put_back, saved_facts
+from memascend.engine.saving import BackgroundSave
 from memascend.engine.updates import REFUSED, AdamSettings
 from memascend.memory.pinned import Allocator
 from memascend.storage.interrupts import uninterrupted
@@ -104,6 +107,7 @@ class streaming:
         self._blocks: Sequence[nn.Module] | None = None
         self._device: torch.device | str | None = None
         self.engine: StreamingEngine | None = None
+        self._made: weakref.ref[StreamedAdamW] | None = None  # the optimizer, which holds the home
         # The user's, as JSON of less than 1 MiB: kept with each step, and here again after a resume. Keys of dicts may
         # be numbers, too; a dict's subclass comes back as a dict.
         self.note: dict[str, Any] = {}
@@ -231,6 +235,7 @@ class streaming:
         else:
             self.engine = found
         made.attach(self)
+        self._made = weakref.ref(made)
         if chosen.waits or chosen.accumulate > 1:
             norm = "their norm" if chosen.clip > 0 or chosen.wait else "the end of backward"
             why = "those of the step's other passes" if chosen.accumulate > 1 else norm
@@ -283,6 +288,67 @@ class streaming:
         """
         return self._engine().accumulate(function, micro_batches, order=order)
 
+    def save(self, folder: str | os.PathLike[str], *, states: bool = True, background: bool = True) -> BackgroundSave:
+        """Save the model as it is after the last completed step, and go on training while it is written.
+
+        The folder is new or empty, and appears whole, when all is on the disk: `model.safetensors` with parameters (a
+        tied one once) and persistent buffers by their names, as `safetensors.torch.load_model` and `from_pretrained`
+        take them; and for `load` `states.safetensors` and `states.json`. Host memory: one buffer of 4 MiB.
+
+        Args:
+            folder: where it is written; in the end the save's value.
+            states: also masters, moments, counts of steps, settings of the groups, and `note` as it is now.
+            background: training goes on at once; an update waits where it would overwrite what is not copied yet.
+                False: the save is there on return.
+
+        Returns:
+            The save: `done()`, and `wait()`, which returns the folder, or raises what went wrong. One runs at a time: a
+            second one waits for the first. `close` waits for it, too, and raises its error where nobody has asked.
+
+        Raises:
+            ValueError: the folder is there and not empty, or the disk is full.
+            RuntimeError: there is no optimizer yet, or a step is in progress: call `optimizer.step()` first.
+
+        Example:
+
+            save = home.save(f"saves/{home.steps}")
+            ...  # go on training
+            print("saved", save.wait())
+        """
+        made = self._made() if self._made is not None else None
+        if made is None:
+            raise RuntimeError("create the optimizer first: home.optimizer(torch.optim.AdamW, lr=...)")
+        save = begin_save(self._engine(), folder, made._facts() if states else None)
+        if not background:
+            save.wait()
+        return save
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Put back what `save` wrote with its states: the weights that train, masters and moments, counts of steps,
+        settings of the groups, buffers and `note`. It is a completed step at once.
+
+        Args:
+            folder: of a save of the same model, with the same groups, weights and states of the same dtypes.
+
+        Raises:
+            ValueError: it is no such folder; nothing has changed then.
+            RuntimeError: a gradient has come since the last step.
+
+        Example:
+
+            home.load("saves/1000")
+        """
+        made = self._made() if self._made is not None else None
+        if made is None:
+            raise RuntimeError("create the optimizer first: home.optimizer(torch.optim.AdamW, lr=...)")
+        engine = self._engine()
+        engine.require_no_gradients()
+        facts = saved_facts(engine, folder)
+        made.take_over(facts, engine.units.names)
+        put_back(engine, folder, facts["steps"])
+        self.note = _from_json(facts.get("note", {}))
+        engine.keep(made._facts())
+
     @property
     def steps(self) -> int:
         """Completed in this folder, the earlier runs' among them (the most of any parameter). After an interrupt an
@@ -311,16 +377,21 @@ class streaming:
             homes.remove(self.folder)
 
     def close(self) -> None:
-        """End: threads, memory and descriptors go, the states of the last completed step stay. Idempotent."""
+        """End: threads, memory and descriptors go, the states of the last completed step stay. Idempotent. A save is
+        waited for; its error is raised, when all is closed, where nobody has asked for it."""
         if self.engine is not None:
             self.engine.close()
+            self.engine.raise_unseen_failure_of_save()
 
     def __enter__(self) -> Self:
         self._require_open()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+        elif self.engine is not None:  # whose error is the one to be seen
+            self.engine.close()
 
 
 class StreamedAdamW(torch.optim.Optimizer):

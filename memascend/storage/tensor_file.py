@@ -209,12 +209,17 @@ class TensorFileReader:
             raise ValueError(f"{self._path} holds no tensor {name}")
         return self._header[name]
 
+    def require(self, name: str, dtype: torch.dtype, numel: int) -> None:
+        """Raise ValueError where there is no such tensor."""
+        entry = self._entry(name)
+        if entry["dtype"] != _CODES[dtype] or torch.Size(entry["shape"]).numel() != numel:
+            got = f"{_CODES[dtype]} of {numel} elements"
+            raise ValueError(f"{self._path}: {name} is {entry['dtype']} of {entry['shape']}, expected {got}")
+
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
         """Fill `tensor` (contiguous, same dtype and element count) with the tensor called `name`."""
         entry = self._entry(name)
-        if entry["dtype"] != _CODES[tensor.dtype] or torch.Size(entry["shape"]).numel() != tensor.numel():
-            got = f"{_CODES[tensor.dtype]} of {tensor.numel()} elements"
-            raise ValueError(f"{self._path}: {name} is {entry['dtype']} of {entry['shape']}, expected {got}")
+        self.require(name, tensor.dtype, tensor.numel())
         if not tensor.is_contiguous():
             raise ValueError(f"{self._path}: the memory for {name} is not contiguous")
         view, done = byte_view(tensor), 0

@@ -32,8 +32,8 @@ class BackgroundCheckpoint:
         self._files: dict[str, TensorPartsWriter] = {}
         try:
             self._save = self._begin(backend)
-        except BaseException:
-            self._give_up()
+        except BaseException as error:
+            self._give_up(error)
             raise
         self._begin_s = time.monotonic() - begin
 
@@ -67,10 +67,11 @@ class BackgroundCheckpoint:
         checkpoint.point(self._folder.model, final / "model")
         checkpoint.prune(self._folder.checkpoints, self._config.keep)
 
-    def _give_up(self) -> None:
+    def _give_up(self, error: BaseException) -> BaseException:
         for file in self._files.values():
             file.abandon()
         shutil.rmtree(self._partial, ignore_errors=True)
+        return error
 
     # ------------------------------------------------------------------------------------------------------------------
 

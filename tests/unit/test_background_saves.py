@@ -48,8 +48,8 @@ class Saved:
             targets |= {(name, state): [Target(self.files[1], f"{name}.{state}")] for state in of}
         try:
             self.save = engine.save(targets, self.end, self.give_up)
-        except BaseException:
-            self.give_up()
+        except BaseException as error:
+            self.give_up(error)
             raise
 
     def end(self):
@@ -58,10 +58,11 @@ class Saved:
         self.ends.append("whole")
         return self.folder
 
-    def give_up(self):
+    def give_up(self, error):
         for file in self.files:
             file.abandon()
         self.ends.append("given up")
+        return error
 
     def assert_whole(self):
         assert self.save.wait() == self.folder
@@ -201,9 +202,10 @@ def test_a_tensor_that_rotted_is_found_by_the_save_that_reads_it_first(tmp_path)
     names = [name for name, _ in engine.read_weights()]
     file = TensorPartsWriter(tmp_path / "weights", [])
     targets = {(name, "exp_avg"): [Target(file, name)] for name in names}
-    save = engine.save(targets, lambda: None, file.abandon)
+    save = engine.save(targets, file.close, lambda error: error)
     with pytest.raises(StorageError, match="checksum"):
         save.wait()
+    file.abandon()
     engine.close()
 
 
@@ -253,10 +255,10 @@ def test_a_save_between_backward_and_step_is_refused_and_after_the_step_it_is_no
     engine = begin(ours, tmp_path / "home", versions=2)
     ours(batch(0)).backward()
     with pytest.raises(RuntimeError, match=r"call optimizer.step\(\) first"):
-        engine.save({}, lambda: None, lambda: None)
+        engine.save({}, lambda: None, lambda error: error)
     engine.finish_step(keep=False)
     with pytest.raises(RuntimeError, match="a step is in progress, whose states may change: complete it first"):
-        engine.save({}, lambda: None, lambda: None)
+        engine.save({}, lambda: None, lambda error: error)
     engine.keep({})
     Saved(engine, tmp_path / "save").assert_whole()
     engine.close()

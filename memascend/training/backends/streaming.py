@@ -343,7 +343,7 @@ class StreamingBackend:
         weights: TensorPartsWriter,
         states: TensorPartsWriter | None,
         end: Callable[[], None],
-        give_up: Callable[[], None],
+        give_up: Callable[[BaseException], BaseException],
     ) -> BackgroundSave:
         """Fill the files of `weights` and of `states`, with what `weight_layouts` and `state_layouts` say, while
         training goes on; see `StreamingEngine.save`."""

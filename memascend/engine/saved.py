@@ -1,0 +1,175 @@
+"""A streamed model in a folder of files, written while training goes on, and put back.
+
+    model.safetensors   parameters, a tied one once, and persistent buffers, by their names in the model
+    states.safetensors  `<parameter>.<state>`: "master" and the moments of what is trained, flat, as
+                        `StreamingEngine.read_states` gives them
+    states.json         steps of each parameter, settings of the groups, the note
+
+It is built under another name, synced, and renamed: a crash leaves nothing that looks like a save.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memascend.engine.kept_buffers import persistent_buffers
+from memascend.engine.layout import numel_of_state
+from memascend.engine.runtime import StreamingEngine
+from memascend.engine.saving import WEIGHTS, BackgroundSave, Target
+from memascend.storage.durable import sync
+from memascend.storage.tensor_file import TensorFileReader, TensorLayout
+from memascend.storage.tensor_parts import TensorPartsWriter
+
+MODEL, STATES, FACTS = "model.safetensors", "states.safetensors", "states.json"
+_MARK = ".memascend-save"  # in what a save that is cut off leaves, which the next one removes
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def begin_save(
+    engine: StreamingEngine, folder: str | os.PathLike[str], facts: Mapping[str, Any] | None
+) -> BackgroundSave:
+    """Save the last completed step into `folder`, which is new or empty and appears whole; its value is that path. With
+    `facts` (JSON) also the states; without, the model alone. ValueError where the folder cannot be taken or the disk is
+    full."""
+    target = Path(os.path.abspath(folder))
+    partial = _require_new(target)
+    files: list[TensorPartsWriter] = []
+
+    def end() -> Path:
+        for file in files:
+            file.close()
+        for path in (*partial.iterdir(), partial):
+            sync(path)
+        if target.exists():
+            target.rmdir()
+        os.rename(partial, target)
+        (target / _MARK).unlink()
+        sync(target.parent)
+        return target
+
+    def give_up(error: BaseException) -> BaseException:
+        for file in files:
+            file.abandon()
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return ValueError(
+                f"cannot save {target}: {error.strerror}; free space, or name a folder on another drive. Training "
+                "itself is not harmed"
+            )
+        return error
+
+    try:
+        partial.mkdir(parents=True)
+        (partial / _MARK).touch()
+        targets = _model_file(engine, partial, files)
+        if facts is not None:
+            targets |= _states_file(engine, partial, files)
+            (partial / FACTS).write_text(json.dumps(dict(facts) | _kind(engine)))
+        return engine.save(targets, end, give_up, what=f"save to {target}")
+    except BaseException as error:
+        if (told := give_up(error)) is not error:
+            raise told from error
+        raise
+
+
+def _require_new(target: Path) -> Path:
+    """What it is built as."""
+    if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists and is not an empty folder: name a new one")
+    partial = target.with_name(f".{target.name}.partial")
+    if os.path.lexists(partial):
+        if partial.is_symlink() or not (partial / _MARK).exists():
+            raise ValueError(f"{partial} exists but was not left by a save: move it, or name another folder")
+        shutil.rmtree(partial)
+    return partial
+
+
+def _model_file(
+    engine: StreamingEngine, folder: Path, files: list[TensorPartsWriter]
+) -> dict[tuple[str, str], list[Target]]:
+    parameters, buffers = dict(engine.model.named_parameters()), dict(_buffers(engine))
+    layouts = [TensorLayout(name, each.dtype, tuple(each.shape)) for name, each in (parameters | buffers).items()]
+    file = TensorPartsWriter(folder / MODEL, layouts, {"format": "pt"})
+    files.append(file)
+    for name, values in buffers.items():  # training may change them
+        file.write(name, values.detach().cpu().contiguous())
+    return {(name, WEIGHTS): [Target(file, name)] for name in parameters}
+
+
+def _states_file(
+    engine: StreamingEngine, folder: Path, files: list[TensorPartsWriter]
+) -> dict[tuple[str, str], list[Target]]:
+    names, layout = _state_names(engine), engine.layout
+    sizes = {name: parameter.numel() for name, parameter in engine.model.named_parameters()}
+    layouts = [
+        TensorLayout(f"{name}.{state}", layout.dtype_of(state), (numel_of_state(state, sizes[name]),))
+        for name in layout.order
+        for state in names
+    ]
+    file = TensorPartsWriter(folder / STATES, layouts)
+    files.append(file)
+    return {(name, state): [Target(file, f"{name}.{state}")] for name in layout.order for state in names}
+
+
+def _state_names(engine: StreamingEngine) -> list[str]:
+    return list(dict.fromkeys(("master", *engine.layout.state_names)))
+
+
+def _kind(engine: StreamingEngine) -> dict[str, Any]:
+    layout = engine.layout
+    return {"steps": dict(engine.steps), "weights": str(layout.weights), "states": str(layout.states)}
+
+
+def _buffers(engine: StreamingEngine) -> list[tuple[str, torch.Tensor]]:
+    return [(name, buffer) for _, name, buffer in persistent_buffers(engine.model)]
+
+
+def saved_facts(engine: StreamingEngine, folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `begin_save` got, of a save of this model's states, whose files are as they must be. Raises ValueError for
+    another's, or for what is none."""
+    folder = Path(folder)
+    try:
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        steps, kind = facts["steps"], (facts["weights"], facts["states"])
+    except FileNotFoundError:
+        raise ValueError(f"{folder} holds no saved states: name a folder that home.save(...) wrote") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / FACTS} is damaged ({error}): name another save") from None
+    own = _kind(engine)
+    if kind != (own["weights"], own["states"]):
+        raise ValueError(
+            f"{folder} holds weights and states of {' and '.join(kind)}, but this training has "
+            f"{own['weights']} and {own['states']}: load it into one of the same kind"
+        )
+    if other := sorted(steps.keys() ^ own["steps"].keys()):
+        raise ValueError(f"{folder} holds the states of another model: {other[0]} is only in one of the two")
+    with TensorFileReader(folder / STATES) as reader, TensorFileReader(folder / MODEL) as model:
+        sizes = {name: parameter.numel() for name, parameter in engine.model.named_parameters()}
+        for name, state in itertools.product(engine.layout.order, _state_names(engine)):
+            reader.require(f"{name}.{state}", engine.layout.dtype_of(state), numel_of_state(state, sizes[name]))
+        for name, buffer in _buffers(engine):
+            model.require(name, buffer.dtype, buffer.numel())
+    return facts
+
+
+def put_back(engine: StreamingEngine, folder: str | os.PathLike[str], steps: Mapping[str, int]) -> None:
+    """Weights that are trained, their states and the buffers become those of a save whose facts were looked at; `keep`
+    completes it."""
+    names, folder = _state_names(engine), Path(folder)
+    with TensorFileReader(folder / STATES) as reader, TensorFileReader(folder / MODEL) as model:
+
+        def states_of(name: str) -> dict[str, torch.Tensor]:
+            return {state: reader.read(f"{name}.{state}") for state in names}
+
+        engine.write_states(states_of, steps)
+        for name, buffer in _buffers(engine):
+            buffer.data.copy_(model.read(name))
