@@ -25,7 +25,7 @@ CPP = $(shell find memascend/csrc tests -name '*.cpp' -o -name '*.h')
 SNAKEMAKE := $(IN_VENV) snakemake --cores $(CORES)
 export PYTHON MAX_JOBS MEMASCEND_CACHE MEMASCEND_CPU_LEVEL NO_SYSTEM_PACKAGES
 
-.PHONY: help setup figures smoke artifact gpu test zoo zoo-drop-in zoo-night chaos lint format native-tests python-tests numa-guest numa-test ops docs diagrams clean deepspeed_016 lock
+.PHONY: help setup figures smoke artifact gpu test zoo zoo-drop-in zoo-night chaos lint format coverage native-tests python-tests numa-guest numa-test ops docs diagrams clean deepspeed_016 lock
 
 help: ## list the targets
 	@grep -hE '^[a-z_0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z_0-9-]+):.*## (.*)/make \1|\2/' | column -t -s '|'
@@ -87,6 +87,10 @@ lint: setup ## ruff, mypy, clang-format, codespell, snakefmt, snakemake --lint
 
 format: setup ## what the formatters can do by themselves
 	@$(IN_VENV) ruff check --fix-only . && ruff format . && snakefmt Snakefile workflows/rules && clang-format -i $(CPP)
+
+coverage: setup ## lines of the library that the tests run, with the programs that they start; twice as long as the tests
+	@rm -rf .cache/coverage && mkdir -p .cache/coverage
+	@$(IN_VENV) coverage run -m pytest $(WORKERS) $(PYTEST) || failed=1; coverage combine --quiet && coverage report && exit $${failed:-0}
 
 ops: setup ## DeepSpeed's compiled ops alone (part of setup)
 	@$(IN_VENV) python workflows/setup/build_ops.py
