@@ -138,7 +138,7 @@ def saved_facts(engine: StreamingEngine, folder: str | os.PathLike[str]) -> dict
     another's, or for what is none."""
     folder = Path(folder)
     try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         steps, kind = facts["steps"], (facts["weights"], facts["states"])
     except FileNotFoundError:
         raise ValueError(f"{folder} holds no saved states: name a folder that home.save(...) wrote") from None
