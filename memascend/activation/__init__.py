@@ -3,10 +3,11 @@ a storage tier (SSDTrain).
 """
 
 from memascend.activation.attach import attach_cache, cache_of
-from memascend.activation.cache import ActivationCache, ActivationError
+from memascend.activation.cache import ActivationCache
 from memascend.activation.checkpointing import OffloadedCheckpoint, offload_checkpoints
 from memascend.activation.offload import offload_activations
 from memascend.activation.options import CacheOptions
+from memascend.activation.saved import ActivationError
 from memascend.activation.store import CheckpointStore
 
 __all__ = [

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ class _Passes:
     def _open(self) -> list[AbstractContextManager[Any] | None]:
         if not hasattr(self._local, "entered"):
             self._local.entered = []
-        return self._local.entered
+        entered: list[AbstractContextManager[Any] | None] = self._local.entered
+        return entered
 
 
 def _called_by_dynamo() -> bool:
@@ -85,7 +87,8 @@ def _called_by_dynamo() -> bool:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:
         return False
-    code, frame = dynamo.OptimizedModule.__call__.__code__, sys._getframe()
+    code = dynamo.OptimizedModule.__call__.__code__
+    frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -506,7 +507,8 @@ class ActivationCache:
 
 def _calls_itself(module: torch.nn.Module) -> bool:
     """Whether the forward pass that begins is inside of another one of the same module, on this thread."""
-    frame, calls = sys._getframe(), 0
+    frame: FrameType | None = sys._getframe()
+    calls = 0
     while frame is not None and calls < 2:
         code = frame.f_code
         calls += code is torch.nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module

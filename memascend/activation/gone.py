@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 
-class Gone(weakref.ref):
+class Gone(weakref.ref[Any]):
     """A reference to `thing` that puts itself into `where`, in whichever thread, when that is gone; `of` says whose.
 
     In place of a `__del__`: C++ lets go of such objects between the nodes of a backward pass, and Python handles Ctrl-C
@@ -24,4 +24,4 @@ class Gone(weakref.ref):
         return made
 
     def __init__(self, thing: Any, where: deque[Gone], of: Any) -> None:
-        super().__init__(thing, where.append)
+        super().__init__(thing, where.append)  # type: ignore[call-arg]  # object's, for typeshed

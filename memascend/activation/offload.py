@@ -64,4 +64,4 @@ class OffloadedActivations(ContextDecorator):
 
     def __exit__(self, *error: Any) -> bool | None:
         entered, self._entered = self._entered, None
-        return entered.__exit__(*error)
+        return None if entered is None else entered.__exit__(*error)

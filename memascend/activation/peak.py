@@ -121,11 +121,12 @@ def _regions(record: Record, plan: Plan, fates: Mapping[str, str] | None) -> lis
 
 def _folded(regions: list[_Region]) -> list[_Region]:
     """Neighbours of one block and fate together, where there are many; what is computed again, block by block."""
-    fold, folded = 1 + 3 * len(regions) // _MOST_TASKS, []
+    fold = 1 + 3 * len(regions) // _MOST_TASKS
+    folded: list[_Region] = []
     for number, region in enumerate(regions):
         last = folded[-1] if folded else None
-        alike = last is not None and (last.fate, last.block) == (region.fate, region.block)
-        if alike and (number % fold or region.fate == RECOMPUTE):
+        joined = number % fold or region.fate == RECOMPUTE
+        if last is not None and joined and (last.fate, last.block) == (region.fate, region.block):
             folded[-1] = replace(last, nbytes=last.nbytes + region.nbytes, seconds=last.seconds + region.seconds)
         else:
             folded.append(region)

@@ -39,7 +39,7 @@ class Version:
         if self._probe is None or tensor.is_inference():
             return False
         before = tensor._version
-        with torch.autograd._unsafe_preserve_version_counter(self._probe):
+        with torch.autograd._unsafe_preserve_version_counter(self._probe):  # type: ignore[attr-defined]
             torch.autograd.graph.increment_version(self._probe)
             return tensor._version != before
 
@@ -171,7 +171,7 @@ def span_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, i
     size = tensor.element_size()
     begin = tensor.storage_offset() * size
     span = (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))) * size
-    return (0, storage.nbytes()) if 2 * span >= storage.nbytes() else (begin, span)
+    return (0, storage.nbytes()) if 2 * span >= storage.nbytes() else (int(begin), span)
 
 
 def _bytes_of(tensor: torch.Tensor, begin: int, nbytes: int) -> torch.Tensor:

@@ -42,7 +42,8 @@ class StagedTier:
     ) -> None:
         self._tier, self._most_bytes = tier, most_bytes
         self._allocator = allocator or PageAlignedPinnedAllocator()
-        self._make_streams, self._streams = streams, {}
+        self._make_streams = streams
+        self._streams: dict[torch.device, Any] = {}
         self._lock = threading.Lock()
         self._used_bytes = self._idle_bytes = self._queued_bytes = 0
         self._idle: dict[int, list[torch.Tensor]] = defaultdict(list)  # slots by their bytes

@@ -90,7 +90,7 @@ class CheckpointStore:
             )
         with self._lock:
             self.blocks = layers
-            self._add(batch * context * hidden, dtype)
+            self._add(batch * context * hidden, dtype, layers)
 
     def lease(self, numel: int, dtype: torch.dtype) -> Slot:
         """Memory for one checkpoint of `numel` elements. Raises MemoryError if the allocator cannot give it."""
@@ -102,7 +102,7 @@ class CheckpointStore:
                 segment.collect()
                 if segment.slot_bytes == wanted and segment.free:
                     return Slot(segment, segment.free.pop())
-            segment = self._empty_segment_for(wanted) or self._add(numel, dtype)
+            segment = self._empty_segment_for(wanted, self.blocks) or self._add(numel, dtype, self.blocks)
             return Slot(segment, segment.free.pop())
 
     def close(self) -> None:
@@ -123,19 +123,19 @@ class CheckpointStore:
                 segment.collect()
             return sum(segment.count - len(segment.free) for segment in self._segments)
 
-    def _empty_segment_for(self, slot_bytes: int) -> _Segment | None:
+    def _empty_segment_for(self, slot_bytes: int, blocks: int) -> _Segment | None:
         """An unused reservation cut anew; one that is too small is given back, to be replaced."""
         idle = sorted((s for s in self._segments if s.empty), key=lambda s: s.buffer.numel())
         for segment in idle:
-            if segment.buffer.numel() >= slot_bytes * self.blocks:
+            if segment.buffer.numel() >= slot_bytes * blocks:
                 segment.carve(slot_bytes)
                 return segment
         if idle:
             self._segments.remove(idle[-1])
         return None
 
-    def _add(self, slot_numel: int, dtype: torch.dtype) -> _Segment:
-        buffer = self.allocator.allocate(slot_numel * self.blocks, dtype, name="activation checkpoints", owner=OWNER)
+    def _add(self, slot_numel: int, dtype: torch.dtype, blocks: int) -> _Segment:
+        buffer = self.allocator.allocate(slot_numel * blocks, dtype, name="activation checkpoints", owner=OWNER)
         segment = _Segment(buffer, slot_numel * dtype.itemsize)
         self._segments.append(segment)
         return segment

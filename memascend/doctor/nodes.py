@@ -93,7 +93,7 @@ def chosen_placement(topology: Topology, speeds: list[NodeSpeed]) -> str:
         return "latency_first leaves all host buffers on " + _named(near)
     rates = {room.node: room.bandwidth for room in rooms}
     known = all(rates.values())
-    shares = " : ".join(f"{rates[room.node] / 1e9:.0f}" if known else "1" for room in rooms)
+    shares = " : ".join(f"{(rates[room.node] or 0) / 1e9:.0f}" if known else "1" for room in rooms)
     origin = "GB/s of the firmware" if known else "the firmware gives no bandwidths"
     measured = " : ".join(f"{speed.adamw_bytes_per_s / 1e9:.1f}" for speed in speeds)
     return f"latency_first fills {_named(near)}, then {_named(far)}; what is divided is divided {shares} ({origin}" + (

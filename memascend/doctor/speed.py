@@ -11,7 +11,7 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +103,9 @@ def device_speed(folder: Path, size_bytes: int = DEFAULT_BYTES) -> DeviceSpeed:
     )
 
 
-def _stream(call, descriptor: int, buffers: list[mmap.mmap], blocks: int) -> tuple[int, float]:
+def _stream(
+    call: Callable[[int, list[mmap.mmap], int], int], descriptor: int, buffers: list[mmap.mmap], blocks: int
+) -> tuple[int, float]:
     """(blocks moved, seconds): up to `blocks`, each thread with a buffer of its own, until the time is up."""
     start = time.monotonic()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from memascend import systems
 from memascend.planner.activations import Choice, activation_room, choose
@@ -98,6 +99,12 @@ class Answers:
     nodes: NodePlan | None = None  # where a machine with several memory nodes is described
 
     @property
+    def rated(self) -> Machine:
+        """The machine, where something was computed for one."""
+        assert self.machine is not None, "computed for no machine"
+        return self.machine
+
+    @property
     def swap_bytes(self) -> int:
         """What lies on the SSD between steps, where there is room enough."""
         return stored_within(self.work, None)
@@ -158,7 +165,7 @@ def answer(
             endurance_tb=endurance_tb,
         ),
         others=tuple(Peer(plan=peer, seconds=_seconds(peer.work, machine)) for peer in _others(work)),
-        choice=_choice(work, machine, limits.gpu_bytes) if time else None,
+        choice=_choice(work, machine, limits.gpu_bytes) if time and machine else None,
         paths=tuple(paths),
         nodes=_nodes(host, machine, placement or work.arrangement.placement, not work.arrangement.swaps_gradients),
     )
@@ -172,7 +179,7 @@ def _choice(work: Workload, machine: Machine, gpu_bytes: float | None) -> Choice
 
 def _nodes(host: Plan, machine: Machine | None, policy: str | None, kept_gradients: bool) -> NodePlan | None:
     described = machine.described.get("memory_nodes") if machine else None
-    if not described or len(described) < 2:
+    if machine is None or not described or len(described) < 2:
         return None
     topology = topology_of(machine.described, machine.name)
     names = {number: str(entry.get("name", number)) for number, entry in zip(topology.nodes, described, strict=True)}
@@ -194,7 +201,7 @@ def _others(work: Workload) -> Iterator[Plan]:
             if arm == first or parts.shown_beside:
                 eight = work.kept_states == "int8" and not parts.int8_states
                 states = "fp32" if parts.refuses_bf16_states or eight else work.kept_states
-                own = {"states": states, "parts": None, "sizes": SwapSizes(), "state_versions": "auto"}
+                own: dict[str, Any] = {"states": states, "parts": None, "sizes": SwapSizes(), "state_versions": "auto"}
                 yield plan(replace(work, system=name, arm=arm, **own))
 
 

@@ -240,7 +240,7 @@ def _workload(options: argparse.Namespace) -> Workload:
         work = _configured(options, spec)
         budget = parse_bytes(options.host_memory, "--host-memory") if options.host_memory else None
         return replace(work, host_memory=budget or work.host_memory, device=_device(options))
-    own = own_defaults(options.system or _PRESETS["system"], options.arm)
+    own = own_defaults(str(options.system or _PRESETS["system"]), options.arm)
     for name, preset in {**_PRESETS, **own}.items():
         if getattr(options, name) is None:
             setattr(options, name, preset)

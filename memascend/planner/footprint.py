@@ -20,6 +20,7 @@ from memascend.activation.store import CheckpointStore
 from memascend.memory.classes import GRADIENTS, MASTERS, MOMENTUM, VARIANCE
 from memascend.memory.ledger import DEVICE, HOST, Ledger, LedgerEntry
 from memascend.memory.pinned import CountingAllocator
+from memascend.memory.policies import Placement
 from memascend.memory.pools import AdaptiveBufferPool, MonolithicBufferPool, adaptive_pool_classes
 from memascend.memory.run_buffers import (
     conversion_buffer,
@@ -138,8 +139,17 @@ class _Counting(CountingAllocator):
         super().__init__(policy, ledger)
         self._named = named
 
-    def allocate(self, numel: int, dtype: torch.dtype, *, name: str, owner: str, role: str = HOST) -> torch.Tensor:
-        return super().allocate(numel, dtype, name=self._named(name), owner=owner, role=role)
+    def allocate(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        name: str,
+        owner: str,
+        role: str = HOST,
+        placement: Placement | None = None,
+    ) -> torch.Tensor:
+        return super().allocate(numel, dtype, name=self._named(name), owner=owner, role=role, placement=placement)
 
 
 class RankFootprint:

@@ -76,6 +76,7 @@ def workload_of(
     dtype = "bf16" if states == "bf16" else _dtype(config, bf16, told)
     batch, accumulation = _batch(config, ranks, told)
     budget = section.get("host_memory")
+    options: dict[str, Any] = {name: _option(section, name, told) for name in MODEL_OPTIONS}
     return Workload(
         spec=spec,
         system=system,
@@ -83,7 +84,7 @@ def workload_of(
         dtype=dtype,
         states=states,
         gradients=_gradients(config, dtype),
-        stack=Stack(**{name: _option(section, name, told) for name in MODEL_OPTIONS}),
+        stack=Stack(**options),
         ranks=ranks,
         batch=batch,
         context=context,
@@ -181,7 +182,7 @@ def _batch(config: Mapping[str, Any], ranks: int, told: Told) -> tuple[int, int]
     if whole and not batch:
         batch = max(1, whole // ranks // (steps or 1))
     if whole and not steps:
-        steps = max(1, whole // ranks // batch)
+        steps = max(1, whole // ranks // (batch or 1))
     return batch or 1, steps or 1
 
 
@@ -214,7 +215,7 @@ def _sizes(config: Mapping[str, Any], zero: Mapping[str, Any], system: str) -> S
         return None if ours else stock
 
     swaps_gradients = _section(config, SECTION).get("gradients", "swapped") == "swapped"
-    derived = optimizer_buffers(optimizer, swaps_gradients) if ours else _STOCK_OPTIMIZER_BUFFERS
+    derived: int | None = optimizer_buffers(optimizer, swaps_gradients) if ours else _STOCK_OPTIMIZER_BUFFERS
     derived = None if system == "mlp_offload" else derived  # as many sub-groups as stay in host memory
     folders = {str(section["nvme_path"]) for section in (param, optimizer) if section.get("nvme_path")}
     block = int(config["aio"]["block_size"]) if given(config.get("aio"), "block_size") else SWAP_THRESHOLD_BYTES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from memascend import systems
 from memascend.planner.footprint import Plan, plan
@@ -120,8 +121,9 @@ def _sizes(work: Workload, budget_bytes: int) -> Iterator[Change]:
     context, batch = largest_sizes(work, Limits(ram_bytes=budget_bytes))
     for name, size in (("batch", batch), ("context", context)):
         if size and size < getattr(work, name):
-            changed = replace(work, **{name: size})
-            yield Change(settings={name: size}, host_bytes=plan(changed).host_bytes)
+            sizes: dict[str, Any] = {name: size}
+            changed = replace(work, **sizes)
+            yield Change(settings=sizes, host_bytes=plan(changed).host_bytes)
 
 
 def _options(work: Workload) -> Iterator[tuple[str, str]]:
@@ -154,7 +156,7 @@ def _leanest_system(work: Workload) -> Change | None:
 
 def _with(work: Workload, settings: Mapping[str, str | int]) -> Workload | None:
     """None where the settings exclude one another, such as bf16 states and stock DeepSpeed."""
-    fields = dict(settings)
+    fields: dict[str, Any] = dict(settings)
     if "checkpointing" in fields:
         fields["stack"] = replace(work.stack, checkpointing=str(fields.pop("checkpointing")))
     if "system" in fields:

@@ -32,20 +32,34 @@ COVERED_KEYS = {
 class Model(Protocol):
     """What a rule reads of a model: the sizes of `memascend.planner.spec.ModelSpec`."""
 
-    name: str
-    hidden: int
-    intermediate: int
-    vocab: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    tied: bool
-    experts: int
-    expert_intermediate: int
-    shared_intermediate: int
-    fused_experts: bool
-    config: Mapping[str, Any]
+    @property
+    def name(self) -> str: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def intermediate(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def tied(self) -> bool: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def expert_intermediate(self) -> int: ...
+    @property
+    def shared_intermediate(self) -> int: ...
+    @property
+    def fused_experts(self) -> bool: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...
 
 
 def _decoder(spec: Model, block: Callable[[Model, int], Shapes]) -> list[TensorSpec]:

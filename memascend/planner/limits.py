@@ -71,7 +71,7 @@ def stored_within(work: Workload, room_bytes: float | None) -> int:
     stored_in = getattr(systems.load(work.system), "stored_in", None)
     if stored_in is None:
         return io_volume(work).stored_bytes
-    return stored_in(within_room(work, room_bytes).state_versions, work)
+    return int(stored_in(within_room(work, room_bytes).state_versions, work))
 
 
 class Fitter:

@@ -132,7 +132,7 @@ def _paths(answers: Answers) -> list[str]:
     """What each path holds and is written, and what a step takes without it."""
     if not answers.paths:
         return []
-    head = f"paths of {answers.machine.name}, side by side without RAID"
+    head = f"paths of {answers.rated.name}, side by side without RAID"
     lines = [f"{head:<{_WIDTH}}{'share':>8}{'GiB':>11}{'written/step':>17}{'s without it':>15}{'days of life':>15}"]
     for path in answers.paths:
         without = "-" if path.seconds_without is None else f"{_number(path.seconds_without)}"
@@ -152,7 +152,7 @@ def _nodes(answers: Answers) -> list[str]:
     made = answers.nodes
     if made is None:
         return []
-    heading = f"memory nodes of {answers.machine.name}, {made.policy.replace('_', ' ')} (GiB)"
+    heading = f"memory nodes of {answers.rated.name}, {made.policy.replace('_', ' ')} (GiB)"
     if made.refused:
         return [heading, f"  cannot be followed: {made.refused}"]
     lines = [f"{heading:<{_WIDTH}}" + "".join(f"{made.names[node]:>10}" for node in made.capacity)]
@@ -194,13 +194,15 @@ def _verdicts(answers: Answers) -> list[str]:
 
 
 def _remedy(need: Need, answers: Answers) -> list[str]:
-    if need.name != "host memory" or need.fits:
+    if need.name != "host memory" or need.fits or need.limit_bytes is None:
         return []
     fits = what_fits(answers.work, round(need.limit_bytes))
     return [f"  fits with {'; or '.join(change.text() for change in fits)}"] if fits else []
 
 
 def _verdict(need: Need, answers: Answers) -> str:
+    """Of a need with a limit."""
+    assert need.limit_bytes is not None
     spare = need.limit_bytes - need.needed_bytes
     limit = f"{need.limit_bytes / GIB:.2f}".removesuffix(".00") + " GiB"
     if spare >= 0:
@@ -237,7 +239,7 @@ def _largest(answers: Answers) -> list[str]:
 def _time(answers: Answers) -> list[str]:
     if answers.time is None:
         return [f"step time: not predicted; {answers.no_time}"]
-    made, name = answers.time, answers.machine.name
+    made, name = answers.time, answers.rated.name
     lines = [
         f"{_number(made.seconds)} s per step, {_number(made.tokens_per_second, 4)} tokens/s on {name} (modelled); "
         f"bottleneck: {made.bottleneck}",
@@ -388,12 +390,12 @@ def _time_json(answers: Answers) -> dict[str, Any]:
     made = answers.time
     return {
         "lane": "modelled",
-        "testbed": answers.machine.name,
+        "testbed": answers.rated.name,
         "seconds": made.seconds,
         "tokens_per_second": made.tokens_per_second,
         "bottleneck": made.bottleneck,
         "phases": [dataclasses.asdict(phase) | {"bottleneck": phase.bottleneck} for phase in made.phases],
-        "rates": dataclasses.asdict(answers.machine),
+        "rates": dataclasses.asdict(answers.rated),
         "calibrations": dataclasses.asdict(Calibrations()),
         "reasons": REASONS,
     }

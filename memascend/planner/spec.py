@@ -235,7 +235,9 @@ def _class_on_meta(name: str, config: Mapping[str, Any]) -> Any:
 
 
 def _committed(name: str) -> dict[str, Any]:
-    return json.loads((resources.files("memascend.planner") / "models" / f"{name}.json").read_text(encoding="utf-8"))
+    file = resources.files("memascend.planner") / "models" / f"{name}.json"
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return config
 
 
 def _from_file(path: Path) -> ModelSpec:

@@ -174,7 +174,7 @@ class Step:
     def adamw_s(self, parameters: float) -> float:
         """AdamW reads four tensors of states, writes three and the 16-bit weights; with 8-bit moments it reads
         gradients, and reads and writes weights, codes and scales. And what DeepSpeed does besides."""
-        each = 7 * self.state_bytes + ELEMENT_BYTES[self.work.dtype]
+        each: float = 7 * self.state_bytes + ELEMENT_BYTES[self.work.dtype]
         if self.work.kept_states == "int8":
             each = 2 * (ELEMENT_BYTES[self.work.dtype] + INT8_MOMENTS_BYTES) + ELEMENT_BYTES[self.work.gradients]
         nbytes = parameters * each

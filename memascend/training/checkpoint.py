@@ -54,7 +54,7 @@ class Checkpoint:
     @property
     def is_full(self) -> bool:
         """Whether a run can go on from it."""
-        return self.manifest.get("holds", "full") == "full"
+        return bool(self.manifest.get("holds", "full") == "full")
 
     @property
     def model(self) -> Path:

@@ -292,7 +292,7 @@ def is_flag(name: str) -> bool:
 
 
 def takes_many(name: str) -> bool:
-    return _TYPES[name] == list[str]
+    return bool(_TYPES[name] == list[str])
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def _write(folder: RunFolder, newest: Checkpoint | None, partial: Path, shard_by
     """The later of states and checkpoint; its step."""
     backend = kept_backend(folder)
     kept = backend.kept_step() if backend is not None else None
-    if kept is None or (newest is not None and newest.step >= kept):
+    if backend is None or kept is None or (newest is not None and newest.step >= kept):
         if newest is None:
             if read_prepared(folder) is None and any(folder.root.glob("memascend-states-*")):
                 raise ValueError(

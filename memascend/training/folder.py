@@ -254,7 +254,8 @@ def collect_dead(parent: Path, mine: Path | None = None, patience: float = 60) -
 
 def _owner(folder: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        return json.loads((folder / OWNER).read_text())
+        owner: dict[str, Any] = json.loads((folder / OWNER).read_text())
+        return owner
     return {}
 
 

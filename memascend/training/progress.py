@@ -230,7 +230,7 @@ def rewind_metrics(path: Path, step: int) -> int:
     temporary = path.with_name(f".{path.name}.partial")
     temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
     os.replace(temporary, path)
-    return sum(row["kind"] == "step" for row in rows) - sum(row["kind"] == "step" for row in kept)
+    return int(sum(row["kind"] == "step" for row in rows) - sum(row["kind"] == "step" for row in kept))
 
 
 def add_cut_off_step(

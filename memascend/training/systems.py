@@ -16,7 +16,8 @@ from memascend.training.config import TrainConfig
 
 def setup(config: Any, prepared: dict[str, Any], run_id: str, swap: str) -> Setup:
     """Of a checked `config`; `swap`: the folder for swap files, if the setup has any."""
-    return systems.load(config.system, config.arm).trainer(config, prepared, run_id, swap)
+    setup: Setup = systems.load(config.system, config.arm).trainer(config, prepared, run_id, swap)
+    return setup
 
 
 def with_defaults(wanted: Mapping[str, Any]) -> dict[str, Any]:

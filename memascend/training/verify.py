@@ -151,7 +151,7 @@ def report(config: TrainConfig, theirs: TrainConfig, tested: Path, reference: Pa
 
     expected = expectation(config, theirs)
     steps = list(_steps(tested, reference))
-    kinds = {}
+    kinds: dict[str, dict[str, Any]] = {}
     with Saved.of_run(tested) as ours, Saved.of_run(reference) as other:
         for kind in ours.kinds:
             found = list(differences(ours, other, kind))

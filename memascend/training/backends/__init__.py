@@ -40,4 +40,5 @@ def load(name: str) -> type[Backend]:
     if name not in _CLASSES:
         raise ValueError(f"there is no backend {name!r}; known: {', '.join(_CLASSES)}")
     module, _, cls = _CLASSES[name].partition(":")
-    return getattr(importlib.import_module(module), cls)
+    found: type[Backend] = getattr(importlib.import_module(module), cls)
+    return found
