@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from memascend.arrangements import Arrangement
 
 GROUP = "memascend.systems"
+_REINSTALL = "reinstall: make setup in a checkout, or install memascend again"
 
 
 class System(Protocol):
@@ -57,11 +58,11 @@ def provider() -> Any:
     """The module that lists and loads systems, looked up once; ValueError where none is installed."""
     found = list(importlib.metadata.entry_points(group=GROUP))
     if not found:
-        raise ValueError(f"no systems are installed (entry point {GROUP}); reinstall: make setup, or pip install -e .")
+        raise ValueError(f"no systems are installed (entry point {GROUP}); {_REINSTALL}")
     try:
         return found[0].load()
     except ImportError as error:
-        raise ValueError(f"the systems of {found[0].value} cannot be loaded ({error}); reinstall: make setup") from None
+        raise ValueError(f"the systems of {found[0].value} cannot be loaded ({error}); {_REINSTALL}") from None
 
 
 def names() -> list[str]:

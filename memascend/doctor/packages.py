@@ -59,7 +59,7 @@ def check_deepspeed(found: str | None, tried: tuple[str, ...]) -> Check:
         return Check(
             name="DeepSpeed",
             status=WARN,
-            found="not installed: plan, bench and storage work, training does not",
+            found="not installed: of the systems only lohan, in_memory and ssdtrain train",
             fix="pip install 'memascend[deepspeed]', or make setup in a checkout",
         )
     if found not in tried:

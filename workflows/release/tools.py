@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -52,7 +53,17 @@ def cpu_build() -> list[str]:
 
 
 def pip(python: Path, *words: str) -> None:
-    run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", *words])
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", *words]
+    run(command, env=clean(python.parent))
+
+
+def clean(programs: Path) -> dict[str, str]:
+    """The variables of a stranger: none of ours, and the programs of one virtual environment before the system's.
+
+    A PYTHONPATH with a checkout on it would make pip find memascend there, and install nothing."""
+    ours = ("MEMASCEND", "PYTHON", "VIRTUAL_ENV")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return {**kept, "PATH": f"{programs}:{os.environ.get('PATH', os.defpath)}", "PYTHONNOUSERSITE": "1"}
 
 
 def run(command: list[str], **more: object) -> str:
