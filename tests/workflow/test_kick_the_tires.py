@@ -22,8 +22,9 @@ def line(name: str, command: str = "true", **more) -> Line:
     return Line(name=name, badge=FUNCTIONAL, says=f"{name} holds", command=command, **more)
 
 
-def checked(lines, folder, *, long=False, only=()):
-    return {each.name: each for each in tires.check_all(lines, folder, dict(os.environ), (), long=long, only=only)}
+def checked(lines, folder, *, long=False, only=(), **more):
+    found = tires.check_all(lines, folder, dict(os.environ), (), long=long, only=only, **more)
+    return {each.name: each for each in found}
 
 
 def test_the_list_is_one_that_can_be_run():
@@ -92,6 +93,20 @@ def test_what_takes_too_long_is_stopped_with_all_that_it_started(tmp_path):
     assert found.found == "stopped after 0.02 minutes; last: begun"
     stat = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
     assert not stat.exists() or stat.read_text().split()[2] == "Z"
+
+
+def test_patience_is_for_slow_machines(tmp_path):
+    slow = line("slow", "sleep 0.5", minutes=0.001)
+    assert checked([slow], tmp_path)["slow"].status == NOT_MET
+    assert checked([slow], tmp_path, patience=1000)["slow"].status == MET
+
+
+def test_lines_that_were_not_reached_are_in_the_table_as_not_run():
+    first = tires.result(LINES[0], MET, "built")
+    found = tires.complete([first])
+    assert {each.name for each in found} == {each.name for each in LINES}
+    assert {each.status for each in found} == {MET, NOT_RUN, OUTSIDE}
+    assert [each.name for each in found if each.status == OUTSIDE] == ["archive", "others"]
 
 
 def test_lines_that_are_asked_for_bring_what_they_need():

@@ -48,7 +48,7 @@ LINES = (
         name="build",
         badge=FUNCTIONAL,
         says="it builds from its sources",
-        command="python setup.py -q build_ext --inplace && python -c 'import memascend._C as c; print(c.__name__)'",
+        command="python setup.py -q build_ext --inplace && python -c 'import torch, memascend._C as c; print(c)'",
         minutes=20,
     ),
     Line(
@@ -153,7 +153,7 @@ LINES = (
         name="style",
         badge=REUSABLE,
         says="one style, by its own linters",
-        command="ruff check . && ruff format -q --check . && snakefmt -q --check Snakefile workflows/rules && echo ok",
+        command="ruff check . && ruff format -q --check . && snakefmt --check Snakefile workflows/rules && echo ok",
     ),
     Line(
         name="modelled",

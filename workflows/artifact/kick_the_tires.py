@@ -1,6 +1,6 @@
 """Kick the tires: run every line of the badge list on a fresh clone, and write down which are met.
 
-usage: python -m workflows.artifact.kick_the_tires [--out FOLDER] [--with VENV] [--all] [--only LINE ...] [--list]
+usage: python -m workflows.artifact.kick_the_tires [--out FOLDER] [--with VENV] [--all | --only LINE ...] [--list]
 
 The commit that is checked out is cloned into a temporary folder, so that nothing counts that is not committed. What
 runs there has an empty environment (a PATH, a HOME of its own) and, where the kernel allows it, no network after
@@ -8,8 +8,8 @@ set-up. Set-up is `make setup` in the clone, some ten minutes; `--with .venv` ta
 is there, and only builds the clone's own extension. `--all` adds the lines that take an hour. In the container
 (docs/how-to/run-in-a-container.md) this is a fresh clone in a bare Debian without a network.
 
-FOLDER (results/badges) gets badges.json and badges.md: each line met, not met, not run, or in need of the outside
-world, which no command decides. Exit status: 0 if all that ran is met, 1 if a line is not, 2 on an error.
+FOLDER (results/badges) gets badges.json and badges.md, written after each line: met, not met, not run, or in need of
+the outside world, which no command decides. Exit status: 0 if all that ran is met, 1 if a line is not, 2 on an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from workflows.run.provenance import ROOT, atomically, host
 MET, NOT_MET, NOT_RUN, OUTSIDE = "met", "not met", "not run", "needs the outside world"
 JSON, TABLE = "badges.json", "badges.md"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+SET_UP = Line(name="set-up", badge=badges.FUNCTIONAL, says="set up by one command", command="make setup", minutes=90)
 LETTERS = 300  # of what a command said last
 
 
@@ -77,9 +78,9 @@ def bare(home: Path, venv: Path) -> dict[str, str]:
     }
 
 
-def execute(line: Line, where: Path, env: dict[str, str], isolated: Sequence[str]) -> Result:
-    """Run a line's command, for as long as it may take."""
-    began = time.monotonic()
+def execute(line: Line, where: Path, env: dict[str, str], isolated: Sequence[str], *, patience: float = 1.0) -> Result:
+    """Run a line's command, for as long as it may take, times `patience`."""
+    began, minutes = time.monotonic(), line.minutes * patience
     child = subprocess.Popen(
         [*isolated, "bash", "-c", f"set -o pipefail; {line.command}"],
         cwd=where,
@@ -93,7 +94,7 @@ def execute(line: Line, where: Path, env: dict[str, str], isolated: Sequence[str
     )
     late = False
     try:
-        said, _ = child.communicate(timeout=60 * line.minutes)
+        said, _ = child.communicate(timeout=60 * minutes)
     except subprocess.TimeoutExpired:
         late = True
         end(child)
@@ -103,7 +104,7 @@ def execute(line: Line, where: Path, env: dict[str, str], isolated: Sequence[str
     lines = [text.strip("= ") for text in said.splitlines() if text.strip("= ")]
     found = lines[-1][:LETTERS] if lines else f"exit status {child.returncode}, without a word"
     if late:
-        found = f"stopped after {line.minutes:g} minutes; last: {found}"
+        found = f"stopped after {minutes:g} minutes; last: {found}"
     status = MET if child.returncode == 0 and not late else NOT_MET
     return result(line, status, found, time.monotonic() - began)
 
@@ -120,9 +121,16 @@ def result(line: Line, status: str, found: str, seconds: float = 0.0) -> Result:
 
 
 def check_all(
-    lines: Sequence[Line], where: Path, env: dict[str, str], isolated: Sequence[str], *, long: bool, only: Sequence[str]
-) -> list[Result]:
-    """Run what can be run, in order; what a line needs and is not met ends it before it starts."""
+    lines: Sequence[Line],
+    where: Path,
+    env: dict[str, str],
+    isolated: Sequence[str],
+    *,
+    long: bool,
+    only: Collection[str],
+    patience: float = 1.0,
+) -> Iterator[Result]:
+    """Run what can be run, in order; a line whose needs are not met does not start."""
     found: dict[str, Result] = {}
     for number, line in enumerate(lines, 1):
         missing = [name for name in line.needs if found[name].status != MET]
@@ -135,11 +143,11 @@ def check_all(
         elif missing:
             made = result(line, NOT_RUN, f"it needs {', '.join(missing)}")
         else:
-            made = execute(line, where, env, isolated)
+            made = execute(line, where, env, isolated, patience=patience)
         found[line.name] = made
         seconds = f", {made.seconds:.0f} s" if made.status in (MET, NOT_MET) else ""
         print(f"[{number}/{len(lines)}] {line.badge}, {line.name}: {made.status}{seconds}: {made.found}", flush=True)
-    return list(found.values())
+        yield made
 
 
 def asked(lines: Sequence[Line], only: Sequence[str]) -> set[str]:
@@ -154,9 +162,15 @@ def asked(lines: Sequence[Line], only: Sequence[str]) -> set[str]:
     return wanted
 
 
-def set_up(where: Path, env: dict[str, str]) -> Line:
-    """What makes the clone's environment, as a line of its own."""
-    return Line(name="set-up", badge=badges.FUNCTIONAL, says="set up by one command", command="make setup", minutes=90)
+def complete(results: Sequence[Result]) -> list[Result]:
+    """With the lines that were not reached."""
+    there = {each.name for each in results}
+    rest = [result(line, NOT_RUN, "not reached") for line in LINES if line.name not in there and not line.outside]
+    return [
+        *results,
+        *rest,
+        *(result(line, OUTSIDE, line.outside) for line in LINES if line.name not in there and line.outside),
+    ]
 
 
 def surroundings(isolated: Sequence[str], venv: Path | None, commit: str) -> dict[str, Any]:
@@ -257,15 +271,17 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--with {args.venv}: there is no bin/python in it; make setup makes .venv")
         env = bare(home, venv)
         isolated = without_network()
-        results = []
+        results, place = [], surroundings(isolated, args.venv, commit)
         if not args.venv:
             print("set-up: make setup in the clone ...", flush=True)
-            results.append(execute(set_up(where, env), where, env, ()))
+            results.append(execute(SET_UP, where, env, (), patience=args.patience))
             print(f"set-up: {results[0].status}, {results[0].seconds:.0f} s: {results[0].found}", flush=True)
-        if not results or results[0].status == MET:
-            results += check_all(LINES, where, env, isolated, long=args.all, only=only)
-        said = document(results, surroundings(isolated, args.venv, commit))
-        write(args.out, said)
+        ready = args.venv or results[0].status == MET
+        how = {"long": args.all, "only": only, "patience": args.patience}
+        for made in check_all(LINES if ready else (), where, env, isolated, **how):
+            results.append(made)
+            write(args.out, document(complete(results), place))  # so that an interruption leaves what was found
+        write(args.out, document(complete(results), place))
     count = Counter(each.status for each in results)
     print(f"{', '.join(f'{number} {status}' for status, number in count.items())}; {args.out / TABLE}")
     return 1 if count[NOT_MET] else 0
@@ -276,6 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--out", type=Path, default=Path("results/badges"), metavar="FOLDER", help="default: %(default)s")
     p.add_argument("--with", dest="venv", type=Path, metavar="VENV", help="take the packages of this environment")
     p.add_argument("--all", action="store_true", help="also the lines that take an hour")
+    p.add_argument("--patience", type=float, default=1.0, metavar="FACTOR", help="times each line's limit of minutes")
     p.add_argument("--only", nargs="+", default=[], metavar="LINE", help="these lines, and what they need")
     p.add_argument("--list", action="store_true", help="print the lines and their commands, run none")
     args = p.parse_args(argv)
