@@ -483,6 +483,7 @@ Reservation Control::reserve(std::int64_t bytes, std::int64_t stripe_bytes) {
 
 Reservation Control::exchange(const Reservation& old, std::int64_t bytes, std::int64_t stripe_bytes) {
   std::vector<Slot> before;
+  before.reserve(old.slots.size());
   for (const std::uint32_t index : old.slots) {
     before.push_back(slots()[index]);
   }

@@ -218,7 +218,7 @@ void DirectEngine::make_ready(const std::shared_ptr<Request>& request) {
   ++work_version_;
 }
 
-std::uint64_t DirectEngine::enqueue(std::shared_ptr<Request> request) {
+std::uint64_t DirectEngine::enqueue(const std::shared_ptr<Request>& request) {
   request->submitted_ns = monotonic_ns();
   bool empty = false;
   std::uint64_t id = 0;
@@ -271,7 +271,7 @@ std::uint64_t DirectEngine::write(const std::string& key, const void* data, Tens
     request->tensor = place_volatile(key, record);
     record.extents = request->tensor->place.extents();
     request->record = std::move(record);
-    return enqueue(std::move(request));
+    return enqueue(request);
   }
   request->reservation = store_->reserve(record.bytes);
   record.generation = store_->next_generation();
@@ -309,7 +309,7 @@ std::uint64_t DirectEngine::read(const std::string& key, void* data, std::int64_
   request->record = *record;
   request->tensor = tensor;
   request->summed = options_.checksums == Checksums::kFull && bytes == record->bytes && (tensor || record->checksum);
-  return enqueue(std::move(request));
+  return enqueue(request);
 }
 
 // The next block for a worker: of its own part, else of the longest. False: there is none.

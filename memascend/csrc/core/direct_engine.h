@@ -139,7 +139,7 @@ class DirectEngine {
     std::unique_ptr<ForkGuard> fork_guard;
   };
 
-  std::uint64_t enqueue(std::shared_ptr<Request> request);
+  std::uint64_t enqueue(const std::shared_ptr<Request>& request);
   void plan(Request& request) const;
   void split(Request& request) const;
   void make_ready(const std::shared_ptr<Request>& request);  // with mutex_

@@ -63,7 +63,7 @@ std::uint64_t DirectEngine::write_part(const std::string& key, const void* data,
   request->tensor = tensor;
   request->record.bytes = size;
   request->record.extents = tensor->place.extents();
-  return enqueue(std::move(request));
+  return enqueue(request);
 }
 
 RecordPointer DirectEngine::record_of(const std::shared_ptr<VolatileTensor>& tensor) const {
@@ -81,6 +81,7 @@ std::vector<std::pair<std::string, RecordPointer>> DirectEngine::list() {
   }
   std::vector<std::pair<std::string, RecordPointer>> out;
   std::lock_guard<std::mutex> guard(mutex_);
+  out.reserve(volatile_.size());
   for (const auto& [key, tensor] : volatile_) {
     out.emplace_back(key, std::make_shared<TensorRecord>(tensor->record));
   }

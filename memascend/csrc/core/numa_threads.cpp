@@ -151,6 +151,7 @@ std::optional<NumaPlan> plan_near_data(std::int64_t chunks, int threads, const s
   }
   const std::vector<CpuNode> nodes = usable_nodes();
   std::vector<int> processors;
+  processors.reserve(nodes.size());
   for (const CpuNode& node : nodes) {
     processors.push_back(CPU_COUNT(&node.cpus));
   }
@@ -190,6 +191,7 @@ std::optional<NumaPlan> plan_near_data(std::int64_t chunks, int threads, const s
     add(sample, least);
   }
   std::vector<std::int64_t> counts;
+  counts.reserve(near.size());
   for (const auto& own : near) {
     counts.push_back(static_cast<std::int64_t>(own.size()));
   }

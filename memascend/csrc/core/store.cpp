@@ -76,6 +76,7 @@ void Store::check_members() const {
 void Store::open_control() {
   const Superblock& first = superblocks_[0];
   std::vector<MemberSpace> members;
+  members.reserve(superblocks_.size());
   for (const Superblock& block : superblocks_) {
     members.push_back({block.data_offset, (block.size_bytes - block.data_offset) / block.chunk_bytes, block.weight});
   }
