@@ -14,4 +14,4 @@ FOLDERS = sorted({path.parent for path in (registry.ROOT / "results/reference").
 def test_the_claims_of_a_reference_are_those_that_its_records_decide(folder: Path) -> None:
     verdicts = reference.decided_by(folder)
     assert verdicts == claims.read_verdicts(folder / "claims.csv"), "python -m workflows.derive.reference --records ..."
-    assert {verdict.lane for verdict in verdicts} == {"measured"}
+    assert {verdict.lane for verdict in verdicts} <= {"measured"}  # none where the records are of no claim
