@@ -94,25 +94,27 @@ class _Training(Worker):
 
 
 def measure(options: SaveBench) -> dict[str, Any]:
-    """Points, one a round and way, and a summary by way."""
-    points, order = [], random.Random(0)
+    """A point for each way, with a list of every round's numbers, and a summary by way."""
+    rounds: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    order = random.Random(0)
     with TemporaryDirectory(dir=options.folder) as folder:
         training = _Training(options, Path(folder, "run"))
         try:
             training.steps_made(2)
             training.round_of(BACKGROUND, options.steps)  # makes the buffer
-            for number in range(options.repeats):
+            for _ in range(options.repeats):
                 for way in order.sample(WAYS, len(WAYS)):
-                    points.append({"round": number, "method": way, **training.round_of(way, options.steps)})
+                    rounds[way].append(training.round_of(way, options.steps))
             manifest = json.loads(next(training.folder.checkpoints.glob("step-*/manifest.json")).read_text())
         finally:
             training.close()
     asked = {name: getattr(options, name) for name in ("model", "twin", "context", "steps", "repeats")}
+    points = {way: {name: [each[name] for each in found] for name in found[0]} for way, found in rounds.items()}
     size = sum(entry["size"] for name, entry in manifest["files"].items() if name.endswith(".safetensors"))
     return {
         "benchmark": "saves",
         "conditions": conditions() | asked,
-        "points": points,
+        "points": [{"method": way, **series} for way, series in points.items()],
         "summary": [_summary(way, points) for way in WAYS],
         "checkpoint_bytes": size,
         "parameters": model_spec(options.model).twin(options.twin).parameters,
@@ -120,15 +122,15 @@ def measure(options: SaveBench) -> dict[str, Any]:
     }
 
 
-def _summary(way: str, points: list[dict[str, Any]]) -> dict[str, Any]:
+def _summary(way: str, points: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
     """Medians with quartiles. `more_s`: what a round takes beyond the one without a save in the same round."""
-    mine = [point for point in points if point["method"] == way]
-    without = {point["round"]: point["seconds"] for point in points if point["method"] == NONE}
-    found: dict[str, Any] = {"method": way, "seconds": vars(spread([point["seconds"] for point in mine]))}
+    mine = points[way]
+    found: dict[str, Any] = {"method": way, "seconds": vars(spread(mine["seconds"]))}
     if way == NONE:
         return found
     for name in ("save_s", "stood_still_s"):
-        found[name] = vars(spread([point[name] for point in mine]))
-    found["more_s"] = vars(spread([point["seconds"] - without[point["round"]] for point in mine]))
-    found["within_the_steps"] = statistics.fmean(point["within_the_steps"] for point in mine)
+        found[name] = vars(spread(mine[name]))
+    pairs = zip(mine["seconds"], points[NONE]["seconds"], strict=True)
+    found["more_s"] = vars(spread([seconds - without for seconds, without in pairs]))
+    found["within_the_steps"] = statistics.fmean(mine["within_the_steps"])
     return found
