@@ -15,6 +15,7 @@ import pytest
 import typst
 from workflow_fixtures import header
 
+from memascend import systems
 from tests import forked
 from workflows import registry
 from workflows.artifact import appendix, bundle, crate, layout, verify
@@ -301,6 +302,22 @@ CONFIG = {
     "artifact_dir": "artifact",
     "experiments": "workflows/config/experiments.yaml",
 }
+
+
+def test_the_sources_hold_the_files_behind_links_too_so_that_they_work_where_a_zip_has_no_links(tmp_path: Path) -> None:
+    names = list(bundle.sources())
+    assert len(names) == len(set(names))
+    assert {"baselines/lohan/system.py", "memascend/baselines/lohan/system.py"} <= set(names)
+    assert "memascend/planner/testbeds/lohan-4090.yaml" in names
+    for name in names:
+        if name.startswith(("memascend/", "setup.py")):
+            bundle.copy(registry.ROOT / name, tmp_path / name)
+    load = "from memascend.baselines import protocol as p"
+    program = f"{load}; print(p.__file__, *p.system_names(), p.load_system('cxl').name)"
+    options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(tmp_path)}}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, **options)
+    place = tmp_path / "memascend/baselines/protocol/__init__.py"
+    assert done.stdout.split() == [str(place), *systems.names(), "cxl"]
 
 
 def test_the_bundle_to_check_is_the_named_one_or_the_profile_s_own(
