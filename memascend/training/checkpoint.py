@@ -118,6 +118,7 @@ def write_weights(folder: Path, backend: Backend) -> int:
     with TensorFileWriter(folder / WEIGHTS, backend.weight_layouts(), {"format": "pt"}) as writer:
         for key, tensor in backend.weights():
             writer.write(key, tensor)
+    assert writer.checksum is not None, "no tensor of this file was shared"
     return writer.checksum
 
 

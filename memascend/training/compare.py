@@ -111,7 +111,10 @@ def differences(tested: Saved, reference: Saved, kind: str) -> Iterator[Differen
             f"only one of the two runs has {kind} of {odd[0]} ({len(odd)} such tensors): the models differ"
         )
     for name in ours:
-        found = difference(name, tested.tensor(kind, name), reference.tensor(kind, name))
+        mine, other = tested.tensor(kind, name), reference.tensor(kind, name)
+        assert mine is not None, name
+        assert other is not None, name
+        found = difference(name, mine, other)
         if found is not None:
             yield found
 

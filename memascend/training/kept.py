@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from memascend.training import backends, launch, systems
 from memascend.training.folder import RunFolder
@@ -28,10 +28,12 @@ def kept_backend(folder: RunFolder) -> StreamingBackend | None:
         return None
     from memascend.memory.ledger import Ledger
 
-    return backends.load(setup.backend)(config, setup.settings, Ledger())
+    return cast("StreamingBackend", backends.load(setup.backend)(config, setup.settings, Ledger()))
 
 
 def kept_source(folder: RunFolder) -> Path | dict[str, Any]:
-    """The folder or the configuration that the run's model was made from."""
+    """The folder or the configuration that the run's model was made from; ValueError where the run's files lack it."""
     prepared = launch.read_prepared(folder)
+    if prepared is None:
+        raise ValueError(f"{folder.prepared} is missing: run memascend train --output {folder.root} --resume first")
     return Path(prepared["model_folder"]) if prepared["model_folder"] else prepared["model_config"]

@@ -4,6 +4,7 @@ import pytest
 
 from memascend.training.export import export
 from memascend.training.folder import RunFolder
+from memascend.training.kept import kept_source
 
 
 @pytest.fixture
@@ -38,3 +39,8 @@ def test_a_folder_of_the_user_s_that_has_the_name_of_a_cut_off_export_stays(run,
     with pytest.raises(ValueError, match=r"\.model\.partial exists but was not left by an export: move it, or name a"):
         export(run, tmp_path / "model")
     assert (tmp_path / ".model.partial" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_run_whose_prepared_facts_are_lost_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"prepared\.json is missing: run memascend train --output .* --resume first"):
+        kept_source(RunFolder(tmp_path))

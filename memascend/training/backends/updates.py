@@ -7,6 +7,7 @@ one with stochastic rounding of bf16 states, or with 8-bit moments (`memascend.o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +35,12 @@ class Update(Protocol):
 
 def make_update(name: str, config: Any) -> Update:
     """`config`: the run's betas, eps, weight_decay and clip."""
-    return {"torch": TorchUpdate, "deepspeed": DeepSpeedUpdate, "memascend": MemAscendUpdate}[name](config)
+    updates: dict[str, Callable[[Any], Update]] = {
+        "torch": TorchUpdate,
+        "deepspeed": DeepSpeedUpdate,
+        "memascend": MemAscendUpdate,
+    }
+    return updates[name](config)
 
 
 class _Unscaling:
@@ -47,8 +53,10 @@ class _Unscaling:
         self.weight_decay, self.clip = config.weight_decay, config.clip
 
     def norm(self, gradient: torch.Tensor) -> torch.Tensor:
-        total = sum(part.double().norm(2) ** 2.0 for part in gradient.split(_NORMED_AT_ONCE))
-        return total**0.5
+        parts: tuple[torch.Tensor, ...] = gradient.split(_NORMED_AT_ONCE)  # type: ignore[no-untyped-call]
+        total: Any = sum(part.double().norm(2) ** 2.0 for part in parts)
+        norm: torch.Tensor = total**0.5
+        return norm
 
     def unscaled(self, group: Group, scale: float, norm: torch.Tensor) -> torch.Tensor:
         """The gradient in the states' type, unscaled and clipped; in place where the types agree."""
