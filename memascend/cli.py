@@ -24,11 +24,14 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
+        self._command: list[str] = []  # the subcommand that was named
         self.refused: dict[str, str] = {}  # options that are not ours, with the reason
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """A mistyped option is named before what it then seems to lack."""
         words = list(sys.argv[1:] if args is None else args)
+        if self._subparsers is not None:
+            self._command = [word for word in words[:1] if word in self._subparsers._group_actions[0].choices]
         for word in words[: words.index("--")] if "--" in words else words:
             if self._subparsers is not None and not word.startswith("-"):
                 break  # the rest is the subcommand's
@@ -51,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
         words = message.removeprefix("unrecognized arguments: ").split()
         if words != message.split() and any(Path(word).exists() for word in words):
             message += "; quote patterns, such as --files '*.md', or the shell expands them"
-        raise ValueError(f"{message} (see {self.prog} --help)")
+        raise ValueError(f"{message} (see {' '.join([self.prog, *self._command])} --help)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

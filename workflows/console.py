@@ -120,6 +120,9 @@ class Console(logging.Filter):
                 numbers = Path(self.known.derived, "exhibits", f"{exhibit}.csv")
                 more = f", its numbers: {numbers}" if exhibit in self.known.with_table else ""
                 print(f"Drawn: {Path(self.known.figures, f'{exhibit}.svg')}{more}")
+                for record in map(Path, self.known.records_of(exhibit)):
+                    if reason := no_result.reason(record):
+                        print(f"  without {record.stem}: {reason}; to run it again: rm {record}, and the same command")
             return
         if targets and not {"figures", "artifact", "report", *self.known.papers} & set(targets):
             return

@@ -72,11 +72,10 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 def _needs(options: argparse.Namespace) -> Any:
     from memascend.doctor.checks import Needs
     from memascend.memory.ledger import HOST
-    from memascend.planner.command import fused_experts
     from memascend.planner.footprint import plan
     from memascend.planner.gpu_memory import gpu_memory
     from memascend.planner.options import DEFAULT_CLIP, default_context
-    from memascend.planner.spec import model_spec
+    from memascend.planner.spec import fused_experts, model_spec
     from memascend.planner.step import io_volume
     from memascend.planner.workload import Workload
 

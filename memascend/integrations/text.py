@@ -18,6 +18,9 @@ TRAINED_VOCABULARY = 16_384  # of a tokenizer trained here, unless the model's e
 _TRAINED_ON_BYTES = 50_000_000  # text that a tokenizer is trained on; more changes little and takes minutes
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
 class Documents:
     """The documents of `sources`; iterate as often as needed. `skipped` names files that hold no UTF-8 text.
 
@@ -109,6 +112,10 @@ class Documents:
                     ) from None
                 if not isinstance(text, str):
                     raise ValueError(f"{path}, line {number}: the field '{self._field}' is not a text")
+                if not text.isascii() and _SURROGATE.search(text):
+                    raise ValueError(
+                        f"{path}, line {number}: half of a surrogate pair, which is no character; remove it"
+                    )
                 if text:
                     yield text
 

@@ -9,7 +9,6 @@ import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from memascend.memory.budget import parse_bytes
 from memascend.memory.placement_policy import PlacementPolicy
 from memascend.planner.derived_sizes import io_settings
 from memascend.planner.options import DEFAULT_CLIP, DEFAULT_STACK, MODEL_OPTIONS, STATE_VERSIONS, default_context
-from memascend.planner.spec import ModelSpec, model_spec
+from memascend.planner.spec import ModelSpec, fused_experts, model_spec
 from memascend.planner.workload import CPU, CUDA, DEVICES, SwapSizes, Workload, workload_asked_for
 from memascend.suggestions import did_you_mean
 from memascend.systems import arrangement, own_defaults, require_versions
@@ -203,17 +202,18 @@ def _positive(text: str, unit: str) -> float:
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """(what to print, exit status)."""
     from memascend.planner.answers import answer
-    from memascend.planner.host_budget import require_host_memory
+    from memascend.planner.host_budget import FLAGS, KEYS, require_host_memory
     from memascend.planner.limits import Limits
     from memascend.planner.report import as_json, as_text
 
     work = replace(_workload(options), state_versions=options.state_versions)
     require_versions(work.system, work.state_versions)
-    require_host_memory(work)
+    of_the_file = options.ds_config is not None and options.host_memory is None
+    require_host_memory(work, words=KEYS if of_the_file else FLAGS)
     machine = _machine(options)
     limits = Limits(
         gpu_bytes=_bytes(options.gpu_memory),
-        ram_bytes=_bytes(options.ram),
+        ram_bytes=min(filter(None, (_bytes(options.ram), work.host_memory)), default=None),
         ssd_bytes=_bytes(options.ssd_space) if options.ssd_space else _free_bytes(options.nvme),
     ).with_machine(machine)
     if options.placement is not None:
@@ -274,16 +274,6 @@ def _configured(options: argparse.Namespace, spec: ModelSpec) -> Workload:
         **{name: getattr(options, name) for name in MODEL_OPTIONS},
     )
     return workload_of(read_config(options.ds_config), spec, ranks=options.gpus, context=options.context, told=told)
-
-
-def fused_experts(experts: str) -> bool:
-    """Whether experts are fused: as asked for, or as the installed transformers does (separate where there is none)."""
-    if experts != "auto":
-        return experts == "fused"
-    try:
-        return int(metadata.version("transformers").partition(".")[0]) >= 5
-    except (metadata.PackageNotFoundError, ValueError):
-        return False
 
 
 def _bytes(size_gib: float | None) -> float | None:

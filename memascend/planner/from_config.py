@@ -18,9 +18,17 @@ from memascend.planner.options import MODEL_OPTIONS, Stack
 from memascend.planner.pool import SWAP_THRESHOLD_BYTES
 from memascend.planner.spec import ModelSpec
 from memascend.planner.workload import SwapSizes, Workload
+from memascend.suggestions import did_you_mean
 from memascend.systems import arrangement
 
 SECTION = "memascend"
+# Every key of it, as `memascend.enable` reads them (memascend/integrations/deepspeed/parts.py, which needs DeepSpeed).
+SECTION_KEYS = (
+    "pinned", "pool", "overflow", "aio", "optimizer_states", "gradients", "numerics", "attention", "loss",
+    "checkpointing", "activations", "tiers", "tier_placement", "tier_rehome", "tier_exclusive", "sub_group_order",
+    "write_budget", "write_budget_stops", "blocks_in_flight", "devices", "host_memory", "require_direct", "placement",
+    "prestage_checkpoints", "enabled",
+)  # fmt: skip
 # DeepSpeed's defaults where no part of ours derives them (zero/config.py, zero/offload_config.py).
 _STOCK_SUB_GROUP_SIZE, _STOCK_OPTIMIZER_BUFFERS = 1_000_000_000, 4
 _STOCK_POOL_BUFFERS, _STOCK_POOL_NUMEL = 5, 100_000_000
@@ -67,6 +75,8 @@ def workload_of(
     zero, section = _section(config, "zero_optimization"), _section(config, SECTION)
     ours = SECTION in config and section.get("enabled", True) is not False
     section = section if ours else {}
+    if unknown := [key for key in section if key not in SECTION_KEYS]:
+        raise ValueError(f'"{SECTION}": unknown key {unknown[0]!r}{did_you_mean(unknown[0], SECTION_KEYS)}')
     tiers = section.get("tiers")
     system, arm = _over_paths(zero) if tiers else (_system(zero, ours), None)
     bf16 = {**_section(config, "bfloat16"), **_section(config, "bf16")}
@@ -89,7 +99,7 @@ def workload_of(
         batch=batch,
         context=context,
         accumulation=accumulation,
-        blocks_in_flight=section.get("blocks_in_flight", 1),
+        blocks_in_flight=_size(section, "blocks_in_flight", f"{SECTION}.") or 1,
         sizes=_sizes(config, zero, system),
         parts=_parts(section, arrangement(system, arm).weights_on_gpu) if ours else None,
         host_memory=None if budget is None else parse_bytes(budget, f'"{SECTION}.host_memory"'),
@@ -103,15 +113,33 @@ def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return dict(value or {})
 
 
+def _device(zero: Mapping[str, Any], name: str) -> str | None:
+    device = _section(zero, name).get("device")
+    if device is not None and not isinstance(device, str):
+        raise ValueError(f"zero_optimization.{name}.device must be a word such as 'nvme', got {device!r}")
+    return device
+
+
+def _size(section: Any, key: str, where: str, least: int = 1) -> int | None:
+    """A whole number of at least `least`, or None where the section leaves it out."""
+    if not given(section, key):
+        return None
+    value = section[key]
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())  # 1e9
+    if not whole or isinstance(value, bool) or value < least:
+        raise ValueError(f"{where}{key} must be a whole number of at least {least}, got {value!r}")
+    return int(value)
+
+
 def _system(zero: Mapping[str, Any], ours: bool) -> str:
     if zero.get("stage") != 3:
         raise ValueError(f"a plan needs ZeRO stage 3, got zero_optimization.stage={zero.get('stage')!r}")
-    places = {_section(zero, name).get("device") for name in ("offload_param", "offload_optimizer")}
+    places = {_device(zero, name) for name in ("offload_param", "offload_optimizer")}
     if places == {"nvme"}:
-        param = _section(zero, "offload_param")
-        if given(param, "max_in_cpu") and param["max_in_cpu"]:
+        kept = _size(_section(zero, "offload_param"), "max_in_cpu", "zero_optimization.offload_param.", least=0)
+        if kept:
             raise ValueError(
-                f"zero_optimization.offload_param.max_in_cpu={param['max_in_cpu']:g} keeps parameters in memory that a "
+                f"zero_optimization.offload_param.max_in_cpu={kept:g} keeps parameters in memory that a "
                 "plan does not count: set it to 0, or leave it out"
             )
         return "memascend" if ours else "zero_infinity"
@@ -127,7 +155,7 @@ def _over_paths(zero: Mapping[str, Any]) -> tuple[str, str]:
     """(system, arm) of a run over several paths: the optimizer there, and the weights too or on the device."""
     if zero.get("stage") != 3:
         raise ValueError(f"a plan needs ZeRO stage 3, got zero_optimization.stage={zero.get('stage')!r}")
-    param, optimizer = (_section(zero, name).get("device") for name in ("offload_param", "offload_optimizer"))
+    param, optimizer = (_device(zero, name) for name in ("offload_param", "offload_optimizer"))
     if optimizer != "nvme" or param not in ("nvme", "none", None):
         raise ValueError(
             "a plan over several tiers knows offload_optimizer on 'nvme' and offload_param on 'nvme' or 'none', got "
@@ -171,7 +199,7 @@ def _dtype(config: Mapping[str, Any], bf16: Mapping[str, Any], told: Told) -> st
 def _gradients(config: Mapping[str, Any], dtype: str) -> str:
     """DeepSpeed's default is the type of the model."""
     named = _section(config, "data_types").get("grad_accum_dtype")
-    return dtype if named in (None, "auto") else _DTYPES.get(named, str(named))
+    return dtype if named in (None, "auto") else _DTYPES.get(str(named), str(named))
 
 
 def _batch(config: Mapping[str, Any], ranks: int, told: Told) -> tuple[int, int]:
@@ -181,9 +209,16 @@ def _batch(config: Mapping[str, Any], ranks: int, told: Told) -> tuple[int, int]
     steps = _count(config, "gradient_accumulation_steps", told.accumulation, "--accumulate")
     if whole and not batch:
         batch = max(1, whole // ranks // (steps or 1))
+    batch = batch or 1
     if whole and not steps:
-        steps = max(1, whole // ranks // (batch or 1))
-    return batch or 1, steps or 1
+        steps = max(1, whole // ranks // batch)
+    steps = steps or 1
+    if whole and whole != batch * steps * ranks:
+        raise ValueError(
+            f"train_batch_size {whole} is not train_micro_batch_size_per_gpu {batch} x gradient_accumulation_steps "
+            f"{steps} x {ranks} GPUs: leave one of them out"
+        )
+    return batch, steps
 
 
 def _count(config: Mapping[str, Any], key: str, said: int | None, flag: str) -> int | None:
@@ -209,21 +244,20 @@ def _sizes(config: Mapping[str, Any], zero: Mapping[str, Any], system: str) -> S
     ours = system in ("memascend", "mlp_offload")
     param, optimizer = _section(zero, "offload_param"), _section(zero, "offload_optimizer")
 
-    def size(section: Mapping[str, Any], key: str, stock: int) -> int | None:
-        if given(section, key):
-            return int(section[key])
-        return None if ours else stock
+    def size(section: Mapping[str, Any], key: str, stock: int, where: str = "") -> int | None:
+        named = _size(section, key, f"zero_optimization.{where}")
+        return named if named is not None else None if ours else stock
 
     swaps_gradients = _section(config, SECTION).get("gradients", "swapped") == "swapped"
     derived: int | None = optimizer_buffers(optimizer, swaps_gradients) if ours else _STOCK_OPTIMIZER_BUFFERS
     derived = None if system == "mlp_offload" else derived  # as many sub-groups as stay in host memory
     folders = {str(section["nvme_path"]) for section in (param, optimizer) if section.get("nvme_path")}
-    block = int(config["aio"]["block_size"]) if given(config.get("aio"), "block_size") else SWAP_THRESHOLD_BYTES
+    block = _size(_section(config, "aio"), "block_size", "aio.") or SWAP_THRESHOLD_BYTES
     return SwapSizes(
         sub_group_size=size(zero, "sub_group_size", _STOCK_SUB_GROUP_SIZE),
-        optimizer_buffers=int(optimizer["buffer_count"]) if given(optimizer, "buffer_count") else derived,
-        pool_numel=size(param, "buffer_size", _STOCK_POOL_NUMEL),
-        pool_buffers=size(param, "buffer_count", _STOCK_POOL_BUFFERS),
+        optimizer_buffers=_size(optimizer, "buffer_count", "zero_optimization.offload_optimizer.") or derived,
+        pool_numel=size(param, "buffer_size", _STOCK_POOL_NUMEL, "offload_param."),
+        pool_buffers=size(param, "buffer_count", _STOCK_POOL_BUFFERS, "offload_param."),
         swap_threshold_bytes=max(SWAP_THRESHOLD_BYTES, block),
         io=io_settings(config, next(iter(folders), None)),
         engines=max(1, len(folders)),

@@ -9,7 +9,7 @@ from memascend import systems
 from memascend.planner.footprint import checkpoint_bytes, plan
 from memascend.planner.gpu_memory import gpu_memory
 from memascend.planner.machine import Machine
-from memascend.planner.spec import known_models, model_spec
+from memascend.planner.spec import fused_experts, known_models, model_spec
 from memascend.planner.step import io_volume
 from memascend.planner.workload import Workload
 
@@ -146,7 +146,7 @@ def _search(fits: Callable[[int], bool]) -> int:
 def largest_model(work: Workload, limits: Limits) -> str | None:
     """The committed model with most parameters that fits at the batch and context asked for."""
     for spec in sorted(map(model_spec, known_models()), key=lambda spec: -spec.parameters):
-        spec = spec.fused(work.spec.fused_experts)
+        spec = spec.fused(work.spec.fused_experts if work.spec.experts else fused_experts("auto"))
         if Fitter(replace(work, spec=spec), limits).fits(work.batch, work.context):
             return spec.display
     return None

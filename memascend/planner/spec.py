@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,16 @@ def known_models() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
+def fused_experts(experts: str) -> bool:
+    """Whether experts are fused: as asked for, or as the installed transformers does (separate where there is none)."""
+    if experts != "auto":
+        return experts == "fused"
+    try:
+        return int(metadata.version("transformers").partition(".")[0]) >= 5
+    except (metadata.PackageNotFoundError, ValueError):
+        return False
+
+
 def model_spec(name_or_path: str | Path) -> ModelSpec:
     """The model of a committed name, a display or hub name (Qwen/Qwen2.5-7B), a config.json or a folder with one.
 
@@ -245,7 +255,7 @@ def _from_file(path: Path) -> ModelSpec:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read the model configuration {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ValueError(f"the model configuration {path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"the model configuration {path} is not a JSON object")

@@ -389,6 +389,10 @@ def complete(values: dict[str, Any]) -> TrainConfig:
     """A configuration of checked keys; ValueError where `model` or `data` is missing or keys exclude one another."""
     config = TrainConfig(**values)
     if not config.model:
+        if config.output and Path(config.output, SAVED_AS).is_file():
+            raise ValueError(
+                f"{config.output} holds a run: --resume continues it; for a new one name a --model and a folder"
+            )
         raise ValueError("no model: name one with --model, or with 'model:' in the configuration")
     if not config.data:
         raise ValueError("no data: name text files, folders or a dataset with --data, or with 'data:'")

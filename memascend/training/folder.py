@@ -156,6 +156,8 @@ class RunFolder:
         found = sorted(path.name for path in self.root.iterdir()) if self.root.is_dir() else []
         if self.root.exists() and not self.root.is_dir():
             raise ValueError(f"{self.root} is a file; name a folder with --output")
+        if self.root.is_symlink() and not self.root.exists():
+            raise ValueError(f"{self.root} is a link to {self.root.readlink()}, which does not exist; make that folder")
         if resume and SAVED_AS not in found and {"checkpoints", "prepared.json", "metrics.jsonl"} & set(found):
             raise ValueError(f"{self.config} is missing: restore it to continue, or start again in another --output")
         if resume and SAVED_AS not in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -51,7 +52,7 @@ def _check_disks(config: TrainConfig, prepared: dict[str, Any], output: Path, sw
     """Each file system has room for all that is written there; several tiers have it together."""
     parameters = prepared["parameters"]
     checkpoints = round(_checkpoint_bytes(config) * parameters)
-    wants = [(output, checkpoints, "checkpoints", _fewer_checkpoints(config))]
+    wants = [(output, checkpoints, "checkpoints", "another --output")]
     planned = prepared.get("planned_swap_bytes")  # a run of an earlier version has not noted it
     swapped = SWAP_BYTES * parameters if planned is None else round(SWAP_SLACK * planned)
     if swap is not None and config.tiers:
@@ -72,7 +73,7 @@ def _check_disks(config: TrainConfig, prepared: dict[str, Any], output: Path, sw
         free, need = shutil.disk_usage(group[0][0]).free, sum(want[1] for want in group)
         if need > free:
             what = " and ".join(f"{byte_count(want[1])} of {want[2]}" for want in group)
-            ways = " or ".join(want[3] for want in group)
+            ways = " or ".join([*(want[3] for want in group), *_fewer_checkpoints(config, parameters, need - free)])
             raise ValueError(
                 f"{group[0][0]} has {byte_count(free)} free and this run writes {what}: "
                 f"{byte_count(need - free)} are missing; free space, or use {ways}"
@@ -85,13 +86,15 @@ def _checkpoint_bytes(config: TrainConfig) -> float:
     return (config.keep + 1) * each[config.checkpoints]
 
 
-def _fewer_checkpoints(config: TrainConfig) -> str:
-    ways = ["another --output"]
-    if config.checkpoints != "none" and config.keep > 1:
-        ways.append("--keep 1")
-    if config.checkpoints != "none" and config.system == "lohan":
-        ways.append("--checkpoints none")
-    return " or ".join(ways)
+def _fewer_checkpoints(config: TrainConfig, parameters: int, missing: int) -> list[str]:
+    """Options that save as many bytes of checkpoints as are missing."""
+    ways = {}
+    if config.keep > 1:
+        ways["--keep 1"] = dataclasses.replace(config, keep=1)
+    if config.system == "lohan" and config.checkpoints != "none":
+        ways["--checkpoints none"] = dataclasses.replace(config, checkpoints="none")
+    whole = _checkpoint_bytes(config)
+    return [way for way, less in ways.items() if (whole - _checkpoint_bytes(less)) * parameters >= missing]
 
 
 def _check_tiers(config: TrainConfig, needed: int, output: Path, checkpoints: int) -> None:

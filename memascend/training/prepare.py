@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from memascend import systems
 from memascend.memory.cgroup import host_memory
 from memascend.planner import ModelSpec, model_spec
-from memascend.planner.command import fused_experts
 from memascend.planner.options import default_context, longest_context
+from memascend.planner.spec import fused_experts
 from memascend.planner.tensors import TensorSpec, named_tensors
 from memascend.storage.durable import write_atomically
 from memascend.systems import arrangement

@@ -1,6 +1,7 @@
 """The `memascend plan` command as a person and as a program use it."""
 
 import json
+import re
 
 import pytest
 
@@ -425,3 +426,20 @@ def test_a_twin_is_printed_in_mib(capsys):
 def test_a_measured_limit_is_told_in_two_digits(capsys):
     _, out, _ = run(capsys, "plan", "--model", "llama3.2-1b", "--ram", "69.86412")
     assert "host memory: fits 69.86 GiB, with" in out
+
+
+def test_a_budget_bounds_what_plan_calls_the_largest(capsys):
+    """--host-memory is a limit of its own, not only a reason to refuse."""
+    words = ["plan", "--model", "qwen2.5-14b", "--batch", "2", "--gradients", "bf16", "--host-memory", "64GiB"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "host memory: fits 64 GiB" in said
+    context = re.search(r"largest context at batch 2: ([0-9,]+)", said)[1].replace(",", "")
+    assert main([*words, "--context", context]) == 0
+    assert main([*words, "--context", str(int(context) + 256)]) == 2
+
+
+def test_the_largest_model_has_its_experts_as_transformers_stores_them(capsys):
+    words = ["--gpus", "4", "--context", "2", "--batch", "2", "--clip", "0", "--ssd-space", "500"]
+    assert main(["plan", "--model", "llama3.2-3b", *words]) == 0
+    assert "Qwen3-30B-A3B" not in capsys.readouterr().out

@@ -8,7 +8,7 @@ import pytest
 from memascend.cli import main
 from memascend.planner import Workload, model_spec, plan
 from memascend.planner.derived_sizes import sub_group_size
-from memascend.planner.from_config import Told, workload_of
+from memascend.planner.from_config import SECTION_KEYS, Told, workload_of
 from memascend.planner.options import Stack
 
 SPEC = model_spec("qwen2.5-7b")
@@ -124,12 +124,30 @@ def test_pipelined_buffers_and_two_drives():
         ({"memascend": {"host_memory": "24G"}}, "host_memory"),
         ({"memascend": []}, '"memascend" in the DeepSpeed configuration must be a section'),
         ({"data_types__grad_accum_dtype": "int8"}, "unknown dtype 'int8' of the gradients"),
+        ({"data_types__grad_accum_dtype": [1]}, "unknown dtype '[1]' of the gradients"),
+        ({"memascend": {"blocks_in_flight": "x"}}, "memascend.blocks_in_flight must be a whole number of at least 1"),
+        ({"memascend": {"hots_memory": "4GiB"}}, "unknown key 'hots_memory' (did you mean host_memory?)"),
+        ({"zero_optimization__offload_param": {"device": ["nvme"]}}, "offload_param.device must be a word"),
+        ({"zero_optimization__sub_group_size": -5}, "zero_optimization.sub_group_size must be a whole number"),
+        ({"zero_optimization__offload_param__buffer_count": 0}, "offload_param.buffer_count must be a whole number"),
+        ({"aio": {"block_size": "1M"}}, "aio.block_size must be a whole number of at least 1, got '1M'"),
+        ({"aio": 5}, '"aio" in the DeepSpeed configuration must be a section'),
+        (
+            {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 5},
+            "train_batch_size 7 is not train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 5 x 1 GPUs",
+        ),
     ],
 )
 def test_what_a_plan_cannot_tell_is_one_line(keys, words):
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         workload_of(configured(**keys), SPEC)
     assert "\n" not in str(caught.value)
+
+
+def test_the_keys_of_the_section_are_those_of_enable():
+    from memascend.integrations.deepspeed import parts
+
+    assert set(SECTION_KEYS) == set(parts._KEYS)
 
 
 def test_the_command_plans_a_configuration_file(capsys, tmp_path):
@@ -147,6 +165,10 @@ def test_the_command_plans_a_configuration_file(capsys, tmp_path):
     ):
         assert main([*arguments, *more]) == 2
         assert words in capsys.readouterr().err
+    path.write_text(json.dumps(configured(memascend={"host_memory": "4GiB"})))
+    assert main(arguments) == 2
+    assert 'more than the "host_memory" of 4.00 GiB' in (refused := capsys.readouterr().err)
+    assert "--system" not in refused
     path.write_text("{")
     assert main(arguments) == 2
     assert "is not JSON" in capsys.readouterr().err

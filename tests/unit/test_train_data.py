@@ -83,6 +83,12 @@ def test_text_that_is_not_there_is_one_line(tmp_path, source, options, said):
         list(documents(source.format(folder=folder), **options))
 
 
+def test_half_of_a_surrogate_pair_is_named_with_its_line(tmp_path):
+    (tmp_path / "half.jsonl").write_text('{"text": "a"}\n{"text": "\\ud800"}\n')
+    with pytest.raises(ValueError, match=r"half\.jsonl, line 2: half of a surrogate pair"):
+        list(documents(tmp_path / "half.jsonl"))
+
+
 def test_a_tokenizer_trained_on_the_text_gives_the_text_back(tmp_path):
     folder = text_folder(tmp_path)
     texts = documents(folder, pattern="*.py")

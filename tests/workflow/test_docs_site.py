@@ -120,7 +120,7 @@ def test_the_tutorial_s_system_trains_and_refuses_in_its_own_words(typed: dict[s
 
 def test_the_gallery_shows_what_its_program_draws() -> None:
     page = (ROOT / "docs/gallery.md").read_text()
-    shown = re.findall(r"\(\.\./figures/gallery/(\S+)\.png\)", page)
+    shown = re.findall(r"!\[[^]]*\]\(\.\./figures/gallery/([\w-]+)\.png\)", page)
     assert tuple(shown) == gallery.SHOWN
     assert {path.stem for path in (ROOT / "figures/gallery").iterdir()} == set(shown)
 
