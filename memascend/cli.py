@@ -31,7 +31,8 @@ class _Parser(argparse.ArgumentParser):
         """A mistyped option is named before what it then seems to lack."""
         words = list(sys.argv[1:] if args is None else args)
         if self._subparsers is not None:
-            self._command = [word for word in words[:1] if word in self._subparsers._group_actions[0].choices]
+            commands = self._subparsers._group_actions[0].choices or ()
+            self._command = [word for word in words[:1] if word in commands]
         for word in words[: words.index("--")] if "--" in words else words:
             if self._subparsers is not None and not word.startswith("-"):
                 break  # the rest is the subcommand's
