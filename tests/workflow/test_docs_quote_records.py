@@ -321,3 +321,24 @@ def test_the_savings_on_the_first_page_are_those_of_the_records():
     recomputed = next(row for row in record["summary"] if (row["way"], row["batch"]) == ("recompute", 16))
     left, times = 100 * (1 - recomputed["peak_reduction"]), recomputed["seconds_of_keeping"]["median"]
     assert sum(f"instead leaves {left:.0f} % and takes {times:.2f} times as long" in row for row in rows) == 1
+
+
+def test_training_stands_still_for_a_checkpoint_as_long_as_the_reference_says():
+    folder = ROOT / "results/reference/xeon-amx-2core"
+    record = json.loads((folder / "bench-saves.json").read_text())
+    _, foreground, background = record["summary"]
+    page, readme = (path.read_text() for path in (ROOT / "docs/reference/streaming-engine.md", folder / "README.md"))
+    said = " ".join(page.split())
+    still, more = (
+        ["{median:.2f} s ({low:.2f} to {high:.2f})".format(**row[name]) for row in (foreground, background)]
+        for name in ("stood_still_s", "more_s")
+    )
+    assert f"stood still for {still[0]} per checkpoint in the foreground and for {still[1]} in the background;" in said
+    assert f"the two steps after it took {more[0]} and {more[1]} longer than two steps alone" in said
+    assert f"(medians of {record['conditions']['repeats']} rounds, with quartiles)" in said
+    assert record["conditions"]["steps"] == 2
+    for row, name, each, beyond in zip(
+        (foreground, background), ("foreground", "background"), still, more, strict=True
+    ):
+        took = "{median:.2f} s ({low:.2f} to {high:.2f})".format(**row["save_s"])
+        assert f"| {name} | {each} | {beyond} | {took} |" in readme
