@@ -23,7 +23,7 @@ endif
 IN_VENV := export PATH="$(CURDIR)/$(VENV)/bin:$$PATH";
 CPP = $(shell find memascend/csrc tests -name '*.cpp' -o -name '*.h')
 SNAKEMAKE := $(IN_VENV) snakemake --cores $(CORES)
-export PYTHON MAX_JOBS MEMASCEND_CACHE MEMASCEND_CPU_LEVEL NO_SYSTEM_PACKAGES
+export PYTHON MAX_JOBS MEMASCEND_CACHE MEMASCEND_CPU_LEVEL LOCKED NO_SYSTEM_PACKAGES
 
 .PHONY: help setup figures smoke artifact gpu test zoo zoo-drop-in zoo-night chaos lint format tidy coverage native-tests python-tests numa-guest numa-test ops docs diagrams clean deepspeed_016 lock release
 

@@ -64,6 +64,7 @@ def test_an_image_s_packages_come_by_the_set_up_and_for_a_stated_level(name):
     (level,) = set(re.findall(r"x86-64-v\d", re.sub(r"(?m)^#.*$", "", said)))
     assert level in build_ops.LEVELS
     assert "MEMASCEND_CPU_LEVEL" in said
+    assert "LOCKED=1" in said
 
 
 def test_what_a_checkout_makes_stays_out_of_the_image_and_the_history_goes_in():

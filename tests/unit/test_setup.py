@@ -168,3 +168,29 @@ def test_the_folder_that_holds_the_checkout_does_not_hide_the_package(tmp_path):
     said = "import memascend; print(memascend.__version__)"
     done = subprocess.run([sys.executable, "-c", said], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout.split() == [memascend.__version__], done.stderr
+
+
+@pytest.mark.parametrize("locked", ["", "1"])
+def test_locked_files_are_installed_before_what_asks_for_them(tmp_path, locked):
+    """Each lock once, by hash and without what it requires; without LOCKED, none."""
+    python, said = tmp_path / "environment/bin/python", tmp_path / "said"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\ncase "$*" in *"pip install"*) echo "$*" >> {said} ;; esac\n')
+    python.chmod(0o755)
+    (tmp_path / "locks").mkdir()
+    for name in ("pins.txt", "pyproject.toml", "locks/core.txt", "locks/test.txt"):
+        (tmp_path / name).touch()
+    done = run_setup(tmp_path, "environment", "pins.txt", "test", LOCKED=locked)
+    assert done.returncode == 0, done.stderr
+    calls = said.read_text().splitlines()
+    hashed = [call for call in calls if "--require-hashes" in call]
+    assert len(hashed) == bool(locked)
+    if locked:
+        assert hashed[0].endswith("--require-hashes --no-deps -r locks/core.txt -r locks/test.txt")
+        (last,) = [number for number, call in enumerate(calls) if ".[test]" in call]
+        assert calls.index(hashed[0]) < last
+        (tmp_path / "pyproject.toml").write_text("# changed")
+        (tmp_path / "locks/test.txt").unlink()
+        assert "there is no locks/test.txt" in one_line(
+            run_setup(tmp_path, "environment", "pins.txt", "test", LOCKED="1")
+        )

@@ -6,6 +6,7 @@
 # usage: setup.sh ENVIRONMENT_DIR CONSTRAINTS EXTRAS     (from the top of the checkout; EXTRAS as in pip: a,b,c)
 # Reads: PYTHON (interpreter to use), MEMASCEND_CACHE (compiled DeepSpeed ops; default: the user's cache directory),
 #        MAX_JOBS (compiler processes; default: one per core), NO_SYSTEM_PACKAGES=1 (never call apt-get).
+#        LOCKED=1 (install the very files that locks/ lists, by SHA-256, or stop),
 #        MEMASCEND_CPU_LEVEL (x86-64-v2, -v3 or -v4: DeepSpeed's ops for any such processor; default: this one).
 set -euo pipefail
 
@@ -142,12 +143,23 @@ install_packages() {
         echo "$hash" >"$stamps/torch"
     fi
     files=("$constraints" pyproject.toml)
-    hash=$(digest "$extras")
+    hash=$(digest "$extras" ${LOCKED:+"locked"})
     if ! fresh packages "$hash"; then
+        [ -z "${LOCKED:-}" ] || install_locked
         logged "packages [$extras], and the extension" pip_install -c "$constraints" "${editable[@]}" -e ".[$extras]"
         echo "$hash" >"$stamps/packages"
         extension_hash >"$stamps/extension"
     fi
+}
+
+# The files of locks/, or none: what pip finds afterwards is all there. torch, and what it brought, come by version.
+install_locked() {
+    local name words=()
+    for name in core ${extras//,/ }; do
+        [ -f "locks/$name.txt" ] || fail "LOCKED=1: there is no locks/$name.txt; leave LOCKED out"
+        words+=(-r "locks/$name.txt")
+    done
+    logged "files of locks/ by their SHA-256" pip_install --require-hashes --no-deps "${words[@]}"
 }
 
 extension_hash() {
