@@ -62,21 +62,23 @@ def test_a_line_is_met_if_its_command_ends_well_and_blocks_what_needs_it_if_not(
             line("piped", "false | cat"),
             line("after", needs=["bad"]),
             line("silent", "exit 4"),
+            line("here", "echo built $PWD/core.so"),
             Line(name="doi", badge=AVAILABLE, says="it has a DOI", outside="no archive yet"),
         ],
         tmp_path,
     )
     assert {name: each.status for name, each in found.items()} == {
-        **dict.fromkeys(("good",), MET),
+        **dict.fromkeys(("good", "here"), MET),
         **dict.fromkeys(("bad", "piped", "silent"), NOT_MET),
         "after": NOT_RUN,
         "doi": OUTSIDE,
     }
     assert found["good"].found == "3 passed"
     assert found["bad"].found == "broken"
+    assert found["here"].found == "built core.so"  # no folder of the machine
     assert found["after"].found == "it needs bad"
     assert found["silent"].found == "exit status 4, without a word"
-    assert "[2/6] Functional, bad: not met, 0 s: broken" in capsys.readouterr().out
+    assert "[2/7] Functional, bad: not met, 0 s: broken" in capsys.readouterr().out
 
 
 def test_what_takes_long_runs_only_if_asked_for(tmp_path):

@@ -101,6 +101,7 @@ def execute(line: Line, where: Path, env: dict[str, str], isolated: Sequence[str
         said, _ = child.communicate()
     finally:
         end(child)  # also what it left behind, and after Ctrl-C
+    said = said.replace(f"{where}/", "")
     lines = [text.strip("= ") for text in said.splitlines() if text.strip("= ")]
     found = lines[-1][:LETTERS] if lines else f"exit status {child.returncode}, without a word"
     if late:
