@@ -108,7 +108,7 @@ ops: setup ## DeepSpeed's compiled ops alone (part of setup)
 	@$(IN_VENV) python workflows/setup/build_ops.py
 
 DIST ?= dist
-release: setup ## sdist and wheel of the last commit in dist/, tried in an empty environment: 6 minutes
+release: setup ## sdist and wheel of the last commit in dist/, tried in an empty environment: some minutes
 	@$(IN_VENV) python -m workflows.release.make --out $(DIST)
 
 lock: setup ## the pins with the hash of each file, in locks/, from the constraint files
