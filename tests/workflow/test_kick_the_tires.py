@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,17 @@ def test_what_takes_too_long_is_stopped_with_all_that_it_started(tmp_path):
     assert found.found == "stopped after 0.02 minutes; last: begun"
     stat = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
     assert not stat.exists() or stat.read_text().split()[2] == "Z"
+
+
+def test_without_a_network_a_program_reaches_itself_and_nobody_else():
+    if not (isolated := tires.offline()):
+        pytest.skip("network namespaces are not allowed here")
+    talk = (
+        "import socket; s = socket.create_server(('127.0.0.1', 0)); socket.create_connection(s.getsockname(), 5); "
+        "print([name for _, name in socket.if_nameindex() if name not in ('lo', 'sit0', 'tunl0', 'ip6tnl0')])"
+    )
+    done = subprocess.run([*isolated, sys.executable, "-c", talk], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
 def test_patience_is_for_slow_machines(tmp_path):

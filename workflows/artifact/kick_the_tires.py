@@ -39,6 +39,12 @@ MET, NOT_MET, NOT_RUN, OUTSIDE = "met", "not met", "not run", "needs the outside
 JSON, TABLE = "badges.json", "badges.md"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SET_UP = Line(name="set-up", badge=badges.FUNCTIONAL, says="set up by one command", command="make setup", minutes=90)
+# A network namespace starts with its loopback down, and ranks of a training talk over it. 0x8914 sets flags, 1 is UP.
+LOOPBACK = (
+    "import fcntl, os, socket, struct, sys\n"
+    "fcntl.ioctl(socket.socket(), 0x8914, struct.pack('16sH22x', b'lo', 1))\n"
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
 LETTERS = 300  # of what a command said last
 
 
@@ -108,6 +114,12 @@ def execute(line: Line, where: Path, env: dict[str, str], isolated: Sequence[str
         found = f"stopped after {minutes:g} minutes; last: {found}"
     status = MET if child.returncode == 0 and not late else NOT_MET
     return result(line, status, found, time.monotonic() - began)
+
+
+def offline() -> list[str]:
+    """How to start a program that reaches this machine alone, by its loopback; nothing where this is not allowed."""
+    isolated = without_network()
+    return [*isolated, sys.executable, "-c", LOOPBACK] if isolated else []
 
 
 def end(child: subprocess.Popen[str]) -> None:
@@ -271,7 +283,7 @@ def run(args: argparse.Namespace) -> int:
         if args.venv and not (venv / "bin/python").exists():
             raise ValueError(f"--with {args.venv}: there is no bin/python in it; make setup makes .venv")
         env = bare(home, venv)
-        isolated = without_network()
+        isolated = offline()
         results, place = [], surroundings(isolated, args.venv, commit)
         if not args.venv:
             print("set-up: make setup in the clone ...", flush=True)
