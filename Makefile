@@ -27,6 +27,9 @@ export PYTHON MAX_JOBS MEMASCEND_CACHE MEMASCEND_CPU_LEVEL LOCKED NO_SYSTEM_PACK
 
 .PHONY: help setup figures smoke artifact gpu test zoo zoo-drop-in zoo-night chaos lint format tidy coverage native-tests python-tests numa-guest numa-test ops docs diagrams clean deepspeed_016 lock release
 
+.DEFAULT:
+	@echo "make: there is no target '$@' (make help lists them)" >&2; exit 2
+
 help: ## list the targets
 	@grep -hE '^[a-z_0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z_0-9-]+):.*## (.*)/make \1|\2/' | column -t -s '|'
 	@echo 'words: PROFILE=smoke|quick|paper|full|gpu  CORES=n  PYTEST="-k name --run-slow"  CUDA=1  PYTHON=/path/to/python3'

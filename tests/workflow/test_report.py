@@ -338,6 +338,7 @@ def test_a_set_that_is_not_there_or_no_text_ends_with_a_line_that_names_it(tmp_p
 
 def test_the_committed_sets_of_claims_can_be_compared_with() -> None:
     found = sorted((registry.ROOT / "results/reference").glob("*/claims.csv"))
+    found = [path for path in found if len(path.read_text().splitlines()) > 1]  # records may decide no claim
     assert found
     assert all(against.read(path) for path in found)
 
