@@ -55,6 +55,8 @@ missing_system_packages() {
     # Tests of checkpoints on file systems with reflinks, which only root can mount: 0.8 and 1.0 MB.
     [ "$(id -u)" != 0 ] || command -v mkfs.btrfs >/dev/null || useful+=(btrfs-progs)
     [ "$(id -u)" != 0 ] || command -v mkfs.xfs >/dev/null || useful+=(xfsprogs)
+    # Tests of the report in a browser: 77 MB.
+    [ "$(id -u)" != 0 ] || command -v chromium chromium-browser google-chrome >/dev/null || useful+=(chromium)
     if [ ! -x "$environment/bin/python" ] && [ -z "$(find_python)" ]; then
         # Debian leaves pip's bootstrap and the C headers out of python3.
         needed+=(python3-venv python3-dev)
