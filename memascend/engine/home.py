@@ -580,7 +580,7 @@ def in_chunks(size: int) -> int:
 
 
 def _log_bytes(keys: int) -> int:
-    return max(1 << 20, _LOG_BYTES_A_KEY * (keys + 1))
+    return in_chunks(max(1 << 20, _LOG_BYTES_A_KEY * (keys + 1)))
 
 
 def _fill_with_zeros(file: BinaryIO, path: Path, size: int) -> None:

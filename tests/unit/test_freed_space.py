@@ -60,3 +60,15 @@ def test_room_that_does_not_come_back_is_waited_for_with_a_limit(tmp_path, monke
         assert 0.15 < time.monotonic() - begin < 5
         held.close()
         assert freed_space.free_bytes(small, free + (4 << 20)) > free
+
+
+@pytest.mark.parametrize("tensors", [1023, 1024, 1025, 2001])
+def test_a_home_of_any_number_of_tensors_can_be_made(tmp_path, tensors):
+    """From 1,024 tensors on the log grows with each, and a store takes whole sectors alone."""
+    home = StateHome.create(tmp_path / "states", "model", [4096] * tensors, versions=1)
+    value, again = torch.arange(1024, dtype=torch.float32), torch.empty(1024)
+    home.write("last", value).wait()
+    home.commit({"step": 1})
+    home.read("last", again).wait()
+    assert torch.equal(again, value)
+    home.close()
