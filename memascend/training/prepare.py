@@ -192,24 +192,24 @@ def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes
     }
 
 
-def _what_fits(work: Workload, needed_bytes: int) -> list[str]:
-    """Changes of a run that needs more than this machine has available, each of which would fit."""
+def _what_fits(work: Workload, needed_bytes: int) -> list[str] | None:
+    """Changes of a run that needs more than is available here, each of which would fit; None: there is enough."""
     from memascend.planner.host_budget import what_fits
 
     available = host_memory().available_bytes
-    return [] if needed_bytes <= available else [change.text() for change in what_fits(work, available)]
+    return None if needed_bytes <= available else [change.text() for change in what_fits(work, available)]
 
 
 def _systems_that_fit(
     config: TrainConfig, model_config: dict[str, Any], context: int, components: dict[str, int]
-) -> list[str]:
-    """Systems that would fit in place of training in memory, which the planner does not plan."""
+) -> list[str] | None:
+    """As `_what_fits`: systems in place of training in memory, which the planner does not plan."""
     from memascend.planner.footprint import plan
     from memascend.planner.host_budget import Change
 
     available, fits = host_memory().available_bytes, []
     if sum(components.values()) <= available:
-        return []
+        return None
     for name in systems.names():
         if name == IN_MEMORY:
             continue

@@ -7,6 +7,7 @@ from statistics import mean, median
 import pytest
 
 from memascend.bench.rounds import ratios, spread
+from memascend.planner import Workload, model_spec, plan
 from workflows.cases import step_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -342,3 +343,14 @@ def test_training_stands_still_for_a_checkpoint_as_long_as_the_reference_says():
     ):
         took = "{median:.2f} s ({low:.2f} to {high:.2f})".format(**row["save_s"])
         assert f"| {name} | {each} | {beyond} | {took} |" in readme
+
+
+def test_the_modelled_peaks_on_the_first_page_are_the_planner_s():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    today = {"system": "zero_infinity", "arm": "today"}
+    for more, said in (
+        ({}, "fewer optimizer buffers, {:.1f} GiB, modelled"),
+        (today, "would take {:.1f} GiB, modelled"),
+    ):
+        work = Workload(spec=model_spec("qwen2.5-7b"), dtype="fp16", context=0, **more)
+        assert said.format(plan(work, process_overhead=False).host_bytes / 2**30) in text
