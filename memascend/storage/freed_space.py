@@ -18,31 +18,36 @@ __all__ = ["free_bytes", "unlink"]
 _MOST_S = 5.0
 _TICK_S = 0.01
 _lock = threading.Lock()
-_removed: list[tuple[int, int, float]] = []  # (file system, bytes, when), by this process in the last `_MOST_S`
+_removed: list[tuple[tuple[int, int], int, float]] = []  # (file system, bytes, when) in the last `_MOST_S`
 
 
 def unlink(path: Path) -> None:
     """Remove a file, if it is there, whose space may come back late."""
     try:
-        status = os.lstat(path)
+        status, file_system = os.lstat(path), _file_system(path.parent)
         path.unlink()
     except FileNotFoundError:
         return
     with _lock:
-        _removed.append((status.st_dev, status.st_blocks * 512, time.monotonic()))
+        _removed.append((file_system, status.st_blocks * 512, time.monotonic()))
 
 
 def free_bytes(folder: Path, wanted: int) -> int:
     """Of the folder's file system. Where that is less than `wanted`, and would not be with what this process has
     removed there, it waits for that: at most 5 s from the removal."""
-    device = os.stat(folder).st_dev
-    while (free := shutil.disk_usage(folder).free) < wanted <= free + _to_come(device):
+    file_system = _file_system(folder)
+    while (free := shutil.disk_usage(folder).free) < wanted <= free + _to_come(file_system):
         time.sleep(_TICK_S)
     return free
 
 
-def _to_come(device: int) -> int:
+def _file_system(folder: Path) -> tuple[int, int]:
+    """Its device and its id: an unmounted file system's device number is given to the next."""
+    return os.stat(folder).st_dev, os.statvfs(folder).f_fsid
+
+
+def _to_come(file_system: tuple[int, int]) -> int:
     """At most so much."""
     with _lock:
         _removed[:] = [each for each in _removed if time.monotonic() - each[2] < _MOST_S]
-        return sum(size for where, size, _ in _removed if where == device)
+        return sum(size for where, size, _ in _removed if where == file_system)

@@ -47,6 +47,18 @@ def test_nothing_is_waited_for_where_that_would_not_help(tmp_path, monkeypatch):
         assert freed_space.free_bytes(small, 1 << 20) > 1 << 20
 
 
+def test_what_was_removed_from_an_unmounted_file_system_is_not_expected_on_the_next(tmp_path, monkeypatch):
+    """The next one mounted may get the same device number."""
+    with small_file_system(tmp_path / "one", 16 << 20) as one:
+        (one / "file").write_bytes(bytes(8 << 20))
+        freed_space.unlink(one / "file")
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: pytest.fail("it waits"))
+    monkeypatch.setattr(freed_space, "time", clock)
+    with small_file_system(tmp_path / "two", 16 << 20) as two:
+        free = freed_space.free_bytes(two, 0)
+        assert freed_space.free_bytes(two, free + (4 << 20)) == free
+
+
 def test_room_that_does_not_come_back_is_waited_for_with_a_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(freed_space, "_MOST_S", 0.2)
     with small_file_system(tmp_path / "small", 16 << 20) as small:
