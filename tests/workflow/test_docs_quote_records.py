@@ -354,3 +354,20 @@ def test_the_modelled_peaks_on_the_first_page_are_the_planner_s():
     ):
         work = Workload(spec=model_spec("qwen2.5-7b"), dtype="fp16", context=0, **more)
         assert said.format(plan(work, process_overhead=False).host_bytes / 2**30) in text
+
+
+def test_the_14b_model_s_numbers_are_those_of_its_record():
+    folder = ROOT / "results/reference/xeon-amx-2core"
+    record = json.loads((folder / "flagship-qwen2.5-14b.json").read_text())
+    summary, disk = record["summary"], record["points"]["disk_bytes"]
+    peak = f"{summary['host_peak_bytes'] / 2**30:.2f} GiB"
+    how_to = " ".join((ROOT / "docs/how-to/train-8b-in-4-gib.md").read_text().split())
+    assert f"host peak {peak}, {disk / 1e9:.1f} GB on the disk, {summary['step_s']:.0f} s per step" in how_to
+    page = " ".join((folder / "README.md").read_text().split())
+    assert f"Host peak {peak};" in page
+    last = record["points"]["steps"][-1]
+    assert f"reads {last['read_bytes'] / 1e9:.1f} GB and writes {last['written_bytes'] / 1e9:.1f} GB" in page
+    assert f"It takes {summary['step_s']:.1f} s (median of steps 2 to 5;" in page
+    assert f"alone take {summary['compute_bound_s']:.1f} s" in page
+    assert f"mixed rate {summary['drive_bound_s']:.1f} s" in page
+    assert f"{summary['of_the_bound']:.2f} times the larger of the two" in page
