@@ -58,6 +58,11 @@ def measured_on(record: Mapping[str, Any]) -> str:
     return f"{record['host']['name']}/{'-'.join(words)}"
 
 
+def predicted_steps(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the simulator predicted of the steps of a record of `memascend bench engine`, in its rows."""
+    return record["predicted"] if "predicted" in record else record["foretold"]  # as older records call it
+
+
 class Run:
     """A training record, with the names that tables use (those of `workflows.cases.Planned`)."""
 

@@ -548,7 +548,7 @@ def _engine(options: argparse.Namespace, count: _Count) -> tuple[dict[str, Any],
             f"{row['context']:>6}  {row['method']:<10}{row['seconds']['median']:>11.3f}  {_show(row['of_memory'])}"
             f"{more:>38}  {bound}"
         )
-    for row in result.get("foretold", ()):
+    for row in result.get("predicted", ()):
         lines.append(f"{row['context']:>6}  {row['method']:<10}{row['seconds']:>11.3f}  simulated")
     return result, lines
 

@@ -10,7 +10,7 @@ in host memory, and AdamW runs on the CPU.
 
 With `cores="split"` this machine is a testbed in small: products have one core, as a device of their own, updates, I/O
 and all else the others. With a `path_rate` the SSD is one of that speed (`memascend.bench.paced`), and the simulator's
-step stands beside: made of the steps in memory and of AdamW's rate by itself (`memascend.bench.foretold`).
+step stands beside: made of the steps in memory and of AdamW's rate by itself (`memascend.bench.predicted`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from typing import Any
 import torch
 
 from memascend.bench.diffusion import HEADS, PATCH, STEPS, DiT
-from memascend.bench.foretold import foretold
 from memascend.bench.paced import paced
+from memascend.bench.predicted import predicted_steps
 from memascend.bench.rounds import conditions, ratios, spread
 from memascend.engine.device import synchronize
 from memascend.memory.heap import MALLOC
@@ -120,7 +120,9 @@ def measure(options: EngineBench) -> dict[str, Any]:
     facts = {"benchmark": "engine", "conditions": conditions() | said}
     if options.path_rate and dit is None:
         of_model = {"spec": _spec(options), "dtype": options.dtype, "path_rate": options.path_rate}
-        found["foretold"] = [each for point in found["points"] for each in foretold(point, found["adamw"], **of_model)]
+        found["predicted"] = [
+            each for point in found["points"] for each in predicted_steps(point, found["adamw"], **of_model)
+        ]
     return {**facts, "options": asked, **found, "summary": list(_rows(found["points"]))}
 
 

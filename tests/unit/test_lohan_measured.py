@@ -33,10 +33,11 @@ def found(*records):
     return {(row["metric"], row["series"], row.get("x_value", ""), row["lane"]): row for row in measured(list(records))}
 
 
-def test_arms_become_throughput_and_ratios_beside_what_was_foretold():
+@pytest.mark.parametrize("key", ["predicted", "foretold"])  # the latter in older records
+def test_arms_become_throughput_and_ratios_beside_what_was_predicted(key):
     points = [point(c, way, s * c / 768) for c in (384, 768) for way, s in WAYS.items()]
     said = [{"context": c, "method": way, "seconds": 4.5 * c / 768} for c in (384, 768) for way in WAYS]
-    rows = found(record(WAYS, points, foretold=said))
+    rows = found(record(WAYS, points, **{key: said}))
 
     def value(metric, series, at, lane="measured"):
         return float(rows[metric, series, at, lane]["value"])
@@ -54,7 +55,7 @@ def test_arms_become_throughput_and_ratios_beside_what_was_foretold():
 @pytest.mark.parametrize(("rate", "drives"), [(500e6, {"6", "12"}), (335e6, {"3"}), (112e6, {"1"}), (150e6, set())])
 def test_a_path_s_share_of_twelve_ssds_says_for_how_many_it_stands(rate, drives):
     points = [point(768, "memory", 4.0), point(768, "optimized", 5.0)]
-    made = record(["memory", "optimized"], points, foretold=[{"context": 768, "method": "optimized", "seconds": 5.0}])
+    made = record(["memory", "optimized"], points, predicted=[{"context": 768, "method": "optimized", "seconds": 5.0}])
     made["options"]["path_rate"] = rate
     rows = found(made)
     assert {at for _, _, at, _ in rows} == drives
@@ -83,7 +84,7 @@ def test_swapped_volumes_are_shares_and_the_choice_stands_over_the_best_of_all()
         return point(64, way, seconds, swapping=[decision] * 3)
 
     points = [point(64, "memory", 1.0), swaps("swap0", 4.0, 0), swaps("swap100", 3.0, 200), swaps("swapped", 3.3, 150)]
-    rows = found(record(["memory", "swap0", "swap100", "swapped"], points, foretold=[]))
+    rows = found(record(["memory", "swap0", "swap100", "swapped"], points, predicted=[]))
     assert float(rows["iteration time of the twin", "LoHan", "100", "measured"]["value"]) == pytest.approx(4.5)
     assert float(rows["iteration time of the twin", "LoHan", "0", "modelled"]["value"]) == 2.0
     assert float(rows["predicted optimum of the twin", "LoHan", "75", "measured"]["value"]) == pytest.approx(4.95)

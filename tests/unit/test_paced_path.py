@@ -1,4 +1,4 @@
-"""An SSD of known speed: served in turn, by priority, with what was written; and the step that is foretold of it."""
+"""An SSD of known speed: served in turn, by priority, with what was written; and the step that is predicted of it."""
 
 import errno
 import threading
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from memascend.bench.foretold import foretold
 from memascend.bench.paced import Drive, PacedTier, Server, paced
+from memascend.bench.predicted import predicted_steps
 from memascend.engine import home
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
@@ -111,8 +111,8 @@ def test_an_engine_trains_on_a_paced_path_as_on_any(tmp_path):
     assert all(torch.equal(there[name], here[name]) for name in here)
 
 
-def test_what_is_foretold_follows_from_the_step_in_memory_the_updates_and_the_path():
-    found = {row["method"]: row for row in foretold(MEMORY, 1e9, spec=SPEC, dtype="bf16", path_rate=5e9)}
+def test_what_is_predicted_follows_from_the_step_in_memory_the_updates_and_the_path():
+    found = {row["method"]: row for row in predicted_steps(MEMORY, 1e9, spec=SPEC, dtype="bf16", path_rate=5e9)}
     assert list(found) == ["optimized", "naive", "none"]
     for row in found.values():
         phases = sum(row.get(f"{name}_s", 0.0) for name in ("forward", "backward", "optimizer"))
@@ -121,7 +121,7 @@ def test_what_is_foretold_follows_from_the_step_in_memory_the_updates_and_the_pa
     assert "optimizer_s" not in found["naive"]
     assert found["none"]["seconds"] > found["optimized"]["seconds"]
     assert found["optimized"]["seconds"] == pytest.approx(0.8, rel=0.1)  # the rest is hidden
-    slow = {row["method"]: row for row in foretold(MEMORY, 1e9, spec=SPEC, dtype="bf16", path_rate=1e7)}
+    slow = {row["method"]: row for row in predicted_steps(MEMORY, 1e9, spec=SPEC, dtype="bf16", path_rate=1e7)}
     assert slow["optimized"]["bottleneck"] == "SSD"
     assert slow["optimized"]["seconds"] > 4 * found["optimized"]["seconds"]
-    assert list(foretold(MEMORY | {"method": "naive"}, 1e9, spec=SPEC, dtype="bf16", path_rate=5e9)) == []
+    assert list(predicted_steps(MEMORY | {"method": "naive"}, 1e9, spec=SPEC, dtype="bf16", path_rate=5e9)) == []

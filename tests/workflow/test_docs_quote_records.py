@@ -9,6 +9,7 @@ import pytest
 from memascend.bench.rounds import ratios, spread
 from memascend.planner import Workload, model_spec, plan
 from workflows.cases import step_seconds
+from workflows.records import predicted_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 COST = (ROOT / "docs/explanation/cost-of-a-streamed-step.md").read_text()
@@ -87,20 +88,20 @@ def test_what_arms_under_a_placement_take_is_what_the_record_says():
     assert f"arm `cxl_aware` took {aware} times as long as `baseline`, arm `naive` {naive}" in text
 
 
-def test_arms_of_gradient_offloading_are_as_foretold_as_the_reference_says():
+def test_arms_of_gradient_offloading_are_as_predicted_as_the_reference_says():
     record = json.loads((REFERENCE / "kernel-engine-arms-paper.json").read_text())
     text = (REFERENCE / "README.md").read_text()
-    foretold = {(row["context"], row["method"]): row["seconds"] for row in record["foretold"]}
+    predicted = {(row["context"], row["method"]): row["seconds"] for row in predicted_steps(record)}
     taken = {(row["context"], row["method"]): row["seconds"] for row in record["points"]}
     arms = ["optimized", "naive", "none"]
     for context in record["options"]["contexts"]:
-        seconds = [f"{foretold[context, arm]:.2f}, {median(taken[context, arm]):.2f}" for arm in arms]
+        seconds = [f"{predicted[context, arm]:.2f}, {median(taken[context, arm]):.2f}" for arm in arms]
         shares = []
         for arm in arms[1:]:
-            foretold_ratio = foretold[context, arm] / foretold[context, "optimized"]
+            predicted_ratio = predicted[context, arm] / predicted[context, "optimized"]
             found = [mine / optimized for mine, optimized in zip(taken[context, arm], taken[context, "optimized"])]
-            shares.append(f"{foretold_ratio:.2f}, {median(found):.2f} ({min(found):.2f} to {max(found):.2f})")
-            assert abs(median(found) / foretold_ratio - 1) < 0.1
+            shares.append(f"{predicted_ratio:.2f}, {median(found):.2f} ({min(found):.2f} to {max(found):.2f})")
+            assert abs(median(found) / predicted_ratio - 1) < 0.1
         assert f"| {context}, {context // 12} | {' | '.join(seconds + shares)} |" in text
 
 
@@ -174,17 +175,17 @@ def test_passes_over_paths_take_what_the_formula_gives_and_follow_a_halved_one_a
     assert "; ".join(said) in text
 
 
-def test_steps_of_several_accumulated_batches_are_as_foretold_as_the_reference_says():
+def test_steps_of_several_accumulated_batches_are_as_predicted_as_the_reference_says():
     measured, predicted = (
         {(p["arm"], p["accumulation"]): step_seconds(p) for p in json.loads((REFERENCE / name).read_text())["points"]}
         for name in ("times-mlpoffload-accumulation.json", "times-mlpoffload-accumulation-predicted.json")
     )
     for batches in (1, 4, 16):
         took, said = ([found[arm, batches] for arm in ("zero3", "mlp_offload")] for found in (measured, predicted))
-        seconds = [f"{median(mine):.2f} | {foretold[0]:.2f}" for mine, foretold in zip(took, said)]
-        ratio, foretold = median(a / b for a, b in zip(*took)), said[0][0] / said[1][0]
-        assert abs(ratio / foretold - 1) < 0.1
-        row = f"| {batches} | {' | '.join(seconds)} | {ratio:.2f} | {foretold:.2f} |"
+        seconds = [f"{median(mine):.2f} | {each[0]:.2f}" for mine, each in zip(took, said)]
+        ratio, expected = median(a / b for a, b in zip(*took)), said[0][0] / said[1][0]
+        assert abs(ratio / expected - 1) < 0.1
+        row = f"| {batches} | {' | '.join(seconds)} | {ratio:.2f} | {expected:.2f} |"
         assert row in (REFERENCE / "README.md").read_text()
 
 
@@ -192,17 +193,17 @@ PATH_TWINS = ("duplex", "duplex-alone", "simplex", "simplex-caching", "simplex-a
 
 
 @pytest.mark.parametrize("name", [*PATH_TWINS, "two-ranks-alone"])
-def test_arms_over_paths_take_what_the_reference_says_beside_what_was_foretold(name):
+def test_arms_over_paths_take_what_the_reference_says_beside_what_was_predicted(name):
     def points(name):
         record = json.loads((REFERENCE / f"times-mlpoffload-{name}.json").read_text())
         return {point["arm"]: step_seconds(point) for point in record["points"] if point["system"] == "mlp_offload"}
 
-    foretold = points(f"{'simplex' if name.startswith('simplex') else name}-predicted")
+    predicted = points(f"{'simplex' if name.startswith('simplex') else name}-predicted")
     zero, text = points(name)["zero3"], (REFERENCE / "README.md").read_text()
     for arm, took in points(name).items():
-        row = f"| {median(took):.2f} ({min(took):.2f} to {max(took):.2f}) | {foretold[arm][0]:.2f} |"
+        row = f"| {median(took):.2f} ({min(took):.2f} to {max(took):.2f}) | {predicted[arm][0]:.2f} |"
         if arm != "zero3":
-            ratio, said = median(zero) / median(took), foretold["zero3"][0] / foretold[arm][0]
+            ratio, said = median(zero) / median(took), predicted["zero3"][0] / predicted[arm][0]
             apart = round(100 * (ratio / said - 1))
             row += f" {ratio:.2f} | {said:.2f} | {apart} % |"
             assert abs(apart) < 10 or (name, arm) == ("duplex", "mlp_offload")
@@ -283,7 +284,7 @@ def of_points(record):
 def test_steps_on_the_path_of_so_many_ssds_are_what_the_reference_says(drives, label):
     record = json.loads((REFERENCE / f"kernel-engine-{drives}-drives-paper.json").read_text())
     took = of_points(record)
-    said = {(row["context"], row["method"]): row["seconds"] for row in record["foretold"]}
+    said = {(row["context"], row["method"]): row["seconds"] for row in predicted_steps(record)}
     cells = [label, str(record["options"]["path_rate"] // 1_000_000)]
     for at in ((384, "optimized"), (768, "optimized")):
         cells += [f"{took[at]:.2f}", f"{said[at]:.2f}"]

@@ -1,7 +1,7 @@
 """Host peaks of twins, and of the full models compared with the prediction from their twins.
 
-usage: python -m workflows.run.full_size --ks 16 8 4 --out foretold.json
-       python -m workflows.run.full_size --ks 1 --foretold foretold.json --out full-size.json
+usage: python -m workflows.run.full_size --ks 16 8 4 --out predicted.json
+       python -m workflows.run.full_size --ks 1 --predicted predicted.json --out full-size.json
 
 A case is system:arm:model. DeepSpeed's systems are run by `workflows.run.training`, which separates the memory of the
 GPU: their value is the host's peak minus the process before it has a model. LoHan is run by `memascend train`, where
@@ -49,7 +49,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="divisors of the models' widths, powers of two; 1: the full model",
     )
     p.add_argument(
-        "--foretold",
+        "--predicted",
+        "--foretold",  # its former name
         type=Path,
         metavar="FILE",
         help="record of this program with k = 8, whose predictions are compared",
@@ -69,15 +70,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = p.parse_args(argv)
     if bad := [case for case in args.cases if case.count(":") != 2]:
         p.error(f"--cases: {bad[0]!r} is not a case: expected system:arm:model, such as {CASES[0]}")
-    if args.foretold is not None and not args.foretold.is_file():
-        p.error(f"--foretold: there is no record {args.foretold}")
+    if args.predicted is not None and not args.predicted.is_file():
+        p.error(f"--predicted: there is no record {args.predicted}")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
-    foretold = json.loads(args.foretold.read_text())["summary"] if args.foretold else {}
+    predicted = json.loads(args.predicted.read_text())["summary"] if args.predicted else {}
     points = []
     for case in args.cases:
         for k in args.ks:
@@ -85,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
             said = points[-1].get("reason") or f"{points[-1]['full_bytes'] / _GIB:.2f} GiB"
             print(f"{case} k = {k}: {said}", flush=True)
     asked = {name: getattr(args, name) for name in ("cases", "ks", "time_limit")}
-    fields = {"points_requested": asked, "points": points, "summary": summary(points, foretold)}
+    fields = {"points_requested": asked, "points": points, "summary": summary(points, predicted)}
     code = staleness.digest("workflows.run.full_size", models=None)
     record = provenance.write_record(args.out, args.run_id or args.out.stem, "full_size", code, fields)
     print(json.dumps(record["summary"], indent=1))
@@ -145,15 +146,15 @@ def _run(command: list[str], limit: float | None = None) -> None:
         raise ValueError(f"{' '.join(command[2:4])} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
 
 
-def summary(points: list[dict[str, Any]], foretold: dict[str, Any]) -> dict[str, Any]:
-    """By case: bytes of the full model by k, and those of k = 1 over what was foretold of them."""
+def summary(points: list[dict[str, Any]], predicted: dict[str, Any]) -> dict[str, Any]:
+    """By case: bytes of the full model by k, and those of k = 1 over what was predicted of them."""
     found: dict[str, Any] = {}
     for point in points:
         found.setdefault(point["case"], {"full_bytes": {}})["full_bytes"][str(point["k"])] = point["full_bytes"]
     for case, each in found.items():
-        theirs = foretold.get(case, {}).get("full_bytes", {}).get(str(PREDICTS))
+        theirs = predicted.get(case, {}).get("full_bytes", {}).get(str(PREDICTS))
         if theirs is not None and each["full_bytes"].get("1") is not None:
-            each |= {"foretold_bytes": theirs, "of_the_foretold": each["full_bytes"]["1"] / theirs}
+            each |= {"predicted_bytes": theirs, "of_the_predicted": each["full_bytes"]["1"] / theirs}
     return found
 
 

@@ -18,6 +18,7 @@ from workflows.papers.lohan.rows import settings as own
 from workflows.papers.lohan.rows.first_figure import LINES
 from workflows.papers.lohan.rows.throughput import DRIVES, most_in_memory
 from workflows.played import spans
+from workflows.records import predicted_steps
 
 OF_TWIN, SHARE = " of the twin", "swapped share (%)"
 # Of the twin for a sequence of the 13B: its products then stand to an SSD of 500 MB/s as the 13B's to the server's.
@@ -97,7 +98,7 @@ def shown(record: dict[str, Any], exhibit: str, metric: str, value: float, unit:
 def arms(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
     exhibit, longest = "lohan-fig07a", max(context for context, _ in points)
     batch = longest // TOKENS
-    said = {(row["context"], row["method"]): row["seconds"] for row in record["foretold"]}
+    said = {(row["context"], row["method"]): row["seconds"] for row in predicted_steps(record)}
     for context in dict.fromkeys(context for context, _ in points):
         at = {"x": ("batch_size", context // TOKENS)}
         for arm, series in ARMS.items():
@@ -111,9 +112,9 @@ def arms(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
                 cells = {"series": f"LoHan Optimized / {series.removeprefix('LoHan ')}", **at}
                 ratio = ratio_by_rounds(points[context, arm]["seconds"], points[context, "optimized"]["seconds"])
                 yield shown(record, exhibit, "throughput_ratio", ratio, "x", **cells)
-                foretold = said[context, arm] / said[context, "optimized"]
-                metric = "throughput_ratio foretold" + OF_TWIN
-                yield shown(record, exhibit, metric, foretold, "x", **cells, lane="modelled")
+                predicted = said[context, arm] / said[context, "optimized"]
+                metric = "throughput_ratio predicted" + OF_TWIN
+                yield shown(record, exhibit, metric, predicted, "x", **cells, lane="modelled")
     memory, mine = points[longest, "memory"], points[longest, "optimized"]
     device = median(memory["forward_s"]) + median(memory["backward_s"])
     ssd = (median(mine["read"]) + median(mine["written"])) / record["options"]["path_rate"]
@@ -151,7 +152,7 @@ def by_drives(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
     """For as many SSDs as have the share of twelve's rate that the record's path has of FASTEST."""
     share = record["options"]["path_rate"] / FASTEST
     drives = [n for n in DRIVES if abs(together(n) / together(12) - share) < 0.005]
-    said = {(row["context"], row["method"]): row["seconds"] for row in record["foretold"]}
+    said = {(row["context"], row["method"]): row["seconds"] for row in predicted_steps(record)}
     for (context, way), point in points.items():
         for count in drives if way == "optimized" else ():
             for lane, seconds in (("measured", median(point["seconds"])), ("modelled", said[context, way])):

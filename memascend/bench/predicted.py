@@ -23,7 +23,7 @@ SYSTEM, ARMS = "lohan", ("optimized", "naive", "none")
 _STATES = 7  # AdamW reads four tensors of fp32 and writes three
 
 
-def foretold(
+def predicted_steps(
     memory: Mapping[str, Any], adamw: float, *, spec: ModelSpec, dtype: str, path_rate: float
 ) -> Iterator[dict[str, Any]]:
     """Seconds by phase, and of the step, of each arm at the length of `memory`; nothing for another way's point.
