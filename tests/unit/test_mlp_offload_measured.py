@@ -18,11 +18,20 @@ STEP_S["mlp_offload"] = 4
 def record(**others):
     points = [
         {"arm": arm, "forward_s": [0.0] * 3, "backward_s": [1.0] * 3, "optimizer_s": [seconds - 1.0, 99.0, 0.0]}
-        | {"bytes_written": [900.0] * 3, "paths": [[[600, 69e6, 53e6], [300, 36e6, 36e6]]] * 3}
+        | {
+            "bytes_read": [900.0] * 3,
+            "bytes_written": [900.0] * 3,
+            "paths": [[[600, 69e6, 53e6], [300, 36e6, 36e6]]] * 3,
+        }
         for arm, seconds in STEP_S.items()
     ]
     made = {"kind": "step-times", "lane": "measured", "status": "ok", "key": "k", "model": "40B-L4", "duplex": True}
-    made |= {"host": {"name": "here"}, "twin": {"k": 4, "parameters": 100}, "points": points}
+    made |= {
+        "rates": ["69/53", "36/36"],
+        "host": {"name": "here"},
+        "twin": {"k": 4, "parameters": 100},
+        "points": points,
+    }
     return made | others
 
 
@@ -207,3 +216,55 @@ def test_a_prediction_takes_the_rates_of_the_machine_at_hand_or_says_that_there_
     monkeypatch.setattr(path_twin.provenance, "host", lambda: {"name": "local"})
     with pytest.raises(ValueError, match=r"^nothing is predicted: this machine has no .*local/validation.json; name"):
         path_twin.rates_here()
+
+
+MEGA = 1e6
+
+
+def of_share(held, slower=(1.0, 1.0, 1.0), idle_s=0.0):
+    """A twin on paths that reads and writes share; DeepSpeed's drive takes 16 of its 16 s and `idle_s`."""
+    made, parameters = record(duplex=False, ranks=1), 25 * 64.0
+    made["twin"] = {"k": 8, "parameters": parameters}
+    for point in made["points"]:
+        seconds = [STEP_S[point["arm"]] * each for each in slower] if point["arm"] == "zero3" else [8.0] * 3
+        of_drive = {"bytes_read": [8 * 69 * MEGA] * 3, "bytes_written": [8 * 53 * MEGA] * 3}
+        point |= {"forward_s": [idle_s] * 3, "backward_s": [0.0] * 3, "optimizer_s": seconds} | of_drive
+        if point["arm"] == "mlp_offload":
+            point["bytes_written"] = [12 * parameters * (1 - held)] * 3
+    return made
+
+
+def of_originals(*records):
+    found = [row for row in rows.measured(list(records)) if row["metric"].endswith(" of the twin")]
+    return {(row["exhibit_id"], row["series"], row["model"]): row["value"] for row in found}
+
+
+def test_a_twin_stands_for_the_models_that_hold_its_share_of_states_in_host_memory():
+    held = {(each.model, each.ending): each.held for each in rows.originals()}
+    found = of_originals(of_share(held["40B", ""]))
+    assert found["mlpoffload-fig15", "MLP-Offload / ZeRO-3", "40B"] == "2"
+    assert ("mlpoffload-fig15", "MLP-Offload / ZeRO-3, paper alone", "40B") not in found
+    assert {model for *_, model in found} == {
+        m for (m, _), share in held.items() if abs(held["40B", ""] / share - 1) < 0.1
+    }
+    assert of_originals(of_share(0.6)) == of_originals(record(duplex=True)) == {}
+
+
+def test_of_two_twins_the_one_with_the_closer_share_stands_for_a_model():
+    held = next(each.held for each in rows.originals() if (each.model, each.ending) == ("40B", rows.ALONE))
+    close, far = of_share(held), of_share(1.05 * held, slower=(2.0, 2.0, 2.0))
+    for records in ((close, far), (far, close)):
+        assert of_originals(*records)["mlpoffload-fig07", "MLP-Offload / ZeRO-3, paper alone", "40B"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("twin", "why"),
+    [
+        ({"idle_s": 4.0}, "N/A (the drive is busy for 80% of the twin's iteration, for 100% of the original's)"),
+        ({"slower": (1.0, 1.08, 1.3)}, "N/A (quartiles 2.08 and 2.38: the machine was busy)"),
+    ],
+)
+def test_a_twin_of_other_proportions_or_of_a_busy_machine_has_no_number(twin, why):
+    held = next(each.held for each in rows.originals() if (each.model, each.ending) == ("40B", rows.ALONE))
+    found = of_originals(of_share(held, **twin))
+    assert found["mlpoffload-fig07", "MLP-Offload / ZeRO-3, paper alone", "40B"] == why

@@ -28,7 +28,8 @@ from workflows.played import constants
 
 LANES = ("modelled", "measured")
 REPRODUCED, DEVIATES, NO_RESULT, NOT_CHECKABLE = "reproduced", "deviates", "no result", "not checkable here"
-HELD_OUT = "held out"
+HELD_OUT, TWIN = "held out", "twin"
+OF_A_TWIN = "a time twin whose device, drives and host work stand to one another as the testbed's, within 10 %"
 JOINS = {"mean": mean, "max": max, "min": min}
 PLANNER = {each.name: each for each in (*CALIBRATIONS, PROCESS_OVERHEAD)}
 
@@ -215,11 +216,13 @@ def rests_on(claim: dict[str, Any], lane: str, testbeds: Sequence[str] = ()) -> 
     """What a verdict presupposes: the claim's own words, or, in the modelled lane, the constants behind its exhibit on
     the testbeds whose rows it read."""
     own = claim.get("rests_on", "")
+    if basis_of(claim, lane) == TWIN:
+        return OF_A_TWIN
     if basis_of(claim, lane) != HELD_OUT:
         return own
     if lane != "modelled":  # a run takes no constant of the model
         return ""
-    if own and basis_of(claim, "measured") == HELD_OUT:
+    if own and basis_of(claim, "measured") in (HELD_OUT, TWIN):
         return own
     found = constants_behind(claim, testbeds)
     return "; ".join(f"{name.replace('_', ' ')} ({found_how(each)})" for name, each in found.items())
@@ -314,7 +317,9 @@ def decide(claim: dict[str, Any], lane_name: str, table: pd.DataFrame) -> Verdic
         return Verdict(**undecided, reason=lane["not_checkable"])
     low, high = tolerance.widened(low, high)
     own = table[(table["lane"] == lane_name) & ~tidy.is_reference(table)]
-    computation = Computation(own, claim, lane.get("scale") == "twin")
+    computation = Computation(
+        own, claim | {"compute": lane.get("compute", claim["compute"])}, lane.get("scale") == "twin"
+    )
     try:
         value = computation.value()
     except NoResult as failed:
@@ -361,9 +366,9 @@ def value_text(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def score(verdicts: list[Verdict], lane: str) -> str:
-    """A lane's verdicts that are held out, in words."""
-    return registry.scored(v.verdict for v in verdicts if v.lane == lane and v.basis == HELD_OUT)
+def score(verdicts: list[Verdict], lane: str, basis: str = HELD_OUT) -> str:
+    """A lane's verdicts of one basis, in words."""
+    return registry.scored(v.verdict for v in verdicts if v.lane == lane and v.basis == basis)
 
 
 def read_verdicts(path: Path) -> list[Verdict]:

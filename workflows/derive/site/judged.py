@@ -15,6 +15,7 @@ from workflows.derive.claims import (
     NO_RESULT,
     NOT_CHECKABLE,
     REPRODUCED,
+    TWIN,
     Verdict,
     expected_ends,
     value_text,
@@ -23,7 +24,7 @@ from workflows.derive.claims import (
 
 VERDICTS = (REPRODUCED, DEVIATES, NO_RESULT, NOT_CHECKABLE)
 COARSE_TWIN = 32  # from this divisor on, pages and Python objects are no longer small beside the buffers
-BASES = (HELD_OUT, "calibrated", "by construction", "alternate reading")
+BASES = (HELD_OUT, TWIN, "calibrated", "by construction", "alternate reading")
 
 
 @dataclass(frozen=True)

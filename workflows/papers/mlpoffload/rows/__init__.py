@@ -61,8 +61,21 @@ def modelled() -> Iterator[Row]:
 
 def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
     mine = [r for r in records if (r.get("lane"), r.get("status")) == ("measured", "ok")]
-    yield from twins.rows([r for r in mine if r["kind"] == "step-times" and "duplex" in r])
+    over_paths = [r for r in mine if r["kind"] == "step-times" and "duplex" in r]
+    yield from twins.rows(over_paths)
+    yield from twins.of_originals(over_paths, originals())
     yield from raw_rates([r for r in mine if r["kind"] == "bench" and r.get("apart")])
+
+
+def originals() -> Iterator[twins.Original]:
+    """The models on Testbed-1, with the authors' inputs and from the paper alone."""
+    paths = machine(ONE).described["paths"]
+    rates = tuple((path["read_gb_per_s"]["value"], path["write_gb_per_s"]["value"]) for path in paths)
+    for model in MODELS:
+        for ending, held, name in (("", held_by, model), (ALONE, held_alone, f"{model} as printed")):
+            count, made_step = len(work("zero3", name, held=LEAST_HELD).sub_groups()), made(ZERO + ending, model)
+            drive = made_step.of_resource(paths[0]["name"]) / made_step.seconds
+            yield twins.Original(model, ending, held(name) / count, drive, rates)
 
 
 def raw_rates(records: list[dict[str, Any]]) -> Iterator[Row]:

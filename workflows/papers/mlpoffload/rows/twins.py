@@ -7,17 +7,20 @@ what the exhibits say of the two; those of the same twin without it have more ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from workflows.cases import Row, of_record, step_seconds
+from workflows.cases import Row, of_record, quartiles, step_seconds
 from workflows.papers.mlpoffload.rows.arms import BARS, MOVED, OURS, RATIOS, ZERO
 from workflows.records import measured_on
 
 ARMS = {name: arm for bars in BARS.values() for name, arm in bars.items()}
 FREE, IN_MEMORY = "free", "zero_offload"
 TOGETHER_S = 0.005  # ends that are closer are those of one sub-group, which DeepSpeed waits for as a whole
+OF_TWIN = " of the twin"
+LARGEST_SPREAD = 0.1  # of a ratio, between the quartiles of its rounds
 PHASES = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "update"}
 
 
@@ -26,7 +29,7 @@ def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
         if any("accumulation" in point for point in record["points"]):
             yield from _accumulated(record)
             continue
-        arms = {point["arm"]: point for point in record["points"] if point.get("system") != IN_MEMORY}
+        arms = _arms(record)
         seconds = {arm: median(step_seconds(point)) for arm, point in arms.items()}
         where = measured_on({**record, "ranks": 1})  # of ranks the model says it, as a bar's name
         at, whole = {"model": twin_name(record), "testbed": where}, ARMS[OURS] in arms
@@ -50,6 +53,78 @@ def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
         if "transfers" in arms[ARMS[ZERO]]:
             yield from _shares_of_io(record, arms[ARMS[ZERO]], at)
             yield from _by_sub_group(record, arms[ARMS[ZERO]], at)
+
+
+@dataclass(frozen=True)
+class Original:
+    """A model on Testbed-1 that a twin may stand for.
+
+    Attributes:
+        ending: what ends the names of its series.
+        held: share of the states in MLP-Offload's host memory.
+        drive: share of DeepSpeed's iteration in which its drive is busy.
+        rates: GB/s of each path, read and written.
+    """
+
+    model: str
+    ending: str
+    held: float
+    drive: float
+    rates: tuple[tuple[float, float], ...]
+
+    def is_met_by(self, record: dict[str, Any]) -> bool:
+        """Whether the paths' rates and the share in host memory are the model's within 10 %."""
+        held, found = _held(record), [tuple(map(float, each.split("/"))) for each in record["rates"]]
+        pairs = [
+            (a / found[0][0], b / self.rates[0][0]) for mine, its in zip(found, self.rates) for a, b in zip(mine, its)
+        ]
+        return len(found) == len(self.rates) and all(abs(a / b - 1) <= 0.1 for a, b in [*pairs, (held, self.held)])
+
+    def refusal(self, record: dict[str, Any]) -> str:
+        """Why the record decides nothing of the model: the rest of its steps weighs otherwise. Empty where it does."""
+        zero = _arms(record)[ARMS[ZERO]]
+        (read, written), *_ = (map(float, each.split("/")) for each in record["rates"])
+        moved = zip(zero["bytes_read"], zero["bytes_written"], step_seconds(zero), strict=True)
+        drive = median((a / read + b / written) / 1e6 / step for a, b, step in moved)
+        if abs(drive - self.drive) <= 0.1:
+            return ""
+        return (
+            f"N/A (the drive is busy for {drive:.0%} of the twin's iteration, for {self.drive:.0%} of the original's)"
+        )
+
+
+def of_originals(records: list[dict[str, Any]], originals: Iterable[Original]) -> Iterator[Row]:
+    """Figs. 7, 14 and 15 by twins of paths that reads and writes share, and of one rank: what its figures say of a
+    model, of the twin that meets it best. Medians of the ratios of each round."""
+    found = [
+        r for r in records if not r["duplex"] and r.get("ranks", 1) == 1 and {ARMS[ZERO], ARMS[OURS]} <= {*_arms(r)}
+    ]
+    found = [r for r in found if all("accumulation" not in point for point in r["points"])]
+    for original in originals if found else ():
+        meeting = [record for record in found if original.is_met_by(record)]
+        if not meeting:
+            continue
+        record = min(meeting, key=lambda each: abs(_held(each) - original.held))
+        steps = {arm: step_seconds(point) for arm, point in _arms(record).items()}
+        cells = {"model": original.model, "testbed": measured_on(record)}
+        compared = {("mlpoffload-fig07", "MLP-Offload / ZeRO-3", "iteration_speedup"): (ZERO, OURS), **RATIOS}
+        for (exhibit, series, metric), (slow, fast) in compared.items():
+            if ARMS[slow] in steps and ARMS[fast] in steps:
+                ratios = [a / b for a, b in zip(steps[ARMS[slow]], steps[ARMS[fast]], strict=True)]
+                low, middle, high = quartiles(ratios)
+                noise = f"N/A (quartiles {low:.2f} and {high:.2f}: the machine was busy)"
+                value = original.refusal(record) or (middle if high - low <= LARGEST_SPREAD * middle else noise)
+                at = cells | {"series": series + original.ending}
+                yield of_record(record, exhibit, metric.removesuffix("_max") + OF_TWIN, value, "x", **at)
+
+
+def _arms(record: dict[str, Any]) -> dict[str, Any]:
+    return {point["arm"]: point for point in record["points"] if point.get("system") != IN_MEMORY}
+
+
+def _held(record: dict[str, Any]) -> float:
+    """Share of the states that MLP-Offload's step leaves in host memory: what it does not write."""
+    return max(0.0, 1 - median(_arms(record)[ARMS[OURS]]["bytes_written"]) / (12 * record["twin"]["parameters"]))
 
 
 def twin_name(record: dict[str, Any]) -> str:
@@ -83,8 +158,7 @@ def _phases(record: dict[str, Any], point: dict[str, Any], at: dict[str, str]) -
 
 def _residency(record: dict[str, Any], point: dict[str, Any], at: dict[str, str]) -> Iterator[Row]:
     """Percent of the states: what a step leaves unwritten stays in host memory, the rest as the paths' bytes divide."""
-    host = max(0.0, 1 - median(point["bytes_written"]) / (12 * record["twin"]["parameters"]))
-    held = [path[0] for path in point["paths"][-1]]
+    host, held = _held(record), [path[0] for path in point["paths"][-1]]
     shares = [host, *((1 - host) * each / sum(held) for each in held)]
     for metric, share in zip(("host memory", "NVMe", "PFS"), shares, strict=True):
         yield of_record(record, "mlpoffload-fig10", metric, 100 * share, "%", **at)
