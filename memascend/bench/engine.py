@@ -9,8 +9,8 @@ With `device="cuda"` a GPU computes: in memory all of the model and AdamW's stat
 in host memory, and AdamW runs on the CPU.
 
 With `cores="split"` this machine is a testbed in small: products have one core, as a device of their own, updates, I/O
-and all else the others. With a `path_rate` the SSD is one of that speed (`memascend.bench.paced`), and the simulator's
-step stands beside: made of the steps in memory and of AdamW's rate by itself (`memascend.bench.predicted`).
+and all else the others. With a `path_rate` the SSD is one of that speed (`memascend.bench.rate_limit`), and the
+simulator's step stands beside: made of the steps in memory and of AdamW's rate by itself (`memascend.bench.predicted`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from typing import Any
 import torch
 
 from memascend.bench.diffusion import HEADS, PATCH, STEPS, DiT
-from memascend.bench.paced import paced
 from memascend.bench.predicted import predicted_steps
+from memascend.bench.rate_limit import rate_limited
 from memascend.bench.rounds import conditions, ratios, spread
 from memascend.engine.device import synchronize
 from memascend.memory.heap import MALLOC
@@ -282,7 +282,7 @@ def _worker(asked: dict[str, Any]) -> dict[str, Any]:
     points: dict[tuple[int, str], dict[str, Any]] = {}
     traces: dict[str, Any] = {}
     with ExitStack() as ends:
-        server = ends.enter_context(paced(options.path_rate)) if options.path_rate else None
+        server = ends.enter_context(rate_limited(options.path_rate)) if options.path_rate else None
         ways = {way: _Way(way, options, ends) for way in options.ways}
         order = random.Random(0)
         for context in options.contexts:

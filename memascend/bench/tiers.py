@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from memascend.bench.paced import PacedTier, SharedDrive, clock_of
+from memascend.bench.rate_limit import RateLimitedTier, SharedRateLimiter, clock_of
 from memascend.bench.rounds import conditions, spread
 from memascend.simulator import play
 from memascend.simulator.machine import Machine
@@ -45,7 +45,8 @@ DIRECTIONS = ("read", "write")
 class TierOptions:
     """`groups` of `group_bytes` each for each process, `held` of them in memory (None: two a path and one more);
     `repeats` passes are timed after one that is not. `simplex`: each path is held to its rates, bytes per second read
-    and written, which share it (`memascend.bench.paced`). `halved`: passes over such paths after the first slowed down.
+    and written, which share it (`memascend.bench.rate_limit`). `halved`: passes over such paths after the first slowed
+    down.
     """
 
     paths: tuple[str, ...]
@@ -227,8 +228,8 @@ def _worker(asked: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     buffers = [torch.empty(asked["group_bytes"], dtype=torch.uint8).fill_(number) for number in range(asked["held"])]
     config = DirectEngineConfig(workers=1, depth=32, volatile=True)
-    drives = {path: SharedDrive(clock_of(path), *rates) for path, rates in _held_to(asked)}
-    around = (lambda path, tier: PacedTier(tier, drives[path])) if drives else None
+    drives = {path: SharedRateLimiter(clock_of(path), *rates) for path, rates in _held_to(asked)}
+    around = (lambda path, tier: RateLimitedTier(tier, drives[path])) if drives else None
     with open_paths(
         asked["paths"], "memascend bench", config=config, exclusive=asked["exclusive"], around=around
     ) as tier:

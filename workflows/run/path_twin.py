@@ -2,10 +2,10 @@
 
 The arms alternate. Paths are loop devices that the kernel limits to a rate per direction (*duplex*); with `--simplex`,
 or if the kernel cannot, folders that a token bucket limits, in DeepNVMe's handle as in our tier
-(`memascend.bench.paced`). With `--ranks 2` two processes of each arm share the paths and the cores. `--predict` only
-simulates the same arms, model and rates: it writes a record of the modelled lane, to be kept before the measured record
-is made. Its other rates (matrix products, AdamW, memory) are micro-benchmarks of this machine, from validation.json in
-the folder of results/reference that MEMASCEND_HOST names; without that file, nothing is predicted.
+(`memascend.bench.rate_limit`). With `--ranks 2` two processes of each arm share the paths and the cores. `--predict`
+only simulates the same arms, model and rates: it writes a record of the modelled lane, to be kept before the measured
+record is made. Its other rates (matrix products, AdamW, memory) are micro-benchmarks of this machine, from
+validation.json in the folder of results/reference that MEMASCEND_HOST names; without that file, nothing is predicted.
 """
 
 from __future__ import annotations
@@ -120,8 +120,10 @@ def places(args: argparse.Namespace, size: int) -> Iterator[tuple[list[Path], di
         folders = [device.folder for device in devices] or [folder / f"path{n}" for n in range(len(rates))]
         for each in folders:
             each.mkdir(exist_ok=True)
-        paced = {} if devices else {str(f): [*rate, not args.simplex] for f, rate in zip(folders, rates, strict=True)}
-        yield folders, paced, devices
+        rate_limits = (
+            {} if devices else {str(f): [*rate, not args.simplex] for f, rate in zip(folders, rates, strict=True)}
+        )
+        yield folders, rate_limits, devices
 
 
 def run(args: argparse.Namespace) -> int:
@@ -139,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             before = sum(device.direct_bytes for device in devices)
             how = {"record_step": "transfers"} if args.transfers else {}
-            with started(args, twin, paced=held, **how) as arms, contextlib.suppress(TimeoutError):
+            with started(args, twin, rate_limits=held, **how) as arms, contextlib.suppress(TimeoutError):
                 fields["status"] = "timeout"
                 for arm in arms:
                     arm.wait_until_ready(deadline)

@@ -213,7 +213,7 @@ def job_of(twin: Any, parts: dict[str, str], config: dict[str, Any], **settings:
         "record_step": False,
         "turn_fd": None,
         "done_fd": None,
-        "paced": {},
+        "rate_limits": {},
         **settings,
     }
 

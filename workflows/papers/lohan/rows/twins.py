@@ -1,7 +1,7 @@
 """Figs. 3, 7a, 9b, 10b and 12 measured: time twins on the streaming engine, from records of `memascend bench engine`.
 
-Products have one core, updates and I/O another, and the SSD one rate (`memascend.bench.paced`). Beside it stands what
-was said before: the simulator's step, and for Fig. 9b the engine's own model, which decides after the first step.
+Products have one core, updates and I/O another, and the SSD one rate (`memascend.bench.rate_limit`). Beside it stands
+what was said before: the simulator's step, and for Fig. 9b the engine's own model, which decides after the first step.
 Fig. 5a by direction: systems that take turns on a machine without a GPU, by phase, and what the gain is made of.
 """
 

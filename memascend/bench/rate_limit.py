@@ -4,10 +4,10 @@ The transfers are real ones, to a path that has to be faster; `late_share` says 
 The kernel's own controller cannot stand in for this: it lets what a tenth of a second may move pass at once, in each
 direction by itself, so that a chain of small reads and writes takes as long as the longer of them; and it is for root.
 
-`Server`       one process's drive: one request after the other, reads and writes alike, those with the larger priority
-               first. The device that the simulator plays and that Eqs. 2, 4 and 5 of LoHan describe.
-`SharedDrive`  for all processes that name its clock, a file: in the order in which they asked, one after the other
-               (*simplex*, as MLP-Offload's models assume) or each direction by itself (*duplex*).
+`RateLimiter`        one process's drive: one request after the other, reads and writes alike, those with the larger
+                     priority first. The device that the simulator runs and that Eqs. 2, 4 and 5 of LoHan describe.
+`SharedRateLimiter`  for all processes that name its clock, a file: in the order in which they asked, one after the
+                     other (*simplex*, as MLP-Offload's models assume) or each direction by itself (*duplex*).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from memascend.storage.tier import Tier, Transferred
 _CLOCK = struct.Struct("d")  # one for reads, and where they are apart one for writes
 
 
-class Drive:
-    """What a `PacedTier` asks of its drive. Thread-safe."""
+class Limiter:
+    """What a `RateLimitedTier` asks of its drive. Thread-safe."""
 
     def __init__(self) -> None:
         self._counting = threading.Lock()
@@ -69,7 +69,7 @@ class Drive:
         return self._late_bytes / self._bytes if self._bytes else 0.0
 
 
-class Server(Drive):
+class RateLimiter(Limiter):
     """Of `rate` bytes per second. Its thread ends with `close`."""
 
     def __init__(self, rate: float) -> None:
@@ -79,7 +79,7 @@ class Server(Drive):
         self._count = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="memascend-paced", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="memascend-rate-limit", daemon=True)
         self._thread.start()
 
     def serve(
@@ -122,7 +122,7 @@ class Server(Drive):
 _Turns = queue.SimpleQueue[tuple[float, Callable[[], None], Promise] | None]
 
 
-class SharedDrive(Drive):
+class SharedRateLimiter(Limiter):
     """The clock of one drive, in the file `clock`, which is made; rates in bytes per second. Its threads, one for each
     direction, end with the last tier that uses it."""
 
@@ -142,7 +142,7 @@ class SharedDrive(Drive):
     def name(self) -> str:
         """The same in all processes that share the clock."""
         status = os.fstat(self._file)
-        return f"paced-{os.major(status.st_dev)}-{os.minor(status.st_dev)}-{status.st_ino}"
+        return f"rate-limited-{os.major(status.st_dev)}-{os.minor(status.st_dev)}-{status.st_ino}"
 
     def book(self, nbytes: int, *, write: bool) -> float:
         """When a transfer that is asked for now ends, on this machine's monotonic clock."""
@@ -163,7 +163,7 @@ class SharedDrive(Drive):
 
     def serve(self, nbytes: int, ended: Callable[[], None], *, write: bool, priority: int) -> Promise:
         """`priority` is not looked at: other processes know nothing of it."""
-        turn = Promise("a turn on a paced drive")
+        turn = Promise("a turn on a rate-limited drive")
         with self._ordering:
             self._turns[write].put((self.book(nbytes, write=write), ended, turn))
         return turn
@@ -195,11 +195,11 @@ def _end_in_time(turns: _Turns) -> None:
         promise.set_result()
 
 
-class PacedTier:
+class RateLimitedTier:
     """`tier`, whose transfers end when the path and the drive have done them; all else is the tier's own. A transfer
     that fails has had its turn all the same."""
 
-    def __init__(self, tier: Tier, drive: Drive) -> None:
+    def __init__(self, tier: Tier, drive: Limiter) -> None:
         self._tier, self._drive = tier, drive
         self._busy, self._lock = Busy(), threading.Lock()
         drive.joined()
@@ -214,11 +214,11 @@ class PacedTier:
 
     def write(self, key: str, tensor: torch.Tensor, *, offset: int = 0, priority: int = 0) -> Completion:
         moving = self._tier.write(key, tensor, offset=offset, priority=priority)
-        return self._paced(moving, tensor.nbytes, True, priority)
+        return self._limited(moving, tensor.nbytes, True, priority)
 
     def read(self, key: str, tensor: torch.Tensor, *, offset: int = 0, priority: int = 0) -> Completion:
         moving = self._tier.read(key, tensor, offset=offset, priority=priority)
-        return self._paced(moving, tensor.nbytes, False, priority)
+        return self._limited(moving, tensor.nbytes, False, priority)
 
     @property
     def transferred(self) -> Transferred:
@@ -227,7 +227,7 @@ class PacedTier:
             busy = self._busy.transferred()
         return self._drive.transferred(self._tier.transferred, busy)
 
-    def _paced(self, moving: Completion, nbytes: int, write: bool, priority: int) -> Completion:
+    def _limited(self, moving: Completion, nbytes: int, write: bool, priority: int) -> Completion:
         def ended() -> None:
             with self._lock:
                 self._busy.end(write, nbytes)
@@ -246,10 +246,10 @@ class PacedTier:
         self._drive.left()
 
 
-class PacedHandle:
+class RateLimitedHandle:
     """DeepNVMe's handle, whose `wait` returns no sooner than the drive's clock says for what it waits for."""
 
-    def __init__(self, handle: Any, drive: SharedDrive) -> None:
+    def __init__(self, handle: Any, drive: SharedRateLimiter) -> None:
         self._handle, self._drive = handle, drive
         self._end = 0.0
 
@@ -280,31 +280,31 @@ class PacedHandle:
 
 def clock_of(folder: str | os.PathLike[str]) -> Path:
     """Where the clock of a folder's drive lies."""
-    return Path(folder) / "paced.clock"
+    return Path(folder) / "rate.clock"
 
 
-class _Paced:
+class _RateLimited:
     """In DirectTier's place: its makers, with a drive around what they make."""
 
-    def __init__(self, drive: Drive) -> None:
+    def __init__(self, drive: Limiter) -> None:
         self._drive = drive
 
-    def in_file(self, *args: Any, **options: Any) -> PacedTier:
-        return PacedTier(DirectTier.in_file(*args, **options), self._drive)
+    def in_file(self, *args: Any, **options: Any) -> RateLimitedTier:
+        return RateLimitedTier(DirectTier.in_file(*args, **options), self._drive)
 
-    def on_devices(self, *args: Any, **options: Any) -> PacedTier:
-        return PacedTier(DirectTier.on_devices(*args, **options), self._drive)
+    def on_devices(self, *args: Any, **options: Any) -> RateLimitedTier:
+        return RateLimitedTier(DirectTier.on_devices(*args, **options), self._drive)
 
 
 @contextmanager
-def paced(rate: float) -> Iterator[Server]:
+def rate_limited(rate: float) -> Iterator[RateLimiter]:
     """Streaming engines that are made in the block share one server. Not for two blocks at a time."""
     from memascend.engine import beside, home
 
-    server = Server(rate)
+    server = RateLimiter(rate)
     modules = (home, beside)
     for module in modules:
-        module.DirectTier = _Paced(server)
+        module.DirectTier = _RateLimited(server)
     try:
         yield server
     finally:

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from memascend.bench.paced import PacedHandle, PacedTier, SharedDrive
+from memascend.bench.rate_limit import RateLimitedHandle, RateLimitedTier, SharedRateLimiter
 from memascend.storage import open_paths, path_gate
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.engine_tiers import FileTier
@@ -26,20 +26,22 @@ def seconds_of(book, seconds: float) -> float:
 
 
 def test_reads_and_writes_of_all_processes_come_one_after_the_other(tmp_path):
-    mine, other = (SharedDrive(tmp_path / "clock", READ, WRITE) for _ in range(2))
+    mine, other = (SharedRateLimiter(tmp_path / "clock", READ, WRITE) for _ in range(2))
     first = seconds_of(lambda: mine.book(8_000_000, write=False), 1.0)
     second = other.book(8_000_000, write=True)
     assert second - first == pytest.approx(2.0, abs=1e-6)
 
 
 def test_directions_of_a_duplex_drive_go_by_themselves(tmp_path):
-    drive = SharedDrive(tmp_path / "clock", READ, WRITE, duplex=True)
+    drive = SharedRateLimiter(tmp_path / "clock", READ, WRITE, duplex=True)
     seconds_of(lambda: drive.book(8_000_000, write=False), 1.0)
     seconds_of(lambda: drive.book(8_000_000, write=True), 2.0)
 
 
 def test_a_tiers_transfers_end_no_sooner_than_the_clock_says_and_are_right(tmp_path):
-    with closing(PacedTier(FileTier(tmp_path, "test"), SharedDrive(tmp_path / "clock", READ, WRITE))) as tier:
+    with closing(
+        RateLimitedTier(FileTier(tmp_path, "test"), SharedRateLimiter(tmp_path / "clock", READ, WRITE))
+    ) as tier:
         written, read = torch.arange(200_000), torch.empty(200_000, dtype=torch.int64)
         begin = time.monotonic()
         tier.write("a", written)
@@ -53,18 +55,21 @@ def test_a_tiers_transfers_end_no_sooner_than_the_clock_says_and_are_right(tmp_p
 
 
 def test_a_drive_serves_on_until_the_last_of_its_tiers_is_closed_and_again_after_that(tmp_path):
-    drive, values = SharedDrive(tmp_path / "clock", 1e12, 1e12), torch.arange(1000)
-    first, second = (PacedTier(FileTier(tmp_path, "test"), drive) for _ in range(2))
+    drive, values = SharedRateLimiter(tmp_path / "clock", 1e12, 1e12), torch.arange(1000)
+    first, second = (RateLimitedTier(FileTier(tmp_path, "test"), drive) for _ in range(2))
     first.close()
     second.write("a", values).wait(10)
     second.close()
-    with closing(PacedTier(FileTier(tmp_path, "test"), drive)) as third:
+    with closing(RateLimitedTier(FileTier(tmp_path, "test"), drive)) as third:
         third.write("a", values).wait(10)
 
 
 def test_an_error_of_the_tier_is_the_transfers(tmp_path):
-    drive = SharedDrive(tmp_path / "clock", READ, WRITE)
-    with closing(PacedTier(FileTier(tmp_path, "test"), drive)) as tier, pytest.raises(ValueError, match="no such"):
+    drive = SharedRateLimiter(tmp_path / "clock", READ, WRITE)
+    with (
+        closing(RateLimitedTier(FileTier(tmp_path, "test"), drive)) as tier,
+        pytest.raises(ValueError, match="no such"),
+    ):
         tier.read("b", torch.empty(8))
 
 
@@ -80,8 +85,8 @@ def test_drives_of_one_file_system_have_locks_of_their_own_that_processes_share(
         monkeypatch.setattr(module, "FairLock", Named)
     config = DirectEngineConfig(control_folder=str(tmp_path))
     for _ in range(2):
-        drives = {str(tmp_path / name): SharedDrive(tmp_path / f"{name}.clock", 1e12, 1e12) for name in "ab"}
-        around = {"around": lambda path, tier, drives=drives: PacedTier(tier, drives[path])}
+        drives = {str(tmp_path / name): SharedRateLimiter(tmp_path / f"{name}.clock", 1e12, 1e12) for name in "ab"}
+        around = {"around": lambda path, tier, drives=drives: RateLimitedTier(tier, drives[path])}
         open_paths.open_paths(list(drives), "tests", config=config, exclusive=True, **around).close()
     assert names[:4] == names[4:]
     assert len(set(names)) == 2
@@ -104,7 +109,7 @@ class _AtOnce:
 
 
 def test_deepnvmes_handle_waits_for_its_turn(tmp_path):
-    handle = PacedHandle(_AtOnce(), SharedDrive(tmp_path / "clock", READ, WRITE))
+    handle = RateLimitedHandle(_AtOnce(), SharedRateLimiter(tmp_path / "clock", READ, WRITE))
     begin = time.monotonic()
     handle.async_pread(torch.empty(400_000), "a")
     handle.async_pread(torch.empty(400_000), "b")

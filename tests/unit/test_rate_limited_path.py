@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from memascend.bench.paced import Drive, PacedTier, Server, paced
 from memascend.bench.predicted import predicted_steps
+from memascend.bench.rate_limit import Limiter, RateLimitedTier, RateLimiter, rate_limited
 from memascend.engine import home
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
@@ -22,7 +22,7 @@ MEMORY = {"method": "memory", "context": 64, "forward_s": [0.2, 0.1, 0.3], "back
 
 
 def test_requests_are_served_by_priority_then_in_turn():
-    server, order, under_way, come = Server(1e6), [], threading.Event(), threading.Event()
+    server, order, under_way, come = RateLimiter(1e6), [], threading.Event(), threading.Event()
     begun = [server.serve(1000, lambda: (under_way.set(), come.wait()))]
     under_way.wait(10)  # until the others have come
     for name, priority in (("first", 0), ("second", 0), ("urgent", 5)):
@@ -39,7 +39,7 @@ def test_requests_are_served_by_priority_then_in_turn():
 
 @pytest.mark.parametrize("late", [False, True])
 def test_bytes_are_late_where_the_drive_has_them_before_the_path(tmp_path, late):
-    class ByHand(Drive):
+    class ByHand(Limiter):
         served = Promise("a turn")
 
         def serve(self, nbytes, ended, *, write, priority):
@@ -48,7 +48,7 @@ def test_bytes_are_late_where_the_drive_has_them_before_the_path(tmp_path, late)
     path, drive = DirectTier.in_file(tmp_path, "x"), ByHand()
     moving = Promise("a write")
     path.write = lambda *_, **__: moving
-    tier = PacedTier(path, drive)
+    tier = RateLimitedTier(path, drive)
     written = tier.write("a", torch.empty(1024))
     held = threading.Event()
     first, second = (drive.served, moving) if late else (moving, drive.served)
@@ -66,7 +66,7 @@ def test_bytes_are_late_where_the_drive_has_them_before_the_path(tmp_path, late)
 
 
 def test_a_servers_seconds_are_its_bytes_over_its_rate(tmp_path):
-    with paced(1e6) as server:
+    with rate_limited(1e6) as server:
         tier = home.DirectTier.in_file(tmp_path, "x")
         out, back = torch.arange(1024, dtype=torch.float32), torch.empty(1024)
         tier.write("a", out).wait(10)
@@ -81,7 +81,7 @@ def test_a_servers_seconds_are_its_bytes_over_its_rate(tmp_path):
 def test_a_failed_transfer_fails_on_a_paced_path_too(tmp_path, monkeypatch):
     broken = Promise("a read")
     broken.set_error(StorageError("read", "drive", 0, 4096, 0, errno.EIO, "broken"))
-    with paced(1e9):
+    with rate_limited(1e9):
         tier = home.DirectTier.in_file(tmp_path, "x")
         monkeypatch.setattr(DirectTier, "read", lambda *_, **__: broken)
         with pytest.raises(StorageError, match="broken"):
@@ -103,11 +103,11 @@ def test_an_engine_trains_on_a_paced_path_as_on_any(tmp_path):
         engine.close(destroy=True)
         return kind, found
 
-    with paced(1e9):
+    with rate_limited(1e9):
         kind, there = trained(tmp_path / "paced")
-    assert kind is PacedTier
+    assert kind is RateLimitedTier
     kind, here = trained(tmp_path / "free")
-    assert kind is not PacedTier
+    assert kind is not RateLimitedTier
     assert all(torch.equal(there[name], here[name]) for name in here)
 
 
