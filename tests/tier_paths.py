@@ -12,8 +12,7 @@ import torch
 from memascend import _C
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.engine_tiers import DirectTier, FileTier
-from memascend.storage.multi_path import MultiPathTier
-from memascend.storage.multi_path import Path as Way
+from memascend.storage.multi_path import MultiPathTier, StoragePath
 from memascend.storage.tier import Transferred
 
 MAX_S = 60
@@ -36,7 +35,7 @@ class Paths:
             (folder / name).mkdir()
         tiers = {name: self._tier(name, kind) for name in names}
         self.told = {name: Told(tier, told) for name, tier in tiers.items() if told is not None}
-        ways = [Way(name, (self.told or tiers)[name], rates.get(name)) for name in names]
+        ways = [StoragePath(name, (self.told or tiers)[name], rates.get(name)) for name in names]
         self.tier = MultiPathTier(ways, group_of=group_of, **options)
 
     def _tier(self, name: str, kind: str):

@@ -35,7 +35,7 @@ _RANKS = 4  # that take turns on the paths; more are on nodes alike, and in step
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoragePath:
+class PathShare:
     """A path; `share` of all sub-groups lie there, by the `placement` for its `rates` (None: nothing is known)."""
 
     name: str
@@ -59,16 +59,16 @@ def rooms(step: Step) -> int:
     return max(1, held_in(step.work.optimizer_buffers, parts.swaps_gradients)) if parts.over_paths else _PIPELINED
 
 
-def paths_of(step: Step) -> list[StoragePath]:
+def paths_of(step: Step) -> list[PathShare]:
     """Those of the testbed, or its SSD as one; a share of each by the arm's rule."""
     described = step.machine.described.get("paths", []) if step.machine is not None else []
     if not described or not step.work.arrangement.over_paths:
-        return [StoragePath(name=described[0]["name"] if described else "ssd", share=1.0)]
+        return [PathShare(name=described[0]["name"] if described else "ssd", share=1.0)]
     used = described[:1] if step.work.arrangement.first_path else described
     rates = [Rates(_rate(path["read_gb_per_s"]), _rate(path["write_gb_per_s"])) for path in used]
     shares = weights(_placement(step), rates) if len(used) > 1 else [1.0]
     named = zip(used, shares, rates, strict=True)
-    return [StoragePath(name=path["name"], share=share / sum(shares), rates=each) for path, share, each in named]
+    return [PathShare(name=path["name"], share=share / sum(shares), rates=each) for path, share, each in named]
 
 
 def _placement(step: Step) -> str | list[float]:
@@ -79,7 +79,7 @@ def _rate(value: object) -> float:
     return float(value["value"] if isinstance(value, dict) else value)
 
 
-def gradients_to_paths(step: Step, paths: list[StoragePath]) -> Arrived:
+def gradients_to_paths(step: Step, paths: list[PathShare]) -> Arrived:
     """fp32 gradients of each piece, to the paths by their shares, once per step: they add up in host memory."""
     shares = dict(zip(step.pieces, step.divide(step.swapped_states_bytes, step.pieces), strict=True))
 
@@ -97,7 +97,7 @@ def gradients_to_paths(step: Step, paths: list[StoragePath]) -> Arrived:
     return arrived
 
 
-def update(step: Step, after: str, paths: list[StoragePath]) -> str:
+def update(step: Step, after: str, paths: list[PathShare]) -> str:
     """Sub-groups in order, each read from its path into a room, updated, and written back, which leaves the room.
 
     Where the order turns, the first ones are in their rooms from the last step, and the last ones stay in theirs: they
@@ -121,7 +121,7 @@ def update(step: Step, after: str, paths: list[StoragePath]) -> str:
     return step.add("end of the update", "optimizer", after=done)
 
 
-def _grouped(step: Step, numels: list[int], paths: list[StoragePath]) -> list[tuple[int, str]]:
+def _grouped(step: Step, numels: list[int], paths: list[PathShare]) -> list[tuple[int, str]]:
     """Elements and path of each sub-group of a rank."""
     if len(paths) == 1:
         return [(numel, paths[0].name) for numel in numels]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from memascend.activation.record import Plan, Record, block_of
 from memascend.fates import KEEP, OFFLOAD, RECOMPUTE
-from memascend.simulator import Fifo, Machine, Path, Played, Task, play
+from memascend.simulator import Drive, Fifo, Machine, Played, Task, play
 
 _POOL, _AHEAD = "saved activations", "read ahead"
 _MOST_TASKS = 600  # regions beyond a third of it are folded with their neighbours
@@ -62,7 +62,7 @@ def predicted_peak(
         name="activations",
         resources={
             "device": Fifo(),
-            "ssd": Path(read=read_bytes_per_s, write=write_bytes_per_s, duplex=True),
+            "ssd": Drive(read=read_bytes_per_s, write=write_bytes_per_s, duplex=True),
         },
         pools={
             _POOL: float("inf"),

@@ -30,7 +30,7 @@ import torch
 
 from memascend.storage.completion import Completion, Promise, all_of
 from memascend.storage.engine_tiers import DirectTier
-from memascend.storage.path import Busy
+from memascend.storage.storage_path import Busy
 from memascend.storage.tier import Tier, Transferred
 
 _CLOCK = struct.Struct("d")  # one for reads, and where they are apart one for writes

@@ -29,8 +29,7 @@ import torch
 from memascend.bench.rate_limit import RateLimitedTier, SharedRateLimiter, clock_of
 from memascend.bench.rounds import conditions, spread
 from memascend.simulator import play
-from memascend.simulator.machine import Machine
-from memascend.simulator.machine import Path as Drive
+from memascend.simulator.machine import Drive, Machine
 from memascend.simulator.tasks import Task
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.multi_path import MultiPathTier

@@ -2,8 +2,8 @@
 
 A resource is *FIFO* (one task at a time, in the order in which tasks became ready: a CUDA stream, a drive, the CPU
 optimizer) or *shared* (tasks run side by side and get max-min fair shares of the rate: PCIe, DRAM, a CXL node). A
-`Path` is a drive or a mount with a rate for reads and one for writes: `duplex` paths serve the two directions at the
-same time, `simplex` paths one after the other.
+`Drive` is a drive or a mount with a rate for reads and one for writes: `duplex` drives serve the two directions at the
+same time, `simplex` drives one after the other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Shared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Path:
+class Drive:
     """Storage; tasks need `NAME.read` or `NAME.write`, in bytes. Rates in bytes per second.
 
     `duplex`: each direction has its rate by itself (as Linux throttles a block device); otherwise they share the
@@ -41,7 +41,7 @@ class Path:
     duplex: bool = False
 
 
-Resource = Fifo | Shared | Path
+Resource = Fifo | Shared | Drive
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Machine:
         """What `Task.needs` may name."""
         names = []
         for name, resource in self.resources.items():
-            names += [f"{name}.read", f"{name}.write"] if isinstance(resource, Path) else [name]
+            names += [f"{name}.read", f"{name}.write"] if isinstance(resource, Drive) else [name]
         return names
 
     def serve(self, work: str) -> tuple[Server, float]:
@@ -88,9 +88,9 @@ class Machine:
         if isinstance(resource, Fifo | Shared):
             return Server(work, isinstance(resource, Shared)), resource.rate
         name, _, direction = work.rpartition(".")
-        path = self.resources.get(name)
-        if isinstance(path, Path) and direction in ("read", "write"):
-            return Server(work if path.duplex else name, False), getattr(path, direction)
+        drive = self.resources.get(name)
+        if isinstance(drive, Drive) and direction in ("read", "write"):
+            return Server(work if drive.duplex else name, False), getattr(drive, direction)
         raise ValueError(f"machine {self.name} has no {work!r}; it has {', '.join(self.work_names())}")
 
     def with_pools(self, size: float = math.inf) -> Machine:

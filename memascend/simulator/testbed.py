@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from memascend.simulator.calibration import Calibration
-from memascend.simulator.machine import Fifo, Machine, Path, Resource, Shared
+from memascend.simulator.machine import Drive, Fifo, Machine, Resource, Shared
 
 _GB = 1e9
 
@@ -58,8 +58,8 @@ def _kind(kind: str, name: str) -> bool:
 
 
 def _scaled(resource: Resource, factor: float) -> Resource:
-    if isinstance(resource, Path):
-        return Path(read=resource.read * factor, write=resource.write * factor, duplex=resource.duplex)
+    if isinstance(resource, Drive):
+        return Drive(read=resource.read * factor, write=resource.write * factor, duplex=resource.duplex)
     return type(resource)(rate=resource.rate * factor)
 
 
@@ -80,19 +80,19 @@ def _resources(testbed: Mapping[str, Any], gpus: int) -> dict[str, Resource]:
     if "network_gb_per_s" in links:
         found["network"] = Shared(rate=_value(links["network_gb_per_s"]) * _GB)
     if "ssd_read_gb_per_s" in rates and "ssd_write_gb_per_s" in rates:
-        found["ssd"] = _path(
+        found["ssd"] = _drive(
             rates["ssd_read_gb_per_s"], rates["ssd_write_gb_per_s"], duplex=bool(testbed.get("ssd_duplex"))
         )
     for path in testbed.get("paths") or []:
-        found[path["name"]] = _path(path["read_gb_per_s"], path["write_gb_per_s"], duplex=path["duplex"])
+        found[path["name"]] = _drive(path["read_gb_per_s"], path["write_gb_per_s"], duplex=path["duplex"])
     for node in testbed.get("memory_nodes") or []:
         if node["kind"] == "cxl" and "gb_per_s" in node:
             found[node["name"]] = Shared(rate=_value(node["gb_per_s"]) * _GB)
     return found
 
 
-def _path(read: Any, write: Any, *, duplex: bool) -> Path:
-    return Path(read=_value(read) * _GB, write=_value(write) * _GB, duplex=duplex)
+def _drive(read: Any, write: Any, *, duplex: bool) -> Drive:
+    return Drive(read=_value(read) * _GB, write=_value(write) * _GB, duplex=duplex)
 
 
 def _value(rate: Any) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from memascend.storage import placement as placements
-from memascend.storage.path import Path
 from memascend.storage.placement import Rates
+from memascend.storage.storage_path import StoragePath
 
 __all__ = ["GroupHomes"]
 
@@ -16,40 +16,42 @@ _GAIN = 0.05  # groups move where a pass becomes faster by at least this share
 class GroupHomes:
     """The home of each group and its bytes. Not thread-safe: the tier's lock is held."""
 
-    def __init__(self, paths: Sequence[Path], placement: str | Sequence[float], group_of: Callable[[str], str]) -> None:
+    def __init__(
+        self, paths: Sequence[StoragePath], placement: str | Sequence[float], group_of: Callable[[str], str]
+    ) -> None:
         """Raises ValueError for what is no placement."""
         self._paths, self.placement, self._group_of = paths, placement, group_of
-        self.home: dict[str, Path] = {}
+        self.home: dict[str, StoragePath] = {}
         self.group_bytes: dict[str, int] = {}
         placements.weights(placement, self.rates())
 
-    def drop(self, path: Path) -> int:
+    def drop(self, path: StoragePath) -> int:
         """Groups that belonged to a path that is taken out get another home with their next write; their number."""
         there = [group for group, home in self.home.items() if home is path]
         for group in there:
             del self.home[group]
         return len(there)
 
-    def count(self, path: Path) -> int:
+    def count(self, path: StoragePath) -> int:
         return sum(home is path for home in self.home.values())
 
-    def idle(self) -> list[Path]:
+    def idle(self) -> list[StoragePath]:
         """Paths that could be used and keep no group, though not by a user's word."""
         if not self.home or not isinstance(self.placement, str):
             return []
         return [path for path in self._paths if path.usable and not path.full and not self.count(path)]
 
-    def rates(self, paths: Sequence[Path] | None = None) -> list[Rates]:
+    def rates(self, paths: Sequence[StoragePath] | None = None) -> list[Rates]:
         """What is not known is as the mean of what is."""
         asked = self._paths if paths is None else paths
         known = [path.rates for path in self._paths if path.rates is not None] or [Rates(1.0, 1.0)]
         mean = Rates(sum(r.read for r in known) / len(known), sum(r.write for r in known) / len(known))
         return [path.rates or mean for path in asked]
 
-    def weights(self, paths: Sequence[Path]) -> list[float]:
+    def weights(self, paths: Sequence[StoragePath]) -> list[float]:
         return placements.weights(self.placement_on(paths), self.rates(paths))
 
-    def placement_on(self, paths: Sequence[Path]) -> str | list[float]:
+    def placement_on(self, paths: Sequence[StoragePath]) -> str | list[float]:
         """A ratio by hand, of those that are left."""
         if isinstance(self.placement, str):
             return self.placement
@@ -75,14 +77,14 @@ class GroupHomes:
         self.home.update(new)
         return changed
 
-    def _held_bytes(self, homes: dict[str, Path], paths: Sequence[Path]) -> list[float]:
+    def _held_bytes(self, homes: dict[str, StoragePath], paths: Sequence[StoragePath]) -> list[float]:
         held = dict.fromkeys(paths, 0.0)
         for group, nbytes in self.group_bytes.items():
             if homes.get(group) in held:
                 held[homes[group]] += nbytes
         return list(held.values())
 
-    def choose(self, key: str, nbytes: int, tried: Collection[Path]) -> Path | None:
+    def choose(self, key: str, nbytes: int, tried: Collection[StoragePath]) -> StoragePath | None:
         """Where a whole tensor goes, with the lock held; None: no path is left. At last one that has failed before."""
         left = [path for path in self._paths if path not in tried and not path.hanging]
         usable = [path for path in left if path.usable] or left

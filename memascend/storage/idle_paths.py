@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 
 from memascend.storage.completion import Completion
-from memascend.storage.path import Path, nothing_ends
 from memascend.storage.path_rates import measure
 from memascend.storage.placement import Rates
+from memascend.storage.storage_path import StoragePath, nothing_ends
 
 __all__ = ["IdlePaths"]
 
@@ -41,13 +41,13 @@ class _Idle:
 class IdlePaths:
     """Of a tier's paths. `pass_over` is called with the tier's lock held, `measured` without it, in another thread."""
 
-    def __init__(self, measured: Callable[[Path, Rates], None], hang_s: float) -> None:
+    def __init__(self, measured: Callable[[StoragePath, Rates], None], hang_s: float) -> None:
         """`hang_s`: seconds after which a transfer that has not ended is given up."""
         self._measured, self._hang_s = measured, hang_s
-        self._idle: dict[Path, _Idle] = {}
+        self._idle: dict[StoragePath, _Idle] = {}
         self._stopped = threading.Event()
 
-    def pass_over(self, idle: Mapping[Path, int]) -> None:
+    def pass_over(self, idle: Mapping[StoragePath, int]) -> None:
         """A pass has ended in which these paths kept no group, or were out, each with the bytes that must be free."""
         for path, state in list(self._idle.items()):
             state.in_use = 0 if path in idle else state.in_use + 1
@@ -62,7 +62,7 @@ class IdlePaths:
                 state.measuring.name, state.measuring.daemon = f"memascend-measure-{path.name}", True
                 state.measuring.start()
 
-    def measuring(self, path: Path) -> bool:
+    def measuring(self, path: StoragePath) -> bool:
         """Also as long as a transfer that was given up is in flight there."""
         state = self._idle.get(path)
         return state is not None and state.measuring is not None and state.measuring.is_alive()
@@ -86,7 +86,7 @@ class IdlePaths:
                     return
                 state.measuring.join(0.01)
 
-    def _measure(self, path: Path, room_bytes: int, state: _Idle) -> None:
+    def _measure(self, path: StoragePath, room_bytes: int, state: _Idle) -> None:
         probed = _Probed(path, self._hang_s, self._stopped)
         try:
             if path.tier.free_bytes < room_bytes:
@@ -99,7 +99,7 @@ class IdlePaths:
         while any(not each.is_set() for each in probed.under_way):
             time.sleep(0.1)
 
-    def _measured_alone(self, path: Path, probed: _Probed, state: _Idle) -> Rates | None:
+    def _measured_alone(self, path: StoragePath, probed: _Probed, state: _Idle) -> Rates | None:
         turn = threading.Event()
         path.gate.enter(turn.set)
         state.blocked = True
@@ -115,7 +115,7 @@ class _Probed:
     """A path's tier, where no wait is longer than `hang_s`, nor in the engine's code: an interpreter that ends would be
     aborted there."""
 
-    def __init__(self, path: Path, hang_s: float, stopped: threading.Event) -> None:
+    def __init__(self, path: StoragePath, hang_s: float, stopped: threading.Event) -> None:
         self._path, self._hang_s, self._stopped = path, hang_s, stopped
         self.under_way: list[threading.Event] = []
 
@@ -145,7 +145,7 @@ class _Probed:
 
 
 class _Begun:
-    def __init__(self, transfer: Completion, path: Path, hang_s: float, stopped: threading.Event) -> None:
+    def __init__(self, transfer: Completion, path: StoragePath, hang_s: float, stopped: threading.Event) -> None:
         self._path, self._hang_s, self._stopped = path, hang_s, stopped
         self._error: BaseException | None = None
         self.ended = threading.Event()

@@ -1,7 +1,7 @@
 """One tier over several paths, without RAID: drives, folders, network mounts (MLP-Offload 3.2 and 3.3).
 
     nvme, pfs = DirectTier.in_file("/mnt/a", "run 7"), FileTier("/mnt/b", "run 7")
-    tier = MultiPathTier([Path("nvme", nvme), Path("pfs", pfs)])
+    tier = MultiPathTier([StoragePath("nvme", nvme), StoragePath("pfs", pfs)])
 
 Whole groups of tensors (a sub-group's master weights and moments) lie on one path each, as many as its rates allow, and
 neighbours on different paths. A tensor is written to where its group belongs at that time, so that a pass over the
@@ -41,14 +41,23 @@ from memascend.storage.errors import StorageError
 from memascend.storage.group_homes import GroupHomes
 from memascend.storage.idle_paths import IdlePaths
 from memascend.storage.key_queue import KeyQueue
-from memascend.storage.path import Attempt, Busy, Path, PathReport, named, no_path_takes, nothing_ends, observe
 from memascend.storage.path_failures import HANG_S, PathFailures
 from memascend.storage.path_room import reserve
 from memascend.storage.placement import Rates
+from memascend.storage.storage_path import (
+    Attempt,
+    Busy,
+    PathReport,
+    StoragePath,
+    named,
+    no_path_takes,
+    nothing_ends,
+    observe,
+)
 from memascend.storage.tier import Transferred
 from memascend.storage.tier_base import TierBase, require_memory
 
-__all__ = ["MultiPathTier", "Path", "PathReport"]
+__all__ = ["MultiPathTier", "PathReport", "StoragePath"]
 
 
 class _Transfer(Completion):
@@ -72,7 +81,7 @@ class MultiPathTier(TierBase):
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        paths: Sequence[StoragePath],
         *,
         placement: str | Sequence[float] = "balanced",
         rehome: bool = True,
@@ -100,7 +109,7 @@ class MultiPathTier(TierBase):
         self._rehome, self._group_of = rehome, group_of
         self._homes = GroupHomes(self._paths, placement, group_of)
         self._queue = KeyQueue()
-        self._holders: dict[str, list[Path]] = {}  # the one that has it is the last
+        self._holders: dict[str, list[StoragePath]] = {}  # the one that has it is the last
         self._broken: dict[str, BaseException] = {}
         self._busy = Busy()
         self._written_in_pass = 0
@@ -215,7 +224,7 @@ class MultiPathTier(TierBase):
         """Where nothing is in flight on a path: those that wait for their turn there."""
         return 0 if any(path.under_way for path in self._paths) else super().under_way()
 
-    def _close_late(self, path: Path) -> None:
+    def _close_late(self, path: StoragePath) -> None:
         """Not in the engine's code as long as it hangs: an interpreter that ends meanwhile would be aborted there."""
         while path.under_way or self._idle.measuring(path):
             time.sleep(0.1)
@@ -251,7 +260,7 @@ class MultiPathTier(TierBase):
     def report(self) -> list[PathReport]:
         """Of each path, in their order."""
         with self._lock:
-            held: dict[Path, dict[str, int]] = {path: {} for path in self._paths}
+            held: dict[StoragePath, dict[str, int]] = {path: {} for path in self._paths}
             for key, holders in self._holders.items():
                 group = self._group_of(key)
                 there = held[holders[-1]]
@@ -290,7 +299,7 @@ class MultiPathTier(TierBase):
             self._idle.pass_over(idle | self._failures.to_try(self._current()))
             return moves
 
-    def _measured_again(self, path: Path, rates: Rates) -> None:
+    def _measured_again(self, path: StoragePath, rates: Rates) -> None:
         """A path without groups, or one that was out or full: its rates of before say nothing any more."""
         with self._lock:
             out = path.full or not path.usable
@@ -300,7 +309,7 @@ class MultiPathTier(TierBase):
             if self._rehome:
                 self._homes.plan()
 
-    def _current(self) -> set[Path]:
+    def _current(self) -> set[StoragePath]:
         """With the lock held: paths that have the last write of a tensor."""
         return {holders[-1] for holders in self._holders.values()}
 
@@ -360,7 +369,7 @@ class MultiPathTier(TierBase):
         tensor: torch.Tensor,
         offset: int,
         priority: int,
-        tried: dict[Path, StorageError],
+        tried: dict[StoragePath, StorageError],
         refused: list[BaseException] | None,
         end: Callable[[BaseException | None], None],
     ) -> None:
@@ -446,7 +455,7 @@ class MultiPathTier(TierBase):
     def _attempt(
         self,
         transfer: _Transfer,
-        path: Path,
+        path: StoragePath,
         write: bool,
         nbytes: int,
         submit: Callable[[], Completion],
@@ -513,7 +522,7 @@ class MultiPathTier(TierBase):
         path.gate.leave()
         return True
 
-    def _written(self, key: str, path: Path, offset: int) -> None:
+    def _written(self, key: str, path: StoragePath, offset: int) -> None:
         """In the key's turn: `path` has it, and who had it before gives its room back."""
         with self._lock:
             self._failures.written(path)
@@ -528,7 +537,7 @@ class MultiPathTier(TierBase):
                 self._erase_on(holder, key)
 
     @staticmethod
-    def _erase_on(path: Path, key: str) -> None:
+    def _erase_on(path: StoragePath, key: str) -> None:
         with contextlib.suppress(OSError, RuntimeError):  # a path that is gone keeps what it has
             path.tier.erase(key)
 

@@ -13,8 +13,7 @@ from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.engine_tiers import DirectTier, FileTier
 from memascend.storage.errors import StorageError
 from memascend.storage.fair_lock import FairLock, name_of_place
-from memascend.storage.multi_path import MultiPathTier
-from memascend.storage.multi_path import Path as Way
+from memascend.storage.multi_path import MultiPathTier, StoragePath
 from memascend.storage.path_gate import PathGate, gate_of
 from memascend.storage.path_rates import measure
 from memascend.storage.tier import Tier
@@ -44,7 +43,7 @@ def open_paths(
     with nothing left open.
     """
     with contextlib.ExitStack() as opened:
-        ways: list[Way] = []
+        opened_paths: list[StoragePath] = []
         on_drive: dict[str, str] = {}
         for path in paths:
             tier = _open(path, owner, kind, config)
@@ -63,8 +62,8 @@ def open_paths(
                 rates = measure(tier)
             gate = gate_of(name) if exclusive else PathGate(None)
             opened.callback(gate.close)
-            ways.append(Way(os.fspath(path), tier, rates, gate))
-        tier = MultiPathTier(ways, placement=placement, rehome=rehome, group_of=group_of)
+            opened_paths.append(StoragePath(os.fspath(path), tier, rates, gate))
+        tier = MultiPathTier(opened_paths, placement=placement, rehome=rehome, group_of=group_of)
         opened.pop_all()
         return tier
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 from memascend.storage.errors import StorageError
 from memascend.storage.group_homes import GroupHomes
-from memascend.storage.path import Attempt, Busy, Path, nothing_ends
+from memascend.storage.storage_path import Attempt, Busy, StoragePath, nothing_ends
 
 __all__ = ["HANG_S", "PathFailures"]
 
@@ -25,7 +25,7 @@ class PathFailures:
     """Of a tier's `paths`, under its `lock`. A thread, once there is anything to watch, looks for those that hang."""
 
     def __init__(
-        self, paths: Sequence[Path], homes: GroupHomes, busy: Busy, lock: threading.RLock, hang_s: float
+        self, paths: Sequence[StoragePath], homes: GroupHomes, busy: Busy, lock: threading.RLock, hang_s: float
     ) -> None:
         """`hang_s`: seconds with something in flight on a path and no end there, after which it is taken out."""
         self.hang_s = hang_s
@@ -34,7 +34,7 @@ class PathFailures:
         self._watcher: threading.Thread | None = None
         self._stopped = False
 
-    def take_out(self, path: Path, error: StorageError, *, of_write: bool) -> None:
+    def take_out(self, path: StoragePath, error: StorageError, *, of_write: bool) -> None:
         """`path` has failed, or is full; told once."""
         with self._lock:
             if of_write and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -52,7 +52,7 @@ class PathFailures:
             there = self._homes.count(path) if path.failure is None else self._homes.drop(path)
         log.warning("memascend: path %s (%d groups) %s: %s", path.name, there, what, error)
 
-    def to_try(self, current: Collection[Path]) -> dict[Path, int]:
+    def to_try(self, current: Collection[StoragePath]) -> dict[StoragePath, int]:
         """With the lock held: paths that may come back, and the bytes that must be free there: a group's, where it was
         full. Not one where something is in flight that was given up, nor one that has the last write of a tensor
         (`current`): what a path held when it was taken out is never read after it has come back."""
@@ -60,7 +60,7 @@ class PathFailures:
         out = [path for path in self._paths if not path.usable and not path.hanging and path not in current]
         return {path: group if path.full else 0 for path in self._paths if path in out or (path.usable and path.full)}
 
-    def try_succeeded(self, path: Path, current: Collection[Path]) -> bool:
+    def try_succeeded(self, path: StoragePath, current: Collection[StoragePath]) -> bool:
         """With the lock held: what was written on `path` was read back. False: it stays out all the same."""
         if path not in self.to_try(current):
             return False
@@ -68,7 +68,7 @@ class PathFailures:
         log.warning("memascend: path %s is used again: a test write was read back", path.name)
         return True
 
-    def written(self, path: Path) -> None:
+    def written(self, path: StoragePath) -> None:
         """With the lock held: a write has ended well. Where all paths are out, that is enough for one to come back."""
         if path.failure is not None and not path.hanging and not any(each.usable for each in self._paths):
             path.failure = None

@@ -6,12 +6,12 @@ import errno
 from collections.abc import Mapping
 
 from memascend.storage.errors import StorageError
-from memascend.storage.path import Path
+from memascend.storage.storage_path import StoragePath
 
 __all__ = ["reserve"]
 
 
-def reserve(shares: Mapping[Path, float], more_bytes: int, place: str) -> None:
+def reserve(shares: Mapping[StoragePath, float], more_bytes: int, place: str) -> None:
     """On each path its share of `more_bytes`, and what finds no room there on the others.
 
     `shares` are what the paths' parts are in proportion to, `place` is for messages. StorageError (ENOSPC) where all

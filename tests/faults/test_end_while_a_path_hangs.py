@@ -16,7 +16,7 @@ import torch
 from memascend import _C
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.engine_tiers import DirectTier, FileTier
-from memascend.storage.multi_path import MultiPathTier, Path
+from memascend.storage.multi_path import MultiPathTier, StoragePath
 
 folder, kind = sys.argv[1:]
 faults, healthy = _C.FaultLayer(), _C.FaultLayer()
@@ -26,7 +26,8 @@ def opened(name, faults):
         return FileTier(folder, "tests", faults=faults)
     return DirectTier.in_file(folder, "tests", DirectEngineConfig(control_folder=folder), faults)
 
-tier = MultiPathTier([Path("a", opened("a", faults)), Path("b", opened("b", healthy))], placement=[1, 1], hang_s=0.5)
+paths = [StoragePath("a", opened("a", faults)), StoragePath("b", opened("b", healthy))]
+tier = MultiPathTier(paths, placement=[1, 1], hang_s=0.5)
 tensor = torch.ones(20_000)
 for key in "0123":
     tier.write(key, tensor).wait()

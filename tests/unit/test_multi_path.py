@@ -50,7 +50,7 @@ def test_a_ratio_by_hand_is_kept(paths):
 def test_groups_follow_a_path_that_has_become_slow_within_three_passes(paths, monkeypatch, share, groups):
     """Twelve groups on two equal paths of a known rate, then on one of them and a slower one."""
     monkeypatch.setattr("memascend.storage.idle_paths.measure", lambda tier: None)
-    monkeypatch.setattr("memascend.storage.path._LEAST_OBSERVED_S", 0.0)
+    monkeypatch.setattr("memascend.storage.storage_path._LEAST_OBSERVED_S", 0.0)
     two = paths(rates={"a": Rates(1e6, 1e6), "b": Rates(1e6, 1e6)}, told=1e6)
     for step in range(2):
         two.write(12, step)
@@ -73,7 +73,7 @@ def test_groups_follow_a_path_that_has_become_slow_within_three_passes(paths, mo
 @pytest.fixture
 def only_measured(monkeypatch):
     """Rates are those that were given, or measured anew: nothing is observed."""
-    monkeypatch.setattr("memascend.storage.path._LEAST_OBSERVED_S", 1e9)
+    monkeypatch.setattr("memascend.storage.storage_path._LEAST_OBSERVED_S", 1e9)
 
 
 def test_a_path_whose_first_measurement_was_disturbed_gets_its_share_after_all(paths, only_measured):
@@ -137,7 +137,7 @@ def test_a_path_that_the_user_left_out_is_not_measured_again(paths, only_measure
 
 
 def test_short_transfers_of_several_passes_are_observed_together(paths, monkeypatch):
-    monkeypatch.setattr("memascend.storage.path._LEAST_OBSERVED_S", 0.05)
+    monkeypatch.setattr("memascend.storage.storage_path._LEAST_OBSERVED_S", 0.05)
     one = paths("a", rates={"a": Rates(1e12, 1e12)})
     one.faults["a"].add("write", delay_us=10_000)
     for step in range(8):

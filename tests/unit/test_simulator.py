@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memascend.simulator import Event, Fifo, Machine, Path, Shared, Task, play, read_trace, roofline_s, write_trace
+from memascend.simulator import Drive, Event, Fifo, Machine, Shared, Task, play, read_trace, roofline_s, write_trace
 from memascend.simulator.calibration import Calibration, CircularClaim, require_held_out
 from memascend.simulator.trace import busy_s
 
@@ -55,7 +55,7 @@ def test_a_duplex_path_reads_and_writes_at_once_and_a_simplex_path_in_turn(duple
         Task(name="read", phase="p", needs={"ssd.read": 20.0}),
         Task(name="write", phase="p", needs={"ssd.write": 20.0}),
     ]
-    assert play(tasks, machine(ssd=Path(read=10.0, write=5.0, duplex=duplex))).seconds == pytest.approx(seconds)
+    assert play(tasks, machine(ssd=Drive(read=10.0, write=5.0, duplex=duplex))).seconds == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(("buffers", "seconds"), [(1, 12.0), (2, 8.0), (math.inf, 8.0)])
@@ -65,7 +65,7 @@ def test_the_number_of_buffers_decides_what_overlaps(buffers, seconds):
     for i in range(4):
         tasks.append(Task(name=f"read {i}", phase="p", needs={"ssd.read": 2.0}, takes={"buffers": 1}))
         tasks.append(Task(name=f"block {i}", phase="p", needs={"gpu": 1.0}, after=(f"read {i}",), gives={"buffers": 1}))
-    played = play(tasks, machine({"buffers": buffers}, gpu=Fifo(), ssd=Path(read=1.0, write=1.0)))
+    played = play(tasks, machine({"buffers": buffers}, gpu=Fifo(), ssd=Drive(read=1.0, write=1.0)))
     assert played.seconds == pytest.approx(seconds if buffers == 1 else seconds + 1.0)
     assert played.peak("buffers") == (1 if buffers == 1 else 2)
 
@@ -78,7 +78,7 @@ def test_a_write_that_frees_a_buffer_overtakes_a_read_that_waits_for_one():
         ),
         Task(name="write", phase="p", needs={"ssd.write": 1.0}, after=("old",), gives={"buffers": 1}),
     ]
-    assert times(play(tasks, machine({"buffers": 1}, ssd=Path(read=1.0, write=1.0)))) == {
+    assert times(play(tasks, machine({"buffers": 1}, ssd=Drive(read=1.0, write=1.0)))) == {
         "write": (0, 1),
         "read": (1, 2),
     }
@@ -126,7 +126,7 @@ def test_what_goes_round_in_circles_or_never_comes_back_is_one_line():
 )
 def test_a_task_that_cannot_be_played_is_refused_by_name(task, said):
     with pytest.raises(ValueError, match=said.replace("(", r"\(")):
-        play([task], machine({"m": 2}, gpu=Fifo(), ssd=Path(read=1.0, write=1.0)))
+        play([task], machine({"m": 2}, gpu=Fifo(), ssd=Drive(read=1.0, write=1.0)))
 
 
 @settings(max_examples=80, deadline=None)
@@ -176,7 +176,7 @@ def test_random_graphs_take_at_least_the_roofline_and_at_most_everything_one_aft
         after = tuple({f"t{rng.randrange(number)}" for _ in range(rng.randint(0, 2))}) if number else ()
         pool = {"m": rng.choice([0.5, 1.0])} if rng.random() < 0.5 else {}
         tasks.append(Task(name=f"t{number}", phase="p", needs=needs, after=after, takes=pool, gives=pool))
-    testbed = machine({"m": 1.5}, gpu=Fifo(rate=2.0), ssd=Path(read=1.0, write=0.5), dram=Shared(rate=3.0))
+    testbed = machine({"m": 1.5}, gpu=Fifo(rate=2.0), ssd=Drive(read=1.0, write=0.5), dram=Shared(rate=3.0))
     played = play(tasks, testbed)
     serial = sum(max(amount / testbed.serve(work)[1] for work, amount in task.needs.items()) for task in tasks)
     assert roofline_s(tasks, testbed) * (1 - 1e-6) <= played.seconds <= serial * (1 + 1e-6) + 1e-6
@@ -192,7 +192,7 @@ def test_a_trace_is_read_back_as_it_was_written_and_perfetto_finds_its_rows(tmp_
         Task(name="read", phase="forward", needs={"ssd.read": 20.0}),
         Task(name="block", phase="forward", rank=1, needs={"gpu": 3.0}, after=("read",)),
     ]
-    played = play(tasks, machine(gpu=Fifo(), ssd=Path(read=10.0, write=5.0)))
+    played = play(tasks, machine(gpu=Fifo(), ssd=Drive(read=10.0, write=5.0)))
     write_trace(tmp_path / "t.json", played.events, lane="modelled", source="test", system="toy")
     events, facts = read_trace(tmp_path / "t.json")
     assert events == list(played.events)

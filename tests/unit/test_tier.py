@@ -26,8 +26,7 @@ from memascend.storage.completion import Promise, RequestCancelled, all_of, when
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.engine_tiers import DirectTier, FileTier
 from memascend.storage.errors import StorageError
-from memascend.storage.multi_path import MultiPathTier
-from memascend.storage.multi_path import Path as Way
+from memascend.storage.multi_path import MultiPathTier, StoragePath
 from memascend.storage.scratch import collect_scratch_files
 from memascend.storage.tensor_file import TensorFileWriter, TensorLayout
 from memascend.storage.tier import Tier
@@ -55,7 +54,7 @@ def _files(folder: Path, faults) -> FileTier:
 
 def _two_paths(folder: Path, faults) -> MultiPathTier:
     """A file of the direct engine and a folder of files, as one."""
-    return MultiPathTier([Way("a", _in_file(folder, faults)), Way("b", _files(folder, faults))])
+    return MultiPathTier([StoragePath("a", _in_file(folder, faults)), StoragePath("b", _files(folder, faults))])
 
 
 KINDS: dict[str, Callable[[Path, _C.FaultLayer | None], Tier]] = {

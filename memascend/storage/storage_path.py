@@ -13,14 +13,14 @@ from memascend.storage.path_gate import PathGate
 from memascend.storage.placement import Rates
 from memascend.storage.tier import Tier, Transferred
 
-__all__ = ["Attempt", "Busy", "Path", "PathReport", "named", "no_path_takes", "nothing_ends", "observe"]
+__all__ = ["Attempt", "Busy", "PathReport", "StoragePath", "named", "no_path_takes", "nothing_ends", "observe"]
 
 _OLD_SHARE = 0.5  # of a rate that was known, in the mean with what was just observed
 _LEAST_OBSERVED_S = 0.02  # of transfers; less says nothing about a path
 
 
 @dataclass(eq=False)
-class Path:
+class StoragePath:
     """A path of a :class:`MultiPathTier`: its name in messages, the tier that keeps it, what is known of it.
 
     `rates`: as measured at the start (`path_rates.measure`); None: as fast as the others. `gate`: None lets all in.
@@ -61,7 +61,7 @@ class Attempt:
 
     __slots__ = ("ended", "inner", "over", "path", "write")
 
-    def __init__(self, path: Path, write: bool, ended: Callable[[BaseException | None], None]) -> None:
+    def __init__(self, path: StoragePath, write: bool, ended: Callable[[BaseException | None], None]) -> None:
         self.path, self.write, self.ended = path, write, ended
         self.inner: Completion | None = None
         self.over = False
@@ -103,7 +103,7 @@ def named(error: StorageError, key: str) -> StorageError:
 
 
 def no_path_takes(
-    key: str, nbytes: int, place: str, paths: Sequence[Path], tried: Mapping[Path, StorageError]
+    key: str, nbytes: int, place: str, paths: Sequence[StoragePath], tried: Mapping[StoragePath, StorageError]
 ) -> StorageError:
     """Of a write that found no path, with every path's reason: as it was `tried` now, or as it was taken out."""
     errors = [tried.get(path) or path.failure for path in paths]
@@ -113,7 +113,7 @@ def no_path_takes(
     return StorageError("write", place, 0, nbytes, 0, code, f"no path takes it ({'; '.join(reasons)})", key=key)
 
 
-def observe(path: Path) -> None:
+def observe(path: StoragePath) -> None:
     """Take what the path did since the last time for its rates; too little of a direction counts the next time."""
     now, before, old = path.tier.transferred, path.seen, path.rates
     since, read, write = now - before, None, None
@@ -135,6 +135,6 @@ def _mean(old: float, observed: float | None) -> float:
     return old if not observed else _OLD_SHARE * old + (1 - _OLD_SHARE) * observed
 
 
-def nothing_ends(path: Path, hang_s: float) -> StorageError:
+def nothing_ends(path: StoragePath, hang_s: float) -> StorageError:
     """Of a path on which something is in flight, and nothing of it has ended for `hang_s`."""
     return hang_error(path.name, f"nothing has ended there for {hang_s:g} s")
