@@ -14,13 +14,13 @@ Beyond the contract of `memascend.storage.tier`:
   there is read as long as that works, and is on another path after its next write. A read that fails twice is the
   completion's StorageError, which names the tensor and the path: what was only there is lost.
 - **A full path** (ENOSPC) gets nothing that it has no room for.
-- **A path too slow for any group, taken out or full** is tried again now and then, beside the training (`idle_paths`).
+- **A path too slow for any group, taken out or full** is tried again now and then, beside the training (`path_probing`).
   One that was taken out comes back when what is written there is read back, no request of before is in flight, and
   every tensor that it held has been written elsewhere; a full one when a group has room.
 - **A path that hangs**, on which something is in flight and nothing has ended for `hang_s`, is taken out too; its
   writes are done elsewhere, its reads end with ETIMEDOUT. The memory of such a read must not be used again: the device
   may still write to it.
-- **Other processes** on the machine: where `exclusive`, one process at a time transfers on a path (`path_gate`).
+- **Other processes** on the machine: where `exclusive`, one process at a time transfers on a path (`path_lock`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from memascend.storage import completion as completions
 from memascend.storage.completion import Completion, RequestCancelled
 from memascend.storage.errors import StorageError
 from memascend.storage.group_homes import GroupHomes
-from memascend.storage.idle_paths import IdlePaths
 from memascend.storage.key_queue import KeyQueue
 from memascend.storage.path_failures import HANG_S, PathFailures
-from memascend.storage.path_room import reserve
+from memascend.storage.path_probing import PathProber
 from memascend.storage.placement import Rates
+from memascend.storage.space_reservation import reserve
 from memascend.storage.storage_path import (
     Attempt,
     Busy,
@@ -90,7 +90,7 @@ class MultiPathTier(TierBase):
     ) -> None:
         """
         Args:
-            paths: each with a name of its own; taken over, their tiers and gates are closed with this one.
+            paths: each with a name of its own; taken over, their tiers and locks are closed with this one.
             placement: `balanced`, `as_published` (Eq. 1), or shares of the paths by hand.
             rehome: groups follow the rates as they are observed, pass by pass.
             group_of: a key's group: what lies together.
@@ -114,7 +114,7 @@ class MultiPathTier(TierBase):
         self._busy = Busy()
         self._written_in_pass = 0
         self._failures = PathFailures(self._paths, self._homes, self._busy, self._lock, hang_s)
-        self._idle = IdlePaths(self._measured_again, hang_s)
+        self._idle = PathProber(self._measured_again, hang_s)
         self.moves = 0  # tensors that were written to another path than before
 
     # -- the protocol --------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class MultiPathTier(TierBase):
             self._idle.stop()
         self._failures.stop()
         for path in self._paths:
-            path.gate.close()
+            path.lock.close()
             if path.hanging or self._idle.measuring(path):  # which may take for ever
                 closing = threading.Thread(target=self._close_late, args=(path,), daemon=True)
                 closing.name = f"memascend-close-{path.name}"
@@ -276,7 +276,7 @@ class MultiPathTier(TierBase):
                 bytes=sum(held[path].values()),
                 bytes_read=m.bytes_read,
                 bytes_written=m.bytes_written,
-                turns=path.gate.turns,
+                turns=path.lock.turns,
                 failure=None if path.failure is None else str(path.failure),
             )
             for path, rate, m in zip(self._paths, rates, moved, strict=True)
@@ -463,7 +463,7 @@ class MultiPathTier(TierBase):
         *,
         now: bool,
     ) -> None:
-        """One transfer on one path, through its gate. With `now`, raises what `submit` raises if it is called here."""
+        """One transfer on one path, through its lock. With `now`, raises what `submit` raises if it is called here."""
         attempt = Attempt(path, write, ended)
         here = threading.get_ident()
         raised: list[BaseException] = []
@@ -480,7 +480,7 @@ class MultiPathTier(TierBase):
                     self._busy.begin(write)
                     self._failures.watch()
             if stopped is not None:
-                path.gate.leave()
+                path.lock.leave()
                 ended(stopped)
                 return
             try:
@@ -503,7 +503,7 @@ class MultiPathTier(TierBase):
 
         transfer._attempt = attempt
         begun_here = True
-        path.gate.enter(begin)
+        path.lock.enter(begin)
         begun_here = False
         if raised:
             raise raised[0]
@@ -519,7 +519,7 @@ class MultiPathTier(TierBase):
                 return False
             attempt.over = True
             self._busy.end(attempt.write, nbytes)
-        path.gate.leave()
+        path.lock.leave()
         return True
 
     def _written(self, key: str, path: StoragePath, offset: int) -> None:

@@ -1,4 +1,4 @@
-"""A tier over folders and raw devices that a person named: opened, measured, with a gate before each."""
+"""A tier over folders and raw devices that a person named: opened, measured, with a lock before each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memascend.storage.engine_tiers import DirectTier, FileTier
 from memascend.storage.errors import StorageError
 from memascend.storage.fair_lock import FairLock, name_of_place
 from memascend.storage.multi_path import MultiPathTier, StoragePath
-from memascend.storage.path_gate import PathGate, gate_of
+from memascend.storage.path_lock import PathLock, path_lock_of
 from memascend.storage.path_rates import measure
 from memascend.storage.tier import Tier
 
@@ -60,9 +60,9 @@ def open_paths(
                 )
             with _alone(name) if exclusive else contextlib.nullcontext():
                 rates = measure(tier)
-            gate = gate_of(name) if exclusive else PathGate(None)
-            opened.callback(gate.close)
-            opened_paths.append(StoragePath(os.fspath(path), tier, rates, gate))
+            lock = path_lock_of(name) if exclusive else PathLock(None)
+            opened.callback(lock.close)
+            opened_paths.append(StoragePath(os.fspath(path), tier, rates, lock))
         tier = MultiPathTier(opened_paths, placement=placement, rehome=rehome, group_of=group_of)
         opened.pop_all()
         return tier

@@ -112,7 +112,7 @@ class PathFailures:
             self.take_out(attempt.path, error, of_write=False)
             if attempt.inner is not None:
                 attempt.inner.cancel()
-            attempt.path.gate.leave()
+            attempt.path.lock.leave()
             attempt.ended(error)
         return True
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from memascend.storage.completion import Completion
 from memascend.storage.errors import StorageError, hang_error
-from memascend.storage.path_gate import PathGate
+from memascend.storage.path_lock import PathLock
 from memascend.storage.placement import Rates
 from memascend.storage.tier import Tier, Transferred
 
@@ -23,13 +23,13 @@ _LEAST_OBSERVED_S = 0.02  # of transfers; less says nothing about a path
 class StoragePath:
     """A path of a :class:`MultiPathTier`: its name in messages, the tier that keeps it, what is known of it.
 
-    `rates`: as measured at the start (`path_rates.measure`); None: as fast as the others. `gate`: None lets all in.
+    `rates`: as measured at the start (`path_rates.measure`); None: as fast as the others. `lock`: None lets all in.
     """
 
     name: str
     tier: Tier
     rates: Rates | None = None
-    gate: PathGate = field(default_factory=lambda: PathGate(None))
+    lock: PathLock = field(default_factory=lambda: PathLock(None))
     failure: StorageError | None = field(default=None, init=False)  # why it was taken out
     hanging: bool = field(default=False, init=False)
     full: bool = field(default=False, init=False)

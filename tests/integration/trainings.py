@@ -34,7 +34,7 @@ from memascend.baselines.protocol import RunSpec, Sizes, load_system, scaled  # 
 from memascend.memory.placement import bytes_by_class, verify_nodes  # noqa: E402
 from memascend.planner import model_spec  # noqa: E402
 from memascend.planner.pool import streamed  # noqa: E402
-from memascend.storage import idle_paths, open_paths  # noqa: E402
+from memascend.storage import open_paths, path_probing  # noqa: E402
 from memascend.storage.multi_path import MultiPathTier  # noqa: E402
 from memascend.storage.path_rates import measure  # noqa: E402
 from memascend.storage.placement import Rates  # noqa: E402
@@ -267,7 +267,7 @@ class Training:
         finally:
             if faults is not None:
                 faults.clear()
-                open_paths.MultiPathTier, open_paths.measure, idle_paths.measure = MultiPathTier, measure, measure
+                open_paths.MultiPathTier, open_paths.measure, path_probing.measure = MultiPathTier, measure, measure
             memascend.disable()
             if enabled.store is not None:
                 enabled.store.close()  # main ends without a teardown
@@ -297,7 +297,7 @@ class Training:
             tier = DirectTier.in_file(path, owner, config, faults)
             if self.job.path_fault[2] == "disturbed":
                 open_paths.measure = lambda other: Rates(1e3, 1e3) if other is tier else Rates(1e6, 1e6)
-                idle_paths.measure = lambda _: None
+                path_probing.measure = lambda _: None
             return tier
 
         open_paths._open = opened
@@ -308,7 +308,7 @@ class Training:
     def _break(self, faults: Any) -> None:
         _, _, kind, after = self.job.path_fault
         if kind == "disturbed":
-            idle_paths.measure = measure
+            path_probing.measure = measure
             return
         operation, how = {
             "eio": ("write", {"error": errno.EIO}),

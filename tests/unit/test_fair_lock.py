@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from memascend.storage import open_paths, path_gate
+from memascend.storage import open_paths, path_lock
 from memascend.storage.completion import Promise, all_of
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.fair_lock import FairLock, name_of_place
-from memascend.storage.path_gate import PathGate, gate_of
+from memascend.storage.path_lock import PathLock, path_lock_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_S = 60
@@ -123,7 +123,7 @@ def test_what_shares_a_drive_has_one_name(tmp_path):
 
 
 def test_many_threads_of_a_holder_are_inside_together_and_other_processes_outside(tmp_path):
-    ours, theirs = PathGate(FairLock("t", tmp_path), turn_s=0), PathGate(FairLock("t", tmp_path), turn_s=0)
+    ours, theirs = PathLock(FairLock("t", tmp_path), turn_s=0), PathLock(FairLock("t", tmp_path), turn_s=0)
     inside: list[str] = []
     for name in "abc":
         ours.enter(lambda name=name: inside.append(name))
@@ -146,38 +146,38 @@ def test_many_threads_of_a_holder_are_inside_together_and_other_processes_outsid
     theirs.close()
 
 
-def test_two_gates_that_always_have_work_take_turns(tmp_path):
-    gates = [PathGate(FairLock("t", tmp_path), turn_s=0) for _ in range(2)]
-    done, left = [threading.Event() for _ in gates], [200, 200]
+def test_two_path_locks_that_always_have_work_take_turns(tmp_path):
+    guards = [PathLock(FairLock("t", tmp_path), turn_s=0) for _ in range(2)]
+    done, left = [threading.Event() for _ in guards], [200, 200]
 
     def work(number: int) -> None:
         def step() -> None:
             left[number] -= 1
             if left[number] > 0:
-                gates[number].enter(step)
+                guards[number].enter(step)
             else:
                 done[number].set()
-            gates[number].leave()
+            guards[number].leave()
 
-        gates[number].enter(step)
+        guards[number].enter(step)
 
     threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(2)]
     for thread in threads:
         thread.start()
     assert all(each.wait(MAX_S) for each in done)
-    for gate in gates:
-        gate.close()
+    for guard in guards:
+        guard.close()
 
 
 @pytest.fixture
 def locks_here(tmp_path, monkeypatch):
     """Locks in a folder of the test's own."""
-    for module in (open_paths, path_gate):
+    for module in (open_paths, path_lock):
         monkeypatch.setattr(module, "FairLock", lambda name: FairLock(name, tmp_path))
 
 
 def test_what_enters_in_the_moment_in_which_the_lock_comes_is_not_forgotten(tmp_path):
-    """The thread that waited for it has it then, and has not told the gate."""
+    """The thread that waited for it has it then, and has not told the path lock."""
 
     class Slow(FairLock):
         had, go = threading.Event(), threading.Event()
@@ -189,24 +189,24 @@ def test_what_enters_in_the_moment_in_which_the_lock_comes_is_not_forgotten(tmp_
 
     other, lock = FairLock("t", tmp_path), Slow("t", tmp_path)
     other.acquire()
-    gate, begun = PathGate(lock), {name: threading.Event() for name in "abc"}
-    gate.enter(begun["a"].set)
+    guard, begun = PathLock(lock), {name: threading.Event() for name in "abc"}
+    guard.enter(begun["a"].set)
     other.release()
     assert lock.had.wait(MAX_S)
-    gate.enter(begun["b"].set)
+    guard.enter(begun["b"].set)
     for each in begun.values():
         if each.is_set():
-            gate.leave()
-    gate.enter(begun["c"].set)
+            guard.leave()
+    guard.enter(begun["c"].set)
     lock.go.set()
     for each in begun.values():
         assert each.wait(MAX_S)
-    gate.close()
+    guard.close()
     other.close()
 
 
 def test_the_last_user_of_a_drives_gate_gives_the_lock_up(tmp_path, locks_here):
-    first, second = gate_of("t"), gate_of("t")
+    first, second = path_lock_of("t"), path_lock_of("t")
     assert first is second
     first.enter(lambda: None)
     first.close()
@@ -215,7 +215,7 @@ def test_the_last_user_of_a_drives_gate_gives_the_lock_up(tmp_path, locks_here):
     second.close()
     assert other.try_acquire()
     other.close()
-    third = gate_of("t")
+    third = path_lock_of("t")
     assert third is not first
     third.close()
 
@@ -266,11 +266,11 @@ def test_a_counter_that_nobody_has_written_stops_no_transfer(tmp_path, counter, 
     """Every user may write the file."""
     lock = FairLock("t", tmp_path)
     Path(lock.path).write_bytes(counter.to_bytes(8, "little", signed=True))
-    gate, begun = PathGate(lock), []
+    guard, begun = PathLock(lock), []
     for number in range(3):
-        gate.enter(lambda number=number: begun.append(number))
-        gate.leave()
-    gate.close()
+        guard.enter(lambda number=number: begun.append(number))
+        guard.leave()
+    guard.close()
     assert begun == [0, 1, 2]
     assert caplog.text.count("continue without the inter-process lock") == 1
 
@@ -279,10 +279,10 @@ def test_a_process_that_keeps_the_desk_stops_no_transfer(tmp_path, monkeypatch, 
     monkeypatch.setattr("memascend.storage.fair_lock._DESK_S", 0.05)
     other, lock = FairLock("t", tmp_path), FairLock("t", tmp_path)
     other._reach_desk()
-    gate, begun = PathGate(lock), []
-    gate.enter(lambda: begun.append(1))
-    gate.leave()
-    gate.close()
+    guard, begun = PathLock(lock), []
+    guard.enter(lambda: begun.append(1))
+    guard.leave()
+    guard.close()
     other.close()
     assert begun == [1]
     assert "another process holds" in caplog.text
@@ -300,10 +300,10 @@ def test_paths_open_whatever_is_in_the_place_of_the_lock_file(tmp_path, monkeypa
         place.write_bytes(((1 << 63) - 1).to_bytes(8, "little"))
     with open_paths._alone("t"):
         pass
-    gate, begun = gate_of("t"), []
-    gate.enter(lambda: begun.append(1))
-    gate.leave()
-    gate.close()
+    guard, begun = path_lock_of("t"), []
+    guard.enter(lambda: begun.append(1))
+    guard.leave()
+    guard.close()
     assert begun == [1]
     assert "without the inter-process lock" in caplog.text
     assert not (tmp_path / "victim").exists()
@@ -323,7 +323,7 @@ def test_whoever_keeps_a_low_number_s_byte_locked_stops_nobody_for_ever(tmp_path
 def test_transfers_go_on_without_a_lock_that_somebody_keeps(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("memascend.storage.fair_lock._TURN_S", 0.2)
     lock = FairLock("t", tmp_path)
-    gate, begun = PathGate(lock), threading.Event()
+    guard, begun = PathLock(lock), threading.Event()
     Path(lock.path).write_bytes((3).to_bytes(8, "little"))
     holder = subprocess.Popen(
         [
@@ -338,10 +338,10 @@ def test_transfers_go_on_without_a_lock_that_somebody_keeps(tmp_path, monkeypatc
     )
     try:
         assert holder.stdout.readline().strip() == "has"
-        gate.enter(begun.set)
+        guard.enter(begun.set)
         assert begun.wait(MAX_S)
         assert "transfers continue without the inter-process lock" in caplog.text
     finally:
         holder.kill()
         holder.communicate()
-        gate.close()
+        guard.close()

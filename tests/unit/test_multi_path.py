@@ -49,7 +49,7 @@ def test_a_ratio_by_hand_is_kept(paths):
 @pytest.mark.parametrize(("share", "groups"), [(1 / 2, 5), (1 / 50, 2)])
 def test_groups_follow_a_path_that_has_become_slow_within_three_passes(paths, monkeypatch, share, groups):
     """Twelve groups on two equal paths of a known rate, then on one of them and a slower one."""
-    monkeypatch.setattr("memascend.storage.idle_paths.measure", lambda tier: None)
+    monkeypatch.setattr("memascend.storage.path_probing.measure", lambda tier: None)
     monkeypatch.setattr("memascend.storage.storage_path._LEAST_OBSERVED_S", 0.0)
     two = paths(rates={"a": Rates(1e6, 1e6), "b": Rates(1e6, 1e6)}, told=1e6)
     for step in range(2):
@@ -90,7 +90,7 @@ def test_a_path_whose_first_measurement_was_disturbed_gets_its_share_after_all(p
 
 def test_a_path_that_stays_slow_is_measured_less_and_less_often_and_gets_nothing(paths, only_measured, monkeypatch):
     asked = []
-    monkeypatch.setattr("memascend.storage.idle_paths.measure", lambda tier: asked.append(tier) or Rates(1e3, 1e3))
+    monkeypatch.setattr("memascend.storage.path_probing.measure", lambda tier: asked.append(tier) or Rates(1e3, 1e3))
     two = paths(rates={"a": Rates(1e3, 1e3), "b": Rates(1e8, 1e8)})
     two.write(4)
     for _ in range(61):
@@ -116,7 +116,7 @@ def test_a_path_that_cannot_be_measured_again_stays_out_and_training_goes_on(pat
 
 def test_a_path_that_hangs_while_it_is_measured_again_does_not_hold_the_end_up(paths, only_measured, monkeypatch):
     released = threading.Event()
-    monkeypatch.setattr("memascend.storage.idle_paths.measure", lambda tier: released.wait(MAX_S) and None)
+    monkeypatch.setattr("memascend.storage.path_probing.measure", lambda tier: released.wait(MAX_S) and None)
     two = paths(rates={"a": Rates(1e3, 1e3), "b": Rates(1e6, 1e6)}, hang_s=0.1)
     for step in range(2):
         two.write(4, step)
@@ -127,7 +127,7 @@ def test_a_path_that_hangs_while_it_is_measured_again_does_not_hold_the_end_up(p
 
 @pytest.mark.parametrize("options", [{"placement": [0, 1]}, {"rehome": False}])
 def test_a_path_that_the_user_left_out_is_not_measured_again(paths, only_measured, monkeypatch, options):
-    monkeypatch.setattr("memascend.storage.idle_paths.measure", lambda tier: pytest.fail("it was measured"))
+    monkeypatch.setattr("memascend.storage.path_probing.measure", lambda tier: pytest.fail("it was measured"))
     two = paths(rates={"a": Rates(1e3, 1e3), "b": Rates(1e6, 1e6)}, **options)
     for step in range(3):
         two.write(4, step)

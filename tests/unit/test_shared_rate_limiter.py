@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memascend.bench.rate_limit import RateLimitedHandle, RateLimitedTier, SharedRateLimiter
-from memascend.storage import open_paths, path_gate
+from memascend.storage import open_paths, path_lock
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.engine_tiers import FileTier
 from memascend.storage.fair_lock import FairLock
@@ -81,7 +81,7 @@ def test_drives_of_one_file_system_have_locks_of_their_own_that_processes_share(
             names.append(name)
             super().__init__(name, tmp_path)
 
-    for module in (open_paths, path_gate):
+    for module in (open_paths, path_lock):
         monkeypatch.setattr(module, "FairLock", Named)
     config = DirectEngineConfig(control_folder=str(tmp_path))
     for _ in range(2):

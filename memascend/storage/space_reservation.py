@@ -1,4 +1,4 @@
-"""Room that is set aside on several paths before it is needed."""
+"""Space that is reserved on several paths before it is needed."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from memascend.storage.path_rates import measure
 from memascend.storage.placement import Rates
 from memascend.storage.storage_path import StoragePath, nothing_ends
 
-__all__ = ["IdlePaths"]
+__all__ = ["PathProber"]
 
 log = logging.getLogger("memascend")
 
@@ -38,7 +38,7 @@ class _Idle:
     blocked: bool = False  # what measures waits for a transfer that hangs, or for its turn
 
 
-class IdlePaths:
+class PathProber:
     """Of a tier's paths. `pass_over` is called with the tier's lock held, `measured` without it, in another thread."""
 
     def __init__(self, measured: Callable[[StoragePath, Rates], None], hang_s: float) -> None:
@@ -101,14 +101,14 @@ class IdlePaths:
 
     def _measured_alone(self, path: StoragePath, probed: _Probed, state: _Idle) -> Rates | None:
         turn = threading.Event()
-        path.gate.enter(turn.set)
+        path.lock.enter(turn.set)
         state.blocked = True
         turn.wait()
         state.blocked = False
         try:
             return None if self._stopped.is_set() else measure(probed)
         finally:
-            path.gate.leave()
+            path.lock.leave()
 
 
 class _Probed:

@@ -1,9 +1,9 @@
 """One process on a path at a time, with as many transfers of its own as it likes (MLP-Offload 3.2).
 
-Processes that read and write one drive at once slow each other down by more than their number. A gate stands before a
-path in each process: transfers enter when the process holds the path's lock, and the process gives the lock up when it
-has nothing more to do there, or has had its time and somebody waits. All paths of a process that are on one drive share
-a gate (`gate_of`): with one each they would take turns with themselves.
+Processes that read and write one drive at once slow each other down by more than their number. A `PathLock` stands
+before a path in each process: transfers enter when the process holds the drive's `FairLock`, and the process gives that
+up when it has nothing more to do there, or has had its time and another process waits. All paths of a process that are
+on one drive share a `PathLock` (`path_lock_of`): with one each they would take turns with themselves.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from collections.abc import Callable
 
 from memascend.storage.fair_lock import FairLock
 
-__all__ = ["PathGate", "gate_of"]
+__all__ = ["PathLock", "path_lock_of"]
 
 log = logging.getLogger("memascend")
 
-_gates: dict[str, PathGate] = {}  # of this process, by the name of the lock
-_gates_lock = threading.Lock()
+_path_locks: dict[str, PathLock] = {}  # of this process, by the name of the lock
+_registry_lock = threading.Lock()
 
 
-def gate_of(name: str) -> PathGate:
-    """This process's gate before the lock called `name`, which it opens where nobody here has it yet; without a lock,
-    and with a warning, where that cannot be opened. Every caller closes it; the last one gives the lock up."""
-    with _gates_lock:
-        gate = _gates.get(name)
-        if gate is None or not gate._join():
-            gate = _gates[name] = PathGate(_lock_of(name))
-        return gate
+def path_lock_of(name: str) -> PathLock:
+    """This process's path lock on the fair lock called `name`, which is opened where nobody here has it yet; without a
+    fair lock, and with a warning, where that cannot be opened. Every caller closes it; the last one gives it up."""
+    with _registry_lock:
+        path_lock = _path_locks.get(name)
+        if path_lock is None or not path_lock._join():
+            path_lock = _path_locks[name] = PathLock(_lock_of(name))
+        return path_lock
 
 
 def _lock_of(name: str) -> FairLock | None:
@@ -45,15 +45,15 @@ def _lock_of(name: str) -> FairLock | None:
 
 def _forget_in_child() -> None:
     """A child has its own turns; its parent's locks are closed in it."""
-    global _gates_lock
-    _gates_lock = threading.Lock()
-    _gates.clear()
+    global _registry_lock
+    _registry_lock = threading.Lock()
+    _path_locks.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-class PathGate:
+class PathLock:
     """Thread-safe. Without a lock every transfer enters at once."""
 
     def __init__(self, lock: FairLock | None, turn_s: float = 0.25) -> None:
@@ -71,7 +71,7 @@ class PathGate:
         self.turns = 0  # that this process has had
 
     def enter(self, begin: Callable[[], None]) -> None:
-        """Call `begin` when the path is this process's: in this thread if it is now, else in the gate's."""
+        """Call `begin` when the path is this process's: in this thread if it is now, else in its own."""
         with self._state:
             self._waiting.append(begin)
             new_turn = False
@@ -121,7 +121,9 @@ class PathGate:
             self._has_turn, self._since = True, time.monotonic()
             self.turns += 1
         elif self._thread is None:
-            self._thread = threading.Thread(target=self._wait, args=(self._lock,), name="memascend-gate", daemon=True)
+            self._thread = threading.Thread(
+                target=self._wait, args=(self._lock,), name="memascend-path-lock", daemon=True
+            )
             self._thread.start()
 
     def _wait(self, lock: FairLock) -> None:
