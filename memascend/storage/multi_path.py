@@ -5,7 +5,7 @@
 
 Whole groups of tensors (a sub-group's master weights and moments) lie on one path each, as many as its rates allow, and
 neighbours on different paths. A tensor is written to where its group belongs at that time, so that a pass over the
-groups brings them to their new homes and moves not one byte more.
+groups brings them to their new paths and moves not one byte more.
 
 Beyond the contract of `memascend.storage.tier`:
 
@@ -14,9 +14,9 @@ Beyond the contract of `memascend.storage.tier`:
   there is read as long as that works, and is on another path after its next write. A read that fails twice is the
   completion's StorageError, which names the tensor and the path: what was only there is lost.
 - **A full path** (ENOSPC) gets nothing that it has no room for.
-- **A path too slow for any group, taken out or full** is tried again now and then, beside the training (`path_probing`).
-  One that was taken out comes back when what is written there is read back, no request of before is in flight, and
-  every tensor that it held has been written elsewhere; a full one when a group has room.
+- **A path too slow for any group, taken out or full** is tried again now and then, beside the training
+  (`path_probing`). One that was taken out comes back when what is written there is read back, no request of before is
+  in flight, and every tensor that it held has been written elsewhere; a full one when a group has room.
 - **A path that hangs**, on which something is in flight and nothing has ended for `hang_s`, is taken out too; its
   writes are done elsewhere, its reads end with ETIMEDOUT. The memory of such a read must not be used again: the device
   may still write to it.
@@ -38,7 +38,7 @@ import torch
 from memascend.storage import completion as completions
 from memascend.storage.completion import Completion, RequestCancelled
 from memascend.storage.errors import StorageError
-from memascend.storage.group_homes import GroupHomes
+from memascend.storage.group_placement import GroupPlacement
 from memascend.storage.key_queue import KeyQueue
 from memascend.storage.path_failures import HANG_S, PathFailures
 from memascend.storage.path_probing import PathProber
@@ -107,13 +107,13 @@ class MultiPathTier(TierBase):
         for path in self._paths:
             path.seen = path.tier.transferred
         self._rehome, self._group_of = rehome, group_of
-        self._homes = GroupHomes(self._paths, placement, group_of)
+        self._groups = GroupPlacement(self._paths, placement, group_of)
         self._queue = KeyQueue()
         self._holders: dict[str, list[StoragePath]] = {}  # the one that has it is the last
         self._broken: dict[str, BaseException] = {}
         self._busy = Busy()
         self._written_in_pass = 0
-        self._failures = PathFailures(self._paths, self._homes, self._busy, self._lock, hang_s)
+        self._failures = PathFailures(self._paths, self._groups, self._busy, self._lock, hang_s)
         self._idle = PathProber(self._measured_again, hang_s)
         self.moves = 0  # tensors that were written to another path than before
 
@@ -167,7 +167,7 @@ class MultiPathTier(TierBase):
         with self._lock:
             self._require_open()
             usable = [path for path in self._paths if path.usable]
-            shares = self._homes.weights(usable)
+            shares = self._groups.weights(usable)
         reserve(dict(zip(usable, shares, strict=True)), more_bytes, self._place)
 
     def register(self, tensor: torch.Tensor) -> bool:
@@ -265,7 +265,7 @@ class MultiPathTier(TierBase):
                 group = self._group_of(key)
                 there = held[holders[-1]]
                 there[group] = there.get(group, 0) + self._sizes.get(key, 0)
-            rates = self._homes.rates()
+            rates = self._groups.rates()
             self._require_open()
             moved = [path.tier.transferred for path in self._paths]
         return [
@@ -294,8 +294,8 @@ class MultiPathTier(TierBase):
             for path in self._paths:
                 if path.usable:
                     observe(path)
-            moves = self._rehome and self._homes.plan()
-            idle = dict.fromkeys(self._homes.idle() if self._rehome else [], 0)
+            moves = self._rehome and self._groups.plan()
+            idle = dict.fromkeys(self._groups.idle() if self._rehome else [], 0)
             self._idle.pass_over(idle | self._failures.to_try(self._current()))
             return moves
 
@@ -307,14 +307,14 @@ class MultiPathTier(TierBase):
                 return
             path.rates, path.seen = rates, path.tier.transferred
             if self._rehome:
-                self._homes.plan()
+                self._groups.plan()
 
     def _current(self) -> set[StoragePath]:
         """With the lock held: paths that have the last write of a tensor."""
         return {holders[-1] for holders in self._holders.values()}
 
     def _note_size(self, key: str, nbytes: int | None) -> None:
-        self._homes.note(key, self._sizes.pop(key, 0), nbytes)
+        self._groups.note(key, self._sizes.pop(key, 0), nbytes)
         if nbytes is not None:
             self._sizes[key] = nbytes
 
@@ -360,7 +360,7 @@ class MultiPathTier(TierBase):
 
     def _pass_is_over(self, written: int) -> bool:
         self._written_in_pass += written
-        return self._written_in_pass >= 0.9 * sum(self._homes.group_bytes.values())
+        return self._written_in_pass >= 0.9 * sum(self._groups.group_bytes.values())
 
     def _write_once(
         self,
@@ -379,7 +379,7 @@ class MultiPathTier(TierBase):
                 holders = self._holders.get(key)
                 path = holders[-1] if holders and holders[-1] not in tried else None
             else:
-                path = self._homes.choose(key, tensor.nbytes, tried)
+                path = self._groups.choose(key, tensor.nbytes, tried)
         if path is None:
             error = no_path_takes(key, tensor.nbytes, self._place, self._paths, tried)
             if refused is None:

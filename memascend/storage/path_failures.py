@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Collection, Sequence
 
 from memascend.storage.errors import StorageError
-from memascend.storage.group_homes import GroupHomes
+from memascend.storage.group_placement import GroupPlacement
 from memascend.storage.storage_path import Attempt, Busy, StoragePath, nothing_ends
 
 __all__ = ["HANG_S", "PathFailures"]
@@ -25,11 +25,11 @@ class PathFailures:
     """Of a tier's `paths`, under its `lock`. A thread, once there is anything to watch, looks for those that hang."""
 
     def __init__(
-        self, paths: Sequence[StoragePath], homes: GroupHomes, busy: Busy, lock: threading.RLock, hang_s: float
+        self, paths: Sequence[StoragePath], groups: GroupPlacement, busy: Busy, lock: threading.RLock, hang_s: float
     ) -> None:
         """`hang_s`: seconds with something in flight on a path and no end there, after which it is taken out."""
         self.hang_s = hang_s
-        self._paths, self._homes, self._busy, self._lock = paths, homes, busy, lock
+        self._paths, self._groups, self._busy, self._lock = paths, groups, busy, lock
         self._watched = threading.Condition(lock)
         self._watcher: threading.Thread | None = None
         self._stopped = False
@@ -49,14 +49,14 @@ class PathFailures:
                 )
             if told:
                 return
-            there = self._homes.count(path) if path.failure is None else self._homes.drop(path)
+            there = self._groups.count(path) if path.failure is None else self._groups.drop(path)
         log.warning("memascend: path %s (%d groups) %s: %s", path.name, there, what, error)
 
     def to_try(self, current: Collection[StoragePath]) -> dict[StoragePath, int]:
         """With the lock held: paths that may come back, and the bytes that must be free there: a group's, where it was
         full. Not one where something is in flight that was given up, nor one that has the last write of a tensor
         (`current`): what a path held when it was taken out is never read after it has come back."""
-        group = max(self._homes.group_bytes.values(), default=0)
+        group = max(self._groups.group_bytes.values(), default=0)
         out = [path for path in self._paths if not path.usable and not path.hanging and path not in current]
         return {path: group if path.full else 0 for path in self._paths if path in out or (path.usable and path.full)}
 

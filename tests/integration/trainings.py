@@ -326,7 +326,7 @@ class Training:
             tier._idle.wait(60)
         if self.job.rehome_at != step:
             return
-        tier._homes.placement = [1.0, *(0.0 for _ in tier._paths[1:])]
+        tier._groups.placement = [1.0, *(0.0 for _ in tier._paths[1:])]
         assert tier.observe()
         stock = tier._written
 

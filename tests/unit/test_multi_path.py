@@ -161,7 +161,7 @@ def test_a_group_that_moved_gives_its_room_back(paths):
     two = paths(placement=[1, 1])
     two.write(6)
     used = two.tier.used_bytes
-    two.tier._homes.placement = [0, 1]
+    two.tier._groups.placement = [0, 1]
     assert two.tier.observe()
     two.write(6, 1)
     assert two.places(6) == "bbbbbb"
@@ -233,7 +233,7 @@ def test_a_full_path_keeps_what_it_has_when_the_others_are_arranged_anew(paths):
     three.tier.write("late", tensor(0)).wait(MAX_S)
     on_a = [group for group in range(6) if three.tier.path_of(str(group)) == "a"]
     assert len(on_a) == 2
-    three.tier._homes.placement = [1, 0, 1]
+    three.tier._groups.placement = [1, 0, 1]
     assert three.tier.observe()
     three.write(6, 1)
     assert [three.tier.path_of(str(group)) for group in on_a] == ["a", "a"]

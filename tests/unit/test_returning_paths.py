@@ -172,11 +172,11 @@ def test_a_full_path_takes_more_once_a_group_has_room(paths, caplog):
     assert passes(two, 3, 0) == "bbbbbb"
     two.faults["a"].clear()
     group_bytes = 2 * 4 * NUMEL
-    two.tier._homes.group_bytes["large"] = 1 << 40
+    two.tier._groups.group_bytes["large"] = 1 << 40
     way.tier.free_bytes = (1 << 40) - 1
     assert passes(two, 6, 3) == "bbbbbb"
     assert way.full
-    del two.tier._homes.group_bytes["large"]
+    del two.tier._groups.group_bytes["large"]
     way.tier.free_bytes = max(group_bytes, 64 << 20)
     assert passes(two, 16, 9).count("a") == 3
     assert not way.full

@@ -8,36 +8,36 @@ from memascend.storage import placement as placements
 from memascend.storage.placement import Rates
 from memascend.storage.storage_path import StoragePath
 
-__all__ = ["GroupHomes"]
+__all__ = ["GroupPlacement"]
 
 _GAIN = 0.05  # groups move where a pass becomes faster by at least this share
 
 
-class GroupHomes:
-    """The home of each group and its bytes. Not thread-safe: the tier's lock is held."""
+class GroupPlacement:
+    """The path of each group, and its bytes. Not thread-safe: the tier's lock is held."""
 
     def __init__(
         self, paths: Sequence[StoragePath], placement: str | Sequence[float], group_of: Callable[[str], str]
     ) -> None:
         """Raises ValueError for what is no placement."""
         self._paths, self.placement, self._group_of = paths, placement, group_of
-        self.home: dict[str, StoragePath] = {}
+        self.path_of: dict[str, StoragePath] = {}
         self.group_bytes: dict[str, int] = {}
         placements.weights(placement, self.rates())
 
     def drop(self, path: StoragePath) -> int:
-        """Groups that belonged to a path that is taken out get another home with their next write; their number."""
-        there = [group for group, home in self.home.items() if home is path]
+        """Groups that belonged to a path that is taken out get another path with their next write; their number."""
+        there = [group for group, placed in self.path_of.items() if placed is path]
         for group in there:
-            del self.home[group]
+            del self.path_of[group]
         return len(there)
 
     def count(self, path: StoragePath) -> int:
-        return sum(home is path for home in self.home.values())
+        return sum(placed is path for placed in self.path_of.values())
 
     def idle(self) -> list[StoragePath]:
         """Paths that could be used and keep no group, though not by a user's word."""
-        if not self.home or not isinstance(self.placement, str):
+        if not self.path_of or not isinstance(self.placement, str):
             return []
         return [path for path in self._paths if path.usable and not path.full and not self.count(path)]
 
@@ -59,29 +59,29 @@ class GroupHomes:
         return ratio if sum(ratio) > 0 else [1.0] * len(ratio)
 
     def plan(self) -> bool:
-        """New homes for all groups but those of full paths, which keep what they have, if that is worth it."""
+        """New paths for all groups but those of full paths, which keep what they have, if that is worth it."""
         usable = [path for path in self._paths if path.usable and not path.full]
-        fixed = {group for group, home in self.home.items() if home.full and home.usable}
+        fixed = {group for group, placed in self.path_of.items() if placed.full and placed.usable}
         sizes = {group: nbytes for group, nbytes in self.group_bytes.items() if group not in fixed}
         if not usable or not sizes:
             return False
         rates = self.rates(usable)
         places = placements.arrange(sizes, self.placement_on(usable), rates)
         new = {group: usable[number] for group, number in places.items()}
-        if all(self.home.get(group) in usable for group in new):
-            held, wanted = self._held_bytes(self.home, usable), self._held_bytes(new, usable)
+        if all(self.path_of.get(group) in usable for group in new):
+            held, wanted = self._held_bytes(self.path_of, usable), self._held_bytes(new, usable)
             now, then = placements.update_seconds(held, rates), placements.update_seconds(wanted, rates)
             if held == wanted or (self.placement == "balanced" and then > (1 - _GAIN) * now):
                 return False
-        changed = any(self.home.get(group) is not path for group, path in new.items())
-        self.home.update(new)
+        changed = any(self.path_of.get(group) is not path for group, path in new.items())
+        self.path_of.update(new)
         return changed
 
-    def _held_bytes(self, homes: dict[str, StoragePath], paths: Sequence[StoragePath]) -> list[float]:
+    def _held_bytes(self, path_of: dict[str, StoragePath], paths: Sequence[StoragePath]) -> list[float]:
         held = dict.fromkeys(paths, 0.0)
         for group, nbytes in self.group_bytes.items():
-            if homes.get(group) in held:
-                held[homes[group]] += nbytes
+            if path_of.get(group) in held:
+                held[path_of[group]] += nbytes
         return list(held.values())
 
     def choose(self, key: str, nbytes: int, tried: Collection[StoragePath]) -> StoragePath | None:
@@ -91,14 +91,16 @@ class GroupHomes:
         if not usable:
             return None
         group = self._group_of(key)
-        home = self.home.get(group)
-        if home is None or home not in usable:
+        placed = self.path_of.get(group)
+        if placed is None or placed not in usable:
             roomy = [path for path in usable if not path.full] or usable
-            others = {g: self.home[g] for g in self.group_bytes if g != group and g in self.home}
+            others = {g: self.path_of[g] for g in self.group_bytes if g != group and g in self.path_of}
             held = [sum(self.group_bytes[g] for g, p in others.items() if p is path) for path in roomy]
-            home = roomy[placements.first_done(held, self.weights(roomy), max(1, self.group_bytes.get(group, nbytes)))]
-            self.home[group] = home
-        return home
+            placed = roomy[
+                placements.first_done(held, self.weights(roomy), max(1, self.group_bytes.get(group, nbytes)))
+            ]
+            self.path_of[group] = placed
+        return placed
 
     def note(self, key: str, before: int, nbytes: int | None) -> None:
         """A tensor of `before` bytes (0: none) has `nbytes` now; None: it is gone."""
@@ -108,6 +110,6 @@ class GroupHomes:
             self.group_bytes[group] = total
         elif total <= 0:
             self.group_bytes.pop(group, None)
-            self.home.pop(group, None)
+            self.path_of.pop(group, None)
         else:
             self.group_bytes[group] = total
