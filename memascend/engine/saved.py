@@ -25,7 +25,7 @@ from memascend.engine.kept_buffers import persistent_buffers
 from memascend.engine.layout import numel_of_state
 from memascend.engine.runtime import StreamingEngine
 from memascend.engine.saving import WEIGHTS, BackgroundSave, Target
-from memascend.storage.durable import sync
+from memascend.storage.atomic_write import sync
 from memascend.storage.tensor_file import TensorFileReader, TensorLayout
 from memascend.storage.tensor_parts import TensorPartsWriter
 

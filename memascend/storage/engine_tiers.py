@@ -24,9 +24,9 @@ from memascend.storage.errors import StorageError
 from memascend.storage.file_engine import FileEngine
 from memascend.storage.interrupts import whole
 from memascend.storage.key_queue import KeyQueue, Turn
+from memascend.storage.reflink import LINK, REFLINK, detach, hard_linked, reflinked, shared
 from memascend.storage.scratch import UNIT_BYTES, collect_scratch_files, create_scratch_folder
 from memascend.storage.shared_memory import CONTROL_FOLDER, control_file_bytes
-from memascend.storage.staging import LINK, REFLINK, detach, hard_linked, reflinked, shared
 from memascend.storage.tier import Transferred
 from memascend.storage.tier_base import TierBase, require_memory
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 
 from memascend.storage.byte_views import byte_view
-from memascend.storage.staging import BLOCK_BYTES
+from memascend.storage.reflink import BLOCK_BYTES
 
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

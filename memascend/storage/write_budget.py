@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from memascend.memory.budget import parse_bytes
-from memascend.storage.durable import write_atomically
+from memascend.storage.atomic_write import write_atomically
 
 __all__ = ["FILE", "WriteBudget", "WriteBudgetExceeded", "count_written", "written"]
 

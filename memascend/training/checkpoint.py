@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.storage.durable import sync, write_atomically
+from memascend.storage.atomic_write import sync, write_atomically
 
 if TYPE_CHECKING:
     from memascend.training.backends.protocol import Backend

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memascend.storage.durable import sync
+from memascend.storage.atomic_write import sync
 from memascend.training import checkpoint
 from memascend.training.checkpoint import Checkpoint
 from memascend.training.folder import RunFolder, missing_folders, remove_empty

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.memory.heap import MALLOC
-from memascend.storage.durable import write_atomically
+from memascend.storage.atomic_write import write_atomically
 from memascend.storage.folders import swap_folder
 from memascend.storage.shared_memory import collect_shared_memory
 from memascend.training import backends, checkpoint, preflight, processes, recorded_text, systems

@@ -17,7 +17,7 @@ from memascend.planner import ModelSpec, model_spec
 from memascend.planner.options import default_context, longest_context
 from memascend.planner.spec import fused_experts
 from memascend.planner.tensors import TensorSpec, named_tensors
-from memascend.storage.durable import write_atomically
+from memascend.storage.atomic_write import write_atomically
 from memascend.systems import arrangement
 from memascend.training import data, recorded_text
 from memascend.training.backends import IN_MEMORY

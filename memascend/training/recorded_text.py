@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from memascend.storage.durable import write_atomically
+from memascend.storage.atomic_write import write_atomically
 from memascend.training.checkpoint import file_checksum
 from memascend.training.folder import TOKEN_BYTES, RunFolder
 

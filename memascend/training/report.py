@@ -189,7 +189,7 @@ def write(path: Path, report: dict[str, Any]) -> None:
     """`path`.md and `path`.json."""
     import json
 
-    from memascend.storage.durable import write_atomically
+    from memascend.storage.atomic_write import write_atomically
 
     write_atomically(path.with_suffix(".json"), json.dumps(report, indent=1))
     write_atomically(path.with_suffix(".md"), as_text(report))

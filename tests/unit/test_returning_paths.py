@@ -142,7 +142,7 @@ def test_a_path_that_hangs_when_it_is_tried_holds_nothing_up_and_is_not_tried_tw
     way = two.tier._paths[0]
     tries = [thread for thread in threading.enumerate() if thread.name == "memascend-measure-a"]
     assert len(tries) == 1
-    while way.gate._inside:  # other processes are not kept from the path by one that hangs there
+    while way.lock._inside:  # other processes are not kept from the path by one that hangs there
         assert tries[0].is_alive()
         time.sleep(0.01)
     assert tries[0].is_alive()

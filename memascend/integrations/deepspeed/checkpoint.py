@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.integrations.conventions import announce
-from memascend.storage.durable import sync
+from memascend.storage.atomic_write import sync
 
 from .signatures import CHECKPOINT_HOOKS, check_hooks
 from .swapped_states import ExactCheckpoints, read_frozen, write_frozen
