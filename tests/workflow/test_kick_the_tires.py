@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from workflows.artifact import badge_checks, badges
 from workflows.artifact import kick_the_tires as tires
 from workflows.artifact.badges import AVAILABLE, FUNCTIONAL, LINES, Line
 from workflows.artifact.kick_the_tires import MET, NOT_MET, NOT_RUN, OUTSIDE
+from workflows.configuration import Configuration
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -202,3 +204,20 @@ def test_an_exhibit_that_was_not_measured_is_not_reproduced(tmp_path, monkeypatc
     assert badge_checks.main(["reproduced", "memascend-fig11"]) == 1
     assert "memascend-fig11.csv is missing" in capsys.readouterr().out
     assert badge_checks.main(["popularity"]) == 2
+
+
+def test_every_run_of_the_usual_profile_has_its_seconds_in_a_committed_reference(monkeypatch):
+    """Else the line `resources` is not met on a fresh clone, which has no records of its own."""
+    monkeypatch.chdir(ROOT)
+    known = Configuration(yaml.safe_load(Path("workflows/config/config.yaml").read_text()), [])
+    seconds = [json.loads(path.read_text()) for path in Path("results/reference").glob("*/times.json")]
+    timed = {run for times in seconds for run in times}
+    assert [run for run in known.runs if run not in timed and run != "testbed-local"] == []
+
+
+def test_an_exhibit_whose_runs_nobody_timed_is_named_with_the_way_to_note_them(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(Configuration, "seconds", lambda self, run: None if run == "kernel-latency-quick" else 60.0)
+    met, text = badge_checks.budgets()
+    assert (met, text.partition(":")[0]) == (False, "cxl-fig04")
+    assert "--times-only" in text

@@ -1,5 +1,6 @@
 """What a committed reference says of claims is what its records decide."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,3 +16,19 @@ def test_the_claims_of_a_reference_are_those_that_its_records_decide(folder: Pat
     verdicts = reference.decided_by(folder)
     assert verdicts == claims.read_verdicts(folder / "claims.csv"), "python -m workflows.derive.reference --records ..."
     assert {verdict.lane for verdict in verdicts} <= {"measured"}  # none where the records are of no claim
+
+
+def test_the_seconds_of_runs_are_kept_without_their_records_where_that_is_asked_for(tmp_path: Path) -> None:
+    """Of a busy machine: the minutes that a run takes are known, and no number of it is anybody's reference."""
+    kept = json.loads((registry.ROOT / "results/reference/xeon-amx-2core/bench-saves.json").read_text())
+    path = tmp_path / "bench-saves.json"
+    path.write_text(json.dumps({**kept, "dirty": True, "wall_s": 61.26}))
+    reference.main(["--records", str(path), "--out-dir", str(tmp_path / "out"), "--times-only"])
+    (folder,) = (tmp_path / "out").iterdir()
+    assert [each.name for each in folder.iterdir()] == ["times.json"]
+    assert json.loads((folder / "times.json").read_text()) == {"bench-saves": 61.3}
+    with pytest.raises(SystemExit):
+        reference.main(["--records", str(path), "--out-dir", str(tmp_path / "out")])
+    path.write_text(json.dumps({**kept, "dirty": False}))
+    reference.main(["--records", str(path), "--out-dir", str(tmp_path / "out")])
+    assert {"bench-saves.json", "claims.csv"} <= {each.name for each in folder.iterdir()}

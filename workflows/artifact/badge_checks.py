@@ -96,10 +96,12 @@ def budgets() -> Found:
     vague = [name for name, text in budget.items() if "not timed yet" in text and not text.startswith("about")]
     timed = sum(text.startswith("about") for text in budget.values())
     if vague:
-        return False, f"{len(vague)} exhibits of the profile quick have runs of unknown length: {', '.join(vague[:5])}"
+        how = "run them, then python -m workflows.derive.reference --times-only --records FILE ..."
+        return False, f"{', '.join(vague)}: nobody has timed their runs of the profile quick; {how}"
     return (
         True,
-        f"{timed} exhibits of the profile quick say the minutes of their runs, {len(budget) - timed} have no runs",
+        f"{timed} exhibits say the minutes of their runs in the profile quick; {len(budget) - timed} have none in it: "
+        "they are computed, quoted or drawn in seconds",
     )
 
 

@@ -4,7 +4,9 @@ claims that all of the folder's records decide (claims.csv).
 A compact record has what rows are derived from, but for curves over time: of its ledger the buffers alive at the peak,
 summed by owner, and no sampled trace. Name the host with MEMASCEND_HOST when measuring.
 
-usage: python -m workflows.derive.reference --records results/raw/*.json
+usage: python -m workflows.derive.reference --records results/raw/*.json [--times-only]
+
+With --times-only nothing but the seconds of the runs is kept: of a busy machine or a changed tree too.
 """
 
 from __future__ import annotations
@@ -57,25 +59,27 @@ def at_peak(ledger: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sums
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--records", type=Path, nargs="+", required=True, help="run records (JSON)")
     parser.add_argument("--out-dir", type=Path, default=registry.ROOT / "results/reference")
-    args = parser.parse_args()
+    parser.add_argument("--times-only", action="store_true", help="keep only the seconds of the runs (times.json)")
+    args = parser.parse_args(argv)
     hosts = set()
     try:
         for record in load(args.records):
             host = record["host"]["name"]
             if host == "local":
                 raise tidy.TableError(f"{record['_path']}: the machine has no name; measure with MEMASCEND_HOST set")
-            if record["dirty"]:
+            if record["dirty"] and not args.times_only:
                 raise tidy.TableError(f"{record['_path']}: measured from a changed tree; commit, and run again")
-            if record["kind"] != "testbed":
+            if record["kind"] != "testbed" and not args.times_only:
                 text = json.dumps(compact(record), separators=(",", ":")) + "\n"
                 out = args.out_dir / host / f"{record['run_id']}.json"
                 tidy.atomically(out, lambda path, text=text: path.write_text(text))
             note_time(args.out_dir / host / "times.json", record)
-            hosts.add(args.out_dir / host)
+            if not args.times_only:
+                hosts.add(args.out_dir / host)
         for folder in hosts:
             claims.write(decided_by(folder), folder / "claims.csv")
     except (tidy.TableError, OSError) as error:
