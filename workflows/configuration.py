@@ -191,8 +191,10 @@ class Configuration:
     def __init__(self, config: dict[str, Any], words: list[str]) -> None:
         checked(config, "config.schema.json", "config")
         self.config, self.words = config, words
-        self.raw, self.derived, self.published, self.figures, self.reference = (
-            config[f"{name}_dir"] for name in ("raw", "derived", "published", "figures", "reference")
+        self.published, self.reference = config["published_dir"], config["reference_dir"]
+        self.host: str | None = config.get("host")
+        self.raw, self.derived, self.figures = (
+            self._own(config[f"{name}_dir"]) for name in ("raw", "derived", "figures")
         )
         for folder in (self.raw, self.derived, self.figures):
             existing = next(p for p in [Path(folder), *Path(folder).parents] if p.exists())
@@ -227,6 +229,10 @@ class Configuration:
     def node(self) -> dict[str, Any] | None:
         """What a node of a cluster has, where runs are jobs of one; None where they run on this machine."""
         return {"scratch": "/tmp"} | self.config["node"] if "node" in self.config else None
+
+    def _own(self, folder: str) -> str:
+        """A folder of results: of the named host alone, so that two that share a file system never write one record."""
+        return f"{folder}/{self.host}" if self.host else folder
 
     @property
     def lock(self) -> str:
@@ -421,7 +427,7 @@ class Configuration:
     def artifact(self) -> str:
         """The zip of the profile, named for the project's version."""
         project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
-        folder = self.config.get("artifact_dir", "artifact")
+        folder = self._own(self.config.get("artifact_dir", "artifact"))
         return f"{folder}/memascend-{project['version']}-{self.config['profile']}.zip"
 
     @property

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from workflows.configuration import score
 from workflows.run import no_result
 from workflows.run.children import scratch_folder
+from workflows.run.provenance import HOST
 
 if TYPE_CHECKING:
     from workflows.configuration import Configuration
@@ -158,6 +159,7 @@ def start_servers(known: Configuration) -> None:
     They end with this one; the folder of their sockets, which this process holds, does too. Runs that are jobs of a
     cluster have none: a fork would belong to no job, nor perhaps to the node.
     """
+    name_host(known)
     stack = ExitStack()
     folder = stack.enter_context(scratch_folder())
     atexit.register(stack.close)
@@ -177,6 +179,13 @@ def start_servers(known: Configuration) -> None:
 
 def leave_servers(known: Configuration) -> None:
     """In a job on a node: the servers that the environment names are of the machine that sent it."""
+    name_host(known)
     for variable in SERVERS:
         os.environ.pop(variable, None)
     os.environ["MEMASCEND_EXHIBITS"] = known.exhibits_of_runs
+
+
+def name_host(known: Configuration) -> None:
+    """For all records of this call, the name that the configuration gives; else the caller's."""
+    if known.host:
+        os.environ[HOST] = known.host

@@ -121,6 +121,21 @@ def load(paths: list[Path]) -> list[dict[str, Any]]:
     return records
 
 
+def apart(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records, where a host's name stands for one machine. TableError where two have it: tables would join them."""
+    machines: dict[str, tuple[str, Path]] = {}
+    for record in records:
+        host, path = record["host"], record["_path"]
+        machine = f"{host['cpu']}, {host['cores']} cores"
+        known, first = machines.setdefault(host["name"], (machine, path))
+        if machine != known:
+            raise tidy.TableError(
+                f"{first} and {path} are of two machines ({known}; {machine}) under one name, {host['name']}: delete "
+                "those of one, or give each machine a name and folders of its own (--config host=NAME)"
+            )
+    return records
+
+
 def without_temporaries(trace: pd.DataFrame, seconds: float) -> tuple[float | None, float]:
     """When a check that allocates nothing ran: it opens the last step's optimizer phase."""
     phases = [p for p in trace["phase"] if p.endswith("-optimizer")]

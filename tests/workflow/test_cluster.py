@@ -21,6 +21,7 @@ from workflows import console, registry
 from workflows.configuration import Configuration
 from workflows.console import SERVERS
 from workflows.derive import claims
+from workflows.run import provenance
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE = {"cores": 32, "memory_gib": 60, "scratch": "/local"}
@@ -78,6 +79,31 @@ def test_on_one_machine_nothing_of_that_is_asked_for(monkeypatch) -> None:
     assert here.threads(TIMED, 3) == 3
 
 
+def test_a_named_host_has_folders_of_its_own_and_its_name_in_its_records(tmp_path, monkeypatch) -> None:
+    """So that two that share a file system never write one record, nor take each other's for theirs."""
+    monkeypatch.setenv("MEMASCEND_HOST", "of-the-caller")
+    here = known(monkeypatch, node=NODE, host="genoa")
+    other = known(monkeypatch, node=NODE, host="milan")
+    assert (here.raw, here.derived, here.figures) == ("results/raw/genoa", "results/derived/genoa", "figures/genoa")
+    assert f"--out results/raw/genoa/{TIMED}.json" in here.command(TIMED)
+    assert here.artifact.startswith("artifact/genoa/memascend-")
+    assert set(here.all_records(here.built)).isdisjoint(other.all_records(other.built))
+    # A bundle reads the same configuration once more.
+    assert Configuration(json.loads(json.dumps(here.config)), []).raw == here.raw
+    console.leave_servers(here)
+    assert provenance.host.__wrapped__()["name"] == "genoa"
+    with pytest.raises(SystemExit, match="config: host: 'a/b' does not match"):
+        known(monkeypatch, host="a/b")
+
+
+def test_without_a_name_for_the_host_folders_and_name_are_the_caller_s(monkeypatch) -> None:
+    monkeypatch.setenv("MEMASCEND_HOST", "of-the-caller")
+    here = known(monkeypatch, node=NODE)
+    assert (here.raw, here.artifact.rpartition("/")[0]) == ("results/raw", "artifact")
+    console.leave_servers(here)
+    assert provenance.host.__wrapped__()["name"] == "of-the-caller"
+
+
 def test_gpus_are_asked_for_by_runs_on_one_and_not_named_elsewhere(monkeypatch) -> None:
     on_gpus = known(monkeypatch, node=NODE, profile="gpu")
     asks = {run_id: asked(on_gpus, "gpu", run_id) for run_id in on_gpus.runs}
@@ -103,7 +129,7 @@ def test_where_runs_are_jobs_pictures_alone_have_a_server(tmp_path, monkeypatch,
     monkeypatch.setattr(console.atexit, "register", lambda end: None)
     for name in (*SERVERS, "MEMASCEND_EXHIBITS"):
         monkeypatch.setenv(name, "")
-    console.start_servers(SimpleNamespace(raw=str(tmp_path / "raw"), exhibits_of_runs="{}", node=node))
+    console.start_servers(SimpleNamespace(raw=str(tmp_path / "raw"), exhibits_of_runs="{}", node=node, host=None))
     assert started == modules
 
 

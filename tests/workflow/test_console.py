@@ -189,7 +189,9 @@ def test_the_folder_of_the_servers_sockets_outlives_the_runs_that_collect_what_k
     monkeypatch.setattr(console_module, "SERVERS", {})
     monkeypatch.setenv("MEMASCEND_EXHIBITS", "")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    console_module.start_servers(SimpleNamespace(raw=str(tmp_path / "raw"), exhibits_of_runs="{}", node=None))
+    console_module.start_servers(
+        SimpleNamespace(raw=str(tmp_path / "raw"), exhibits_of_runs="{}", node=None, host=None)
+    )
     (folder,) = tmp_path.glob(f"{children.SCRATCH}*")
     os.utime(folder, (1, 1))
     with children.scratch_folder(tmp_path):  # a run begins

@@ -13,7 +13,7 @@ from workflow_fixtures import bench, full_set, probed, training, write_records
 
 from workflows import cases, tidy
 from workflows.derive.table import measured_rows, twin_k
-from workflows.records import FIG08_METRICS, Run, last_check, load, measured_on
+from workflows.records import FIG08_METRICS, Run, apart, last_check, load, measured_on
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,6 +28,16 @@ def number(table: pd.DataFrame, **where: str) -> float:
         table = table[table[column] == value]
     assert len(table) == 1, table
     return float(table["value"].iloc[0])
+
+
+def test_records_of_two_machines_under_one_name_are_refused_with_both_files(tmp_path: Path) -> None:
+    """As two nodes of a cluster leave them: a table would join their numbers."""
+    mine, theirs = training("Qwen2.5-7B", "as_published", "fp16", 1), training("Qwen2.5-7B", "as_published", "bf16", 1)
+    theirs["host"] = {**theirs["host"], "cpu": "another processor"}
+    with pytest.raises(tidy.TableError, match=r"fp16\S+json and \S+bf16\S+json are of two machines .*\(--config host="):
+        apart(load(write_records(tmp_path, [mine, theirs])))
+    theirs["host"]["name"] = "genoa"
+    assert len(apart(load(write_records(tmp_path, [mine, theirs])))) == 2
 
 
 def test_a_twins_bytes_are_given_raw_and_at_the_originals_size(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pandas as pd
 from workflows import tidy
 from workflows.cases import FAILED, of_record
 from workflows.derive import figure
-from workflows.records import RUN_COLUMNS, load, run_summary
+from workflows.records import RUN_COLUMNS, apart, load, run_summary
 
 
 def paper_of(exhibit: str) -> str:
@@ -112,7 +112,7 @@ def make(
     draw_in: Path | None = None,
 ) -> None:
     """Write an exhibit's table; with `runs_out` its list of runs, with `draw_in` its picture in that folder too."""
-    loaded = load(records)
+    loaded = apart(load(records))
     lanes = [measured_rows(paper_of(exhibit), loaded)]
     lanes.append(reference_rows(exhibit, load(reference), lanes[0]))
     planned = tidy.read_table(modelled) if modelled else lanes[0].iloc[:0]

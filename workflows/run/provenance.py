@@ -20,6 +20,7 @@ from workflows.staleness import versions
 
 _BEGAN = time.monotonic()  # a record's program has a process of its own
 ROOT = Path(__file__).resolve().parents[2]
+HOST = "MEMASCEND_HOST"  # the machine's name in records and tables
 EXHIBITS = "MEMASCEND_EXHIBITS"  # {run id: exhibits that are drawn from it}, from the rules
 
 
@@ -50,7 +51,7 @@ def host() -> dict[str, Any]:
     memory = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal")]
     total = int(memory[0].split()[1]) * 1024
     return {
-        "name": os.environ.get("MEMASCEND_HOST", "local"),
+        "name": os.environ.get(HOST, "local"),
         "cpu": cpu,
         "cores": os.cpu_count(),
         "memory_bytes": total,
