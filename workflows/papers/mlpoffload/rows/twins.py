@@ -105,17 +105,34 @@ def of_originals(records: list[dict[str, Any]], originals: Iterable[Original]) -
         if not meeting:
             continue
         record = min(meeting, key=lambda each: abs(_held(each) - original.held))
-        steps = {arm: step_seconds(point) for arm, point in _arms(record).items()}
-        cells = {"model": original.model, "testbed": measured_on(record)}
-        compared = {("mlpoffload-fig07", "MLP-Offload / ZeRO-3", "iteration_speedup"): (ZERO, OURS), **RATIOS}
-        for (exhibit, series, metric), (slow, fast) in compared.items():
-            if ARMS[slow] in steps and ARMS[fast] in steps:
-                ratios = [a / b for a, b in zip(steps[ARMS[slow]], steps[ARMS[fast]], strict=True)]
-                low, middle, high = quartiles(ratios)
-                noise = f"N/A (quartiles {low:.2f} and {high:.2f}: the machine was busy)"
-                value = original.refusal(record) or (middle if high - low <= LARGEST_SPREAD * middle else noise)
-                at = cells | {"series": series + original.ending}
-                yield of_record(record, exhibit, metric.removesuffix("_max") + OF_TWIN, value, "x", **at)
+        yield from _compared(record, original)
+
+
+def _compared(record: dict[str, Any], original: Original) -> Iterator[Row]:
+    arms, refusal = _arms(record), original.refusal(record)
+    cells = {"model": original.model, "testbed": measured_on(record)}
+    steps = {arm: step_seconds(point) for arm, point in arms.items()}
+    updates = {arm: point["optimizer_s"] for arm, point in arms.items()}
+    compared = {
+        ("mlpoffload-fig07", "MLP-Offload / ZeRO-3", "iteration_speedup"): (steps, ZERO, OURS),
+        ("mlpoffload-fig07", "MLP-Offload / ZeRO-3", "speedup_max"): (updates, ZERO, OURS),
+        **{row: (steps, *both) for row, both in RATIOS.items()},
+    }
+    for (exhibit, series, metric), (seconds, slow, fast) in compared.items():
+        if ARMS[slow] in seconds and ARMS[fast] in seconds:
+            ratios = [a / b for a, b in zip(seconds[ARMS[slow]], seconds[ARMS[fast]], strict=True)]
+            low, middle, high = quartiles(ratios)
+            noise = f"N/A (quartiles {low:.2f} and {high:.2f}: the machine was busy)"
+            value = refusal or (middle if high - low <= LARGEST_SPREAD * middle else noise)
+            at = cells | {"series": series + original.ending}
+            yield of_record(record, exhibit, metric.removesuffix("_max") + OF_TWIN, value, "x", **at)
+    for series in (ZERO, OURS):
+        for name, said in PHASES.items():
+            at = cells | {"series": series + original.ending, "x": ("phase", said)}
+            value = refusal or median(arms[ARMS[series]][name])
+            yield of_record(record, "mlpoffload-fig07", "time" + OF_TWIN, value, "s", **at)
+        value, at = refusal or median(steps[ARMS[series]]), cells | {"series": series + original.ending}
+        yield of_record(record, "mlpoffload-fig07", "iteration_time" + OF_TWIN, value, "s", **at)
 
 
 def _arms(record: dict[str, Any]) -> dict[str, Any]:
