@@ -70,7 +70,7 @@ class LoHan(PlannedSystem):
             raise ValueError(
                 f"arm {config.arm!r} decides by itself what goes to the SSD: leave checkpointing as it is (offloaded)"
             )
-        if config.block_fates() is not None:
+        if config.activation_policy() is not None:
             raise ValueError("system 'lohan' decides by products, not by blocks: set activations to auto, all or bytes")
         if config.accumulation == "vertical" and (config.checkpointing == "ssd" or config.arm in SWAPPING_ARMS):
             raise ValueError(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from memascend.arrangements import Arrangement
+from memascend.deprecation import warn_renamed
 from memascend.memory.placement_policy import LATENCY_FIRST, PlacementPolicy
 
 if TYPE_CHECKING:
@@ -47,7 +48,13 @@ class PlannedSystem(Described):
     arms: Mapping[str, Arrangement]
     buffers: Callable[[RankFootprint], None]
     tasks: Callable[[Step], None] | None = None  # None: its steps are not simulated yet
-    chooses_fates: bool = False  # its schedule follows `Workload.fates`
+    chooses_policies: bool = False  # its schedule follows `Workload.activation_policies`
+    chooses_fates: InitVar[bool | None] = None  # deprecated: `chooses_policies`
+
+    def __post_init__(self, chooses_fates: bool | None) -> None:
+        if chooses_fates is not None:
+            warn_renamed("PlannedSystem(chooses_fates=...)", "chooses_policies=...")
+            object.__setattr__(self, "chooses_policies", chooses_fates)
 
     def defaults(self, arm: str) -> Mapping[str, Any]:
         """Keys of a training's configuration that an arm takes where the user names none."""

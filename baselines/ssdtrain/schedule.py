@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from memascend.fates import KEEP, OFFLOAD, RECOMPUTE
+from memascend.activation_policy import KEEP, OFFLOAD, RECOMPUTE
 from memascend.planner.pieces import PIECES_PER_BLOCK
 from memascend.planner.step import SAVED
 
@@ -49,19 +49,19 @@ class Region:
     saved: float
     entry: float
     working: float
-    fate: str = KEEP
+    policy: str = KEEP
     forwarded: bool = False
 
 
 def schedule(step: Step) -> None:
-    regions, done = regions_of(step, step.work.fates), ""
+    regions, done = regions_of(step, step.work.activation_policies), ""
     for batch in range(min(step.work.accumulation, _MOST_BATCHES)):
         done = forward(step, regions, batch=batch, after=done)
         done = backward(step, regions, batch=batch, after=done)
 
 
-def regions_of(step: Step, fates: Sequence[str] | None = None) -> list[Region]:
-    """In the order of forward; `fates` says what becomes of each block (or fold of blocks), else the arm does."""
+def regions_of(step: Step, policies: Sequence[str] | None = None) -> list[Region]:
+    """In the order of forward; `policies` says what becomes of each block (or fold of blocks), else the arm does."""
     work, inner = step.work, step.pieces[1:-1]
     tokens, spec, last = work.batch * work.context, work.spec, PIECES_PER_BLOCK - 1
     block = tokens * _saved_per_token(step)
@@ -71,13 +71,13 @@ def regions_of(step: Step, fates: Sequence[str] | None = None) -> list[Region]:
         blocks = spec.layers * piece.flops / whole  # blocks are alike, and share their products and bytes
         working = block if number % PIECES_PER_BLOCK == last else 0.0
         regions.append(Region(piece=piece, saved=blocks * block, entry=blocks * entry, working=working))
-    if fates is None:
-        chosen = _fates_of_arm(step, regions)
+    if policies is None:
+        chosen = _policies_of_arm(step, regions)
     else:
-        chosen = [fate for fate in fates for _ in range(PIECES_PER_BLOCK)]
+        chosen = [policy for policy in policies for _ in range(PIECES_PER_BLOCK)]
     if len(chosen) != len(regions):
-        raise ValueError(f"{len(chosen) // PIECES_PER_BLOCK} fates for {len(regions) // PIECES_PER_BLOCK} blocks")
-    regions = [replace(region, fate=fate) for region, fate in zip(regions, chosen, strict=True)]
+        raise ValueError(f"{len(chosen) // PIECES_PER_BLOCK} policies for {len(regions) // PIECES_PER_BLOCK} blocks")
+    regions = [replace(region, policy=policy) for region, policy in zip(regions, chosen, strict=True)]
     late = _forwarded(step, regions)
     return [replace(region, forwarded=region.piece.name in late) for region in regions]
 
@@ -92,17 +92,17 @@ def _saved_per_token(step: Step) -> int:
     return block_bytes_per_token(spec, step.work.context, flash=stack.flash, fused=stack.fused)
 
 
-def _fates_of_arm(step: Step, regions: list[Region]) -> list[str]:
+def _policies_of_arm(step: Step, regions: list[Region]) -> list[str]:
     arm = step.work.arm_name
     if arm in (KEEP, RECOMPUTE):
         return [arm] * len(regions)
     kept = 0 if arm == "as_published" else PIECES_PER_BLOCK
     room = _taken_in_forward(step) if arm == "hybrid" else float("inf")
-    fates, used = [], 0.0
+    policies, used = [], 0.0
     for region in regions[: len(regions) - kept]:
         used += region.saved
-        fates.append(OFFLOAD if used <= room else KEEP)
-    return fates + [KEEP] * kept
+        policies.append(OFFLOAD if used <= room else KEEP)
+    return policies + [KEEP] * kept
 
 
 # -- what becomes of a region in time ----------------------------------------------------------------------------------
@@ -137,14 +137,14 @@ def _forwarded(step: Step, regions: list[Region]) -> set[str]:
     at, stored, ends = _products(step, "forward", step.pieces[0]) / flops, 0.0, {}
     for region in regions:
         at += _products(step, "forward", region.piece) / flops
-        if region.fate == OFFLOAD:
+        if region.policy == OFFLOAD:
             stored = ends[region.piece.name] = max(stored, at) + region.saved / write
     at += sum(_products(step, phase, step.pieces[-1]) for phase in ("forward", "backward")) / flops
     late = set()
     for region in reversed(regions):
         if ends.get(region.piece.name, 0.0) > at - region.saved / read:
             late.add(region.piece.name)
-        at += _products(step, "backward", region.piece, region.fate == RECOMPUTE) / flops
+        at += _products(step, "backward", region.piece, region.policy == RECOMPUTE) / flops
     return late
 
 
@@ -157,9 +157,9 @@ def forward(step: Step, regions: list[Region], *, batch: int = 0, after: str = "
     done = _compute(step, "forward", batch, first, (after,))
     for region in regions:
         done = _compute(step, "forward", batch, region.piece, (done,))
-        size = region.entry if region.fate == RECOMPUTE else region.saved
+        size = region.entry if region.policy == RECOMPUTE else region.saved
         saved = _saves(step, batch, region.piece, size, done)
-        if region.fate == OFFLOAD:
+        if region.policy == OFFLOAD:
             gone = {} if region.forwarded else {SAVED: size}
             _transfer(step, "store", batch, region, after=(saved,), gives=gone)
     done = _compute(step, "forward", batch, last, (done,))
@@ -173,14 +173,14 @@ def backward(step: Step, regions: list[Region], *, batch: int = 0, after: str) -
     before, done = after, _compute(step, "backward", batch, last, (after,), {SAVED: _loss_bytes(step)})
     loaded, block = "", 0.0
     for region in reversed(regions):
-        gives, ready, again = {SAVED: region.saved}, [done], region.fate == RECOMPUTE
+        gives, ready, again = {SAVED: region.saved}, [done], region.policy == RECOMPUTE
         if again:
             block = region.working or block
             gives = {SAVED: block / PIECES_PER_BLOCK + region.entry}
             if region.working:
                 name = f"recompute {batch}: {region.piece.name}"
                 ready = [step.add(name, "backward", after=(done,), takes={SAVED: region.working})]
-        elif region.fate == OFFLOAD and not region.forwarded:
+        elif region.policy == OFFLOAD and not region.forwarded:
             wait = (before, loaded, f"store {batch}: {region.piece.name}")  # while backward works on the piece behind
             loaded = _transfer(step, "load", batch, region, after=wait, takes=gives)
             ready.append(loaded)

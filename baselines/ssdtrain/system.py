@@ -64,4 +64,4 @@ class SSDTrain(PlannedSystem):
         return Setup(backend=IN_MEMORY, settings={"update": "torch", "group_elements": None, **folder}, swaps=on_ssd)
 
 
-SYSTEM = SSDTrain(name="ssdtrain", arms=_ARMS, buffers=footprint, tasks=schedule, chooses_fates=True)
+SYSTEM = SSDTrain(name="ssdtrain", arms=_ARMS, buffers=footprint, tasks=schedule, chooses_policies=True)

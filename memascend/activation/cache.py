@@ -33,7 +33,7 @@ from memascend.activation.saved import ActivationError, InMemory, Region, View, 
 from memascend.activation.staged import StagedTier
 from memascend.activation.sweep import Sweep
 from memascend.activation.transfer import has_streams
-from memascend.fates import KEEP, OFFLOAD
+from memascend.activation_policy import KEEP, OFFLOAD
 from memascend.memory.pinned import Allocator
 from memascend.storage.completion import Completion
 from memascend.storage.tier import Tier
@@ -58,7 +58,7 @@ class ActivationCache:
     Args:
         tier: owned from now on: :meth:`close` closes it.
         options: what is offloaded; immutable.
-        fates: what the modules of fate OFFLOAD save goes to the tier, all else stays, and `amount` does not count.
+        policies: what the modules of policy OFFLOAD save goes to the tier, all else stays, and `amount` does not count.
         allocator: of page-locked memory for tensors of a device with streams (default: exact, no ledger).
 
     Attributes:
@@ -75,12 +75,12 @@ class ActivationCache:
         self,
         tier: Tier,
         options: CacheOptions | None = None,
-        fates: Mapping[torch.nn.Module, str] | None = None,
+        policies: Mapping[torch.nn.Module, str] | None = None,
         *,
         allocator: Allocator | None = None,
     ) -> None:
         self.options = options or CacheOptions()
-        self._fates = None if fates is None else weakref.WeakKeyDictionary(fates)
+        self._policies = None if policies is None else weakref.WeakKeyDictionary(policies)
         self.tier: Tier | StagedTier = tier
         # How many bytes of the next forward pass are offloaded; with amount="auto" decided anew after each.
         self.plan = Plan(offload_bytes=self.options.amount if isinstance(self.options.amount, int) else None)
@@ -207,7 +207,7 @@ class ActivationCache:
             return
         with self._lock:
             self.record = record
-            if self._fates is not None:
+            if self._policies is not None:
                 return
             plan = next_plan(
                 record, self.options.amount, self.tier.transferred.write_bytes_per_s, _free_device_bytes(self._device)
@@ -319,8 +319,8 @@ class ActivationCache:
 
     def _is_to_be_offloaded(self, saved: Region) -> bool:
         offloaded = self._local.record.offloaded_bytes if self._recording() else 0
-        if self._fates is not None:
-            if self._fate() != OFFLOAD:
+        if self._policies is not None:
+            if self._policy() != OFFLOAD:
                 return False
         elif self.plan.offload_bytes is not None and offloaded + saved.nbytes > self.plan.offload_bytes:
             return False
@@ -331,10 +331,10 @@ class ActivationCache:
             return self._stays("less than reserve_bytes=%d would be left free", self.options.reserve_bytes)
         return True
 
-    def _fate(self) -> str:
+    def _policy(self) -> str:
         """Of the innermost block that runs; what lies outside of all blocks is kept."""
         stack = getattr(self._local, "stack", None) or ()
-        return next((self._fates[module] for module in reversed(stack) if module in self._fates), KEEP)
+        return next((self._policies[module] for module in reversed(stack) if module in self._policies), KEEP)
 
     def _stays(self, reason: str, number: int) -> bool:
         if reason not in self._warned:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from memascend.activation.checkpointing import switch_on
-from memascend.fates import RECOMPUTE, BlockFates
+from memascend.activation_policy import RECOMPUTE, ActivationPolicy
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -16,29 +16,29 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list(max(lists, key=len, default=()))
 
 
-def fates_of_blocks(model: torch.nn.Module, fates: BlockFates, where: str) -> dict[torch.nn.Module, str]:
-    """Each block with its fate; ValueError, in one line, where their numbers differ."""
+def block_policies(model: torch.nn.Module, policy: ActivationPolicy, where: str) -> dict[torch.nn.Module, str]:
+    """Each block with its policy; ValueError, in one line, where their numbers differ."""
     blocks = blocks_of(model)
-    return dict(zip(blocks, fates.a_block(len(blocks), where), strict=True))
+    return dict(zip(blocks, policy.per_block(len(blocks), where), strict=True))
 
 
-def recompute_blocks(model: Any, fates: dict[torch.nn.Module, str], options: dict[str, Any]) -> None:
-    """Gradient checkpointing of a transformers model in those of its blocks whose fate it is, and in no others.
+def recompute_blocks(model: Any, policies: dict[torch.nn.Module, str], options: dict[str, Any]) -> None:
+    """Gradient checkpointing of a transformers model in those of its blocks whose policy it is, and in no others.
 
     `options` go to `torch.utils.checkpoint.checkpoint`. Raises ValueError for a model whose blocks have no switch each,
     as in transformers before 5.
     """
-    if RECOMPUTE not in fates.values():
+    if RECOMPUTE not in policies.values():
         return
     switch_on(model, options)
     for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False) and module not in fates:
+        if getattr(module, "gradient_checkpointing", False) and module not in policies:
             module.gradient_checkpointing = False
-    without = [block for block in fates if not hasattr(block, "gradient_checkpointing")]
+    without = [block for block in policies if not hasattr(block, "gradient_checkpointing")]
     if without:
         raise ValueError(
             f"{type(without[0]).__name__} has no per-block switch for gradient checkpointing, so that single blocks "
             "cannot be recomputed: use transformers 5, or a mix of keep and offload"
         )
-    for block, fate in fates.items():
-        block.gradient_checkpointing = fate == RECOMPUTE
+    for block, policy in policies.items():
+        block.gradient_checkpointing = policy == RECOMPUTE

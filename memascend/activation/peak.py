@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from memascend.activation.record import Plan, Record, block_of
-from memascend.fates import KEEP, OFFLOAD, RECOMPUTE
+from memascend.activation_policy import KEEP, OFFLOAD, RECOMPUTE
 from memascend.simulator import Drive, Fifo, Machine, Played, Task, play
 
 _POOL, _AHEAD = "saved activations", "read ahead"
@@ -34,7 +34,7 @@ class _Region:
 
     nbytes: float
     seconds: float
-    fate: str
+    policy: str
     block: str | None
 
 
@@ -46,18 +46,18 @@ def predicted_peak(
     read_bytes_per_s: float,
     prefetch_bytes: float,
     backward_over_forward: float = 2.0,
-    fates: Mapping[str, str] | None = None,
+    policies: Mapping[str, str] | None = None,
     entry_bytes: float = 0.0,
 ) -> PredictedPeak:
     """Play one forward and backward pass with the sizes and times of `record`.
 
     A region enters the pool when it is saved, leaves it when it has been written, comes back when it is read ahead and
     leaves for good when backward has used it. One whose write has not ended by then is forwarded: it is not read.
-    `fates`: of blocks by their name, in place of `plan`; what lies outside is kept. A block that is computed again
+    `policies`: of blocks by their name, in place of `plan`; what lies outside is kept. A block that is computed again
     leaves `entry_bytes`, its input, and all that it saves comes back before its backward. `record` is then of a pass
     that keeps everything.
     """
-    regions = _folded(_regions(record, plan, fates))
+    regions = _folded(_regions(record, plan, policies))
     machine = Machine(
         name="activations",
         resources={
@@ -66,13 +66,13 @@ def predicted_peak(
         },
         pools={
             _POOL: float("inf"),
-            _AHEAD: max(prefetch_bytes, *(r.nbytes for r in regions if r.fate == OFFLOAD), 0.0),
+            _AHEAD: max(prefetch_bytes, *(r.nbytes for r in regions if r.policy == OFFLOAD), 0.0),
         },
     )
     forward = _forward(regions, entry_bytes)
     begun = play(forward, machine)
     written = {event.name: event.end_s for event in begun.events if event.name.startswith("write ")}
-    sent = [number for number, region in enumerate(regions) if region.fate == OFFLOAD]
+    sent = [number for number, region in enumerate(regions) if region.policy == OFFLOAD]
     # Forwarded is what is still being written when backward comes to it. Whatever holds backward up lets more of it be
     # written, and read, before that: again until it holds.
     read = {n for n in sent if written[f"write {n}"] <= _comes(regions, n, backward_over_forward)}
@@ -86,14 +86,14 @@ def predicted_peak(
     return PredictedPeak(
         peak_bytes=played.peak(_POOL),
         kept_bytes=record.bytes,
-        offloaded_bytes=int(sum(region.nbytes for region in regions if region.fate == OFFLOAD)),
+        offloaded_bytes=int(sum(region.nbytes for region in regions if region.policy == OFFLOAD)),
         seconds=_end(played),
     )
 
 
 def _comes(regions: list[_Region], number: int, ratio: float) -> float:
     """When backward comes to a region, if nothing holds it up."""
-    behind = sum(region.seconds * (ratio + (region.fate == RECOMPUTE)) for region in regions[number + 1 :])
+    behind = sum(region.seconds * (ratio + (region.policy == RECOMPUTE)) for region in regions[number + 1 :])
     return sum(region.seconds for region in regions) + behind
 
 
@@ -101,32 +101,32 @@ def _end(played: Played) -> float:
     return max((event.end_s for event in played.events if event.resource == "device"), default=0.0)
 
 
-def _regions(record: Record, plan: Plan, fates: Mapping[str, str] | None) -> list[_Region]:
+def _regions(record: Record, plan: Plan, policies: Mapping[str, str] | None) -> list[_Region]:
     regions: list[_Region] = []
     offloaded, last_s = 0, 0.0
     for name, nbytes, at_s in record.tensors:
         block = block_of(name)
-        if fates is not None:
-            fate = fates.get(block, KEEP) if block else KEEP
+        if policies is not None:
+            policy = policies.get(block, KEEP) if block else KEEP
         else:
             goes = plan.offload_bytes is None or offloaded + nbytes <= plan.offload_bytes
             offloaded += nbytes if goes else 0
-            fate = OFFLOAD if goes else KEEP
-        regions.append(_Region(nbytes=float(nbytes), seconds=max(0.0, at_s - last_s), fate=fate, block=block))
+            policy = OFFLOAD if goes else KEEP
+        regions.append(_Region(nbytes=float(nbytes), seconds=max(0.0, at_s - last_s), policy=policy, block=block))
         last_s = at_s
     # What comes after the last region saves nothing, and its backward comes first.
     tail_s = max(0.0, record.forward_s - last_s)
-    return [*regions, _Region(nbytes=0.0, seconds=tail_s, fate=KEEP, block=None)]
+    return [*regions, _Region(nbytes=0.0, seconds=tail_s, policy=KEEP, block=None)]
 
 
 def _folded(regions: list[_Region]) -> list[_Region]:
-    """Neighbours of one block and fate together, where there are many; what is computed again, block by block."""
+    """Neighbours of one block and policy together, where there are many; what is computed again, block by block."""
     fold = 1 + 3 * len(regions) // _MOST_TASKS
     folded: list[_Region] = []
     for number, region in enumerate(regions):
         last = folded[-1] if folded else None
-        joined = number % fold or region.fate == RECOMPUTE
-        if last is not None and joined and (last.fate, last.block) == (region.fate, region.block):
+        joined = number % fold or region.policy == RECOMPUTE
+        if last is not None and joined and (last.policy, last.block) == (region.policy, region.block):
             folded[-1] = replace(last, nbytes=last.nbytes + region.nbytes, seconds=last.seconds + region.seconds)
         else:
             folded.append(region)
@@ -139,9 +139,9 @@ def _forward(regions: list[_Region], entry_bytes: float) -> list[Task]:
         before = (f"save {number - 1}",) if number else ()
         tasks.append(Task(name=f"forward {number}", phase="forward", needs={"device": region.seconds}, after=before))
         # Taken at its begin: when the region has been computed.
-        left = entry_bytes if region.fate == RECOMPUTE else region.nbytes
+        left = entry_bytes if region.policy == RECOMPUTE else region.nbytes
         tasks.append(Task(name=f"save {number}", phase="forward", after=(f"forward {number}",), takes={_POOL: left}))
-        if region.fate == OFFLOAD:
+        if region.policy == OFFLOAD:
             tasks.append(
                 Task(
                     name=f"write {number}",
@@ -163,7 +163,7 @@ def _backward(regions: list[_Region], read: set[int], ratio: float, entry_bytes:
     for number in range(len(regions) - 1, -1, -1):
         region = regions[number]
         after = [last]
-        gives = {} if region.fate == OFFLOAD and number not in read else {_POOL: region.nbytes}
+        gives = {} if region.policy == OFFLOAD and number not in read else {_POOL: region.nbytes}
         if number in read:
             tasks.append(
                 Task(
@@ -177,7 +177,7 @@ def _backward(regions: list[_Region], read: set[int], ratio: float, entry_bytes:
             last_read = f"read {number}"
             after.append(last_read)
             gives = {_POOL: region.nbytes, _AHEAD: region.nbytes}
-        elif region.fate == RECOMPUTE:
+        elif region.policy == RECOMPUTE:
             again, held = f"again {number}", f"save again {number}"
             tasks.append(Task(name=again, phase="backward", needs={"device": region.seconds}, after=(last,)))
             tasks.append(Task(name=held, phase="backward", after=(again,), takes={_POOL: region.nbytes}))

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
+from memascend.activation_policy import KEEP, OFFLOAD, RECOMPUTE, ActivationPolicy
 from memascend.bench.rounds import conditions, ratios, spread
-from memascend.fates import KEEP, OFFLOAD, RECOMPUTE, BlockFates
 from memascend.memory.resident import resident_bytes
 
 WAYS = ("keep", "recompute", "save_on_cpu", "ssd", "mix")
@@ -38,8 +38,8 @@ _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "1310
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOptions:
-    """`batches` of `context` tokens per sequence; `mix`: fates of blocks for the way of that name, as
-    :class:`BlockFates` reads them (default: the first half offloaded, then one computed again, the rest kept).
+    """`batches` of `context` tokens per sequence; `mix`: policies of blocks for the way of that name, as
+    :class:`ActivationPolicy` reads them (default: the first half offloaded, then one computed again, the rest kept).
     `repeats`: rounds of each batch. `model`: as :func:`memascend.planner.model_spec` takes it, divided by `twin`."""
 
     model: str
@@ -58,12 +58,12 @@ class ActivationOptions:
         spec = model_spec(self.model)
         return spec.twin(self.twin) if self.twin > 1 else spec
 
-    def fates(self, layers: int) -> BlockFates:
+    def policy(self, layers: int) -> ActivationPolicy:
         if self.mix is not None:
-            return BlockFates.parse(self.mix, "--mix")
+            return ActivationPolicy.parse(self.mix, "--mix")
         sent = layers // 2
         again = min(1, layers - sent - 1)
-        return BlockFates(((OFFLOAD, sent), (RECOMPUTE, again), (KEEP, layers - sent - again)))
+        return ActivationPolicy(((OFFLOAD, sent), (RECOMPUTE, again), (KEEP, layers - sent - again)))
 
 
 def measure(options: ActivationOptions) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def measure(options: ActivationOptions) -> dict[str, Any]:
         wrong = f"unknown way {unknown!r}" if unknown else "without 'keep' there is nothing to compare with"
         raise ValueError(f"--ways: {wrong}; use keep and some of {', '.join(WAYS[1:])}")
     spec = options.spec()
-    options.fates(spec.layers).a_block(spec.layers, "--mix")
+    options.policy(spec.layers).per_block(spec.layers, "--mix")
     asked = asdict(options) | {"folder": str(options.folder)}
     command = [sys.executable, "-m", "memascend.bench.activations", json.dumps(asked)]
     environment = os.environ | _ALLOCATOR | {"OMP_NUM_THREADS": str(options.threads)}
@@ -136,16 +136,16 @@ def _predicted(
         **drive,
         prefetch_bytes=kept_pass["prefetch_bytes"],
         backward_over_forward=backward,
-        fates=dict(zip(blocks, _fates(options, way, len(blocks)), strict=True)),
+        policies=dict(zip(blocks, _policies(options, way, len(blocks)), strict=True)),
         entry_bytes=kept_pass["entry_bytes"],
     )
     return made.seconds, made.peak_bytes
 
 
-def _fates(options: ActivationOptions, way: str, layers: int) -> tuple[str, ...]:
+def _policies(options: ActivationOptions, way: str, layers: int) -> tuple[str, ...]:
     all_alike = {"keep": (KEEP,) * layers, "recompute": (RECOMPUTE,) * layers}
     all_alike["ssd"] = (OFFLOAD,) * (layers - 1) + (KEEP,)  # as the cache does by itself
-    return all_alike[way] if way in all_alike else options.fates(layers).a_block(layers, "--mix")
+    return all_alike[way] if way in all_alike else options.policy(layers).per_block(layers, "--mix")
 
 
 # -- the process that trains -------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class _Trainer:
 
     def __init__(self, options: ActivationOptions) -> None:
         from memascend.activation import ActivationCache, CacheOptions
-        from memascend.activation.mix import fates_of_blocks, recompute_blocks
+        from memascend.activation.mix import block_policies, recompute_blocks
         from memascend.storage.engine_tiers import DirectTier
 
         self.options, spec = options, options.spec()
@@ -165,7 +165,7 @@ class _Trainer:
         self._copied = 0
         self._ends = ExitStack()
 
-        def cache(fates: Mapping[torch.nn.Module, str] | None, prefetch: int) -> ActivationCache:
+        def cache(policies: Mapping[torch.nn.Module, str] | None, prefetch: int) -> ActivationCache:
             chosen = CacheOptions(
                 amount="all",
                 minimum_bytes=max(1, _MINIMUM_BYTES // options.twin**2),
@@ -173,12 +173,12 @@ class _Trainer:
                 reserve_bytes=0,
                 device="cpu",
             )
-            made = ActivationCache(DirectTier.in_file(options.folder, owner="memascend bench"), chosen, fates)
+            made = ActivationCache(DirectTier.in_file(options.folder, owner="memascend bench"), chosen, policies)
             self._ends.callback(made.close)
             return made
 
         piece = _piece_bytes(options, max(options.batches))
-        mix = fates_of_blocks(self.model, options.fates(spec.layers), "--mix")
+        mix = block_policies(self.model, options.policy(spec.layers), "--mix")
         alone = dict.fromkeys(mix, RECOMPUTE)
         self._checkpointed: dict[str, Callable[[], None]] = {
             "recompute": lambda: recompute_blocks(self.model, alone, {"use_reentrant": False}),

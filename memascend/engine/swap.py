@@ -18,8 +18,8 @@ from torch import nn
 
 from memascend.activation import ActivationCache, CacheOptions, attach_cache
 from memascend.activation.host_first import HostFirst
+from memascend.activation_policy import OFFLOAD
 from memascend.engine.operators import Measuring, Replaying, Seen, Taken, Taking, take_off_left_over
-from memascend.fates import OFFLOAD
 from memascend.memory.pinned import Allocator
 from memascend.storage.tier import Tier
 from memascend.swapping import (
@@ -215,8 +215,8 @@ class Swapping:
             below = self._tier()
             tier = HostFirst(below, self._room_bytes, self._allocator) if self._room_bytes else below
             options = CacheOptions(amount="all", minimum_bytes=_LEAST_BYTES, device=self._device.type)
-            fates = dict.fromkeys(self._blocks, OFFLOAD)
-            self.cache = ActivationCache(tier, options, fates, allocator=self._allocator)
+            policies = dict.fromkeys(self._blocks, OFFLOAD)
+            self.cache = ActivationCache(tier, options, policies, allocator=self._allocator)
             self._undo = attach_cache(self.model, self.cache)
         return taken
 

@@ -26,9 +26,9 @@ from memascend.activation import (
     offload_checkpoints,
 )
 from memascend.activation.checkpointing import switch_on
-from memascend.activation.mix import fates_of_blocks, recompute_blocks
+from memascend.activation.mix import block_policies, recompute_blocks
 from memascend.activation.options import CacheStatistics, options_from
-from memascend.fates import EXAMPLE, BlockFates
+from memascend.activation_policy import EXAMPLE, ActivationPolicy
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
 from memascend.ops.cross_entropy import DEFAULT_CHUNK_BYTES, LogitTransform, chunked_linear_cross_entropy
 from memascend.planner.options import MODEL_OPTIONS
@@ -53,7 +53,7 @@ class MemoryOptions:
         ``unsloth`` is Unsloth's offloaded checkpointing (a GPU), ``ssd`` sends what autograd saves to the SSD and
         recomputes nothing.
     activations: for ``ssd``: ``folder`` on the SSD, ``mix`` (what becomes of each block, in place of ``amount``, as
-        :class:`memascend.fates.BlockFates` reads it), and the other fields of :class:`CacheOptions`.
+        :class:`memascend.activation_policy.ActivationPolicy` reads it), and the other fields of :class:`CacheOptions`.
     """
 
     attention: str | None = None
@@ -92,7 +92,7 @@ def _cache_options(section: Mapping[str, Any]) -> CacheOptions:
             raise ValueError(f'memascend.activations.mix must be a text such as "{EXAMPLE}", got {mix!r}')
         if "amount" in section:
             raise ValueError("memascend.activations: 'amount' and 'mix' are mutually exclusive: remove one")
-        BlockFates.parse(mix, _MIX)
+        ActivationPolicy.parse(mix, _MIX)
     return options_from({name: value for name, value in section.items() if name not in ("folder", "mix")})
 
 
@@ -294,19 +294,20 @@ def _apply_ssd(
             "checkpointing 'ssd' needs a folder on the SSD: name one in \"memascend\", "
             '"activations": {"folder": "/mnt/nvme"}'
         )
-    cache_options, fates = _cache_options(section), None
+    cache_options, policies = _cache_options(section), None
     if (mix := section.get("mix")) is not None:
-        fates = fates_of_blocks(model, BlockFates.parse(mix, _MIX), _MIX)
+        policies = block_policies(model, ActivationPolicy.parse(mix, _MIX), _MIX)
         applied._undo.append(_remember_checkpointing(model))
         _switch_off(model)
-        recompute_blocks(model, fates, options)
+        recompute_blocks(model, policies, options)
     elif any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         log.warning(
             "memascend: this model checkpoints its blocks, so only their inputs are offloaded and the rest is "
             "recomputed; call model.gradient_checkpointing_disable() to offload everything"
         )
     where = swap_folder(str(named), "memascend.activations.folder")
-    cache = ActivationCache(DirectTier.in_file(where, owner="activations"), cache_options, fates, allocator=allocator)
+    tier = DirectTier.in_file(where, owner="activations")
+    cache = ActivationCache(tier, cache_options, policies, allocator=allocator)
     try:
         detach = attach_cache(model, cache)
     except BaseException:

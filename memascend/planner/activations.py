@@ -1,6 +1,6 @@
 """Keep, recompute or offload: what becomes of each block's activations within a memory limit (SSDTrain, Fig. 7).
 
-The simulator decides: mixes are played by the schedule of a system that lets the fates of blocks be chosen, and the
+The simulator decides: mixes are played by the schedule of a system that lets the policies of blocks be chosen, and the
 fastest that fits is taken. No torch here.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from memascend.fates import KEEP, OFFLOAD, RECOMPUTE, BlockFates
+from memascend.activation_policy import KEEP, OFFLOAD, RECOMPUTE, ActivationPolicy
 from memascend.planner.machine import Calibrations, Machine
 from memascend.planner.pieces import PIECES_PER_BLOCK, pieces
 from memascend.planner.step import SAVED, step_of
@@ -23,7 +23,7 @@ class Mix:
     """Of the blocks in the order of forward: first those that are offloaded, which have most time to be stored, then
     those that are computed again, last those that are kept, whose backward comes first.
 
-    Blocks of a deep model that the simulator folds share a fate. `peak_bytes`: of saved activations on one GPU.
+    Blocks of a deep model that the simulator folds share a policy. `peak_bytes`: of saved activations on one GPU.
     """
 
     offloaded: int
@@ -38,13 +38,13 @@ class Mix:
         return ", then ".join(f"{count} {what}" for count, what in parts if count)
 
     @property
-    def fates(self) -> BlockFates:
+    def policy(self) -> ActivationPolicy:
         """As `memascend train --activations` takes it."""
-        return BlockFates(((OFFLOAD, self.offloaded), (RECOMPUTE, self.recomputed), (KEEP, self.kept)))
+        return ActivationPolicy(((OFFLOAD, self.offloaded), (RECOMPUTE, self.recomputed), (KEEP, self.kept)))
 
 
 def groups_of(work: Workload) -> int:
-    """How many fates there are: blocks, or folds of neighbours."""
+    """How many policies there are: blocks, or folds of neighbours."""
     return (len(pieces(work)) - 2) // PIECES_PER_BLOCK
 
 
@@ -58,8 +58,8 @@ class Mixes:
 
     def _play(self, offloaded: int, recomputed: int) -> Mix:
         kept = self.groups - offloaded - recomputed
-        fates = (OFFLOAD,) * offloaded + (RECOMPUTE,) * recomputed + (KEEP,) * kept
-        work = replace(self.work, fates=fates)
+        policies = (OFFLOAD,) * offloaded + (RECOMPUTE,) * recomputed + (KEEP,) * kept
+        work = replace(self.work, activation_policies=policies)
         made = step_time(work, self.machine, calibrations=self.costs)
         blocks = [round(count * self.work.spec.layers / self.groups) for count in (offloaded, recomputed)]
         return Mix(
@@ -87,7 +87,7 @@ class Mixes:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """`fastest` of the mixes that fit `room_bytes`, None where none does; beside it one fate for all blocks."""
+    """`fastest` of the mixes that fit `room_bytes`, None where none does; beside it one policy for all blocks."""
 
     room_bytes: float
     fastest: Mix | None

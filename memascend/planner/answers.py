@@ -94,7 +94,7 @@ class Answers:
     no_time: str
     wear: Wear
     others: tuple[Peer, ...]
-    choice: Choice | None = None  # where the system lets the fates of activations be chosen, within a GPU's memory
+    choice: Choice | None = None  # where the system lets the policies of activations be chosen, within a GPU's memory
     paths: tuple[PathPlan, ...] = ()  # where the system uses several
     nodes: NodePlan | None = None  # where a machine with several memory nodes is described
 
@@ -172,7 +172,7 @@ def answer(
 
 
 def _choice(work: Workload, machine: Machine, gpu_bytes: float | None) -> Choice | None:
-    if gpu_bytes is None or not getattr(systems.load(work.system), "chooses_fates", False):
+    if gpu_bytes is None or not getattr(systems.load(work.system), "chooses_policies", False):
         return None
     return choose(work, machine, activation_room(work, gpu_bytes))
 

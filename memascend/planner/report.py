@@ -258,7 +258,7 @@ def _time(answers: Answers) -> list[str]:
 
 
 def _choice(answers: Answers) -> list[str]:
-    """What to do with each block's activations, and what one fate for all of them would take."""
+    """What to do with each block's activations, and what one policy for all of them would take."""
     made = answers.choice
     if made is None:
         return []
@@ -277,7 +277,7 @@ def _choice(answers: Answers) -> list[str]:
             f"  {words:<{_WIDTH + 12}}{_number(mix.seconds):>10}{gib(mix.peak_bytes):>9}{_gb(mix.written_bytes):>12}"
         )
     if made.fastest is not None:
-        lines.append(f"  to run the fastest: memascend train --checkpointing ssd --activations {made.fastest.fates}")
+        lines.append(f"  to run the fastest: memascend train --checkpointing ssd --activations {made.fastest.policy}")
     return [*lines, "  modelled"]
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from memascend.activation_policy import POLICIES
 from memascend.arrangements import Arrangement
-from memascend.fates import FATES
+from memascend.deprecation import warn_renamed
 from memascend.memory.budget import parse_bytes
 from memascend.planner.derived_sizes import (
     PIPELINED,
@@ -68,7 +69,7 @@ class Workload:
 
     `states`: master weights, moments and swapped gradients (an arm may fix it); `gradients`: the flat buffer. `parts`
     stands in for the arm's own arrangement. `host_memory`: bytes that the run may take of the machine, None: any.
-    `fates`: what becomes of each block's activations, where a system lets that be chosen; None: as the arm says.
+    `activation_policies`: of each block, where a system lets that be chosen; None: as the arm says.
     `state_versions`: of a system that keeps versions of its states on the SSD, as `train` has it. `clip`: the largest
     norm of the gradients (0: any), where it matters whether all of them must have come before one is used. `device`:
     what computes. On `cpu`, the tensors of the computation are in host memory too, and the process has no CUDA; None:
@@ -92,7 +93,7 @@ class Workload:
     sizes: SwapSizes = field(default_factory=SwapSizes)
     parts: Arrangement | None = None
     host_memory: int | None = None
-    fates: tuple[str, ...] | None = None
+    activation_policies: tuple[str, ...] | None = None
     state_versions: str = "auto"
     clip: float = 0.0
     device: str | None = None
@@ -100,13 +101,19 @@ class Workload:
 
     def __post_init__(self) -> None:
         arm_of(self.system, self.arm)
-        unknown = [fate for fate in self.fates or () if fate not in FATES]
+        unknown = [policy for policy in self.activation_policies or () if policy not in POLICIES]
         if unknown:
-            raise ValueError(f"unknown fate '{unknown[0]}' of a block's activations: use one of {', '.join(FATES)}")
+            raise ValueError(f"invalid activation policy {unknown[0]!r}: expected {', '.join(POLICIES)}")
         if self.device not in (None, *DEVICES):
             raise ValueError(f"unknown device '{self.device}': use one of {', '.join(DEVICES)}")
         _check_sizes(self)
         _check_dtypes(self)
+
+    @property
+    def fates(self) -> tuple[str, ...] | None:
+        """Deprecated: `activation_policies`."""
+        warn_renamed("Workload.fates", "Workload.activation_policies")
+        return self.activation_policies
 
     @property
     def arm_name(self) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memascend.fates import EXAMPLE, BlockFates
+from memascend.activation_policy import EXAMPLE, ActivationPolicy
 from memascend.memory.budget import parse_bytes
 from memascend.memory.placement_policy import PlacementPolicy
 from memascend.planner.options import DEFAULT_CLIP, MODEL_OPTIONS, STATE_VERSIONS
@@ -245,12 +245,12 @@ class TrainConfig:
         Raises ValueError for sizes that cannot be read, and where they are set and nothing goes to the SSD.
         """
         amount: str | int = self.activations
-        fates = self.block_fates()
-        if fates is None and amount not in ("auto", "all"):
+        policy = self.activation_policy()
+        if policy is None and amount not in ("auto", "all"):
             amount = parse_bytes(amount, "'activations' (auto, all, bytes, or a policy per block)")
         written = parse_bytes(self.activation_writes, "'activation_writes'") if self.activation_writes else None
         if self.checkpointing == "ssd":
-            return ({"amount": amount} if fates is None else {"mix": str(fates)}) | {"write_budget_bytes": written}
+            return ({"amount": amount} if policy is None else {"mix": str(policy)}) | {"write_budget_bytes": written}
         for name in ("activations", "activation_writes"):
             if getattr(self, name) != _FIELDS[name].default:
                 raise ValueError(
@@ -260,10 +260,10 @@ class TrainConfig:
                 )
         return None
 
-    def block_fates(self) -> BlockFates | None:
+    def activation_policy(self) -> ActivationPolicy | None:
         """What becomes of each block's activations, where `activations` says so; ValueError where it cannot be read."""
-        meant = BlockFates.is_meant(self.activations)
-        return BlockFates.parse(self.activations, "'activations'") if meant else None
+        meant = ActivationPolicy.looks_like_policy(self.activations)
+        return ActivationPolicy.parse(self.activations, "'activations'") if meant else None
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

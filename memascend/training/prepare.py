@@ -35,8 +35,8 @@ def prepare(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
     """Write tokenizer, token files and, last, `prepared.json`; returns the latter. ValueError in one line."""
     source, model_config = resolve_model(config)
     notes: list[str] = []
-    if (fates := config.block_fates()) is not None:
-        fates.a_block(int(model_config["num_hidden_layers"]), "'activations'")
+    if (policy := config.activation_policy()) is not None:
+        policy.per_block(int(model_config["num_hidden_layers"]), "'activations'")
     context = _context(config, model_config)
     sizes = _sizes(config, model_config)
     in_memory = config.system == IN_MEMORY

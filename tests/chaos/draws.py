@@ -148,7 +148,7 @@ _DETAILS = {
 
 
 def as_stock(drawn: Draw) -> Draw | None:
-    """The same fate for DeepSpeed as it is, where it can be arranged without a layer of ours below it; else None."""
+    """The same fault for DeepSpeed as it is, where it can be arranged without a layer of ours below it; else None."""
     fault = {"ENOSPC": "full file system"}.get(drawn.fault, drawn.fault)
     if fault not in ("kill", "SIGTERM", "Ctrl-C", "full file system", "clock jump"):
         return None

@@ -239,7 +239,7 @@ def test_activations_go_to_the_ssd_with_equal_gradients_and_the_undo_takes_every
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_each_block_is_kept_computed_again_or_offloaded_as_the_mix_says(use_reentrant, tmp_path):
-    """Gradients to the last bit; after forward memory holds what the fates say, to the byte."""
+    """Gradients to the last bit; after forward memory holds what the policies say, to the byte."""
     expected = loss_and_gradients(make("llama", num_hidden_layers=6), **batch())
     section = {"folder": str(tmp_path), "minimum_bytes": 64, "reserve_bytes": 0, "device": "cpu"}
 

@@ -24,19 +24,19 @@ def record(blocks=3):
     return made
 
 
-def played(*fates, rate=1e9, prefetch=BLOCK / 2):
+def played(*policies, rate=1e9, prefetch=BLOCK / 2):
     return predicted_peak(
-        record(len(fates)),
+        record(len(policies)),
         Plan(),
         write_bytes_per_s=rate,
         read_bytes_per_s=rate,
         prefetch_bytes=prefetch,
-        fates={f"model.layers.{number}": fate for number, fate in enumerate(fates)},
+        policies={f"model.layers.{number}": policy for number, policy in enumerate(policies)},
         entry_bytes=10.0,
     )
 
 
-def test_one_fate_for_all_blocks_by_hand():
+def test_one_policy_for_all_blocks_by_hand():
     kept = played("keep", "keep", "keep")
     assert (kept.peak_bytes, kept.seconds, kept.offloaded_bytes) == (300, 18, 0)
     again = played("recompute", "recompute", "recompute")
@@ -58,9 +58,9 @@ def test_a_mix_by_hand_and_a_drive_that_holds_up_backward():
 
 @pytest.mark.parametrize("layers", [2, 3, 4, 28])
 def test_the_mix_of_nobody_s_choice_names_every_block(layers):
-    fates = ActivationOptions(model="any", folder=Path(".")).fates(layers).a_block(layers, "")
-    assert fates[0] == "offload"
-    assert fates[-1] == "keep"
+    policies = ActivationOptions(model="any", folder=Path(".")).policy(layers).per_block(layers, "")
+    assert policies[0] == "offload"
+    assert policies[-1] == "keep"
 
 
 @pytest.mark.parametrize(

@@ -69,11 +69,9 @@ def test_the_room_is_what_weights_states_and_kernels_leave():
     assert answer(other, Limits(gpu_bytes=40 * 2**30), MACHINE).choice is None
 
 
-def test_a_fate_that_is_none_is_one_line():
-    with pytest.raises(
-        ValueError, match="unknown fate 'compress' of a block's activations: use one of keep, recompute"
-    ):
-        dataclasses.replace(WORK, fates=("compress",))
+def test_an_unknown_policy_is_one_line():
+    with pytest.raises(ValueError, match="invalid activation policy 'compress': expected keep, recompute, offload"):
+        dataclasses.replace(WORK, activation_policies=("compress",))
 
 
 def test_the_command_says_what_to_do_with_which_blocks(capsys):
@@ -86,7 +84,7 @@ def test_the_command_says_what_to_do_with_which_blocks(capsys):
     assert "all recomputed" in out
     mix = re.search(r"--checkpointing ssd --activations (\S+)", out).group(1)
     config = {"model": "llama3.2-1b", "data": ["text"], "checkpointing": "ssd", "activations": mix}
-    assert len(complete(config).block_fates().a_block(16, "")) == 16  # as the trainer reads it
+    assert len(complete(config).activation_policy().per_block(16, "")) == 16  # as the trainer reads it
     main([*words, "--json"])
     found = json.loads(capsys.readouterr().out)["activations"]
     assert found["fastest"]["peak_bytes"] <= found["room_bytes"]

@@ -106,7 +106,7 @@ def test_loads_follow_one_another_in_the_reverse_order_of_stores_and_a_piece_ahe
 def test_what_a_slow_drive_has_not_taken_is_forwarded_and_not_read():
     regions = regions_of(step_of(work(), SLOW, IDEAL))
     late = {region.piece.name for region in regions if region.forwarded}
-    offloaded = [region.piece.name for region in regions if region.fate == OFFLOAD]
+    offloaded = [region.piece.name for region in regions if region.policy == OFFLOAD]
     assert late
     assert late == set(offloaded[-len(late) :])  # the last ones: first in, first out
     volume = step_of(work(), SLOW, IDEAL).volume()
@@ -138,10 +138,10 @@ def test_micro_batches_move_their_bytes_and_take_their_seconds_and_share_the_mem
     assert whole == pytest.approx(accumulation * activation_writes(work()))
 
 
-def test_every_block_can_have_a_fate_of_its_own():
+def test_every_block_can_have_a_policy_of_its_own():
     step = Step(work(), MACHINE, IDEAL)
-    fates = [OFFLOAD] * 6 + [RECOMPUTE] * 6 + [KEEP] * 4
-    regions = regions_of(step, fates)
+    policies = [OFFLOAD] * 6 + [RECOMPUTE] * 6 + [KEEP] * 4
+    regions = regions_of(step, policies)
     backward(step, regions, after=forward(step, regions))
     played = play(step.tasks, machine_for(step))
     assert step.activation_bytes == pytest.approx(6 * BLOCK)
@@ -149,7 +149,7 @@ def test_every_block_can_have_a_fate_of_its_own():
     assert sum(1 for event in played.events if event.name.startswith("recompute")) == 0  # it takes memory alone
     kept, again = made("keep").seconds, made("recompute").seconds
     assert played.seconds == pytest.approx(kept + 6 / 16 * (again - kept))
-    with pytest.raises(ValueError, match="2 fates for 16 blocks"):
+    with pytest.raises(ValueError, match="2 policies for 16 blocks"):
         regions_of(step, [KEEP, KEEP])
 
 

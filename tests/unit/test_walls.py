@@ -99,7 +99,7 @@ def test_only_integrations_import_deepspeed_and_transformers():
 
 
 def test_the_engine_stands_on_memory_storage_activations_and_the_kernels_alone():
-    rooms = "activation|engine|fates|memory|ops|storage|swapping"
+    rooms = "activation|activation_policy|deprecation|engine|memory|ops|storage|swapping"
 
     def forbidden(_: Path, name: str) -> bool:
         return top(name) == "memascend" and not re.match(rf"memascend\.({rooms})(\.|$)", name)

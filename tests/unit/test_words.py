@@ -27,11 +27,7 @@ FEWER = {
     ),
     "policy of a block": (
         r"\bfates?\b",
-        "activation/cache.py activation/mix.py activation/peak.py bench/activations.py chaos/draws.py engine/swap.py "
-        "integrations/memory_options.py memascend/fates.py planner/activations.py planner/answers.py planner/report.py "
-        "planner/workload.py protocol/described.py ssdtrain/schedule.py training/config.py training/prepare.py "
-        "unit/test_activation_options.py unit/test_bench_activations.py unit/test_planner_activations.py "
-        "unit/test_ssdtrain_schedule.py unit/test_walls.py",
+        "planner/workload.py unit/test_deprecated_names.py",
     ),
 }
 
